@@ -1,0 +1,230 @@
+"""How long the search takes: `python -m benchmarks.search [NAME ...]`, without torch.
+
+The problems imitate recordings of transformers: the module tree of a decoder, tensors that are saved by
+several consumers, inputs that a checkpoint keeps alive, gradients that grow through the backward, and
+a logits peak between the two. Layers are identical, which is the hard case: ties everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+
+import numpy as np
+
+from planner.search import curve, milp
+from planner.search.problem import CheckpointProblem, Hold, Recompute
+
+MIB = 1 << 20
+SHARES = (90, 80, 70, 60, 50, 40, 30)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Transformer:
+    """The sizes of a synthetic problem."""
+
+    layers: int
+    hidden: int
+    tokens: int
+    vocabulary: int
+    side_tensors: int
+    """Small tensors that each op saves (statistics, masks, seeds): they make up the number of holds."""
+    events_per_op: int
+    uneven: bool = False
+    """Every layer has sizes and times of its own, as in a convolutional network: no symmetry to use."""
+
+
+TRANSFORMERS = {
+    "roberta-12": Transformer(layers=12, hidden=768, tokens=8192, vocabulary=52_000, side_tensors=4, events_per_op=20),
+    "gpt2-24": Transformer(layers=24, hidden=1024, tokens=8192, vocabulary=50_257, side_tensors=4, events_per_op=14),
+    "llama-32": Transformer(
+        layers=32, hidden=4096, tokens=16_384, vocabulary=128_256, side_tensors=10, events_per_op=20
+    ),
+    "uneven-32": Transformer(
+        layers=32, hidden=1024, tokens=8192, vocabulary=1000, side_tensors=4, events_per_op=20, uneven=True
+    ),
+    "llama-80": Transformer(
+        layers=80, hidden=8192, tokens=32_768, vocabulary=128_256, side_tensors=28, events_per_op=37
+    ),
+}
+
+# name of the leaf under its layer, inputs, output width (in hidden sizes), FLOPs (per token and hidden size, in
+# hidden sizes), which inputs it saves, whether it saves its output
+LAYER_OPS = (
+    ("norm1", ("x",), "n1", 1.0, 0.0, ("x",), False),
+    ("attention.q", ("n1",), "q0", 1.0, 2.0, ("n1",), False),
+    ("attention.k", ("n1",), "k0", 0.25, 0.5, ("n1",), False),
+    ("attention.v", ("n1",), "v", 0.25, 0.5, ("n1",), False),
+    ("attention.rotary.q", ("q0",), "q", 1.0, 0.0, (), False),
+    ("attention.rotary.k", ("k0",), "k", 0.25, 0.0, (), False),
+    ("attention.core", ("q", "k", "v"), "c", 1.0, 1.0, ("q", "k", "v"), True),
+    ("attention.o", ("c",), "o", 1.0, 2.0, ("c",), False),
+    ("dropout1", ("o",), "d1", 1.0, 0.0, (), True),
+    ("", ("x", "d1"), "h", 1.0, 0.0, (), False),
+    ("norm2", ("h",), "n2", 1.0, 0.0, ("h",), False),
+    ("mlp.gate", ("n2",), "g", 3.5, 7.0, ("n2",), False),
+    ("mlp.up", ("n2",), "u", 3.5, 7.0, ("n2",), False),
+    ("mlp.act", ("g",), "a", 3.5, 0.0, ("g",), False),
+    ("mlp", ("a", "u"), "m", 3.5, 0.0, ("a", "u"), False),
+    ("mlp.down", ("m",), "w", 1.0, 7.0, ("m",), False),
+    ("", ("h", "w"), "y", 1.0, 0.0, (), False),
+)
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Op:
+    chain: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    saved: tuple[str, ...]
+    cost_ns: int
+
+
+def synthetic_problem(shape: Transformer) -> CheckpointProblem:
+    """The problem that recording such a transformer would give."""
+    ops, size_bytes = _ops(shape)
+    names = sorted({name for op in ops for name in op.chain})
+    number = {name: k for k, name in enumerate(names)}
+    inside: dict[str, list[int]] = {name: [] for name in names}
+    for k, op in enumerate(ops):
+        for name in op.chain:
+            inside[name].append(k)
+    step, half = shape.events_per_op, len(ops) * shape.events_per_op
+    events = 3 * half
+    producer = {tensor: k for k, op in enumerate(ops) for tensor in op.outputs}
+
+    def forward(op: int) -> int:
+        return op * step
+
+    def backward(op: int) -> int:
+        return half + (len(ops) - 1 - op) * 2 * step
+
+    fixed_bytes = _temporaries(shape, events, half)
+    holds: list[Hold] = []
+    saved_inside = dict.fromkeys(names, 0)
+    savers: dict[str, list[int]] = {}
+    readers: dict[str, list[int]] = {}
+    for k, op in enumerate(ops):
+        for tensor in op.saved:
+            savers.setdefault(tensor, []).append(k)
+        for tensor in op.inputs:
+            readers.setdefault(tensor, []).append(k)
+    for tensor, born in producer.items():
+        gone = max([forward(k) + step for k in readers.get(tensor, [])] + [forward(born) + step])
+        fixed_bytes[forward(born) : gone] += size_bytes[tensor]
+        outside = {name for k in readers.get(tensor, []) for name in ops[k].chain if born not in inside[name]}
+        for name in ops[born].chain:
+            saved_inside[name] += size_bytes[tensor] if tensor in savers else 0
+        moments = sorted(
+            {backward(k) + 2 * step for k in savers.get(tensor, [])} | {backward(inside[n][-1]) for n in outside}
+        )
+        for start, stop in zip([gone, *moments], moments, strict=False):
+            unless = [ops[k].chain for k in savers.get(tensor, []) if backward(k) + 2 * step >= stop]
+            when = [name for name in outside if backward(inside[name][-1]) >= stop]
+            holds.append(
+                Hold(
+                    size_bytes=size_bytes[tensor],
+                    start=start,
+                    stop=stop,
+                    unless=tuple(sorted(tuple(sorted(number[n] for n in chain)) for chain in unless)),
+                    when=tuple(sorted(number[n] for n in when)),
+                )
+            )
+    return CheckpointProblem(
+        fixed_bytes=fixed_bytes,
+        holds=tuple(holds),
+        recomputes=tuple(
+            Recompute(unit=number[n], at=backward(inside[n][-1]), extra_bytes=saved_inside[n] * 11 // 10) for n in names
+        ),
+        cost_ns=tuple(sum(ops[k].cost_ns for k in inside[n]) for n in names),
+        paths=tuple(sorted({tuple(sorted(number[n] for n in op.chain)) for op in ops})),
+    )
+
+
+def _ops(shape: Transformer) -> tuple[list[_Op], dict[str, int]]:
+    """The forward, op by op, and the bytes of every tensor."""
+    width_bytes = 2 * shape.tokens * shape.hidden
+    size_bytes, ops = (
+        {"l0.x": width_bytes},
+        [_Op(chain=("model", "model.embed"), inputs=(), outputs=("l0.x",), saved=(), cost_ns=20_000)],
+    )
+    for layer in range(shape.layers):
+        for leaf, inputs, output, width, flops, saved, saves_output in LAYER_OPS:
+            parts = ("model", "layers", str(layer), *filter(None, leaf.split(".")))
+            chain = tuple(".".join(parts[: k + 1]) for k in range(len(parts)))
+            made = f"l{layer + 1}.x" if output == "y" else f"l{layer}.{output}"
+            scale = (97 + layer * 61 % 53) / 100 if shape.uneven else 1.0
+            size_bytes[made] = int(width * width_bytes * scale) // 512 * 512
+            side = tuple(f"l{layer}.{output}.side{k}" for k in range(shape.side_tensors))
+            size_bytes.update((name, 512 * (1 + k * 7)) for k, name in enumerate(side))
+            work_ns = flops * shape.tokens * shape.hidden**2 * 2 / 1e5 + width * width_bytes / 500
+            ops.append(
+                _Op(
+                    chain=chain[:1] + chain[2:],
+                    inputs=tuple(f"l{layer}.{name}" for name in inputs),
+                    outputs=(made, *side),
+                    saved=tuple(f"l{layer}.{name}" for name in saved) + ((made,) if saves_output else ()) + side,
+                    cost_ns=5_000 + int(work_ns * scale**2),
+                )
+            )
+    last = f"l{shape.layers}.x"
+    size_bytes["logits"] = 4 * shape.tokens * shape.vocabulary
+    ops.append(
+        _Op(chain=("model", "head"), inputs=(last,), outputs=("logits",), saved=(last, "logits"), cost_ns=4_000_000)
+    )
+    return ops, size_bytes
+
+
+def _temporaries(shape: Transformer, events: int, half: int) -> np.ndarray:
+    """int64[E]: parameters, gradients that grow through the backward, and a saw of temporaries."""
+    weights_bytes = 2 * 13 * shape.layers * shape.hidden**2
+    saw_bytes = 2 * shape.tokens * shape.hidden * np.random.default_rng(0).integers(0, 4, events)
+    return weights_bytes + saw_bytes + np.maximum(0, np.arange(events) - half) * weights_bytes // (events - half)
+
+
+def main(names: list[str]) -> None:
+    """Print one line a problem and budget."""
+    print(
+        f"{'problem':<11}{'units':>6}{'holds':>7}{'events':>8}  {'budget':>15}  seconds  rows rounds  units  cost  status"
+    )
+    for name in names or TRANSFORMERS:
+        problem = synthetic_problem(TRANSFORMERS[name])
+        peak_bytes = curve.peak(problem, ())
+        total_ns = max(problem.cost_ns)
+        began = time.perf_counter()
+        curve.evaluate(problem, ())
+        print(f"{name:<11}{len(problem.cost_ns):>6}{len(problem.holds):>7}{len(problem.fixed_bytes):>8}  ", end="")
+        print(
+            f"unchecked peak {peak_bytes // MIB} MiB, one evaluation with compiling {time.perf_counter() - began:.2f} s"
+        )
+        for share in SHARES:
+            _print_solve(problem, share, peak_bytes * share // 100, total_ns)
+        search = milp.Search(problem)
+        least = search.smallest_peak(time_limit_seconds=30.0)
+        print(
+            f"{'':<32}  smallest {least.peak_bytes * 100 / peak_bytes:5.1f}% {least.seconds:8.2f} {search.effort.rows:>5} {search.effort.rounds:>6}",
+            end="",
+        )
+        print(f" {len(least.units):>6} {least.cost_ns / total_ns:5.1%}  {least.status}, gap {least.gap:.2g}")
+
+
+def _print_solve(problem: CheckpointProblem, share: int, budget_bytes: int, total_ns: int) -> None:
+    search = milp.Search(problem)
+    began = time.perf_counter()
+    try:
+        found = search.solve(budget_bytes, time_limit_seconds=30.0)
+    except milp.SearchTimeout as error:
+        print(f"{'':<32}  {share:>13}%  {error}")
+        return
+    seconds = time.perf_counter() - began
+    print(f"{'':<32}  {share:>13}% {seconds:8.2f} {search.effort.rows:>5} {search.effort.rounds:>6}", end="")
+    print(
+        " infeasible"
+        if found is None
+        else f" {len(found.units):>6} {found.cost_ns / total_ns:5.1%}  {found.status}, gap {found.gap:.2g}"
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

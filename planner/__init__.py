@@ -1,0 +1,57 @@
+"""Plan a PyTorch training step that fits a card: `planner.plan(model, batch, vram="6GiB")`.
+
+Nothing here imports torch until a plan is made, so that plan files and the search can be used without it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from planner.plan_file import Footprint, Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from planner.calling import LossFn
+
+__all__ = ["Footprint", "Plan", "plan"]
+
+
+def plan(
+    model: torch.nn.Module,
+    batch: Any,
+    *,
+    vram: str | int | None,
+    loss_fn: LossFn | None = None,
+    gpu: str | None = None,
+    fidelity: str = "rounded",
+    optimizer: Any = "adamw",
+    force: Sequence[str] = (),
+    forbid: Sequence[str] = (),
+) -> Plan:
+    """Plan one optimizer step of `model` on `batch` inside `vram`.
+
+    Args:
+        model: any module; its weights may be on the CPU or on the meta device. It is left untouched.
+        batch: a dict of keyword arguments, a tuple, or a tensor; dimension 0 of its tensors is the sample.
+        vram: a size such as "6GiB" or "80%" (of the card), or bytes; None rehearses without choosing.
+        loss_fn: `loss_fn(output, batch)`; None where the model returns a loss.
+        gpu: a profile's name such as "rtx-2060", or "bare"; None takes the CUDA card at hand, else a generic one.
+        fidelity: how far the plan may go: "exact", "rounded" or "partial".
+        optimizer: a name such as "adamw", a torch optimizer, or a function from parameters to one.
+        force: kinds of decision that must be used.
+        forbid: kinds of decision that must not be used.
+
+    Returns:
+        A certified plan. `Plan.fits` says whether it is inside the budget.
+
+    Raises:
+        planner.errors.PlannerError: for input that cannot be used; the message says what to change.
+    """
+    from planner.pipeline import plan_live_model
+
+    return plan_live_model(
+        model, batch, vram=vram, loss_fn=loss_fn, gpu=gpu, fidelity=fidelity, optimizer=optimizer, force=force, forbid=forbid
+    )

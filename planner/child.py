@@ -1,0 +1,88 @@
+"""Run a function in a forked child process and hand its result back as plain data.
+
+Registering the virtual GPU changes a process for good, so it never happens in a process that holds a user's
+live work. A fork inherits the model without pickling it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from planner.errors import PlannerError, RehearsalProcessError
+
+
+class Child:
+    """A forked process that computes `function()`. `result` waits for it."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        if not hasattr(os, "fork"):
+            raise RehearsalProcessError(
+                f"this system ({sys.platform}) cannot fork, and a rehearsal needs a child process: use Linux, macOS or WSL"
+            )
+        if torch.cuda.is_initialized():
+            raise RehearsalProcessError(
+                "CUDA is initialised in this process, which therefore cannot be forked: plan before the first use of CUDA, "
+                "or in a process of its own with the `plan` command"
+            )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._reader, writer = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(self._reader)
+            _serve(function, writer)
+        os.close(writer)
+
+    def result(self) -> Any:
+        """The value of `function()`. Raises what it raised if that is a `PlannerError`, else `RehearsalProcessError`."""
+        with os.fdopen(self._reader, "rb") as pipe:
+            answer = pipe.read()
+        _, status = os.waitpid(self._pid, 0)
+        if not answer or os.WIFSIGNALED(status):
+            raise RehearsalProcessError(f"the rehearsing process ended without an answer ({_cause(status)})")
+        kind, value = pickle.loads(answer)
+        if kind == "value":
+            return value
+        raise value
+
+
+def run_in_child(function: Callable[[], Any]) -> Any:
+    """Fork, compute `function()` there, return its value here. The value must be picklable."""
+    return Child(function).result()
+
+
+def _serve(function: Callable[[], Any], writer: int) -> None:
+    """The child's whole life. Prints of the model go to standard error, which belongs to people."""
+    code = 1
+    try:
+        os.dup2(2, 1)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        torch.set_num_threads(1)
+        try:
+            answer = ("value", function())
+        except PlannerError as error:
+            answer = ("error", error)
+        except Exception as error:
+            text = "".join(traceback.format_exception(error))
+            answer = ("error", RehearsalProcessError(f"the rehearsal failed with {type(error).__name__}: {error}\n{text}"))
+        with os.fdopen(writer, "wb") as pipe:
+            pickle.dump(answer, pipe, protocol=pickle.HIGHEST_PROTOCOL)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _cause(status: int) -> str:
+    if not os.WIFSIGNALED(status):
+        return f"exit code {os.waitstatus_to_exitcode(status)}"
+    number = os.WTERMSIG(status)
+    hint = ", perhaps because host memory ran out" if number == signal.SIGKILL else ""
+    return f"killed by signal {number}{hint}"

@@ -1,0 +1,152 @@
+"""The decisions a plan is made of: small frozen values, in the order in which they are applied.
+
+A decision says *what*; the rule of the same name in `rewrite/rules/` does it. `kind` is the word that
+users, plan files and the command line (`--force`, `--forbid`) know it by.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import ClassVar
+
+from planner.errors import DecisionError
+
+
+class Fidelity(enum.IntEnum):
+    """How close the rewritten step is to the original one. Ordered: exact < rounded < partial."""
+
+    EXACT = 0
+    """The same mathematics; only the order of a sum may differ."""
+    ROUNDED = 1
+    """The same mathematics at a lower precision."""
+    PARTIAL = 2
+    """Some parameters are not trained."""
+
+    @classmethod
+    def parse(cls, text: str) -> Fidelity:
+        try:
+            return cls[text.upper()]
+        except KeyError:
+            names = ", ".join(member.name.lower() for member in cls)
+            raise DecisionError(f"fidelity '{text}' is unknown: choose one of {names}") from None
+
+
+class Decision:
+    """Base of all decisions. Final subclasses are frozen dataclasses with JSON-able fields."""
+
+    kind: ClassVar[str]
+    fidelity: ClassVar[Fidelity]
+
+    def describe(self) -> str:
+        """One line for people: what is done, without units of memory or time."""
+        raise TypeError(f"{type(self).__name__} does not describe itself")
+
+    def to_json(self) -> dict[str, object]:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {"kind": self.kind, **{k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Freeze(Decision):
+    """Do not train these modules' parameters (a prefix of the model, from the input up)."""
+
+    kind: ClassVar[str] = "freeze"
+    fidelity: ClassVar[Fidelity] = Fidelity.PARTIAL
+    modules: tuple[str, ...]
+
+    def describe(self) -> str:
+        return f"freeze {len(self.modules)} modules: {_listing(self.modules)}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Precision(Decision):
+    """Forward and loss under autocast; fp32 master weights; a GradScaler when `dtype` is fp16."""
+
+    kind: ClassVar[str] = "precision"
+    fidelity: ClassVar[Fidelity] = Fidelity.ROUNDED
+    dtype: str
+    """'bf16' or 'fp16'."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("bf16", "fp16"):
+            raise DecisionError(f"precision '{self.dtype}' is unknown: choose bf16 or fp16")
+
+    def describe(self) -> str:
+        scaler = " with a gradient scaler" if self.dtype == "fp16" else ""
+        return f"{self.dtype} autocast{scaler}, fp32 weights"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optimizer(Decision):
+    """Hold the optimizer's state in 8 bits (bitsandbytes AdamW8bit; small tensors and embeddings stay 32-bit)."""
+
+    kind: ClassVar[str] = "optimizer"
+    fidelity: ClassVar[Fidelity] = Fidelity.ROUNDED
+    name: str = "adamw8bit"
+
+    def __post_init__(self) -> None:
+        if self.name != "adamw8bit":
+            raise DecisionError(f"optimizer '{self.name}' is no decision: the only one is adamw8bit")
+
+    def describe(self) -> str:
+        return "8-bit AdamW state (bitsandbytes); embeddings and small tensors stay 32-bit"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Accumulation(Decision):
+    """Split the batch into micro-batches of `micro_batch_size` samples; the last one may be smaller."""
+
+    kind: ClassVar[str] = "accumulation"
+    fidelity: ClassVar[Fidelity] = Fidelity.EXACT
+    micro_batch_size: int
+    micro_batches: int
+
+    def __post_init__(self) -> None:
+        if self.micro_batch_size < 1 or self.micro_batches < 2:
+            raise DecisionError(
+                f"accumulation over {self.micro_batches} micro-batches of {self.micro_batch_size} samples: "
+                "needs at least 2 micro-batches of at least 1 sample"
+            )
+
+    def describe(self) -> str:
+        return f"{self.micro_batches} micro-batches of {self.micro_batch_size} samples"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoint(Decision):
+    """Recompute these module calls in backward instead of keeping their activations."""
+
+    kind: ClassVar[str] = "checkpoint"
+    fidelity: ClassVar[Fidelity] = Fidelity.EXACT
+    modules: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.modules:
+            raise DecisionError("checkpoint without modules: leave the decision out")
+
+    def describe(self) -> str:
+        return f"recompute {len(self.modules)} modules in backward: {_listing(self.modules)}"
+
+
+KINDS: dict[str, type[Decision]] = {
+    decision.kind: decision for decision in (Freeze, Precision, Optimizer, Accumulation, Checkpoint)
+}
+"""Every kind of decision, in the order in which their rules are applied."""
+
+
+def decision_from_json(data: dict[str, object]) -> Decision:
+    """Inverse of `Decision.to_json`. Raises `DecisionError` for an unknown kind or field."""
+    fields = dict(data)
+    kind = fields.pop("kind", None)
+    if kind not in KINDS:
+        raise DecisionError(f"decision kind {kind!r} is unknown: known are {', '.join(KINDS)}")
+    known = {field.name for field in dataclasses.fields(KINDS[kind])}
+    if unknown := sorted(set(fields) - known):
+        raise DecisionError(f"decision {kind!r} has no field {unknown[0]!r}: known are {', '.join(sorted(known))}")
+    return KINDS[kind](**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+
+
+def _listing(names: tuple[str, ...], most: int = 4) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

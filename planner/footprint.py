@@ -1,0 +1,130 @@
+"""From a recording to what the card has to hold: fixed costs, the allocator, the breakdown at the peak."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+from profiles.device import DeviceProfile
+
+from planner import cost
+from planner.allocator import AllocatorSettings, replay
+from planner.plan_file import Footprint
+from planner.step_graph import Category, Phase, StepGraph, Storage
+
+GEMM_OPS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
+ALLOCATOR_GRANULARITY_BYTES = 512
+"""CUDA's caching allocator rounds every size up to this (kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp)."""
+
+
+def granularity_bytes(card: DeviceProfile) -> int:
+    return ALLOCATOR_GRANULARITY_BYTES if card.allocator else 1
+
+
+def with_workspaces(graph: StepGraph, workspace_bytes: int) -> StepGraph:
+    """Add what the recording cannot show: cuBLAS keeps one workspace for each thread that multiplies matrices.
+
+    The main thread takes its own at the first product of the forward, autograd's thread at the first one of the
+    backward; both are kept for the life of the process (aten/src/ATen/cuda/CublasHandlePool.cpp).
+    """
+    if workspace_bytes == 0:
+        return graph
+    storages = list(graph.storages)
+    for phases in ((Phase.FORWARD,), (Phase.BACKWARD, Phase.RECOMPUTE)):
+        first = next((op for op in graph.ops if op.name in GEMM_OPS and op.phase in phases), None)
+        if first is not None:
+            life = (first.tick, graph.ticks)
+            storages.append(Storage(size_bytes=workspace_bytes, lives=[life], category=Category.WORKSPACE, op=0))
+    return dataclasses.replace(graph, storages=storages)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A footprint, and whether the step got through under the cap."""
+
+    footprint: Footprint
+    fits: bool
+    curve_bytes: int
+    """Largest number of bytes that tensors hold, each rounded to the allocator's granularity."""
+
+
+def measure(graph: StepGraph, card: DeviceProfile, *, vram_bytes: int | None, micro_batches: int) -> Measured:
+    """Footprint of a plain recording on a card.
+
+    Args:
+        graph: with workspaces.
+        vram_bytes: budget about the total; the allocator is given what the context leaves of it. None: no limit.
+        micro_batches: of the real step; the recording may hold fewer.
+    """
+    granularity = granularity_bytes(card)
+    live = graph.live_bytes(granularity_bytes=granularity)
+    curve_bytes = int(live.max())
+    tick, allocated, reserved, fits = int(live.argmax()), curve_bytes, curve_bytes, True
+    capacity = None if vram_bytes is None else vram_bytes - card.context_bytes
+    if card.allocator:
+        ids, sizes, ticks = _events(graph)
+        outcome = replay((ids, sizes), AllocatorSettings(), capacity)
+        if outcome.out_of_memory_event is not None:
+            fits = False
+            outcome = replay((ids, sizes), AllocatorSettings(), None)
+        allocated, reserved = outcome.peak_allocated_bytes, outcome.peak_reserved_bytes
+        tick = int(ticks[outcome.peak_allocated_event])
+    elif capacity is not None:
+        fits = curve_bytes <= capacity
+    op = graph.op_at(tick)
+    footprint = Footprint(
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        total_bytes=reserved + card.context_bytes,
+        phase=str(op.phase) if op else "",
+        module=op.module if op else "",
+        op=op.name if op else "",
+        breakdown=_breakdown(graph, tick, granularity, reserved, card),
+        step_ns=sum(cost.op_times_ns(graph, card, micro_batches)),
+        flops=cost.step_flops(graph, micro_batches),
+    )
+    return Measured(footprint=footprint, fits=fits, curve_bytes=curve_bytes)
+
+
+def smallest_capacity_bytes(graph: StepGraph, card: DeviceProfile, *, within_bytes: int = 1 << 20) -> int:
+    """Smallest total in which the step gets through, to `within_bytes`: near its limit the allocator frees its cache."""
+    if not card.allocator:
+        return int(graph.live_bytes().max()) + card.context_bytes
+    ids, sizes, _ = _events(graph)
+    outcome = replay((ids, sizes), AllocatorSettings(), None)
+    low, high = outcome.peak_allocated_bytes - 1, outcome.peak_reserved_bytes
+    while high - low > within_bytes:
+        middle = (low + high) // 2
+        if replay((ids, sizes), AllocatorSettings(), middle).out_of_memory_event is None:
+            high = middle
+        else:
+            low = middle
+    return high + card.context_bytes
+
+
+def _events(graph: StepGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The stream of allocations (size > 0) and frees (size 0): storage ids, sizes, ticks, in order of time."""
+    events = []
+    identity = itertools.count()
+    for storage, spans in zip(graph.storages, graph.spans(), strict=True):
+        for start, stop in spans:
+            life = next(identity)
+            events.append((start, 1, life, storage.size_bytes))
+            if stop < graph.ticks:
+                events.append((stop, 0, life, 0))
+    events.sort()
+    table = np.array(events, dtype=np.int64).reshape(-1, 4)
+    return table[:, 2], table[:, 3], table[:, 0]
+
+
+def _breakdown(graph: StepGraph, tick: int, granularity: int, reserved: int, card: DeviceProfile) -> dict[str, int]:
+    """Bytes by category at a tick; what the allocator holds beyond them is its slack."""
+    totals: dict[str, int] = {}
+    for storage, spans in zip(graph.storages, graph.spans(), strict=True):
+        if any(start <= tick < stop for start, stop in spans):
+            rounded = -(-storage.size_bytes // granularity) * granularity
+            totals[storage.category] = totals.get(storage.category, 0) + rounded
+    totals[Category.SLACK] = reserved - sum(totals.values())
+    totals[Category.CONTEXT] = card.context_bytes
+    return {str(category): totals[category] for category in Category if totals.get(category)}

@@ -1,0 +1,51 @@
+"""What an op's schema says: whether it is a view, and what it writes in place."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import torch
+
+_SHORT_NAMES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpTraits:
+    is_view: bool
+    """Returns an alias of an argument and writes nothing: no kernel is launched."""
+    written: tuple[tuple[int, str], ...]
+    """Position and name of every argument that is written in place."""
+
+    @property
+    def writes(self) -> bool:
+        return bool(self.written)
+
+    def written_arguments(self, args: tuple, kwargs: dict) -> list[object]:
+        return [args[position] if position < len(args) else kwargs.get(name) for position, name in self.written]
+
+
+@functools.cache
+def traits_of(op: torch._ops.OpOverload) -> OpTraits:
+    schema = op._schema
+    written = tuple(
+        (position, argument.name)
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    aliases = any(result.alias_info is not None for result in schema.returns)
+    return OpTraits(is_view=aliases and not written, written=written)
+
+
+def dtype_name(read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> str:
+    """The dtype that decides the rate: that of the first floating tensor read, else written, else 'fp32'."""
+    for tensor in (*read, *written):
+        if tensor.is_floating_point():
+            return _SHORT_NAMES.get(tensor.dtype, "fp32")
+    return "fp32"

@@ -1,0 +1,207 @@
+"""The outer choices: precision, optimizer state, frozen prefix and micro-batches. They are few, so they are listed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Iterator, Sequence
+
+import torch
+from profiles.device import DeviceProfile
+
+from planner.decisions import KINDS, Accumulation, Checkpoint, Decision, Fidelity, Freeze, Optimizer, Precision
+from planner.errors import DecisionError
+from planner.workload import Workload, optimizer_name
+
+_ADAM_NAMES = ("adam", "adamw")
+_MICRO_BATCH_STEPS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14)
+"""Numbers of micro-batches that are tried: these, and from 16 on four for each doubling."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What the user allows."""
+
+    fidelity: Fidelity
+    forced: tuple[str, ...]
+    forbidden: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for name in (*self.forced, *self.forbidden):
+            if name not in KINDS:
+                raise DecisionError(f"technique '{name}' is unknown: choose from {', '.join(KINDS)}")
+        if both := sorted(set(self.forced) & set(self.forbidden)):
+            raise DecisionError(f"technique '{both[0]}' is forced and forbidden: name it once")
+        for name in self.forced:
+            if KINDS[name].fidelity > self.fidelity:
+                needed = KINDS[name].fidelity.name.lower()
+                raise DecisionError(f"technique '{name}' is forced but not allowed at this fidelity: add --fidelity {needed}")
+
+    def allow(self, kind: type[Decision]) -> bool:
+        return kind.fidelity <= self.fidelity and kind.kind not in self.forbidden
+
+    def force(self, kind: type[Decision]) -> bool:
+        return kind.kind in self.forced
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Split:
+    """The batch in `micro_batches` parts of at most `size` samples."""
+
+    micro_batches: int
+    size: int
+
+    def decisions(self) -> tuple[Decision, ...]:
+        if self.micro_batches == 1:
+            return ()
+        return (Accumulation(micro_batch_size=self.size, micro_batches=self.micro_batches),)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Offer:
+    """What can be chosen from for this workload on this card, and why some things cannot."""
+
+    precisions: tuple[tuple[Decision, ...], ...]
+    optimizers: tuple[tuple[Decision, ...], ...]
+    splits: tuple[Split, ...]
+    checkpoint: bool
+    notes: tuple[str, ...]
+
+
+def offer(work: Workload, card: DeviceProfile, rules: Rules) -> Offer:
+    """List the outer choices that the user allows and the workload and card permit.
+
+    Raises:
+        DecisionError: something is forced that this workload or card cannot do.
+    """
+    notes: list[str] = []
+    return Offer(
+        precisions=_precisions(work, card, rules, notes),
+        optimizers=_optimizers(work, rules, notes),
+        splits=_splits(work, rules, notes),
+        checkpoint=rules.allow(Checkpoint),
+        notes=tuple(notes),
+    )
+
+
+def _precisions(work: Workload, card: DeviceProfile, rules: Rules, notes: list[str]) -> tuple[tuple[Decision, ...], ...]:
+    why_not = None
+    if not card.native_dtypes:
+        why_not = f"{card.title} computes neither bf16 nor fp16 faster than fp32"
+    elif odd := sorted({str(p.dtype).removeprefix("torch.") for p in work.model.parameters() if p.requires_grad} - {"float32"}):
+        why_not = f"trained parameters are {odd[0]}, and autocast needs fp32 master weights"
+    found = _choices(rules, Precision, None if why_not else (Precision(dtype=card.native_dtypes[0]),), why_not)
+    if why_not and rules.allow(Precision):
+        notes.append(f"no autocast: {why_not}")
+    return found
+
+
+def _optimizers(work: Workload, rules: Rules, notes: list[str]) -> tuple[tuple[Decision, ...], ...]:
+    why_not = None
+    is_adam = work.optimizer in _ADAM_NAMES or isinstance(work.optimizer, (torch.optim.Adam, torch.optim.AdamW))
+    if not is_adam:
+        why_not = f"the optimizer is {optimizer_name(work.optimizer)}, and only Adam and AdamW have an 8-bit twin here"
+    elif importlib.util.find_spec("bitsandbytes") is None:
+        why_not = "bitsandbytes is not installed"
+        if rules.allow(Optimizer):
+            notes.append("no 8-bit optimizer state: bitsandbytes is not installed (pip install bitsandbytes)")
+    return _choices(rules, Optimizer, None if why_not else (Optimizer(),), why_not)
+
+
+def _splits(work: Workload, rules: Rules, notes: list[str]) -> tuple[Split, ...]:
+    why_not = None
+    if norms := _batch_norms(work.model):
+        why_not = f"'{norms[0]}' normalises over the micro-batch, so that parts of a batch are not the batch"
+    elif work.batch_size < 2:
+        why_not = "the batch is a single sample"
+    single, several = Split(micro_batches=1, size=work.batch_size), tuple(splits_of(work.batch_size))
+    if rules.force(Accumulation):
+        if why_not and work.batch_size < 2:
+            raise DecisionError(f"accumulation is forced, but {why_not}")
+        if why_not:
+            notes.append(f"accumulation is forced although {why_not}: results differ from the full batch")
+        return several
+    if why_not:
+        if rules.allow(Accumulation):
+            notes.append(f"no accumulation: {why_not}")
+        return (single,)
+    return (single, *several) if rules.allow(Accumulation) else (single,)
+
+
+def _choices(
+    rules: Rules, kind: type[Decision], decisions: tuple[Decision, ...] | None, why_not: str | None
+) -> tuple[tuple[Decision, ...], ...]:
+    """With the technique, without it, or both; with it first, since that is why it is offered."""
+    if rules.force(kind):
+        if decisions is None:
+            raise DecisionError(f"{kind.kind} is forced, but {why_not}")
+        return (decisions,)
+    return ((), decisions) if decisions is not None and rules.allow(kind) else ((),)
+
+
+def splits_of(batch_size: int) -> Iterator[Split]:
+    """Ways to cut a batch, in rising number of micro-batches; each size once, down to single samples."""
+    counts = [count for count in _MICRO_BATCH_STEPS if 1 < count <= batch_size]
+    step = 16
+    while step < 2 * batch_size:
+        counts += [min(step * quarter // 4, batch_size) for quarter in (4, 5, 6, 7)]
+        step *= 2
+    sizes_seen = {batch_size}
+    for count in counts:
+        size = -(-batch_size // count)
+        if size not in sizes_seen:
+            sizes_seen.add(size)
+            yield Split(micro_batches=-(-batch_size // size), size=size)
+
+
+def _batch_norms(model: torch.nn.Module) -> Sequence[str]:
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and (module.training or not module.track_running_stats)
+    ]
+
+
+def prefixes(module_starts: Sequence[tuple[str, int]], owners: Sequence[str]) -> tuple[Freeze, ...]:
+    """Frozen prefixes of a model, short to long: everything up to the end of one of its blocks.
+
+    Args:
+        module_starts: modules in the order in which their forward begins, with the tick.
+        owners: modules that own parameters directly.
+
+    Blocks are the members of the shallowest list of modules (names ending in a number) with at least two of them.
+    """
+    order = [name for name, _ in sorted(dict(reversed(list(module_starts))).items(), key=lambda item: item[1])]
+    leaves = [name for name in order if name in set(owners)]
+    blocks = _blocks(order)
+    found = []
+    for block in blocks[:-1]:
+        inside = [position for position, leaf in enumerate(leaves) if leaf == block or leaf.startswith(f"{block}.")]
+        if inside:
+            found.append(Freeze(modules=_merged(leaves[: inside[-1] + 1], owners)))
+    return tuple(found)
+
+
+def _blocks(order: Sequence[str]) -> list[str]:
+    numbered: dict[str, list[str]] = {}
+    for name in order:
+        parent, _, last = name.rpartition(".")
+        if last.isdigit():
+            numbered.setdefault(parent, []).append(name)
+    lists = [members for members in numbered.values() if len(members) > 1]
+    return min(lists, key=lambda members: (members[0].count("."), -len(members)), default=[])
+
+
+def _merged(leaves: Sequence[str], owners: Sequence[str]) -> tuple[str, ...]:
+    """The same leaves, named by their outermost modules that contain no other owner of parameters."""
+    kept = set(leaves)
+    names: list[str] = []
+    for leaf in leaves:
+        name = leaf
+        while (parent := name.rpartition(".")[0]) and all(
+            owner in kept for owner in owners if owner == parent or owner.startswith(f"{parent}.")
+        ):
+            name = parent
+        if name not in names:
+            names.append(name)
+    return tuple(names)

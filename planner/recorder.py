@@ -1,0 +1,460 @@
+"""Writes down what a training step does on the virtual GPU: ops, storages, saved tensors, module calls.
+
+Two kinds of recording:
+
+- *plain*: everything lives exactly as long as PyTorch lets it.
+- *what-if*: tensors that autograd saves are replaced by ghosts (shape, dtype, which storage), so that the lives
+  that remain are those that Python holds, and each save is listed with its own life. From such a recording
+  follows what would be alive if any set of module calls were checkpointed. With no unit checkpointed the two
+  give the same curve, which is a test.
+
+Deaths come from the storages' own finalizers, phases and modules from hooks and the autograd engine's node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import pathlib
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from planner import virtual_gpu
+from planner.errors import RehearsalError
+from planner.op_schema import OpTraits, dtype_name, traits_of
+from planner.step_graph import Call, Category, Op, Phase, Save, StepGraph, Storage
+
+_IGNORED_NAMESPACES = ("prim", "profiler")
+_DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+class _Ghost:
+    """Stands for a saved tensor: what is needed to make one like it."""
+
+    __slots__ = ("dtype", "offset", "recorder", "save", "shape", "stride")
+
+    def __init__(self, recorder: Recorder, tensor: torch.Tensor, save: Save) -> None:
+        self.recorder, self.save = recorder, save
+        self.shape, self.stride, self.offset, self.dtype = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+    def __del__(self) -> None:
+        self.save.release = self.recorder.next_tick()
+
+
+class _Kept:
+    """A saved tensor that is held as it is (parameters, inputs, host tensors); its times are still noted."""
+
+    __slots__ = ("recorder", "save", "tensor")
+
+    def __init__(self, recorder: Recorder, tensor: torch.Tensor, save: Save) -> None:
+        self.recorder, self.tensor, self.save = recorder, tensor, save
+
+    def __del__(self) -> None:
+        self.save.release = self.recorder.next_tick()
+
+
+class Recorder(TorchDispatchMode):
+    """Active around the step. `what_if` chooses the kind of recording."""
+
+    def __init__(self, *, what_if: bool) -> None:
+        super().__init__()
+        self.what_if = what_if
+        self.tick = 0
+        self.ops: list[Op] = []
+        self.storages: list[Storage] = []
+        self.saves: list[Save] = []
+        self.calls: list[Call] = []
+        self.notes: dict[str, None] = {}
+        self.step = 0
+        self.micro_batch = 0
+        self._paused = False
+        self._alive: dict[int, tuple[int, int, weakref.ref]] = {}  # storage pointer -> (id, birth, finalizer)
+        self._stack: list[tuple[str, int | None]] = []
+        self._in_optimizer = False
+        self._seen_backward = False
+        self._in_setup = True
+        self._op_of_sequence: dict[int, int] = {}
+        self._buffers: dict[int, tuple[str, bool]] = {}
+        self._writes: list[tuple[int, int, int | None]] = []  # (tick, storage, call) of in-place writes in forward
+
+    # ---- time -------------------------------------------------------------------------------------------------
+
+    def next_tick(self) -> int:
+        self.tick += 1
+        return self.tick
+
+    # ---- storages ---------------------------------------------------------------------------------------------
+
+    def storage_of(self, tensor: torch.Tensor, *, category: Category = Category.TEMPORARY, adopt: int | None = None) -> int | None:
+        """Index of a tensor's storage; it is registered (born now) if it is new. None off the virtual GPU or if empty.
+
+        `adopt` registers a new storage as another life of a known one.
+        """
+        if tensor.device.type != virtual_gpu.NAME:
+            return None
+        untyped = tensor.untyped_storage()
+        size_bytes = untyped.nbytes()
+        if size_bytes == 0:
+            return None
+        pointer = untyped._cdata
+        known = self._alive.get(pointer)
+        if known is not None:
+            return known[0]
+        birth = self.next_tick()
+        if adopt is None:
+            index = len(self.storages)
+            op = len(self.ops) - 1 if self.ops and not self._in_setup else None
+            self.storages.append(Storage(size_bytes=size_bytes, lives=[], category=category, op=op))
+        else:
+            index = adopt
+
+        def died(_: weakref.ref, pointer: int = pointer) -> None:
+            dead, born, _finalizer = self._alive.pop(pointer)
+            self.storages[dead].lives.append((born, self.next_tick()))
+
+        self._alive[pointer] = (index, birth, weakref.ref(untyped, died))
+        return index
+
+    def mark(self, tensor: torch.Tensor | None, category: Category) -> None:
+        if tensor is not None and not tensor.is_sparse and (index := self.storage_of(tensor)) is not None:
+            self.storages[index].category = category
+
+    # ---- ops --------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self._paused or op.namespace in _IGNORED_NAMESPACES:
+            return op(*args, **kwargs)
+        if op is torch.ops.aten._local_scalar_dense.default and args[0].device.type == virtual_gpu.NAME:
+            return self._known_scalar(args[0])
+        tick = self.next_tick()
+        try:
+            out = op(*args, **kwargs)
+        except _DATA_DEPENDENT:
+            raise self._refusal(f"the result of {op} depends on values, and a rehearsal has none") from None
+        except UnsupportedOperatorException:
+            raise self._refusal(f"{op} has no fake kernel (register one with torch.library.register_fake)") from None
+        self._note_op(op, args, kwargs, out, tick)
+        return out
+
+    def _note_op(self, op, args, kwargs, out, tick: int) -> None:
+        traits = traits_of(op)
+        read = [leaf for leaf in _tensors((args, kwargs)) if leaf.device.type == virtual_gpu.NAME]
+        written = [leaf for leaf in _tensors(out) if leaf.device.type == virtual_gpu.NAME]
+        if not read and not written:
+            return
+        index = len(self.ops)
+        phase, module, call, forward_op = self._where(index)
+        moved = 0 if traits.is_view else sum(_nbytes(t) for t in read) + sum(_nbytes(t) for t in written)
+        counter = flop_registry.get(op.overloadpacket)
+        self.ops.append(
+            Op(
+                name=str(op),
+                tick=tick,
+                phase=phase,
+                module=module,
+                call=call,
+                source=_source_line() if phase is Phase.FORWARD else "",
+                flops=counter(*args, **kwargs, out_val=out) if counter else 0,
+                moved_bytes=moved,
+                dtype=dtype_name(read, written),
+                is_view=traits.is_view,
+                step=self.step,
+                micro_batch=self.micro_batch,
+                forward_op=forward_op,
+            )
+        )
+        record = self.ops[index]
+        record.inputs = tuple(i for t in read if (i := self.storage_of(t)) is not None)
+        record.outputs = tuple(i for t in written if (i := self.storage_of(t)) is not None)
+        record.shapes = tuple(tuple(t.shape) for t in written)
+        if traits.writes and phase is Phase.FORWARD:
+            self._note_writes(traits, args, kwargs, tick, call)
+
+    def _note_writes(self, traits: OpTraits, args, kwargs, tick: int, call: int | None) -> None:
+        for target in _tensors(traits.written_arguments(args, kwargs)):
+            if (storage := self.storage_of(target)) is not None:
+                self._writes.append((tick, storage, call))
+
+    def _where(self, index: int) -> tuple[Phase, str, int | None, int | None]:
+        module, call = self._stack[-1] if self._stack else ("", None)
+        if self._in_setup:
+            return Phase.SETUP, "", None, None
+        if self._in_optimizer:
+            return Phase.OPTIMIZER, "", None, None
+        node = torch._C._current_autograd_node()
+        if node is None:
+            phase = Phase.OPTIMIZER if self._seen_backward and not self._stack else Phase.FORWARD
+            if phase is Phase.FORWARD:
+                self._op_of_sequence[torch.autograd._get_sequence_nr() - 1] = index
+            return phase, module, call, None
+        self._seen_backward = True
+        forward_op = self._op_of_sequence.get(node._sequence_nr())
+        if torch.is_grad_enabled():
+            self._op_of_sequence[torch.autograd._get_sequence_nr() - 1] = index
+            where = module if self._stack else (self.ops[forward_op].module if forward_op is not None else "")
+            return Phase.RECOMPUTE, where, None, None
+        return Phase.BACKWARD, self.ops[forward_op].module if forward_op is not None else "", None, forward_op
+
+    def _known_scalar(self, tensor: torch.Tensor) -> float | bool:
+        """Values that a rehearsal may assume: a gradient scaler finds finite gradients. Anything else is refused."""
+        if any(frame.f_code.co_filename.endswith("grad_scaler.py") for frame in _frames()):
+            return 0.0
+        raise self._refusal("the model asks for the value of a tensor (.item(), bool() or an index), and a rehearsal has none")
+
+    def _refusal(self, what: str) -> RehearsalError:
+        module = self._stack[-1][0] if self._stack else ""
+        where = f"in module '{module}'" if module else "outside the model's modules"
+        return RehearsalError(
+            f"{what}: {where} at {_source_line() or 'unknown line'}; rewrite that line so that shapes and control flow "
+            "do not depend on tensor values"
+        )
+
+    # ---- saved tensors ----------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> _Ghost | _Kept:
+        storage = self.storage_of(tensor) if not tensor.is_sparse else None
+        call = self._stack[-1][1] if self._stack else None
+        permanent = storage is None or self.storages[storage].op is None
+        save = Save(storage=None if permanent else storage, pack=self.next_tick(), unpack=None, release=None, call=call)
+        self.saves.append(save)
+        if permanent:
+            with self._pause():
+                return _Kept(self, tensor.detach(), save)
+        return _Ghost(self, tensor, save)
+
+    def _unpack(self, packed: _Ghost | _Kept) -> torch.Tensor:
+        save = packed.save
+        if save.unpack is None:
+            save.unpack = self.next_tick()
+        if isinstance(packed, _Kept):
+            return packed.tensor
+        with self._pause():
+            elements = math.ceil(self.storages[save.storage].size_bytes / packed.dtype.itemsize)
+            base = torch.empty(elements, dtype=packed.dtype, device=virtual_gpu.NAME)
+            self.storage_of(base, adopt=save.storage)
+            return base.as_strided(packed.shape, packed.stride, packed.offset)
+
+    @contextlib.contextmanager
+    def _pause(self) -> Iterator[None]:
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    # ---- modules and phases -----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def watching(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Hooks on every module, the optimizer and the gradients, for as long as the context lasts."""
+        self.module_types = {name: type(module).__name__ for name, module in model.named_modules()}
+        for name, module in model.named_modules():
+            is_norm = isinstance(module, torch.nn.modules.batchnorm._NormBase)
+            for _, buffer in module.named_buffers(recurse=False):
+                if (storage := self.storage_of(buffer)) is not None:
+                    self._buffers[storage] = (name, is_norm)
+        handles = []
+        for name, module in model.named_modules(remove_duplicate=True):
+            handles.append(module.register_forward_pre_hook(self._entering(name), with_kwargs=True, prepend=True))
+            handles.append(module.register_forward_hook(self._leaving, always_call=True))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                handles.append(
+                    parameter.register_post_accumulate_grad_hook(lambda parameter: self.mark(parameter.grad, Category.GRADIENT))
+                )
+        handles.append(register_optimizer_step_pre_hook(self._optimizer_starts))
+        handles.append(register_optimizer_step_post_hook(self._optimizer_ends))
+        hooks = (
+            torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if self.what_if else contextlib.nullcontext()
+        )
+        try:
+            with hooks:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def setup_ends(self) -> None:
+        self._in_setup = False
+
+    def starts_step(self, step: int) -> None:
+        self.step, self.micro_batch, self._seen_backward = step, 0, False
+        self._op_of_sequence.clear()
+
+    def _entering(self, name: str):
+        def enter(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+            if torch._C._current_autograd_node() is not None:
+                self._stack.append((name, None))
+                return
+            if not self._stack and self._seen_backward:
+                self.micro_batch += 1
+                self._seen_backward = False
+            inputs = {self.storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+            obstacle = None if torch.is_grad_enabled() else "it runs without gradients"
+            parent = self._stack[-1][1] if self._stack else None
+            call = Call(
+                module=name,
+                parent=parent,
+                start=self.next_tick(),
+                end=0,
+                inputs=tuple(sorted(inputs - {None})),
+                obstacle=obstacle,
+            )
+            self._stack.append((name, len(self.calls)))
+            self.calls.append(call)
+
+        return enter
+
+    def _leaving(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
+        _, call = self._stack.pop()
+        if call is not None:
+            self.calls[call].end = self.next_tick()
+
+    def _optimizer_starts(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        self._in_optimizer = True
+
+    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        self._in_optimizer = False
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    self.mark(value, Category.OPTIMIZER_STATE)
+
+    # ---- the result -------------------------------------------------------------------------------------------
+
+    def finish(self, *, steps: int, micro_batch_sizes: tuple[int, ...]) -> StepGraph:
+        """Close all lives and hand the recording over. The recorder must not be used afterwards."""
+        ticks = self.next_tick() + 1
+        for index, birth, _finalizer in self._alive.values():
+            self.storages[index].lives.append((birth, ticks))
+        self._alive.clear()
+        _note_obstacles(self.calls, self._writes, self._buffers, self.storages)
+        graph = StepGraph(
+            ops=self.ops,
+            storages=self.storages,
+            saves=self.saves,
+            calls=self.calls,
+            ticks=ticks,
+            steps=steps,
+            micro_batch_sizes=micro_batch_sizes,
+            module_types=self.module_types,
+            notes=tuple(self.notes),
+        )
+        classify(graph)
+        return graph
+
+
+def _note_obstacles(
+    calls: list[Call], writes: list[tuple[int, int, int | None]], buffers: dict[int, tuple[str, bool]], storages: list[Storage]
+) -> None:
+    """A call that overwrites what it was given, or state of its own, gives another result the second time."""
+    born = [min((birth for birth, _ in storage.lives), default=0) for storage in storages]
+    for tick, storage, call in writes:
+        owner, is_norm = buffers.get(storage, ("", False))
+        while call is not None:
+            if is_norm:
+                break
+            if born[storage] < calls[call].start and calls[call].obstacle is None:
+                what = f"buffer of '{owner}'" if storage in buffers else "tensor it did not make"
+                calls[call].obstacle = f"it overwrites a {what}"
+            call = calls[call].parent
+        if storage in buffers:
+            continue
+        for other in calls:  # an input overwritten after the call began cannot be recomputed from
+            if other.start < tick and storage in other.inputs and other.obstacle is None and born[storage] < other.start:
+                other.obstacle = "one of its inputs is overwritten later"
+
+
+def classify(graph: StepGraph) -> None:
+    """Sort what was born in the step into activations, logits and loss, and temporaries."""
+    end_of_children: dict[int, int] = {}
+    roots = {index for index, call in enumerate(graph.calls) if call.parent is None}
+    for call in graph.calls:
+        if call.parent in roots:
+            end_of_children[call.parent] = call.end
+    last_child_end = 0
+    loss_ops: set[int] = set()
+    for index, op in enumerate(graph.ops):
+        if op.phase is Phase.FORWARD and (op.call is None or op.call in roots):
+            last_child_end = end_of_children.get(op.call, last_child_end) if op.call is not None else last_child_end
+            if op.call is None or op.tick > end_of_children.get(op.call, math.inf):
+                loss_ops.add(index)
+        elif op.phase is Phase.BACKWARD and op.forward_op in loss_ops:
+            loss_ops.add(index)
+    first_backward = {}
+    for op in graph.ops:
+        if op.phase in (Phase.BACKWARD, Phase.RECOMPUTE):
+            first_backward.setdefault((op.step, op.micro_batch), op.tick)
+    spans = graph.spans()
+    for index, op in enumerate(graph.ops):
+        for storage in op.outputs:
+            record = graph.storages[storage]
+            if record.op != index or record.category is not Category.TEMPORARY:
+                continue
+            outlives = spans[storage][-1][1] > first_backward.get((op.step, op.micro_batch), math.inf)
+            if index in loss_ops:
+                record.category = Category.LOGITS
+            elif op.phase is Phase.RECOMPUTE or (op.phase is Phase.FORWARD and outlives):
+                record.category = Category.ACTIVATION
+    for index in loss_ops:
+        for storage in graph.ops[index].inputs:
+            record = graph.storages[storage]
+            if record.op is not None and record.category in (Category.ACTIVATION, Category.TEMPORARY):
+                record.category = Category.LOGITS
+
+
+# ---- small readers ------------------------------------------------------------------------------------------------
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.itemsize if not tensor.is_sparse else 0
+
+
+def _frames() -> Iterator[Any]:
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+_NOT_MODEL_CODE = (
+    str(pathlib.Path(torch.__file__).parent),
+    str(pathlib.Path(__file__).parent),
+    str(pathlib.Path(__file__).parent.parent / "rewrite"),
+    "<",
+)
+
+
+@functools.cache
+def is_model_code(filename: str) -> bool:
+    """Whether a file is neither PyTorch's nor ours, so that a line of it says something to the user."""
+    return not filename.startswith(_NOT_MODEL_CODE)
+
+
+def _source_line() -> str:
+    for frame in _frames():
+        if is_model_code(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return ""

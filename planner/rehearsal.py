@@ -1,0 +1,147 @@
+"""Rehearse training steps of a model on the virtual GPU, in a child process."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from planner import virtual_gpu
+from planner.child import Child
+from planner.errors import PlannerError, WorkloadError
+from planner.recorder import Recorder, is_model_code
+from planner.step_graph import Category, StepGraph
+
+Prepare = Callable[[torch.nn.Module], tuple[Callable[[Any], Any], torch.optim.Optimizer]]
+"""From a model to its training step (`step(batch)`) and optimizer; called in the child, on the virtual model."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """What to rehearse."""
+
+    model: torch.nn.Module
+    batch: Any
+    batch_size: int
+    """Dimension 0 of the batch's tensors; tensors without it are left as they are."""
+    prepare: Prepare
+    target: virtual_gpu.Target
+    micro_batch_sizes: tuple[int, ...]
+    """The step is given a batch of their sum; `prepare` decides how it is split."""
+    steps: int
+    primed: bool
+    """Whether the optimizer's state exists before the first recorded step."""
+    what_if: bool
+
+    def start(self) -> Child:
+        """Begin in a child process; `.result()` is a `StepGraph`."""
+        return Child(lambda: _rehearse(self))
+
+
+def rehearse(rehearsal: Rehearsal) -> StepGraph:
+    """Rehearse in a child process.
+
+    Raises:
+        RehearsalError: an op that the virtual GPU cannot run, with its module and line.
+        WorkloadError: the model refused the batch.
+    """
+    return rehearsal.start().result()
+
+
+def _rehearse(rehearsal: Rehearsal) -> StepGraph:
+    gc.freeze()
+    gc.disable()
+    casts = virtual_gpu.install(rehearsal.target)
+    recorder = Recorder(what_if=rehearsal.what_if)
+    casts.on_cast = lambda tensor: recorder.mark(tensor, Category.AUTOCAST)
+    mode = virtual_gpu.VirtualGpuMode(allow_non_fake_inputs=True)
+    with torch.autograd.set_multithreading_enabled(False), mode, recorder:
+        model = rehearsal.model
+        make_virtual(model)
+        for tensor in (*model.parameters(), *model.buffers()):
+            recorder.mark(tensor, Category.PARAMETER)
+        batch = virtual_batch(rehearsal.batch, rehearsal.batch_size, sum(rehearsal.micro_batch_sizes))
+        tree_map(lambda leaf: recorder.mark(leaf, Category.INPUT) if isinstance(leaf, torch.Tensor) else None, batch)
+        step, optimizer = rehearsal.prepare(model)
+        with recorder.watching(model, optimizer):
+            if rehearsal.primed:
+                _prime(model, optimizer)
+            recorder.setup_ends()
+            for number in range(rehearsal.steps):
+                recorder.starts_step(number)
+                _run_step(step, batch, model)
+                gc.collect()
+        return recorder.finish(steps=rehearsal.steps, micro_batch_sizes=rehearsal.micro_batch_sizes)
+
+
+def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module) -> None:
+    try:
+        step(batch)
+    except PlannerError:
+        raise
+    except Exception as error:
+        message = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+        raise WorkloadError(f"the model refused the batch: {type(error).__name__}: {message} ({_place(error, model)})") from error
+
+
+def _place(error: Exception, model: torch.nn.Module) -> str:
+    """Innermost module and line of model code in a traceback."""
+    names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
+    module, line = "", ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        module = names.get(id(frame.f_locals.get("self")), module)
+        if is_model_code(frame.f_code.co_filename):
+            line = f"{frame.f_code.co_filename}:{number}"
+    return f"in '{module or 'the step'}' at {line or 'unknown line'}"
+
+
+def _prime(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer make its state, as if a step had been taken before."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def make_virtual(model: torch.nn.Module) -> None:
+    """Replace parameters and buffers by fakes on the virtual GPU, in place; shared ones stay shared."""
+    memo: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in memo:
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=virtual_gpu.NAME)
+            if isinstance(tensor, torch.nn.Parameter):
+                empty = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                vars(empty).update(vars(tensor))
+            memo[id(tensor)] = empty
+        return memo[id(tensor)]
+
+    for module in model.modules():
+        for registry in (module._parameters, module._buffers):
+            for name, tensor in registry.items():
+                if tensor is not None:
+                    registry[name] = fake(tensor)
+        if isinstance(module, torch.nn.RNNBase):
+            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+
+
+def virtual_batch(batch: Any, batch_size: int, wanted_size: int) -> Any:
+    """The same structure with tensors on the virtual GPU; those with `batch_size` samples get `wanted_size`."""
+
+    def fake(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        shape = list(leaf.shape)
+        if shape and shape[0] == batch_size:
+            shape[0] = wanted_size
+        return torch.empty(shape, dtype=leaf.dtype, device=virtual_gpu.NAME, requires_grad=leaf.requires_grad)
+
+    if isinstance(batch, Mapping) and type(batch) is not dict:
+        batch = dict(batch)
+    return tree_map(fake, batch)

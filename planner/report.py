@@ -1,0 +1,141 @@
+"""A plan for people: what the step takes as it is, what to change, what it takes then, and what that costs."""
+
+from __future__ import annotations
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from planner.plan_file import Footprint, Plan, Shortfall
+from planner.sizes import MIB, format_size
+
+
+def render(plan: Plan) -> RenderableType:
+    """Everything the command prints for a plan."""
+    parts: list[RenderableType] = [_headline(plan), Text(), _table(plan), Text(), *_where(plan), Text()]
+    parts += [*_decisions(plan), Text(), _verdict(plan)]
+    if plan.shortfall is not None:
+        parts += _shortfall(plan, plan.shortfall)
+    if plan.notes:
+        parts += [Text(), *(Text(f"note: {note}", style="dim") for note in plan.notes)]
+    parts += [Text(), _provenance(plan)]
+    return Group(*parts)
+
+
+def html(plan: Plan) -> str:
+    """The same as a page of HTML."""
+    console = Console(record=True, width=110, file=_Nowhere(), force_terminal=True)
+    console.print(render(plan))
+    return console.export_html(inline_styles=True)
+
+
+class _Nowhere:
+    """A file that keeps nothing: the console records by itself."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+def _headline(plan: Plan) -> Text:
+    work = plan.workload
+    per_sample = f" x {work.seq_len} tokens" if work.seq_len else ""
+    text = Text.assemble((plan.model.name, "bold"), f", {plan.model.parameters / 1e6:,.1f} M parameters, ")
+    text.append(f"batch {work.batch_size}{per_sample}, {work.optimizer}\n")
+    text.append(f"card {plan.card} ({plan.card_source})")
+    if plan.vram_bytes is not None:
+        text.append(f", budget {format_size(plan.vram_bytes)} = {plan.vram_bytes:,} bytes, fidelity {plan.fidelity}")
+    return text
+
+
+def _table(plan: Plan) -> Table:
+    """Bytes by category at each peak, and the three totals."""
+    changed = bool(plan.decisions)
+    table = Table(title="memory at the peak of one step", title_justify="left", title_style="bold")
+    table.add_column("")
+    table.add_column("as it is", justify="right")
+    if changed:
+        table.add_column("with the plan", justify="right")
+    before, after = plan.baseline.breakdown, plan.peak.breakdown
+    for category in dict.fromkeys((*before, *after)):
+        row = [category, _size(before.get(category, 0))]
+        table.add_row(*row, *([_size(after.get(category, 0))] if changed else []))
+    table.add_section()
+    for label, field in (("allocated", "allocated_bytes"), ("reserved", "reserved_bytes"), ("total", "total_bytes")):
+        row = [label, format_size(getattr(plan.baseline, field))]
+        style = "bold" if field == "total_bytes" else None
+        table.add_row(*row, *([format_size(getattr(plan.peak, field))] if changed else []), style=style)
+    table.add_section()
+    table.add_row("step time (predicted)", _time(plan.baseline), *([_time(plan.peak)] if changed else []))
+    return table
+
+
+def _where(plan: Plan) -> list[Text]:
+    lines = [Text(f"peak as it is: {_moment(plan.baseline)}")]
+    if plan.decisions:
+        lines.append(Text(f"peak with the plan: {_moment(plan.peak)}"))
+    return lines
+
+
+def _moment(footprint: Footprint) -> str:
+    module = f" of {footprint.module}" if footprint.module else ""
+    return f"{footprint.phase}{module}, at {footprint.op}"
+
+
+def _decisions(plan: Plan) -> list[Text]:
+    if not plan.decisions:
+        return [Text("plan: train as it is", style="bold")] if plan.vram_bytes is not None else []
+    lines = [Text("plan", style="bold")]
+    return lines + [Text(f"  - {decision.describe()}  ({decision.fidelity.name.lower()})") for decision in plan.decisions]
+
+
+def _verdict(plan: Plan) -> Text:
+    if plan.vram_bytes is None:
+        return Text(f"needs {format_size(plan.baseline.total_bytes)}", style="bold")
+    if not plan.fits:
+        missing = format_size(plan.shortfall.missing_bytes) if plan.shortfall else "an unknown amount"
+        return Text(f"does not fit: the smallest allowed plan is {missing} over the budget", style="bold red")
+    ratio = plan.slowdown
+    speed = "as fast as before" if abs(ratio - 1) < 0.005 else f"{_factor(ratio)} {'slower' if ratio > 1 else 'faster'}"
+    return Text(
+        f"fits: {format_size(plan.peak.total_bytes)} of {format_size(plan.vram_bytes)}, {speed} (predicted), "
+        f"certified by rehearsal",
+        style="bold green",
+    )
+
+
+def _shortfall(plan: Plan, shortfall: Shortfall) -> list[Text]:
+    lines = [Text(f"what binds there: {shortfall.binding}, {format_size(shortfall.binding_bytes)}")]
+    if shortfall.next_step is None:
+        needed = plan.vram_bytes + shortfall.missing_bytes
+        lines.append(Text(f"no further step makes it fit; a budget of {-(-needed // MIB):,} MiB would"))
+        return lines
+    step = shortfall.next_step
+    lines.append(
+        Text(f"what would make it fit: {step.relax}, {format_size(step.total_bytes)} in total, {step.slowdown:.2f} x the step time")
+    )
+    return lines + [Text(f"  - {decision.describe()}") for decision in step.decisions]
+
+
+def _provenance(plan: Plan) -> Text:
+    versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
+    solver = plan.solver
+    return Text(
+        f"solver: {solver.status}, gap {solver.gap:.2%}, {solver.seconds:.2f} s; promised {format_size(solver.promised_bytes)} "
+        f"and rehearsed {format_size(solver.certified_bytes)} of tensors; planned in {plan.seconds:.1f} s; {versions}",
+        style="dim",
+    )
+
+
+def _factor(ratio: float) -> str:
+    return f"{ratio:.2f} x" if ratio > 1 else f"{1 / ratio:.2f} x"
+
+
+def _size(size_bytes: int) -> str:
+    return format_size(size_bytes) if size_bytes else "-"
+
+
+def _time(footprint: Footprint) -> str:
+    return f"{footprint.step_ns / 1e6:,.1f} ms"

@@ -1,0 +1,70 @@
+"""The oracle: every selection of a tiny problem, tried one by one, straight from the definitions in `problem`.
+
+    alive(h, X)  =  any(S and X have no unit in common, for S in unless_h)  or  any(u in X, for u in when_h)
+
+It shares no code with `curve` and `milp`, uses nothing but loops, and takes 2^units evaluations. It is what
+the search is tested against, and the shortest answer to "what does the search compute?".
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator
+
+from planner.search.problem import CheckpointProblem, Hold, Selection
+
+
+def solve(problem: CheckpointProblem, budget_bytes: int) -> Selection | None:
+    """The cheapest selection whose peak is at most `budget_bytes`, then the one with the fewest units; else None."""
+    fitting = [s for s in every_selection(problem) if s.peak_bytes <= budget_bytes]
+    return min(fitting, key=lambda s: (s.cost_ns, len(s.units), s.units), default=None)
+
+
+def smallest_peak(problem: CheckpointProblem) -> Selection:
+    """The selection with the smallest peak, then the smallest cost, then the fewest units."""
+    return min(every_selection(problem), key=lambda s: (s.peak_bytes, s.cost_ns, len(s.units), s.units))
+
+
+def every_selection(problem: CheckpointProblem) -> Iterator[Selection]:
+    """All selections that obey the paths, the empty one first."""
+    every_unit = range(len(problem.cost_ns))
+    for count in range(len(problem.cost_ns) + 1):
+        for units in itertools.combinations(every_unit, count):
+            if all(len(set(path) & set(units)) <= 1 for path in problem.paths):
+                yield Selection(
+                    units=units,
+                    peak_bytes=peak(problem, units),
+                    cost_ns=sum(problem.cost_ns[unit] for unit in units),
+                    status="optimal",
+                    gap=0.0,
+                    seconds=0.0,
+                )
+
+
+def curve(problem: CheckpointProblem, units: Collection[int]) -> list[int]:
+    """Bytes alive at each event, recomputes left out."""
+    return [
+        int(fixed_bytes)
+        + sum(hold.size_bytes for hold in problem.holds if hold.start <= event < hold.stop and alive(hold, units))
+        for event, fixed_bytes in enumerate(problem.fixed_bytes)
+    ]
+
+
+def alive(hold: Hold, units: Collection[int]) -> bool:
+    """Whether the condition of `hold` is true when `units` are selected."""
+    for members in hold.unless:
+        if not any(unit in units for unit in members):
+            return True
+    return any(unit in units for unit in hold.when)
+
+
+def peak(problem: CheckpointProblem, units: Collection[int]) -> int:
+    """The largest of the curve's values and of what each selected unit's recomputes make of them."""
+    alive_bytes = curve(problem, units)
+    largest_bytes = 0
+    for bytes_here in alive_bytes:
+        largest_bytes = max(largest_bytes, bytes_here)
+    for recompute in problem.recomputes:
+        if recompute.unit in units:
+            largest_bytes = max(largest_bytes, alive_bytes[recompute.at] + recompute.extra_bytes)
+    return largest_bytes

@@ -1,0 +1,166 @@
+"""A smaller problem with the same answer: conditions in normal form, and nothing that cannot matter.
+
+Every rule is exact for selections that obey the paths (`S` a set of `unless`, `W` the units of `when`):
+
+    S            ->  S - W                       if u is in both, "u selected" already makes the condition true
+    S is empty, or S and T exclude each other  ->  always true: its bytes are fixed
+    T            ->  dropped                     if S is a subset of T
+    w in W       ->  dropped                     if w excludes all of S: then w selected implies that S is free
+    (start, stop, condition) that are equal      are added up
+    events whose curve cannot exceed the floor whatever is selected, and holds that touch no other event, go
+    units that no condition would be freed by    only cost: they stay unselected
+
+"Exclude each other" means that some path contains both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from planner.search.curve import CompiledProblem
+from planner.search.problem import CheckpointProblem, Hold, Recompute
+
+Condition = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
+"""`unless` and `when` of a hold."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReducedProblem:
+    """A problem with the same selections, and the same curve at the events that matter."""
+
+    problem: CheckpointProblem
+    """Same units and events. Its holds and recomputes are those that can matter."""
+    hot: np.ndarray
+    """bool[E]: events at which some selection may exceed the floor."""
+    useful: tuple[int, ...]
+    """Units that may be worth selecting, sorted."""
+    exclusive: tuple[frozenset[int], ...]
+    """For each unit, the units that may not be selected beside it."""
+
+
+def reduce(problem: CheckpointProblem, floor_bytes: int) -> ReducedProblem:
+    """Drop what cannot lift the curve above `floor_bytes`, and write the rest in normal form."""
+    exclusive = _exclusive(problem)
+    fixed_bytes, sizes = _normalised(problem, exclusive)
+    recomputes = _largest(problem.recomputes)
+    compiled = CompiledProblem(
+        dataclasses.replace(problem, fixed_bytes=fixed_bytes, holds=_holds(sizes), recomputes=tuple(recomputes))
+    )
+    ceiling_bytes = compiled.highest_curve()
+    extra_bytes = np.zeros(len(fixed_bytes), np.int64)
+    np.maximum.at(extra_bytes, compiled.recompute_at, compiled.recompute_bytes)
+    hot = ceiling_bytes + extra_bytes > floor_bytes
+    hot_before = np.concatenate(([0], np.cumsum(hot)))
+    sizes = {key: size for key, size in sizes.items() if hot_before[key[1]] > hot_before[key[0]]}
+    useful = sorted({unit for (_, _, (unless, _)) in sizes for members in unless for unit in members})
+    kept = set(useful)
+    sizes = _without_when(sizes, kept)
+    return ReducedProblem(
+        problem=dataclasses.replace(
+            problem,
+            fixed_bytes=fixed_bytes,
+            holds=_holds(sizes),
+            recomputes=tuple(
+                r for r in recomputes if r.unit in kept and ceiling_bytes[r.at] + r.extra_bytes > floor_bytes
+            ),
+            paths=_longest(problem.paths, kept),
+        ),
+        hot=hot,
+        useful=tuple(useful),
+        exclusive=exclusive,
+    )
+
+
+def _exclusive(problem: CheckpointProblem) -> tuple[frozenset[int], ...]:
+    beside: list[set[int]] = [set() for _ in problem.cost_ns]
+    for path in problem.paths:
+        for unit in path:
+            beside[unit].update(path)
+    return tuple(frozenset(others - {unit}) for unit, others in enumerate(beside))
+
+
+def _normalised(
+    problem: CheckpointProblem, exclusive: Sequence[frozenset[int]]
+) -> tuple[np.ndarray, dict[tuple[int, int, Condition], int]]:
+    """The fixed bytes with all that is always held, and bytes by (start, stop, condition) for the rest."""
+    events = len(problem.fixed_bytes)
+    change = np.zeros(events + 1, np.int64)
+    sizes: dict[tuple[int, int, Condition], int] = {}
+    normal: dict[Condition, Condition] = {}
+    for hold in problem.holds:
+        start, stop = max(hold.start, 0), min(hold.stop, events)
+        raw = (hold.unless, hold.when)
+        if raw not in normal:
+            normal[raw] = normal_form(raw, exclusive)
+        unless, when = normal[raw]
+        if start >= stop or hold.size_bytes == 0 or (not unless and not when):
+            continue
+        if unless == ((),):
+            change[start] += hold.size_bytes
+            change[stop] -= hold.size_bytes
+        else:
+            key = (start, stop, normal[raw])
+            sizes[key] = sizes.get(key, 0) + hold.size_bytes
+    return np.asarray(problem.fixed_bytes, np.int64) + np.cumsum(change[:-1]), sizes
+
+
+def normal_form(condition: Condition, exclusive: Sequence[frozenset[int]]) -> Condition:
+    """The condition with as few literals as the rules above allow; `unless` is `((),)` if it is always true."""
+    when = set(condition[1])
+    freed = sorted(
+        {frozenset(members) - when for members in condition[0]}, key=lambda members: (len(members), sorted(members))
+    )
+    kept: list[frozenset[int]] = []
+    for members in freed:
+        if not any(smaller <= members for smaller in kept):
+            kept.append(members)
+    for k, members in enumerate(kept):
+        if not members or any(all(other <= exclusive[unit] for unit in members) for other in kept[:k]):
+            return ((),), ()
+    when = {unit for unit in when if not any(members <= exclusive[unit] for members in kept)}
+    return tuple(sorted(tuple(sorted(members)) for members in kept)), tuple(sorted(when))
+
+
+def _without_when(
+    sizes: dict[tuple[int, int, Condition], int], kept: set[int]
+) -> dict[tuple[int, int, Condition], int]:
+    """The same without `when` literals of units that are never selected, and holds that depend on nothing else."""
+    result: dict[tuple[int, int, Condition], int] = {}
+    for (start, stop, (unless, when)), size_bytes in sizes.items():
+        key = (start, stop, (unless, tuple(unit for unit in when if unit in kept)))
+        if any(key[2]):
+            result[key] = result.get(key, 0) + size_bytes
+    return result
+
+
+def _holds(sizes: dict[tuple[int, int, Condition], int]) -> tuple[Hold, ...]:
+    return tuple(
+        Hold(size_bytes=size_bytes, start=start, stop=stop, unless=unless, when=when)
+        for (start, stop, (unless, when)), size_bytes in sorted(sizes.items())
+    )
+
+
+def _largest(recomputes: Iterable[Recompute]) -> list[Recompute]:
+    """One recompute a unit and event: the largest; none that adds nothing."""
+    largest: dict[tuple[int, int], int] = {}
+    for recompute in recomputes:
+        key = (recompute.at, recompute.unit)
+        largest[key] = max(largest.get(key, 0), recompute.extra_bytes)
+    return [
+        Recompute(unit=unit, at=at, extra_bytes=extra) for (at, unit), extra in sorted(largest.items()) if extra > 0
+    ]
+
+
+def _longest(paths: Iterable[Sequence[int]], kept: set[int]) -> tuple[tuple[int, ...], ...]:
+    """The paths among `kept` units that no other path contains."""
+    found: list[frozenset[int]] = []
+    of_unit: dict[int, list[frozenset[int]]] = {}
+    for path in sorted({frozenset(kept.intersection(path)) for path in paths}, key=lambda p: (-len(p), sorted(p))):
+        if len(path) > 1 and not any(path <= longer for longer in of_unit.get(min(path), [])):
+            found.append(path)
+            for unit in path:
+                of_unit.setdefault(unit, []).append(path)
+    return tuple(sorted(tuple(sorted(path)) for path in found))

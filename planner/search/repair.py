@@ -1,0 +1,68 @@
+"""A greedy way into the budget, for the case that the proof takes too long. Feasible, not optimal.
+
+Starting from a selection, look at its highest point (an event, or a recompute) and at the units that would
+free bytes there; try the most promising few, exactly; take the one with the lowest peak, then the most bytes
+freed per time. Units that exclude it are dropped. Stops when the peak fits, or after a number of moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from planner.search.curve import CompiledProblem
+from planner.search.reduce import ReducedProblem
+
+_TRIED_PER_MOVE = 6
+
+
+def repair(
+    compiled: CompiledProblem, reduced: ReducedProblem, units: Collection[int], budget_bytes: int, *, moves: int = 100
+) -> tuple[int, ...] | None:
+    """A selection near `units` whose peak is at most `budget_bytes`; None if none was found.
+
+    `compiled` is `reduced.problem` compiled. Peaks at or below the floor of `reduced` are not told apart.
+    """
+    current = frozenset(units)
+    seen = {current}
+    for _ in range(moves):
+        if compiled.peak(current) <= budget_bytes:
+            return tuple(sorted(current))
+        options = [move for move in _moves(compiled, reduced, current) if move not in seen][:_TRIED_PER_MOVE]
+        if not options:
+            return None
+        cost_ns = reduced.problem.cost_ns
+        current = min(
+            options, key=lambda option: (compiled.peak(option), sum(cost_ns[u] for u in option), sorted(option))
+        )
+        seen.add(current)
+    return None
+
+
+def _moves(compiled: CompiledProblem, reduced: ReducedProblem, current: frozenset[int]) -> list[frozenset[int]]:
+    """Neighbours of `current`, those that free the most bytes per time at its highest point first."""
+    curve = compiled.curve(current)
+    event = int(curve.argmax())
+    moves: list[frozenset[int]] = []
+    peaks = compiled.recompute_peaks(current, curve)
+    if peaks.size and int(peaks.max()) > int(curve[event]):
+        highest = int(peaks.argmax())
+        event = int(compiled.recompute_at[highest])
+        moves.append(current - {int(compiled.recompute_unit[highest])})
+    held_bytes = compiled.condition_bytes(event)
+    freed_bytes = np.zeros(compiled.unit_count, np.int64)
+    for number in np.flatnonzero(held_bytes).tolist():
+        unless, when = compiled.conditions[number]
+        for members in unless:
+            if not current.intersection(members):
+                freed_bytes[list(members)] += held_bytes[number]
+        for unit in when:
+            freed_bytes[unit] -= held_bytes[number] if not current.intersection(when) else 0
+    ratio = freed_bytes / (np.array(reduced.problem.cost_ns) + 1.0)
+    order = np.lexsort((np.arange(len(ratio)), -ratio))
+    for unit in order[freed_bytes[order] > 0].tolist():
+        moves.append((current - reduced.exclusive[unit]) | {unit})
+        if len(moves) >= 4 * _TRIED_PER_MOVE:
+            break
+    return moves

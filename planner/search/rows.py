@@ -1,0 +1,213 @@
+"""Linear rows in whole bytes: "the curve at event e stays inside the budget", for events picked by the search.
+
+With x_u = 1 for a selected unit, a condition with one literal is linear, all others get a column z_c of their own:
+
+    unless {S}, at most one of S selectable   1 - sum of x_u over S
+    when {u, v, ...}, at most one selectable  x_u + x_v + ...
+    anything else                             z_c in [0, 1],  z_c >= 1 - sum of x_u over S  for each S of `unless`,
+                                              z_c >= sum of x_u over each group of `when` that excludes each other
+
+A row is  fixed[e] + sum over conditions (bytes_c(e) * condition_c) + sum over a group (extra_u * x_u) <= budget.
+Every z_c is 0 or 1 in a solution, so dividing by the coefficients' common divisor and rounding the right side
+down stays exact. All in int64: the solver's doubles only ever see what is computed here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from planner.search.curve import CompiledProblem
+from planner.search.reduce import Condition, ReducedProblem
+
+_ROWS_PER_ROUND = 40
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, order=True)
+class RowKey:
+    """Which inequality: the curve at `event`, with the recomputes of some units that exclude each other added."""
+
+    event: int
+    recomputes: tuple[int, ...] = ()
+    """Indices into the reduced problem's recomputes, all at `event`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """sum of `coefficients` * columns <= `upper`. Whole numbers."""
+
+    columns: np.ndarray
+    coefficients: np.ndarray
+    upper: int
+    whole: bool = True
+    """Whether the left side is a whole number in every solution."""
+
+    def divided(self) -> Row:
+        """The row over the common divisor of its coefficients; its right side rounded down."""
+        divisor = int(np.gcd.reduce(self.coefficients)) or 1
+        return Row(columns=self.columns, coefficients=self.coefficients // divisor, upper=self.upper // divisor)
+
+
+class RowSource:
+    """Makes rows of a reduced problem. Columns 0..U-1 are the units, `column_count - U` conditions follow."""
+
+    def __init__(self, reduced: ReducedProblem) -> None:
+        self.reduced = reduced
+        self.compiled = CompiledProblem(reduced.problem)
+        self.column_count = self.compiled.unit_count
+        self.recompute_keys = tuple(self._recompute_keys())
+        self.column_of: dict[int, int] = {}
+        constant, owner, columns, signs = [], [], [], []
+        for number, condition in enumerate(self.compiled.conditions):
+            form = self._linear_form(number, condition)
+            constant.append(form.upper)
+            owner += [number] * len(form.columns)
+            columns += form.columns.tolist()
+            signs += form.coefficients.tolist()
+        self._constant = np.array(constant, np.int64)
+        self._owner = np.array(owner, np.int64)
+        self._columns = np.array(columns, np.int64)
+        self._signs = np.array(signs, np.int64)
+
+    def _linear_form(self, number: int, condition: Condition) -> Row:
+        """The condition as  upper + coefficients * columns."""
+        unless, when = condition
+        if len(unless) == 1 and not when and self._alternatives(unless[0]):
+            return _row(unless[0], [-1] * len(unless[0]), 1)
+        if not unless and self._alternatives(when):
+            return _row(when, [1] * len(when), 0)
+        self.column_of[number] = self.column_count
+        self.column_count += 1
+        return _row([self.column_of[number]], [1], 0)
+
+    def _alternatives(self, units: Sequence[int]) -> bool:
+        """Whether at most one of `units` can be selected."""
+        return all(other in self.reduced.exclusive[unit] for k, unit in enumerate(units) for other in units[:k])
+
+    def _groups(self, units: Iterable[int]) -> list[list[int]]:
+        """Units split into groups of which at most one can be selected."""
+        groups: list[list[int]] = []
+        for unit in units:
+            for group in groups:
+                if self.reduced.exclusive[unit].issuperset(group):
+                    group.append(unit)
+                    break
+            else:
+                groups.append([unit])
+        return groups
+
+    def _recompute_keys(self) -> Iterator[RowKey]:
+        """One key for each event with recomputes and group of units that exclude each other there."""
+        at_event: dict[int, dict[int, int]] = {}
+        for index, recompute in enumerate(self.reduced.problem.recomputes):
+            at_event.setdefault(recompute.at, {})[recompute.unit] = index
+        for event, index_of in sorted(at_event.items()):
+            for group in self._groups(sorted(index_of)):
+                yield RowKey(event=event, recomputes=tuple(index_of[unit] for unit in group))
+
+    def rows(self, keys: Iterable[RowKey], budget_bytes: int) -> list[Row]:
+        """The rows of `keys`, divided, and the links of the conditions that they use."""
+        return [row.divided() for row, _ in self._rows(keys, budget_bytes)]
+
+    def _rows(self, keys: Iterable[RowKey], budget_bytes: int) -> Iterator[tuple[Row, bool]]:
+        """Rows and whether the budget is part of them."""
+        linked: set[int] = set()
+        for key in keys:
+            row, used = self.row(key, budget_bytes)
+            for number in used:
+                if number not in linked:
+                    yield from ((link, False) for link in self.links(number))
+            linked.update(used)
+            yield row, True
+
+    def rows_below_peak(self, keys: Iterable[RowKey], peak_unit_bytes: int) -> list[Row]:
+        """The same with a peak for the budget: a column after all others, in units of `peak_unit_bytes`."""
+        return [
+            Row(
+                columns=np.append(row.columns, self.column_count),
+                coefficients=np.append(row.coefficients, -peak_unit_bytes),
+                upper=row.upper,
+                whole=False,
+            )
+            if budgeted
+            else row
+            for row, budgeted in self._rows(keys, 0)
+        ]
+
+    def paths(self) -> list[Row]:
+        """One row a path: at most one of its units."""
+        return [_row(path, [1] * len(path), 1) for path in self.reduced.problem.paths]
+
+    def limits(self) -> np.ndarray:
+        """int64 of each column's upper bound: 0 for a unit that is never worth selecting, else 1."""
+        limits = np.ones(self.column_count, np.int64)
+        limits[: self.compiled.unit_count] = 0
+        limits[list(self.reduced.useful)] = 1
+        return limits
+
+    def links(self, number: int) -> Iterator[Row]:
+        """The rows that make the column of condition `number` at least as large as its literals."""
+        column, (unless, when) = self.column_of[number], self.compiled.conditions[number]
+        for members in unless:
+            yield _row([column, *members], [-1] * (1 + len(members)), -1)
+        for group in self._groups(when):
+            yield _row([column, *group], [-1] + [1] * len(group), 0)
+
+    def row(self, key: RowKey, budget_bytes: int) -> tuple[Row, list[int]]:
+        """The inequality of `key`, and the conditions with columns of their own that it uses."""
+        held_bytes = self.compiled.condition_bytes(key.event)
+        total = np.zeros(self.column_count, np.int64)
+        np.add.at(total, self._columns, held_bytes[self._owner] * self._signs)
+        for index in key.recomputes:
+            total[self.compiled.recompute_unit[index]] += self.compiled.recompute_bytes[index]
+        upper = budget_bytes - int(self.compiled.fixed_bytes[key.event]) - int(held_bytes @ self._constant)
+        columns = np.flatnonzero(total)
+        used = [number for number in np.flatnonzero(held_bytes).tolist() if number in self.column_of]
+        return Row(columns=columns, coefficients=total[columns], upper=upper), used
+
+    def violated(self, share: np.ndarray, limit_bytes: float) -> list[RowKey]:
+        """Keys of the highest points above the limit when unit u is selected to the share `share[u]`, highest first.
+
+        One for each stretch of events above the limit, and one for each group of recomputes.
+        """
+        curve = self.compiled.fractional_curve(share)
+        above = np.flatnonzero((curve > limit_bytes) & self.reduced.hot)
+        stretches = np.split(above, np.flatnonzero(np.diff(above) > 1) + 1) if above.size else []
+        found = [(-float(curve[s].max()), RowKey(event=int(s[curve[s].argmax()]))) for s in stretches]
+        extra_bytes = self.compiled.recompute_bytes * share[self.compiled.recompute_unit]
+        for key in self.recompute_keys:
+            height = float(curve[key.event] + extra_bytes[list(key.recomputes)].sum())
+            if height > limit_bytes:
+                found.append((-height, key))
+        return [key for _, key in sorted(found)[:_ROWS_PER_ROUND]]
+
+    def truth(self, units: Iterable[int]) -> np.ndarray:
+        """int64 of each column's value, 0 or 1, when `units` are selected."""
+        values = np.zeros(self.column_count, np.int64)
+        values[list(units)] = 1
+        truth = self.compiled.truth(units)
+        for number, column in self.column_of.items():
+            values[column] = truth[number]
+        return values
+
+
+def cover(row: Row, values: np.ndarray) -> Row:
+    """A row with coefficients 1 and -1 that excludes `values`, which violate `row`: not all of a cover's literals.
+
+    A literal is "column is 1" where the coefficient is positive, else "column is 0". The largest literals
+    that are true in `values` and together exceed the right side cannot all be true.
+    """
+    positive = row.coefficients > 0
+    weights = np.abs(row.coefficients)
+    spare = row.upper + int(weights[~positive].sum())
+    true = np.flatnonzero(values[row.columns] == positive)
+    order = true[np.argsort(-weights[true], kind="stable")]
+    members = order[: int(np.searchsorted(np.cumsum(weights[order]), spare, side="right")) + 1]
+    signs = np.where(positive[members], 1, -1)
+    return Row(columns=row.columns[members], coefficients=signs, upper=len(members) - 1 - int((signs < 0).sum()))
+
+
+def _row(columns: Sequence[int], coefficients: Sequence[int], upper: int) -> Row:
+    return Row(columns=np.array(columns, np.int64), coefficients=np.array(coefficients, np.int64), upper=upper)

@@ -1,0 +1,100 @@
+"""Memory sizes as people write them, and as we print them. Bytes are `int`; nothing here imports torch."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from planner.errors import SizeError
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+SMALLEST_PLAIN_BYTES = MIB
+"""A number without a unit is read as bytes from here on; below, the unit was forgotten."""
+
+_UNIT_BYTES = {
+    **dict.fromkeys(("tib", "ti"), 1024 * GIB),
+    **dict.fromkeys(("gib", "gi"), GIB),
+    **dict.fromkeys(("mib", "mi"), MIB),
+    **dict.fromkeys(("kib", "ki"), KIB),
+    **dict.fromkeys(("tb", "t"), 10**12),
+    **dict.fromkeys(("gb", "g"), 10**9),
+    **dict.fromkeys(("mb", "m"), 10**6),
+    **dict.fromkeys(("kb", "k"), 10**3),
+    "b": 1,
+}
+_SIZE = re.compile(r"\s*(?P<number>[0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})\s*(?P<unit>[A-Za-z]{1,3}|%)?\s*")
+_LONGEST_SHOWN = 40
+
+
+def parse_size(text: str | int, *, device_bytes: int | None) -> int:
+    """Read a size in bytes; a fraction of a byte is dropped, so that a limit never grows.
+
+    Args:
+        text: a number and a unit in any case, with or without space between: TiB, GiB, MiB, KiB (also Ti, Gi, Mi, Ki)
+            are binary; TB, GB, MB, KB (also T, G, M, K) are decimal, the smaller and therefore safer reading of a
+            budget; B is bytes; `%` is a share of `device_bytes`. A plain number of at least 1 MiB is bytes.
+        device_bytes: memory of the card in bytes; None where no card is known.
+
+    Raises:
+        SizeError: for anything else, for zero, for more than 100%, and for a share of an unknown card.
+    """
+    if isinstance(text, bool) or not isinstance(text, (str, int)):
+        raise SizeError(f"size {_shown(text)} is a {type(text).__name__}: write text such as 6GiB, or whole bytes")
+    if isinstance(text, int):
+        return _plain_bytes(text, written=text)
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise SizeError(f"size {_shown(text)} cannot be read: write a number and a unit, such as 6GiB, 6000MiB or 80%")
+    number, unit = Fraction(f"0{match['number']}"), match["unit"]
+    if unit == "%":
+        return _share(number, device_bytes, written=text)
+    if unit is None:
+        return _plain_bytes(number, written=match["number"])
+    if unit.lower() not in _UNIT_BYTES:
+        raise SizeError(f"size {_shown(text)} has the unknown unit {unit!r}: use GiB, MiB, KiB, GB, MB, KB or %")
+    return _at_least_a_byte(number * _UNIT_BYTES[unit.lower()], written=text)
+
+
+def format_size(n_bytes: int) -> str:
+    """Print bytes in the largest binary unit that leaves a number of at least 1: '5.59 GiB', '812.0 MiB', '17 B'.
+
+    Two decimals for TiB and GiB, one for MiB and KiB, none for bytes. Differences may be negative.
+    """
+    if n_bytes < 0:
+        return f"-{format_size(-n_bytes)}"
+    for unit, unit_bytes, decimals in (("TiB", 1024 * GIB, 2), ("GiB", GIB, 2), ("MiB", MIB, 1), ("KiB", KIB, 1)):
+        # A size that the next smaller unit would print as 1024.0 belongs to this one.
+        if 10 * n_bytes >= 10 * unit_bytes - unit_bytes // 1024 // 2:
+            return f"{n_bytes / unit_bytes:.{decimals}f} {unit}"
+    return f"{n_bytes} B"
+
+
+def _plain_bytes(number: Fraction | int, *, written: str | int) -> int:
+    if number < 0:
+        raise SizeError("size in bytes is negative: write a size above zero, such as 6GiB")
+    if number < SMALLEST_PLAIN_BYTES:
+        example = written if number > 0 else "6"
+        raise SizeError(f"size '{written}' has no unit and is too small for bytes: did you mean {example}GiB?")
+    return int(number)
+
+
+def _share(percent: Fraction, device_bytes: int | None, *, written: str) -> int:
+    if device_bytes is None:
+        raise SizeError(f"size {_shown(written)} is a share of a card that is not known: name a card, or write 6GiB")
+    if percent > 100:
+        raise SizeError(f"size {_shown(written)} is more than the card has: write at most 100%, or a size such as 6GiB")
+    return _at_least_a_byte(percent * device_bytes / 100, written=written)
+
+
+def _at_least_a_byte(size_bytes: Fraction, *, written: str) -> int:
+    if size_bytes < 1:
+        raise SizeError(f"size {_shown(written)} is nothing: write a size above zero, such as 6GiB")
+    return int(size_bytes)
+
+
+def _shown(value: object) -> str:
+    """The value as typed, on one line and not longer than a line can hold."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}..."

@@ -1,0 +1,165 @@
+"""What a rehearsal leaves behind: plain data about one training step, in the order in which it happened.
+
+Time is counted in *ticks*: every event (an op starts, a storage is born or dies, a tensor is saved for
+backward, unpacked or released, a module call starts or ends) takes the next one. Bytes are the sizes of
+storages as PyTorch asked for them; rounding is the allocator's business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+
+import numpy as np
+
+
+class Phase(enum.StrEnum):
+    SETUP = "setup"
+    """Before the recorded steps: parameters and the batch arrive, optimizer state may be primed."""
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECOMPUTE = "recompute"
+    """Forward ops that run inside backward."""
+    OPTIMIZER = "optimizer"
+    """Everything between a backward and the next forward: unscale, clip, step, zero."""
+
+
+class Category(enum.StrEnum):
+    PARAMETER = "parameters"
+    GRADIENT = "gradients"
+    OPTIMIZER_STATE = "optimizer state"
+    ACTIVATION = "activations"
+    LOGITS = "logits and loss"
+    AUTOCAST = "autocast copies"
+    TEMPORARY = "temporaries"
+    INPUT = "inputs"
+    WORKSPACE = "workspaces"
+    SLACK = "allocator slack"
+    CONTEXT = "CUDA context"
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Op:
+    """One kernel call (or view) below autograd."""
+
+    name: str
+    """Such as 'aten.addmm.default'."""
+    tick: int
+    phase: Phase
+    module: str
+    """Path of the module whose forward made it (for backward ops: whose forward op it differentiates)."""
+    call: int | None
+    """Innermost module call that was running, as an index into `StepGraph.calls`."""
+    source: str
+    """'file.py:line' of the model's code, where known."""
+    flops: int
+    moved_bytes: int
+    """Read plus written; 0 for views, which launch nothing."""
+    dtype: str
+    """Compute dtype: 'fp32', 'bf16', 'fp16', ..."""
+    is_view: bool
+    step: int
+    micro_batch: int
+    forward_op: int | None = None
+    """For backward ops: index of the forward op they differentiate."""
+    inputs: tuple[int, ...] = ()
+    """Storages read."""
+    outputs: tuple[int, ...] = ()
+    """Storages written or returned."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Shapes of the output tensors."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Storage:
+    size_bytes: int
+    lives: list[tuple[int, int]]
+    """Ticks [birth, death) in which anything but a `Save` holds it. Longer lives overlap or touch a save."""
+    category: Category
+    op: int | None
+    """Op that it was born in; None if it was there before."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Save:
+    """A tensor kept by autograd for backward: ticks [pack, release), first needed at `unpack`."""
+
+    storage: int | None
+    """None where what is kept is held elsewhere anyway (parameters, inputs)."""
+    pack: int
+    unpack: int | None
+    release: int | None
+    call: int | None
+    """Innermost module call in which it was saved."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Call:
+    """One forward call of a module (recomputations are not listed)."""
+
+    module: str
+    parent: int | None
+    start: int
+    end: int
+    inputs: tuple[int, ...]
+    """Storages of the tensors among its arguments."""
+    obstacle: str | None
+    """Why this call must not be run twice; None if nothing was seen that speaks against it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepGraph:
+    """One or more recorded training steps."""
+
+    ops: list[Op]
+    storages: list[Storage]
+    saves: list[Save]
+    """Empty in a plain recording: there, the holds of saves are part of `Storage.lives`."""
+    calls: list[Call]
+    ticks: int
+    steps: int
+    micro_batch_sizes: tuple[int, ...]
+    """Sizes of the micro-batches that were rehearsed in each step."""
+    module_types: dict[str, str]
+    notes: tuple[str, ...]
+
+    def spans(self) -> list[list[tuple[int, int]]]:
+        """For each storage: disjoint ticks [start, stop) in which it is alive, saves included."""
+        spans: list[list[tuple[int, int]]] = [list(storage.lives) for storage in self.storages]
+        for save in self.saves:
+            if save.storage is not None:
+                spans[save.storage].append((save.pack, self.ticks if save.release is None else save.release))
+        return [_union(span) for span in spans]
+
+    def live_bytes(self, *, granularity_bytes: int = 1) -> np.ndarray:
+        """int64[ticks]: bytes alive at each tick, each storage rounded up to `granularity_bytes`."""
+        delta = np.zeros(self.ticks + 1, dtype=np.int64)
+        for storage, spans in zip(self.storages, self.spans(), strict=True):
+            size = round_up(storage.size_bytes, granularity_bytes)
+            for start, stop in spans:
+                delta[start] += size
+                delta[stop] -= size
+        return np.cumsum(delta)[:-1]
+
+    def op_at(self, tick: int) -> Op | None:
+        """The op that was running, or had last run, at this tick."""
+        position = int(np.searchsorted(np.fromiter((op.tick for op in self.ops), np.int64), tick, side="right")) - 1
+        return self.ops[position] if position >= 0 else None
+
+
+def round_up(size_bytes: int, granularity_bytes: int) -> int:
+    return -(-size_bytes // granularity_bytes) * granularity_bytes
+
+
+def _union(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    if len(spans) < 2:
+        return spans
+    spans = sorted(spans)
+    merged = [spans[0]]
+    for start, stop in itertools.islice(spans, 1, None):
+        if start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+        else:
+            merged.append((start, stop))
+    return merged

@@ -1,0 +1,77 @@
+"""Batches for transformers models, made from what their `forward` takes. Only shapes and dtypes matter."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from planner.errors import WorkloadError
+
+_SECONDS_OF_SOUND = 10
+_SAMPLES_PER_SECOND = 16_000
+
+
+def synthetic_batch(model: torch.nn.Module, *, batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
+    """Inputs and labels for one training step, on the meta device.
+
+    Token models get `input_ids` and `labels` [batch, seq]; vision models `pixel_values`; audio models features or
+    samples. No attention mask is given: sequences are full.
+
+    Raises:
+        WorkloadError: for a model without a loss, or one whose inputs are not known here.
+    """
+    main = getattr(model, "main_input_name", "input_ids")
+    accepted = set(inspect.signature(model.forward).parameters)
+    labels = _labels(model, accepted, batch_size, seq_len)
+    return {**_inputs(model, main, batch_size, seq_len), **labels}
+
+
+def _inputs(model: Any, main: str, batch: int, seq_len: int) -> dict[str, torch.Tensor]:
+    config = model.config
+    match main:
+        case "input_ids":
+            return {"input_ids": _integers(batch, seq_len)}
+        case "pixel_values":
+            vision = getattr(config, "vision_config", config)
+            height, width = _pair(getattr(vision, "image_size", 224))
+            return {"pixel_values": _floats(batch, getattr(vision, "num_channels", 3), height, width)}
+        case "input_features":
+            frames = 2 * getattr(config, "max_source_positions", 1500)
+            return {"input_features": _floats(batch, getattr(config, "num_mel_bins", 80), frames)}
+        case "input_values":
+            return {"input_values": _floats(batch, _SECONDS_OF_SOUND * _SAMPLES_PER_SECOND)}
+    raise _unknown(model, f"takes '{main}'")
+
+
+def _labels(model: Any, accepted: set[str], batch: int, seq_len: int) -> dict[str, torch.Tensor]:
+    name = type(model).__name__
+    if {"start_positions", "end_positions"} <= accepted:
+        return {"start_positions": _integers(batch), "end_positions": _integers(batch)}
+    if "labels" not in accepted:
+        raise _unknown(model, "has no 'labels' and so computes no loss")
+    if any(part in name for part in ("SequenceClassification", "ImageClassification", "AudioClassification")):
+        return {"labels": _integers(batch)}
+    if any(part in name for part in ("LM", "ConditionalGeneration", "TokenClassification", "CTC", "Seq2Seq", "PreTraining")):
+        return {"labels": _integers(batch, seq_len)}
+    raise _unknown(model, "takes labels of a shape that its name does not tell")
+
+
+def _unknown(model: Any, why: str) -> WorkloadError:
+    return WorkloadError(
+        f"{type(model).__name__} {why}: give a Python function that returns (model, batch) or (model, batch, loss_fn) "
+        "as path/file.py:name"
+    )
+
+
+def _integers(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.long, device="meta")
+
+
+def _floats(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, device="meta")
+
+
+def _pair(size: int | list[int] | tuple[int, int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])

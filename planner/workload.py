@@ -1,0 +1,159 @@
+"""The thing to train: a model, a batch, a loss function, an optimizer. Everything after this is the same for all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from planner.calling import Calling, LossFn
+from planner.errors import WorkloadError
+from planner.fingerprint import fingerprint
+from planner.plan_file import ModelFacts, WorkloadFacts
+
+OptimizerSpec = str | torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+"""A name such as 'adamw', a torch optimizer over the model's parameters, or a function from parameters to one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One optimizer step's worth of work."""
+
+    model: torch.nn.Module
+    batch: Any
+    """Tensors of it may be on any device, meta included: only shapes and dtypes are used."""
+    loss_fn: LossFn | None
+    optimizer: OptimizerSpec
+    batch_size: int
+    seq_len: int | None
+    calling: Calling
+    reference: str | None
+    """How the model was named on the command line; None for a live object."""
+
+    def model_facts(self) -> ModelFacts:
+        return ModelFacts(
+            reference=self.reference,
+            name=type(self.model).__name__,
+            parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            fingerprint=fingerprint(self.model),
+        )
+
+    def facts(self) -> WorkloadFacts:
+        return WorkloadFacts(
+            batch_size=self.batch_size,
+            seq_len=self.seq_len,
+            batch=tuple(described(self.batch)),
+            calling=self.calling.name,
+            has_loss_fn=self.loss_fn is not None,
+            optimizer=optimizer_name(self.optimizer),
+        )
+
+
+def workload(
+    model: torch.nn.Module,
+    batch: Any,
+    *,
+    loss_fn: LossFn | None = None,
+    optimizer: OptimizerSpec = "adamw",
+    seq_len: int | None = None,
+    reference: str | None = None,
+) -> Workload:
+    """Check and complete what a user gave.
+
+    Raises:
+        WorkloadError: no module, a batch without tensors, or a model without parameters to train.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise WorkloadError(f"model of type {type(model).__name__} is no torch.nn.Module: give a module, or a function that returns one")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise WorkloadError(f"{type(model).__name__} has no parameter that requires a gradient: there is nothing to train")
+    return Workload(
+        model=model,
+        batch=batch,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        batch_size=batch_size_of(batch),
+        seq_len=seq_len,
+        calling=Calling.of(batch, loss_fn),
+        reference=reference,
+    )
+
+
+def batch_size_of(batch: Any) -> int:
+    """Number of samples: the most frequent first dimension of the batch's tensors, ties to the first seen."""
+    sizes = Counter(tensor.shape[0] for _, tensor in tensors_of(batch) if tensor.dim())
+    if not sizes:
+        raise WorkloadError("the batch holds no tensor with a first dimension: give tensors whose dimension 0 is the sample")
+    return sizes.most_common(1)[0][0]
+
+
+def resized(batch: Any, batch_size: int) -> Any:
+    """The same structure on the meta device, with `batch_size` samples."""
+    present = batch_size_of(batch)
+
+    def resize(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        shape = (batch_size, *leaf.shape[1:]) if leaf.dim() and leaf.shape[0] == present else tuple(leaf.shape)
+        return torch.empty(shape, dtype=leaf.dtype, device="meta")
+
+    return tree_map(resize, dict(batch) if isinstance(batch, Mapping) else batch)
+
+
+def tensors_of(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a nested batch with its path, such as 'input_ids' or '0.mask'."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_of(getattr(value, field.name), f"{path}.{field.name}".lstrip("."))
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from tensors_of(item, f"{path}.{key}".lstrip("."))
+    elif isinstance(value, (list, tuple)):
+        for position, item in enumerate(value):
+            yield from tensors_of(item, f"{path}.{position}".lstrip("."))
+
+
+def described(batch: Any) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    for path, tensor in tensors_of(batch):
+        yield path, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+
+
+def optimizer_name(optimizer: OptimizerSpec) -> str:
+    if isinstance(optimizer, str):
+        return optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    return getattr(optimizer, "__qualname__", type(optimizer).__qualname__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerBlueprint:
+    """What a live optimizer is, without its parameters: it can be made again over the same model's virtual twin."""
+
+    kind: type[torch.optim.Optimizer]
+    defaults: dict[str, Any]
+    groups: tuple[dict[str, Any], ...]
+    """Parameter groups; 'params' holds positions in `model.parameters()`."""
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> OptimizerBlueprint:
+        position = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+        groups = []
+        for group in optimizer.param_groups:
+            if any(id(parameter) not in position for parameter in group["params"]):
+                raise WorkloadError("the optimizer holds a parameter that is not the model's: make it from model.parameters()")
+            groups.append({**group, "params": [position[id(parameter)] for parameter in group["params"]]})
+        return cls(kind=type(optimizer), defaults=dict(optimizer.defaults), groups=tuple(groups))
+
+    def over(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        parameters = list(model.parameters())
+        groups = [{**group, "params": [parameters[number] for number in group["params"]]} for group in self.groups]
+        accepted = inspect.signature(self.kind).parameters
+        return self.kind(groups, **{name: value for name, value in self.defaults.items() if name in accepted})

@@ -1,0 +1,173 @@
+"""Apply a plan to a live model: the same object, patched in place, with a training step and a way back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+
+from planner.calling import Calling, LossFn
+from planner.decisions import Checkpoint, Decision
+from planner.errors import DecisionError, PlanFileError, WorkloadError
+from planner.fingerprint import fingerprint
+from planner.plan_file import Plan
+from rewrite.optimizers import OPTIMIZERS, OptimizerChoice
+from rewrite.rewriting import LossWeight, Rewriting
+from rewrite.rules import RULES
+from rewrite.step import TrainingStep
+
+
+@final
+class Rewritten:
+    """A rewritten model. `module` is the object that was given; `step(batch)` trains it by one optimizer step."""
+
+    def __init__(self, rewriting: Rewriting, step: TrainingStep) -> None:
+        self.module = rewriting.model
+        self.step = step
+        self.optimizer = step.optimizer
+        self._rewriting = rewriting
+
+    def undo(self) -> None:
+        """Restore forwards, flags and configuration as they were before; trained weights stay. Twice is once.
+
+        Raises:
+            DecisionError: when something was replaced again after `apply`: restoring would silently drop it.
+                Nothing is changed then.
+        """
+        for change in self._rewriting.changes:
+            if not change.intact():
+                raise DecisionError(f"{change.place} was replaced after the plan was applied: undo that first")
+        self._rewriting.restore()
+        self.step.close()
+
+
+def apply(
+    plan: Plan,
+    model: torch.nn.Module,
+    optimizer: OptimizerChoice | None = None,
+    *,
+    loss_fn: LossFn | None = None,
+    max_grad_norm: float | None = None,
+    loss_weight: LossWeight | None = None,
+) -> Rewritten:
+    """Rewrite `model` in place as the plan says.
+
+    Args:
+        plan: made for a model with these parameter names, shapes and dtypes.
+        model: its class, parameters, hooks and `state_dict` keys stay as they are.
+        optimizer: a torch optimizer over the model's parameters, a function from parameters to one, or a name;
+            None takes the one the plan was made with. A plan with 8-bit state makes a new one from its groups:
+            give learning-rate schedulers `Rewritten.optimizer`.
+        loss_fn: `loss_fn(output, batch)`, where the plan was made with one.
+        max_grad_norm: clip the norm of all gradients to this before the optimizer steps.
+        loss_weight: how many terms the mean loss of a batch is taken over, for accumulation over losses that are
+            means over something else than samples or counted `labels`.
+
+    Raises:
+        PlanFileError: when the plan was made for another model.
+        WorkloadError: when the loss function or the optimizer is not what was planned.
+        DecisionError: when a decision cannot be applied. The model is then as it was.
+    """
+    _refuse_another_model(plan, model)
+    if plan.workload.has_loss_fn != (loss_fn is not None):
+        raise WorkloadError(
+            "the plan was made with a loss function: give loss_fn=..."
+            if plan.workload.has_loss_fn
+            else "the plan was made without a loss function: leave loss_fn out, or make the plan again with it"
+        )
+    if optimizer is None:
+        if plan.workload.optimizer not in OPTIMIZERS:
+            raise WorkloadError(
+                f"the plan was made with optimizer '{plan.workload.optimizer}', which is no name: give optimizer=..."
+            )
+        optimizer = plan.workload.optimizer
+    rewritten = apply_decisions(
+        plan.decisions,
+        model,
+        optimizer=optimizer,
+        calling=Calling[plan.workload.calling],
+        batch_size=plan.workload.batch_size,
+        loss_fn=loss_fn,
+        max_grad_norm=max_grad_norm,
+        loss_weight=loss_weight,
+    )
+    if turns_cache_off(plan):
+        rewritten._rewriting.turn_cache_off()
+    return rewritten
+
+
+def turns_cache_off(plan: Plan) -> bool:
+    """Models that are named by a reference are planned without a cache of keys and values; so is checkpointing."""
+    if plan.workload.calling != Calling.KEYWORDS.name:
+        return False
+    return plan.model.reference is not None or plan.decision(Checkpoint) is not None
+
+
+def apply_decisions(
+    decisions: Sequence[Decision],
+    model: torch.nn.Module,
+    *,
+    optimizer: OptimizerChoice,
+    calling: Calling,
+    batch_size: int,
+    loss_fn: LossFn | None = None,
+    max_grad_norm: float | None = None,
+    loss_weight: LossWeight | None = None,
+) -> Rewritten:
+    """Rewrite `model` in place by these decisions; without any, the step is the plain one.
+
+    Raises:
+        DecisionError: when a decision cannot be applied or a kind comes twice. The model is then as it was.
+    """
+    by_kind = _one_of_each_kind(decisions)
+    rewriting = Rewriting(
+        model, optimizer=optimizer, calling=calling, batch_size=batch_size, loss_fn=loss_fn, loss_weight=loss_weight
+    )
+    try:
+        for kind, rule in RULES.items():
+            if kind in by_kind:
+                rule(rewriting, by_kind[kind])
+        step = TrainingStep(
+            model,
+            rewriting.optimizer,
+            calling=calling,
+            loss_fn=loss_fn,
+            max_grad_norm=max_grad_norm,
+            autocast_dtype=rewriting.autocast_dtype,
+            scaler=rewriting.scaler,
+            split=rewriting.split,
+        )
+    except BaseException:
+        rewriting.restore()
+        raise
+    return Rewritten(rewriting, step)
+
+
+def _one_of_each_kind(decisions: Sequence[Decision]) -> dict[type[Decision], Decision]:
+    by_kind: dict[type[Decision], Decision] = {}
+    for decision in decisions:
+        kind = type(decision)
+        if kind not in RULES:
+            raise DecisionError(f"decision {kind.__name__} has no rule: known are {', '.join(k.kind for k in RULES)}")
+        if kind in by_kind:
+            raise DecisionError(
+                f"two decisions of kind {kind.kind}: '{by_kind[kind].describe()}' and '{decision.describe()}'; keep one"
+            )
+        by_kind[kind] = decision
+    return by_kind
+
+
+def _refuse_another_model(plan: Plan, model: torch.nn.Module) -> None:
+    if fingerprint(model) == plan.model.fingerprint:
+        return
+    name = type(model).__name__
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if name != plan.model.name:
+        difference = f"it is a {name}, the plan is for a {plan.model.name}"
+    elif parameters != plan.model.parameters:
+        difference = f"it has {parameters:,} parameters, the planned {name} has {plan.model.parameters:,}"
+    else:
+        dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+        difference = f"a name, shape or dtype of a parameter or buffer differs (its parameters are {', '.join(dtypes)})"
+    raise PlanFileError(f"the plan was made for another model: {difference}; make the plan again for this model")

@@ -1,0 +1,144 @@
+"""The certificate: the rewritten step itself is rehearsed on the virtual GPU, and what comes out is what we report."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from profiles.device import DeviceProfile
+
+from planner.cards import resolve_card
+from planner.calling import LossFn
+from planner.child import Child
+from planner.decisions import Accumulation, Decision, Optimizer
+from planner.errors import PlanFileError
+from planner.footprint import Measured, measure, with_workspaces
+from planner.plan_file import Footprint, Plan
+from planner.rehearsal import Rehearsal
+from planner.step_graph import StepGraph
+from planner.virtual_gpu import Target
+from planner.workload import OptimizerBlueprint, OptimizerSpec, Workload, workload
+from rewrite.apply import apply_decisions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """What the rewritten step takes, by rehearsal."""
+
+    footprint: Footprint
+    fits: bool
+    """Whether the step gets through under the plan's budget."""
+    certified_bytes: int
+    """Largest number of bytes that tensors hold; to be compared with `SolverFacts.promised_bytes`."""
+
+
+def certify(
+    plan: Plan,
+    model: torch.nn.Module,
+    batch: Any,
+    *,
+    loss_fn: LossFn | None = None,
+    optimizer: OptimizerSpec | None = None,
+    card: DeviceProfile | None = None,
+) -> Certificate:
+    """Rehearse the step that `plan` rewrites `model` to. Needs no GPU; the model is left untouched.
+
+    Args:
+        plan: made for a model with these parameters.
+        batch: with the planned shapes.
+        loss_fn, optimizer: as given when the plan was made.
+        card: another card than the plan's.
+
+    Raises:
+        PlanFileError: for another model or another batch size.
+    """
+    work = workload(model, batch, loss_fn=loss_fn, optimizer=optimizer or plan.workload.optimizer)
+    if work.model_facts().fingerprint != plan.model.fingerprint:
+        raise PlanFileError(
+            f"the plan was made for another {plan.model.name}: names, shapes or dtypes of its parameters differ; make the plan again"
+        )
+    if work.batch_size != plan.workload.batch_size:
+        raise PlanFileError(
+            f"the plan is for batches of {plan.workload.batch_size} samples, this one has {work.batch_size}"
+        )
+    card = card or resolve_card(plan.card, plan.vram_bytes)
+    found = certify_decisions(work, plan.decisions, card, vram_bytes=plan.vram_bytes)
+    return Certificate(footprint=found.footprint, fits=found.fits, certified_bytes=found.curve_bytes)
+
+
+def certify_decisions(
+    work: Workload, decisions: Sequence[Decision], card: DeviceProfile, *, vram_bytes: int | None
+) -> Measured:
+    """Rehearse two full steps under these decisions and measure them on the card."""
+    graph = certifying_graph(work, decisions, card)
+    return measure(graph, card, vram_bytes=vram_bytes, micro_batches=micro_batches_of(decisions))
+
+
+def certifying_graph(work: Workload, decisions: Sequence[Decision], card: DeviceProfile) -> StepGraph:
+    """Two plain steps: the first one makes the optimizer's state, the second one has it from the start."""
+    child = start_rehearsal(
+        work, decisions, card, sizes=rehearsed_sizes(work, decisions), steps=2, primed=False, what_if=False
+    )
+    return with_workspaces(child.result(), card.cublas_workspace_bytes(torch.__version__))
+
+
+def micro_batches_of(decisions: Sequence[Decision]) -> int:
+    return next((d.micro_batches for d in decisions if isinstance(d, Accumulation)), 1)
+
+
+def rehearsed_sizes(work: Workload, decisions: Sequence[Decision]) -> tuple[int, ...]:
+    """Micro-batches to rehearse: the first, the second, and a smaller last one. Those between repeat the second."""
+    accumulation = next((d for d in decisions if isinstance(d, Accumulation)), None)
+    if accumulation is None:
+        return (work.batch_size,)
+    size, count = accumulation.micro_batch_size, accumulation.micro_batches
+    last = work.batch_size - size * (count - 1)
+    if count == 2 or last == size:
+        return (size, last if count == 2 else size)
+    return (size, size, last)
+
+
+def start_rehearsal(
+    work: Workload,
+    decisions: Sequence[Decision],
+    card: DeviceProfile,
+    *,
+    sizes: tuple[int, ...],
+    steps: int,
+    primed: bool,
+    what_if: bool,
+) -> Child:
+    """Begin to rehearse the step rewritten by `decisions`; `.result()` is a `StepGraph` without workspaces."""
+    if any(isinstance(decision, Optimizer) for decision in decisions):
+        import bitsandbytes  # noqa: F401  the child then need not import it anew
+    shortened = tuple(
+        dataclasses.replace(decision, micro_batches=len(sizes)) if isinstance(decision, Accumulation) else decision
+        for decision in decisions
+    )
+    spec = work.optimizer
+    blueprint = OptimizerBlueprint.of(spec, work.model) if isinstance(spec, torch.optim.Optimizer) else None
+
+    def prepare(model: torch.nn.Module):
+        rewritten = apply_decisions(
+            shortened,
+            model,
+            optimizer=blueprint.over(model) if blueprint else spec,
+            calling=work.calling,
+            batch_size=sum(sizes),
+            loss_fn=work.loss_fn,
+        )
+        return rewritten.step, rewritten.optimizer
+
+    return Rehearsal(
+        model=work.model,
+        batch=work.batch,
+        batch_size=work.batch_size,
+        prepare=prepare,
+        target=Target(compute_capability=card.compute_capability),
+        micro_batch_sizes=sizes,
+        steps=steps,
+        primed=primed,
+        what_if=what_if,
+    ).start()

@@ -1,0 +1,178 @@
+"""Write a plan as a Python file of plain torch that needs nothing of ours to run, and reads like a person's."""
+
+from __future__ import annotations
+
+import pathlib
+import textwrap
+
+from planner.calling import Calling
+from planner.plan_file import Plan, write_text_atomically
+from rewrite.apply import turns_cache_off
+from rewrite.emitted_header import header
+from rewrite.emitted_model import ModelSource, batch_source, model_source
+from rewrite.fragment import Fragment, literal
+from rewrite.optimizers import OPTIMIZERS
+from rewrite.rules import SOURCES
+
+
+def emit(plan: Plan, path: str | pathlib.Path) -> None:
+    """Write `source(plan)` to a file, whole or not at all.
+
+    Raises:
+        PlanFileError: when the file cannot be written.
+    """
+    path = pathlib.Path(path)
+    write_text_atomically(path, source(plan, file_name=path.name))
+
+
+def source(plan: Plan, *, file_name: str = "train_step.py") -> str:
+    """The text of the emitted file: `rewrite`, `make_optimizer`, `training_step`, and a `main` that runs them."""
+    by_kind = {type(decision): decision for decision in plan.decisions}
+    fragments = [emitted(plan, by_kind[kind]) for kind, emitted in SOURCES.items() if kind in by_kind]
+    model = model_source(plan)
+    scaled = any(fragment.scaled for fragment in fragments)
+    constants = [*model.constants, *(line for fragment in fragments for line in fragment.constants)]
+    sections = [
+        _imports(fragments, model) + ("\n\n" + "\n".join(constants) if constants else ""),
+        *([model.build] if model.build else []),
+        _rewrite(plan, fragments),
+        *(function for fragment in fragments for function in fragment.functions),
+        *model.functions,
+        next((fragment.optimizer for fragment in fragments if fragment.optimizer), _optimizer(plan)),
+        _training_step(plan, fragments, model),
+        *([batch_source(plan, model), _main(plan, model, scaled=scaled)] if model.build else [_guidance(file_name)]),
+    ]
+    body = "\n\n\n".join(section.strip("\n") for section in sections)
+    return f'{header(plan, file_name)}\n\n{body}\n\n\nif __name__ == "__main__":\n    main()\n'
+
+
+def _imports(fragments: list[Fragment], model: ModelSource) -> str:
+    """Standard library first, then the others, each sorted as isort does: plain imports before `from`."""
+    lines = {"import torch", *model.imports, *(line for fragment in fragments for line in fragment.imports)}
+    if model.build:
+        lines.add("import argparse")
+    foreign = {line for line in lines if line.split()[1].split(".")[0] in ("torch", "transformers", "bitsandbytes")}
+    blocks = ["from __future__ import annotations"]
+    for block in (lines - foreign - model.own_imports, foreign, model.own_imports):
+        if block:
+            blocks.append("\n".join(sorted(block, key=lambda line: (line.startswith("from"), line.split()[1]))))
+    return "\n\n".join(blocks)
+
+
+def _rewrite(plan: Plan, fragments: list[Fragment]) -> str:
+    statements = "".join(text for fragment in fragments for text in fragment.rewriting)
+    if turns_cache_off(plan):
+        statements += _CACHE_OFF
+    return (
+        "def rewrite(model):\n"
+        '    """Prepare the model for the planned step, in place: its parameters and `state_dict` keys stay."""\n'
+        f"{textwrap.indent(statements, '    ')}    return model\n"
+    )
+
+
+_CACHE_OFF = """\
+for module in model.modules():
+    if getattr(getattr(module, "config", None), "use_cache", False):
+        module.config.use_cache = False  # training fills a cache of keys and values for nothing
+"""
+
+
+def _optimizer(plan: Plan) -> str:
+    name = plan.workload.optimizer
+    parameters = "[parameter for parameter in model.parameters() if parameter.requires_grad]"
+    if name.startswith("torch.optim."):
+        return (
+            "def make_optimizer(model):\n"
+            '    """With torch\'s own hyperparameters: set those that the plan was made with."""\n'
+            f"    parameters = {parameters}\n"
+            f"    return torch.optim.{name.rpartition('.')[2]}(parameters)\n"
+        )
+    if name not in OPTIMIZERS:
+        return (
+            "def make_optimizer(model):\n"
+            f'    """The plan was made with {name}: make it here, over the parameters that require a gradient."""\n'
+            f'    raise NotImplementedError("make_optimizer: return the {name} that the plan was made with")\n'
+        )
+    chosen = OPTIMIZERS[name]
+    arguments = ", ".join(f"{key}={literal(value)}" for key, value in chosen.hyperparameters.items())
+    return (
+        "def make_optimizer(model):\n"
+        f"    parameters = {parameters}\n"
+        f"    return torch.optim.{chosen.class_name}(parameters, {arguments})\n"
+    )
+
+
+def _training_step(plan: Plan, fragments: list[Fragment], model: ModelSource) -> str:
+    """The loop of `rewrite.step.TrainingStep`, with only what this plan needs."""
+    autocast = next((fragment.autocast for fragment in fragments if fragment.autocast), "")
+    split = next((fragment.split for fragment in fragments if fragment.split), "")
+    scaled = any(fragment.scaled for fragment in fragments)
+    part = "part" if split else "batch"
+    forward = f"loss = {_loss(plan, model, part)}\n"
+    if autocast:
+        forward = f"with {autocast}:\n    {forward}"
+    backward = "scaler.scale(loss).backward()\n" if scaled else "loss.backward()\n"
+    if split:
+        share = "if weight is not None:\n    loss = weighted(loss, weight)\n"
+        running = "total = loss.detach() if total is None else total + loss.detach()\ndel loss\n"
+        body = textwrap.indent(forward + share + backward + running, "    ")
+        compute = f"total = None\nparts = {split}\nfor part, weight in parts:\n{body}"
+    else:
+        compute = forward + backward
+    unscale = "    scaler.unscale_(optimizer)\n" if scaled else ""
+    update = (
+        "if max_grad_norm is not None:\n"
+        f"{unscale}    torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)\n"
+        + ("scaler.step(optimizer)\nscaler.update()\n" if scaled else "optimizer.step()\n")
+        + "optimizer.zero_grad(set_to_none=True)\n"
+        + ("return total\n" if split else "return loss.detach()\n")
+    )
+    extra = ("scaler, " if scaled else "") + ("loss_fn, " if plan.workload.has_loss_fn else "")
+    return (
+        f"def training_step(model, optimizer, batch, *, {extra}max_grad_norm=None):\n"
+        '    """One optimizer step on a batch that is on the model\'s device; returns the batch\'s loss."""\n'
+        + textwrap.indent(compute + update, "    ")
+    )
+
+
+def _loss(plan: Plan, model: ModelSource, part: str) -> str:
+    call = Calling[plan.workload.calling].value.replace("batch", part)
+    if plan.workload.has_loss_fn:
+        return f"loss_fn({call}, {part})"
+    if model.returns_model_output:
+        return f"{call}.loss"
+    return f"loss_of({call})"
+
+
+def _main(plan: Plan, model: ModelSource, *, scaled: bool) -> str:
+    arguments = ("scaler=scaler, " if scaled else "") + ("loss_fn=loss_fn, " if plan.workload.has_loss_fn else "")
+    call = f"training_step(model, optimizer, batch, {arguments}".removesuffix(", ") + ")"
+    lines = [
+        "def main():",
+        '    parser = argparse.ArgumentParser(description="Train a few steps on random data.")',
+        '    parser.add_argument("--steps", type=int, default=3)',
+        *(f"    {line}" for line in model.arguments),
+        "    arguments = parser.parse_args()",
+        '    device = "cuda" if torch.cuda.is_available() else "cpu"',
+        "    torch.manual_seed(0)",
+        f"    {model.target} = build({model.build_arguments})",
+        "    model = rewrite(model.to(device).train())",
+        "    optimizer = make_optimizer(model)",
+        *(["    scaler = torch.amp.GradScaler(device)"] if scaled else []),
+        "    batch = synthetic_batch(device)",
+        "    for step in range(1, arguments.steps + 1):",
+        f"        loss = {call}",
+        '        print(f"step {step}: loss {loss.item():.4f}")',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _guidance(file_name: str) -> str:
+    module = pathlib.Path(file_name).stem
+    return (
+        "def main():\n"
+        "    raise SystemExit(\n"
+        '        "The plan was made for a live model, which this file cannot build. Where yours is made:\\n"\n'
+        f'        "    from {module} import make_optimizer, rewrite, training_step"\n'
+        "    )\n"
+    )

@@ -1,0 +1,66 @@
+"""Optimizers by name, with the hyperparameters that both the live step and the emitted file use."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+import torch
+
+from planner.errors import DecisionError, WorkloadError
+
+OptimizerChoice = torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer] | str
+"""A torch optimizer over the model's parameters, a function from parameters to one, or a name of `OPTIMIZERS`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerByName:
+    """`torch.optim.<class_name>` with these keyword arguments; all others keep torch's defaults."""
+
+    class_name: str
+    hyperparameters: dict[str, float | tuple[float, float]]
+
+    def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return getattr(torch.optim, self.class_name)(parameters, **self.hyperparameters)
+
+
+_ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
+
+OPTIMIZERS: dict[str, OptimizerByName] = {
+    "adamw": OptimizerByName(class_name="AdamW", hyperparameters={**_ADAM, "weight_decay": 1e-2}),
+    "adam": OptimizerByName(class_name="Adam", hyperparameters={**_ADAM, "weight_decay": 0.0}),
+    "sgd": OptimizerByName(class_name="SGD", hyperparameters={"lr": 1e-3}),
+    "sgd-momentum": OptimizerByName(class_name="SGD", hyperparameters={"lr": 1e-3, "momentum": 0.9}),
+    "adagrad": OptimizerByName(class_name="Adagrad", hyperparameters={"lr": 1e-2}),
+    "rmsprop": OptimizerByName(class_name="RMSprop", hyperparameters={"lr": 1e-2}),
+}
+
+
+def make_optimizer(choice: OptimizerChoice, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer over the trainable parameters of `model`; a given optimizer is returned as it is.
+
+    Raises:
+        DecisionError: when nothing is left to train.
+        WorkloadError: for an unknown name, or an optimizer that is not over this model's parameters.
+    """
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise DecisionError(f"no parameter of {type(model).__name__} requires a gradient: leave a part of it unfrozen")
+    if isinstance(choice, str):
+        if choice not in OPTIMIZERS:
+            names = ", ".join(OPTIMIZERS)
+            raise WorkloadError(
+                f"optimizer '{choice}' is unknown by name: choose one of {names}, or give a torch optimizer "
+                "or a function from parameters to one"
+            )
+        return OPTIMIZERS[choice].make(trainable)
+    optimizer = choice if isinstance(choice, torch.optim.Optimizer) else choice(trainable)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise WorkloadError(f"optimizer made a {type(optimizer).__name__}: it must return a torch.optim.Optimizer")
+    mine = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+        raise WorkloadError(
+            f"{type(optimizer).__name__} holds none of the parameters of {type(model).__name__}: "
+            "make it from model.parameters(), after the model was moved or loaded"
+        )
+    return optimizer

@@ -1,0 +1,30 @@
+"""One technique, one file, one rule: what is done to a live model, and beside it the source that does the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from planner.decisions import Accumulation, Checkpoint, Decision, Freeze, Optimizer, Precision
+from rewrite.rules.accumulation import accumulation, accumulation_source
+from rewrite.rules.checkpoint import checkpoint, checkpoint_source
+from rewrite.rules.freeze import freeze, freeze_source
+from rewrite.rules.optimizer import optimizer, optimizer_source
+from rewrite.rules.precision import precision, precision_source
+
+RULES: dict[type[Decision], Callable] = {
+    Freeze: freeze,
+    Precision: precision,
+    Optimizer: optimizer,
+    Accumulation: accumulation,
+    Checkpoint: checkpoint,
+}
+"""Rule by decision, in the order in which they are applied: `rule(rewriting, decision)`."""
+
+SOURCES: dict[type[Decision], Callable] = {
+    Freeze: freeze_source,
+    Precision: precision_source,
+    Optimizer: optimizer_source,
+    Accumulation: accumulation_source,
+    Checkpoint: checkpoint_source,
+}
+"""The emitted counterpart of each rule: `source(plan, decision)` -> `Fragment`."""

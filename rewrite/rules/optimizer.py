@@ -1,0 +1,99 @@
+"""Optimizer: AdamW with its state in 8 bits (bitsandbytes).
+
+Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021. Embeddings keep 32-bit state, as in
+transformers' Trainer; tensors of fewer than 4096 elements do so by bitsandbytes' own rule.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from planner.decisions import Optimizer
+from planner.errors import DecisionError
+from planner.plan_file import Plan
+from rewrite.fragment import Fragment
+from rewrite.optimizers import OPTIMIZERS
+from rewrite.rewriting import Rewriting
+
+_TAKEN_OVER = ("lr", "betas", "eps", "weight_decay")
+
+
+def optimizer(rewriting: Rewriting, decision: Optimizer) -> None:
+    """Replace AdamW or Adam by `bitsandbytes.optim.AdamW8bit` with the same groups and hyperparameters.
+
+    Raises:
+        DecisionError: without bitsandbytes, for another optimizer, for options that 8-bit AdamW does not have,
+            and for an optimizer that has already stepped (its state would be lost).
+    """
+    given = rewriting.optimizer
+    _refuse_what_cannot_be_taken_over(given)
+    bitsandbytes = _bitsandbytes()
+    groups = [_group(group, given.defaults) for group in given.param_groups]
+    replacement = bitsandbytes.optim.AdamW8bit(groups, lr=float(given.defaults["lr"]))
+    # bitsandbytes keeps overrides in one manager for the whole process; this optimizer gets one of its own
+    manager = object.__new__(bitsandbytes.optim.GlobalOptimManager)
+    manager.initialize()
+    for module in rewriting.model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            manager.register_module_override(module, "weight", {"optim_bits": 32})
+    replacement.mng = manager
+    rewriting.optimizer = replacement
+
+
+def optimizer_source(plan: Plan, decision: Optimizer) -> Fragment:
+    named = OPTIMIZERS.get(plan.workload.optimizer, OPTIMIZERS["adamw"])
+    arguments = "".join(f"        {name}={named.hyperparameters[name]!r},\n" for name in _TAKEN_OVER)
+    return Fragment(
+        imports=("import bitsandbytes",),
+        optimizer=f'''\
+def make_optimizer(model):
+    """AdamW with 8-bit state. Embeddings, and tensors of fewer than 4096 elements, keep 32-bit state."""
+    optimizer = bitsandbytes.optim.AdamW8bit(
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+{arguments}    )
+    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            manager.register_module_override(module, "weight", {{"optim_bits": 32}})
+    return optimizer
+''',
+    )
+
+
+def _bitsandbytes() -> Any:
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise DecisionError(
+            f"optimizer adamw8bit needs bitsandbytes ({error}): pip install bitsandbytes, or forbid optimizer"
+        ) from error
+    return bitsandbytes
+
+
+def _refuse_what_cannot_be_taken_over(given: torch.optim.Optimizer) -> None:
+    kind = type(given).__name__
+    if type(given) not in (torch.optim.AdamW, torch.optim.Adam):
+        raise DecisionError(f"optimizer adamw8bit takes over AdamW or Adam, not {kind}: use one or forbid optimizer")
+    if given.state:
+        raise DecisionError(
+            f"optimizer adamw8bit cannot take over the state of a {kind} that has stepped: apply the plan before "
+            "training starts, and resume from a state that the 8-bit optimizer saved"
+        )
+    for index, group in enumerate(given.param_groups):
+        for option in ("amsgrad", "maximize"):
+            if group[option]:
+                raise DecisionError(f"optimizer adamw8bit has no {option}, which group {index} of {kind} uses")
+        decoupled = group.get("decoupled_weight_decay", isinstance(given, torch.optim.AdamW))
+        if group["weight_decay"] and not decoupled:
+            raise DecisionError(
+                f"group {index} of Adam has weight_decay {group['weight_decay']} added to the gradient, 8-bit AdamW "
+                "decays weights apart from it: use AdamW, set weight_decay to 0, or forbid optimizer"
+            )
+
+
+def _group(group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group with the hyperparameters taken over, and with whatever users or schedulers added."""
+    added = {name: value for name, value in group.items() if name not in defaults}
+    return {**added, **{name: group[name] for name in _TAKEN_OVER}, "lr": float(group["lr"])}

@@ -1,0 +1,34 @@
+"""Precision: forward and loss under autocast, fp32 master weights, a gradient scaler for fp16."""
+
+from __future__ import annotations
+
+import torch
+
+from planner.decisions import Precision
+from planner.errors import DecisionError
+from planner.plan_file import Plan
+from rewrite.fragment import Fragment
+from rewrite.rewriting import Rewriting
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def precision(rewriting: Rewriting, decision: Precision) -> None:
+    """Set the step's autocast dtype and scaler. Raises `DecisionError` unless trained weights are fp32."""
+    for name, parameter in rewriting.model.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise DecisionError(
+                f"precision {decision.dtype} keeps fp32 master weights, but parameter '{name}' is {dtype}: "
+                "load the model in fp32 (model.float()) or forbid precision"
+            )
+    rewriting.autocast_dtype = _DTYPES[decision.dtype]
+    if decision.dtype == "fp16":
+        rewriting.scaler = torch.amp.GradScaler(rewriting.device_type())
+
+
+def precision_source(plan: Plan, decision: Precision) -> Fragment:
+    return Fragment(
+        autocast=f"torch.autocast(next(model.parameters()).device.type, dtype={_DTYPES[decision.dtype]})",
+        scaled=decision.dtype == "fp16",
+    )

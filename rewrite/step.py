@@ -1,0 +1,117 @@
+"""One optimizer step on a full batch. Without any decision it is the plain loop that everyone writes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+import torch
+
+from planner.calling import Calling, LossFn, loss_of
+from planner.errors import DecisionError
+
+Split = Callable[[Any], Iterator[tuple[Any, "torch.Tensor | float | None"]]]
+"""A batch -> its parts, each with the weight of its loss (None: the part is the whole batch)."""
+
+
+@final
+class TrainingStep:
+    """Call it with a batch on the model's device; the loss of that batch comes back, detached, as a 0-dim tensor.
+
+    Order: split the batch; for each part forward and loss (under autocast), weight, scale, backward; then
+    unscale, clip, optimizer step, scaler update, zero. Outputs die before backward, and nothing but
+    gradients and the running loss lives from one part to the next.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        calling: Calling,
+        loss_fn: LossFn | None = None,
+        max_grad_norm: float | None = None,
+        autocast_dtype: torch.dtype | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        split: Split | None = None,
+    ) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self.calling = calling
+        self.loss_fn = loss_fn
+        self.max_grad_norm = max_grad_norm
+        self.autocast_dtype = autocast_dtype
+        self.scaler = scaler
+        self._split = split
+        self._closed = False
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        if self._closed:
+            raise DecisionError("this training step was undone: apply the plan again to get a new one")
+        total = None
+        for part, weight in self._parts(batch):
+            loss = self._loss(part)
+            if weight is not None:
+                loss = weighted(loss, weight)
+            if self.scaler is None:
+                loss.backward()
+            else:
+                self.scaler.scale(loss).backward()
+            total = loss.detach() if total is None else total + loss.detach()
+            del loss
+        self._update()
+        return total
+
+    def close(self) -> None:
+        """Refuse further calls: the module is no longer rewritten."""
+        self._closed = True
+
+    def _parts(self, batch: Any) -> Iterator[tuple[Any, torch.Tensor | float | None]]:
+        return iter(((batch, None),)) if self._split is None else self._split(batch)
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        with self._autocast():
+            loss = loss_of(self.calling.call(self.module, batch), batch, self.loss_fn)
+        return loss.reshape(()) if loss.dim() else loss
+
+    def _autocast(self) -> contextlib.AbstractContextManager:
+        if self.autocast_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(next(self.module.parameters()).device.type, dtype=self.autocast_dtype)
+
+    def _update(self) -> None:
+        if self.max_grad_norm is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            clip_gradients(self.module, self.max_grad_norm)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def weighted(loss: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor:
+    """The part's share of the batch's loss. A part without any counted term has loss 0/0 and weight 0: share 0."""
+    if not isinstance(weight, torch.Tensor):
+        return loss * weight
+    return torch.where(weight == 0, 0.0, loss * weight.to(loss.dtype))
+
+
+def clip_gradients(module: torch.nn.Module, max_norm: float) -> None:
+    """`torch.nn.utils.clip_grad_norm_`, which refuses sparse gradients; those are clipped by their values."""
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    if not any(gradient.is_sparse for gradient in gradients):
+        torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+        return
+    for parameter in module.parameters():
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+    parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
+    values = [p.grad._values() if p.grad.is_sparse else p.grad for p in parameters]
+    norm = torch.nn.utils.get_total_norm(values)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for value in values:
+        value.mul_(factor)

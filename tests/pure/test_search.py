@@ -1,0 +1,303 @@
+"""The search against its oracle: every answer on small problems is what trying everything gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.errors import PlannerError
+from planner.search import brute, curve, milp
+from planner.search.problem import CheckpointProblem, Hold, Recompute
+from planner.search.program import Program, solver_of
+from planner.search.reduce import normal_form, reduce
+from planner.search.rows import Row, cover
+from planner.search.symmetry import fold
+
+SIZES = (lambda rng: 1, lambda rng: 512, lambda rng: 10**9 + 7, lambda rng: 10**11 + rng.randint(0, 3))
+"""Bytes are multiples of one of these: small, allocator-like, odd, and large with differences of one byte."""
+
+
+def random_tree(rng: random.Random, count: int) -> tuple[tuple[int, ...], ...]:
+    """A path for each unit of a random tree: the unit and what it is nested in."""
+    paths: list[tuple[int, ...]] = []
+    for unit in range(count):
+        parent = rng.choice([(), *paths])
+        paths.append((*parent, unit))
+    return tuple(paths)
+
+
+def random_problem(rng: random.Random) -> CheckpointProblem:
+    """Up to 8 units, nested or not; holds with any number of literals; several recomputes a unit."""
+    count, events, unit_bytes = rng.randint(1, 8), rng.randint(1, 10), rng.choice(SIZES)
+    paths = random_tree(rng, count) if rng.random() < 0.8 else ()
+
+    def units(least: int, most: int) -> tuple[int, ...]:
+        return tuple(sorted(rng.sample(range(count), rng.randint(least, min(count, most)))))
+
+    def members() -> tuple[int, ...]:
+        return rng.choice(paths) if paths and rng.random() < 0.6 else units(int(rng.random() < 0.9), 3)
+
+    holds = []
+    for _ in range(rng.randint(0, 14)):
+        start = rng.randint(-1, events)
+        holds.append(
+            Hold(
+                size_bytes=rng.randint(0, 9) * unit_bytes(rng),
+                start=start,
+                stop=rng.randint(start, events + 2),
+                unless=tuple(members() for _ in range(rng.choice([0, 1, 1, 1, 2, 3]))),
+                when=units(0, rng.choice([0, 0, 1, 2])),
+            )
+        )
+    return CheckpointProblem(
+        fixed_bytes=np.array([rng.randint(0, 9) * unit_bytes(rng) for _ in range(events)], np.int64),
+        holds=tuple(holds),
+        recomputes=tuple(
+            Recompute(
+                unit=rng.randrange(count), at=rng.randrange(events), extra_bytes=rng.randint(0, 12) * unit_bytes(rng)
+            )
+            for _ in range(rng.randint(0, 8))
+        ),
+        cost_ns=tuple(rng.choice([0, 1, 2, 3, 5, 1000, 10**9]) for _ in range(count)),
+        paths=paths,
+    )
+
+
+def layered_problem(rng: random.Random) -> CheckpointProblem:
+    """Equal layers one after the other, each a unit with a smaller unit in it: full of symmetry."""
+    layers = rng.randint(2, 4)
+    outer, inner, kept, extra, outer_ns, inner_ns = (rng.randint(1, 9) for _ in range(6))
+    holds, recomputes = [], []
+    for layer in range(layers):
+        whole, part, stop = 2 * layer, 2 * layer + 1, 2 * layers - layer
+        holds += [
+            Hold(size_bytes=outer * 512, start=layer + 1, stop=stop, unless=((whole,),), when=()),
+            Hold(size_bytes=inner * 512, start=layer + 1, stop=stop, unless=((whole, part),), when=()),
+            Hold(size_bytes=kept * 512, start=layer + 1, stop=stop, unless=(), when=(whole, part)),
+        ]
+        recomputes += [
+            Recompute(unit=whole, at=stop - 1, extra_bytes=(outer + inner + extra) * 512),
+            Recompute(unit=part, at=stop - 1, extra_bytes=inner * 512),
+        ]
+    return CheckpointProblem(
+        fixed_bytes=np.full(2 * layers + 1, 512, np.int64),
+        holds=tuple(holds),
+        recomputes=tuple(recomputes),
+        cost_ns=(outer_ns + inner_ns, inner_ns) * layers,
+        paths=tuple((2 * layer, 2 * layer + 1) for layer in range(layers)),
+    )
+
+
+def budgets(rng: random.Random, problem: CheckpointProblem) -> list[int]:
+    """Around the smallest peak, and at and just below peaks that can be reached."""
+    peaks = sorted({selection.peak_bytes for selection in brute.every_selection(problem)})
+    return [peaks[0] - 1, peaks[0], rng.choice(peaks), rng.choice(peaks) - 1, peaks[len(peaks) // 2]]
+
+
+def assert_same_as_brute(problem: CheckpointProblem, rng: random.Random) -> None:
+    for budget_bytes in budgets(rng, problem):
+        best, found = brute.solve(problem, budget_bytes), milp.solve(problem, budget_bytes)
+        assert (best is None) == (found is None)
+        if best is not None and found is not None:
+            assert (found.cost_ns, len(found.units)) == (best.cost_ns, len(best.units))
+            assert brute.peak(problem, found.units) == found.peak_bytes <= budget_bytes
+            assert all(len(set(path).intersection(found.units)) <= 1 for path in problem.paths)
+            assert (found.status, found.gap) == ("optimal", 0.0)
+    least, found = brute.smallest_peak(problem), milp.smallest_peak(problem)
+    assert (found.peak_bytes, found.cost_ns) == (least.peak_bytes, least.cost_ns)
+    assert (found.status, found.gap) == ("optimal", 0.0)
+
+
+@pytest.mark.parametrize("block", range(16))
+def test_the_search_finds_what_trying_everything_finds(block: int) -> None:
+    for seed in range(20 * block, 20 * block + 20):
+        rng = random.Random(seed)
+        assert_same_as_brute(random_problem(rng), rng)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_symmetry_changes_the_effort_and_not_the_answer(block: int) -> None:
+    for seed in range(20 * block, 20 * block + 20):
+        rng = random.Random(seed)
+        assert_same_as_brute(layered_problem(rng), rng)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32))
+def test_the_compiled_curve_is_the_curve_of_the_definitions(seed: int) -> None:
+    rng = random.Random(seed)
+    problem = random_problem(rng)
+    units = [unit for unit in range(len(problem.cost_ns)) if rng.random() < 0.4]
+    evaluated = curve.evaluate(problem, units)
+    assert evaluated.dtype == np.int64
+    assert evaluated.tolist() == brute.curve(problem, units)
+    assert curve.peak(problem, units) == brute.peak(problem, units)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32))
+def test_the_normal_form_of_a_condition_means_the_same(seed: int) -> None:
+    problem = random_problem(random.Random(seed))
+    exclusive = reduce(problem, 0).exclusive
+    for hold, selection in itertools.product(problem.holds, brute.every_selection(problem)):
+        unless, when = normal_form((hold.unless, hold.when), exclusive)
+        normal = dataclasses.replace(hold, unless=unless, when=when)
+        assert brute.alive(normal, selection.units) == brute.alive(hold, selection.units)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_reduced_problem_has_the_same_curve_above_the_floor(seed: int) -> None:
+    rng = random.Random(seed)
+    problem = random_problem(rng)
+    floor_bytes = rng.choice(budgets(rng, problem))
+    reduced = reduce(problem, floor_bytes)
+    for selection in brute.every_selection(problem):
+        if set(selection.units) <= set(reduced.useful):
+            peak_bytes = brute.peak(reduced.problem, selection.units)
+            assert max(peak_bytes, floor_bytes) == max(selection.peak_bytes, floor_bytes)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_larger_budget_never_costs_more(seed: int) -> None:
+    rng = random.Random(seed)
+    problem = random_problem(rng)
+    costs_ns = []
+    for budget_bytes in sorted(budgets(rng, problem)):
+        found = milp.solve(problem, budget_bytes)
+        costs_ns.append(float("inf") if found is None else found.cost_ns)
+    assert costs_ns == sorted(costs_ns, reverse=True)
+
+
+def two_layers(size_bytes: int) -> CheckpointProblem:
+    """Two units that free `size_bytes` each at event 1 and need 1 byte less to recompute; one costs 2, the other 3."""
+    return CheckpointProblem(
+        fixed_bytes=np.array([10, 10, 10], np.int64),
+        holds=tuple(Hold(size_bytes=size_bytes, start=1, stop=2, unless=((unit,),), when=()) for unit in (0, 1)),
+        recomputes=tuple(Recompute(unit=unit, at=2, extra_bytes=size_bytes - 1) for unit in (0, 1)),
+        cost_ns=(2, 3),
+        paths=(),
+    )
+
+
+@pytest.mark.parametrize("size_bytes", [1, 512, 10**6 + 1, 10**12 + 1])
+def test_a_budget_is_kept_to_the_byte(size_bytes: int) -> None:
+    problem = two_layers(size_bytes)
+    assert milp.solve(problem, 10 + 2 * size_bytes).units == ()
+    assert milp.solve(problem, 10 + 2 * size_bytes - 1).units == (0,)
+    assert milp.solve(problem, 10 + size_bytes).units == (0,)
+    assert milp.solve(problem, 10 + size_bytes - 1).units == (0, 1)
+    assert milp.solve(problem, 10 + size_bytes - 2) is None or size_bytes == 1
+    assert milp.smallest_peak(problem).peak_bytes == 10 + size_bytes - 1
+
+
+def test_recomputes_of_one_unit_are_separate_peaks() -> None:
+    problem = dataclasses.replace(
+        two_layers(100), recomputes=tuple(Recompute(unit=0, at=2, extra_bytes=extra) for extra in (60, 70, 80))
+    )
+    assert curve.peak(problem, (0,)) == 110
+    assert curve.peak(problem, (0, 1)) == 90
+
+
+def test_among_equal_costs_fewer_units_are_selected() -> None:
+    problem = CheckpointProblem(
+        fixed_bytes=np.zeros(1, np.int64),
+        holds=tuple(Hold(size_bytes=10, start=0, stop=1, unless=((0, unit),), when=()) for unit in (1, 2, 3)),
+        recomputes=(),
+        cost_ns=(6, 2, 2, 2),
+        paths=((0, 1), (0, 2), (0, 3)),
+    )
+    assert milp.solve(problem, 0).units == (0,)
+
+
+def test_nothing_is_selected_where_everything_fits() -> None:
+    found = milp.solve(two_layers(512), 10**9)
+    assert (found.units, found.cost_ns, found.status, found.gap) == ((), 0, "optimal", 0.0)
+
+
+def test_a_problem_without_units_or_events_has_an_answer() -> None:
+    problem = CheckpointProblem(fixed_bytes=np.zeros(0, np.int64), holds=(), recomputes=(), cost_ns=(), paths=())
+    assert milp.solve(problem, 0).units == ()
+    assert milp.smallest_peak(problem).peak_bytes == 0
+    unavoidable = dataclasses.replace(problem, fixed_bytes=np.array([7], np.int64))
+    assert milp.solve(unavoidable, 6) is None
+    assert milp.smallest_peak(unavoidable).peak_bytes == 7
+
+
+def test_the_same_question_gets_the_same_answer() -> None:
+    rng = random.Random(5)
+    for problem in (layered_problem(rng), random_problem(rng), random_problem(rng)):
+        budget_bytes = budgets(rng, problem)[-1]
+        first, second = (milp.solve(problem, budget_bytes) for _ in range(2))
+        assert (first.units, first.cost_ns) == (second.units, second.cost_ns)
+        assert milp.smallest_peak(problem).units == milp.smallest_peak(problem).units
+
+
+def test_without_time_a_selection_that_fits_is_returned_as_unproven() -> None:
+    found = milp.solve(two_layers(512), 10 + 512, time_limit_seconds=0.0)
+    assert (found.status, found.gap) == ("time limit", 1.0)
+    assert found.peak_bytes <= 10 + 512
+    assert milp.smallest_peak(two_layers(512), time_limit_seconds=0.0).status == "time limit"
+
+
+def test_without_time_nothing_is_called_impossible() -> None:
+    with pytest.raises(milp.SearchTimeout, match="520 bytes"):
+        milp.solve(two_layers(512), 520, time_limit_seconds=0.0)
+    assert issubclass(milp.SearchTimeout, PlannerError)
+    assert milp.solve(two_layers(512), 520) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cost_ns": (2, -3)},
+        {"recomputes": (Recompute(unit=0, at=3, extra_bytes=1),)},
+        {"recomputes": (Recompute(unit=2, at=0, extra_bytes=1),)},
+        {"holds": (Hold(size_bytes=-1, start=0, stop=1, unless=(), when=(0,)),)},
+    ],
+)
+def test_a_problem_that_means_nothing_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ValueError):
+        milp.solve(dataclasses.replace(two_layers(512), **change), 10)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(-9, 9).filter(bool), min_size=1, max_size=6), st.integers(-20, 20), st.data())
+def test_a_cover_excludes_the_violation_and_nothing_that_fits(
+    coefficients: list[int], upper: int, data: st.DataObject
+) -> None:
+    row = Row(columns=np.arange(len(coefficients)), coefficients=np.array(coefficients), upper=upper)
+    values = np.array(data.draw(st.lists(st.integers(0, 1), min_size=len(coefficients), max_size=len(coefficients))))
+    if row.coefficients @ values <= upper:
+        return
+    cut = cover(row, values)
+    assert cut.coefficients @ values[cut.columns] > cut.upper
+    for point in itertools.product((0, 1), repeat=len(coefficients)):
+        if row.coefficients @ np.array(point) <= upper:
+            assert cut.coefficients @ np.array(point)[cut.columns] <= cut.upper
+
+
+def test_folding_joins_equal_columns_and_keeps_the_optimum() -> None:
+    ones = np.ones(6, np.int64)
+    rows = (
+        Row(columns=np.arange(6), coefficients=np.array([-2, -3, -2, -3, -2, -3]), upper=-7),
+        *(Row(columns=np.array([k, k + 1]), coefficients=ones[:2], upper=1) for k in (0, 2, 4)),
+    )
+    program = Program(cost=np.array([2, 4, 2, 4, 2, 4]), limit=ones, integral=ones > 0, rows=rows)
+    folded = fold(program)
+    assert folded.class_of.tolist() == [0, 1, 0, 1, 0, 1]
+    assert len(folded.program.rows) == 2
+    bounds = [solver_of(p).solve(time_limit_seconds=10.0).bound for p in (program, folded.program)]
+    assert bounds == pytest.approx([8, 8])
+
+
+def test_the_search_does_not_import_torch() -> None:
+    check = "import sys, planner.search.milp, planner.search.brute; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", check], check=True)

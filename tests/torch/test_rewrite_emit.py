@@ -1,0 +1,282 @@
+"""Emitted files run without us, read like a person's, and train to the same bits as the live objects."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+from rewrite_cases import (
+    Convolutional,
+    cross_entropy,
+    gpt2,
+    images,
+    plan_for,
+    roberta,
+    roberta_config,
+    seeded,
+    tokens,
+)
+
+from planner.calling import Calling
+from planner.decisions import Accumulation, Checkpoint, Freeze, Optimizer, Precision
+from planner.errors import PlanFileError
+from rewrite import apply, emit, source
+
+LAYERS = ("roberta.encoder.layer.0", "roberta.encoder.layer.1")
+ACCUMULATION = Accumulation(micro_batch_size=4, micro_batches=2)
+PLANS = {
+    "plain": (),
+    "checkpoint": (Checkpoint(modules=LAYERS),),
+    "accumulation": (ACCUMULATION,),
+    "bf16": (Precision(dtype="bf16"), Checkpoint(modules=LAYERS[:1])),
+    "fp16": (Precision(dtype="fp16"), ACCUMULATION),
+    "freeze": (Freeze(modules=("roberta.embeddings", *LAYERS[:1])), Checkpoint(modules=LAYERS[1:])),
+    "everything": (
+        Freeze(modules=("roberta.embeddings.position_embeddings",)),
+        Precision(dtype="fp16"),
+        Optimizer(),
+        ACCUMULATION,
+        Checkpoint(modules=LAYERS),
+    ),
+}
+each_plan = pytest.mark.parametrize("decisions", PLANS.values(), ids=PLANS)
+
+
+def imported(path: pathlib.Path):
+    spec = importlib.util.spec_from_file_location("emitted", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def emitted_roberta(tmp_path: pathlib.Path, *decisions, **changes) -> tuple:
+    config = tmp_path / "model" / "config.json"
+    config.parent.mkdir()
+    architecture = {"model_type": "roberta", "architectures": ["RobertaForMaskedLM"]}
+    config.write_text(json.dumps({**architecture, **roberta_config()}))
+    plan = plan_for(seeded(roberta), tokens(), *decisions, reference=str(config.parent), **changes)
+    path = tmp_path / "train_step.py"
+    emit(plan, path)
+    return plan, path
+
+
+def losses_of_file(emitted, model, batches, scaled: bool, **options) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    optimizer = emitted.make_optimizer(emitted.rewrite(model))
+    if scaled:
+        options["scaler"] = torch.amp.GradScaler("cpu")
+    return [emitted.training_step(model, optimizer, batch, **options) for batch in batches]
+
+
+def assert_same_training(plan, emitted, model, other, batches, **options) -> None:
+    result = apply(plan, model, **options)
+    options.pop("optimizer", None)
+    torch.manual_seed(1)
+    losses = [result.step(batch) for batch in batches]
+    other_losses = losses_of_file(emitted, other, batches, result.step.scaler is not None, **options)
+    assert all(torch.equal(a, b) for a, b in zip(losses, other_losses, strict=True)), (losses, other_losses)
+    state, other_state = model.state_dict(), other.state_dict()
+    assert list(state) == list(other_state)
+    assert [name for name in state if not torch.equal(state[name], other_state[name])] == []
+
+
+@each_plan
+def test_a_file_trains_to_the_same_bits_as_the_live_objects(tmp_path, decisions):
+    plan, path = emitted_roberta(tmp_path, *decisions)
+    emitted = imported(path)
+    torch.manual_seed(0)
+    model, other = seeded(roberta), emitted.build()
+    other.load_state_dict(model.state_dict())
+    batches = [tokens(seed=seed) for seed in range(5)]
+    assert_same_training(plan, emitted, model, other, batches, max_grad_norm=1.0)
+
+
+def test_another_loss_weight_in_the_file_would_be_seen(tmp_path):
+    plan, path = emitted_roberta(tmp_path, ACCUMULATION)
+    emitted = imported(path)
+    emitted.LABELS_SHIFTED = True
+    with pytest.raises(AssertionError):
+        assert_same_training(plan, emitted, seeded(roberta), seeded(roberta), [tokens()] * 3)
+
+
+@each_plan
+def test_a_file_runs_alone_and_elsewhere(tmp_path, decisions):
+    _, path = emitted_roberta(tmp_path, *decisions)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    run = ran(path, "--steps", "2", cwd=elsewhere)
+    assert [line.split(":")[0] for line in run.stdout.splitlines()] == ["step 1", "step 2"]
+    assert "planner" not in path.read_text().split('"""', 2)[2]
+    assert "rewrite." not in path.read_text()
+
+
+def ran(path: pathlib.Path, *arguments: str, cwd: pathlib.Path) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run = subprocess.run(
+        [sys.executable, "-I", str(path), *arguments],
+        cwd=cwd, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    return run
+
+
+@each_plan
+def test_a_file_passes_the_linter_and_the_formatter(tmp_path, decisions):
+    ruff = pathlib.Path(sys.executable).with_name("ruff")
+    if not ruff.exists():
+        pytest.skip("ruff is not installed")
+    _, path = emitted_roberta(tmp_path, *decisions)
+    rules = "E,F,I,B,UP,SIM,C4"
+    for command in (["check", "--select", rules], ["format", "--check", "--diff"]):
+        options = ["--isolated", "--line-length", "120", "--target-version", "py311"]
+        run = subprocess.run([str(ruff), *command, *options, str(path)], capture_output=True, text=True, timeout=60)
+        assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_a_file_holds_only_what_its_plan_decides(tmp_path):
+    _, path = emitted_roberta(tmp_path)
+    text = path.read_text()
+    for word in ("checkpoint", "autocast", "GradScaler", "micro", "bitsandbytes", "FROZEN", "loss_of"):
+        assert word not in text.split('"""', 2)[2]
+
+
+def test_the_header_tells_the_plan_the_prediction_and_the_command(tmp_path):
+    _, path = emitted_roberta(tmp_path, *PLANS["everything"])
+    header = path.read_text().split('"""')[1]
+    assert "RobertaForMaskedLM" in header
+    assert "within 6,144 MiB" in header
+    assert "- 2 micro-batches of 4 samples" in header
+    assert "--vram 6GiB --batch-size 6 --optimizer adamw --gpu rtx-2060" in " ".join(header.replace("\\", "").split())
+    assert "cuda context                     420.0       420.0" in header
+    assert all(len(line) <= 120 for line in path.read_text().splitlines())
+
+
+def test_a_causal_model_is_counted_without_its_first_labels(tmp_path):
+    model = seeded(gpt2)
+    config = tmp_path / "config.json"
+    model.config.to_json_file(config)
+    decisions = (ACCUMULATION, Checkpoint(modules=("transformer.h.1",)))
+    plan = plan_for(model, tokens(), *decisions, reference=str(config))
+    emit(plan, tmp_path / "step.py")
+    emitted = imported(tmp_path / "step.py")
+    assert emitted.LABELS_SHIFTED is True
+    assert_same_training(plan, emitted, model, seeded(gpt2), [tokens(seed=seed) for seed in range(3)])
+
+
+FACTORY = """
+import torch
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Linear(5, 5)
+        self.norm = torch.nn.BatchNorm1d(5)
+
+    def forward(self, x, y):
+        return ((self.norm(self.body(x)).sum(1) - y) ** 2).mean()
+
+
+def make():
+    return Net(), (torch.randn(6, 5), torch.randn(6))
+
+
+def make_with_loss():
+    return torch.nn.Linear(5, 3), (torch.randn(6, 5), torch.zeros(6, dtype=torch.int64)), loss
+
+
+def loss(output, batch):
+    return torch.nn.functional.cross_entropy(output, batch[1])
+"""
+
+
+@pytest.mark.parametrize("form", ["{folder}/nets.py:{name}", "nets:{name}"])
+@pytest.mark.parametrize("name", ["make", "make_with_loss"])
+def test_a_model_from_a_callable_is_made_by_the_same_callable(tmp_path, monkeypatch, form, name):
+    (tmp_path / "nets.py").write_text(FACTORY)
+    factory = imported(tmp_path / "nets.py")
+    torch.manual_seed(0)
+    model, batch, *rest = getattr(factory, name)()
+    loss_fn = rest[0] if rest else None
+    decisions = (ACCUMULATION, *(() if rest else (Checkpoint(modules=("body", "norm")),)))
+    reference = form.format(folder=tmp_path, name=name)
+    plan = plan_for(model, batch, *decisions, loss_fn=loss_fn, reference=reference)
+    emit(plan, tmp_path / "step.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    emitted = imported(tmp_path / "step.py")
+    made = emitted.build()
+    other = made[0] if loss_fn else made
+    other.load_state_dict(model.state_dict())
+    options = {"loss_fn": loss_fn} if loss_fn else {}
+    assert_same_training(plan, emitted, model, other, [batch] * 3, **options)
+    if form.startswith("{folder}"):
+        assert "step 1: loss" in ran(tmp_path / "step.py", "--steps", "1", cwd=tmp_path).stdout
+
+
+def test_a_live_model_is_rewritten_by_importing_the_file(tmp_path):
+    model = seeded(Convolutional)
+    decisions = (Checkpoint(modules=("twice", "first")), Precision(dtype="bf16"))
+    plan = plan_for(model, images(), *decisions, loss_fn=cross_entropy, optimizer="sgd-momentum")
+    emit(plan, tmp_path / "step.py")
+    emitted = imported(tmp_path / "step.py")
+    assert not hasattr(emitted, "build")
+    batches = [images(seed=seed) for seed in range(3)]
+    assert_same_training(plan, emitted, model, seeded(Convolutional), batches, loss_fn=cross_entropy)
+    with pytest.raises(SystemExit, match="from step import make_optimizer, rewrite, training_step"):
+        emitted.main()
+
+
+def test_a_live_model_with_its_own_loss_trains_from_the_file(tmp_path):
+    model = seeded(roberta)
+    plan = plan_for(model, tokens(), Checkpoint(modules=LAYERS))
+    emit(plan, tmp_path / "step.py")
+    emitted = imported(tmp_path / "step.py")
+    assert_same_training(plan, emitted, model, seeded(roberta), [tokens(seed=seed) for seed in range(3)])
+
+
+def test_an_optimizer_without_a_name_is_left_to_the_user(tmp_path):
+    _, path = emitted_roberta(tmp_path, optimizer="mine.Lion")
+    with pytest.raises(NotImplementedError, match=r"mine\.Lion"):
+        imported(path).make_optimizer(seeded(roberta))
+
+
+def test_batches_of_every_calling_have_the_planned_shapes(tmp_path):
+    nested = (
+        ("image", (2, 3), "torch.float32"),
+        ("text.ids", (2, 4), "int64"),
+        ("text.parts.0", (2,), "bool"),
+        ("text.parts.1", (2,), "bfloat16"),
+    )
+    plan, _ = emitted_roberta(tmp_path)
+    for calling, batch in ((Calling.KEYWORDS, nested), (Calling.SINGLE, (("", (2, 3), "float16"),))):
+        changed = plan.from_json({**plan.to_json(), "workload": {**plan.to_json()["workload"], "batch": batch}})
+        path = tmp_path / f"{calling.name}.py"
+        emit(changed, path)
+        made = imported(path).synthetic_batch("cpu")
+        if calling is Calling.SINGLE:
+            assert (made.shape, made.dtype) == ((2, 3), torch.float16)
+        else:
+            assert made["text"]["parts"][1].dtype == torch.bfloat16
+            assert made["text"]["ids"].shape == (2, 4)
+
+
+def test_a_configuration_that_is_gone_is_named(tmp_path):
+    plan = plan_for(seeded(roberta), tokens(), reference=str(tmp_path / "gone.json"))
+    with pytest.raises(PlanFileError, match=r"gone\.json', which the plan was made from, cannot be read"):
+        source(plan)
+
+
+def test_a_model_of_the_hub_is_loaded_by_its_name():
+    text = source(plan_for(seeded(roberta), tokens(), reference="FacebookAI/roberta-base"))
+    assert 'transformers.RobertaForMaskedLM.from_pretrained("FacebookAI/roberta-base", dtype=torch.float32)' in text
+
+
+def test_quotes_and_backslashes_in_notes_do_not_end_the_header():
+    plan = plan_for(seeded(roberta), tokens(), notes=('a """ quote', "a \\N backslash", "long " * 60))
+    compile(source(plan), "emitted", "exec")
