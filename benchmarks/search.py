@@ -14,9 +14,10 @@ import time
 import numpy as np
 
 from planner.search import curve, milp
-from planner.search.problem import CheckpointProblem, Hold, Recompute
+from planner.search.problem import CheckpointProblem, Hold, Recompute, Selection
 
 MIB = 1 << 20
+TIME_LIMIT_SECONDS = 30.0
 SHARES = (90, 80, 70, 60, 50, 40, 30)
 
 
@@ -180,50 +181,41 @@ def _temporaries(shape: Transformer, events: int, half: int) -> np.ndarray:
     """int64[E]: parameters, gradients that grow through the backward, and a saw of temporaries."""
     weights_bytes = 2 * 13 * shape.layers * shape.hidden**2
     saw_bytes = 2 * shape.tokens * shape.hidden * np.random.default_rng(0).integers(0, 4, events)
-    return weights_bytes + saw_bytes + np.maximum(0, np.arange(events) - half) * weights_bytes // (events - half)
+    gradient_bytes = np.maximum(0, np.arange(events) - half) * weights_bytes // (events - half)
+    return weights_bytes + saw_bytes + gradient_bytes // 512 * 512
 
 
 def main(names: list[str]) -> None:
-    """Print one line a problem and budget."""
-    print(
-        f"{'problem':<11}{'units':>6}{'holds':>7}{'events':>8}  {'budget':>15}  seconds  rows rounds  units  cost  status"
-    )
+    """Print a block for each problem, and in it a line for each budget."""
     for name in names or TRANSFORMERS:
         problem = synthetic_problem(TRANSFORMERS[name])
-        peak_bytes = curve.peak(problem, ())
-        total_ns = max(problem.cost_ns)
+        peak_bytes, most_ns = curve.peak(problem, ()), max(problem.cost_ns)
+        compiled = curve.CompiledProblem(problem)
         began = time.perf_counter()
-        curve.evaluate(problem, ())
-        print(f"{name:<11}{len(problem.cost_ns):>6}{len(problem.holds):>7}{len(problem.fixed_bytes):>8}  ", end="")
-        print(
-            f"unchecked peak {peak_bytes // MIB} MiB, one evaluation with compiling {time.perf_counter() - began:.2f} s"
-        )
+        compiled.peak(())
+        evaluation_ms = (time.perf_counter() - began) * 1e3
+        print(f"\n{name}: {len(problem.cost_ns)} units, {len(problem.holds)} holds, {len(problem.fixed_bytes)} events")
+        print(f"peak with nothing selected {peak_bytes / MIB:.0f} MiB; one evaluation {evaluation_ms:.2f} ms")
+        print(f"{'budget':>16} {'seconds':>8} {'rows':>5} {'runs':>5} {'units':>6} {'recomputed':>11}  status")
         for share in SHARES:
-            _print_solve(problem, share, peak_bytes * share // 100, total_ns)
-        search = milp.Search(problem)
-        least = search.smallest_peak(time_limit_seconds=30.0)
-        print(
-            f"{'':<32}  smallest {least.peak_bytes * 100 / peak_bytes:5.1f}% {least.seconds:8.2f} {search.effort.rows:>5} {search.effort.rounds:>6}",
-            end="",
-        )
-        print(f" {len(least.units):>6} {least.cost_ns / total_ns:5.1%}  {least.status}, gap {least.gap:.2g}")
+            search = milp.Search(problem)
+            began = time.perf_counter()
+            try:
+                found = search.solve(peak_bytes * share // 100, time_limit_seconds=TIME_LIMIT_SECONDS)
+            except milp.SearchTimeout as error:
+                print(f"{share:>15}% {error}")
+                continue
+            _print_line(f"{share}%", time.perf_counter() - began, search, found, most_ns)
+        least = search.smallest_peak(time_limit_seconds=TIME_LIMIT_SECONDS)
+        _print_line(f"least: {least.peak_bytes / peak_bytes:.1%}", least.seconds, search, least, most_ns)
 
 
-def _print_solve(problem: CheckpointProblem, share: int, budget_bytes: int, total_ns: int) -> None:
-    search = milp.Search(problem)
-    began = time.perf_counter()
-    try:
-        found = search.solve(budget_bytes, time_limit_seconds=30.0)
-    except milp.SearchTimeout as error:
-        print(f"{'':<32}  {share:>13}%  {error}")
-        return
-    seconds = time.perf_counter() - began
-    print(f"{'':<32}  {share:>13}% {seconds:8.2f} {search.effort.rows:>5} {search.effort.rounds:>6}", end="")
-    print(
-        " infeasible"
-        if found is None
-        else f" {len(found.units):>6} {found.cost_ns / total_ns:5.1%}  {found.status}, gap {found.gap:.2g}"
-    )
+def _print_line(label: str, seconds: float, search: milp.Search, found: Selection | None, most_ns: int) -> None:
+    print(f"{label:>16} {seconds:>8.2f} {search.effort.rows:>5} {search.effort.rounds:>5}", end=" ")
+    if found is None:
+        print(f"{'-':>6} {'-':>11}  nothing fits")
+    else:
+        print(f"{len(found.units):>6} {found.cost_ns / most_ns:>11.1%}  {found.status}, gap {found.gap:.2g}")
 
 
 if __name__ == "__main__":

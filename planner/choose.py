@@ -23,8 +23,8 @@ from planner.search.curve import CompiledProblem
 from planner.step_graph import Phase, StepGraph
 from planner.units import Units, units_of
 
-TIE = 1.02
-"""Predicted times closer than this say nothing about which is faster."""
+TIE = 1.05
+"""Predicted times closer than this factor say nothing about which is faster."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,10 +72,18 @@ class Chooser:
     """Answers for many budgets: recordings and problems are kept."""
 
     def __init__(
-        self, offer: Offer, recordings: Recordings, card: DeviceProfile, *, baseline: BaselineTime, force_checkpoint: bool
+        self,
+        offer: Offer,
+        recordings: Recordings,
+        card: DeviceProfile,
+        *,
+        baseline: BaselineTime,
+        floor_bytes: Callable[[tuple[Decision, ...]], int],
+        force_checkpoint: bool,
     ) -> None:
         self.offer = offer
         self._baseline = baseline
+        self._floor_bytes = floor_bytes
         self._recordings = recordings
         self._card = card
         self._force_checkpoint = force_checkpoint
@@ -88,6 +96,8 @@ class Chooser:
         """The fastest choice whose promised peak is at most `budget_bytes`; None if there is none."""
         found: list[Choice] = []
         for outer in self._by_bound(found):
+            if self._floor_bytes(outer) > budget_bytes:
+                continue
             found += self._fastest_splits(outer, budget_bytes)
         if not found:
             return None

@@ -147,6 +147,27 @@ def decision_from_json(data: dict[str, object]) -> Decision:
     return KINDS[kind](**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
 
 
-def _listing(names: tuple[str, ...], most: int = 4) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+def _listing(names: tuple[str, ...], most: int = 6) -> str:
+    """Module names, those that differ in one number written as one: 'encoder.layer.{0-3,7}.attention'."""
+    numbers: dict[tuple[str, str], list[int]] = {}
+    for name in names:
+        parts = name.split(".")
+        place = next((position for position, part in enumerate(parts) if part.isdigit()), None)
+        if place is None:
+            numbers.setdefault((name, ""), [])
+        else:
+            before, after = ".".join([*parts[:place], ""]), ".".join(["", *parts[place + 1 :]])
+            numbers.setdefault((before, after), []).append(int(parts[place]))
+    shown = [before + (_ranges(found) + after if found else "") for (before, after), found in numbers.items()]
+    return ", ".join(shown) if len(shown) <= most else f"{', '.join(shown[:most])} and {len(shown) - most} kinds more"
+
+
+def _ranges(numbers: list[int]) -> str:
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return text if len(numbers) == 1 else f"{{{text}}}"

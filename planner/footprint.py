@@ -26,7 +26,8 @@ def with_workspaces(graph: StepGraph, workspace_bytes: int) -> StepGraph:
     """Add what the recording cannot show: cuBLAS keeps one workspace for each thread that multiplies matrices.
 
     The main thread takes its own at the first product of the forward, autograd's thread at the first one of the
-    backward; both are kept for the life of the process (aten/src/ATen/cuda/CublasHandlePool.cpp).
+    backward; both are kept for the life of the process (aten/src/ATen/cuda/CublasHandlePool.cpp). A step that others
+    came before (a primed one) finds them there.
     """
     if workspace_bytes == 0:
         return graph
@@ -34,7 +35,7 @@ def with_workspaces(graph: StepGraph, workspace_bytes: int) -> StepGraph:
     for phases in ((Phase.FORWARD,), (Phase.BACKWARD, Phase.RECOMPUTE)):
         first = next((op for op in graph.ops if op.name in GEMM_OPS and op.phase in phases), None)
         if first is not None:
-            life = (first.tick, graph.ticks)
+            life = (0 if graph.primed else first.tick, graph.ticks)
             storages.append(Storage(size_bytes=workspace_bytes, lives=[life], category=Category.WORKSPACE, op=0))
     return dataclasses.replace(graph, storages=storages)
 

@@ -84,6 +84,18 @@ def offer(work: Workload, card: DeviceProfile, rules: Rules) -> Offer:
     )
 
 
+def floor_bytes(work: Workload, outer: Sequence[Decision]) -> int:
+    """Bytes that no plan with these outer choices goes below: parameters, all gradients, and Adam's state, at the step."""
+    frozen = {name for decision in outer if isinstance(decision, Freeze) for name in decision.modules}
+    held = {id(p) for name in frozen for p in work.model.get_submodule(name).parameters()}
+    parameters = list(work.model.parameters())
+    trained = [p for p in parameters if p.requires_grad and id(p) not in held]
+    state_bytes = 0
+    if _is_adam(work):
+        state_bytes = 2 if any(isinstance(decision, Optimizer) for decision in outer) else 8
+    return sum(p.numel() * p.itemsize for p in (*parameters, *trained)) + state_bytes * sum(p.numel() for p in trained)
+
+
 def _precisions(work: Workload, card: DeviceProfile, rules: Rules, notes: list[str]) -> tuple[tuple[Decision, ...], ...]:
     why_not = None
     if not card.native_dtypes:
@@ -98,14 +110,17 @@ def _precisions(work: Workload, card: DeviceProfile, rules: Rules, notes: list[s
 
 def _optimizers(work: Workload, rules: Rules, notes: list[str]) -> tuple[tuple[Decision, ...], ...]:
     why_not = None
-    is_adam = work.optimizer in _ADAM_NAMES or isinstance(work.optimizer, (torch.optim.Adam, torch.optim.AdamW))
-    if not is_adam:
+    if not _is_adam(work):
         why_not = f"the optimizer is {optimizer_name(work.optimizer)}, and only Adam and AdamW have an 8-bit twin here"
     elif importlib.util.find_spec("bitsandbytes") is None:
         why_not = "bitsandbytes is not installed"
         if rules.allow(Optimizer):
             notes.append("no 8-bit optimizer state: bitsandbytes is not installed (pip install bitsandbytes)")
     return _choices(rules, Optimizer, None if why_not else (Optimizer(),), why_not)
+
+
+def _is_adam(work: Workload) -> bool:
+    return work.optimizer in _ADAM_NAMES or isinstance(work.optimizer, (torch.optim.Adam, torch.optim.AdamW))
 
 
 def _splits(work: Workload, rules: Rules, notes: list[str]) -> tuple[Split, ...]:

@@ -24,7 +24,7 @@ from planner.choose import BaselineTime, Choice, Chooser
 from planner.decisions import KINDS, Checkpoint, Decision, Fidelity, Freeze
 from planner.footprint import Measured, measure, smallest_capacity_bytes, with_workspaces
 from planner.errors import PlanFileError
-from planner.options import Offer, Rules, offer, prefixes
+from planner.options import Offer, Rules, floor_bytes, offer, prefixes
 from planner.plan_file import NextStep, Plan, Shortfall, SolverFacts
 from planner.recordings import Recordings
 from planner.references import load_workload
@@ -150,7 +150,7 @@ class Planning:
         candidates = self._prefixes()
         low, high, best = 0, len(candidates) - 1, None
         while low <= high:
-            middle = low if frozen_forced and best is None and low == 0 else (low + high) // 2
+            middle = low if frozen_forced and low == 0 else (low + high) // 2
             tried = self._fastest(offered, rules, frozen=(candidates[middle],))
             if tried is None:
                 low = middle + 1
@@ -186,12 +186,12 @@ class Planning:
 
     def _chooser(self, offered: Offer, frozen: tuple[Decision, ...], *, force_checkpoint: bool) -> Chooser:
         offered = dataclasses.replace(offered, precisions=tuple((*frozen, *choice) for choice in offered.precisions))
-        start = functools.partial(self._start_what_if)
         return Chooser(
             offered,
-            Recordings(start, self._with_workspaces),
+            Recordings(self._start_what_if, self._with_workspaces),
             self.card,
             baseline=BaselineTime.of(self.baseline_graph, self.card) if not frozen else BaselineTime(step_ns=0, optimizer_ns=0),
+            floor_bytes=functools.partial(floor_bytes, self.work),
             force_checkpoint=force_checkpoint,
         )
 

@@ -333,7 +333,7 @@ class Recorder(TorchDispatchMode):
 
     # ---- the result -------------------------------------------------------------------------------------------
 
-    def finish(self, *, steps: int, micro_batch_sizes: tuple[int, ...]) -> StepGraph:
+    def finish(self, *, steps: int, primed: bool, micro_batch_sizes: tuple[int, ...]) -> StepGraph:
         """Close all lives and hand the recording over. The recorder must not be used afterwards."""
         ticks = self.next_tick() + 1
         for index, birth, _finalizer in self._alive.values():
@@ -347,6 +347,7 @@ class Recorder(TorchDispatchMode):
             calls=self.calls,
             ticks=ticks,
             steps=steps,
+            primed=primed,
             micro_batch_sizes=micro_batch_sizes,
             module_types=self.module_types,
             notes=tuple(self.notes),

@@ -76,7 +76,9 @@ def _rehearse(rehearsal: Rehearsal) -> StepGraph:
                 recorder.starts_step(number)
                 _run_step(step, batch, model)
                 gc.collect()
-        return recorder.finish(steps=rehearsal.steps, micro_batch_sizes=rehearsal.micro_batch_sizes)
+        return recorder.finish(
+            steps=rehearsal.steps, primed=rehearsal.primed, micro_batch_sizes=rehearsal.micro_batch_sizes
+        )
 
 
 def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module) -> None:

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.plan_file import Footprint, Plan, Shortfall
+from planner.step_graph import Category
 from planner.sizes import MIB, format_size
 
 
@@ -59,7 +60,7 @@ def _table(plan: Plan) -> Table:
     if changed:
         table.add_column("with the plan", justify="right")
     before, after = plan.baseline.breakdown, plan.peak.breakdown
-    for category in dict.fromkeys((*before, *after)):
+    for category in (str(category) for category in Category if category in {*before, *after}):
         row = [category, _size(before.get(category, 0))]
         table.add_row(*row, *([_size(after.get(category, 0))] if changed else []))
     table.add_section()

@@ -119,6 +119,8 @@ class StepGraph:
     calls: list[Call]
     ticks: int
     steps: int
+    primed: bool
+    """Whether the optimizer's state was there before the first recorded step."""
     micro_batch_sizes: tuple[int, ...]
     """Sizes of the micro-batches that were rehearsed in each step."""
     module_types: dict[str, str]

@@ -18,14 +18,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from planner.search.curve import CompiledProblem
-from planner.search.program import Program, Solver, power_of_two, solver_of
+from planner.search.program import Program, power_of_two, solver_of
 from planner.search.reduce import ReducedProblem
-from planner.search.repair import repair
+from planner.search.repair import descend
 from planner.search.rows import Row, RowKey, RowSource, cover
 from planner.search.symmetry import Folded, fold, unfolded
 
 _COARSE_GAP = 0.01
 """Relative gap to stop at while no selection that fits is known: the rows are not complete yet."""
+
+_SHARE_OF_TIME = 0.9
+"""Of the time that is left, what one run of the solver may take: what it finds must still be unfolded and checked."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -97,7 +100,7 @@ class CuttingLoop:
             folded = fold(program) if self._folding else unfolded(program)
             self.effort.rounds += 1
             outcome = solver_of(folded.program).solve(
-                time_limit_seconds=self.left_seconds,
+                time_limit_seconds=_SHARE_OF_TIME * self.left_seconds,
                 gap=_COARSE_GAP if best is None and folded.trivial else 0.0,
                 start=None if best is None else folded.sums(self.source.truth(best)),
                 nodes=self.nodes,
@@ -122,9 +125,10 @@ class CuttingLoop:
     def lowest(self, floor_bytes: int) -> tuple[tuple[int, ...], int]:
         """A selection whose peak is as small as the solver can tell, and bytes below which no peak can be.
 
-        `floor_bytes`: a number of bytes that the curve reaches whatever is selected. Uses up the loop: its budget moves.
+        `floor_bytes`: bytes that the curve reaches whatever is selected. Uses up the loop: its budget moves.
         """
         best: tuple[int, ...] = ()
+        always_bytes = floor_bytes
         unit_bytes = power_of_two(self.exact.peak(best))
         self.core = [RowKey(event=int(self.source.compiled.fixed_bytes.argmax()))]
         relaxed = True
@@ -133,7 +137,7 @@ class CuttingLoop:
             solver = solver_of(folded.program)
             self.effort.rounds += 1
             solve = solver.relax if relaxed else solver.solve
-            outcome = solve(time_limit_seconds=self.left_seconds)
+            outcome = solve(time_limit_seconds=_SHARE_OF_TIME * self.left_seconds)
             tolerance_bytes = outcome.tolerance * unit_bytes
             if math.isfinite(outcome.bound):
                 floor_bytes = max(floor_bytes, math.ceil(outcome.bound * unit_bytes - tolerance_bytes))
@@ -153,12 +157,26 @@ class CuttingLoop:
             progress = len(self.core) > known or (not self._folding and not folded.trivial)
             if self._fits(best) or not outcome.complete or not progress:
                 break
-        return best, floor_bytes
+        if not best:
+            best = descend(self.source.compiled, self.reduced, best, floor_bytes)
+        return min(best, (), key=self.exact.peak), max(always_bytes, self._next_possible(floor_bytes, always_bytes))
+
+    def _next_possible(self, bound_bytes: int, always_bytes: int) -> int:
+        """The smallest number of bytes from `bound_bytes` on that a peak above `always_bytes` can have.
+
+        All that depends on the selection comes in multiples of some size (an allocator's, usually).
+        """
+        if bound_bytes <= always_bytes:
+            return bound_bytes
+        compiled = self.source.compiled
+        size_bytes = int(np.gcd.reduce(np.concatenate((compiled.hold_bytes, compiled.recompute_bytes)))) or 1
+        remainders = np.unique(compiled.fixed_bytes[self.reduced.hot] % size_bytes)
+        return bound_bytes + int(((remainders - bound_bytes) % size_bytes).min(initial=size_bytes - 1))
 
     def repaired(self, units: tuple[int, ...]) -> tuple[int, ...] | None:
         """A selection near `units` that fits, if a greedy search finds one."""
-        found = repair(self.source.compiled, self.reduced, units, self.budget_bytes)
-        return found if found is not None and self._fits(found) else None
+        found = descend(self.source.compiled, self.reduced, units, self.budget_bytes)
+        return found if self._fits(found) else None
 
     def _program(self, objective: np.ndarray, side_rows: Sequence[Row] = ()) -> Program:
         rows = (*self.source.paths(), *self.source.rows(self.core, self.budget_bytes), *self.covers, *side_rows)
@@ -187,7 +205,7 @@ class CuttingLoop:
         return new
 
     def _unfolded(self, program: Program, folded: Folded, values: np.ndarray) -> tuple[int, ...] | None:
-        """A selection with the class sums `values` that fits; one that does not if there is none; None if none is known.
+        """A selection with the class sums `values` that fits; else one that does not; else None.
 
         Rows that were needed to see that join `core`. If there is none and no row shows it, folding ends.
         """

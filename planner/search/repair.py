@@ -17,27 +17,30 @@ from planner.search.reduce import ReducedProblem
 _TRIED_PER_MOVE = 6
 
 
-def repair(
+def descend(
     compiled: CompiledProblem, reduced: ReducedProblem, units: Collection[int], budget_bytes: int, *, moves: int = 100
-) -> tuple[int, ...] | None:
-    """A selection near `units` whose peak is at most `budget_bytes`; None if none was found.
+) -> tuple[int, ...]:
+    """The lowest selection on the way down from `units`, which ends at the first whose peak is within `budget_bytes`.
 
     `compiled` is `reduced.problem` compiled. Peaks at or below the floor of `reduced` are not told apart.
     """
-    current = frozenset(units)
+    cost_ns = reduced.problem.cost_ns
+
+    def rank(option: frozenset[int]) -> tuple[int, int, list[int]]:
+        return compiled.peak(option), sum(cost_ns[unit] for unit in option), sorted(option)
+
+    current = lowest = frozenset(units)
     seen = {current}
     for _ in range(moves):
-        if compiled.peak(current) <= budget_bytes:
-            return tuple(sorted(current))
+        if compiled.peak(lowest) <= budget_bytes:
+            break
         options = [move for move in _moves(compiled, reduced, current) if move not in seen][:_TRIED_PER_MOVE]
         if not options:
-            return None
-        cost_ns = reduced.problem.cost_ns
-        current = min(
-            options, key=lambda option: (compiled.peak(option), sum(cost_ns[u] for u in option), sorted(option))
-        )
+            break
+        current = min(options, key=rank)
+        lowest = min(lowest, current, key=rank)
         seen.add(current)
-    return None
+    return tuple(sorted(lowest))
 
 
 def _moves(compiled: CompiledProblem, reduced: ReducedProblem, current: frozenset[int]) -> list[frozenset[int]]:

@@ -10,7 +10,7 @@ permutations, which is where it spends its time otherwise.
 
 The partition is the coarsest that colour refinement finds (Grohe, Kersting, Mladenov, Selman 2014, "Dimension
 reduction via colour refinement", arXiv:1307.5697); folding whole-number programs is orbital shrinking
-(Fischetti, Liberti 2012, doi:10.1007/978-3-642-32147-4_6). Refinement compares hashes; the condition above is
+(Fischetti, Liberti, "Orbital Shrinking", ISCO 2012). Refinement compares hashes; the condition above is
 then checked in whole numbers, and a program that fails it is not folded.
 """
 

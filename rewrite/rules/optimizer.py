@@ -6,6 +6,7 @@ transformers' Trainer; tensors of fewer than 4096 elements do so by bitsandbytes
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -32,34 +33,8 @@ def optimizer(rewriting: Rewriting, decision: Optimizer) -> None:
     bitsandbytes = _bitsandbytes()
     groups = [_group(group, given.defaults) for group in given.param_groups]
     replacement = bitsandbytes.optim.AdamW8bit(groups, lr=float(given.defaults["lr"]))
-    # bitsandbytes keeps overrides in one manager for the whole process; this optimizer gets one of its own
-    manager = object.__new__(bitsandbytes.optim.GlobalOptimManager)
-    manager.initialize()
-    for module in rewriting.model.modules():
-        if isinstance(module, torch.nn.Embedding):
-            manager.register_module_override(module, "weight", {"optim_bits": 32})
-    replacement.mng = manager
+    keep_embeddings_in_32_bits(replacement, rewriting.model)
     rewriting.optimizer = replacement
-
-
-def optimizer_source(plan: Plan, decision: Optimizer) -> Fragment:
-    named = OPTIMIZERS.get(plan.workload.optimizer, OPTIMIZERS["adamw"])
-    arguments = "".join(f"        {name}={named.hyperparameters[name]!r},\n" for name in _TAKEN_OVER)
-    return Fragment(
-        imports=("import bitsandbytes",),
-        optimizer=f'''\
-def make_optimizer(model):
-    """AdamW with 8-bit state. Embeddings, and tensors of fewer than 4096 elements, keep 32-bit state."""
-    optimizer = bitsandbytes.optim.AdamW8bit(
-        [parameter for parameter in model.parameters() if parameter.requires_grad],
-{arguments}    )
-    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):
-            manager.register_module_override(module, "weight", {{"optim_bits": 32}})
-    return optimizer
-''',
-    )
 
 
 def _bitsandbytes() -> Any:
@@ -97,3 +72,34 @@ def _group(group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """A parameter group with the hyperparameters taken over, and with whatever users or schedulers added."""
     added = {name: value for name, value in group.items() if name not in defaults}
     return {**added, **{name: group[name] for name in _TAKEN_OVER}, "lr": float(group["lr"])}
+
+
+# ---- below: the text that runs here is the text that is emitted -------------------------------------------------
+
+
+def keep_embeddings_in_32_bits(optimizer, model):
+    """As transformers' Trainer does, but not for the whole process: this optimizer gets a manager of its own."""
+    manager = object.__new__(type(optimizer.mng))
+    manager.initialize()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            manager.register_module_override(module, "weight", {"optim_bits": 32})
+    optimizer.mng = manager
+
+
+def optimizer_source(plan: Plan, decision: Optimizer) -> Fragment:
+    named = OPTIMIZERS["adam" if plan.workload.optimizer == "adam" else "adamw"]
+    arguments = "".join(f"        {name}={named.hyperparameters[name]!r},\n" for name in _TAKEN_OVER)
+    return Fragment(
+        imports=("import bitsandbytes",),
+        functions=(inspect.getsource(keep_embeddings_in_32_bits),),
+        optimizer=f'''\
+def make_optimizer(model):
+    """AdamW with 8-bit state, but for embeddings and for tensors of fewer than 4096 elements."""
+    optimizer = bitsandbytes.optim.AdamW8bit(
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+{arguments}    )
+    keep_embeddings_in_32_bits(optimizer, model)
+    return optimizer
+''',
+    )

@@ -255,16 +255,16 @@ def test_without_time_nothing_is_called_impossible() -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "message"),
     [
-        {"cost_ns": (2, -3)},
-        {"recomputes": (Recompute(unit=0, at=3, extra_bytes=1),)},
-        {"recomputes": (Recompute(unit=2, at=0, extra_bytes=1),)},
-        {"holds": (Hold(size_bytes=-1, start=0, stop=1, unless=(), when=(0,)),)},
+        ({"cost_ns": (2, -3)}, "unit 1 costs -3 ns"),
+        ({"recomputes": (Recompute(unit=0, at=3, extra_bytes=1),)}, "outside the events 0..2"),
+        ({"recomputes": (Recompute(unit=2, at=0, extra_bytes=1),)}, "units are 0..1"),
+        ({"holds": (Hold(size_bytes=-1, start=0, stop=1, unless=(), when=(0,)),)}, "hold 0 has -1 bytes"),
     ],
 )
-def test_a_problem_that_means_nothing_is_refused(change: dict[str, object]) -> None:
-    with pytest.raises(ValueError):
+def test_a_problem_that_means_nothing_is_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         milp.solve(dataclasses.replace(two_layers(512), **change), 10)
 
 

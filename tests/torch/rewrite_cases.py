@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import torch
 from torch import nn
@@ -170,7 +171,7 @@ def plan_for(model: nn.Module, batch, *decisions, loss_fn=None, optimizer="adamw
         op="aten.mm", breakdown={"parameter": 100 << 20, "activation": 200 << 20, "cuda context": 420 << 20},
         step_ns=10_000_000, flops=10**9,
     )  # fmt: skip
-    fields = dict(
+    plan = Plan(
         model=ModelFacts(
             reference=reference, name=type(model).__name__, fingerprint=fingerprint(model),
             parameters=sum(p.numel() for p in model.parameters()),
@@ -184,4 +185,4 @@ def plan_for(model: nn.Module, batch, *decisions, loss_fn=None, optimizer="adamw
         solver=SolverFacts(status="optimal", gap=0.0, seconds=0.1, promised_bytes=300 << 20, certified_bytes=300 << 20),
         shortfall=None, notes=("the card runs nothing else",), versions={"torch": torch.__version__}, seconds=1.0,
     )  # fmt: skip
-    return Plan(**{**fields, **changes})
+    return dataclasses.replace(plan, **changes)

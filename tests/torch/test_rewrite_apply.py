@@ -273,3 +273,27 @@ def test_a_plan_survives_its_file_and_applies_as_before(tmp_path):
     loaded = type(plan).load(tmp_path / "plan.json")
     assert loaded == dataclasses.replace(plan)
     apply(loaded, model, loss_fn=cross_entropy).step(images())
+
+
+def test_the_step_runs_on_tensors_without_storage():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        decisions = (
+            Precision(dtype="bf16"),
+            Accumulation(micro_batch_size=4, micro_batches=2),
+            Checkpoint(modules=("transformer.h.0",)),
+        )
+        batch = {name: torch.ones(6, 10, dtype=torch.int64) for name in ("input_ids", "attention_mask", "labels")}
+        result = rewritten(gpt2(), *decisions, batch=batch, optimizer="adamw", max_grad_norm=1.0)
+        assert result.step(batch).shape == ()
+
+
+def test_a_model_that_was_named_by_reference_trains_without_its_cache_as_planned():
+    model = seeded(gpt2)
+    result = apply(plan_for(model, tokens(), reference="gpt2/config.json"), model)
+    assert model.config.use_cache is False
+    result.undo()
+    assert model.config.use_cache is True
+    apply(plan_for(model, tokens()), model)
+    assert model.config.use_cache is True

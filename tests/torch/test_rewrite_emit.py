@@ -105,7 +105,7 @@ def test_another_loss_weight_in_the_file_would_be_seen(tmp_path):
         assert_same_training(plan, emitted, seeded(roberta), seeded(roberta), [tokens()] * 3)
 
 
-@each_plan
+@pytest.mark.parametrize("decisions", [PLANS["plain"], PLANS["everything"]], ids=["plain", "everything"])
 def test_a_file_runs_alone_and_elsewhere(tmp_path, decisions):
     _, path = emitted_roberta(tmp_path, *decisions)
     elsewhere = tmp_path / "elsewhere"
@@ -137,6 +137,15 @@ def test_a_file_passes_the_linter_and_the_formatter(tmp_path, decisions):
         options = ["--isolated", "--line-length", "120", "--target-version", "py311"]
         run = subprocess.run([str(ruff), *command, *options, str(path)], capture_output=True, text=True, timeout=60)
         assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_the_8_bit_optimizer_of_a_file_is_set_up_as_the_live_one(tmp_path):
+    model = seeded(roberta, hidden_size=64, vocab_size=80)
+    plan = plan_for(model, tokens(), Optimizer())
+    emit(plan, tmp_path / "step.py")
+    other = seeded(roberta, hidden_size=64, vocab_size=80)
+    emitted = imported(tmp_path / "step.py")
+    assert_same_training(plan, emitted, model, other, [tokens(seed=seed) for seed in range(3)])
 
 
 def test_a_file_holds_only_what_its_plan_decides(tmp_path):
@@ -183,7 +192,8 @@ class Net(torch.nn.Module):
         return ((self.norm(self.body(x)).sum(1) - y) ** 2).mean()
 
 
-def make():
+def make(batch_size):
+    assert batch_size == 6
     return Net(), (torch.randn(6, 5), torch.randn(6))
 
 
@@ -202,13 +212,14 @@ def test_a_model_from_a_callable_is_made_by_the_same_callable(tmp_path, monkeypa
     (tmp_path / "nets.py").write_text(FACTORY)
     factory = imported(tmp_path / "nets.py")
     torch.manual_seed(0)
-    model, batch, *rest = getattr(factory, name)()
+    model, batch, *rest = getattr(factory, name)(**({"batch_size": 6} if name == "make" else {}))
     loss_fn = rest[0] if rest else None
     decisions = (ACCUMULATION, *(() if rest else (Checkpoint(modules=("body", "norm")),)))
     reference = form.format(folder=tmp_path, name=name)
     plan = plan_for(model, batch, *decisions, loss_fn=loss_fn, reference=reference)
     emit(plan, tmp_path / "step.py")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "nets", raising=False)
     emitted = imported(tmp_path / "step.py")
     made = emitted.build()
     other = made[0] if loss_fn else made

@@ -1,0 +1,17 @@
+"""What all lanes share."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> pathlib.Path:
+    """Other people's measurements, read where they lie: the folder that PLANNER_SHARED_DATA names."""
+    named = os.environ.get("PLANNER_SHARED_DATA")
+    if not named or not pathlib.Path(named).is_dir():
+        pytest.skip("set PLANNER_SHARED_DATA to the folder with allocator_traces/ and gpumemnet_mlp2.csv")
+    return pathlib.Path(named)

@@ -1,0 +1,226 @@
+"""Plan files: what is written is read back, and what cannot be read says why and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.decisions import KINDS, Accumulation, Checkpoint, Freeze, Optimizer, Precision, decision_from_json
+from planner.errors import DecisionError, PlanFileError
+from planner.plan_file import (
+    SCHEMA_VERSION,
+    Footprint,
+    ModelFacts,
+    NextStep,
+    Plan,
+    Shortfall,
+    SolverFacts,
+    WorkloadFacts,
+)
+
+NAMES = st.lists(st.text("abc.01", min_size=1, max_size=6), min_size=1, max_size=4).map(tuple)
+BYTES = st.integers(0, 2**50)
+DECISIONS = st.tuples(
+    NAMES.map(lambda names: Freeze(modules=names)),
+    st.sampled_from(["bf16", "fp16"]).map(lambda dtype: Precision(dtype=dtype)),
+    st.just(Optimizer()),
+    st.builds(Accumulation, micro_batch_size=st.integers(1, 999), micro_batches=st.integers(2, 99)),
+    NAMES.map(lambda names: Checkpoint(modules=names)),
+).flatmap(lambda all_kinds: st.lists(st.sampled_from(all_kinds), unique=True, max_size=5).map(tuple))
+FOOTPRINTS = st.builds(
+    Footprint,
+    allocated_bytes=BYTES,
+    reserved_bytes=BYTES,
+    total_bytes=BYTES,
+    phase=st.sampled_from(["forward", "backward", "recompute", "optimizer"]),
+    module=st.text(max_size=8),
+    op=st.text(max_size=8),
+    breakdown=st.dictionaries(st.text(max_size=8), BYTES, max_size=4),
+    step_ns=st.integers(0, 10**14),
+    flops=st.integers(0, 10**18),
+)
+SHORTFALLS = st.builds(
+    Shortfall,
+    missing_bytes=BYTES,
+    binding=st.text(max_size=8),
+    binding_bytes=BYTES,
+    next_step=st.none()
+    | st.builds(NextStep, relax=st.text(max_size=8), decisions=DECISIONS, total_bytes=BYTES, slowdown=st.floats(1, 9)),
+)
+PLANS = st.builds(
+    Plan,
+    model=st.builds(
+        ModelFacts, reference=st.none() | st.text(), name=st.text(), parameters=BYTES, fingerprint=st.text(max_size=64)
+    ),
+    workload=st.builds(
+        WorkloadFacts,
+        batch_size=st.integers(1, 999),
+        seq_len=st.none() | st.integers(1, 999),
+        batch=st.lists(
+            st.tuples(st.text(max_size=5), st.lists(st.integers(0, 9), max_size=3).map(tuple), st.just("int64")),
+            max_size=3,
+        ).map(tuple),
+        calling=st.just("KEYWORDS"),
+        has_loss_fn=st.booleans(),
+        optimizer=st.just("adamw"),
+    ),
+    card=st.text(),
+    card_source=st.text(),
+    vram_bytes=st.none() | BYTES,
+    fidelity=st.sampled_from(["exact", "rounded", "partial"]),
+    forced=NAMES,
+    forbidden=NAMES,
+    baseline=FOOTPRINTS,
+    peak=FOOTPRINTS,
+    decisions=DECISIONS,
+    fits=st.booleans(),
+    certified=st.booleans(),
+    solver=st.builds(
+        SolverFacts,
+        status=st.just("optimal"),
+        gap=st.floats(0, 1),
+        seconds=st.floats(0, 99),
+        promised_bytes=BYTES,
+        certified_bytes=BYTES,
+    ),
+    shortfall=st.none() | SHORTFALLS,
+    notes=NAMES,
+    versions=st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3),
+    seconds=st.floats(0, 999),
+)
+
+
+def example(*decisions, **changes) -> Plan:
+    footprint = Footprint(
+        allocated_bytes=1, reserved_bytes=2, total_bytes=3, phase="forward", module="", op="aten.mm",
+        breakdown={"parameter": 3}, step_ns=1_000, flops=7,
+    )  # fmt: skip
+    plan = Plan(
+        model=ModelFacts(reference=None, name="Net", parameters=1, fingerprint="0" * 64),
+        workload=WorkloadFacts(
+            batch_size=2, seq_len=None, batch=(("0", (2, 3), "float32"),), calling="SINGLE", has_loss_fn=True,
+            optimizer="sgd",
+        ),
+        card="bare", card_source="definition", vram_bytes=None, fidelity="exact", forced=(), forbidden=(),
+        baseline=footprint, peak=dataclasses.replace(footprint, step_ns=1_500), decisions=decisions, fits=True,
+        certified=False, shortfall=None, notes=(), versions={}, seconds=0.5,
+        solver=SolverFacts(status="not needed", gap=0.0, seconds=0.0, promised_bytes=1, certified_bytes=1),
+    )  # fmt: skip
+    return dataclasses.replace(plan, **changes)
+
+
+@given(PLANS)
+def test_a_plan_is_read_back_as_it_was_written(plan):
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+@given(DECISIONS)
+def test_decisions_are_read_back_as_they_were_written(decisions):
+    assert tuple(decision_from_json(json.loads(json.dumps(d.to_json()))) for d in decisions) == decisions
+    assert all("\n" not in decision.describe() for decision in decisions)
+
+
+def test_a_file_is_read_back_as_it_was_written(tmp_path):
+    plan = example(Precision(dtype="bf16"), Checkpoint(modules=("a", "b")))
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert Plan.load(str(tmp_path / "plan.json")) == plan
+
+
+def test_the_file_says_what_scripts_look_for():
+    data = example(Checkpoint(modules=("a",))).to_json()
+    assert data["schema_version"] == SCHEMA_VERSION
+    assert data["plan"]["at"] == {"phase": "forward", "module": "", "op": "aten.mm"}
+    assert data["baseline"]["step_seconds"] == 1e-6
+    assert data["slowdown"] == 1.5
+    assert data["decisions"] == [{"kind": "checkpoint", "modules": ["a"]}]
+
+
+def test_a_decision_is_found_by_its_type():
+    checkpoint = Checkpoint(modules=("a",))
+    plan = example(Optimizer(), checkpoint)
+    assert plan.decision(Checkpoint) is checkpoint
+    assert plan.decision(Freeze) is None
+
+
+@pytest.mark.parametrize("version", [0, SCHEMA_VERSION + 1, None, "1"])
+def test_another_schema_version_is_refused(version):
+    data = example().to_json() | {"schema_version": version}
+    with pytest.raises(PlanFileError, match=f"schema_version {version!r}, this version reads {SCHEMA_VERSION}"):
+        Plan.from_json(data)
+
+
+@pytest.mark.parametrize("data", [[], "text", 3, None])
+def test_json_that_is_no_object_is_refused(data):
+    with pytest.raises(PlanFileError, match=type(data).__name__):
+        Plan.from_json(data)
+
+
+@pytest.mark.parametrize("field", [*(f.name for f in dataclasses.fields(Plan) if f.name != "peak"), "plan"])
+def test_a_missing_field_is_named(field):
+    data = example().to_json()
+    del data[field]
+    with pytest.raises(PlanFileError, match=f"not complete.*{field}"):
+        Plan.from_json(data)
+
+
+@pytest.mark.parametrize(
+    ("decision", "message"),
+    [
+        ({"kind": "prune"}, f"'prune' is unknown: known are {', '.join(KINDS)}"),
+        ({}, "kind None is unknown"),
+        ({"kind": "freeze", "layers": []}, "'freeze' has no field 'layers': known are modules"),
+        ({"kind": "precision", "dtype": "fp8"}, "'fp8' is unknown: choose bf16 or fp16"),
+        ({"kind": "checkpoint", "modules": []}, "checkpoint without modules"),
+        ({"kind": "accumulation", "micro_batch_size": 4, "micro_batches": 1}, "at least 2 micro-batches"),
+        ({"kind": "optimizer", "name": "lion8bit"}, "the only one is adamw8bit"),
+    ],
+)
+def test_unknown_decisions_are_refused_by_name(decision, message):
+    data = example().to_json() | {"decisions": [decision]}
+    with pytest.raises(DecisionError, match=message):
+        Plan.from_json(data)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    (tmp_path / "text.json").write_text("not json")
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
+    for name in ("text.json", "bytes.json"):
+        with pytest.raises(PlanFileError, match=f"{name}' is not JSON .*: give a file made by --save"):
+            Plan.load(tmp_path / name)
+    with pytest.raises(PlanFileError, match=r"gone.json' cannot be read: No such file"):
+        Plan.load(tmp_path / "gone.json")
+
+
+def test_a_failed_write_leaves_the_old_file_whole_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "plan.json"
+    example().save(path)
+    before = path.read_bytes()
+
+    def full(self, text, *arguments, **options):
+        with self.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pathlib.Path, "write_text", full)
+    with pytest.raises(PlanFileError, match=r"plan.json' cannot be written: No space left"):
+        example(Optimizer()).save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(PlanFileError, match="cannot be written: No such file"):
+        example().save(tmp_path / "gone" / "plan.json")
+
+
+def test_plan_files_need_no_torch():
+    code = "import sys, planner.plan_file, planner.decisions; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

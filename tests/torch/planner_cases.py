@@ -1,0 +1,60 @@
+"""Workloads for the planner's tests: the examples, and small models with one difficulty each."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+
+import profiles
+import torch
+
+from planner.references import load_workload
+from planner.search.curve import CompiledProblem
+from planner.step_graph import StepGraph
+from planner.units import Units, units_of
+from planner.workload import Workload, workload
+from rewrite.certify import certifying_graph, start_rehearsal
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+CARD = profiles.load("rtx-3090")
+BARE = profiles.bare()
+
+
+@functools.cache
+def example(name: str, batch_size: int | None = None, seq_len: int | None = None) -> Workload:
+    """A workload from `examples/`, such as 'gpt2' or 'unet.py:build'."""
+    return load_workload(str(EXAMPLES / name), batch_size=batch_size, seq_len=seq_len, optimizer="adamw")
+
+
+def transformer(kind: str, head: str, *, batch_size: int, seq_len: int, **settings: object) -> Workload:
+    """A small transformers model on the meta device."""
+    import transformers
+
+    from planner.synthetic import synthetic_batch
+
+    config = transformers.AutoConfig.for_model(kind, **settings)
+    config.use_cache = False
+    with torch.device("meta"):
+        model = getattr(transformers, head)(config)
+    model.train()
+    return workload(model, synthetic_batch(model, batch_size=batch_size, seq_len=seq_len), seq_len=seq_len)
+
+
+def what_if(work: Workload, decisions=(), *, sizes: tuple[int, ...] | None = None, card=BARE) -> StepGraph:
+    """One primed step, recorded with ghosts for saved tensors."""
+    sizes = sizes or (work.batch_size,)
+    return start_rehearsal(work, decisions, card, sizes=sizes, steps=1, primed=True, what_if=True).result()
+
+
+def plain(work: Workload, decisions=(), *, sizes: tuple[int, ...] | None = None, card=BARE) -> StepGraph:
+    """One primed step as PyTorch runs it."""
+    sizes = sizes or (work.batch_size,)
+    return start_rehearsal(work, decisions, card, sizes=sizes, steps=1, primed=True, what_if=False).result()
+
+
+def units(graph: StepGraph) -> tuple[Units, CompiledProblem]:
+    found = units_of(graph, [1] * len(graph.ops), granularity_bytes=1)
+    return found, CompiledProblem(found.problem)
+
+
+__all__ = ["BARE", "CARD", "certifying_graph", "example", "plain", "transformer", "units", "what_if"]

@@ -1,0 +1,116 @@
+"""The square: what the search promises for a selection is what rehearsing the rewritten step gives."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from planner_cases import BARE, CARD, example, plain, transformer, units, what_if
+
+from planner.decisions import Checkpoint, Fidelity, Precision
+from planner.options import Rules
+from planner.pipeline import plan_workload
+from planner.workload import workload
+
+
+class InPlace(torch.nn.Module):
+    """In-place activations, a residual that keeps its input, a module called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(64, 64)
+        self.shared = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(inplace=True), torch.nn.Dropout(0.1))
+        self.tail = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Sigmoid(), torch.nn.Linear(64, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.shared(self.first(x)) + x
+        return self.tail(self.shared(y) * y).square().mean()
+
+
+def in_place():
+    with torch.device("meta"):
+        return workload(InPlace(), torch.zeros(512, 64))
+
+
+WORKLOADS = {
+    "in-place and called twice": in_place,
+    "roberta": lambda: transformer(
+        "roberta", "RobertaForMaskedLM", batch_size=8, seq_len=64, num_hidden_layers=3, vocab_size=512
+    ),
+    "gpt2": lambda: transformer("gpt2", "GPT2LMHeadModel", batch_size=4, seq_len=64, n_layer=3, vocab_size=512),
+    "llama": lambda: transformer(
+        "llama",
+        "LlamaForCausalLM",
+        batch_size=4,
+        seq_len=64,
+        num_hidden_layers=3,
+        hidden_size=256,
+        intermediate_size=688,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        vocab_size=512,
+    ),
+    "t5": lambda: transformer("t5", "T5ForConditionalGeneration", batch_size=4, seq_len=32, vocab_size=512, num_layers=2),
+    "vit": lambda: transformer("vit", "ViTForImageClassification", batch_size=4, seq_len=1, num_hidden_layers=3),
+    "u-net": lambda: example("unet.py:build", 4),
+    "sequential": lambda: example("sequential.py:build", 512),
+    "convolutions with batch norm": lambda: example("convnet.py:build", 4),
+}
+
+
+@pytest.fixture(scope="module", params=WORKLOADS)
+def work(request):
+    return WORKLOADS[request.param]()
+
+
+@pytest.mark.parametrize("precision", [(), (Precision(dtype="bf16"),)], ids=["fp32", "bf16"])
+def test_a_what_if_recording_without_checkpoints_has_the_curve_of_the_plain_one(work, precision):
+    assert units(what_if(work, precision))[1].peak(()) == plain(work, precision).live_bytes().max()
+
+
+@pytest.mark.parametrize("precision", [(), (Precision(dtype="bf16"),)], ids=["fp32", "bf16"])
+def test_the_promised_peak_of_any_selection_is_that_of_the_rehearsed_rewritten_step(work, precision):
+    found, problem = units(what_if(work, precision))
+    generator = random.Random(0)
+    for share in (0.2, 0.5, 1.0):
+        chosen: list[int] = []
+        for unit in generator.sample(range(len(found.modules)), len(found.modules)):
+            nested = any({unit, other} <= set(path) for other in chosen for path in found.problem.paths)
+            if not nested and generator.random() < share:
+                chosen.append(unit)
+        if not chosen:
+            continue
+        decision = Checkpoint(modules=tuple(found.modules[unit] for unit in sorted(chosen)))
+        rehearsed = plain(work, (*precision, decision)).live_bytes().max()
+        assert problem.peak(chosen) == rehearsed, decision.describe()
+
+
+@pytest.mark.parametrize("share", [0.9, 0.75, 0.6])
+def test_a_plan_that_only_checkpoints_keeps_its_budget_and_its_promise(work, share):
+    baseline = plan_workload(work, BARE, vram_bytes=None, rules=_rules())
+    budget = int(share * baseline.baseline.total_bytes)
+    plan = plan_workload(work, BARE, vram_bytes=budget, rules=_rules("accumulation"))
+    assert plan.certified
+    assert abs(plan.solver.promised_bytes - plan.solver.certified_bytes) <= 0.01 * plan.solver.certified_bytes
+    if plan.fits:
+        assert plan.peak.total_bytes <= budget
+    else:
+        assert plan.shortfall.missing_bytes > 0
+        assert plan.peak.total_bytes > budget
+
+
+@pytest.mark.parametrize("share", [0.8, 0.5])
+def test_a_plan_with_every_lever_keeps_its_budget_and_its_promise_on_a_real_card(work, share):
+    baseline = plan_workload(work, CARD, vram_bytes=None, rules=_rules())
+    fixed = CARD.context_bytes
+    budget = fixed + int(share * (baseline.baseline.total_bytes - fixed))
+    plan = plan_workload(work, CARD, vram_bytes=budget, rules=_rules(fidelity=Fidelity.ROUNDED))
+    assert plan.certified
+    assert abs(plan.solver.promised_bytes - plan.solver.certified_bytes) <= 0.01 * plan.solver.certified_bytes
+    if plan.fits:
+        assert plan.peak.total_bytes <= budget
+
+
+def _rules(*forbidden: str, fidelity: Fidelity = Fidelity.EXACT) -> Rules:
+    return Rules(fidelity=fidelity, forced=(), forbidden=forbidden)
