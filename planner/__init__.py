@@ -53,5 +53,13 @@ def plan(
     from planner.pipeline import plan_live_model
 
     return plan_live_model(
-        model, batch, vram=vram, loss_fn=loss_fn, gpu=gpu, fidelity=fidelity, optimizer=optimizer, force=force, forbid=forbid
+        model,
+        batch,
+        vram=vram,
+        loss_fn=loss_fn,
+        gpu=gpu,
+        fidelity=fidelity,
+        optimizer=optimizer,
+        force=force,
+        forbid=forbid,
     )

@@ -14,6 +14,8 @@ import torch
 
 
 class AttentionBackend(enum.Enum):
+    """The kernels PyTorch chooses from."""
+
     CUDNN = "cudnn"
     FLASH = "flash"
     EFFICIENT = "efficient"
@@ -82,7 +84,11 @@ def _flash_takes(call: AttentionCall, capability: tuple[int, int]) -> bool:
 
 
 def _efficient_takes(call: AttentionCall, capability: tuple[int, int]) -> bool:
-    if not (5, 0) <= capability <= (12, 1) or not _plain_shapes(call) or call.grouped and call.query.size(1) != call.key.size(1):
+    if (
+        not (5, 0) <= capability <= (12, 1)
+        or not _plain_shapes(call)
+        or (call.grouped and call.query.size(1) != call.key.size(1))
+    ):
         return False
     halves = (torch.float16, torch.bfloat16) if capability >= (8, 0) else (torch.float16,)
     if call.query.dtype not in (*halves, torch.float32):
@@ -116,7 +122,15 @@ def run_backend(backend: AttentionBackend, call: AttentionCall) -> torch.Tensor:
             )[0]
         case AttentionBackend.MATH:
             return aten._scaled_dot_product_attention_math(
-                call.query, call.key, call.value, mask, call.dropout, call.causal, None, scale=call.scale, enable_gqa=call.grouped
+                call.query,
+                call.key,
+                call.value,
+                mask,
+                call.dropout,
+                call.causal,
+                None,
+                scale=call.scale,
+                enable_gqa=call.grouped,
             )[0]
 
 

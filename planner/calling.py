@@ -35,7 +35,7 @@ class Calling(enum.Enum):
         if isinstance(batch, (tuple, list)):
             return cls.POSITIONAL if loss_fn is None or len(batch) < 2 else cls.ALL_BUT_LAST
         raise WorkloadError(
-            f"batch of type {type(batch).__name__} cannot be used: give a dict of keyword arguments, a tuple or a tensor"
+            f"batch of type {type(batch).__name__} cannot be used: give a dict of keyword arguments, a tuple, a tensor"
         )
 
     def call(self, model: torch.nn.Module, batch: Any) -> Any:
@@ -65,6 +65,7 @@ def loss_of(output: Any, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise WorkloadError(
-            f"the model's loss is {shape}, not one number: return a scalar loss from the model or give loss_fn(output, batch)"
+            f"the model's loss is {shape}, not one number: return a scalar loss from the model, "
+            "or give loss_fn(output, batch)"
         )
     return loss

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import profiles
 import torch
-from profiles.device import DeviceProfile, ProfileError
 
+import profiles
 from planner.child import run_in_child
 from planner.errors import DeviceProfileError
+from profiles.device import DeviceProfile, ProfileError
 
 
 def resolve_card(gpu: str | None, vram_bytes: int | None) -> DeviceProfile:

@@ -25,11 +25,11 @@ class Child:
     def __init__(self, function: Callable[[], Any]) -> None:
         if not hasattr(os, "fork"):
             raise RehearsalProcessError(
-                f"this system ({sys.platform}) cannot fork, and a rehearsal needs a child process: use Linux, macOS or WSL"
+                f"this system ({sys.platform}) cannot fork, and a rehearsal needs a child process: use Linux or macOS"
             )
         if torch.cuda.is_initialized():
             raise RehearsalProcessError(
-                "CUDA is initialised in this process, which therefore cannot be forked: plan before the first use of CUDA, "
+                "CUDA is initialised in this process, which therefore cannot be forked: plan before its first use, "
                 "or in a process of its own with the `plan` command"
             )
         sys.stdout.flush()
@@ -42,7 +42,7 @@ class Child:
         os.close(writer)
 
     def result(self) -> Any:
-        """The value of `function()`. Raises what it raised if that is a `PlannerError`, else `RehearsalProcessError`."""
+        """The value of `function()`. A `PlannerError` it raised is raised here, another as `RehearsalProcessError`."""
         with os.fdopen(self._reader, "rb") as pipe:
             answer = pipe.read()
         _, status = os.waitpid(self._pid, 0)
@@ -72,7 +72,10 @@ def _serve(function: Callable[[], Any], writer: int) -> None:
             answer = ("error", error)
         except Exception as error:
             text = "".join(traceback.format_exception(error))
-            answer = ("error", RehearsalProcessError(f"the rehearsal failed with {type(error).__name__}: {error}\n{text}"))
+            answer = (
+                "error",
+                RehearsalProcessError(f"the rehearsal failed with {type(error).__name__}: {error}\n{text}"),
+            )
         with os.fdopen(writer, "wb") as pipe:
             pickle.dump(answer, pipe, protocol=pickle.HIGHEST_PROTOCOL)
         code = 0

@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from profiles.device import DeviceProfile
-
 from planner import cost
 from planner.decisions import Checkpoint, Decision, Optimizer, Precision
 from planner.footprint import granularity_bytes
@@ -22,6 +20,7 @@ from planner.search import milp
 from planner.search.curve import CompiledProblem
 from planner.step_graph import Phase, StepGraph
 from planner.units import Units, units_of
+from profiles.device import DeviceProfile
 
 TIE = 1.05
 """Predicted times closer than this factor say nothing about which is faster."""
@@ -105,17 +104,17 @@ class Chooser:
         return min((choice for choice in found if choice.step_ns <= TIE * quickest), key=lambda choice: choice.rank)
 
     def smallest(self) -> Choice:
-        """The choice with the smallest promised peak."""
-        found = []
-        for outer in self._outer_choices():
-            for split in dict.fromkeys((self.offer.splits[0], self.offer.splits[-1])):
-                case = self._case(outer, split)
-                if self.offer.checkpoint:
-                    best = self._timed(case.search.smallest_peak)
-                    found.append(self._choice(outer, case, best.units, best.peak_bytes, best.status, best.gap))
-                else:
-                    found.append(self._choice(outer, case, (), case.compiled.peak(()), "optimal", 0.0))
-        return min(found, key=lambda choice: (choice.peak_bytes, choice.step_ns))
+        """The choice with the smallest promised peak; cases whose unconditional bytes exceed it are not solved."""
+        splits = dict.fromkeys((self.offer.splits[-1], self.offer.splits[0]))
+        cases = [(outer, self._case(outer, split)) for outer in self._outer_choices() for split in splits]
+        best: Choice | None = None
+        for outer, case in sorted(cases, key=lambda item: int(item[1].units.problem.fixed_bytes.max())):
+            if best is not None and case.units.problem.fixed_bytes.max() >= best.peak_bytes:
+                break
+            found = self._smallest_of(outer, case)
+            if best is None or (found.peak_bytes, found.step_ns) < (best.peak_bytes, best.step_ns):
+                best = found
+        return best
 
     def close(self) -> None:
         self._recordings.close()
@@ -147,7 +146,7 @@ class Chooser:
         return 0 if simpler is None else simpler.step_ns - simpler.optimizer_ns
 
     def _fastest_splits(self, outer: tuple[Decision, ...], budget_bytes: int) -> list[Choice]:
-        """What one outer choice gives, in rising number of micro-batches, for as long as more of them may be quicker."""
+        """What one outer choice gives, in rising number of micro-batches, as long as more of them may be quicker."""
         self._recordings.prefetch(outer, self.offer.splits)
         found: list[Choice] = []
         for split in self.offer.splits:
@@ -190,6 +189,12 @@ class Chooser:
             self.undecided += 1
             return None
         return None if best is None else self._choice(outer, case, best.units, best.peak_bytes, best.status, best.gap)
+
+    def _smallest_of(self, outer: tuple[Decision, ...], case: _Case) -> Choice:
+        if not self.offer.checkpoint:
+            return self._choice(outer, case, (), case.compiled.peak(()), "optimal", 0.0)
+        best = self._timed(case.search.smallest_peak)
+        return self._choice(outer, case, best.units, best.peak_bytes, best.status, best.gap)
 
     def _cheapest_single(self, outer: tuple[Decision, ...], case: _Case, budget_bytes: int) -> Choice | None:
         """Checkpointing is forced where none is needed: the one unit that costs least."""

@@ -17,7 +17,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from planner.decisions import KINDS, Fidelity
-from planner.errors import PlannerError, PlanFileError, WorkloadError
+from planner.errors import PlanFileError, PlannerError, WorkloadError
 from planner.plan_file import SCHEMA_VERSION, Plan, write_text_atomically
 
 FITS, DOES_NOT_FIT, COULD_NOT_RUN = 0, 1, 2
@@ -68,18 +68,28 @@ def _parser() -> argparse.ArgumentParser:
         help="config.json, a transformers folder or hub id, path/file.py:name or package.module:name "
         "(returns a model, (model, batch) or (model, batch, loss_fn)), or a saved plan",
     )
-    parser.add_argument("--vram", metavar="SIZE", help="budget for the whole process, such as 6GiB; without it: only rehearse")
+    parser.add_argument(
+        "--vram", metavar="SIZE", help="budget for the whole process, such as 6GiB; without it: only rehearse"
+    )
     parser.add_argument("--batch-size", type=_positive, metavar="N", help="samples in one optimizer step")
     parser.add_argument("--seq-len", type=_positive, metavar="N", help="tokens in a sample")
-    parser.add_argument("--optimizer", default=None, metavar="NAME", help="adamw (default), adam, sgd, sgd-momentum, ...")
-    parser.add_argument("--gpu", metavar="NAME", help="a card such as rtx-2060, a profile's TOML file, or bare (counts bytes only)")
-    parser.add_argument("--fidelity", choices=[f.name.lower() for f in Fidelity], default=None, help="how far a plan may go (rounded)")
+    parser.add_argument(
+        "--optimizer", default=None, metavar="NAME", help="adamw (default), adam, sgd, sgd-momentum, ..."
+    )
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="a card such as rtx-2060, a profile's TOML file, or bare (counts bytes only)"
+    )
+    parser.add_argument(
+        "--fidelity", choices=[f.name.lower() for f in Fidelity], default=None, help="how far a plan may go (rounded)"
+    )
     kinds = ", ".join(KINDS)
     parser.add_argument("--force", action="append", default=[], metavar="NAME", help=f"must be used: {kinds}")
     parser.add_argument("--forbid", action="append", default=[], metavar="NAME", help="must not be used")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output, also for an error")
     parser.add_argument("--save", type=pathlib.Path, metavar="plan.json", help="save the plan")
-    parser.add_argument("--emit", type=pathlib.Path, metavar="train_step.py", help="write the training step as a Python file")
+    parser.add_argument(
+        "--emit", type=pathlib.Path, metavar="train_step.py", help="write the training step as a Python file"
+    )
     parser.add_argument("--report", type=pathlib.Path, metavar="report.html", help="write the report as a page")
     return parser
 
@@ -112,7 +122,10 @@ def _plan(options: argparse.Namespace) -> Plan:
     card, vram_bytes = pipeline.card_and_budget(options.gpu, options.vram)
     with _working(f"loading {options.model}"):
         work = load_workload(
-            options.model, batch_size=options.batch_size, seq_len=options.seq_len, optimizer=options.optimizer or "adamw"
+            options.model,
+            batch_size=options.batch_size,
+            seq_len=options.seq_len,
+            optimizer=options.optimizer or "adamw",
         )
     with _working("rehearsing and searching"):
         return pipeline.plan_workload(work, card, vram_bytes=vram_bytes, rules=rules)
@@ -130,7 +143,9 @@ def _saved_plan(reference: str) -> Plan | None:
     try:
         data = json.loads(path.read_text())
     except ValueError as error:
-        raise PlanFileError(f"'{path}' is not JSON ({error}): give a transformers config.json or a saved plan") from error
+        raise PlanFileError(
+            f"'{path}' is not JSON ({error}): give a transformers config.json or a saved plan"
+        ) from error
     return Plan.from_json(data) if isinstance(data, dict) and "schema_version" in data else None
 
 
@@ -150,7 +165,9 @@ def _refuse_to_overwrite(options: argparse.Namespace) -> None:
         if path is None:
             continue
         if path.is_dir() or not path.resolve().parent.is_dir():
-            raise PlanFileError(f"'{path}' cannot be written: {'it is' if path.is_dir() else 'its folder is not'} a folder")
+            raise PlanFileError(
+                f"'{path}' cannot be written: {'it is' if path.is_dir() else 'its folder is not'} a folder"
+            )
         if path.exists() and not is_ours(path.read_text(errors="replace")):
             raise PlanFileError(f"'{path}' exists and is not {kind}: move it away or choose another name")
 

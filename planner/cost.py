@@ -8,9 +8,8 @@ modelled.
 
 from __future__ import annotations
 
-from profiles.device import DeviceProfile
-
 from planner.step_graph import Op, Phase, StepGraph
+from profiles.device import DeviceProfile
 
 
 def op_ns(op: Op, card: DeviceProfile) -> int:

@@ -6,12 +6,12 @@ import dataclasses
 import itertools
 
 import numpy as np
-from profiles.device import DeviceProfile
 
 from planner import cost
 from planner.allocator import AllocatorSettings, replay
 from planner.plan_file import Footprint
 from planner.step_graph import Category, Phase, StepGraph, Storage
+from profiles.device import DeviceProfile
 
 GEMM_OPS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
 ALLOCATOR_GRANULARITY_BYTES = 512
@@ -89,7 +89,7 @@ def measure(graph: StepGraph, card: DeviceProfile, *, vram_bytes: int | None, mi
 
 
 def smallest_capacity_bytes(graph: StepGraph, card: DeviceProfile, *, within_bytes: int = 1 << 20) -> int:
-    """Smallest total in which the step gets through, to `within_bytes`: near its limit the allocator frees its cache."""
+    """Smallest total in which the step gets through, within `within_bytes`: at its limit the allocator frees cache."""
     if not card.allocator:
         return int(graph.live_bytes().max()) + card.context_bytes
     ids, sizes, _ = _events(graph)

@@ -18,6 +18,8 @@ _SHORT_NAMES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpTraits:
+    """What matters of an op's schema."""
+
     is_view: bool
     """Returns an alias of an argument and writes nothing: no kernel is launched."""
     written: tuple[tuple[int, str], ...]

@@ -7,11 +7,11 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 
 import torch
-from profiles.device import DeviceProfile
 
 from planner.decisions import KINDS, Accumulation, Checkpoint, Decision, Fidelity, Freeze, Optimizer, Precision
 from planner.errors import DecisionError
 from planner.workload import Workload, optimizer_name
+from profiles.device import DeviceProfile
 
 _ADAM_NAMES = ("adam", "adamw")
 _MICRO_BATCH_STEPS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14)
@@ -35,7 +35,9 @@ class Rules:
         for name in self.forced:
             if KINDS[name].fidelity > self.fidelity:
                 needed = KINDS[name].fidelity.name.lower()
-                raise DecisionError(f"technique '{name}' is forced but not allowed at this fidelity: add --fidelity {needed}")
+                raise DecisionError(
+                    f"technique '{name}' is forced but not allowed at this fidelity: add --fidelity {needed}"
+                )
 
     def allow(self, kind: type[Decision]) -> bool:
         return kind.fidelity <= self.fidelity and kind.kind not in self.forbidden
@@ -85,7 +87,7 @@ def offer(work: Workload, card: DeviceProfile, rules: Rules) -> Offer:
 
 
 def floor_bytes(work: Workload, outer: Sequence[Decision]) -> int:
-    """Bytes that no plan with these outer choices goes below: parameters, all gradients, and Adam's state, at the step."""
+    """Bytes that no plan with these outer choices goes below: at the step, parameters, all gradients, Adam's state."""
     frozen = {name for decision in outer if isinstance(decision, Freeze) for name in decision.modules}
     held = {id(p) for name in frozen for p in work.model.get_submodule(name).parameters()}
     parameters = list(work.model.parameters())
@@ -96,11 +98,15 @@ def floor_bytes(work: Workload, outer: Sequence[Decision]) -> int:
     return sum(p.numel() * p.itemsize for p in (*parameters, *trained)) + state_bytes * sum(p.numel() for p in trained)
 
 
-def _precisions(work: Workload, card: DeviceProfile, rules: Rules, notes: list[str]) -> tuple[tuple[Decision, ...], ...]:
+def _precisions(
+    work: Workload, card: DeviceProfile, rules: Rules, notes: list[str]
+) -> tuple[tuple[Decision, ...], ...]:
     why_not = None
     if not card.native_dtypes:
         why_not = f"{card.title} computes neither bf16 nor fp16 faster than fp32"
-    elif odd := sorted({str(p.dtype).removeprefix("torch.") for p in work.model.parameters() if p.requires_grad} - {"float32"}):
+    elif odd := sorted(
+        {str(p.dtype).removeprefix("torch.") for p in work.model.parameters() if p.requires_grad} - {"float32"}
+    ):
         why_not = f"trained parameters are {odd[0]}, and autocast needs fp32 master weights"
     found = _choices(rules, Precision, None if why_not else (Precision(dtype=card.native_dtypes[0]),), why_not)
     if why_not and rules.allow(Precision):
@@ -173,7 +179,8 @@ def _batch_norms(model: torch.nn.Module) -> Sequence[str]:
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and (module.training or not module.track_running_stats)
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+        and (module.training or not module.track_running_stats)
     ]
 
 

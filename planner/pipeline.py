@@ -16,14 +16,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from profiles.device import DeviceProfile
 
 from planner.calling import LossFn
 from planner.cards import resolve_card
 from planner.choose import BaselineTime, Choice, Chooser
 from planner.decisions import KINDS, Checkpoint, Decision, Fidelity, Freeze
-from planner.footprint import Measured, measure, smallest_capacity_bytes, with_workspaces
 from planner.errors import PlanFileError
+from planner.footprint import Measured, measure, smallest_capacity_bytes, with_workspaces
 from planner.options import Offer, Rules, floor_bytes, offer, prefixes
 from planner.plan_file import NextStep, Plan, Shortfall, SolverFacts
 from planner.recordings import Recordings
@@ -31,6 +30,7 @@ from planner.references import load_workload
 from planner.sizes import parse_size
 from planner.step_graph import Category, StepGraph
 from planner.workload import OptimizerSpec, Workload, workload
+from profiles.device import DeviceProfile
 from rewrite.certify import certifying_graph, micro_batches_of, start_rehearsal
 
 _ATTEMPTS = 8
@@ -87,8 +87,8 @@ def replan(saved: Plan, *, vram: str | None, gpu: str | None) -> Plan:
     )
     if work.model_facts().fingerprint != saved.model.fingerprint:
         raise PlanFileError(
-            f"'{saved.model.reference}' is not the {saved.model.name} that the plan was made for: names, shapes or dtypes of "
-            "its parameters differ; make the plan again"
+            f"'{saved.model.reference}' is not the {saved.model.name} that the plan was made for: names, shapes or "
+            "dtypes of its parameters differ; make the plan again"
         )
     card, vram_bytes = card_and_budget(gpu or saved.card, vram or saved.vram_bytes)
     rules = Rules(fidelity=Fidelity.parse(saved.fidelity), forced=saved.forced, forbidden=saved.forbidden)
@@ -190,7 +190,9 @@ class Planning:
             offered,
             Recordings(self._start_what_if, self._with_workspaces),
             self.card,
-            baseline=BaselineTime.of(self.baseline_graph, self.card) if not frozen else BaselineTime(step_ns=0, optimizer_ns=0),
+            baseline=BaselineTime.of(self.baseline_graph, self.card)
+            if not frozen
+            else BaselineTime(step_ns=0, optimizer_ns=0),
             floor_bytes=functools.partial(floor_bytes, self.work),
             force_checkpoint=force_checkpoint,
         )
@@ -208,7 +210,11 @@ class Planning:
 
     def _prefixes(self) -> tuple[Freeze, ...]:
         starts = [(call.module, call.start) for call in self.baseline_graph.calls]
-        owners = [name for name, module in self.work.model.named_modules() if any(True for _ in module.parameters(recurse=False))]
+        owners = [
+            name
+            for name, module in self.work.model.named_modules()
+            if any(True for _ in module.parameters(recurse=False))
+        ]
         return prefixes(starts, owners)
 
     # ---- certifying -------------------------------------------------------------------------------------------
@@ -235,7 +241,9 @@ class Planning:
     def _missing(self, smallest: Certified, *, next_step: NextStep | None) -> Shortfall:
         needed = smallest_capacity_bytes(smallest.graph, self.card)
         parts = {
-            category: size for category, size in smallest.measured.footprint.breakdown.items() if category != Category.SLACK
+            category: size
+            for category, size in smallest.measured.footprint.breakdown.items()
+            if category != Category.SLACK
         }
         binding = max(parts, key=lambda category: parts[category])
         return Shortfall(
@@ -279,7 +287,9 @@ class Planning:
     def _plan(self, certified: Certified, *, shortfall: Shortfall | None) -> Plan:
         choice, measured = certified.choice, certified.measured
         if self.undecided:
-            self.notes.append(f"{self.undecided} programs hit their time limit without an answer: a faster plan may exist")
+            self.notes.append(
+                f"{self.undecided} programs hit their time limit without an answer: a faster plan may exist"
+            )
         return Plan(
             model=self.work.model_facts(),
             workload=self.work.facts(),
@@ -317,4 +327,3 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[package] = "not installed"
     return found
-

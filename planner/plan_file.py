@@ -85,6 +85,8 @@ class WorkloadFacts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SolverFacts:
+    """How the plan was found, and the square: what was promised, and what rehearsing it gave."""
+
     status: str
     """'optimal', 'time limit', 'infeasible', or 'not needed' when nothing had to be chosen."""
     gap: float
@@ -167,7 +169,9 @@ class Plan:
         """Inverse of `to_json`. Raises `PlanFileError` on another schema version or a missing field."""
         if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
             found = data.get("schema_version") if isinstance(data, dict) else type(data).__name__
-            raise PlanFileError(f"plan has schema_version {found!r}, this version reads {SCHEMA_VERSION}: make the plan again")
+            raise PlanFileError(
+                f"plan has schema_version {found!r}, this version reads {SCHEMA_VERSION}: make the plan again"
+            )
         try:
             shortfall = data["shortfall"]
             return cls(
@@ -185,7 +189,16 @@ class Plan:
                 notes=tuple(data["notes"]),
                 **{
                     name: data[name]
-                    for name in ("card", "card_source", "vram_bytes", "fidelity", "fits", "certified", "versions", "seconds")
+                    for name in (
+                        "card",
+                        "card_source",
+                        "vram_bytes",
+                        "fidelity",
+                        "fits",
+                        "certified",
+                        "versions",
+                        "seconds",
+                    )
                 },
             )
         except (KeyError, TypeError) as error:

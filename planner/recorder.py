@@ -23,13 +23,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from planner import virtual_gpu
+from planner.classify import classify, note_obstacles
 from planner.errors import RehearsalError
 from planner.op_schema import OpTraits, dtype_name, traits_of
 from planner.step_graph import Call, Category, Op, Phase, Save, StepGraph, Storage
@@ -45,7 +50,12 @@ class _Ghost:
 
     def __init__(self, recorder: Recorder, tensor: torch.Tensor, save: Save) -> None:
         self.recorder, self.save = recorder, save
-        self.shape, self.stride, self.offset, self.dtype = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+        self.shape, self.stride, self.offset, self.dtype = (
+            tensor.shape,
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor.dtype,
+        )
 
     def __del__(self) -> None:
         self.save.release = self.recorder.next_tick()
@@ -95,7 +105,9 @@ class Recorder(TorchDispatchMode):
 
     # ---- storages ---------------------------------------------------------------------------------------------
 
-    def storage_of(self, tensor: torch.Tensor, *, category: Category = Category.TEMPORARY, adopt: int | None = None) -> int | None:
+    def storage_of(
+        self, tensor: torch.Tensor, *, category: Category = Category.TEMPORARY, adopt: int | None = None
+    ) -> int | None:
         """Index of a tensor's storage; it is registered (born now) if it is new. None off the virtual GPU or if empty.
 
         `adopt` registers a new storage as another life of a known one.
@@ -210,7 +222,9 @@ class Recorder(TorchDispatchMode):
         """Values that a rehearsal may assume: a gradient scaler finds finite gradients. Anything else is refused."""
         if any(frame.f_code.co_filename.endswith("grad_scaler.py") for frame in _frames()):
             return 0.0
-        raise self._refusal("the model asks for the value of a tensor (.item(), bool() or an index), and a rehearsal has none")
+        raise self._refusal(
+            "the model asks for the value of a tensor (.item(), bool() or an index), and a rehearsal has none"
+        )
 
     def _refusal(self, what: str) -> RehearsalError:
         module = self._stack[-1][0] if self._stack else ""
@@ -271,12 +285,16 @@ class Recorder(TorchDispatchMode):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 handles.append(
-                    parameter.register_post_accumulate_grad_hook(lambda parameter: self.mark(parameter.grad, Category.GRADIENT))
+                    parameter.register_post_accumulate_grad_hook(
+                        lambda parameter: self.mark(parameter.grad, Category.GRADIENT)
+                    )
                 )
         handles.append(register_optimizer_step_pre_hook(self._optimizer_starts))
         handles.append(register_optimizer_step_post_hook(self._optimizer_ends))
         hooks = (
-            torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if self.what_if else contextlib.nullcontext()
+            torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            if self.what_if
+            else contextlib.nullcontext()
         )
         try:
             with hooks:
@@ -339,7 +357,7 @@ class Recorder(TorchDispatchMode):
         for index, birth, _finalizer in self._alive.values():
             self.storages[index].lives.append((birth, ticks))
         self._alive.clear()
-        _note_obstacles(self.calls, self._writes, self._buffers, self.storages)
+        note_obstacles(self.calls, self._writes, self._buffers, self.storages)
         graph = StepGraph(
             ops=self.ops,
             storages=self.storages,
@@ -354,65 +372,6 @@ class Recorder(TorchDispatchMode):
         )
         classify(graph)
         return graph
-
-
-def _note_obstacles(
-    calls: list[Call], writes: list[tuple[int, int, int | None]], buffers: dict[int, tuple[str, bool]], storages: list[Storage]
-) -> None:
-    """A call that overwrites what it was given, or state of its own, gives another result the second time."""
-    born = [min((birth for birth, _ in storage.lives), default=0) for storage in storages]
-    for tick, storage, call in writes:
-        owner, is_norm = buffers.get(storage, ("", False))
-        while call is not None:
-            if is_norm:
-                break
-            if born[storage] < calls[call].start and calls[call].obstacle is None:
-                what = f"buffer of '{owner}'" if storage in buffers else "tensor it did not make"
-                calls[call].obstacle = f"it overwrites a {what}"
-            call = calls[call].parent
-        if storage in buffers:
-            continue
-        for other in calls:  # an input overwritten after the call began cannot be recomputed from
-            if other.start < tick and storage in other.inputs and other.obstacle is None and born[storage] < other.start:
-                other.obstacle = "one of its inputs is overwritten later"
-
-
-def classify(graph: StepGraph) -> None:
-    """Sort what was born in the step into activations, logits and loss, and temporaries."""
-    end_of_children: dict[int, int] = {}
-    roots = {index for index, call in enumerate(graph.calls) if call.parent is None}
-    for call in graph.calls:
-        if call.parent in roots:
-            end_of_children[call.parent] = call.end
-    last_child_end = 0
-    loss_ops: set[int] = set()
-    for index, op in enumerate(graph.ops):
-        if op.phase is Phase.FORWARD and (op.call is None or op.call in roots):
-            last_child_end = end_of_children.get(op.call, last_child_end) if op.call is not None else last_child_end
-            if op.call is None or op.tick > end_of_children.get(op.call, math.inf):
-                loss_ops.add(index)
-        elif op.phase is Phase.BACKWARD and op.forward_op in loss_ops:
-            loss_ops.add(index)
-    first_backward = {}
-    for op in graph.ops:
-        if op.phase in (Phase.BACKWARD, Phase.RECOMPUTE):
-            first_backward.setdefault((op.step, op.micro_batch), op.tick)
-    spans = graph.spans()
-    for index, op in enumerate(graph.ops):
-        for storage in op.outputs:
-            record = graph.storages[storage]
-            if record.op != index or record.category is not Category.TEMPORARY:
-                continue
-            outlives = spans[storage][-1][1] > first_backward.get((op.step, op.micro_batch), math.inf)
-            if index in loss_ops:
-                record.category = Category.LOGITS
-            elif op.phase is Phase.RECOMPUTE or (op.phase is Phase.FORWARD and outlives):
-                record.category = Category.ACTIVATION
-    for index in loss_ops:
-        for storage in graph.ops[index].inputs:
-            record = graph.storages[storage]
-            if record.op is not None and record.category in (Category.ACTIVATION, Category.TEMPORARY):
-                record.category = Category.LOGITS
 
 
 # ---- small readers ------------------------------------------------------------------------------------------------

@@ -33,13 +33,15 @@ def load_workload(reference: str, *, batch_size: int | None, seq_len: int | None
         return _from_callable(reference, batch_size, seq_len, optimizer)
     path = pathlib.Path(reference)
     if path.suffix == ".py":
-        raise WorkloadError(f"'{reference}' names a file but nothing in it: write {reference}:name of a function or class")
+        raise WorkloadError(
+            f"'{reference}' names a file but nothing in it: write {reference}:name of a function or class"
+        )
     if path.is_file() or path.is_dir() or not reference.startswith((".", "/")):
         return _from_transformers(reference, batch_size, seq_len, optimizer)
     raise WorkloadError(f"model '{reference}' does not exist: give {FORMS}")
 
 
-# ---- transformers -----------------------------------------------------------------------------------------------------
+# ---- transformers --------------------------------------------------------------------------------------------------
 
 
 def _from_transformers(reference: str, batch_size: int | None, seq_len: int | None, optimizer: str) -> Workload:
@@ -89,7 +91,11 @@ def _model_class(config: Any, reference: str) -> type[torch.nn.Module]:
     for name in names:
         if (found := getattr(transformers, name, None)) is not None:
             return found
-    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM, transformers.AutoModelForSeq2SeqLM):
+    for auto in (
+        transformers.AutoModelForCausalLM,
+        transformers.AutoModelForMaskedLM,
+        transformers.AutoModelForSeq2SeqLM,
+    ):
         if type(config) in auto._model_mapping:
             return auto._model_mapping[type(config)]
     raise WorkloadError(
@@ -98,7 +104,7 @@ def _model_class(config: Any, reference: str) -> type[torch.nn.Module]:
     )
 
 
-# ---- Python callables -------------------------------------------------------------------------------------------------
+# ---- Python callables ----------------------------------------------------------------------------------------------
 
 
 def _from_callable(reference: str, batch_size: int | None, seq_len: int | None, optimizer: str) -> Workload:
@@ -112,7 +118,9 @@ def _from_callable(reference: str, batch_size: int | None, seq_len: int | None, 
     answer = _call(function, arguments, reference)
     model, batch, loss_fn = (*answer, None, None)[:3] if isinstance(answer, tuple) else (answer, None, None)
     if isinstance(answer, tuple) and not 1 <= len(answer) <= 3:
-        raise WorkloadError(f"'{reference}' returned {len(answer)} things: return model, (model, batch) or (model, batch, loss_fn)")
+        raise WorkloadError(
+            f"'{reference}' returned {len(answer)} things: return model, (model, batch) or (model, batch, loss_fn)"
+        )
     if batch is None and hasattr(model, "main_input_name"):
         batch = synthetic_batch(model, batch_size=batch_size or 1, seq_len=seq_len or DEFAULT_SEQ_LEN)
     if batch is None:
@@ -131,7 +139,9 @@ def _call(function: Callable[..., Any], arguments: dict[str, int], reference: st
         try:
             return function(**arguments)
         except Exception as error:
-            raise WorkloadError(f"'{reference}' raised {_first_line(error)}: call it once by itself and mend it") from error
+            raise WorkloadError(
+                f"'{reference}' raised {_first_line(error)}: call it once by itself and mend it"
+            ) from error
 
 
 def _callable(reference: str) -> Callable[..., Any]:
@@ -144,7 +154,9 @@ def _callable(reference: str) -> Callable[..., Any]:
         offered = ", ".join(sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))[:8])
         raise WorkloadError(f"'{place}' has no '{name}': it offers {offered or 'no callable'}")
     if not callable(found):
-        raise WorkloadError(f"'{reference}' is a {type(found).__name__}, not a function or class: write a function that returns it")
+        raise WorkloadError(
+            f"'{reference}' is a {type(found).__name__}, not a function or class: write a function that returns it"
+        )
     return found
 
 

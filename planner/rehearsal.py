@@ -56,9 +56,9 @@ def rehearse(rehearsal: Rehearsal) -> StepGraph:
 def _rehearse(rehearsal: Rehearsal) -> StepGraph:
     gc.freeze()
     gc.disable()
-    casts = virtual_gpu.install(rehearsal.target)
+    autocast = virtual_gpu.install(rehearsal.target)
     recorder = Recorder(what_if=rehearsal.what_if)
-    casts.on_cast = lambda tensor: recorder.mark(tensor, Category.AUTOCAST)
+    autocast.on_cast = lambda tensor: recorder.mark(tensor, Category.AUTOCAST)
     mode = virtual_gpu.VirtualGpuMode(allow_non_fake_inputs=True)
     with torch.autograd.set_multithreading_enabled(False), mode, recorder:
         model = rehearsal.model
@@ -88,7 +88,9 @@ def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module) ->
         raise
     except Exception as error:
         message = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
-        raise WorkloadError(f"the model refused the batch: {type(error).__name__}: {message} ({_place(error, model)})") from error
+        raise WorkloadError(
+            f"the model refused the batch: {type(error).__name__}: {message} ({_place(error, model)})"
+        ) from error
 
 
 def _place(error: Exception, model: torch.nn.Module) -> str:

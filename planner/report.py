@@ -7,8 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.plan_file import Footprint, Plan, Shortfall
-from planner.step_graph import Category
 from planner.sizes import MIB, format_size
+from planner.step_graph import Category
 
 
 def render(plan: Plan) -> RenderableType:
@@ -89,7 +89,9 @@ def _decisions(plan: Plan) -> list[Text]:
     if not plan.decisions:
         return [Text("plan: train as it is", style="bold")] if plan.vram_bytes is not None else []
     lines = [Text("plan", style="bold")]
-    return lines + [Text(f"  - {decision.describe()}  ({decision.fidelity.name.lower()})") for decision in plan.decisions]
+    return lines + [
+        Text(f"  - {decision.describe()}  ({decision.fidelity.name.lower()})") for decision in plan.decisions
+    ]
 
 
 def _verdict(plan: Plan) -> Text:
@@ -115,7 +117,10 @@ def _shortfall(plan: Plan, shortfall: Shortfall) -> list[Text]:
         return lines
     step = shortfall.next_step
     lines.append(
-        Text(f"what would make it fit: {step.relax}, {format_size(step.total_bytes)} in total, {step.slowdown:.2f} x the step time")
+        Text(
+            f"what would make it fit: {step.relax}, {format_size(step.total_bytes)} in total, "
+            f"{step.slowdown:.2f} x the step time"
+        )
     )
     return lines + [Text(f"  - {decision.describe()}") for decision in step.decisions]
 
@@ -123,9 +128,10 @@ def _shortfall(plan: Plan, shortfall: Shortfall) -> list[Text]:
 def _provenance(plan: Plan) -> Text:
     versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
     solver = plan.solver
+    promised, certified = format_size(solver.promised_bytes), format_size(solver.certified_bytes)
     return Text(
-        f"solver: {solver.status}, gap {solver.gap:.2%}, {solver.seconds:.2f} s; promised {format_size(solver.promised_bytes)} "
-        f"and rehearsed {format_size(solver.certified_bytes)} of tensors; planned in {plan.seconds:.1f} s; {versions}",
+        f"solver: {solver.status}, gap {solver.gap:.2%}, {solver.seconds:.2f} s; "
+        f"tensors: promised {promised}, rehearsed {certified}; planned in {plan.seconds:.1f} s; {versions}",
         style="dim",
     )
 

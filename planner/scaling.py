@@ -36,7 +36,9 @@ def extrapolate(two: StepGraph, three: StepGraph, samples: int) -> StepGraph | N
     ]
     if any(storage.size_bytes <= 0 for storage in storages) or any(op.flops < 0 or op.moved_bytes < 0 for op in ops):
         return None
-    return dataclasses.replace(two, storages=storages, ops=ops, micro_batch_sizes=(samples,) * len(two.micro_batch_sizes))
+    return dataclasses.replace(
+        two, storages=storages, ops=ops, micro_batch_sizes=(samples,) * len(two.micro_batch_sizes)
+    )
 
 
 def _alike(two: StepGraph, three: StepGraph) -> bool:

@@ -15,6 +15,8 @@ import numpy as np
 
 
 class Phase(enum.StrEnum):
+    """Part of a training step."""
+
     SETUP = "setup"
     """Before the recorded steps: parameters and the batch arrive, optimizer state may be primed."""
     FORWARD = "forward"
@@ -26,6 +28,8 @@ class Phase(enum.StrEnum):
 
 
 class Category(enum.StrEnum):
+    """What bytes are, in the order in which reports list them."""
+
     PARAMETER = "parameters"
     GRADIENT = "gradients"
     OPTIMIZER_STATE = "optimizer state"
@@ -73,6 +77,8 @@ class Op:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Storage:
+    """Memory behind one or more tensors."""
+
     size_bytes: int
     lives: list[tuple[int, int]]
     """Ticks [birth, death) in which anything but a `Save` holds it. Longer lives overlap or touch a save."""

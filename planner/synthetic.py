@@ -53,7 +53,9 @@ def _labels(model: Any, accepted: set[str], batch: int, seq_len: int) -> dict[st
         raise _unknown(model, "has no 'labels' and so computes no loss")
     if any(part in name for part in ("SequenceClassification", "ImageClassification", "AudioClassification")):
         return {"labels": _integers(batch)}
-    if any(part in name for part in ("LM", "ConditionalGeneration", "TokenClassification", "CTC", "Seq2Seq", "PreTraining")):
+    if any(
+        part in name for part in ("LM", "ConditionalGeneration", "TokenClassification", "CTC", "Seq2Seq", "PreTraining")
+    ):
         return {"labels": _integers(batch, seq_len)}
     raise _unknown(model, "takes labels of a shape that its name does not tell")
 

@@ -14,6 +14,7 @@ Source: torch/utils/checkpoint.py, `_CheckpointFrame`, `_recomputation_hook`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import defaultdict
 
@@ -138,7 +139,7 @@ def _disjoint(pieces: list[tuple[int, int, str, tuple[int, ...]]], size: int) ->
         return [(pieces[0][0], pieces[0][1], None)]
     cuts = sorted({tick for start, stop, _, _ in pieces for tick in (start, stop)})
     result: list[tuple[int, int, Hold | None]] = []
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in itertools.pairwise(cuts):
         active = [(kind, units) for first, last, kind, units in pieces if first <= start and stop <= last]
         if not active:
             continue

@@ -1,4 +1,4 @@
-"""The thing to train: a model, a batch, a loss function, an optimizer. Everything after this is the same for all of them."""
+"""The thing to train: a model, a batch, a loss function, an optimizer. What follows is the same for all of them."""
 
 from __future__ import annotations
 
@@ -69,9 +69,13 @@ def workload(
         WorkloadError: no module, a batch without tensors, or a model without parameters to train.
     """
     if not isinstance(model, torch.nn.Module):
-        raise WorkloadError(f"model of type {type(model).__name__} is no torch.nn.Module: give a module, or a function that returns one")
+        raise WorkloadError(
+            f"model of type {type(model).__name__} is no torch.nn.Module: give a module, or a function that returns one"
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise WorkloadError(f"{type(model).__name__} has no parameter that requires a gradient: there is nothing to train")
+        raise WorkloadError(
+            f"{type(model).__name__} has no parameter that requires a gradient: there is nothing to train"
+        )
     return Workload(
         model=model,
         batch=batch,
@@ -88,7 +92,9 @@ def batch_size_of(batch: Any) -> int:
     """Number of samples: the most frequent first dimension of the batch's tensors, ties to the first seen."""
     sizes = Counter(tensor.shape[0] for _, tensor in tensors_of(batch) if tensor.dim())
     if not sizes:
-        raise WorkloadError("the batch holds no tensor with a first dimension: give tensors whose dimension 0 is the sample")
+        raise WorkloadError(
+            "the batch holds no tensor with a first dimension: give tensors whose dimension 0 is the sample"
+        )
     return sizes.most_common(1)[0][0]
 
 
@@ -148,7 +154,9 @@ class OptimizerBlueprint:
         groups = []
         for group in optimizer.param_groups:
             if any(id(parameter) not in position for parameter in group["params"]):
-                raise WorkloadError("the optimizer holds a parameter that is not the model's: make it from model.parameters()")
+                raise WorkloadError(
+                    "the optimizer holds a parameter that is not the model's: make it from model.parameters()"
+                )
             groups.append({**group, "params": [position[id(parameter)] for parameter in group["params"]]})
         return cls(kind=type(optimizer), defaults=dict(optimizer.defaults), groups=tuple(groups))
 

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from profiles.device import DeviceProfile
 
-from planner.cards import resolve_card
 from planner.calling import LossFn
+from planner.cards import resolve_card
 from planner.child import Child
 from planner.decisions import Accumulation, Decision, Optimizer
 from planner.errors import PlanFileError
@@ -20,6 +19,7 @@ from planner.rehearsal import Rehearsal
 from planner.step_graph import StepGraph
 from planner.virtual_gpu import Target
 from planner.workload import OptimizerBlueprint, OptimizerSpec, Workload, workload
+from profiles.device import DeviceProfile
 from rewrite.apply import apply_decisions
 
 
@@ -57,7 +57,8 @@ def certify(
     work = workload(model, batch, loss_fn=loss_fn, optimizer=optimizer or plan.workload.optimizer)
     if work.model_facts().fingerprint != plan.model.fingerprint:
         raise PlanFileError(
-            f"the plan was made for another {plan.model.name}: names, shapes or dtypes of its parameters differ; make the plan again"
+            f"the plan was made for another {plan.model.name}: names, shapes or dtypes of its parameters differ; "
+            "make the plan again"
         )
     if work.batch_size != plan.workload.batch_size:
         raise PlanFileError(

@@ -73,14 +73,15 @@ class CuttingLoop:
     def left_seconds(self) -> float:
         return self.deadline - time.monotonic()
 
-    def relax(self, objective: np.ndarray) -> bool:
-        """Find the rows that bind without integrality; False if that proves that nothing fits."""
-        solver, known = solver_of(self._program(objective)), dict[RowKey, Row]()
+    def relax(self, objective: np.ndarray) -> float:
+        """Find the rows that bind without integrality. Gives a bound of the objective: inf if nothing fits."""
+        solver, known, bound = solver_of(self._program(objective)), dict[RowKey, Row](), 0.0
         while self.left_seconds > 0:
             self.effort.rounds += 1
             outcome = solver.relax(time_limit_seconds=self.left_seconds)
             if outcome.infeasible:
-                return False
+                return math.inf
+            bound = max(bound, outcome.bound - outcome.tolerance)
             if outcome.values is None:
                 break
             new = self._violated(outcome.values, self.budget_bytes * (1 + 1e-9), known)
@@ -90,21 +91,34 @@ class CuttingLoop:
             for row in self.source.rows(new, self.budget_bytes):
                 solver.add(row)
             known.update((key, self.source.row(key, self.budget_bytes)[0]) for key in new)
-        return True
+        return bound
 
-    def run(self, objective: np.ndarray, best: tuple[int, ...] | None, side_rows: Sequence[Row] = ()) -> Found:
-        """Minimise `objective`, int64[U], from `best`, a selection that fits and satisfies `side_rows`."""
-        bound = 0.0
+    def run(
+        self,
+        objective: np.ndarray,
+        best: tuple[int, ...] | None,
+        side_rows: Sequence[Row] = (),
+        *,
+        tolerance: int = 0,
+        below: int | None = None,
+    ) -> Found:
+        """Minimise `objective`, int64[U], to within `tolerance`; selections that reach `below` do not count.
+
+        `best`: a selection to start from, that fits, satisfies `side_rows` and is below `below`.
+        """
+        bound, limit = 0.0, math.inf if below is None else below
         while self.left_seconds > 0:
             program = self._program(objective, side_rows)
-            folded = fold(program) if self._folding else unfolded(program)
+            folded = self._folded(program)
             self.effort.rounds += 1
             outcome = solver_of(folded.program).solve(
                 time_limit_seconds=_SHARE_OF_TIME * self.left_seconds,
                 gap=_COARSE_GAP if best is None and folded.trivial else 0.0,
-                start=None if best is None else folded.sums(self.source.truth(best)),
+                tolerance=tolerance,
+                below=_cutoff(objective, below),
+                target=bound + max(tolerance, _resolution(objective, bound) / 2),
                 nodes=self.nodes,
-                target=bound + _resolution(objective, bound) / 2,
+                start=None if best is None else folded.sums(self.source.truth(best)),
             )
             if outcome.infeasible:
                 return Found(units=best, bound=bound, proven=best is None)
@@ -114,18 +128,19 @@ class CuttingLoop:
             units = self._unfolded(program, folded, outcome.values)
             if units is not None and not self._fits(units):
                 units = self.repaired(units) if best is None else None
-            if units is not None and (best is None or total(objective, units) < total(objective, best)):
-                best = units
-            if best is not None and total(objective, best) - bound < _resolution(objective, bound):
+            if units is not None and total(objective, units) < limit:
+                best = units if best is None else min(best, units, key=lambda found: total(objective, found))
+            if best is not None and distance(objective, best, bound) <= tolerance:
                 return Found(units=best, bound=bound, proven=True)
             if not outcome.complete:
                 break
         return Found(units=best, bound=bound, proven=False)
 
-    def lowest(self, floor_bytes: int) -> tuple[tuple[int, ...], int]:
+    def lowest(self, floor_bytes: int, tolerance_bytes: int) -> tuple[tuple[int, ...], int]:
         """A selection whose peak is as small as the solver can tell, and bytes below which no peak can be.
 
-        `floor_bytes`: bytes that the curve reaches whatever is selected. Uses up the loop: its budget moves.
+        `floor_bytes`: bytes that the curve reaches whatever is selected. The peak may be off by `tolerance_bytes`.
+        Uses up the loop: its budget moves.
         """
         best: tuple[int, ...] = ()
         always_bytes = floor_bytes
@@ -133,21 +148,23 @@ class CuttingLoop:
         self.core = [RowKey(event=int(self.source.compiled.fixed_bytes.argmax()))]
         relaxed = True
         while self.left_seconds > 0:
-            folded = fold(self._peak_program(unit_bytes)) if self._folding else unfolded(self._peak_program(unit_bytes))
+            folded, left_seconds = self._folded(self._peak_program(unit_bytes)), _SHARE_OF_TIME * self.left_seconds
             solver = solver_of(folded.program)
             self.effort.rounds += 1
-            solve = solver.relax if relaxed else solver.solve
-            outcome = solve(time_limit_seconds=_SHARE_OF_TIME * self.left_seconds)
-            tolerance_bytes = outcome.tolerance * unit_bytes
+            if relaxed:
+                outcome = solver.relax(time_limit_seconds=left_seconds)
+            else:
+                outcome = solver.solve(time_limit_seconds=left_seconds, tolerance=tolerance_bytes / unit_bytes)
+            slack_bytes = outcome.tolerance * unit_bytes
             if math.isfinite(outcome.bound):
-                floor_bytes = max(floor_bytes, math.ceil(outcome.bound * unit_bytes - tolerance_bytes))
+                floor_bytes = max(floor_bytes, math.ceil(outcome.bound * unit_bytes - slack_bytes))
             if outcome.values is None:
                 break
-            peak_bytes = outcome.values[-1] * unit_bytes + tolerance_bytes
+            peak_bytes = outcome.values[-1] * unit_bytes + slack_bytes
             self.budget_bytes = int(peak_bytes)
             if relaxed:
                 share = (outcome.values / folded.sizes)[folded.class_of]
-                new = self._violated(share, peak_bytes + tolerance_bytes, self.core)
+                new = self._violated(share, peak_bytes + slack_bytes, self.core)
                 self.core += new
                 relaxed = bool(new)
                 continue
@@ -184,6 +201,17 @@ class CuttingLoop:
         cost[: len(objective)] = objective
         return Program(cost=cost, limit=self.source.limits(), integral=np.arange(len(cost)) < len(objective), rows=rows)
 
+    def _folded(self, program: Program) -> Folded:
+        """`program`, folded if that helps: with conditions that are whole, as their sums do not follow from the units'.
+
+        Where nothing is folded they do follow, and to branch on them takes longer.
+        """
+        if not self._folding:
+            return unfolded(program)
+        whole = np.arange(len(program.cost)) < self.source.column_count
+        folded = fold(dataclasses.replace(program, integral=whole))
+        return unfolded(program) if folded.trivial else folded
+
     def _peak_program(self, unit_bytes: int) -> Program:
         rows = (*self.source.paths(), *self.source.rows_below_peak(self.core, unit_bytes))
         largest = self.exact.peak(()) // unit_bytes + 1
@@ -215,7 +243,8 @@ class CuttingLoop:
                 self._exclude(units)
             return units
         solver = solver_of(
-            dataclasses.replace(program, cost=np.zeros_like(program.cost)), folded.fixing(np.rint(values))
+            dataclasses.replace(program, cost=np.zeros_like(program.cost)),
+            folded.fixing(np.rint(values), program.integral),
         )
         units = None
         while self.left_seconds > 0:
@@ -255,10 +284,22 @@ def total(objective: np.ndarray, units: Sequence[int]) -> int:
     return int(objective[list(units)].sum())
 
 
+def distance(objective: np.ndarray, units: Sequence[int], bound: float) -> float:
+    """By how much a selection may exceed the optimum, if `bound` is proven; 0.0 if that is less than can be told."""
+    room = total(objective, units) - bound
+    return 0.0 if room < _resolution(objective, bound) else room
+
+
 def _is_tight(row: Row, values: np.ndarray) -> bool:
     """Whether `values` leave (nearly) no room in the row."""
     room = row.upper - float(row.coefficients @ values[row.columns])
     return room <= 1e-6 * float(np.abs(row.coefficients).sum())
+
+
+def _cutoff(objective: np.ndarray, below: int | None) -> float:
+    """Between the largest objective below `below` and the next one."""
+    divisor = int(np.gcd.reduce(objective)) or 1
+    return math.inf if below is None else (below - 1) // divisor * divisor + divisor / 2
 
 
 def _resolution(objective: np.ndarray, bound: float) -> float:

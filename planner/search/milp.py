@@ -31,12 +31,14 @@ its basis, a solution to start from can be given, and a run can end at a target.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import time
 
 import numpy as np
 
 from planner.errors import PlannerError
-from planner.search.cheapest import CuttingLoop, Effort, total
+from planner.search.cheapest import CuttingLoop, Effort, distance, total
 from planner.search.curve import CompiledProblem
 from planner.search.problem import CheckpointProblem, Selection
 from planner.search.reduce import reduce
@@ -50,21 +52,59 @@ class SearchTimeout(PlannerError):
     """The time limit passed before a selection that fits was found, and without a proof that there is none."""
 
 
-def solve(problem: CheckpointProblem, budget_bytes: int, *, time_limit_seconds: float = 10.0) -> Selection | None:
+def solve(
+    problem: CheckpointProblem,
+    budget_bytes: int,
+    *,
+    time_limit_seconds: float = 10.0,
+    tolerance_ns: int = 0,
+    below_ns: int | None = None,
+) -> Selection | None:
     """The cheapest selection whose peak is at most `budget_bytes`; among equals, one with few units.
 
+    Args:
+        problem: what may be selected, and what that does.
+        budget_bytes: the largest peak that fits.
+        time_limit_seconds: of the wall clock.
+        tolerance_ns: differences in cost up to this do not matter. Any selection proven to cost no more than that
+            above the optimum is an answer, with as few units as a short search finds among those.
+        below_ns: only selections that cost less than this are of interest.
+
     Returns:
-        None if it is proven that no selection fits. Status "optimal" with gap 0.0, or "time limit" with the best found.
+        None if it is proven that no selection fits at a cost below `below_ns`. Else a selection with status
+        "optimal" if its cost is proven to be within the tolerance, or "time limit" with the best one found.
+        `gap` is what was proven, whatever the tolerance; it is 0.0 if no cheaper selection fits.
 
     Raises:
         SearchTimeout: undecided within the time limit.
     """
-    return Search(problem).solve(budget_bytes, time_limit_seconds=time_limit_seconds)
+    return Search(problem).solve(
+        budget_bytes, time_limit_seconds=time_limit_seconds, tolerance_ns=tolerance_ns, below_ns=below_ns
+    )
 
 
-def smallest_peak(problem: CheckpointProblem, *, time_limit_seconds: float = 10.0) -> Selection:
-    """The selection with the smallest possible peak, and among those the cheapest. `gap` is that of the peak."""
-    return Search(problem).smallest_peak(time_limit_seconds=time_limit_seconds)
+def smallest_peak(
+    problem: CheckpointProblem, *, time_limit_seconds: float = 10.0, tolerance_bytes: int = 0, tolerance_ns: int = 0
+) -> Selection:
+    """The selection with the smallest possible peak, and the cheapest one of that peak.
+
+    Status "optimal" if no selection has a peak smaller by more than `tolerance_bytes`, and none with at most the
+    returned peak is cheaper by more than `tolerance_ns`; both proven. `gap` is that of the peak.
+    """
+    return Search(problem).smallest_peak(
+        time_limit_seconds=time_limit_seconds, tolerance_bytes=tolerance_bytes, tolerance_ns=tolerance_ns
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Question:
+    """What to solve for, and how long."""
+
+    budget_bytes: int
+    tolerance_ns: int
+    below_ns: int | None
+    began: float
+    deadline: float
 
 
 class Search:
@@ -78,66 +118,86 @@ class Search:
         if np.any(self._cost_ns < 0):
             raise ValueError(f"unit {int(self._cost_ns.argmin())} costs {self._cost_ns.min()} ns: costs are >= 0")
 
-    def solve(self, budget_bytes: int, *, time_limit_seconds: float = 10.0) -> Selection | None:
+    def solve(
+        self,
+        budget_bytes: int,
+        *,
+        time_limit_seconds: float = 10.0,
+        tolerance_ns: int = 0,
+        below_ns: int | None = None,
+    ) -> Selection | None:
         """See the function of this name."""
         began, self.effort = time.monotonic(), Effort()
-        return self._cheapest(budget_bytes, None, began, began + time_limit_seconds)
+        return self._cheapest(
+            _Question(
+                budget_bytes=budget_bytes,
+                tolerance_ns=tolerance_ns,
+                below_ns=below_ns,
+                began=began,
+                deadline=began + time_limit_seconds,
+            )
+        )
 
-    def smallest_peak(self, *, time_limit_seconds: float = 10.0) -> Selection:
+    def smallest_peak(
+        self, *, time_limit_seconds: float = 10.0, tolerance_bytes: int = 0, tolerance_ns: int = 0
+    ) -> Selection:
         """See the function of this name."""
         began, self.effort = time.monotonic(), Effort()
         deadline = began + time_limit_seconds
-        best, bound_bytes = self._lowest(deadline)
+        best, bound_bytes = self._lowest(deadline, tolerance_bytes)
         # The solver's peak is a double. The proof is that one byte less is impossible.
-        while self.exact.peak(best) > bound_bytes:
-            fits, proven = self._any_below(self.exact.peak(best), deadline)
+        while self.exact.peak(best) > bound_bytes + tolerance_bytes:
+            fits, proven = self._any_below(self.exact.peak(best) - tolerance_bytes, deadline)
             if fits is not None:
                 best = fits
             elif proven:
-                bound_bytes = self.exact.peak(best)
+                bound_bytes = self.exact.peak(best) - tolerance_bytes
             else:
                 break
-        peak_bytes = self.exact.peak(best)
-        found = self._cheapest(peak_bytes, best, began, deadline)
-        status = "optimal" if peak_bytes == bound_bytes and found.status == "optimal" else "time limit"
-        gap = 0.0 if peak_bytes <= bound_bytes else 1.0 - bound_bytes / peak_bytes
-        return self._selection(found.units, status, gap, began)
+        question = _Question(
+            budget_bytes=self.exact.peak(best), tolerance_ns=tolerance_ns, below_ns=None, began=began, deadline=deadline
+        )
+        found = self._cheapest(question, best)
+        proven = found.peak_bytes <= bound_bytes + tolerance_bytes and found.status == "optimal"
+        gap = 0.0 if found.peak_bytes <= bound_bytes else 1.0 - bound_bytes / found.peak_bytes
+        return dataclasses.replace(found, status="optimal" if proven else "time limit", gap=gap)
 
-    def _cheapest(
-        self, budget_bytes: int, best: tuple[int, ...] | None, began: float, deadline: float
-    ) -> Selection | None:
+    def _cheapest(self, question: _Question, best: tuple[int, ...] | None = None) -> Selection | None:
         """`solve`, from the selection `best` if one that fits is known."""
-        if self.exact.peak(()) <= budget_bytes:
-            return self._selection((), "optimal", 0.0, began)
-        reduced = reduce(self.problem, budget_bytes)
-        if int(reduced.problem.fixed_bytes.max()) > budget_bytes:
+        below_ns = math.inf if question.below_ns is None else question.below_ns
+        if below_ns <= 0:
             return None
-        loop = CuttingLoop(self.exact, reduced, budget_bytes, deadline=deadline, effort=self.effort)
-        if not loop.relax(self._cost_ns):
+        if self.exact.peak(()) <= question.budget_bytes:
+            return self._selection((), 0.0, question)
+        reduced = reduce(self.problem, question.budget_bytes)
+        if int(reduced.problem.fixed_bytes.max()) > question.budget_bytes:
+            return None
+        loop = CuttingLoop(self.exact, reduced, question.budget_bytes, deadline=question.deadline, effort=self.effort)
+        if loop.relax(self._cost_ns) > below_ns - 1:
             return None
         best = None if best is None else tuple(sorted(set(best).intersection(reduced.useful)))
-        found = loop.run(self._cost_ns, best)
+        found = loop.run(self._cost_ns, best, tolerance=question.tolerance_ns, below=question.below_ns)
         if found.units is None and found.proven:
             return None
         units = found.units if found.units is not None else loop.repaired(())
-        if units is None:
+        if units is None or total(self._cost_ns, units) >= below_ns:
             raise SearchTimeout(
-                f"no selection within {budget_bytes} bytes was found, nor a proof that there is none, in "
-                f"{time.monotonic() - began:.1f} s: allow more time, or a larger budget"
+                f"no selection within {question.budget_bytes} bytes was found, nor a proof that there is none, in "
+                f"{time.monotonic() - question.began:.1f} s: allow more time, or a larger budget"
             )
         if found.proven:
-            units = self._with_fewer_units(loop, units)
-            return self._selection(units, "optimal", 0.0, began)
-        return self._selection(units, "time limit", 1.0 - found.bound / max(1, total(self._cost_ns, units)), began)
+            units = self._with_fewer_units(loop, units, found.bound + question.tolerance_ns, below_ns)
+        return self._selection(units, found.bound, question)
 
-    def _with_fewer_units(self, loop: CuttingLoop, units: tuple[int, ...]) -> tuple[int, ...]:
-        """A selection of the same cost with as few units as a short search finds."""
+    def _with_fewer_units(
+        self, loop: CuttingLoop, units: tuple[int, ...], most_ns: float, below_ns: float
+    ) -> tuple[int, ...]:
+        """A selection of about the same cost with as few units as a short search finds."""
         loop.nodes = _TIE_NODES
-        no_dearer = Row(
-            columns=np.arange(len(self._cost_ns)), coefficients=self._cost_ns, upper=total(self._cost_ns, units)
-        )
+        most = max(total(self._cost_ns, units), min(int(most_ns), below_ns - 1))
+        no_dearer = Row(columns=np.arange(len(self._cost_ns)), coefficients=self._cost_ns, upper=most)
         fewer = loop.run(np.ones(len(self._cost_ns), np.int64), units, [no_dearer]).units
-        return units if total(self._cost_ns, fewer) > total(self._cost_ns, units) else fewer
+        return units if total(self._cost_ns, fewer) > most else fewer
 
     def _any_below(self, peak_bytes: int, deadline: float) -> tuple[tuple[int, ...] | None, bool]:
         """A selection with a peak below `peak_bytes`, and if there is none, whether that is proven."""
@@ -146,25 +206,28 @@ class Search:
             return None, True
         loop = CuttingLoop(self.exact, reduced, peak_bytes - 1, deadline=deadline, effort=self.effort)
         nothing = np.zeros_like(self._cost_ns)
-        if not loop.relax(nothing):
+        if math.isinf(loop.relax(nothing)):
             return None, True
         found = loop.run(nothing, None)
         return found.units, found.proven
 
-    def _lowest(self, deadline: float) -> tuple[tuple[int, ...], int]:
+    def _lowest(self, deadline: float, tolerance_bytes: int) -> tuple[tuple[int, ...], int]:
         """A selection with a peak as small as the solver can tell, and bytes below which no peak can be."""
         floor_bytes = max(0, int(reduce(self.problem, 0).problem.fixed_bytes.max(initial=0)))
         if self.exact.peak(()) <= floor_bytes:
             return (), floor_bytes
         reduced = reduce(self.problem, floor_bytes)
-        return CuttingLoop(self.exact, reduced, floor_bytes, deadline=deadline, effort=self.effort).lowest(floor_bytes)
+        loop = CuttingLoop(self.exact, reduced, floor_bytes, deadline=deadline, effort=self.effort)
+        return loop.lowest(floor_bytes, tolerance_bytes)
 
-    def _selection(self, units: tuple[int, ...], status: str, gap: float, began: float) -> Selection:
+    def _selection(self, units: tuple[int, ...], bound_ns: float, question: _Question) -> Selection:
+        """`units` as the answer, if `bound_ns` is proven to be the least cost."""
+        cost_ns, distance_ns = total(self._cost_ns, units), distance(self._cost_ns, units, bound_ns)
         return Selection(
             units=units,
             peak_bytes=self.exact.peak(units),
-            cost_ns=total(self._cost_ns, units),
-            status=status,
-            gap=gap,
-            seconds=time.monotonic() - began,
+            cost_ns=cost_ns,
+            status="optimal" if distance_ns <= question.tolerance_ns else "time limit",
+            gap=distance_ns / max(1, cost_ns),
+            seconds=time.monotonic() - question.began,
         )

@@ -38,6 +38,8 @@ class Recompute:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointProblem:
+    """Everything the search knows."""
+
     fixed_bytes: np.ndarray
     """int64[E]: bytes alive at each event whatever is chosen."""
     holds: tuple[Hold, ...]

@@ -23,6 +23,9 @@ from planner.search.rows import Row
 
 _LARGEST_COEFFICIENT = 1 << 12
 
+_SMALLEST_GAP = 1e-6
+"""Of objectives, after scaling: what HiGHS tells apart."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
@@ -47,7 +50,11 @@ class Outcome:
 
     @property
     def infeasible(self) -> bool:
-        return self.status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
+        return self.status in (
+            highspy.HighsModelStatus.kInfeasible,
+            highspy.HighsModelStatus.kUnboundedOrInfeasible,
+            highspy.HighsModelStatus.kObjectiveBound,
+        )
 
     @property
     def complete(self) -> bool:
@@ -61,6 +68,8 @@ class Solver:
     def __init__(self, *, limit: np.ndarray, integral: np.ndarray) -> None:
         self._highs = highspy.Highs()
         self._set(output_flag=False, threads=1, random_seed=0, mip_rel_gap=0.0, mip_feasibility_tolerance=1e-7)
+        # Searches in sub-programs: on recorded models they took longer than the branching that they are to save.
+        self._set(mip_heuristic_run_rins=False, mip_heuristic_run_rens=False)
         self._set(primal_feasibility_tolerance=1e-9, dual_feasibility_tolerance=1e-9)
         self._highs.addVars(len(limit), np.zeros(len(limit)), limit.astype(np.float64))
         whole = np.flatnonzero(integral).astype(np.int32)
@@ -87,7 +96,7 @@ class Solver:
 
     def relax(self, *, time_limit_seconds: float) -> Outcome:
         """Solve without integrality, from the last basis."""
-        self._set(solve_relaxation=True)
+        self._set(solve_relaxation=True, objective_bound=math.inf)
         return self._run(time_limit_seconds, relaxed=True)
 
     def solve(
@@ -95,16 +104,22 @@ class Solver:
         *,
         time_limit_seconds: float,
         gap: float = 0.0,
-        start: np.ndarray | None = None,
-        nodes: int | None = None,
+        tolerance: float = 0.0,
+        below: float = math.inf,
         target: float = -math.inf,
+        nodes: int | None = None,
+        start: np.ndarray | None = None,
     ) -> Outcome:
-        """Solve to the relative `gap`, or until a solution reaches the objective `target`, or for so many nodes.
+        """Solve until the objective is proven to the relative `gap` or the absolute `tolerance`.
 
-        Begins from the solution `start` (a value for each column) if there is one.
+        Stops early at a solution whose objective is at most `target`, or after so many `nodes`. Objectives from
+        `below` on do not count: without a smaller one the program is infeasible. Begins from the solution
+        `start` (a value for each column) if there is one.
         """
-        self._set(objective_target=target / self._objective_scale)
-        self._set(solve_relaxation=False, mip_rel_gap=gap, mip_max_nodes=highspy.kHighsIInf if nodes is None else nodes)
+        scale = self._objective_scale
+        self._set(solve_relaxation=False, mip_max_nodes=highspy.kHighsIInf if nodes is None else nodes)
+        self._set(mip_rel_gap=gap, mip_abs_gap=max(_SMALLEST_GAP, tolerance / scale))
+        self._set(objective_target=target / scale, objective_bound=below / scale)
         if start is not None:
             self._highs.setSolution(len(start), np.arange(len(start), dtype=np.int32), start.astype(np.float64))
         return self._run(time_limit_seconds, relaxed=False)
@@ -120,7 +135,10 @@ class Solver:
         if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
             values = np.array(self._highs.getSolution().col_value)
         return Outcome(
-            status=status, values=values, bound=bound * self._objective_scale, tolerance=1e-6 * self._objective_scale
+            status=status,
+            values=values,
+            bound=bound * self._objective_scale,
+            tolerance=_SMALLEST_GAP * self._objective_scale,
         )
 
     def _set(self, **options: object) -> None:

@@ -86,17 +86,16 @@ class RowSource:
         """Whether at most one of `units` can be selected."""
         return all(other in self.reduced.exclusive[unit] for k, unit in enumerate(units) for other in units[:k])
 
-    def _groups(self, units: Iterable[int]) -> list[list[int]]:
-        """Units split into groups of which at most one can be selected."""
-        groups: list[list[int]] = []
+    def _cliques(self, units: Sequence[int]) -> list[tuple[int, ...]]:
+        """Sets of `units` that exclude each other, none of which can be extended, that together name every unit."""
+        cliques: set[tuple[int, ...]] = set()
         for unit in units:
-            for group in groups:
-                if self.reduced.exclusive[unit].issuperset(group):
-                    group.append(unit)
-                    break
-            else:
-                groups.append([unit])
-        return groups
+            clique = {unit}
+            for other in units:
+                if self.reduced.exclusive[other] >= clique:
+                    clique.add(other)
+            cliques.add(tuple(sorted(clique)))
+        return sorted(cliques)
 
     def _recompute_keys(self) -> Iterator[RowKey]:
         """One key for each event with recomputes and group of units that exclude each other there."""
@@ -104,7 +103,7 @@ class RowSource:
         for index, recompute in enumerate(self.reduced.problem.recomputes):
             at_event.setdefault(recompute.at, {})[recompute.unit] = index
         for event, index_of in sorted(at_event.items()):
-            for group in self._groups(sorted(index_of)):
+            for group in self._cliques(sorted(index_of)):
                 yield RowKey(event=event, recomputes=tuple(index_of[unit] for unit in group))
 
     def rows(self, keys: Iterable[RowKey], budget_bytes: int) -> list[Row]:
@@ -152,7 +151,7 @@ class RowSource:
         column, (unless, when) = self.column_of[number], self.compiled.conditions[number]
         for members in unless:
             yield _row([column, *members], [-1] * (1 + len(members)), -1)
-        for group in self._groups(when):
+        for group in self._cliques(when):
             yield _row([column, *group], [-1] + [1] * len(group), 0)
 
     def row(self, key: RowKey, budget_bytes: int) -> tuple[Row, list[int]]:

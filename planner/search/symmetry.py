@@ -6,7 +6,8 @@ If every column of C has the same sum of coefficients over the rows of each row 
 each solution x of the program gives a solution X of the folded one at the same cost. So the folded optimum is
 a lower bound, whatever the partition; and where some x of class sums X satisfies everything, it is optimal.
 Eighty equal layers become one layer with counts 0..80, and the branch and bound no longer walks through their
-permutations, which is where it spends its time otherwise.
+permutations, which is where it spends its time otherwise. Columns that follow from others in the program (1 if
+one of 80 layers is selected) do not follow from their sums (80 Z >= 1): those must be whole in what is folded.
 
 The partition is the coarsest that colour refinement finds (Grohe, Kersting, Mladenov, Selman 2014, "Dimension
 reduction via colour refinement", arXiv:1307.5697); folding whole-number programs is orbital shrinking
@@ -48,14 +49,14 @@ class Folded:
         np.add.at(total, self.class_of, values)
         return total
 
-    def fixing(self, class_sums: np.ndarray) -> list[Row]:
-        """Rows of the original program that fix the sums of the whole-number classes to `class_sums`."""
+    def fixing(self, class_sums: np.ndarray, columns: np.ndarray) -> list[Row]:
+        """Rows of the original program that fix the sums of the classes of `columns`, bool, to `class_sums`."""
         rows = []
-        for number in np.flatnonzero(self.program.integral & (self.program.limit > 0)).tolist():
-            columns = np.flatnonzero(self.class_of == number)
+        for number in np.unique(self.class_of[columns & (self.program.limit[self.class_of] > 0)]).tolist():
+            members = np.flatnonzero(self.class_of == number)
             for sign in (1, -1):
-                signs = np.full(len(columns), sign, np.int64)
-                rows.append(Row(columns=columns, coefficients=signs, upper=sign * int(class_sums[number])))
+                signs = np.full(len(members), sign, np.int64)
+                rows.append(Row(columns=members, coefficients=signs, upper=sign * int(class_sums[number])))
         return rows
 
 

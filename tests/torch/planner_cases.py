@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import pathlib
 
-import profiles
 import torch
 
+import profiles
 from planner.references import load_workload
 from planner.search.curve import CompiledProblem
 from planner.step_graph import StepGraph

@@ -1,0 +1,155 @@
+"""CUDA's autocast on the virtual GPU: the same op lists, the same promotion, the same cache of weight casts.
+
+Sources: ATen/autocast_mode.h (the lists), ATen/autocast_mode.cpp (`cached_cast`, `set_opt_dtype`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+LOWER_PRECISION = """
+    _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+    conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm
+    baddbmm bmm chain_matmul linalg_multi_dot lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    scaled_dot_product_attention
+""".split()
+
+FULL_PRECISION = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
+    pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm nuclear_norm
+    cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div
+    l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
+    triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist cdist renorm logsumexp
+    upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
+    _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
+    upsample_bicubic2d _upsample_bicubic2d_aa
+""".split()
+
+FULL_PRECISION_BY_DTYPE = """
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+    linalg_matrix_norm.str_ord sum sum.dim_IntList
+""".split()
+
+PROMOTE = """
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
+""".split()
+
+_Cast = Callable[["Autocast", Any, tuple, dict], tuple[tuple, dict]]
+
+
+class Autocast:
+    """Autocast for a PrivateUse1 device. Its cache keeps casts of fp32 leaves until the outermost region ends."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.on_cast: Callable[[torch.Tensor], None] = lambda tensor: None
+        """Called with every cast that enters the cache."""
+        self._casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def register(self, library: Callable[[str], torch.library.Library]) -> None:
+        """Register the kernels; `library(namespace)` makes registrations that last.
+
+        `torch.clear_autocast_cache`, which autocast calls when its outermost region ends, then clears this cache too.
+        """
+        library("_").fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+        aten = library("aten")
+        for names, adapt in (
+            (LOWER_PRECISION, _to_lower_precision),
+            (FULL_PRECISION, _to_full_precision),
+            (FULL_PRECISION_BY_DTYPE, _by_dtype_argument),
+            (PROMOTE, _to_widest),
+        ):
+            for name in names:
+                packet, _, overload = name.partition(".")
+                if hasattr(torch.ops.aten, packet):  # lists differ by a few names between torch versions
+                    op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+                    aten.impl(name, self._kernel(op, adapt), "AutocastPrivateUse1")
+        clear_real_caches = torch.clear_autocast_cache
+
+        def clear_autocast_cache() -> None:
+            self._casts.clear()
+            clear_real_caches()
+
+        torch.clear_autocast_cache = clear_autocast_cache
+
+    def _kernel(self, op: torch._ops.OpOverload, adapt: _Cast) -> Callable[..., Any]:
+        autocast_key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+
+        def kernel(*args, **kwargs):
+            args, kwargs = adapt(self, op, args, kwargs)
+            with torch._C._ExcludeDispatchKeyGuard(autocast_key):
+                return op(*args, **kwargs)
+
+        return kernel
+
+    @property
+    def lower_dtype(self) -> torch.dtype:
+        return torch.get_autocast_dtype(self.device)
+
+    def takes(self, value: object) -> bool:
+        """Whether autocast touches this argument at all."""
+        return (
+            isinstance(value, torch.Tensor)
+            and value.device.type == self.device
+            and value.is_floating_point()
+            and value.dtype != torch.float64
+        )
+
+    def cast(self, value: Any, dtype: torch.dtype) -> Any:
+        """The value, its tensors cast to `dtype` as `cached_cast` does it."""
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.cast(item, dtype) for item in value)
+        if not self.takes(value) or value.dtype == dtype:
+            return value
+        cacheable = (
+            dtype == self.lower_dtype
+            and value.dtype == torch.float32
+            and value.requires_grad
+            and value.is_leaf
+            and not value._is_view()
+            and torch.is_autocast_cache_enabled()
+        )
+        if not cacheable:
+            return value.to(dtype)
+        if id(value) not in self._casts:
+            made = value.to(dtype)
+            self.on_cast(made)
+            self._casts[id(value)] = (value, made)
+        return self._casts[id(value)][1]
+
+
+def _to_lower_precision(autocast: Autocast, op: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    dtype = autocast.lower_dtype
+    return autocast.cast(args, dtype), {name: autocast.cast(value, dtype) for name, value in kwargs.items()}
+
+
+def _to_full_precision(autocast: Autocast, op: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    dtype = torch.float32
+    return autocast.cast(args, dtype), {name: autocast.cast(value, dtype) for name, value in kwargs.items()}
+
+
+def _by_dtype_argument(autocast: Autocast, op: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """These ops are asked for an fp32 result instead of having their input cast, unless the caller gave a dtype."""
+    position = [argument.name for argument in op._schema.arguments].index("dtype")
+    given = kwargs.get("dtype") or (args[position] if len(args) > position else None)
+    if given is None and autocast.takes(args[0]):
+        return args[:position], {**kwargs, "dtype": torch.float32}
+    return args, kwargs
+
+
+def _to_widest(autocast: Autocast, op: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    floating = [value for value in _tensors((args, tuple(kwargs.values()))) if autocast.takes(value)]
+    if any(value.dtype == torch.float32 for value in floating):
+        return _to_full_precision(autocast, op, args, kwargs)
+    return args, kwargs
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
