@@ -35,8 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     out = sys.stdout
     try:
+        options = _parser().parse_args(given)
         with contextlib.redirect_stdout(sys.stderr):  # what a model prints is not our answer
-            options = _parser().parse_args(given)
             made = _plan(options)
             _write(made, options)
     except PlannerError as error:
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Arguments(
         prog="plan",
         description="Plan a PyTorch training step that fits a card, without a GPU and without weights.",
-        epilog="Sizes: GiB and MiB are binary, GB and MB decimal, %% is of the card. "
+        epilog="Sizes: GiB and MiB are binary, GB and MB decimal, % is of the card. "
         "Exit code 0: fits, 1: no plan fits, 2: could not be run.",
     )
     parser.add_argument(

@@ -227,8 +227,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def _refusal(self, what: str) -> RehearsalError:
-        module = self._stack[-1][0] if self._stack else ""
-        where = f"in module '{module}'" if module else "outside the model's modules"
+        where = f"in module '{self._stack[-1][0] or 'the model itself'}'" if self._stack else "outside of the model"
         return RehearsalError(
             f"{what}: {where} at {_source_line() or 'unknown line'}; rewrite that line so that shapes and control flow "
             "do not depend on tensor values"

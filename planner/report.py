@@ -43,7 +43,7 @@ class _Nowhere:
 def _headline(plan: Plan) -> Text:
     work = plan.workload
     per_sample = f" x {work.seq_len} tokens" if work.seq_len else ""
-    text = Text.assemble((plan.model.name, "bold"), f", {plan.model.parameters / 1e6:,.1f} M parameters, ")
+    text = Text.assemble((plan.model.name, "bold"), f", {_count(plan.model.parameters)} parameters, ")
     text.append(f"batch {work.batch_size}{per_sample}, {work.optimizer}\n")
     text.append(f"card {plan.card} ({plan.card_source})")
     if plan.vram_bytes is not None:
@@ -134,6 +134,13 @@ def _provenance(plan: Plan) -> Text:
         f"tensors: promised {promised}, rehearsed {certified}; planned in {plan.seconds:.1f} s; {versions}",
         style="dim",
     )
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:,}"
 
 
 def _factor(ratio: float) -> str:

@@ -106,16 +106,16 @@ class CuttingLoop:
 
         `best`: a selection to start from, that fits, satisfies `side_rows` and is below `below`.
         """
-        bound, limit = 0.0, math.inf if below is None else below
+        bound, coarse_gap, cutoff = 0.0, _COARSE_GAP, _cutoff(objective, below)
         while self.left_seconds > 0:
             program = self._program(objective, side_rows)
             folded = self._folded(program)
             self.effort.rounds += 1
             outcome = solver_of(folded.program).solve(
                 time_limit_seconds=_SHARE_OF_TIME * self.left_seconds,
-                gap=_COARSE_GAP if best is None and folded.trivial else 0.0,
+                gap=coarse_gap if best is None and folded.trivial else 0.0,
                 tolerance=tolerance,
-                below=_cutoff(objective, below),
+                below=cutoff,
                 target=bound + max(tolerance, _resolution(objective, bound) / 2),
                 nodes=self.nodes,
                 start=None if best is None else folded.sums(self.source.truth(best)),
@@ -123,12 +123,15 @@ class CuttingLoop:
             if outcome.infeasible:
                 return Found(units=best, bound=bound, proven=best is None)
             bound = max(bound, outcome.bound)
-            if outcome.values is None:
-                break
+            if bound >= cutoff or outcome.values is None:
+                return Found(units=best, bound=bound, proven=best is None and bound >= cutoff)
             units = self._unfolded(program, folded, outcome.values)
             if units is not None and not self._fits(units):
                 units = self.repaired(units) if best is None else None
-            if units is not None and total(objective, units) < limit:
+            if units is not None and total(objective, units) > cutoff:
+                # HiGHS may end with a solution beyond its cutoff that is within the gap of one that is not.
+                units, coarse_gap, tolerance = None, 0.0, 0
+            if units is not None:
                 best = units if best is None else min(best, units, key=lambda found: total(objective, found))
             if best is not None and distance(objective, best, bound) <= tolerance:
                 return Found(units=best, bound=bound, proven=True)
@@ -244,7 +247,7 @@ class CuttingLoop:
             return units
         solver = solver_of(
             dataclasses.replace(program, cost=np.zeros_like(program.cost)),
-            folded.fixing(np.rint(values), program.integral),
+            folded.fixing(np.rint(values), np.array(self.reduced.useful)),
         )
         units = None
         while self.left_seconds > 0:

@@ -50,9 +50,9 @@ class Folded:
         return total
 
     def fixing(self, class_sums: np.ndarray, columns: np.ndarray) -> list[Row]:
-        """Rows of the original program that fix the sums of the classes of `columns`, bool, to `class_sums`."""
+        """Rows of the original program that fix the sums of the classes of `columns` to `class_sums`."""
         rows = []
-        for number in np.unique(self.class_of[columns & (self.program.limit[self.class_of] > 0)]).tolist():
+        for number in np.unique(self.class_of[columns]).tolist():
             members = np.flatnonzero(self.class_of == number)
             for sign in (1, -1):
                 signs = np.full(len(members), sign, np.int64)

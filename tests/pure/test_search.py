@@ -18,7 +18,7 @@ from planner.search import brute, curve, milp
 from planner.search.problem import CheckpointProblem, Hold, Recompute
 from planner.search.program import Program, solver_of
 from planner.search.reduce import normal_form, reduce
-from planner.search.rows import Row, cover
+from planner.search.rows import Row, RowSource, cover
 from planner.search.symmetry import fold
 
 SIZES = (lambda rng: 1, lambda rng: 512, lambda rng: 10**9 + 7, lambda rng: 10**11 + rng.randint(0, 3))
@@ -130,6 +130,71 @@ def test_symmetry_changes_the_effort_and_not_the_answer(block: int) -> None:
         assert_same_as_brute(layered_problem(rng), rng)
 
 
+@pytest.mark.parametrize("block", range(4))
+def test_layers_that_share_a_tensor_are_solved_like_others(block: int) -> None:
+    for seed in range(20 * block, 20 * block + 20):
+        rng = random.Random(seed)
+        problem = layered_problem(rng)
+        shared = Hold(
+            size_bytes=rng.randint(1, 3),
+            start=1,
+            stop=len(problem.cost_ns),
+            unless=(),
+            when=tuple(range(len(problem.cost_ns))),
+        )
+        assert_same_as_brute(dataclasses.replace(problem, holds=(*problem.holds, shared)), rng)
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_a_tolerance_is_kept_and_the_gap_stays_honest(block: int) -> None:
+    for seed in range(20 * block, 20 * block + 20):
+        rng = random.Random(seed)
+        problem = random_problem(rng)
+        tolerance_ns = rng.choice([1, 3, 1000, 10**9])
+        for budget_bytes in budgets(rng, problem):
+            best = brute.solve(problem, budget_bytes)
+            found = milp.solve(problem, budget_bytes, tolerance_ns=tolerance_ns)
+            assert (best is None) == (found is None)
+            if best is not None and found is not None:
+                assert brute.peak(problem, found.units) == found.peak_bytes <= budget_bytes
+                assert best.cost_ns <= found.cost_ns <= best.cost_ns + tolerance_ns
+                assert (1.0 - found.gap) * found.cost_ns <= best.cost_ns * (1 + 1e-9) + 1e-6
+                assert found.status == "optimal"
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_only_selections_below_a_cost_are_found_and_all_of_them(block: int) -> None:
+    for seed in range(20 * block, 20 * block + 20):
+        rng = random.Random(seed)
+        problem = random_problem(rng)
+        for budget_bytes in budgets(rng, problem):
+            best = brute.solve(problem, budget_bytes)
+            least_ns = 5 if best is None else best.cost_ns
+            for below_ns in (0, least_ns, least_ns + 1, least_ns + rng.choice([2, 1000, 10**9])):
+                tolerance_ns = rng.choice([0, 0, 2, 1000])
+                found = milp.solve(problem, budget_bytes, tolerance_ns=tolerance_ns, below_ns=below_ns)
+                assert (found is None) == (best is None or best.cost_ns >= below_ns)
+                if best is not None and found is not None:
+                    assert best.cost_ns <= found.cost_ns <= min(best.cost_ns + tolerance_ns, below_ns - 1)
+                    assert found.status == "optimal"
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_the_smallest_peak_is_found_to_within_its_tolerances(block: int) -> None:
+    for seed in range(20 * block, 20 * block + 20):
+        rng = random.Random(seed)
+        problem = rng.choice([random_problem, layered_problem])(rng)
+        least = brute.smallest_peak(problem)
+        tolerance_bytes, tolerance_ns = rng.choice([0, 1, 512, 10**10]), rng.choice([0, 2, 1000])
+        found = milp.smallest_peak(problem, tolerance_bytes=tolerance_bytes, tolerance_ns=tolerance_ns)
+        cheapest = brute.solve(problem, found.peak_bytes)
+        assert least.peak_bytes <= found.peak_bytes <= least.peak_bytes + tolerance_bytes
+        assert cheapest is not None
+        assert found.cost_ns <= cheapest.cost_ns + tolerance_ns
+        assert (1.0 - found.gap) * found.peak_bytes <= least.peak_bytes * (1 + 1e-12)
+        assert found.status == "optimal"
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32))
 def test_the_compiled_curve_is_the_curve_of_the_definitions(seed: int) -> None:
@@ -237,6 +302,8 @@ def test_the_same_question_gets_the_same_answer() -> None:
         budget_bytes = budgets(rng, problem)[-1]
         first, second = (milp.solve(problem, budget_bytes) for _ in range(2))
         assert (first.units, first.cost_ns) == (second.units, second.cost_ns)
+        loose = [milp.solve(problem, budget_bytes, tolerance_ns=3, below_ns=10**12) for _ in range(2)]
+        assert (loose[0].units, loose[0].gap) == (loose[1].units, loose[1].gap)
         assert milp.smallest_peak(problem).units == milp.smallest_peak(problem).units
 
 
@@ -282,6 +349,22 @@ def test_a_cover_excludes_the_violation_and_nothing_that_fits(
     for point in itertools.product((0, 1), repeat=len(coefficients)):
         if row.coefficients @ np.array(point) <= upper:
             assert cut.coefficients @ np.array(point)[cut.columns] <= cut.upper
+
+
+def test_a_condition_is_bounded_by_each_chain_of_its_units() -> None:
+    problem = CheckpointProblem(
+        fixed_bytes=np.zeros(1, np.int64),
+        holds=(
+            Hold(size_bytes=1, start=0, stop=1, unless=(), when=(0, 1, 2)),
+            *(Hold(size_bytes=9, start=0, stop=1, unless=((unit,),), when=()) for unit in (0, 1, 2)),
+        ),
+        recomputes=(),
+        cost_ns=(1, 1, 1),
+        paths=((0, 1), (0, 2)),
+    )
+    source = RowSource(reduce(problem, 0))
+    (number,) = source.column_of
+    assert [row.columns.tolist() for row in source.links(number)] == [[3, 0, 1], [3, 0, 2]]
 
 
 def test_folding_joins_equal_columns_and_keeps_the_optimum() -> None:
