@@ -1,15 +1,22 @@
-"""How long the search takes: `python -m benchmarks.search [NAME ...]`, without torch.
+"""How long the search takes: `python -m benchmarks.search [NAME ...] [--problems FOLDER]`, without torch.
 
 The problems imitate recordings of transformers: the module tree of a decoder, tensors that are saved by
 several consumers, inputs that a checkpoint keeps alive, gradients that grow through the backward, and
 a logits peak between the two. Layers are identical, which is the hard case: ties everywhere.
+
+With `--problems` they are recordings: every `*.pkl` in FOLDER (or those called NAME), a pickled
+`(CheckpointProblem, module of each unit, nanoseconds of a step)`. Each is solved at budgets that fall by 5 % of
+the peak until nothing fits: exactly, then to within 0.1 % of a step.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import sys
+import pickle
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -19,6 +26,7 @@ from planner.search.problem import CheckpointProblem, Hold, Recompute, Selection
 MIB = 1 << 20
 TIME_LIMIT_SECONDS = 30.0
 SHARES = (90, 80, 70, 60, 50, 40, 30)
+RECORDED_SHARES = range(95, 0, -5)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,38 +193,65 @@ def _temporaries(shape: Transformer, events: int, half: int) -> np.ndarray:
     return weights_bytes + saw_bytes + gradient_bytes // 512 * 512
 
 
-def main(names: list[str]) -> None:
+def main(names: list[str], folder: Path | None) -> None:
     """Print a block for each problem, and in it a line for each budget."""
-    for name in names or TRANSFORMERS:
-        problem = synthetic_problem(TRANSFORMERS[name])
-        peak_bytes, most_ns = curve.peak(problem, ()), max(problem.cost_ns)
-        compiled = curve.CompiledProblem(problem)
+    for name in names or (TRANSFORMERS if folder is None else sorted(path.stem for path in folder.glob("*.pkl"))):
+        if folder is None:
+            problem = synthetic_problem(TRANSFORMERS[name])
+            _print_head(name, problem)
+            _print_block(problem, SHARES, 0, max(problem.cost_ns))
+        else:
+            problem, _, step_ns = pickle.loads((folder / f"{name}.pkl").read_bytes())
+            _print_head(name, problem)
+            for tolerance_ns in (0, step_ns // 1000):
+                print(f"tolerance {tolerance_ns / 1e6:.3f} ms of a step of {step_ns / 1e6:.1f} ms")
+                _print_block(problem, RECORDED_SHARES, tolerance_ns, step_ns)
+
+
+def _print_head(name: str, problem: CheckpointProblem) -> None:
+    compiled = curve.CompiledProblem(problem)
+    began = time.perf_counter()
+    peak_bytes = compiled.peak(())
+    evaluation_ms = (time.perf_counter() - began) * 1e3
+    print(f"\n{name}: {len(problem.cost_ns)} units, {len(problem.holds)} holds, {len(problem.fixed_bytes)} events")
+    print(f"peak with nothing selected {peak_bytes / MIB:.0f} MiB; one evaluation {evaluation_ms:.2f} ms")
+
+
+def _print_block(problem: CheckpointProblem, shares: Sequence[int], tolerance_ns: int, whole_ns: int) -> None:
+    """A line for each budget down to the first where nothing fits, and one for the smallest peak.
+
+    Recomputing is told as a share of `whole_ns`: all of the forward, or a recorded step.
+    """
+    search = milp.Search(problem)
+    peak_bytes = search.exact.peak(())
+    print(f"{'budget':>16} {'seconds':>8} {'rows':>5} {'runs':>5} {'units':>6} {'recomputed':>11}  status")
+    for share in shares:
         began = time.perf_counter()
-        compiled.peak(())
-        evaluation_ms = (time.perf_counter() - began) * 1e3
-        print(f"\n{name}: {len(problem.cost_ns)} units, {len(problem.holds)} holds, {len(problem.fixed_bytes)} events")
-        print(f"peak with nothing selected {peak_bytes / MIB:.0f} MiB; one evaluation {evaluation_ms:.2f} ms")
-        print(f"{'budget':>16} {'seconds':>8} {'rows':>5} {'runs':>5} {'units':>6} {'recomputed':>11}  status")
-        for share in SHARES:
-            search = milp.Search(problem)
-            began = time.perf_counter()
-            try:
-                found = search.solve(peak_bytes * share // 100, time_limit_seconds=TIME_LIMIT_SECONDS)
-            except milp.SearchTimeout as error:
-                print(f"{share:>15}% {error}")
-                continue
-            _print_line(f"{share}%", time.perf_counter() - began, search, found, most_ns)
-        least = search.smallest_peak(time_limit_seconds=TIME_LIMIT_SECONDS)
-        _print_line(f"least: {least.peak_bytes / peak_bytes:.1%}", least.seconds, search, least, most_ns)
+        try:
+            found = search.solve(
+                peak_bytes * share // 100, time_limit_seconds=TIME_LIMIT_SECONDS, tolerance_ns=tolerance_ns
+            )
+        except milp.SearchTimeout as error:
+            print(f"{share:>15}% {error}")
+            continue
+        _print_line(f"{share}%", time.perf_counter() - began, search, found, whole_ns)
+        if found is None:
+            break
+    least = search.smallest_peak(time_limit_seconds=TIME_LIMIT_SECONDS, tolerance_ns=tolerance_ns)
+    _print_line(f"least: {least.peak_bytes / peak_bytes:.1%}", least.seconds, search, least, whole_ns)
 
 
-def _print_line(label: str, seconds: float, search: milp.Search, found: Selection | None, most_ns: int) -> None:
+def _print_line(label: str, seconds: float, search: milp.Search, found: Selection | None, whole_ns: int) -> None:
     print(f"{label:>16} {seconds:>8.2f} {search.effort.rows:>5} {search.effort.rounds:>5}", end=" ")
     if found is None:
         print(f"{'-':>6} {'-':>11}  nothing fits")
     else:
-        print(f"{len(found.units):>6} {found.cost_ns / most_ns:>11.1%}  {found.status}, gap {found.gap:.2g}")
+        print(f"{len(found.units):>6} {found.cost_ns / whole_ns:>11.1%}  {found.status}, gap {found.gap:.2g}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--problems", type=Path, metavar="FOLDER", help="recorded problems instead of synthetic ones")
+    given = parser.parse_args()
+    main(given.names, given.problems)

@@ -90,7 +90,10 @@ def replan(saved: Plan, *, vram: str | None, gpu: str | None) -> Plan:
             f"'{saved.model.reference}' is not the {saved.model.name} that the plan was made for: names, shapes or "
             "dtypes of its parameters differ; make the plan again"
         )
-    card, vram_bytes = card_and_budget(gpu or saved.card, vram or saved.vram_bytes)
+    if vram is None:
+        card, vram_bytes = resolve_card(gpu or saved.card, saved.vram_bytes), saved.vram_bytes
+    else:
+        card, vram_bytes = card_and_budget(gpu or saved.card, vram)
     rules = Rules(fidelity=Fidelity.parse(saved.fidelity), forced=saved.forced, forbidden=saved.forbidden)
     return Planning(work, card, vram_bytes=vram_bytes, rules=rules).rehearse(saved.decisions)
 

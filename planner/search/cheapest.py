@@ -47,7 +47,7 @@ class Found:
     bound: float
     """Proven: no selection that fits has a smaller objective."""
     proven: bool
-    """`units` is optimal, or, if it is None, nothing fits."""
+    """`units` is optimal to within the tolerance, or, if it is None, nothing fits below the cutoff."""
 
 
 class CuttingLoop:
@@ -129,7 +129,9 @@ class CuttingLoop:
             if units is not None and not self._fits(units):
                 units = self.repaired(units) if best is None else None
             if units is not None and total(objective, units) > cutoff:
-                # HiGHS may end with a solution beyond its cutoff that is within the gap of one that is not.
+                if distance(objective, units, bound) == 0.0:
+                    return Found(units=best, bound=bound, proven=best is None)
+                # HiGHS may end with a solution beyond its cutoff, within the gap of one that is not.
                 units, coarse_gap, tolerance = None, 0.0, 0
             if units is not None:
                 best = units if best is None else min(best, units, key=lambda found: total(objective, found))

@@ -13,13 +13,16 @@ Method: cutting rows. The program starts with no event at all. Solve; evaluate t
 add the rows of the peaks that exceed the budget; repeat. Every row is valid for every selection that fits, so
 the objective bounds the true optimum from below at any time, and the first solution that fits exactly is
 optimal. First without integrality, which is cheap and finds nearly all rows, then with it, equal layers
-folded into one (`symmetry`). A few dozen rows of a hundred thousand events are enough.
+folded into one (`symmetry`). A few dozen rows of a hundred thousand events are enough. What folding needs are
+sharp rows: layers that differ in nothing but one small tensor are still one class, as long as the rows say that
+the tensor is there in full as soon as one of them needs it (`rows`).
 
     problem -> reduce -> rows -> program -> symmetry -> HiGHS -> curve -> more rows, or Selection
 
 What is exact: that a selection fits. It is evaluated in whole bytes, and one that exceeds the budget by less
 than the solver's tolerance is excluded by a cover row. What rests on the solver's doubles: that no other is
-cheaper, or that none fits; two costs are told apart down to about 1e-9 of the smaller.
+cheaper, or that none fits; two costs are told apart down to about 1e-9 of the smaller. Tolerance and cutoff are
+limits of HiGHS itself: it ends as soon as its bound is that close, and drops branches that cannot be cheaper.
 
 Where it stops being optimal: one level of checkpointing (a unit inside a selected unit is not selected as
 well), whole units, recomputed once and at one moment, and nothing but the curve that was recorded.
@@ -49,7 +52,7 @@ _TIE_NODES = 200
 
 
 class SearchTimeout(PlannerError):
-    """The time limit passed before a selection that fits was found, and without a proof that there is none."""
+    """The time limit passed before a selection was found that fits, and is cheap enough, or a proof of none."""
 
 
 def solve(

@@ -5,9 +5,13 @@ With x_u = 1 for a selected unit, a condition with one literal is linear, all ot
     unless {S}, at most one of S selectable   1 - sum of x_u over S
     when {u, v, ...}, at most one selectable  x_u + x_v + ...
     anything else                             z_c in [0, 1],  z_c >= 1 - sum of x_u over S  for each S of `unless`,
-                                              z_c >= sum of x_u over each group of `when` that excludes each other
+                                              z_c >= sum of x_u over each clique of `when`
 
-A row is  fixed[e] + sum over conditions (bytes_c(e) * condition_c) + sum over a group (extra_u * x_u) <= budget.
+A clique is a maximal set of units that exclude each other: in a tree of modules, a chain of nested ones. Every
+clique counts, not just enough of them to name each unit. Else a fraction of each of two units that exclude each
+other could share one z_c, and so could, in folded programs (`symmetry`), units of different layers.
+
+A row is  fixed[e] + sum over conditions (bytes_c(e) * condition_c) + sum over a clique (extra_u * x_u) <= budget.
 Every z_c is 0 or 1 in a solution, so dividing by the coefficients' common divisor and rounding the right side
 down stays exact. All in int64: the solver's doubles only ever see what is computed here.
 """
@@ -98,13 +102,13 @@ class RowSource:
         return sorted(cliques)
 
     def _recompute_keys(self) -> Iterator[RowKey]:
-        """One key for each event with recomputes and group of units that exclude each other there."""
+        """One key for each event with recomputes and clique of units there."""
         at_event: dict[int, dict[int, int]] = {}
         for index, recompute in enumerate(self.reduced.problem.recomputes):
             at_event.setdefault(recompute.at, {})[recompute.unit] = index
         for event, index_of in sorted(at_event.items()):
-            for group in self._cliques(sorted(index_of)):
-                yield RowKey(event=event, recomputes=tuple(index_of[unit] for unit in group))
+            for clique in self._cliques(sorted(index_of)):
+                yield RowKey(event=event, recomputes=tuple(index_of[unit] for unit in clique))
 
     def rows(self, keys: Iterable[RowKey], budget_bytes: int) -> list[Row]:
         """The rows of `keys`, divided, and the links of the conditions that they use."""
@@ -151,8 +155,8 @@ class RowSource:
         column, (unless, when) = self.column_of[number], self.compiled.conditions[number]
         for members in unless:
             yield _row([column, *members], [-1] * (1 + len(members)), -1)
-        for group in self._cliques(when):
-            yield _row([column, *group], [-1] + [1] * len(group), 0)
+        for clique in self._cliques(when):
+            yield _row([column, *clique], [-1] + [1] * len(clique), 0)
 
     def row(self, key: RowKey, budget_bytes: int) -> tuple[Row, list[int]]:
         """The inequality of `key`, and the conditions with columns of their own that it uses."""
@@ -169,7 +173,7 @@ class RowSource:
     def violated(self, share: np.ndarray, limit_bytes: float) -> list[RowKey]:
         """Keys of the highest points above the limit when unit u is selected to the share `share[u]`, highest first.
 
-        One for each stretch of events above the limit, and one for each group of recomputes.
+        One for each stretch of events above the limit, and one for each clique of recomputes.
         """
         curve = self.compiled.fractional_curve(share)
         above = np.flatnonzero((curve > limit_bytes) & self.reduced.hot)

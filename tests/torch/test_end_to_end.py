@@ -168,7 +168,7 @@ def test_a_frozen_prefix_is_the_last_resort_and_only_where_it_is_allowed(task):
     model, batch = task
     smallest = planner.plan(model, batch, vram="100KiB", loss_fn=mean_square, gpu="bare", fidelity="exact")
     assert not smallest.fits
-    budget = int(0.98 * smallest.peak.total_bytes)
+    budget = f"{int(0.98 * smallest.peak.total_bytes)}B"
     rounded = planner.plan(
         model, batch, vram=budget, loss_fn=mean_square, gpu="bare", forbid=("optimizer", "precision")
     )

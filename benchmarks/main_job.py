@@ -1,0 +1,166 @@
+"""The main job's figures: wall time, search time and host memory of the command; the square; recompute at half the memory.
+
+    python -m benchmarks.main_job [--quick]
+
+Times are of this machine and vary with its load; bytes and FLOPs are exact and repeatable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+
+import profiles
+from rich.console import Console
+from rich.table import Table
+
+from planner.decisions import Fidelity
+from planner.options import Rules
+from planner.pipeline import plan_workload, versions
+from planner.references import load_workload
+
+ROOT = pathlib.Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+MIB = 1 << 20
+
+COMMANDS = {
+    "RoBERTa-84M, 64 x 128, 6 GiB": ("roberta_84m", "--vram 6GiB --batch-size 64 --seq-len 128"),
+    "Llama-3-8B, 1 x 2048, H200, 141 GB": ("llama_8b", "--vram 141GB --batch-size 1 --seq-len 2048 --gpu h200"),
+    "Llama-3-8B, 1 x 2048, H100, 80 GB": ("llama_8b", "--vram 80GB --batch-size 1 --seq-len 2048 --gpu h100"),
+}
+SQUARE = {
+    "roberta_84m": (64, 128),
+    "unet.py:build": (16, None),
+    "sequential.py:build": (4096, None),
+    "convnet.py:build": (32, None),
+    "gpt2": (8, 512),
+    "llama_1b": (2, 1024),
+}
+SHARES = (0.9, 0.75, 0.6, 0.5)
+
+
+def proportional_bytes(pid: int) -> int:
+    """Proportional set size of a process and its children: pages shared by a fork count once."""
+    total = 0
+    for process in [pid, *_children(pid)]:
+        try:
+            text = pathlib.Path(f"/proc/{process}/smaps_rollup").read_text()
+        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            continue
+        total += sum(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("Pss:"))
+    return total
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        direct = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except FileNotFoundError:
+        return []
+    return [int(child) for child in direct] + [g for child in direct for g in _children(int(child))]
+
+
+def time_command(example: str, options: str) -> tuple[dict, float, int]:
+    """Run `plan` in a process of its own: its answer, wall seconds, and the largest memory of the process tree in bytes."""
+    arguments = [sys.executable, "-m", "planner.cli", str(EXAMPLES / example), *options.split(), "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        began = time.perf_counter()
+        process = subprocess.Popen(arguments, stdout=out, stderr=errors, env=environment)
+        largest = 0
+        while process.poll() is None:
+            largest = max(largest, proportional_bytes(process.pid))
+            time.sleep(0.05)
+        seconds = time.perf_counter() - began
+        out.seek(0)
+        return json.loads(out.read()), seconds, largest
+
+
+def commands(console: Console) -> None:
+    table = Table(title="the command: wall time and host memory")
+    for column in ("case", "wall s", "of which search s", "host memory MiB", "fits", "slowdown", "decisions"):
+        table.add_column(column)
+    for name, (example, options) in COMMANDS.items():
+        data, seconds, largest = time_command(example, options)
+        kinds = ", ".join(decision["kind"] for decision in data["decisions"]) or "none"
+        row = (f"{seconds:.1f}", f"{data['solver']['seconds']:.2f}", f"{largest / MIB:,.0f}", str(data["fits"]))
+        table.add_row(name, *row, f"{data['slowdown']:.2f}", kinds)
+    console.print(table)
+
+
+def square(console: Console, shares: tuple[float, ...]) -> None:
+    table = Table(title="promised and certified peak of tensors (rtx-3090; budget as a share of the baseline's total)")
+    for column in (
+        "model",
+        "budget",
+        "fits",
+        "total MiB",
+        "budget MiB",
+        "promised bytes",
+        "certified bytes",
+        "off by",
+        "x time",
+    ):
+        table.add_column(column)
+    card = profiles.load("rtx-3090")
+    for example, (batch, seq_len) in SQUARE.items():
+        work = load_workload(str(EXAMPLES / example), batch_size=batch, seq_len=seq_len, optimizer="adamw")
+        rules = Rules(fidelity=Fidelity.ROUNDED, forced=(), forbidden=())
+        whole = plan_workload(work, card, vram_bytes=None, rules=rules).baseline.total_bytes
+        for share in shares:
+            budget = int(share * whole)
+            plan = plan_workload(work, card, vram_bytes=budget, rules=rules)
+            promised, certified = plan.solver.promised_bytes, plan.solver.certified_bytes
+            table.add_row(
+                example,
+                f"{share:.0%}",
+                str(plan.fits),
+                f"{plan.peak.total_bytes / MIB:,.0f}",
+                f"{budget / MIB:,.0f}",
+                f"{promised:,}",
+                f"{certified:,}",
+                f"{abs(promised - certified) / certified:.3%}",
+                f"{plan.slowdown:.2f}",
+            )
+    console.print(table)
+
+
+def recompute_at_half(console: Console) -> None:
+    """Checkpointing only, counted bytes, half of the baseline's peak."""
+    table = Table(title="RoBERTa with 12 layers, 64 x 128, fp32, checkpointing only, counted bytes")
+    for column in ("budget", "peak MiB", "recompute FLOPs", "modules", "search s", "status"):
+        table.add_column(column)
+    work = load_workload(str(EXAMPLES / "roberta_12"), batch_size=64, seq_len=128, optimizer="adamw")
+    rules = Rules(fidelity=Fidelity.EXACT, forced=(), forbidden=("accumulation",))
+    whole = plan_workload(work, profiles.bare(), vram_bytes=None, rules=rules).baseline
+    for share in (0.9, 0.8, 0.7, 0.6, 0.5):
+        plan = plan_workload(work, profiles.bare(), vram_bytes=int(share * whole.total_bytes), rules=rules)
+        modules = sum(len(decision.modules) for decision in plan.decisions)
+        more = (plan.peak.flops - whole.flops) / whole.flops
+        peak = f"{plan.peak.total_bytes / MIB:,.1f}" + ("" if plan.fits else " (does not fit)")
+        solver = plan.solver
+        table.add_row(f"{share:.0%}", peak, f"{more:.2%}", str(modules), f"{solver.seconds:.2f}", solver.status)
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer budgets")
+    quick = parser.parse_args().quick
+    console = Console(width=150)
+    console.print(
+        f"{platform.machine()}, {os.cpu_count()} cores; " + ", ".join(f"{k} {v}" for k, v in versions().items())
+    )
+    recompute_at_half(console)
+    commands(console)
+    square(console, SHARES[:1] if quick else SHARES)
+
+
+if __name__ == "__main__":
+    main()
