@@ -1,4 +1,4 @@
-"""The main job's figures: wall time, search time and host memory of the command; the square; recompute at half the memory.
+"""The main job's figures: wall time, search time and host memory of the command; the square; recompute at half memory.
 
     python -m benchmarks.main_job [--quick]
 
@@ -17,10 +17,10 @@ import sys
 import tempfile
 import time
 
-import profiles
 from rich.console import Console
 from rich.table import Table
 
+import profiles
 from planner.decisions import Fidelity
 from planner.options import Rules
 from planner.pipeline import plan_workload, versions
@@ -67,7 +67,7 @@ def _children(pid: int) -> list[int]:
 
 
 def time_command(example: str, options: str) -> tuple[dict, float, int]:
-    """Run `plan` in a process of its own: its answer, wall seconds, and the largest memory of the process tree in bytes."""
+    """Run `plan` in a process of its own: its answer, wall seconds, largest memory of the process tree in bytes."""
     arguments = [sys.executable, "-m", "planner.cli", str(EXAMPLES / example), *options.split(), "--json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:

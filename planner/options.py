@@ -86,16 +86,30 @@ def offer(work: Workload, card: DeviceProfile, rules: Rules) -> Offer:
     )
 
 
-def floor_bytes(work: Workload, outer: Sequence[Decision]) -> int:
-    """Bytes that no plan with these outer choices goes below: at the step, parameters, all gradients, Adam's state."""
+def floor_bytes(work: Workload, optimizer_peak_bytes: int, outer: Sequence[Decision]) -> int:
+    """Bytes that no plan with these outer choices goes below: what must be alive while the optimizer steps.
+
+    Args:
+        optimizer_peak_bytes: the same for the baseline. It stays so but for what an 8-bit optimizer or frozen
+            parameters spare: gradients, state and temporaries are taken to be proportional to trained parameters.
+    """
+    parameters = list(work.model.parameters())
+    parameter_bytes = sum(p.numel() * p.itemsize for p in parameters)
     frozen = {name for decision in outer if isinstance(decision, Freeze) for name in decision.modules}
     held = {id(p) for name in frozen for p in work.model.get_submodule(name).parameters()}
-    parameters = list(work.model.parameters())
-    trained = [p for p in parameters if p.requires_grad and id(p) not in held]
-    state_bytes = 0
-    if _is_adam(work):
-        state_bytes = 2 if any(isinstance(decision, Optimizer) for decision in outer) else 8
-    return sum(p.numel() * p.itemsize for p in (*parameters, *trained)) + state_bytes * sum(p.numel() for p in trained)
+    trained = [p for p in parameters if p.requires_grad]
+    still = [p for p in trained if id(p) not in held]
+    if any(isinstance(decision, Optimizer) for decision in outer):
+        return parameter_bytes + sum(p.numel() * p.itemsize + 2 * p.numel() for p in still)
+    if not held:
+        return optimizer_peak_bytes
+    share = sum(p.numel() for p in still) / sum(p.numel() for p in trained)
+    return parameter_bytes + int(0.99 * share * (optimizer_peak_bytes - parameter_bytes))
+
+
+def frozen_offer(offered: Offer, frozen: Freeze) -> Offer:
+    """The same choices with a frozen prefix."""
+    return dataclasses.replace(offered, precisions=tuple((frozen, *choice) for choice in offered.precisions))
 
 
 def _precisions(

@@ -17,18 +17,22 @@ from typing import Any
 
 import torch
 
+from planner import cost
 from planner.calling import LossFn
 from planner.cards import resolve_card
-from planner.choose import BaselineTime, Choice, Chooser
-from planner.decisions import KINDS, Checkpoint, Decision, Fidelity, Freeze
+from planner.cases import Cases, optimizer_ns
+from planner.child import Child
+from planner.choose import Bounds, Choice, Chooser
+from planner.decisions import KINDS, Checkpoint, Decision, Fidelity, Freeze, Optimizer, Precision
 from planner.errors import PlanFileError
 from planner.footprint import Measured, measure, smallest_capacity_bytes, with_workspaces
-from planner.options import Offer, Rules, floor_bytes, offer, prefixes
+from planner.options import Offer, Rules, floor_bytes, frozen_offer, offer, prefixes
 from planner.plan_file import NextStep, Plan, Shortfall, SolverFacts
 from planner.recordings import Recordings
 from planner.references import load_workload
+from planner.search.threshold import first_true
 from planner.sizes import parse_size
-from planner.step_graph import Category, StepGraph
+from planner.step_graph import Category, Phase, StepGraph
 from planner.workload import OptimizerSpec, Workload, workload
 from profiles.device import DeviceProfile
 from rewrite.certify import certifying_graph, micro_batches_of, start_rehearsal
@@ -113,21 +117,28 @@ class Planning:
     def __init__(self, work: Workload, card: DeviceProfile, *, vram_bytes: int | None, rules: Rules) -> None:
         self.work, self.card, self.vram_bytes, self.rules = work, card, vram_bytes, rules
         self.began = time.perf_counter()
-        self.solve_seconds = 0.0
-        self.undecided = 0
+        self.recordings = Recordings(self._start_what_if, self._with_workspaces)
+        self.cases = Cases(self.recordings, card)
+        self.choosers: list[Chooser] = []
         self.notes: list[str] = []
 
     def run(self) -> Plan:
-        self._rehearse_as_it_is()
+        """Baseline, choice, certificate; where nothing fits, the smallest plan and what is missing."""
         if self.vram_bytes is None:
+            self._rehearse_as_it_is()
             return self._plan(self._unchanged(), shortfall=None)
         offered = offer(self.work, self.card, self.rules)
         self.notes += offered.notes
-        best = self._best(offered, self.rules)
-        if best is not None:
-            return self._plan(best, shortfall=None)
-        smallest = self._smallest(offered)
-        return self._plan(smallest, shortfall=self._missing(smallest, next_step=self._next_step()))
+        try:
+            self.cases.prefetch((*offered.precisions[-1], *offered.optimizers[0]), offered.splits[:1])
+            self._rehearse_as_it_is()
+            best = self._best(offered, self.rules)
+            if best is not None:
+                return self._plan(best, shortfall=None)
+            smallest = self._certify(self._chooser(offered, self.rules).smallest())
+            return self._plan(smallest, shortfall=self._missing(smallest, next_step=self._next_step()))
+        finally:
+            self.recordings.close()
 
     def rehearse(self, decisions: tuple[Decision, ...]) -> Plan:
         """The plan that these decisions make, without choosing."""
@@ -142,82 +153,91 @@ class Planning:
         self.baseline_graph = certifying_graph(self.work, (), self.card)
         self.baseline = measure(self.baseline_graph, self.card, vram_bytes=self.vram_bytes, micro_batches=1)
 
-    # ---- choosing ---------------------------------------------------------------------------------------------
+    # ---- choosing -----------------------------------------------------------------------------------------------
 
     def _best(self, offered: Offer, rules: Rules) -> Certified | None:
         """The fastest certified plan; parameters are frozen only if nothing else fits, and as few as possible."""
-        frozen_forced = rules.force(Freeze)
-        found = None if frozen_forced else self._fastest(offered, rules, frozen=())
-        if found is not None or not rules.allow(Freeze):
-            return found
+        if not rules.force(Freeze):
+            found = self._fastest(offered, rules)
+            if found is not None or not rules.allow(Freeze):
+                return found
         candidates = self._prefixes()
-        low, high, best = 0, len(candidates) - 1, None
-        while low <= high:
-            middle = low if frozen_forced and low == 0 else (low + high) // 2
-            tried = self._fastest(offered, rules, frozen=(candidates[middle],))
-            if tried is None:
-                low = middle + 1
-            else:
-                best, high = tried, middle - 1
-        return best
+        budget = self._budget()
 
-    def _fastest(self, offered: Offer, rules: Rules, *, frozen: tuple[Decision, ...]) -> Certified | None:
-        """Choose, certify, and choose again with less where the allocator's slack did not fit."""
-        chooser = self._chooser(offered, frozen, force_checkpoint=rules.force(Checkpoint))
-        capacity = self.vram_bytes - self.card.context_bytes
-        budget = capacity - (round(capacity * _FIRST_SLACK) if self.card.allocator else 0)
-        try:
-            for _ in range(_ATTEMPTS):
-                choice = chooser.fastest(budget)
-                if choice is None:
-                    return None
-                certified = self._certify(choice)
-                if certified.measured.fits:
-                    return certified
-                short = smallest_capacity_bytes(certified.graph, self.card) - self.vram_bytes
-                budget = min(budget, choice.peak_bytes) - max(short, 1 << 20)
-            return None
-        finally:
-            self._close(chooser)
+        def suffices(number: int) -> bool:
+            return self._chooser(frozen_offer(offered, candidates[number]), rules).fastest(budget) is not None
 
-    def _smallest(self, offered: Offer) -> Certified:
-        chooser = self._chooser(offered, (), force_checkpoint=False)
-        try:
-            return self._certify(chooser.smallest())
-        finally:
-            self._close(chooser)
+        guess = 0 if rules.force(Freeze) else self._guessed_prefix(candidates, offered, rules)
+        for frozen in candidates[first_true(len(candidates), suffices, guess=guess) :]:
+            if (found := self._fastest(frozen_offer(offered, frozen), rules)) is not None:
+                return found  # the first, unless the allocator's slack asks for more
+        return None
 
-    def _chooser(self, offered: Offer, frozen: tuple[Decision, ...], *, force_checkpoint: bool) -> Chooser:
-        offered = dataclasses.replace(offered, precisions=tuple((*frozen, *choice) for choice in offered.precisions))
-        return Chooser(
-            offered,
-            Recordings(self._start_what_if, self._with_workspaces),
-            self.card,
-            baseline=BaselineTime.of(self.baseline_graph, self.card)
-            if not frozen
-            else BaselineTime(step_ns=0, optimizer_ns=0),
-            floor_bytes=functools.partial(floor_bytes, self.work),
-            force_checkpoint=force_checkpoint,
+    def _guessed_prefix(self, candidates: tuple[Freeze, ...], offered: Offer, rules: Rules) -> int:
+        """The prefix that suffices if freezing spared nothing but gradients and optimizer state."""
+        smallest = self._chooser(offered, rules).smallest()
+        outer = tuple(d for d in smallest.decisions if isinstance(d, (Precision, Optimizer)))
+        missing = smallest.peak_bytes - self._budget()
+        floors = [self._floor_bytes((frozen, *outer)) for frozen in candidates]
+        return next(
+            (n for n, floor in enumerate(floors) if self._floor_bytes(outer) - floor >= missing), len(candidates)
         )
 
-    def _close(self, chooser: Chooser) -> None:
-        self.solve_seconds += chooser.solve_seconds
-        self.undecided += chooser.undecided
-        chooser.close()
+    def _fastest(self, offered: Offer, rules: Rules) -> Certified | None:
+        """Choose, certify, and choose again with less where the allocator's slack did not fit."""
+        chooser, budget = self._chooser(offered, rules), self._budget()
+        for _ in range(_ATTEMPTS):
+            choice = chooser.fastest(budget)
+            if choice is None:
+                break
+            certified = self._certify(choice)
+            if certified.measured.fits:
+                return certified
+            short = smallest_capacity_bytes(certified.graph, self.card) - self.vram_bytes
+            budget = min(budget, choice.peak_bytes) - max(short, 1 << 20)
+        return None
 
-    def _start_what_if(self, decisions: tuple[Decision, ...], sizes: tuple[int, ...]):
+    def _budget(self) -> int:
+        """Bytes for tensors: what the context leaves, less a first guess of the allocator's slack."""
+        capacity = self.vram_bytes - self.card.context_bytes
+        return capacity - (round(capacity * _FIRST_SLACK) if self.card.allocator else 0)
+
+    def _chooser(self, offered: Offer, rules: Rules) -> Chooser:
+        frozen = any(isinstance(decision, Freeze) for decision in offered.precisions[0])
+        times = cost.op_times_ns(self.baseline_graph, self.card, 1)
+        ops = zip(self.baseline_graph.ops, times, strict=True)
+        forward_ns = sum(ns for op, ns in ops if op.phase is Phase.FORWARD)
+        bounds = Bounds(
+            step_ns=forward_ns if frozen else sum(times),
+            optimizer_ns=0 if frozen else optimizer_ns(self.baseline_graph, times),
+            floor_bytes=self._floor_bytes,
+        )
+        chooser = Chooser(offered, self.cases, bounds, force_checkpoint=rules.force(Checkpoint))
+        self.choosers.append(chooser)
+        return chooser
+
+    @functools.cache  # noqa: B019  lives as long as the planning
+    def _floor_bytes(self, outer: tuple[Decision, ...]) -> int:
+        return floor_bytes(self.work, self._optimizer_peak_bytes(), outer)
+
+    @functools.cache  # noqa: B019  lives as long as the planning
+    def _optimizer_peak_bytes(self) -> int:
+        """Largest number of bytes alive while the baseline's optimizer steps."""
+        live = self.baseline_graph.live_bytes()
+        ticks = [op.tick + 1 for op in self.baseline_graph.ops if op.phase is Phase.OPTIMIZER]
+        return int(live[ticks].max()) if ticks else 0
+
+    def _start_what_if(self, decisions: tuple[Decision, ...], sizes: tuple[int, ...]) -> Child:
         return start_rehearsal(self.work, decisions, self.card, sizes=sizes, steps=1, primed=True, what_if=True)
 
     def _with_workspaces(self, graph: StepGraph) -> StepGraph:
         return with_workspaces(graph, self.card.cublas_workspace_bytes(torch.__version__))
 
+    @functools.cache  # noqa: B019  lives as long as the planning
     def _prefixes(self) -> tuple[Freeze, ...]:
         starts = [(call.module, call.start) for call in self.baseline_graph.calls]
-        owners = [
-            name
-            for name, module in self.work.model.named_modules()
-            if any(True for _ in module.parameters(recurse=False))
-        ]
+        modules = self.work.model.named_modules()
+        owners = [name for name, module in modules if any(True for _ in module.parameters(recurse=False))]
         return prefixes(starts, owners)
 
     # ---- certifying -------------------------------------------------------------------------------------------
@@ -289,10 +309,8 @@ class Planning:
 
     def _plan(self, certified: Certified, *, shortfall: Shortfall | None) -> Plan:
         choice, measured = certified.choice, certified.measured
-        if self.undecided:
-            self.notes.append(
-                f"{self.undecided} programs hit their time limit without an answer: a faster plan may exist"
-            )
+        if undecided := sum(chooser.undecided for chooser in self.choosers):
+            self.notes.append(f"{undecided} programs hit their time limit without an answer: a faster plan may exist")
         return Plan(
             model=self.work.model_facts(),
             workload=self.work.facts(),
@@ -310,7 +328,7 @@ class Planning:
             solver=SolverFacts(
                 status=choice.status,
                 gap=choice.gap,
-                seconds=self.solve_seconds,
+                seconds=sum(chooser.solve_seconds for chooser in self.choosers),
                 promised_bytes=choice.peak_bytes,
                 certified_bytes=measured.curve_bytes,
             ),

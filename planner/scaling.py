@@ -7,6 +7,7 @@ not agree on the ops, or a size is no integer, there is no prediction and the st
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 from planner.step_graph import StepGraph
@@ -24,16 +25,12 @@ def extrapolate(two: StepGraph, three: StepGraph, samples: int) -> StepGraph | N
     """
     if samples < BASE_SIZES[0] or not _alike(two, three):
         return None
-    storages = [
-        dataclasses.replace(a, size_bytes=_affine(a.size_bytes, b.size_bytes, samples))
-        for a, b in zip(two.storages, three.storages, strict=True)
-    ]
-    ops = [
-        dataclasses.replace(
-            a, flops=_affine(a.flops, b.flops, samples), moved_bytes=_affine(a.moved_bytes, b.moved_bytes, samples)
-        )
-        for a, b in zip(two.ops, three.ops, strict=True)
-    ]
+    storages, ops = [copy.copy(storage) for storage in two.storages], [copy.copy(op) for op in two.ops]
+    for storage, other in zip(storages, three.storages, strict=True):
+        storage.size_bytes = _affine(storage.size_bytes, other.size_bytes, samples)
+    for op, other in zip(ops, three.ops, strict=True):
+        op.flops = _affine(op.flops, other.flops, samples)
+        op.moved_bytes = _affine(op.moved_bytes, other.moved_bytes, samples)
     if any(storage.size_bytes <= 0 for storage in storages) or any(op.flops < 0 or op.moved_bytes < 0 for op in ops):
         return None
     return dataclasses.replace(

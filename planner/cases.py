@@ -1,0 +1,99 @@
+"""A case: one outer choice with one split of the batch, from its recording to a problem that can be solved."""
+
+from __future__ import annotations
+
+import functools
+
+from planner import cost
+from planner.decisions import Checkpoint, Decision
+from planner.footprint import granularity_bytes
+from planner.options import Split
+from planner.recordings import Recordings
+from planner.search import milp
+from planner.search.problem import Selection
+from planner.step_graph import Phase, StepGraph
+from planner.units import Units, units_of
+from profiles.device import DeviceProfile
+
+RECOMPUTE_TOLERANCE = 1000
+"""Recompute costs are proven minimal to within one part in this of the step: less means nothing."""
+
+
+class Case:
+    """What is known of an outer choice with a split. Costly parts are made when they are first asked for."""
+
+    def __init__(self, outer: tuple[Decision, ...], split: Split, graph: StepGraph, card: DeviceProfile) -> None:
+        self.outer, self.split = outer, split
+        self._graph, self._granularity_bytes = graph, granularity_bytes(card)
+        self._op_ns = cost.op_times_ns(graph, card, split.micro_batches)
+        self.step_ns = sum(self._op_ns)
+        """Without any recompute: no plan of this case is faster."""
+        self.optimizer_ns = optimizer_ns(graph, self._op_ns)
+
+    @functools.cached_property
+    def peak_bytes(self) -> int:
+        """Without any recompute."""
+        return int(self._graph.live_bytes(granularity_bytes=self._granularity_bytes).max())
+
+    @functools.cached_property
+    def units(self) -> Units:
+        return units_of(self._graph, self._op_ns, granularity_bytes=self._granularity_bytes)
+
+    @functools.cached_property
+    def search(self) -> milp.Search:
+        return milp.Search(self.units.problem)
+
+    @property
+    def floor_bytes(self) -> int:
+        """Bytes alive at some moment whatever is recomputed: no plan of this case is smaller."""
+        return int(self.units.problem.fixed_bytes.max())
+
+    def cheapest(self, budget_bytes: int, *, below_ns: int | None) -> Selection | None:
+        """The cheapest units to recompute for a peak inside the budget, if they cost less than `below_ns`."""
+        return self.search.solve(budget_bytes, tolerance_ns=self.step_ns // RECOMPUTE_TOLERANCE, below_ns=below_ns)
+
+    def smallest(self) -> Selection:
+        return self.search.smallest_peak(tolerance_ns=self.step_ns // RECOMPUTE_TOLERANCE)
+
+    def cheapest_single(self, budget_bytes: int) -> Selection | None:
+        """The one unit that costs least, for when checkpointing is forced and nothing needs it."""
+        costs = self.units.problem.cost_ns
+        for unit in sorted(range(len(costs)), key=lambda unit: (costs[unit], unit)):
+            peak = self.search.exact.peak((unit,))
+            if peak <= budget_bytes:
+                return Selection(
+                    units=(unit,), peak_bytes=peak, cost_ns=costs[unit], status="optimal", gap=0.0, seconds=0.0
+                )
+        return None
+
+    def decisions(self, units: tuple[int, ...]) -> tuple[Decision, ...]:
+        """Outer choice, split and these units, as a plan states them."""
+        modules = tuple(self.units.modules[unit] for unit in units)
+        return (*self.outer, *self.split.decisions(), *((Checkpoint(modules=modules),) if modules else ()))
+
+
+class Cases:
+    """All cases of one planning, each made once."""
+
+    def __init__(self, recordings: Recordings, card: DeviceProfile) -> None:
+        self._recordings, self._card = recordings, card
+        self._made: dict[tuple[tuple[Decision, ...], Split], Case] = {}
+
+    def prefetch(self, outer: tuple[Decision, ...], splits: tuple[Split, ...]) -> None:
+        """Begin the recordings of these cases."""
+        self._recordings.prefetch(outer, splits)
+
+    def of(self, outer: tuple[Decision, ...], split: Split) -> Case:
+        key = (outer, split)
+        if key not in self._made:
+            self._made[key] = Case(outer, split, self._recordings.of(outer, split), self._card)
+        return self._made[key]
+
+    def known(self, outer: tuple[Decision, ...], split: Split) -> Case | None:
+        """The case, if it has been made already."""
+        return self._made.get((outer, split))
+
+
+def optimizer_ns(graph: StepGraph, op_times_ns: list[int]) -> int:
+    """Time of the optimizer phase."""
+    return sum(ns for ns, op in zip(op_times_ns, graph.ops, strict=True) if op.phase is Phase.OPTIMIZER)
