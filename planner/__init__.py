@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from planner.calling import LossFn
 
-__all__ = ["Footprint", "Plan", "plan"]
+__all__ = ["Footprint", "Plan", "plan", "record"]
 
 
 def plan(
@@ -63,3 +63,24 @@ def plan(
         force=force,
         forbid=forbid,
     )
+
+
+def record(
+    model: torch.nn.Module,
+    batch: Any,
+    *,
+    loss_fn: LossFn | None = None,
+    gpu: str | None = None,
+    optimizer: Any = "adamw",
+) -> torch.fx.Graph:
+    """Two training steps as they would run on the card, as one graph of aten ops in execution order.
+
+    Arguments are those of `plan`. Every node's `meta` tells its phase, module path, source line, FLOPs and bytes; see
+    `planner.fx_graph.to_fx`.
+
+    Raises:
+        planner.errors.PlannerError: for input that cannot be used; the message says what to change.
+    """
+    from planner.pipeline import record_live_model
+
+    return record_live_model(model, batch, loss_fn=loss_fn, gpu=gpu, optimizer=optimizer)

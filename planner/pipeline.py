@@ -26,6 +26,7 @@ from planner.choose import Bounds, Choice, Chooser
 from planner.decisions import KINDS, Checkpoint, Decision, Fidelity, Freeze, Optimizer, Precision
 from planner.errors import PlanFileError
 from planner.footprint import Measured, measure, smallest_capacity_bytes, with_workspaces
+from planner.fx_graph import to_fx
 from planner.options import Offer, Rules, floor_bytes, frozen_offer, offer, prefixes
 from planner.plan_file import NextStep, Plan, Shortfall, SolverFacts
 from planner.recordings import Recordings
@@ -60,6 +61,14 @@ def plan_live_model(
     work = workload(model, batch, loss_fn=loss_fn, optimizer=optimizer)
     card, vram_bytes = card_and_budget(gpu, vram)
     return plan_workload(work, card, vram_bytes=vram_bytes, rules=rules)
+
+
+def record_live_model(
+    model: torch.nn.Module, batch: Any, *, loss_fn: LossFn | None, gpu: str | None, optimizer: OptimizerSpec
+) -> torch.fx.Graph:
+    """`planner.record`."""
+    work = workload(model, batch, loss_fn=loss_fn, optimizer=optimizer)
+    return to_fx(certifying_graph(work, (), resolve_card(gpu, None)))
 
 
 def card_and_budget(gpu: str | None, vram: str | int | None) -> tuple[DeviceProfile, int | None]:

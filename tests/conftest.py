@@ -7,6 +7,8 @@ import pathlib
 
 import pytest
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a model hub
+
 
 @pytest.fixture(scope="session")
 def shared_data() -> pathlib.Path:

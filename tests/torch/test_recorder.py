@@ -6,6 +6,7 @@ import pytest
 import torch
 from planner_cases import BARE, CARD, certifying_graph, plain, transformer, what_if
 
+import planner
 from planner.decisions import Accumulation, Checkpoint, Optimizer, Precision
 from planner.errors import RehearsalError, WorkloadError
 from planner.fx_graph import to_fx
@@ -55,6 +56,12 @@ def test_the_step_is_a_graph_of_fx_whose_edges_are_storages():
     assert [node.meta["module"] for node in products] == ["0", "2"]
     relu = next(node for node in graph.nodes if node.target is torch.ops.aten.relu.default)
     assert products[0] in relu.all_input_nodes
+
+
+def test_a_user_can_have_the_recorded_graph():
+    work = mlp()
+    graph = planner.record(work.model, work.batch, loss_fn=mean_square, gpu="bare")
+    assert {node.meta["step"] for node in graph.nodes if node.op == "call_function"} == {0, 1}
 
 
 def test_dropout_and_attention_are_the_kernels_of_the_card():
