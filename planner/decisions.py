@@ -147,6 +147,11 @@ def decision_from_json(data: dict[str, object]) -> Decision:
     return KINDS[kind](**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
 
 
+def micro_batches_of(decisions: tuple[Decision, ...]) -> int:
+    """Into how many micro-batches these decisions split the batch."""
+    return next((decision.micro_batches for decision in decisions if isinstance(decision, Accumulation)), 1)
+
+
 def _listing(names: tuple[str, ...], most: int = 6) -> str:
     """Module names, those that differ in one number written as one: 'encoder.layer.{0-3,7}.attention'."""
     numbers: dict[tuple[str, str], list[int]] = {}

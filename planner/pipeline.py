@@ -2,13 +2,12 @@
 
     workload -> record -> step graph -> cost -> search -> decisions -> rewrite -> rehearse again -> Plan
 
-Read `Planning.run` from top to bottom.
+Read `plan_workload`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.metadata
 import platform
 import time
@@ -17,31 +16,21 @@ from typing import Any
 
 import torch
 
-from planner import cost
+from planner import fitting
 from planner.calling import LossFn
-from planner.cards import resolve_card
-from planner.cases import Cases, optimizer_ns
-from planner.child import Child
-from planner.choose import Bounds, Choice, Chooser
-from planner.decisions import KINDS, Checkpoint, Decision, Fidelity, Freeze, Optimizer, Precision
+from planner.cards import GENERIC, resolve_card
+from planner.choose import Choice
+from planner.decisions import Fidelity
 from planner.errors import PlanFileError
-from planner.footprint import Measured, measure, smallest_capacity_bytes, with_workspaces
 from planner.fx_graph import to_fx
-from planner.options import Offer, Rules, floor_bytes, frozen_offer, offer, prefixes
-from planner.plan_file import NextStep, Plan, Shortfall, SolverFacts
-from planner.recordings import Recordings
+from planner.options import Rules, offer
+from planner.plan_file import Plan, Shortfall, SolverFacts
 from planner.references import load_workload
-from planner.search.threshold import first_true
-from planner.sizes import parse_size
-from planner.step_graph import Category, Phase, StepGraph
+from planner.sizes import format_size, parse_size
+from planner.trials import Certified, Trials
 from planner.workload import OptimizerSpec, Workload, workload
 from profiles.device import DeviceProfile
-from rewrite.certify import certifying_graph, micro_batches_of, start_rehearsal
-
-_ATTEMPTS = 8
-"""Rounds of choosing and certifying until the allocator's slack is paid for."""
-_FIRST_SLACK = 0.01
-"""Share of the budget left to the allocator in the first round."""
+from rewrite.certify import certifying_graph, start_rehearsal
 
 
 def plan_live_model(
@@ -80,8 +69,27 @@ def card_and_budget(gpu: str | None, vram: str | int | None) -> tuple[DeviceProf
 
 
 def plan_workload(work: Workload, card: DeviceProfile, *, vram_bytes: int | None, rules: Rules) -> Plan:
-    """Plan one optimizer step of `work` on `card` so that its total stays inside `vram_bytes`."""
-    return Planning(work, card, vram_bytes=vram_bytes, rules=rules).run()
+    """Plan one optimizer step of `work` on `card` so that its total stays inside `vram_bytes`.
+
+    Rehearse it as it is; list what may be decided; take the fastest certified plan that fits. Where none does, the plan
+    is the smallest one, with what is missing and the cheapest relaxation that would help.
+    """
+    began = time.perf_counter()
+    trials = _trials(work, card, vram_bytes)
+    if vram_bytes is None:
+        return _plan(trials, trials.baseline, rules, shortfall=None, notes=(), began=began)
+    offered = offer(work, card, rules)
+    notes = (*_about_budget(card, vram_bytes), *offered.notes)
+    try:
+        trials.expect(offered)
+        found, short = fitting.best(trials, offered, rules), None
+        if found is None:
+            found = fitting.smallest(trials, offered, rules)
+            if not found.measured.fits:
+                short = fitting.shortfall(trials, found, fitting.next_step(trials, rules))
+        return _plan(trials, found, rules, shortfall=short, notes=notes, began=began)
+    finally:
+        trials.close()
 
 
 def replan(saved: Plan, *, vram: str | None, gpu: str | None) -> Plan:
@@ -107,245 +115,66 @@ def replan(saved: Plan, *, vram: str | None, gpu: str | None) -> Plan:
         card, vram_bytes = resolve_card(gpu or saved.card, saved.vram_bytes), saved.vram_bytes
     else:
         card, vram_bytes = card_and_budget(gpu or saved.card, vram)
+    began = time.perf_counter()
     rules = Rules(fidelity=Fidelity.parse(saved.fidelity), forced=saved.forced, forbidden=saved.forbidden)
-    return Planning(work, card, vram_bytes=vram_bytes, rules=rules).rehearse(saved.decisions)
+    trials = _trials(work, card, vram_bytes)
+    found = trials.certify(Choice(decisions=saved.decisions, peak_bytes=0, step_ns=0, status="not needed", gap=0.0))
+    promised = dataclasses.replace(found.choice, peak_bytes=found.measured.curve_bytes)
+    fits = vram_bytes is None or found.measured.fits
+    short = None if fits else fitting.shortfall(trials, found, next_step=None)
+    return _plan(trials, dataclasses.replace(found, choice=promised), rules, shortfall=short, notes=(), began=began)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Certified:
-    """A choice whose rewritten step was rehearsed."""
+def _trials(work: Workload, card: DeviceProfile, vram_bytes: int | None) -> Trials:
+    """Where planner and rewriter meet: what is rehearsed is the step that the rewriter makes of the decisions."""
+    return Trials(
+        work,
+        card,
+        vram_bytes=vram_bytes,
+        start_what_if=lambda decisions, sizes: start_rehearsal(
+            work, decisions, card, sizes=sizes, steps=1, primed=True, what_if=True
+        ),
+        certify=lambda decisions: certifying_graph(work, decisions, card),
+    )
 
-    choice: Choice
-    graph: StepGraph
-    measured: Measured
+
+def _about_budget(card: DeviceProfile, vram_bytes: int) -> tuple[str, ...]:
+    if vram_bytes <= card.vram_bytes or card.name == GENERIC:
+        return ()
+    return (f"the budget is more than {card.title} offers to torch, {format_size(card.vram_bytes)}",)
 
 
-class Planning:
-    """One call of `plan`."""
-
-    def __init__(self, work: Workload, card: DeviceProfile, *, vram_bytes: int | None, rules: Rules) -> None:
-        self.work, self.card, self.vram_bytes, self.rules = work, card, vram_bytes, rules
-        self.began = time.perf_counter()
-        self.recordings = Recordings(self._start_what_if, self._with_workspaces)
-        self.cases = Cases(self.recordings, card)
-        self.choosers: list[Chooser] = []
-        self.notes: list[str] = []
-
-    def run(self) -> Plan:
-        """Baseline, choice, certificate; where nothing fits, the smallest plan and what is missing."""
-        if self.vram_bytes is None:
-            self._rehearse_as_it_is()
-            return self._plan(self._unchanged(), shortfall=None)
-        offered = offer(self.work, self.card, self.rules)
-        self.notes += offered.notes
-        try:
-            self.cases.prefetch((*offered.precisions[-1], *offered.optimizers[0]), offered.splits[:1])
-            self._rehearse_as_it_is()
-            best = self._best(offered, self.rules)
-            if best is not None:
-                return self._plan(best, shortfall=None)
-            smallest = self._certify(self._chooser(offered, self.rules).smallest())
-            return self._plan(smallest, shortfall=self._missing(smallest, next_step=self._next_step()))
-        finally:
-            self.recordings.close()
-
-    def rehearse(self, decisions: tuple[Decision, ...]) -> Plan:
-        """The plan that these decisions make, without choosing."""
-        self._rehearse_as_it_is()
-        certified = self._certify(Choice(decisions=decisions, peak_bytes=0, step_ns=0, status="not needed", gap=0.0))
-        promised = dataclasses.replace(certified.choice, peak_bytes=certified.measured.curve_bytes)
-        certified = dataclasses.replace(certified, choice=promised)
-        fits = self.vram_bytes is None or certified.measured.fits
-        return self._plan(certified, shortfall=None if fits else self._missing(certified, next_step=None))
-
-    def _rehearse_as_it_is(self) -> None:
-        self.baseline_graph = certifying_graph(self.work, (), self.card)
-        self.baseline = measure(self.baseline_graph, self.card, vram_bytes=self.vram_bytes, micro_batches=1)
-
-    # ---- choosing -----------------------------------------------------------------------------------------------
-
-    def _best(self, offered: Offer, rules: Rules) -> Certified | None:
-        """The fastest certified plan; parameters are frozen only if nothing else fits, and as few as possible."""
-        if not rules.force(Freeze):
-            found = self._fastest(offered, rules)
-            if found is not None or not rules.allow(Freeze):
-                return found
-        candidates = self._prefixes()
-        budget = self._budget()
-
-        def suffices(number: int) -> bool:
-            return self._chooser(frozen_offer(offered, candidates[number]), rules).fastest(budget) is not None
-
-        guess = 0 if rules.force(Freeze) else self._guessed_prefix(candidates, offered, rules)
-        for frozen in candidates[first_true(len(candidates), suffices, guess=guess) :]:
-            if (found := self._fastest(frozen_offer(offered, frozen), rules)) is not None:
-                return found  # the first, unless the allocator's slack asks for more
-        return None
-
-    def _guessed_prefix(self, candidates: tuple[Freeze, ...], offered: Offer, rules: Rules) -> int:
-        """The prefix that suffices if freezing spared nothing but gradients and optimizer state."""
-        smallest = self._chooser(offered, rules).smallest()
-        outer = tuple(d for d in smallest.decisions if isinstance(d, (Precision, Optimizer)))
-        missing = smallest.peak_bytes - self._budget()
-        floors = [self._floor_bytes((frozen, *outer)) for frozen in candidates]
-        return next(
-            (n for n, floor in enumerate(floors) if self._floor_bytes(outer) - floor >= missing), len(candidates)
-        )
-
-    def _fastest(self, offered: Offer, rules: Rules) -> Certified | None:
-        """Choose, certify, and choose again with less where the allocator's slack did not fit."""
-        chooser, budget = self._chooser(offered, rules), self._budget()
-        for _ in range(_ATTEMPTS):
-            choice = chooser.fastest(budget)
-            if choice is None:
-                break
-            certified = self._certify(choice)
-            if certified.measured.fits:
-                return certified
-            short = smallest_capacity_bytes(certified.graph, self.card) - self.vram_bytes
-            budget = min(budget, choice.peak_bytes) - max(short, 1 << 20)
-        return None
-
-    def _budget(self) -> int:
-        """Bytes for tensors: what the context leaves, less a first guess of the allocator's slack."""
-        capacity = self.vram_bytes - self.card.context_bytes
-        return capacity - (round(capacity * _FIRST_SLACK) if self.card.allocator else 0)
-
-    def _chooser(self, offered: Offer, rules: Rules) -> Chooser:
-        frozen = any(isinstance(decision, Freeze) for decision in offered.precisions[0])
-        times = cost.op_times_ns(self.baseline_graph, self.card, 1)
-        ops = zip(self.baseline_graph.ops, times, strict=True)
-        forward_ns = sum(ns for op, ns in ops if op.phase is Phase.FORWARD)
-        bounds = Bounds(
-            step_ns=forward_ns if frozen else sum(times),
-            optimizer_ns=0 if frozen else optimizer_ns(self.baseline_graph, times),
-            floor_bytes=self._floor_bytes,
-        )
-        chooser = Chooser(offered, self.cases, bounds, force_checkpoint=rules.force(Checkpoint))
-        self.choosers.append(chooser)
-        return chooser
-
-    @functools.cache  # noqa: B019  lives as long as the planning
-    def _floor_bytes(self, outer: tuple[Decision, ...]) -> int:
-        return floor_bytes(self.work, self._optimizer_peak_bytes(), outer)
-
-    @functools.cache  # noqa: B019  lives as long as the planning
-    def _optimizer_peak_bytes(self) -> int:
-        """Largest number of bytes alive while the baseline's optimizer steps."""
-        live = self.baseline_graph.live_bytes()
-        ticks = [op.tick + 1 for op in self.baseline_graph.ops if op.phase is Phase.OPTIMIZER]
-        return int(live[ticks].max()) if ticks else 0
-
-    def _start_what_if(self, decisions: tuple[Decision, ...], sizes: tuple[int, ...]) -> Child:
-        return start_rehearsal(self.work, decisions, self.card, sizes=sizes, steps=1, primed=True, what_if=True)
-
-    def _with_workspaces(self, graph: StepGraph) -> StepGraph:
-        return with_workspaces(graph, self.card.cublas_workspace_bytes(torch.__version__))
-
-    @functools.cache  # noqa: B019  lives as long as the planning
-    def _prefixes(self) -> tuple[Freeze, ...]:
-        starts = [(call.module, call.start) for call in self.baseline_graph.calls]
-        modules = self.work.model.named_modules()
-        owners = [name for name, module in modules if any(True for _ in module.parameters(recurse=False))]
-        return prefixes(starts, owners)
-
-    # ---- certifying -------------------------------------------------------------------------------------------
-
-    def _certify(self, choice: Choice) -> Certified:
-        if not choice.decisions:
-            graph, measured = self.baseline_graph, self.baseline
-        else:
-            graph = certifying_graph(self.work, choice.decisions, self.card)
-            measured = measure(
-                graph, self.card, vram_bytes=self.vram_bytes, micro_batches=micro_batches_of(choice.decisions)
-            )
-        return Certified(choice=choice, graph=graph, measured=measured)
-
-    def _unchanged(self) -> Certified:
-        footprint = self.baseline.footprint
-        choice = Choice(
-            decisions=(), peak_bytes=self.baseline.curve_bytes, step_ns=footprint.step_ns, status="not needed", gap=0.0
-        )
-        return Certified(choice=choice, graph=self.baseline_graph, measured=self.baseline)
-
-    # ---- when nothing fits ------------------------------------------------------------------------------------
-
-    def _missing(self, smallest: Certified, *, next_step: NextStep | None) -> Shortfall:
-        needed = smallest_capacity_bytes(smallest.graph, self.card)
-        parts = {
-            category: size
-            for category, size in smallest.measured.footprint.breakdown.items()
-            if category != Category.SLACK
-        }
-        binding = max(parts, key=lambda category: parts[category])
-        return Shortfall(
-            missing_bytes=max(needed - self.vram_bytes, 1),
-            binding=str(binding),
-            binding_bytes=parts[binding],
-            next_step=next_step,
-        )
-
-    def _next_step(self) -> NextStep | None:
-        """The cheapest single relaxation under which something fits."""
-        found: list[NextStep] = []
-        for words, rules in self._relaxations():
-            best = self._best(offer(self.work, self.card, rules), rules)
-            if best is not None:
-                footprint = best.measured.footprint
-                found.append(
-                    NextStep(
-                        relax=words,
-                        decisions=best.choice.decisions,
-                        total_bytes=footprint.total_bytes,
-                        slowdown=footprint.step_ns / max(self.baseline.footprint.step_ns, 1),
-                    )
-                )
-                if rules.fidelity == self.rules.fidelity:
-                    continue
-                break
-        return min(found, key=lambda step: step.slowdown, default=None)
-
-    def _relaxations(self):
-        for kind in KINDS.values():
-            if kind.kind in self.rules.forbidden and kind.fidelity <= self.rules.fidelity:
-                forbidden = tuple(name for name in self.rules.forbidden if name != kind.kind)
-                yield f"allow {kind.kind}", dataclasses.replace(self.rules, forbidden=forbidden)
-        for fidelity in Fidelity:
-            if fidelity > self.rules.fidelity:
-                yield f"--fidelity {fidelity.name.lower()}", dataclasses.replace(self.rules, fidelity=fidelity)
-
-    # ---- the plan ---------------------------------------------------------------------------------------------
-
-    def _plan(self, certified: Certified, *, shortfall: Shortfall | None) -> Plan:
-        choice, measured = certified.choice, certified.measured
-        if undecided := sum(chooser.undecided for chooser in self.choosers):
-            self.notes.append(f"{undecided} programs hit their time limit without an answer: a faster plan may exist")
-        return Plan(
-            model=self.work.model_facts(),
-            workload=self.work.facts(),
-            card=self.card.name,
-            card_source=self.card.source,
-            vram_bytes=self.vram_bytes,
-            fidelity=self.rules.fidelity.name.lower(),
-            forced=self.rules.forced,
-            forbidden=self.rules.forbidden,
-            baseline=self.baseline.footprint,
-            peak=measured.footprint,
-            decisions=choice.decisions,
-            fits=shortfall is None and (self.vram_bytes is None or measured.fits),
-            certified=True,
-            solver=SolverFacts(
-                status=choice.status,
-                gap=choice.gap,
-                seconds=sum(chooser.solve_seconds for chooser in self.choosers),
-                promised_bytes=choice.peak_bytes,
-                certified_bytes=measured.curve_bytes,
-            ),
-            shortfall=shortfall,
-            notes=tuple(dict.fromkeys((*self.notes, *certified.graph.notes))),
-            versions=versions(),
-            seconds=time.perf_counter() - self.began,
-        )
+def _plan(
+    trials: Trials, found: Certified, rules: Rules, *, shortfall: Shortfall | None, notes: tuple[str, ...], began: float
+) -> Plan:
+    if trials.undecided:
+        notes += (f"{trials.undecided} programs hit their time limit without an answer: a faster plan may exist",)
+    return Plan(
+        model=trials.work.model_facts(),
+        workload=trials.work.facts(),
+        card=trials.card.name,
+        card_source=trials.card.source,
+        vram_bytes=trials.vram_bytes,
+        fidelity=rules.fidelity.name.lower(),
+        forced=rules.forced,
+        forbidden=rules.forbidden,
+        baseline=trials.baseline.measured.footprint,
+        peak=found.measured.footprint,
+        decisions=found.choice.decisions,
+        fits=shortfall is None,
+        certified=True,
+        solver=SolverFacts(
+            status=found.choice.status,
+            gap=found.choice.gap,
+            seconds=trials.solve_seconds,
+            promised_bytes=found.choice.peak_bytes,
+            certified_bytes=found.measured.curve_bytes,
+        ),
+        shortfall=shortfall,
+        notes=(*notes, *found.graph.notes),
+        versions=versions(),
+        seconds=time.perf_counter() - began,
+    )
 
 
 def versions() -> dict[str, str]:

@@ -11,7 +11,7 @@ import torch
 from planner.calling import LossFn
 from planner.cards import resolve_card
 from planner.child import Child
-from planner.decisions import Accumulation, Decision, Optimizer
+from planner.decisions import Accumulation, Decision, Optimizer, micro_batches_of
 from planner.errors import PlanFileError
 from planner.footprint import Measured, measure, with_workspaces
 from planner.plan_file import Footprint, Plan
@@ -83,10 +83,6 @@ def certifying_graph(work: Workload, decisions: Sequence[Decision], card: Device
         work, decisions, card, sizes=rehearsed_sizes(work, decisions), steps=2, primed=False, what_if=False
     )
     return with_workspaces(child.result(), card.cublas_workspace_bytes(torch.__version__))
-
-
-def micro_batches_of(decisions: Sequence[Decision]) -> int:
-    return next((d.micro_batches for d in decisions if isinstance(d, Accumulation)), 1)
 
 
 def rehearsed_sizes(work: Workload, decisions: Sequence[Decision]) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import pytest
 import torch
@@ -33,6 +34,13 @@ def in_place():
         return workload(InPlace(), torch.zeros(512, 64))
 
 
+def small_unet():
+    module = example("unet.py:build").model.__class__.__module__
+    with torch.device("meta"):
+        model, batch, loss_fn = sys.modules[module].build(batch_size=8, image_size=32, channels=32, multipliers=(1, 2))
+    return workload(model, batch, loss_fn=loss_fn)
+
+
 WORKLOADS = {
     "in-place and called twice": in_place,
     "roberta": lambda: transformer(
@@ -61,7 +69,7 @@ WORKLOADS = {
         decoder_start_token_id=0,
     ),
     "vit": lambda: transformer("vit", "ViTForImageClassification", batch_size=4, seq_len=1, num_hidden_layers=3),
-    "u-net": lambda: example("unet.py:build", 4),
+    "u-net": small_unet,
     "sequential": lambda: example("sequential.py:build", 512),
     "convolutions with batch norm": lambda: example("convnet.py:build", 4),
 }

@@ -1,0 +1,120 @@
+"""The best plan that holds on the card, and what to say when there is none.
+
+The search promises bytes of tensors; the allocator needs some more. So choose, certify, and where the certificate does
+not fit, choose again with less. A frozen prefix is the last resort: only if nothing else fits, as short as possible.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from planner.decisions import KINDS, Fidelity, Freeze, Optimizer, Precision
+from planner.options import Offer, Rules, frozen_offer, offer, prefixes
+from planner.plan_file import NextStep, Shortfall
+from planner.search.threshold import first_true
+from planner.step_graph import Category
+from planner.trials import Certified, Trials
+
+_ATTEMPTS = 8
+"""Rounds of choosing and certifying until the allocator's slack is paid for."""
+_SMALLEST_STEP_BYTES = 1 << 20
+
+
+def best(trials: Trials, offered: Offer, rules: Rules) -> Certified | None:
+    """The fastest certified plan among what is offered; None if nothing fits."""
+    if not rules.force(Freeze):
+        found = fastest(trials, offered, rules)
+        if found is not None or not rules.allow(Freeze):
+            return found
+    candidates = _prefixes(trials)
+
+    def suffices(number: int) -> bool:
+        chooser = trials.chooser(frozen_offer(offered, candidates[number]), rules)
+        return chooser.fastest(trials.budget_bytes) is not None
+
+    guess = 0 if rules.force(Freeze) else _guessed_prefix(trials, candidates, offered, rules)
+    for frozen in candidates[first_true(len(candidates), suffices, guess=guess) :]:
+        if (found := fastest(trials, frozen_offer(offered, frozen), rules)) is not None:
+            return found  # the first, unless the allocator's slack asks for more
+    return None
+
+
+def fastest(trials: Trials, offered: Offer, rules: Rules) -> Certified | None:
+    """Choose, certify, and choose again with less where the allocator's slack did not fit."""
+    chooser, budget_bytes = trials.chooser(offered, rules), trials.budget_bytes
+    for _ in range(_ATTEMPTS):
+        choice = chooser.fastest(budget_bytes)
+        if choice is None:
+            return None
+        certified = trials.certify(choice)
+        if certified.measured.fits:
+            return certified
+        short_bytes = trials.needed_bytes(certified) - trials.vram_bytes
+        budget_bytes = min(budget_bytes, choice.peak_bytes) - max(short_bytes, _SMALLEST_STEP_BYTES)
+    return None
+
+
+def smallest(trials: Trials, offered: Offer, rules: Rules) -> Certified:
+    """The certified plan with the smallest promised peak."""
+    return trials.certify(trials.chooser(offered, rules).smallest())
+
+
+def shortfall(trials: Trials, smallest: Certified, next_step: NextStep | None) -> Shortfall:
+    """By how much the smallest plan misses the budget, and what binds there."""
+    parts = {
+        category: size for category, size in smallest.measured.footprint.breakdown.items() if category != Category.SLACK
+    }
+    binding = max(parts, key=lambda category: parts[category])
+    return Shortfall(
+        missing_bytes=max(trials.needed_bytes(smallest) - trials.vram_bytes, 1),
+        binding=str(binding),
+        binding_bytes=parts[binding],
+        next_step=next_step,
+    )
+
+
+def next_step(trials: Trials, rules: Rules) -> NextStep | None:
+    """The cheapest single relaxation of the rules under which something fits: a technique allowed, or less fidelity."""
+    found: list[NextStep] = []
+    for words, relaxed in _relaxations(rules):
+        if found and relaxed.fidelity > rules.fidelity + 1:
+            break  # what is less faithful still is not asked for where something nearer fits
+        certified = best(trials, offer(trials.work, trials.card, relaxed), relaxed)
+        if certified is not None:
+            footprint, before = certified.measured.footprint, trials.baseline.measured.footprint
+            found.append(
+                NextStep(
+                    relax=words,
+                    decisions=certified.choice.decisions,
+                    total_bytes=footprint.total_bytes,
+                    slowdown=footprint.step_ns / max(before.step_ns, 1),
+                )
+            )
+    return min(found, key=lambda step: step.slowdown, default=None)
+
+
+def _relaxations(rules: Rules) -> Iterator[tuple[str, Rules]]:
+    for kind in KINDS.values():
+        if kind.kind in rules.forbidden and kind.fidelity <= rules.fidelity:
+            forbidden = tuple(name for name in rules.forbidden if name != kind.kind)
+            yield f"allow {kind.kind}", dataclasses.replace(rules, forbidden=forbidden)
+    for fidelity in Fidelity:
+        if fidelity > rules.fidelity:
+            yield f"--fidelity {fidelity.name.lower()}", dataclasses.replace(rules, fidelity=fidelity)
+
+
+def _prefixes(trials: Trials) -> tuple[Freeze, ...]:
+    starts = [(call.module, call.start) for call in trials.baseline.graph.calls]
+    modules = trials.work.model.named_modules()
+    owners = [name for name, module in modules if any(True for _ in module.parameters(recurse=False))]
+    return prefixes(starts, owners)
+
+
+def _guessed_prefix(trials: Trials, candidates: tuple[Freeze, ...], offered: Offer, rules: Rules) -> int:
+    """The prefix that suffices if freezing spared nothing but gradients and optimizer state."""
+    chosen = trials.chooser(offered, rules).smallest()
+    outer = tuple(decision for decision in chosen.decisions if isinstance(decision, (Precision, Optimizer)))
+    missing = chosen.peak_bytes - trials.budget_bytes
+    spared = [trials.floor_bytes(outer) - trials.floor_bytes((frozen, *outer)) for frozen in candidates]
+    return next((number for number, size in enumerate(spared) if size >= missing), len(candidates))

@@ -1,0 +1,133 @@
+"""What one planning has tried: the baseline, recordings and cases, and certified choices. Each is made once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import torch
+
+from planner import cost
+from planner.cases import Cases, optimizer_ns
+from planner.child import Child
+from planner.choose import Bounds, Choice, Chooser
+from planner.decisions import Checkpoint, Decision, Freeze, micro_batches_of
+from planner.footprint import Measured, measure, smallest_capacity_bytes, with_workspaces
+from planner.options import Offer, Rules, floor_bytes
+from planner.recordings import Recordings
+from planner.step_graph import Phase, StepGraph
+from planner.workload import Workload
+from profiles.device import DeviceProfile
+
+_FIRST_SLACK = 0.01
+"""Share of the budget that is left to the allocator at first."""
+
+StartWhatIf = Callable[[tuple[Decision, ...], tuple[int, ...]], Child]
+"""Begin a what-if rehearsal of one primed step, rewritten by decisions, with these micro-batch sizes."""
+Certify = Callable[[tuple[Decision, ...]], StepGraph]
+"""Rehearse two full steps, rewritten by decisions."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Certified:
+    """A choice whose rewritten step was rehearsed."""
+
+    choice: Choice
+    graph: StepGraph
+    measured: Measured
+
+
+class Trials:
+    """Everything that is known while one workload is planned for one card and budget."""
+
+    def __init__(
+        self,
+        work: Workload,
+        card: DeviceProfile,
+        *,
+        vram_bytes: int | None,
+        start_what_if: StartWhatIf,
+        certify: Certify,
+    ) -> None:
+        self.work, self.card, self.vram_bytes = work, card, vram_bytes
+        self._certify = certify
+        self._recordings = Recordings(start_what_if, self._with_workspaces)
+        self._cases = Cases(self._recordings, card)
+        self._choosers: list[Chooser] = []
+        self._floors: dict[tuple[Decision, ...], int] = {}
+
+    def expect(self, offered: Offer) -> None:
+        """Begin the recording that is most likely needed first."""
+        self._cases.prefetch((*offered.precisions[-1], *offered.optimizers[0]), offered.splits[:1])
+
+    def close(self) -> None:
+        """Wait for recordings that nobody asked for."""
+        self._recordings.close()
+
+    @functools.cached_property
+    def baseline(self) -> Certified:
+        """The step as it is."""
+        graph = self._certify(())
+        measured = measure(graph, self.card, vram_bytes=self.vram_bytes, micro_batches=1)
+        step_ns, peak_bytes = measured.footprint.step_ns, measured.curve_bytes
+        choice = Choice(decisions=(), peak_bytes=peak_bytes, step_ns=step_ns, status="not needed", gap=0.0)
+        return Certified(choice=choice, graph=graph, measured=measured)
+
+    def certify(self, choice: Choice) -> Certified:
+        """Rehearse the step that the choice rewrites to."""
+        if not choice.decisions:
+            return dataclasses.replace(self.baseline, choice=choice)
+        graph = self._certify(choice.decisions)
+        count = micro_batches_of(choice.decisions)
+        measured = measure(graph, self.card, vram_bytes=self.vram_bytes, micro_batches=count)
+        return Certified(choice=choice, graph=graph, measured=measured)
+
+    def chooser(self, offered: Offer, rules: Rules) -> Chooser:
+        """A chooser among what is offered."""
+        frozen = any(isinstance(decision, Freeze) for decision in offered.precisions[0])
+        graph = self.baseline.graph
+        times = cost.op_times_ns(graph, self.card, 1)
+        forward_ns = sum(ns for op, ns in zip(graph.ops, times, strict=True) if op.phase is Phase.FORWARD)
+        bounds = Bounds(
+            step_ns=forward_ns if frozen else sum(times),
+            optimizer_ns=0 if frozen else optimizer_ns(graph, times),
+            floor_bytes=self.floor_bytes,
+        )
+        self._choosers.append(Chooser(offered, self._cases, bounds, force_checkpoint=rules.force(Checkpoint)))
+        return self._choosers[-1]
+
+    @property
+    def budget_bytes(self) -> int:
+        """For tensors: what the context leaves of the budget, less a first guess of the allocator's slack."""
+        capacity = self.vram_bytes - self.card.context_bytes
+        return capacity - (round(capacity * _FIRST_SLACK) if self.card.allocator else 0)
+
+    def needed_bytes(self, certified: Certified) -> int:
+        """The smallest total in which a certified step gets through."""
+        return smallest_capacity_bytes(certified.graph, self.card)
+
+    def floor_bytes(self, outer: tuple[Decision, ...]) -> int:
+        """Bytes that no plan with this outer choice goes below."""
+        if outer not in self._floors:
+            self._floors[outer] = floor_bytes(self.work, self._optimizer_peak_bytes, outer)
+        return self._floors[outer]
+
+    @property
+    def solve_seconds(self) -> float:
+        return sum(chooser.solve_seconds for chooser in self._choosers)
+
+    @property
+    def undecided(self) -> int:
+        """Programs that hit their time limit without an answer."""
+        return sum(chooser.undecided for chooser in self._choosers)
+
+    @functools.cached_property
+    def _optimizer_peak_bytes(self) -> int:
+        """Largest number of bytes alive while the baseline's optimizer steps."""
+        graph = self.baseline.graph
+        ticks = [op.tick + 1 for op in graph.ops if op.phase is Phase.OPTIMIZER]
+        return int(graph.live_bytes()[ticks].max()) if ticks else 0
+
+    def _with_workspaces(self, graph: StepGraph) -> StepGraph:
+        return with_workspaces(graph, self.card.cublas_workspace_bytes(torch.__version__))
