@@ -6,7 +6,7 @@ import functools
 
 from planner import cost
 from planner.decisions import Checkpoint, Decision
-from planner.footprint import granularity_bytes
+from planner.footprint import granularity_bytes, with_whole_batch
 from planner.options import Split
 from planner.recordings import Recordings
 from planner.search import milp
@@ -75,8 +75,8 @@ class Case:
 class Cases:
     """All cases of one planning, each made once."""
 
-    def __init__(self, recordings: Recordings, card: DeviceProfile) -> None:
-        self._recordings, self._card = recordings, card
+    def __init__(self, recordings: Recordings, card: DeviceProfile, *, batch_bytes: int) -> None:
+        self._recordings, self._card, self._batch_bytes = recordings, card, batch_bytes
         self._made: dict[tuple[tuple[Decision, ...], Split], Case] = {}
 
     def prefetch(self, outer: tuple[Decision, ...], splits: tuple[Split, ...]) -> None:
@@ -86,7 +86,8 @@ class Cases:
     def of(self, outer: tuple[Decision, ...], split: Split) -> Case:
         key = (outer, split)
         if key not in self._made:
-            self._made[key] = Case(outer, split, self._recordings.of(outer, split), self._card)
+            graph = with_whole_batch(self._recordings.of(outer, split), self._batch_bytes)
+            self._made[key] = Case(outer, split, graph, self._card)
         return self._made[key]
 
     def known(self, outer: tuple[Decision, ...], split: Split) -> Case | None:

@@ -41,6 +41,12 @@ class Child:
             _serve(function, writer)
         os.close(writer)
 
+    def end(self) -> None:
+        """Stop the child; its answer is not wanted any more."""
+        os.kill(self._pid, signal.SIGKILL)
+        os.close(self._reader)
+        os.waitpid(self._pid, 0)
+
     def result(self) -> Any:
         """The value of `function()`. A `PlannerError` it raised is raised here, another as `RehearsalProcessError`."""
         with os.fdopen(self._reader, "rb") as pipe:
@@ -71,11 +77,10 @@ def _serve(function: Callable[[], Any], writer: int) -> None:
         except PlannerError as error:
             answer = ("error", error)
         except Exception as error:
-            text = "".join(traceback.format_exception(error))
-            answer = (
-                "error",
-                RehearsalProcessError(f"the rehearsal failed with {type(error).__name__}: {error}\n{text}"),
-            )
+            first_line = next(iter(str(error).strip().splitlines()), "no message")
+            failed = RehearsalProcessError(f"the rehearsal failed with {type(error).__name__}: {first_line}")
+            failed.add_note("".join(traceback.format_exception(error)))
+            answer = ("error", failed)
         with os.fdopen(writer, "wb") as pipe:
             pickle.dump(answer, pipe, protocol=pickle.HIGHEST_PROTOCOL)
         code = 0

@@ -6,6 +6,7 @@ or solved. Plans whose times are within `TIE` count as equally fast; among them 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 from planner.cases import Case, Cases
 from planner.decisions import Decision, Optimizer, Precision
+from planner.errors import PlannerError
 from planner.options import Offer
 from planner.search import milp
 from planner.search.problem import Selection
@@ -57,6 +59,8 @@ class Chooser:
         self._offer, self._cases, self._bounds = offer, cases, bounds
         self._force_checkpoint = force_checkpoint
         self.solve_seconds = 0.0
+        self.dropped: dict[tuple[Decision, ...], PlannerError] = {}
+        """Outer choices that could not be rehearsed, and why."""
         self.undecided = 0
         """Programs that hit their time limit without an answer."""
 
@@ -66,7 +70,8 @@ class Chooser:
         for outer in self._outer_choices():
             limit_ns = self._limit_ns(outer, found)
             if self._bounds.floor_bytes(outer) <= budget_bytes and self._bound_ns(outer) < limit_ns:
-                found += self._fastest_of(outer, budget_bytes, limit_ns)
+                with self._dropping(outer):
+                    found += self._fastest_of(outer, budget_bytes, limit_ns)
         if not found:
             return None
         quickest = min(choice.step_ns for choice in found)
@@ -75,20 +80,29 @@ class Chooser:
     def smallest(self) -> Choice:
         """The choice with the smallest promised peak; cases that cannot be smaller than the best are not solved."""
         outers = sorted(self._outer_choices(), key=self._bounds.floor_bytes)
-        best: Choice | None = None
         for outer in outers[:2]:  # both will be needed, and there are two cores at least
             self._cases.prefetch(outer, self._offer.splits)
+        found: list[Choice] = []
         for outer in outers:
-            if best is not None and self._bounds.floor_bytes(outer) >= best.peak_bytes:
-                continue
             for split in dict.fromkeys((self._offer.splits[-1], self._offer.splits[0])):
-                case = self._cases.of(outer, split)
-                if best is None or case.floor_bytes < best.peak_bytes:
-                    found = self._smallest_of(case)
-                    best = min(
-                        (best, found) if best else (found,), key=lambda choice: (choice.peak_bytes, choice.step_ns)
-                    )
-        return best
+                smallest_bytes = min((choice.peak_bytes for choice in found), default=math.inf)
+                if self._bounds.floor_bytes(outer) >= smallest_bytes:
+                    continue
+                with self._dropping(outer):
+                    case = self._cases.of(outer, split)
+                    if case.floor_bytes < smallest_bytes:
+                        found.append(self._smallest_of(case))
+        if not found:
+            raise next(iter(self.dropped.values()))
+        return min(found, key=lambda choice: (choice.peak_bytes, choice.step_ns))
+
+    @contextlib.contextmanager
+    def _dropping(self, outer: tuple[Decision, ...]) -> Iterator[None]:
+        """An outer choice under which the step cannot be rehearsed is left out, with the reason."""
+        try:
+            yield
+        except PlannerError as error:
+            self.dropped[outer] = error
 
     # ---- outer choices ------------------------------------------------------------------------------------------
 

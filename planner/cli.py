@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import json
 import logging
+import os
 import pathlib
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from rich.console import Console
@@ -36,13 +39,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = sys.stdout
     try:
         options = _parser().parse_args(given)
-        with contextlib.redirect_stdout(sys.stderr):  # what a model prints is not our answer
+        with _standard_output_to_error():  # what a model prints is not our answer
             made = _plan(options)
             _write(made, options)
     except PlannerError as error:
         return _refuse(error, as_json="--json" in given, out=out)
     except KeyboardInterrupt:
         return _refuse(PlannerError("interrupted"), as_json="--json" in given, out=out)
+    except SystemExit as error:
+        if error.code in (0, None) and "--json" not in given:  # --help
+            raise
+        message = f"the model's code called sys.exit({error.code!r}): give a function that only builds the model"
+        return _refuse(WorkloadError(message), as_json="--json" in given, out=out)
+    except Exception as error:
+        traceback.print_exc()
+        message = (
+            f"{type(error).__name__}: {error}; this is a fault of the planner, please report it with the text above"
+        )
+        return _refuse(PlannerError(" ".join(message.split())), as_json="--json" in given, out=out)
     if options.json:
         print(json.dumps(made.to_json(), indent=2), file=out)
     else:
@@ -71,8 +85,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--vram", metavar="SIZE", help="budget for the whole process, such as 6GiB; without it: only rehearse"
     )
-    parser.add_argument("--batch-size", type=_positive, metavar="N", help="samples in one optimizer step")
-    parser.add_argument("--seq-len", type=_positive, metavar="N", help="tokens in a sample")
+    parser.add_argument("--batch-size", type=_positive, metavar="N", help="samples in one optimizer step (a config: 1)")
+    parser.add_argument(
+        "--seq-len", type=_positive, metavar="N", help="tokens in a sample (a config: 512, or what the model takes)"
+    )
     parser.add_argument(
         "--optimizer", default=None, metavar="NAME", help="adamw (default), adam, sgd, sgd-momentum, ..."
     )
@@ -85,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     kinds = ", ".join(KINDS)
     parser.add_argument("--force", action="append", default=[], metavar="NAME", help=f"must be used: {kinds}")
     parser.add_argument("--forbid", action="append", default=[], metavar="NAME", help="must not be used")
+    parser.add_argument("--version", action="version", version=f"plan {_version()}")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output, also for an error")
     parser.add_argument("--save", type=pathlib.Path, metavar="plan.json", help="save the plan")
     parser.add_argument(
@@ -92,6 +109,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--report", type=pathlib.Path, metavar="report.html", help="write the report as a page")
     return parser
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("torch-planner")
+    except importlib.metadata.PackageNotFoundError:
+        return "(run from its sources, not installed)"
 
 
 def _positive(text: str) -> int:
@@ -113,6 +137,12 @@ def _plan(options: argparse.Namespace) -> Plan:
 
     saved = _saved_plan(options.model)
     if saved is not None:
+        for name in ("batch_size", "seq_len", "optimizer", "fidelity", "force", "forbid"):
+            if getattr(options, name):
+                option = f"--{name.replace('_', '-')}"
+                raise WorkloadError(
+                    f"{option} does not go with a saved plan, which says it already: plan the model anew"
+                )
         return pipeline.replan(saved, vram=options.vram, gpu=options.gpu)
     rules = Rules(
         fidelity=Fidelity.parse(options.fidelity or "rounded"),
@@ -197,7 +227,21 @@ def _write(made: Plan, options: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def _working(what: str):
+def _standard_output_to_error() -> Iterator[None]:
+    """Python's standard output and that of subprocesses and C code go to standard error meanwhile."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@contextlib.contextmanager
+def _working(what: str) -> Iterator[None]:
     """A moving line on standard error while something takes time; nothing where nobody watches."""
     console = Console(stderr=True)
     if not console.is_terminal:

@@ -26,7 +26,7 @@ class Fidelity(enum.IntEnum):
     @classmethod
     def parse(cls, text: str) -> Fidelity:
         try:
-            return cls[text.upper()]
+            return cls[str(text).upper()]
         except KeyError:
             names = ", ".join(member.name.lower() for member in cls)
             raise DecisionError(f"fidelity '{text}' is unknown: choose one of {names}") from None
@@ -56,7 +56,7 @@ class Freeze(Decision):
     modules: tuple[str, ...]
 
     def describe(self) -> str:
-        return f"freeze {len(self.modules)} modules: {_listing(self.modules)}"
+        return f"freeze {_counted(len(self.modules), 'module')}: {_listing(self.modules)}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,14 +103,15 @@ class Accumulation(Decision):
     micro_batches: int
 
     def __post_init__(self) -> None:
-        if self.micro_batch_size < 1 or self.micro_batches < 2:
+        whole = type(self.micro_batch_size) is int and type(self.micro_batches) is int
+        if not whole or self.micro_batch_size < 1 or self.micro_batches < 2:
             raise DecisionError(
                 f"accumulation over {self.micro_batches} micro-batches of {self.micro_batch_size} samples: "
                 "needs at least 2 micro-batches of at least 1 sample"
             )
 
     def describe(self) -> str:
-        return f"{self.micro_batches} micro-batches of {self.micro_batch_size} samples"
+        return f"{self.micro_batches} micro-batches of {_counted(self.micro_batch_size, 'sample')}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,7 +127,7 @@ class Checkpoint(Decision):
             raise DecisionError("checkpoint without modules: leave the decision out")
 
     def describe(self) -> str:
-        return f"recompute {len(self.modules)} modules in backward: {_listing(self.modules)}"
+        return f"recompute {_counted(len(self.modules), 'module')} in backward: {_listing(self.modules)}"
 
 
 KINDS: dict[str, type[Decision]] = {
@@ -150,6 +151,10 @@ def decision_from_json(data: dict[str, object]) -> Decision:
 def micro_batches_of(decisions: tuple[Decision, ...]) -> int:
     """Into how many micro-batches these decisions split the batch."""
     return next((decision.micro_batches for decision in decisions if isinstance(decision, Accumulation)), 1)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _listing(names: tuple[str, ...], most: int = 6) -> str:

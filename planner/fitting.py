@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from planner.decisions import KINDS, Fidelity, Freeze, Optimizer, Precision
-from planner.options import Offer, Rules, frozen_offer, offer, prefixes
+from planner.options import Offer, Rules, frozen_offer, prefixes
 from planner.plan_file import NextStep, Shortfall
 from planner.search.threshold import first_true
 from planner.step_graph import Category
@@ -18,7 +18,8 @@ from planner.trials import Certified, Trials
 
 _ATTEMPTS = 8
 """Rounds of choosing and certifying until the allocator's slack is paid for."""
-_SMALLEST_STEP_BYTES = 1 << 20
+_FINEST_STEP = 512
+"""The budget for tensors goes down by at least its share of one in this, and by twice as much each round."""
 
 
 def best(trials: Trials, offered: Offer, rules: Rules) -> Certified | None:
@@ -43,7 +44,7 @@ def best(trials: Trials, offered: Offer, rules: Rules) -> Certified | None:
 def fastest(trials: Trials, offered: Offer, rules: Rules) -> Certified | None:
     """Choose, certify, and choose again with less where the allocator's slack did not fit."""
     chooser, budget_bytes = trials.chooser(offered, rules), trials.budget_bytes
-    for _ in range(_ATTEMPTS):
+    for attempt in range(_ATTEMPTS):
         choice = chooser.fastest(budget_bytes)
         if choice is None:
             return None
@@ -51,23 +52,28 @@ def fastest(trials: Trials, offered: Offer, rules: Rules) -> Certified | None:
         if certified.measured.fits:
             return certified
         short_bytes = trials.needed_bytes(certified) - trials.vram_bytes
-        budget_bytes = min(budget_bytes, choice.peak_bytes) - max(short_bytes, _SMALLEST_STEP_BYTES)
+        step_bytes = trials.budget_bytes * 2**attempt // _FINEST_STEP
+        budget_bytes = min(budget_bytes, choice.peak_bytes) - max(short_bytes, step_bytes)
     return None
 
 
 def smallest(trials: Trials, offered: Offer, rules: Rules) -> Certified:
-    """The certified plan with the smallest promised peak."""
-    return trials.certify(trials.chooser(offered, rules).smallest())
+    """The certified plan with the smallest promised peak, under the smallest budget in which it gets through."""
+    found = trials.certify(trials.chooser(offered, rules).smallest())
+    return found if found.measured.fits else trials.tightly(found)
 
 
 def shortfall(trials: Trials, smallest: Certified, next_step: NextStep | None) -> Shortfall:
-    """By how much the smallest plan misses the budget, and what binds there."""
+    """By how much the smallest plan misses the budget, and what binds there.
+
+    Its footprint is measured under the smallest budget in which it gets through, where the allocator frees its cache.
+    """
     parts = {
         category: size for category, size in smallest.measured.footprint.breakdown.items() if category != Category.SLACK
     }
     binding = max(parts, key=lambda category: parts[category])
     return Shortfall(
-        missing_bytes=max(trials.needed_bytes(smallest) - trials.vram_bytes, 1),
+        missing_bytes=smallest.measured.footprint.total_bytes - trials.vram_bytes,
         binding=str(binding),
         binding_bytes=parts[binding],
         next_step=next_step,
@@ -80,7 +86,7 @@ def next_step(trials: Trials, rules: Rules) -> NextStep | None:
     for words, relaxed in _relaxations(rules):
         if found and relaxed.fidelity > rules.fidelity + 1:
             break  # what is less faithful still is not asked for where something nearer fits
-        certified = best(trials, offer(trials.work, trials.card, relaxed), relaxed)
+        certified = best(trials, trials.offer(relaxed), relaxed)
         if certified is not None:
             footprint, before = certified.measured.footprint, trials.baseline.measured.footprint
             found.append(

@@ -40,6 +40,15 @@ def with_workspaces(graph: StepGraph, workspace_bytes: int) -> StepGraph:
     return dataclasses.replace(graph, storages=storages)
 
 
+def with_whole_batch(graph: StepGraph, batch_bytes: int) -> StepGraph:
+    """Add the samples that were not rehearsed: the step is given the whole batch, and it stays on the card."""
+    present = sum(storage.size_bytes for storage in graph.storages if storage.category is Category.INPUT)
+    if present >= batch_bytes:
+        return graph
+    rest = Storage(size_bytes=batch_bytes - present, lives=[(0, graph.ticks)], category=Category.INPUT, op=None)
+    return dataclasses.replace(graph, storages=[*graph.storages, rest])
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
     """A footprint, and whether the step got through under the cap."""

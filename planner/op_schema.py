@@ -33,13 +33,35 @@ class OpTraits:
         return [args[position] if position < len(args) else kwargs.get(name) for position, name in self.written]
 
 
+_RUNNING_STATISTICS = {
+    "aten::native_batch_norm": ("running_mean", "running_var"),
+    "aten::cudnn_batch_norm": ("running_mean", "running_var"),
+    "aten::miopen_batch_norm": ("running_mean", "running_var"),
+}
+"""Arguments that these ops write in training mode although their schema does not say so."""
+
+
+def uses_batch_statistics(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
+    """Whether the op normalises over samples, so that a part of a batch gives other results than the batch."""
+    if "batch_norm" not in op._schema.name or "backward" in op._schema.name:
+        return False
+    names = [argument.name for argument in op._schema.arguments]
+    training = next((name for name in ("training", "train") if name in names), None)
+    if training is None:
+        return False
+    position = names.index(training)
+    in_training = args[position] if position < len(args) else kwargs.get(training, False)
+    return bool(in_training) and args[0].shape[0] > 1
+
+
 @functools.cache
 def traits_of(op: torch._ops.OpOverload) -> OpTraits:
     schema = op._schema
     written = tuple(
         (position, argument.name)
         for position, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        or argument.name in _RUNNING_STATISTICS.get(schema.name, ())
     )
     aliases = any(result.alias_info is not None for result in schema.returns)
     return OpTraits(is_view=aliases and not written, written=written)

@@ -70,8 +70,11 @@ class Offer:
     notes: tuple[str, ...]
 
 
-def offer(work: Workload, card: DeviceProfile, rules: Rules) -> Offer:
+def offer(work: Workload, card: DeviceProfile, rules: Rules, *, batch_statistics: tuple[str, ...]) -> Offer:
     """List the outer choices that the user allows and the workload and card permit.
+
+    Args:
+        batch_statistics: modules that normalise over the batch, as recorded.
 
     Raises:
         DecisionError: something is forced that this workload or card cannot do.
@@ -80,7 +83,7 @@ def offer(work: Workload, card: DeviceProfile, rules: Rules) -> Offer:
     return Offer(
         precisions=_precisions(work, card, rules, notes),
         optimizers=_optimizers(work, rules, notes),
-        splits=_splits(work, rules, notes),
+        splits=_splits(work, rules, batch_statistics, notes),
         checkpoint=rules.allow(Checkpoint),
         notes=tuple(notes),
     )
@@ -129,24 +132,37 @@ def _precisions(
 
 
 def _optimizers(work: Workload, rules: Rules, notes: list[str]) -> tuple[tuple[Decision, ...], ...]:
-    why_not = None
-    if not _is_adam(work):
-        why_not = f"the optimizer is {optimizer_name(work.optimizer)}, and only Adam and AdamW have an 8-bit twin here"
-    elif importlib.util.find_spec("bitsandbytes") is None:
-        why_not = "bitsandbytes is not installed"
-        if rules.allow(Optimizer):
-            notes.append("no 8-bit optimizer state: bitsandbytes is not installed (pip install bitsandbytes)")
+    why_not = _why_no_eight_bit(work)
+    if why_not and rules.allow(Optimizer):
+        notes.append(f"no 8-bit optimizer state: {why_not}")
     return _choices(rules, Optimizer, None if why_not else (Optimizer(),), why_not)
 
 
-def _is_adam(work: Workload) -> bool:
-    return work.optimizer in _ADAM_NAMES or isinstance(work.optimizer, (torch.optim.Adam, torch.optim.AdamW))
+def _why_no_eight_bit(work: Workload) -> str | None:
+    """What keeps bitsandbytes' AdamW from taking the optimizer's place; None if nothing does."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return "bitsandbytes is not installed (pip install bitsandbytes)"
+    if any(p.dtype == torch.float64 for p in work.model.parameters() if p.requires_grad):
+        return "trained parameters are float64"
+    optimizer = work.optimizer
+    if isinstance(optimizer, str):
+        return None if optimizer in _ADAM_NAMES else f"{optimizer} has no 8-bit twin here"
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return f"{optimizer_name(optimizer)} has no 8-bit twin here"
+    if optimizer.state:
+        return "the optimizer holds state already"
+    for group in optimizer.param_groups:
+        if group["amsgrad"] or group["maximize"]:
+            return "it has neither amsgrad nor maximize"
+        if type(optimizer) is torch.optim.Adam and group["weight_decay"]:
+            return "Adam's weight decay is not AdamW's"
+    return None
 
 
-def _splits(work: Workload, rules: Rules, notes: list[str]) -> tuple[Split, ...]:
+def _splits(work: Workload, rules: Rules, batch_statistics: tuple[str, ...], notes: list[str]) -> tuple[Split, ...]:
     why_not = None
-    if norms := _batch_norms(work.model):
-        why_not = f"'{norms[0]}' normalises over the micro-batch, so that parts of a batch are not the batch"
+    if batch_statistics:
+        why_not = f"'{batch_statistics[0]}' normalises over the micro-batch, so that parts of a batch are not the batch"
     elif work.batch_size < 2:
         why_not = "the batch is a single sample"
     single, several = Split(micro_batches=1, size=work.batch_size), tuple(splits_of(work.batch_size))
@@ -187,15 +203,6 @@ def splits_of(batch_size: int) -> Iterator[Split]:
         if size not in sizes_seen:
             sizes_seen.add(size)
             yield Split(micro_batches=-(-batch_size // size), size=size)
-
-
-def _batch_norms(model: torch.nn.Module) -> Sequence[str]:
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
-        and (module.training or not module.track_running_stats)
-    ]
 
 
 def prefixes(module_starts: Sequence[tuple[str, int]], owners: Sequence[str]) -> tuple[Freeze, ...]:

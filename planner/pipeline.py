@@ -20,10 +20,10 @@ from planner import fitting
 from planner.calling import LossFn
 from planner.cards import GENERIC, resolve_card
 from planner.choose import Choice
-from planner.decisions import Fidelity
-from planner.errors import PlanFileError
+from planner.decisions import Accumulation, Fidelity
+from planner.errors import PlanFileError, SizeError
 from planner.fx_graph import to_fx
-from planner.options import Rules, offer
+from planner.options import Rules
 from planner.plan_file import Plan, Shortfall, SolverFacts
 from planner.references import load_workload
 from planner.sizes import format_size, parse_size
@@ -46,10 +46,14 @@ def plan_live_model(
     forbid: Sequence[str],
 ) -> Plan:
     """`planner.plan`."""
-    rules = Rules(fidelity=Fidelity.parse(fidelity), forced=tuple(force), forbidden=tuple(forbid))
+    rules = Rules(fidelity=Fidelity.parse(fidelity), forced=_names(force), forbidden=_names(forbid))
     work = workload(model, batch, loss_fn=loss_fn, optimizer=optimizer)
     card, vram_bytes = card_and_budget(gpu, vram)
     return plan_workload(work, card, vram_bytes=vram_bytes, rules=rules)
+
+
+def _names(given: str | Sequence[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def record_live_model(
@@ -62,10 +66,19 @@ def record_live_model(
 
 def card_and_budget(gpu: str | None, vram: str | int | None) -> tuple[DeviceProfile, int | None]:
     """The card, and the budget in bytes; '80%' is of the card named or at hand."""
-    relative = isinstance(vram, str) and vram.strip().endswith("%")
+    if isinstance(vram, int):
+        if vram <= 0:
+            raise SizeError(
+                f"budget of {vram} bytes is nothing: give a number of bytes above zero, or a text such as 6GiB"
+            )
+        return resolve_card(gpu, vram), vram
+    relative = vram is not None and vram.strip().endswith("%")
     size = None if vram is None or relative else parse_size(vram, device_bytes=None)
     card = resolve_card(gpu, size)
-    return card, parse_size(vram, device_bytes=card.vram_bytes) if relative else size
+    if not relative:
+        return card, size
+    has_a_size = card.allocator and card.name != GENERIC
+    return card, parse_size(vram, device_bytes=card.vram_bytes if has_a_size else None)
 
 
 def plan_workload(work: Workload, card: DeviceProfile, *, vram_bytes: int | None, rules: Rules) -> Plan:
@@ -75,19 +88,20 @@ def plan_workload(work: Workload, card: DeviceProfile, *, vram_bytes: int | None
     is the smallest one, with what is missing and the cheapest relaxation that would help.
     """
     began = time.perf_counter()
-    trials = _trials(work, card, vram_bytes)
+    usable_bytes, about_card = _within_card(card, vram_bytes)
+    trials = _trials(work, card, usable_bytes)
     if vram_bytes is None:
-        return _plan(trials, trials.baseline, rules, shortfall=None, notes=(), began=began)
-    offered = offer(work, card, rules)
-    notes = (*_about_budget(card, vram_bytes), *offered.notes)
+        return _plan(trials, trials.baseline, rules, vram_bytes, shortfall=None, notes=(), began=began)
     try:
-        trials.expect(offered)
+        trials.expect(rules)
+        offered = trials.offer(rules)
+        notes = (*about_card, *offered.notes)
         found, short = fitting.best(trials, offered, rules), None
         if found is None:
             found = fitting.smallest(trials, offered, rules)
             if not found.measured.fits:
                 short = fitting.shortfall(trials, found, fitting.next_step(trials, rules))
-        return _plan(trials, found, rules, shortfall=short, notes=notes, began=began)
+        return _plan(trials, found, rules, vram_bytes, shortfall=short, notes=notes, began=began)
     finally:
         trials.close()
 
@@ -115,14 +129,20 @@ def replan(saved: Plan, *, vram: str | None, gpu: str | None) -> Plan:
         card, vram_bytes = resolve_card(gpu or saved.card, saved.vram_bytes), saved.vram_bytes
     else:
         card, vram_bytes = card_and_budget(gpu or saved.card, vram)
+    for split in (decision for decision in saved.decisions if isinstance(decision, Accumulation)):
+        if split.micro_batches != -(-work.batch_size // split.micro_batch_size):
+            raise PlanFileError(f"the plan splits a batch of {work.batch_size} into {split.describe()}: make it again")
     began = time.perf_counter()
     rules = Rules(fidelity=Fidelity.parse(saved.fidelity), forced=saved.forced, forbidden=saved.forbidden)
-    trials = _trials(work, card, vram_bytes)
+    usable_bytes, notes = _within_card(card, vram_bytes)
+    trials = _trials(work, card, usable_bytes)
     found = trials.certify(Choice(decisions=saved.decisions, peak_bytes=0, step_ns=0, status="not needed", gap=0.0))
-    promised = dataclasses.replace(found.choice, peak_bytes=found.measured.curve_bytes)
     fits = vram_bytes is None or found.measured.fits
+    found = found if fits else trials.tightly(found)
+    promised = dataclasses.replace(found.choice, peak_bytes=found.measured.curve_bytes)
+    found = dataclasses.replace(found, choice=promised)
     short = None if fits else fitting.shortfall(trials, found, next_step=None)
-    return _plan(trials, dataclasses.replace(found, choice=promised), rules, shortfall=short, notes=(), began=began)
+    return _plan(trials, found, rules, vram_bytes, shortfall=short, notes=notes, began=began)
 
 
 def _trials(work: Workload, card: DeviceProfile, vram_bytes: int | None) -> Trials:
@@ -138,23 +158,33 @@ def _trials(work: Workload, card: DeviceProfile, vram_bytes: int | None) -> Tria
     )
 
 
-def _about_budget(card: DeviceProfile, vram_bytes: int) -> tuple[str, ...]:
-    if vram_bytes <= card.vram_bytes or card.name == GENERIC:
-        return ()
-    return (f"the budget is more than {card.title} offers to torch, {format_size(card.vram_bytes)}",)
+def _within_card(card: DeviceProfile, vram_bytes: int | None) -> tuple[int | None, tuple[str, ...]]:
+    """The budget, at most what a named card has, and a note where that is less."""
+    if vram_bytes is None or vram_bytes <= card.vram_bytes or card.name == GENERIC or not card.allocator:
+        return vram_bytes, ()
+    note = f"{card.title} offers {format_size(card.vram_bytes)} to torch: planned for that, not for the larger budget"
+    return card.vram_bytes, (note,)
 
 
 def _plan(
-    trials: Trials, found: Certified, rules: Rules, *, shortfall: Shortfall | None, notes: tuple[str, ...], began: float
+    trials: Trials,
+    found: Certified,
+    rules: Rules,
+    vram_bytes: int | None,
+    *,
+    shortfall: Shortfall | None,
+    notes: tuple[str, ...],
+    began: float,
 ) -> Plan:
     if trials.undecided:
         notes += (f"{trials.undecided} programs hit their time limit without an answer: a faster plan may exist",)
+    notes += trials.dropped
     return Plan(
         model=trials.work.model_facts(),
         workload=trials.work.facts(),
         card=trials.card.name,
         card_source=trials.card.source,
-        vram_bytes=trials.vram_bytes,
+        vram_bytes=vram_bytes,
         fidelity=rules.fidelity.name.lower(),
         forced=rules.forced,
         forbidden=rules.forbidden,
@@ -171,7 +201,7 @@ def _plan(
             certified_bytes=found.measured.curve_bytes,
         ),
         shortfall=shortfall,
-        notes=(*notes, *found.graph.notes),
+        notes=notes,
         versions=versions(),
         seconds=time.perf_counter() - began,
     )

@@ -173,6 +173,7 @@ class Plan:
                 f"plan has schema_version {found!r}, this version reads {SCHEMA_VERSION}: make the plan again"
             )
         try:
+            _check_types(data)
             shortfall = data["shortfall"]
             return cls(
                 model=ModelFacts(**data["model"]),
@@ -201,7 +202,7 @@ class Plan:
                     )
                 },
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanFileError(f"plan is not complete ({error}): make the plan again") from error
 
     def save(self, path: str | pathlib.Path) -> None:
@@ -228,6 +229,20 @@ def write_text_atomically(path: pathlib.Path, text: str) -> None:
     except OSError as error:
         neighbour.unlink(missing_ok=True)
         raise PlanFileError(f"'{path}' cannot be written: {error.strerror}") from error
+
+
+def _check_types(data: dict) -> None:
+    """The few values that later code relies on; a hand-edited plan may hold anything."""
+    vram, reference = data["vram_bytes"], data["model"]["reference"]
+    if vram is not None and (type(vram) is not int or vram < 0):
+        raise TypeError(f"vram_bytes is {vram!r}, not a number of bytes")
+    if reference is not None and not isinstance(reference, str):
+        raise TypeError(f"model.reference is {reference!r}, not a text")
+    for name in ("card", "fidelity"):
+        if not isinstance(data[name], str):
+            raise TypeError(f"{name} is {data[name]!r}, not a text")
+    if not isinstance(data["workload"]["optimizer"], str):
+        raise TypeError(f"workload.optimizer is {data['workload']['optimizer']!r}, not a text")
 
 
 def _shortfall_from_json(data: dict) -> Shortfall:

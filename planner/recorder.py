@@ -18,6 +18,7 @@ import functools
 import math
 import pathlib
 import sys
+import sysconfig
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -36,11 +37,19 @@ from torch.utils.flop_counter import flop_registry
 from planner import virtual_gpu
 from planner.classify import classify, note_obstacles
 from planner.errors import RehearsalError
-from planner.op_schema import OpTraits, dtype_name, traits_of
+from planner.module_state import changed_state, module_state
+from planner.op_schema import OpTraits, dtype_name, traits_of, uses_batch_statistics
 from planner.step_graph import Call, Category, Op, Phase, Save, StepGraph, Storage
 
 _IGNORED_NAMESPACES = ("prim", "profiler")
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+_RESULT_IN_FULL_STORAGE = {
+    torch.ops.aten.mse_loss.default,
+    torch.ops.aten.smooth_l1_loss.default,
+}
+"""Their mean or sum lies in the storage of the unreduced loss (structured kernels, ATen/native/Loss.cpp)."""
 
 
 class _Ghost:
@@ -84,16 +93,17 @@ class Recorder(TorchDispatchMode):
         self.storages: list[Storage] = []
         self.saves: list[Save] = []
         self.calls: list[Call] = []
-        self.notes: dict[str, None] = {}
         self.step = 0
         self.micro_batch = 0
         self._paused = False
         self._alive: dict[int, tuple[int, int, weakref.ref]] = {}  # storage pointer -> (id, birth, finalizer)
         self._stack: list[tuple[str, int | None]] = []
+        self._states: list[dict[str, object]] = []
         self._in_optimizer = False
         self._seen_backward = False
         self._in_setup = True
         self._op_of_sequence: dict[int, int] = {}
+        self._batch_statistics: dict[str, None] = {}
         self._buffers: dict[int, tuple[str, bool]] = {}
         self._writes: list[tuple[int, int, int | None]] = []  # (tick, storage, call) of in-place writes in forward
 
@@ -156,6 +166,9 @@ class Recorder(TorchDispatchMode):
             raise self._refusal(f"the result of {op} depends on values, and a rehearsal has none") from None
         except UnsupportedOperatorException:
             raise self._refusal(f"{op} has no fake kernel (register one with torch.library.register_fake)") from None
+        if op in _RESULT_IN_FULL_STORAGE and isinstance(out, torch.Tensor) and out.device.type == virtual_gpu.NAME:
+            with self._pause():
+                out = torch.empty_like(args[0]).as_strided(out.shape, out.stride(), 0) if out.dim() == 0 else out
         self._note_op(op, args, kwargs, out, tick)
         return out
 
@@ -192,6 +205,8 @@ class Recorder(TorchDispatchMode):
         record.shapes = tuple(tuple(t.shape) for t in written)
         if traits.writes and phase is Phase.FORWARD:
             self._note_writes(traits, args, kwargs, tick, call)
+        if uses_batch_statistics(op, args, kwargs):
+            self._batch_statistics[module] = None
 
     def _note_writes(self, traits: OpTraits, args, kwargs, tick: int, call: int | None) -> None:
         for target in _tensors(traits.written_arguments(args, kwargs)):
@@ -319,6 +334,8 @@ class Recorder(TorchDispatchMode):
                 self._seen_backward = False
             inputs = {self.storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
             obstacle = None if torch.is_grad_enabled() else "it runs without gradients"
+            if getattr(type(module).forward, "__name__", "") == "_forward_unimplemented":
+                obstacle = "its class has no forward of its own (a container, or compiled)"
             parent = self._stack[-1][1] if self._stack else None
             call = Call(
                 module=name,
@@ -329,6 +346,7 @@ class Recorder(TorchDispatchMode):
                 obstacle=obstacle,
             )
             self._stack.append((name, len(self.calls)))
+            self._states.append(module_state(module))
             self.calls.append(call)
 
         return enter
@@ -337,6 +355,14 @@ class Recorder(TorchDispatchMode):
         _, call = self._stack.pop()
         if call is not None:
             self.calls[call].end = self.next_tick()
+            if (changed := changed_state(self._states.pop(), module_state(module))) is not None:
+                self._note_obstacle(call, f"it changes {changed}")
+
+    def _note_obstacle(self, call: int | None, obstacle: str) -> None:
+        """A second run of this call, or of one that contains it, would not be like the first."""
+        while call is not None:
+            self.calls[call].obstacle = self.calls[call].obstacle or obstacle
+            call = self.calls[call].parent
 
     def _optimizer_starts(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         self._in_optimizer = True
@@ -367,7 +393,7 @@ class Recorder(TorchDispatchMode):
             primed=primed,
             micro_batch_sizes=micro_batch_sizes,
             module_types=self.module_types,
-            notes=tuple(self.notes),
+            batch_statistics=tuple(self._batch_statistics),
         )
         classify(graph)
         return graph
@@ -398,6 +424,7 @@ def _frames() -> Iterator[Any]:
         frame = frame.f_back
 
 
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _NOT_MODEL_CODE = (
     str(pathlib.Path(torch.__file__).parent),
     str(pathlib.Path(__file__).parent),
@@ -409,7 +436,8 @@ _NOT_MODEL_CODE = (
 @functools.cache
 def is_model_code(filename: str) -> bool:
     """Whether a file is neither PyTorch's nor ours, so that a line of it says something to the user."""
-    return not filename.startswith(_NOT_MODEL_CODE)
+    standard = filename.startswith(_STANDARD_LIBRARY) and "-packages" not in filename
+    return not standard and not filename.startswith(_NOT_MODEL_CODE)
 
 
 def _source_line() -> str:

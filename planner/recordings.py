@@ -64,7 +64,7 @@ class Recordings:
         return self._graphs[key]
 
     def close(self) -> None:
-        """Wait for children whose recordings nobody asked for."""
+        """End children whose recordings nobody asked for."""
         for child in self._running.values():
-            child.result()
+            child.end()
         self._running.clear()

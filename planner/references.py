@@ -32,6 +32,8 @@ def load_workload(reference: str, *, batch_size: int | None, seq_len: int | None
     if ":" in reference and not pathlib.Path(reference).exists():
         return _from_callable(reference, batch_size, seq_len, optimizer)
     path = pathlib.Path(reference)
+    if not path.exists() and (path.suffix == ".json" or (path.parent != pathlib.Path() and path.parent.is_dir())):
+        raise WorkloadError(f"'{reference}' does not exist: give {FORMS}")
     if path.suffix == ".py":
         raise WorkloadError(
             f"'{reference}' names a file but nothing in it: write {reference}:name of a function or class"
@@ -58,7 +60,7 @@ def _from_transformers(reference: str, batch_size: int | None, seq_len: int | No
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or DEFAULT_SEQ_LEN
     seq_len = seq_len or min(DEFAULT_SEQ_LEN, limit)
     batch = synthetic_batch(model, batch_size=batch_size or 1, seq_len=seq_len)
-    takes_tokens = any(name.endswith("input_ids") or name == "labels" for name in batch)
+    takes_tokens = "input_ids" in batch or ("labels" in batch and batch["labels"].dim() == 2)
     return workload(model, batch, optimizer=optimizer, seq_len=seq_len if takes_tokens else None, reference=reference)
 
 
@@ -67,6 +69,7 @@ def _config(reference: str) -> Any:
         transformers = importlib.import_module("transformers")
     except ImportError:
         raise WorkloadError(f"model '{reference}' needs transformers: pip install transformers") from None
+    transformers.utils.logging.set_verbosity_error()
     path = pathlib.Path(reference)
     file = path / "config.json" if path.is_dir() else path
     if path.exists() and not file.is_file():
@@ -109,7 +112,10 @@ def _model_class(config: Any, reference: str) -> type[torch.nn.Module]:
 
 def _from_callable(reference: str, batch_size: int | None, seq_len: int | None, optimizer: str) -> Workload:
     function = _callable(reference)
-    accepted = inspect.signature(function).parameters
+    try:
+        accepted = inspect.signature(function).parameters
+    except ValueError as error:
+        raise WorkloadError(f"'{reference}' cannot be called to make a model: {error}") from error
     arguments = {
         name: value
         for name, value in (("batch_size", batch_size), ("seq_len", seq_len))
@@ -127,6 +133,7 @@ def _from_callable(reference: str, batch_size: int | None, seq_len: int | None, 
         raise WorkloadError(f"'{reference}' returned no batch: return (model, batch) or (model, batch, loss_fn)")
     if batch_size is not None and batch_size_of(batch) != batch_size:
         batch = resized(batch, batch_size)
+    seq_len = seq_len if "seq_len" in accepted else None
     return workload(model, batch, loss_fn=loss_fn, optimizer=optimizer, seq_len=seq_len, reference=reference)
 
 
@@ -151,7 +158,8 @@ def _callable(reference: str) -> Callable[..., Any]:
     for part in name.split("."):
         found = getattr(found, part, None)
     if found is None:
-        offered = ", ".join(sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))[:8])
+        own = (n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__ and callable(v))
+        offered = ", ".join(sorted(name for name in own if not name.startswith("_"))[:8])
         raise WorkloadError(f"'{place}' has no '{name}': it offers {offered or 'no callable'}")
     if not callable(found):
         raise WorkloadError(
@@ -163,10 +171,12 @@ def _callable(reference: str) -> Callable[..., Any]:
 def _module_from_file(path: pathlib.Path) -> Any:
     if not path.is_file():
         raise WorkloadError(f"file '{path}' does not exist: give {FORMS}")
-    sys.path.insert(0, str(path.parent.resolve()))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if (folder := str(path.parent.resolve())) not in sys.path:
+        sys.path.append(folder)  # for its own imports; at the end, so that it hides nothing
+    name = f"planned_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except Exception as error:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import logging
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from planner import virtual_gpu
 from planner.child import Child
 from planner.errors import PlannerError, WorkloadError
 from planner.recorder import Recorder, is_model_code
 from planner.step_graph import Category, StepGraph
+from planner.workload import map_tensors, tensors_of
 
 Prepare = Callable[[torch.nn.Module], tuple[Callable[[Any], Any], torch.optim.Optimizer]]
 """From a model to its training step (`step(batch)`) and optimizer; called in the child, on the virtual model."""
@@ -56,17 +57,25 @@ def rehearse(rehearsal: Rehearsal) -> StepGraph:
 def _rehearse(rehearsal: Rehearsal) -> StepGraph:
     gc.freeze()
     gc.disable()
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what fails is told in one line
     autocast = virtual_gpu.install(rehearsal.target)
     recorder = Recorder(what_if=rehearsal.what_if)
     autocast.on_cast = lambda tensor: recorder.mark(tensor, Category.AUTOCAST)
     mode = virtual_gpu.VirtualGpuMode(allow_non_fake_inputs=True)
-    with torch.autograd.set_multithreading_enabled(False), mode, recorder:
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autograd.set_multithreading_enabled(False),
+        mode,
+        recorder,
+    ):
         model = rehearsal.model
         make_virtual(model)
         for tensor in (*model.parameters(), *model.buffers()):
             recorder.mark(tensor, Category.PARAMETER)
         batch = virtual_batch(rehearsal.batch, rehearsal.batch_size, sum(rehearsal.micro_batch_sizes))
-        tree_map(lambda leaf: recorder.mark(leaf, Category.INPUT) if isinstance(leaf, torch.Tensor) else None, batch)
+        for _, tensor in tensors_of(batch):
+            recorder.mark(tensor, Category.INPUT)
         step, optimizer = rehearsal.prepare(model)
         with recorder.watching(model, optimizer):
             if rehearsal.primed:
@@ -138,14 +147,10 @@ def make_virtual(model: torch.nn.Module) -> None:
 def virtual_batch(batch: Any, batch_size: int, wanted_size: int) -> Any:
     """The same structure with tensors on the virtual GPU; those with `batch_size` samples get `wanted_size`."""
 
-    def fake(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
+    def fake(leaf: torch.Tensor) -> torch.Tensor:
         shape = list(leaf.shape)
         if shape and shape[0] == batch_size:
             shape[0] = wanted_size
         return torch.empty(shape, dtype=leaf.dtype, device=virtual_gpu.NAME, requires_grad=leaf.requires_grad)
 
-    if isinstance(batch, Mapping) and type(batch) is not dict:
-        batch = dict(batch)
-    return tree_map(fake, batch)
+    return map_tensors(fake, batch)

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from planner.plan_file import Footprint, Plan, Shortfall
 from planner.sizes import MIB, format_size
 from planner.step_graph import Category
+
+_TOTALS = (
+    ("allocated, as blocks", "allocated_bytes"),
+    ("reserved by the allocator", "reserved_bytes"),
+    ("total of the process", "total_bytes"),
+)
+
+
+GENERIC = "generic"
 
 
 def render(plan: Plan) -> RenderableType:
@@ -27,7 +37,8 @@ def html(plan: Plan) -> str:
     """The same as a page of HTML."""
     console = Console(record=True, width=110, file=_Nowhere(), force_terminal=True)
     console.print(render(plan))
-    return console.export_html(inline_styles=True)
+    page = console.export_html(inline_styles=True)
+    return page.replace("<head>", f"<head>\n<title>{plan.model.name}: memory plan</title>", 1)
 
 
 class _Nowhere:
@@ -45,16 +56,17 @@ def _headline(plan: Plan) -> Text:
     per_sample = f" x {work.seq_len} tokens" if work.seq_len else ""
     text = Text.assemble((plan.model.name, "bold"), f", {_count(plan.model.parameters)} parameters, ")
     text.append(f"batch {work.batch_size}{per_sample}, {work.optimizer}\n")
-    text.append(f"card {plan.card} ({plan.card_source})")
+    card = "a made-up card of this size, name yours with --gpu" if plan.card == GENERIC else plan.card
+    text.append(f"card: {card} ({plan.card_source})")
     if plan.vram_bytes is not None:
-        text.append(f", budget {format_size(plan.vram_bytes)} = {plan.vram_bytes:,} bytes, fidelity {plan.fidelity}")
+        text.append(f"\nbudget: {format_size(plan.vram_bytes)}, fidelity: {plan.fidelity}")
     return text
 
 
 def _table(plan: Plan) -> Table:
     """Bytes by category at each peak, and the three totals."""
     changed = bool(plan.decisions)
-    table = Table(title="memory at the peak of one step", title_justify="left", title_style="bold")
+    table = Table(title="what is alive at the peak of one step", title_justify="left", title_style="bold")
     table.add_column("")
     table.add_column("as it is", justify="right")
     if changed:
@@ -64,7 +76,7 @@ def _table(plan: Plan) -> Table:
         row = [category, _size(before.get(category, 0))]
         table.add_row(*row, *([_size(after.get(category, 0))] if changed else []))
     table.add_section()
-    for label, field in (("allocated", "allocated_bytes"), ("reserved", "reserved_bytes"), ("total", "total_bytes")):
+    for label, field in _TOTALS:
         row = [label, format_size(getattr(plan.baseline, field))]
         style = "bold" if field == "total_bytes" else None
         table.add_row(*row, *([format_size(getattr(plan.peak, field))] if changed else []), style=style)
@@ -85,28 +97,36 @@ def _moment(footprint: Footprint) -> str:
     return f"{footprint.phase}{module}, at {footprint.op}"
 
 
-def _decisions(plan: Plan) -> list[Text]:
+def _decisions(plan: Plan) -> list[RenderableType]:
+    if plan.vram_bytes is None:
+        return []
     if not plan.decisions:
-        return [Text("plan: train as it is", style="bold")] if plan.vram_bytes is not None else []
-    lines = [Text("plan", style="bold")]
-    return lines + [
-        Text(f"  - {decision.describe()}  ({decision.fidelity.name.lower()})") for decision in plan.decisions
-    ]
+        return [Text("plan: train as it is", style="bold")]
+    lines: list[RenderableType] = []
+    if plan.fits and plan.baseline.total_bytes <= plan.vram_bytes:
+        size = f"{format_size(plan.baseline.total_bytes)} of {format_size(plan.vram_bytes)}"
+        lines.append(Text(f"it fits as it is ({size}); the plan is only faster, and --fidelity exact leaves it alone"))
+    lines.append(Text("plan" if plan.fits else "smallest plan that is allowed", style="bold"))
+    for decision in plan.decisions:
+        words = f"- {decision.describe()} ({decision.fidelity.name.lower()})"
+        lines.append(Padding(Text(words), (0, 0, 0, 2)))
+    return lines
 
 
-def _verdict(plan: Plan) -> Text:
+def _verdict(plan: Plan) -> RenderableType:
     if plan.vram_bytes is None:
         return Text(f"needs {format_size(plan.baseline.total_bytes)}", style="bold")
-    if not plan.fits:
-        missing = format_size(plan.shortfall.missing_bytes) if plan.shortfall else "an unknown amount"
+    if plan.shortfall is not None:
+        missing = format_size(plan.shortfall.missing_bytes)
         return Text(f"does not fit: the smallest allowed plan is {missing} over the budget", style="bold red")
     ratio = plan.slowdown
     speed = "as fast as before" if abs(ratio - 1) < 0.005 else f"{_factor(ratio)} {'slower' if ratio > 1 else 'faster'}"
-    return Text(
-        f"fits: {format_size(plan.peak.total_bytes)} of {format_size(plan.vram_bytes)}, {speed} (predicted), "
-        f"certified by rehearsal",
-        style="bold green",
-    )
+    fits = f"fits: {format_size(plan.peak.total_bytes)} of {format_size(plan.vram_bytes)}, certified by rehearsal"
+    return Group(Text(fits, style="bold green"), Text(f"step time: {speed}, predicted from the card's {_rates(plan)}"))
+
+
+def _rates(plan: Plan) -> str:
+    return "measured rates" if plan.card_source.startswith("calibrated") else "datasheet, not measured"
 
 
 def _shortfall(plan: Plan, shortfall: Shortfall) -> list[Text]:

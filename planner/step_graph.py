@@ -130,7 +130,8 @@ class StepGraph:
     micro_batch_sizes: tuple[int, ...]
     """Sizes of the micro-batches that were rehearsed in each step."""
     module_types: dict[str, str]
-    notes: tuple[str, ...]
+    batch_statistics: tuple[str, ...]
+    """Modules that normalise over the samples of the batch (BatchNorm in training mode)."""
 
     def spans(self) -> list[list[tuple[int, int]]]:
         """For each storage: disjoint ticks [start, stop) in which it is alive, saves included."""

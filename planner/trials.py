@@ -14,7 +14,7 @@ from planner.child import Child
 from planner.choose import Bounds, Choice, Chooser
 from planner.decisions import Checkpoint, Decision, Freeze, micro_batches_of
 from planner.footprint import Measured, measure, smallest_capacity_bytes, with_workspaces
-from planner.options import Offer, Rules, floor_bytes
+from planner.options import Offer, Rules, floor_bytes, offer
 from planner.recordings import Recordings
 from planner.step_graph import Phase, StepGraph
 from planner.workload import Workload
@@ -53,16 +53,21 @@ class Trials:
         self.work, self.card, self.vram_bytes = work, card, vram_bytes
         self._certify = certify
         self._recordings = Recordings(start_what_if, self._with_workspaces)
-        self._cases = Cases(self._recordings, card)
+        self._cases = Cases(self._recordings, card, batch_bytes=work.batch_bytes)
         self._choosers: list[Chooser] = []
         self._floors: dict[tuple[Decision, ...], int] = {}
 
-    def expect(self, offered: Offer) -> None:
-        """Begin the recording that is most likely needed first."""
+    def offer(self, rules: Rules) -> Offer:
+        """What may be chosen from, now that the baseline is known."""
+        return offer(self.work, self.card, rules, batch_statistics=self.baseline.graph.batch_statistics)
+
+    def expect(self, rules: Rules) -> None:
+        """Begin the recording that is most likely needed first, beside the baseline's."""
+        offered = offer(self.work, self.card, rules, batch_statistics=())
         self._cases.prefetch((*offered.precisions[-1], *offered.optimizers[0]), offered.splits[:1])
 
     def close(self) -> None:
-        """Wait for recordings that nobody asked for."""
+        """End recordings that nobody asked for."""
         self._recordings.close()
 
     @functools.cached_property
@@ -103,6 +108,13 @@ class Trials:
         capacity = self.vram_bytes - self.card.context_bytes
         return capacity - (round(capacity * _FIRST_SLACK) if self.card.allocator else 0)
 
+    def tightly(self, certified: Certified) -> Certified:
+        """The same choice measured under the smallest total in which it gets through; it still does not fit."""
+        count = micro_batches_of(certified.choice.decisions)
+        needed = self.needed_bytes(certified)
+        measured = measure(certified.graph, self.card, vram_bytes=needed, micro_batches=count)
+        return dataclasses.replace(certified, measured=dataclasses.replace(measured, fits=False))
+
     def needed_bytes(self, certified: Certified) -> int:
         """The smallest total in which a certified step gets through."""
         return smallest_capacity_bytes(certified.graph, self.card)
@@ -121,6 +133,15 @@ class Trials:
     def undecided(self) -> int:
         """Programs that hit their time limit without an answer."""
         return sum(chooser.undecided for chooser in self._choosers)
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """What could not be rehearsed, in words."""
+        errors = {outer: error for chooser in self._choosers for outer, error in chooser.dropped.items()}
+        return tuple(
+            f"left out ({', '.join(decision.describe() for decision in outer) or 'no outer choice'}): {error}"
+            for outer, error in errors.items()
+        )
 
     @functools.cached_property
     def _optimizer_peak_bytes(self) -> int:

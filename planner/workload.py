@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from planner.calling import Calling, LossFn
 from planner.errors import WorkloadError
@@ -34,6 +33,11 @@ class Workload:
     calling: Calling
     reference: str | None
     """How the model was named on the command line; None for a live object."""
+
+    @property
+    def batch_bytes(self) -> int:
+        """Of all tensors of the batch, each storage of its own."""
+        return sum(tensor.numel() * tensor.itemsize for _, tensor in tensors_of(self.batch))
 
     def model_facts(self) -> ModelFacts:
         return ModelFacts(
@@ -76,6 +80,11 @@ def workload(
         raise WorkloadError(
             f"{type(model).__name__} has no parameter that requires a gradient: there is nothing to train"
         )
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
+            raise WorkloadError(
+                f"'{name}' makes sparse gradients, which cannot be rehearsed yet: make it with sparse=False to plan"
+            )
     return Workload(
         model=model,
         batch=batch,
@@ -102,13 +111,27 @@ def resized(batch: Any, batch_size: int) -> Any:
     """The same structure on the meta device, with `batch_size` samples."""
     present = batch_size_of(batch)
 
-    def resize(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        shape = (batch_size, *leaf.shape[1:]) if leaf.dim() and leaf.shape[0] == present else tuple(leaf.shape)
-        return torch.empty(shape, dtype=leaf.dtype, device="meta")
+    def resize(tensor: torch.Tensor) -> torch.Tensor:
+        split = tensor.dim() and tensor.shape[0] == present
+        shape = (batch_size, *tensor.shape[1:]) if split else tuple(tensor.shape)
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
-    return tree_map(resize, dict(batch) if isinstance(batch, Mapping) else batch)
+    return map_tensors(resize, batch)
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """A nested batch with a function applied to its tensors. Mappings become plain dicts."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value) if field.init]
+        return dataclasses.replace(value, **{name: map_tensors(function, getattr(value, name)) for name in fields})
+    if isinstance(value, Mapping):
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [map_tensors(function, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
 
 
 def tensors_of(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:

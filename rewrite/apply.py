@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import final
 
@@ -70,6 +71,8 @@ def apply(
         DecisionError: when a decision cannot be applied. The model is then as it was.
     """
     _refuse_another_model(plan, model)
+    if not plan.fits:
+        warnings.warn("the plan does not fit its budget (plan.fits is False): it is applied all the same", stacklevel=2)
     if plan.workload.has_loss_fn != (loss_fn is not None):
         raise WorkloadError(
             "the plan was made with a loss function: give loss_fn=..."
@@ -128,6 +131,8 @@ def apply_decisions(
         for kind, rule in RULES.items():
             if kind in by_kind:
                 rule(rewriting, by_kind[kind])
+        if by_kind:
+            rewriting.turn_cache_off()
         step = TrainingStep(
             model,
             rewriting.optimizer,

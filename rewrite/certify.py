@@ -13,7 +13,7 @@ from planner.cards import resolve_card
 from planner.child import Child
 from planner.decisions import Accumulation, Decision, Optimizer, micro_batches_of
 from planner.errors import PlanFileError
-from planner.footprint import Measured, measure, with_workspaces
+from planner.footprint import Measured, measure, with_whole_batch, with_workspaces
 from planner.plan_file import Footprint, Plan
 from planner.rehearsal import Rehearsal
 from planner.step_graph import StepGraph
@@ -82,7 +82,8 @@ def certifying_graph(work: Workload, decisions: Sequence[Decision], card: Device
     child = start_rehearsal(
         work, decisions, card, sizes=rehearsed_sizes(work, decisions), steps=2, primed=False, what_if=False
     )
-    return with_workspaces(child.result(), card.cublas_workspace_bytes(torch.__version__))
+    whole = with_whole_batch(child.result(), work.batch_bytes)
+    return with_workspaces(whole, card.cublas_workspace_bytes(torch.__version__))
 
 
 def rehearsed_sizes(work: Workload, decisions: Sequence[Decision]) -> tuple[int, ...]:
@@ -118,6 +119,10 @@ def start_rehearsal(
     blueprint = OptimizerBlueprint.of(spec, work.model) if isinstance(spec, torch.optim.Optimizer) else None
 
     def prepare(model: torch.nn.Module):
+        if what_if:  # no rewritten step keeps a cache of keys and values
+            for module in model.modules():
+                if getattr(getattr(module, "config", None), "use_cache", False):
+                    module.config.use_cache = False
         rewritten = apply_decisions(
             shortened,
             model,

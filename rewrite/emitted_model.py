@@ -97,7 +97,7 @@ def _callable_source(plan: Plan, place: str, name: str) -> ModelSource:
     if place.endswith(".py"):
         stem = literal(pathlib.Path(place).stem)
         load = f"""\
-    sys.path.insert(0, {literal(str(pathlib.Path(place).parent))})
+    sys.path.insert(0, {literal(str(pathlib.Path(place).parent.resolve()))})
     made = importlib.import_module({stem}).{name}({given})
 """
         imports, own_imports = ("import importlib", "import sys"), frozenset()

@@ -121,12 +121,15 @@ def test_a_forbidden_lever_is_named_as_the_next_step_with_its_price(folder, caps
 
 
 def test_saved_plan_and_emitted_step_are_written_and_the_saved_plan_can_be_planned_again(folder, capsys):
-    arguments = ("--vram", "80MiB", "--gpu", "rtx-3090", "--batch-size", "4096")
+    arguments = ("--gpu", "bare", "--batch-size", "8192")
+    whole = run("net.py:build", *arguments, "--json", capsys=capsys)[1]["baseline"]["total_bytes"]
+    arguments = (*arguments, "--vram", str(whole // 2))
     code, _, _ = run(
         "net.py:build", *arguments, "--save", "p.json", "--emit", "step.py", "--report", "r.html", capsys=capsys
     )
     plan = Plan.load("p.json")
-    assert code == (0 if plan.fits else 1)
+    assert code == 0
+    assert plan.decisions
     assert pathlib.Path("r.html").read_text().lstrip().lower().startswith("<!doctype html")
     again = run("p.json", "--json", capsys=capsys)[1]
     assert again["plan"]["total_bytes"] == plan.peak.total_bytes
