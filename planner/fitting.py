@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from planner.allocator_settings import SMALL_SEGMENT_BYTES
+from planner.choose import TIE
 from planner.decisions import KINDS, Fidelity, Freeze, Optimizer, Precision
 from planner.options import Offer, Rules, frozen_offer, prefixes
 from planner.plan_file import NextStep, Shortfall
@@ -16,10 +18,14 @@ from planner.search.threshold import first_true
 from planner.step_graph import Category
 from planner.trials import Certified, Trials
 
-_ATTEMPTS = 8
+_ATTEMPTS = 10
 """Rounds of choosing and certifying until the allocator's slack is paid for."""
 _FINEST_STEP = 512
 """The budget for tensors goes down by at least its share of one in this, and by twice as much each round."""
+_LARGE_SLACK = 0.05
+"""Share of the total from which on the allocator's slack is worth another look for the smallest plan."""
+_DESCENTS = 2
+"""So many times something smaller is looked for, by one segment of small blocks each."""
 
 
 def best(trials: Trials, offered: Offer, rules: Rules) -> Certified | None:
@@ -42,25 +48,61 @@ def best(trials: Trials, offered: Offer, rules: Rules) -> Certified | None:
 
 
 def fastest(trials: Trials, offered: Offer, rules: Rules) -> Certified | None:
-    """Choose, certify, and choose again with less where the allocator's slack did not fit."""
-    chooser, budget_bytes = trials.chooser(offered, rules), trials.budget_bytes
+    """Choose, certify, and choose again with less where the allocator's slack did not fit.
+
+    Goes down by what was missing, then back up by halves: where less left nothing to choose, and where it cost more
+    time than a tie.
+    """
+    chooser, finest_bytes = trials.chooser(offered, rules), trials.budget_bytes // _FINEST_STEP
+    best_ns, found = None, None
+    low_bytes, high_bytes = 0, None
+    budget_bytes = trials.budget_bytes
     for attempt in range(_ATTEMPTS):
         choice = chooser.fastest(budget_bytes)
-        if choice is None:
-            return None
-        certified = trials.certify(choice)
-        if certified.measured.fits:
-            return certified
-        short_bytes = trials.needed_bytes(certified) - trials.vram_bytes
-        step_bytes = trials.budget_bytes * 2**attempt // _FINEST_STEP
-        budget_bytes = min(budget_bytes, choice.peak_bytes) - max(short_bytes, step_bytes)
-    return None
+        if best_ns is None:
+            if choice is None:
+                return None
+            best_ns = choice.step_ns
+        certified = None if choice is None else trials.certify(choice)
+        if certified is not None and not certified.measured.fits:
+            high_bytes = min(budget_bytes, choice.peak_bytes)
+            short_bytes = trials.needed_bytes(certified) - trials.vram_bytes
+            budget_bytes = high_bytes - max(short_bytes, finest_bytes * 2**attempt)
+        else:
+            low_bytes = budget_bytes
+            found = _quicker(found, certified)
+        if found is not None and found.choice.step_ns <= TIE * best_ns:
+            return found
+        if high_bytes - low_bytes <= finest_bytes:
+            return found
+        if budget_bytes <= low_bytes:
+            budget_bytes = (low_bytes + high_bytes) // 2
+    return found
+
+
+def _quicker(one: Certified | None, other: Certified | None) -> Certified | None:
+    if one is None or other is None:
+        return one or other
+    return min(one, other, key=lambda certified: certified.choice.step_ns)
 
 
 def smallest(trials: Trials, offered: Offer, rules: Rules) -> Certified:
-    """The certified plan with the smallest promised peak, under the smallest budget in which it gets through."""
-    found = trials.certify(trials.chooser(offered, rules).smallest())
-    return found if found.measured.fits else trials.tightly(found)
+    """The plan that gets through in the smallest total that was found, and a fast one among those.
+
+    It begins with the smallest promise. Where the allocator's slack is a large part of it, quicker plans may need no
+    more, or even less. What comes back may fit after all.
+    """
+    found = trials.tightly(trials.certify(trials.chooser(offered, rules).smallest()))
+    for less_bytes in (0, *[SMALL_SEGMENT_BYTES] * _DESCENTS):
+        slack_bytes = found.measured.footprint.reserved_bytes - found.choice.peak_bytes
+        total_bytes = found.measured.footprint.total_bytes
+        if found.measured.fits or slack_bytes <= _LARGE_SLACK * total_bytes:
+            return found
+        again = fastest(trials.under(total_bytes - less_bytes), offered, rules)
+        if again is None and less_bytes:
+            break
+        found = found if again is None else trials.tightly(again)
+    return found
 
 
 def shortfall(trials: Trials, smallest: Certified, next_step: NextStep | None) -> Shortfall:
@@ -111,7 +153,7 @@ def _relaxations(rules: Rules) -> Iterator[tuple[str, Rules]]:
 
 
 def _prefixes(trials: Trials) -> tuple[Freeze, ...]:
-    starts = [(call.module, call.start) for call in trials.baseline.graph.calls]
+    starts = [(call.module, call.start) for call in trials.baseline_graph.calls]
     modules = trials.work.model.named_modules()
     owners = [name for name, module in modules if any(True for _ in module.parameters(recurse=False))]
     return prefixes(starts, owners)

@@ -137,8 +137,8 @@ def replan(saved: Plan, *, vram: str | None, gpu: str | None) -> Plan:
     usable_bytes, notes = _within_card(card, vram_bytes)
     trials = _trials(work, card, usable_bytes)
     found = trials.certify(Choice(decisions=saved.decisions, peak_bytes=0, step_ns=0, status="not needed", gap=0.0))
+    found = found if vram_bytes is None else trials.tightly(found)
     fits = vram_bytes is None or found.measured.fits
-    found = found if fits else trials.tightly(found)
     promised = dataclasses.replace(found.choice, peak_bytes=found.measured.curve_bytes)
     found = dataclasses.replace(found, choice=promised)
     short = None if fits else fitting.shortfall(trials, found, next_step=None)

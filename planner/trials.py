@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -59,7 +60,7 @@ class Trials:
 
     def offer(self, rules: Rules) -> Offer:
         """What may be chosen from, now that the baseline is known."""
-        return offer(self.work, self.card, rules, batch_statistics=self.baseline.graph.batch_statistics)
+        return offer(self.work, self.card, rules, batch_statistics=self.baseline_graph.batch_statistics)
 
     def expect(self, rules: Rules) -> None:
         """Begin the recording that is most likely needed first, beside the baseline's."""
@@ -70,10 +71,23 @@ class Trials:
         """End recordings that nobody asked for."""
         self._recordings.close()
 
+    def under(self, vram_bytes: int) -> Trials:
+        """The same, for another budget: what was recorded is shared."""
+        _ = self.baseline_graph  # made before the copy, so that both have it
+        other = copy.copy(self)
+        other.vram_bytes = vram_bytes
+        other.__dict__.pop("baseline", None)
+        return other
+
+    @functools.cached_property
+    def baseline_graph(self) -> StepGraph:
+        """A recording of the step as it is."""
+        return self._certify(())
+
     @functools.cached_property
     def baseline(self) -> Certified:
-        """The step as it is."""
-        graph = self._certify(())
+        """The step as it is, on the card."""
+        graph = self.baseline_graph
         measured = measure(graph, self.card, vram_bytes=self.vram_bytes, micro_batches=1)
         step_ns, peak_bytes = measured.footprint.step_ns, measured.curve_bytes
         choice = Choice(decisions=(), peak_bytes=peak_bytes, step_ns=step_ns, status="not needed", gap=0.0)
@@ -91,7 +105,7 @@ class Trials:
     def chooser(self, offered: Offer, rules: Rules) -> Chooser:
         """A chooser among what is offered."""
         frozen = any(isinstance(decision, Freeze) for decision in offered.precisions[0])
-        graph = self.baseline.graph
+        graph = self.baseline_graph
         times = cost.op_times_ns(graph, self.card, 1)
         forward_ns = sum(ns for op, ns in zip(graph.ops, times, strict=True) if op.phase is Phase.FORWARD)
         bounds = Bounds(
@@ -109,11 +123,12 @@ class Trials:
         return capacity - (round(capacity * _FIRST_SLACK) if self.card.allocator else 0)
 
     def tightly(self, certified: Certified) -> Certified:
-        """The same choice measured under the smallest total in which it gets through; it still does not fit."""
+        """The same choice measured under the budget, or under the smallest larger total in which it gets through."""
         count = micro_batches_of(certified.choice.decisions)
-        needed = self.needed_bytes(certified)
-        measured = measure(certified.graph, self.card, vram_bytes=needed, micro_batches=count)
-        return dataclasses.replace(certified, measured=dataclasses.replace(measured, fits=False))
+        total_bytes = max(self.vram_bytes, self.needed_bytes(certified))
+        measured = measure(certified.graph, self.card, vram_bytes=total_bytes, micro_batches=count)
+        fits = total_bytes <= self.vram_bytes
+        return dataclasses.replace(certified, measured=dataclasses.replace(measured, fits=fits))
 
     def needed_bytes(self, certified: Certified) -> int:
         """The smallest total in which a certified step gets through."""
@@ -146,7 +161,7 @@ class Trials:
     @functools.cached_property
     def _optimizer_peak_bytes(self) -> int:
         """Largest number of bytes alive while the baseline's optimizer steps."""
-        graph = self.baseline.graph
+        graph = self.baseline_graph
         ticks = [op.tick + 1 for op in graph.ops if op.phase is Phase.OPTIMIZER]
         return int(graph.live_bytes()[ticks].max()) if ticks else 0
 
