@@ -10,34 +10,15 @@ import numpy as np
 from planner import cost
 from planner.allocator import AllocatorSettings, replay
 from planner.plan_file import Footprint
-from planner.step_graph import Category, Phase, StepGraph, Storage
+from planner.step_graph import Category, StepGraph, Storage
 from profiles.device import DeviceProfile
 
-GEMM_OPS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
 ALLOCATOR_GRANULARITY_BYTES = 512
 """CUDA's caching allocator rounds every size up to this (kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp)."""
 
 
 def granularity_bytes(card: DeviceProfile) -> int:
     return ALLOCATOR_GRANULARITY_BYTES if card.allocator else 1
-
-
-def with_workspaces(graph: StepGraph, workspace_bytes: int) -> StepGraph:
-    """Add what the recording cannot show: cuBLAS keeps one workspace for each thread that multiplies matrices.
-
-    The main thread takes its own at the first product of the forward, autograd's thread at the first one of the
-    backward; both are kept for the life of the process (aten/src/ATen/cuda/CublasHandlePool.cpp). A step that others
-    came before (a primed one) finds them there.
-    """
-    if workspace_bytes == 0:
-        return graph
-    storages = list(graph.storages)
-    for phases in ((Phase.FORWARD,), (Phase.BACKWARD, Phase.RECOMPUTE)):
-        first = next((op for op in graph.ops if op.name in GEMM_OPS and op.phase in phases), None)
-        if first is not None:
-            life = (0 if graph.primed else first.tick, graph.ticks)
-            storages.append(Storage(size_bytes=workspace_bytes, lives=[life], category=Category.WORKSPACE, op=0))
-    return dataclasses.replace(graph, storages=storages)
 
 
 def with_whole_batch(graph: StepGraph, batch_bytes: int) -> StepGraph:

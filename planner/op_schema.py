@@ -8,6 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
+from planner.workspaces import is_known
+from planner.workspaces.registry import KernelCall, Layout
+
 _SHORT_NAMES = {
     torch.float64: "fp64",
     torch.float32: "fp32",
@@ -24,6 +27,8 @@ class OpTraits:
     """Returns an alias of an argument and writes nothing: no kernel is launched."""
     written: tuple[tuple[int, str], ...]
     """Position and name of every argument that is written in place."""
+    scratch_known: bool
+    """Whether it is known what the op's CUDA kernel takes beside its outputs."""
 
     @property
     def writes(self) -> bool:
@@ -63,8 +68,32 @@ def traits_of(op: torch._ops.OpOverload) -> OpTraits:
         if (argument.alias_info is not None and argument.alias_info.is_write)
         or argument.name in _RUNNING_STATISTICS.get(schema.name, ())
     )
-    aliases = any(result.alias_info is not None for result in schema.returns)
-    return OpTraits(is_view=aliases and not written, written=written)
+    is_view = any(result.alias_info is not None for result in schema.returns) and not written
+    takes_tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
+    known = is_view or not takes_tensors or torch.Tag.pointwise in op.tags or is_known(str(op))
+    return OpTraits(is_view=is_view, written=written, scratch_known=known)
+
+
+def kernel_call(op: torch._ops.OpOverload, args: tuple, kwargs: dict, out: object) -> KernelCall:
+    """What a workspace formula may ask about a call."""
+    given = {
+        argument.name: args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+        for position, argument in enumerate(op._schema.arguments)
+    }
+    results = out if isinstance(out, (tuple, list)) else (out,)
+    return KernelCall(
+        arguments={name: _as_data(value) for name, value in given.items()},
+        outputs=tuple(_as_data(result) for result in results if isinstance(result, torch.Tensor)),
+    )
+
+
+def _as_data(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return Layout(shape=tuple(value.shape), stride=tuple(value.stride()), itemsize=value.itemsize, dtype=dtype)
+    if isinstance(value, (list, tuple)):
+        return tuple(_as_data(item) for item in value)
+    return value if isinstance(value, (int, float, bool, str)) else None
 
 
 def dtype_name(read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> str:

@@ -14,11 +14,7 @@ Deaths come from the storages' own finalizers, phases and modules from hooks and
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-import pathlib
-import sys
-import sysconfig
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -37,19 +33,21 @@ from torch.utils.flop_counter import flop_registry
 from planner import virtual_gpu
 from planner.classify import classify, note_obstacles
 from planner.errors import RehearsalError
-from planner.module_state import changed_state, module_state
-from planner.op_schema import OpTraits, dtype_name, traits_of, uses_batch_statistics
+from planner.module_state import changed_state, is_compiled, module_state
+from planner.op_schema import OpTraits, dtype_name, kernel_call, traits_of, uses_batch_statistics
+from planner.source_lines import frames, source_line
 from planner.step_graph import Call, Category, Op, Phase, Save, StepGraph, Storage
+from planner.workspaces import has_formula
 
 _IGNORED_NAMESPACES = ("prim", "profiler")
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
-
+_COMPILED = "it runs compiled, or inside of what is compiled"
 
 _RESULT_IN_FULL_STORAGE = {
-    torch.ops.aten.mse_loss.default,
-    torch.ops.aten.smooth_l1_loss.default,
+    getattr(torch.ops.aten, name).default
+    for name in ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy")
 }
-"""Their mean or sum lies in the storage of the unreduced loss (structured kernels, ATen/native/Loss.cpp)."""
+"""Their mean or sum lies in the storage of the unreduced loss (ATen/native/Loss.cpp, ATen/native/cuda/Loss.cu)."""
 
 
 class _Ghost:
@@ -88,6 +86,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, *, what_if: bool) -> None:
         super().__init__()
         self.what_if = what_if
+        self.module_types: dict[str, str] = {}
         self.tick = 0
         self.ops: list[Op] = []
         self.storages: list[Storage] = []
@@ -189,7 +188,7 @@ class Recorder(TorchDispatchMode):
                 phase=phase,
                 module=module,
                 call=call,
-                source=_source_line() if phase is Phase.FORWARD else "",
+                source=source_line() if phase is Phase.FORWARD else "",
                 flops=counter(*args, **kwargs, out_val=out) if counter else 0,
                 moved_bytes=moved,
                 dtype=dtype_name(read, written),
@@ -197,6 +196,8 @@ class Recorder(TorchDispatchMode):
                 step=self.step,
                 micro_batch=self.micro_batch,
                 forward_op=forward_op,
+                kernel=kernel_call(op, args, kwargs, out) if has_formula(str(op)) else None,
+                scratch_known=traits.scratch_known,
             )
         )
         record = self.ops[index]
@@ -235,7 +236,7 @@ class Recorder(TorchDispatchMode):
 
     def _known_scalar(self, tensor: torch.Tensor) -> float | bool:
         """Values that a rehearsal may assume: a gradient scaler finds finite gradients. Anything else is refused."""
-        if any(frame.f_code.co_filename.endswith("grad_scaler.py") for frame in _frames()):
+        if any(frame.f_code.co_filename.endswith("grad_scaler.py") for frame in frames()):
             return 0.0
         raise self._refusal(
             "the model asks for the value of a tensor (.item(), bool() or an index), and a rehearsal has none"
@@ -244,7 +245,7 @@ class Recorder(TorchDispatchMode):
     def _refusal(self, what: str) -> RehearsalError:
         where = f"in module '{self._stack[-1][0] or 'the model itself'}'" if self._stack else "outside of the model"
         return RehearsalError(
-            f"{what}: {where} at {_source_line() or 'unknown line'}; rewrite that line so that shapes and control flow "
+            f"{what}: {where} at {source_line() or 'unknown line'}; rewrite that line so that shapes and control flow "
             "do not depend on tensor values"
         )
 
@@ -335,8 +336,10 @@ class Recorder(TorchDispatchMode):
             inputs = {self.storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
             obstacle = None if torch.is_grad_enabled() else "it runs without gradients"
             if getattr(type(module).forward, "__name__", "") == "_forward_unimplemented":
-                obstacle = "its class has no forward of its own (a container, or compiled)"
+                obstacle = "its class has no forward of its own"
             parent = self._stack[-1][1] if self._stack else None
+            if is_compiled(module) or (parent is not None and self.calls[parent].obstacle == _COMPILED):
+                obstacle = _COMPILED
             call = Call(
                 module=name,
                 parent=parent,
@@ -415,33 +418,3 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 
 def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.itemsize if not tensor.is_sparse else 0
-
-
-def _frames() -> Iterator[Any]:
-    frame = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
-_NOT_MODEL_CODE = (
-    str(pathlib.Path(torch.__file__).parent),
-    str(pathlib.Path(__file__).parent),
-    str(pathlib.Path(__file__).parent.parent / "rewrite"),
-    "<",
-)
-
-
-@functools.cache
-def is_model_code(filename: str) -> bool:
-    """Whether a file is neither PyTorch's nor ours, so that a line of it says something to the user."""
-    standard = filename.startswith(_STANDARD_LIBRARY) and "-packages" not in filename
-    return not standard and not filename.startswith(_NOT_MODEL_CODE)
-
-
-def _source_line() -> str:
-    for frame in _frames():
-        if is_model_code(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    return ""

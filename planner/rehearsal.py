@@ -14,7 +14,8 @@ import torch
 from planner import virtual_gpu
 from planner.child import Child
 from planner.errors import PlannerError, WorkloadError
-from planner.recorder import Recorder, is_model_code
+from planner.recorder import Recorder
+from planner.source_lines import is_model_code
 from planner.step_graph import Category, StepGraph
 from planner.workload import map_tensors, tensors_of
 
@@ -95,14 +96,14 @@ def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module) ->
         step(batch)
     except PlannerError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         message = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
         raise WorkloadError(
             f"the model refused the batch: {type(error).__name__}: {message} ({_place(error, model)})"
         ) from error
 
 
-def _place(error: Exception, model: torch.nn.Module) -> str:
+def _place(error: BaseException, model: torch.nn.Module) -> str:
     """Innermost module and line of model code in a traceback."""
     names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
     module, line = "", ""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from planner.step_graph import StepGraph
 
@@ -31,6 +33,7 @@ def extrapolate(two: StepGraph, three: StepGraph, samples: int) -> StepGraph | N
     for op, other in zip(ops, three.ops, strict=True):
         op.flops = _affine(op.flops, other.flops, samples)
         op.moved_bytes = _affine(op.moved_bytes, other.moved_bytes, samples)
+        op.kernel = _scaled(op.kernel, other.kernel, samples)
     if any(storage.size_bytes <= 0 for storage in storages) or any(op.flops < 0 or op.moved_bytes < 0 for op in ops):
         return None
     return dataclasses.replace(
@@ -47,6 +50,20 @@ def _alike(two: StepGraph, three: StepGraph) -> bool:
         and two.saves == three.saves
         and two.calls == three.calls
     )
+
+
+def _scaled(at_two: Any, at_three: Any, samples: int) -> Any:
+    """Every number in the call of a kernel; what is no number is the same for all sizes."""
+    if at_two == at_three:
+        return at_two
+    if isinstance(at_two, tuple):
+        return tuple(_scaled(one, other, samples) for one, other in zip(at_two, at_three, strict=True))
+    if isinstance(at_two, Mapping):
+        return {name: _scaled(value, at_three[name], samples) for name, value in at_two.items()}
+    if dataclasses.is_dataclass(at_two):
+        names = [field.name for field in dataclasses.fields(at_two)]
+        return type(at_two)(*(_scaled(getattr(at_two, name), getattr(at_three, name), samples) for name in names))
+    return _affine(at_two, at_three, samples)
 
 
 def _affine(at_two: int, at_three: int, samples: int) -> int:

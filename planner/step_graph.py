@@ -13,6 +13,8 @@ import itertools
 
 import numpy as np
 
+from planner.workspaces.registry import KernelCall
+
 
 class Phase(enum.StrEnum):
     """Part of a training step."""
@@ -73,6 +75,10 @@ class Op:
     """Storages written or returned."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """Shapes of the output tensors."""
+    kernel: KernelCall | None = None
+    """The call, where a formula says what scratch memory it takes."""
+    scratch_known: bool = True
+    """Whether it is known what the op takes beside its outputs: by a formula, or nothing."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

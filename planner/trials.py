@@ -14,11 +14,12 @@ from planner.cases import Cases, optimizer_ns
 from planner.child import Child
 from planner.choose import Bounds, Choice, Chooser
 from planner.decisions import Checkpoint, Decision, Freeze, micro_batches_of
-from planner.footprint import Measured, measure, smallest_capacity_bytes, with_workspaces
+from planner.footprint import Measured, measure, smallest_capacity_bytes
 from planner.options import Offer, Rules, floor_bytes, offer
 from planner.recordings import Recordings
 from planner.step_graph import Phase, StepGraph
 from planner.workload import Workload
+from planner.workspaces.stream import with_workspaces
 from profiles.device import DeviceProfile
 
 _FIRST_SLACK = 0.01
@@ -166,4 +167,4 @@ class Trials:
         return int(graph.live_bytes()[ticks].max()) if ticks else 0
 
     def _with_workspaces(self, graph: StepGraph) -> StepGraph:
-        return with_workspaces(graph, self.card.cublas_workspace_bytes(torch.__version__))
+        return with_workspaces(graph, self.card, torch.__version__)

@@ -13,12 +13,13 @@ from planner.cards import resolve_card
 from planner.child import Child
 from planner.decisions import Accumulation, Decision, Optimizer, micro_batches_of
 from planner.errors import PlanFileError
-from planner.footprint import Measured, measure, with_whole_batch, with_workspaces
+from planner.footprint import Measured, measure, with_whole_batch
 from planner.plan_file import Footprint, Plan
 from planner.rehearsal import Rehearsal
 from planner.step_graph import StepGraph
 from planner.virtual_gpu import Target
 from planner.workload import OptimizerBlueprint, OptimizerSpec, Workload, workload
+from planner.workspaces.stream import with_workspaces
 from profiles.device import DeviceProfile
 from rewrite.apply import apply_decisions
 
@@ -83,7 +84,7 @@ def certifying_graph(work: Workload, decisions: Sequence[Decision], card: Device
         work, decisions, card, sizes=rehearsed_sizes(work, decisions), steps=2, primed=False, what_if=False
     )
     whole = with_whole_batch(child.result(), work.batch_bytes)
-    return with_workspaces(whole, card.cublas_workspace_bytes(torch.__version__))
+    return with_workspaces(whole, card, torch.__version__)
 
 
 def rehearsed_sizes(work: Workload, decisions: Sequence[Decision]) -> tuple[int, ...]:

@@ -1,0 +1,54 @@
+"""What normalisations keep beside their outputs while they run."""
+
+from __future__ import annotations
+
+from planner.workspaces.reductions import reduction
+from planner.workspaces.registry import KernelCall, takes_scratch
+from profiles.device import DeviceProfile
+
+_ROWS_PER_BLOCK = 32
+_MOST_BLOCKS = 64 * 1024 // 2
+
+
+@takes_scratch("aten.native_layer_norm_backward.default", "aten._fused_rms_norm_backward.default")
+def layer_norm_backward(call: KernelCall, card: DeviceProfile) -> list[int]:
+    """Partial sums of the weight's and the bias's gradients, where there are many rows and few columns.
+
+    Source: layer_norm_kernel.cu, `LaunchGammaBetaBackwardCUDAKernel`.
+    """
+    layout = call.tensor("input")
+    columns = 1
+    for size in call.arguments["normalized_shape"]:
+        columns *= size
+    rows = layout.numel // max(columns, 1)
+    if rows <= 64 * 1024 or columns // 32 >= card.sm_count // 2:
+        return []
+    blocks = min(_MOST_BLOCKS // -(-columns // 32), -(-rows // _ROWS_PER_BLOCK))
+    wanted = list(call.arguments.get("output_mask", ()))[1:]
+    return [blocks * columns * layout.itemsize for mask in wanted if mask]
+
+
+@takes_scratch("aten.native_group_norm.default")
+def group_norm(call: KernelCall, card: DeviceProfile) -> list[int]:
+    """One scale and one shift for each sample and channel (group_norm_kernel.cu, `GroupNormKernelImplInternal`)."""
+    return [4 * call.arguments["N"] * call.arguments["C"]] * 2
+
+
+@takes_scratch("aten.native_group_norm_backward.default")
+def group_norm_backward(call: KernelCall, card: DeviceProfile) -> list[int]:
+    """Two sums for each sample and channel, two for each group, and a scale for each channel of each sample.
+
+    Source: group_norm_kernel.cu, `GroupNormBackwardKernelImplInternal`.
+    """
+    samples, channels, groups = (call.arguments[name] for name in ("N", "C", "group"))
+    return [4 * samples * channels] * 3 + [4 * samples * groups] * 2
+
+
+@takes_scratch("aten.convolution_backward.default", complete=False)
+def convolution_bias(call: KernelCall, card: DeviceProfile) -> list[int]:
+    """The bias's gradient is a sum over all but the channels (Convolution.cpp); what cuDNN takes only cuDNN knows."""
+    layout = call.tensor("grad_output")
+    if not call.arguments["output_mask"][2]:
+        return []
+    dims = (0, *range(2, len(layout.shape)))
+    return reduction(layout, dims, accumulator_bytes=layout.accumulator_bytes, card=card)

@@ -1,0 +1,102 @@
+"""Scratch memory of kernels: the formulas against what public histories of the allocator show."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import profiles
+from planner.workspaces import FORMULAS, formula_of, is_known
+from planner.workspaces.reductions import reduction
+from planner.workspaces.registry import KernelCall, Layout, takes_scratch
+
+H100 = profiles.load("h100")
+
+
+def fp32(*shape: int) -> Layout:
+    stride, strides = 1, []
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= size
+    return Layout(shape=shape, stride=tuple(reversed(strides)), itemsize=4, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "accumulator_bytes", "recorded_bytes"),
+    [
+        (2560, 512, 4, 10_485_760),
+        (2560, 2048, 4, 41_943_040),
+        (10_000, 512, 16, 164_626_432),
+        (10_000, 2048, 16, 553_648_128),
+    ],
+)
+def test_column_reductions_take_what_an_h100_recorded(inputs, outputs, accumulator_bytes, recorded_bytes):
+    """kkaitlyn111/cs336-a2-systems, torch 2.6.0, H100: sums, and maxima with their places."""
+    found = reduction(fp32(inputs, outputs), (0,), accumulator_bytes=accumulator_bytes, card=H100)
+    assert found[0] == recorded_bytes
+
+
+def test_few_rows_take_no_buffer():
+    assert reduction(fp32(128, 4096), (0,), accumulator_bytes=4, card=H100) == []
+
+
+def test_a_reduction_of_everything_takes_a_small_buffer():
+    buffer, semaphores = reduction(fp32(1 << 24), None, accumulator_bytes=4, card=H100)
+    assert 0 < buffer < 1 << 20 and semaphores == 4
+
+
+def test_a_tensor_beyond_32_bit_offsets_is_reduced_in_parts():
+    parts = reduction(fp32(1 << 15, 1 << 15), (0,), accumulator_bytes=4, card=H100)
+    whole = reduction(fp32(1 << 13, 1 << 15), (0,), accumulator_bytes=4, card=H100)
+    assert parts and parts[0] <= 2 * sum(whole or [0]) + (1 << 30)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    shape=st.lists(st.integers(1, 300), min_size=1, max_size=4),
+    reduced=st.sets(st.integers(0, 3), min_size=1),
+    sms=st.integers(10, 200),
+)
+def test_a_merged_view_of_a_tensor_reduces_alike(shape, reduced, sms):
+    """Size-1 dimensions change nothing."""
+    card = dataclasses.replace(H100, sm_count=sms)
+    dims = tuple(sorted(dim for dim in reduced if dim < len(shape))) or (0,)
+    plain = reduction(fp32(*shape), dims, accumulator_bytes=4, card=card)
+    wider = reduction(fp32(*shape, 1), dims, accumulator_bytes=4, card=card)
+    assert plain == wider
+
+
+def test_an_op_gets_one_formula():
+    with pytest.raises(ValueError, match="listed already"):
+        takes_scratch("aten.sum.dim_IntList")(lambda call, card: [])
+    with pytest.raises(ValueError, match="listed already"):
+        takes_scratch("aten.cat.default")(lambda call, card: [])
+
+
+def test_every_file_of_formulas_names_its_source():
+    for module in FORMULAS:
+        documented = module.__doc__ + "".join(str(value.__doc__) for value in vars(module).values() if callable(value))
+        assert ".cu" in documented or ".cpp" in documented, module.__name__
+
+
+def test_convolution_is_not_claimed_to_be_known():
+    assert not is_known("aten.convolution.default") and not is_known("aten.convolution_backward.default")
+    assert formula_of("aten.convolution_backward.default") is not None
+
+
+def test_large_embeddings_sort_their_indices():
+    arguments = {
+        "grad_output": fp32(8192, 768),
+        "indices": Layout(shape=(8192,), stride=(1,), itemsize=8, dtype="int64"),
+        "num_weights": 50_000,
+        "padding_idx": -1,
+        "scale_grad_by_freq": False,
+    }
+    blocks = formula_of("aten.embedding_dense_backward.default")(KernelCall(arguments=arguments, outputs=()), H100)
+    partial = 8192 // 10 + 8192
+    assert sum(blocks) == 8 * 8192 * 5 + 8 * partial + 4 * partial * 768
+    small = arguments | {"indices": Layout(shape=(3072,), stride=(1,), itemsize=8, dtype="int64")}
+    assert formula_of("aten.embedding_dense_backward.default")(KernelCall(arguments=small, outputs=()), H100) == []
