@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-
-import numpy as np
 
 from planner import cost
 from planner.allocator import AllocatorSettings, replay
 from planner.plan_file import Footprint
 from planner.step_graph import Category, StepGraph, Storage
+from planner.stream import allocation_stream
 from profiles.device import DeviceProfile
 
 ALLOCATOR_GRANULARITY_BYTES = 512
@@ -54,7 +52,7 @@ def measure(graph: StepGraph, card: DeviceProfile, *, vram_bytes: int | None, mi
     tick, allocated, reserved, fits = int(live.argmax()), curve_bytes, curve_bytes, True
     capacity = None if vram_bytes is None else vram_bytes - card.context_bytes
     if card.allocator:
-        ids, sizes, ticks = _events(graph)
+        ids, sizes, ticks = allocation_stream(graph)
         outcome = replay((ids, sizes), AllocatorSettings(), capacity)
         if outcome.out_of_memory_event is not None:
             fits = False
@@ -82,7 +80,7 @@ def smallest_capacity_bytes(graph: StepGraph, card: DeviceProfile, *, within_byt
     """Smallest total in which the step gets through, within `within_bytes`: at its limit the allocator frees cache."""
     if not card.allocator:
         return int(graph.live_bytes().max()) + card.context_bytes
-    ids, sizes, _ = _events(graph)
+    ids, sizes, _ = allocation_stream(graph)
     outcome = replay((ids, sizes), AllocatorSettings(), None)
     low, high = outcome.peak_allocated_bytes - 1, outcome.peak_reserved_bytes
     while high - low > within_bytes:
@@ -92,21 +90,6 @@ def smallest_capacity_bytes(graph: StepGraph, card: DeviceProfile, *, within_byt
         else:
             low = middle
     return high + card.context_bytes
-
-
-def _events(graph: StepGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The stream of allocations (size > 0) and frees (size 0): storage ids, sizes, ticks, in order of time."""
-    events = []
-    identity = itertools.count()
-    for storage, spans in zip(graph.storages, graph.spans(), strict=True):
-        for start, stop in spans:
-            life = next(identity)
-            events.append((start, 1, life, storage.size_bytes))
-            if stop < graph.ticks:
-                events.append((stop, 0, life, 0))
-    events.sort()
-    table = np.array(events, dtype=np.int64).reshape(-1, 4)
-    return table[:, 2], table[:, 3], table[:, 0]
 
 
 def _breakdown(graph: StepGraph, tick: int, granularity: int, reserved: int, card: DeviceProfile) -> dict[str, int]:

@@ -96,6 +96,19 @@ def _as_data(value: object) -> object:
     return value if isinstance(value, (int, float, bool, str)) else None
 
 
+_ORDER_OF_BIRTH = {torch.ops.aten.native_dropout.default: (1, 0)}
+"""Results that the CUDA kernel allocates in another order than it returns them: the mask of dropout comes first.
+
+Source: aten/src/ATen/native/cuda/Dropout.cu, `dropout_cuda`.
+"""
+
+
+def in_order_of_birth(op: torch._ops.OpOverload, out: object) -> object:
+    """The results of an op in the order in which its kernel allocates them."""
+    order = _ORDER_OF_BIRTH.get(op)
+    return out if order is None else [out[place] for place in order]
+
+
 def dtype_name(read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> str:
     """The dtype that decides the rate: that of the first floating tensor read, else written, else 'fp32'."""
     for tensor in (*read, *written):

@@ -33,8 +33,16 @@ from torch.utils.flop_counter import flop_registry
 from planner import virtual_gpu
 from planner.classify import classify, note_obstacles
 from planner.errors import RehearsalError
+from planner.in_place import is_in_place_on_cuda
 from planner.module_state import changed_state, is_compiled, module_state
-from planner.op_schema import OpTraits, dtype_name, kernel_call, traits_of, uses_batch_statistics
+from planner.op_schema import (
+    OpTraits,
+    dtype_name,
+    in_order_of_birth,
+    kernel_call,
+    traits_of,
+    uses_batch_statistics,
+)
 from planner.source_lines import frames, source_line
 from planner.step_graph import Call, Category, Op, Phase, Save, StepGraph, Storage
 from planner.workspaces import has_formula
@@ -159,6 +167,9 @@ class Recorder(TorchDispatchMode):
         if op is torch.ops.aten._local_scalar_dense.default and args[0].device.type == virtual_gpu.NAME:
             return self._known_scalar(args[0])
         tick = self.next_tick()
+        if is_in_place_on_cuda(op, args):
+            self._note_op(op, args, kwargs, args[0], tick)
+            return args[0]
         try:
             out = op(*args, **kwargs)
         except _DATA_DEPENDENT:
@@ -174,7 +185,7 @@ class Recorder(TorchDispatchMode):
     def _note_op(self, op, args, kwargs, out, tick: int) -> None:
         traits = traits_of(op)
         read = [leaf for leaf in _tensors((args, kwargs)) if leaf.device.type == virtual_gpu.NAME]
-        written = [leaf for leaf in _tensors(out) if leaf.device.type == virtual_gpu.NAME]
+        written = [leaf for leaf in _tensors(in_order_of_birth(op, out)) if leaf.device.type == virtual_gpu.NAME]
         if not read and not written:
             return
         index = len(self.ops)

@@ -29,14 +29,22 @@ def embedding_backward(call: KernelCall, card: DeviceProfile) -> list[int]:
     ]
 
 
+def _radix_sort_bytes(positions: int) -> int:
+    """cub sorts few keys in one block; for more it swaps keys and values with a second buffer (DeviceRadixSort)."""
+    return 1 if positions <= _UNSORTED_AT_MOST else 2 * _INDEX_BYTES * positions
+
+
 @takes_scratch("aten.index_put.default", "aten.index_put_.default", "aten._index_put_impl_.default")
 def index_put(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """An accumulating put sorts its linear indices (Indexing.cu, `index_put_with_sort_kernel`)."""
+    """An accumulating put sorts its linear indices (Indexing.cu, `index_put_with_sort_kernel`).
+
+    Blocks: the linear indices, their places, both sorted, and what cub's radix sort swaps with.
+    """
     if not call.arguments["accumulate"]:
         return []
     given = [index for index in call.arguments["indices"] if isinstance(index, Layout)]
     positions = max((index.numel for index in given), default=0)
-    return [_INDEX_BYTES * positions] * 4
+    return [_INDEX_BYTES * positions] * 4 + [_radix_sort_bytes(positions)]
 
 
 @takes_scratch("aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.topk.default")
