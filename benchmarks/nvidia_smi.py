@@ -130,6 +130,9 @@ def program_of(run: Run) -> Callable[[torch.device], None]:
     """Their script, as far as it allocates."""
     full, last = divmod(SAMPLES, run.batch)
     epoch = [run.batch] * min(full, MOST_BATCHES) + ([last] if last else [])
+    sizes = epoch * EPOCHS
+    if run.norm and 1 in sizes:  # BatchNorm refuses a single sample: that ended their run
+        sizes = sizes[: sizes.index(1)]
 
     def program(device: torch.device) -> None:
         with device:
@@ -137,7 +140,7 @@ def program_of(run: Run) -> Callable[[torch.device], None]:
         model(torch.rand(2, 1, run.inputs).to(device).view(2, -1))
         optimizer = torch.optim.Adam(model.parameters())
         criterion = nn.CrossEntropyLoss() if run.outputs > 1 else nn.BCEWithLogitsLoss()
-        for size in epoch * EPOCHS:
+        for size in sizes:
             inputs, labels = torch.rand(size, run.inputs), torch.zeros(size, dtype=torch.int64)
             inputs, labels = inputs.to(device), labels.to(device)
             optimizer.zero_grad()

@@ -6,7 +6,6 @@ or solved. Plans whose times are within `TIE` count as equally fast; among them 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import time
@@ -16,7 +15,7 @@ from typing import Any
 from planner.cases import Case, Cases
 from planner.decisions import Decision, Optimizer, Precision
 from planner.errors import PlannerError
-from planner.options import Offer
+from planner.options import Offer, Split
 from planner.search import milp
 from planner.search.problem import Selection
 
@@ -60,7 +59,7 @@ class Chooser:
         self._force_checkpoint = force_checkpoint
         self.solve_seconds = 0.0
         self.dropped: dict[tuple[Decision, ...], PlannerError] = {}
-        """Outer choices that could not be rehearsed, and why."""
+        """Choices, with their split, that could not be rehearsed, and why."""
         self.undecided = 0
         """Programs that hit their time limit without an answer."""
 
@@ -70,8 +69,7 @@ class Chooser:
         for outer in self._outer_choices():
             limit_ns = self._limit_ns(outer, found)
             if self._bounds.floor_bytes(outer) <= budget_bytes and self._bound_ns(outer) < limit_ns:
-                with self._dropping(outer):
-                    found += self._fastest_of(outer, budget_bytes, limit_ns)
+                found += self._fastest_of(outer, budget_bytes, limit_ns)
         if not found:
             return None
         quickest = min(choice.step_ns for choice in found)
@@ -84,25 +82,29 @@ class Chooser:
             self._cases.prefetch(outer, self._offer.splits)
         found: list[Choice] = []
         for outer in outers:
-            for split in dict.fromkeys((self._offer.splits[-1], self._offer.splits[0])):
+            for split in self._splits_to_the_smallest():
                 smallest_bytes = min((choice.peak_bytes for choice in found), default=math.inf)
                 if self._bounds.floor_bytes(outer) >= smallest_bytes:
                     continue
-                with self._dropping(outer):
-                    case = self._cases.of(outer, split)
-                    if case.floor_bytes < smallest_bytes:
-                        found.append(self._smallest_of(case))
+                case = self._case(outer, split)
+                if case is not None and case.floor_bytes < smallest_bytes:
+                    found.append(self._smallest_of(case))
         if not found:
             raise next(iter(self.dropped.values()))
         return min(found, key=lambda choice: (choice.peak_bytes, choice.step_ns))
 
-    @contextlib.contextmanager
-    def _dropping(self, outer: tuple[Decision, ...]) -> Iterator[None]:
-        """An outer choice under which the step cannot be rehearsed is left out, with the reason."""
+    def _splits_to_the_smallest(self) -> tuple[Split, ...]:
+        """Where recompute can follow, the extremes are enough; without it gradients and halves may tip the scale."""
+        splits = self._offer.splits
+        return tuple(dict.fromkeys((splits[-1], splits[0]))) if self._offer.checkpoint else splits[::-1]
+
+    def _case(self, outer: tuple[Decision, ...], split: Split) -> Case | None:
+        """The case, or None if the step cannot be rehearsed so; then the reason is kept."""
         try:
-            yield
+            return self._cases.of(outer, split)
         except PlannerError as error:
-            self.dropped[outer] = error
+            self.dropped[(*outer, *split.decisions())] = error
+            return None
 
     # ---- outer choices ------------------------------------------------------------------------------------------
 
@@ -135,7 +137,9 @@ class Chooser:
         tight: list[Case] = []
         best: list[Choice] = []
         for split in self._offer.splits:
-            case = self._cases.of(outer, split)
+            case = self._case(outer, split)
+            if case is None:
+                continue
             if case.step_ns >= limit_ns:
                 break
             if case.peak_bytes <= budget_bytes:

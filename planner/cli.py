@@ -38,25 +38,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     out = sys.stdout
     try:
-        options = _parser().parse_args(given)
+        options = _parser().parse_args(given)  # leaves by SystemExit for --help and --version
+    except PlannerError as error:
+        return _refuse(error, as_json="--json" in given, out=out)
+    try:
         with _standard_output_to_error():  # what a model prints is not our answer
             made = _plan(options)
             _write(made, options)
     except PlannerError as error:
-        return _refuse(error, as_json="--json" in given, out=out)
+        return _refuse(error, as_json=options.json, out=out)
     except KeyboardInterrupt:
-        return _refuse(PlannerError("interrupted"), as_json="--json" in given, out=out)
+        return _refuse(PlannerError("interrupted"), as_json=options.json, out=out)
     except SystemExit as error:
-        if error.code in (0, None) and "--json" not in given:  # --help
-            raise
         message = f"the model's code called sys.exit({error.code!r}): give a function that only builds the model"
-        return _refuse(WorkloadError(message), as_json="--json" in given, out=out)
+        return _refuse(WorkloadError(message), as_json=options.json, out=out)
     except Exception as error:
         traceback.print_exc()
         message = (
             f"{type(error).__name__}: {error}; this is a fault of the planner, please report it with the text above"
         )
-        return _refuse(PlannerError(" ".join(message.split())), as_json="--json" in given, out=out)
+        return _refuse(PlannerError(" ".join(message.split())), as_json=options.json, out=out)
     if options.json:
         print(json.dumps(made.to_json(), indent=2), file=out)
     else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _INTO_FRESH_ZEROS = (
     torch.ops.aten.scatter.src,
@@ -21,20 +22,46 @@ _INTO_FRESH_ZEROS = (
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _DISPATCH_FILES = ("torch/_compile.py", "torch/_dynamo/eval_frame.py", "torch/utils/_python_dispatch.py")
 """Wrappers that PyTorch puts around `__torch_dispatch__`."""
-_HELD_BY_ONE = 2
-"""Uses of a storage that one tensor holds, counting the Python object that asks."""
 
 
-def is_in_place_on_cuda(op: torch._ops.OpOverload, args: tuple) -> bool:
-    """Whether the real engine would write the result into the first argument. To be asked inside a dispatch mode."""
-    if op is not torch.ops.aten.add.Tensor and op not in _INTO_FRESH_ZEROS:
-        return False
-    if torch.is_grad_enabled() or not _called_by_the_engine():
-        return False
+class InPlaceRule:
+    """Tells which ops the real engine would write into their first argument."""
+
+    def __init__(self, device: str) -> None:
+        """To be made under the fake mode: one small backward shows how a tensor that nobody else holds is counted."""
+        with torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+            y = torch.ones(2, device=device, requires_grad=True) * 1
+            with _Probe() as probe:
+                (y.sigmoid() * y.tanh()).sum().backward()
+        self._held_by_one = probe.seen
+
+    def __call__(self, op: torch._ops.OpOverload, args: tuple) -> bool:
+        """To be asked in `__torch_dispatch__`, before the op runs."""
+        if op is not torch.ops.aten.add.Tensor and op not in _INTO_FRESH_ZEROS:
+            return False
+        if torch.is_grad_enabled() or not _called_by_the_engine():
+            return False
+        if op is torch.ops.aten.add.Tensor and not _are_alike(*args[:2]):
+            return False
+        return args[0].layout is torch.strided and _is_dense(args[0]) and _holders(args) == self._held_by_one
+
+
+class _Probe(TorchDispatchMode):
+    """Notes how the engine's own sum of two gradients counts the first one."""
+
+    seen: tuple[int, int, int]
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op is torch.ops.aten.add.Tensor and not torch.is_grad_enabled():
+            self.seen = _holders(args)
+        return op(*args, **(kwargs or {}))
+
+
+def _holders(args: tuple) -> tuple[int, int, int]:
+    """Of the first argument: uses of the tensor, of its storage, and of its Python object."""
     target = args[0]
-    if op is torch.ops.aten.add.Tensor and not _like(target, args[1]):
-        return False
-    return target.layout is torch.strided and _is_dense(target) and _uses(target) == _HELD_BY_ONE
+    storage_uses = torch._C._storage_Use_Count(target.untyped_storage()._cdata)
+    return target._use_count(), storage_uses, sys.getrefcount(target)
 
 
 def _called_by_the_engine() -> bool:
@@ -45,7 +72,7 @@ def _called_by_the_engine() -> bool:
     return frame is not None and frame.f_code is _ENGINE
 
 
-def _like(one: torch.Tensor, other: object) -> bool:
+def _are_alike(one: torch.Tensor, other: object) -> bool:
     return isinstance(other, torch.Tensor) and other.shape == one.shape and other.dtype == one.dtype
 
 
@@ -58,7 +85,3 @@ def _is_dense(tensor: torch.Tensor) -> bool:
                 return False
             expected *= size
     return True
-
-
-def _uses(tensor: torch.Tensor) -> int:
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

@@ -1,4 +1,4 @@
-"""State that a forward may change: what a second run of it would meet otherwise than the first."""
+"""What speaks against running a forward twice: state that it changes, and that `torch.compile` took it over."""
 
 from __future__ import annotations
 
@@ -35,3 +35,8 @@ def module_state(module: torch.nn.Module) -> dict[str, object]:
 def changed_state(before: dict[str, object], after: dict[str, object]) -> str | None:
     """The first thing that is not as it was; None if everything is."""
     return next((name for name, value in after.items() if name not in before or before[name] != value), None)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether `torch.compile` took the module over, wrapped or in place: what runs inside is traced, not called."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None

@@ -29,6 +29,7 @@ from planner.references import load_workload
 from planner.sizes import format_size, parse_size
 from planner.trials import Certified, Trials
 from planner.workload import OptimizerSpec, Workload, workload
+from planner.workspaces.stream import unknown_ops
 from profiles.device import DeviceProfile
 from rewrite.certify import certifying_graph, start_rehearsal
 
@@ -66,13 +67,13 @@ def record_live_model(
 
 def card_and_budget(gpu: str | None, vram: str | int | None) -> tuple[DeviceProfile, int | None]:
     """The card, and the budget in bytes; '80%' is of the card named or at hand."""
-    if isinstance(vram, int):
+    if type(vram) is int:
         if vram <= 0:
             raise SizeError(
                 f"budget of {vram} bytes is nothing: give a number of bytes above zero, or a text such as 6GiB"
             )
         return resolve_card(gpu, vram), vram
-    relative = vram is not None and vram.strip().endswith("%")
+    relative = isinstance(vram, str) and vram.strip().endswith("%")
     size = None if vram is None or relative else parse_size(vram, device_bytes=None)
     card = resolve_card(gpu, size)
     if not relative:
@@ -178,7 +179,7 @@ def _plan(
 ) -> Plan:
     if trials.undecided:
         notes += (f"{trials.undecided} programs hit their time limit without an answer: a faster plan may exist",)
-    notes += trials.dropped
+    notes += trials.dropped + _about_scratch(found, trials.card)
     return Plan(
         model=trials.work.model_facts(),
         workload=trials.work.facts(),
@@ -205,6 +206,16 @@ def _plan(
         versions=versions(),
         seconds=time.perf_counter() - began,
     )
+
+
+def _about_scratch(found: Certified, card: DeviceProfile) -> tuple[str, ...]:
+    """Ops of which nobody has said what their kernels take beside their outputs."""
+    counts = unknown_ops(found.graph) if card.allocator else {}
+    if not counts:
+        return ()
+    names = ", ".join(f"{count} x {name}" for name, count in sorted(counts.items(), key=lambda pair: -pair[1])[:4])
+    more = f" and {len(counts) - 4} kinds more" if len(counts) > 4 else ""
+    return (f"scratch memory of some kernels is unknown and not counted: {names}{more}, in two steps",)
 
 
 def versions() -> dict[str, str]:

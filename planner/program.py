@@ -12,6 +12,7 @@ import torch
 
 from planner import virtual_gpu
 from planner.child import Child
+from planner.in_place import InPlaceRule
 from planner.recorder import Recorder
 from planner.step_graph import Category, StepGraph
 
@@ -32,9 +33,11 @@ def _run(program: Program, target: virtual_gpu.Target) -> StepGraph:
     gc.freeze()
     gc.disable()
     autocast = virtual_gpu.install(target)
-    recorder = Recorder(what_if=False)
-    autocast.on_cast = lambda tensor: recorder.mark(tensor, Category.AUTOCAST)
     mode = virtual_gpu.VirtualGpuMode(allow_non_fake_inputs=True)
+    with mode:
+        in_place = InPlaceRule(virtual_gpu.NAME)
+    recorder = Recorder(what_if=False, in_place=in_place)
+    autocast.on_cast = lambda tensor: recorder.mark(tensor, Category.AUTOCAST)
     with torch.autograd.set_multithreading_enabled(False), mode, recorder:
         recorder.setup_ends()
         program(torch.device(virtual_gpu.NAME))

@@ -33,7 +33,7 @@ from torch.utils.flop_counter import flop_registry
 from planner import virtual_gpu
 from planner.classify import classify, note_obstacles
 from planner.errors import RehearsalError
-from planner.in_place import is_in_place_on_cuda
+from planner.in_place import InPlaceRule
 from planner.module_state import changed_state, is_compiled, module_state
 from planner.op_schema import (
     OpTraits,
@@ -89,10 +89,16 @@ class _Kept:
 
 
 class Recorder(TorchDispatchMode):
-    """Active around the step. `what_if` chooses the kind of recording."""
+    """Active around the step.
 
-    def __init__(self, *, what_if: bool) -> None:
+    Args:
+        what_if: the kind of recording.
+        in_place: which ops count as in place although fakes get a copy.
+    """
+
+    def __init__(self, *, what_if: bool, in_place: InPlaceRule | None) -> None:
         super().__init__()
+        self.in_place = in_place
         self.what_if = what_if
         self.module_types: dict[str, str] = {}
         self.tick = 0
@@ -167,7 +173,7 @@ class Recorder(TorchDispatchMode):
         if op is torch.ops.aten._local_scalar_dense.default and args[0].device.type == virtual_gpu.NAME:
             return self._known_scalar(args[0])
         tick = self.next_tick()
-        if is_in_place_on_cuda(op, args):
+        if self.in_place is not None and self.in_place(op, args):
             self._note_op(op, args, kwargs, args[0], tick)
             return args[0]
         try:

@@ -122,11 +122,11 @@ def _from_callable(reference: str, batch_size: int | None, seq_len: int | None, 
         if value is not None and name in accepted
     }
     answer = _call(function, arguments, reference)
-    model, batch, loss_fn = (*answer, None, None)[:3] if isinstance(answer, tuple) else (answer, None, None)
     if isinstance(answer, tuple) and not 1 <= len(answer) <= 3:
         raise WorkloadError(
             f"'{reference}' returned {len(answer)} things: return model, (model, batch) or (model, batch, loss_fn)"
         )
+    model, batch, loss_fn = (*answer, None, None)[:3] if isinstance(answer, tuple) else (answer, None, None)
     if batch is None and hasattr(model, "main_input_name"):
         batch = synthetic_batch(model, batch_size=batch_size or 1, seq_len=seq_len or DEFAULT_SEQ_LEN)
     if batch is None:

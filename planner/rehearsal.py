@@ -14,6 +14,7 @@ import torch
 from planner import virtual_gpu
 from planner.child import Child
 from planner.errors import PlannerError, WorkloadError
+from planner.in_place import InPlaceRule
 from planner.recorder import Recorder
 from planner.source_lines import is_model_code
 from planner.step_graph import Category, StepGraph
@@ -60,9 +61,11 @@ def _rehearse(rehearsal: Rehearsal) -> StepGraph:
     gc.disable()
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what fails is told in one line
     autocast = virtual_gpu.install(rehearsal.target)
-    recorder = Recorder(what_if=rehearsal.what_if)
-    autocast.on_cast = lambda tensor: recorder.mark(tensor, Category.AUTOCAST)
     mode = virtual_gpu.VirtualGpuMode(allow_non_fake_inputs=True)
+    with mode:
+        in_place = InPlaceRule(virtual_gpu.NAME)
+    recorder = Recorder(what_if=rehearsal.what_if, in_place=in_place)
+    autocast.on_cast = lambda tensor: recorder.mark(tensor, Category.AUTOCAST)
     with (
         torch.inference_mode(False),
         torch.enable_grad(),

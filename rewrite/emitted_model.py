@@ -95,12 +95,16 @@ def _callable_source(plan: Plan, place: str, name: str) -> ModelSource:
     accepted = _parameters(place, name)
     given = ", ".join(f"{key}={size}" for key, size in sizes.items() if key in accepted and size is not None)
     if place.endswith(".py"):
-        stem = literal(pathlib.Path(place).stem)
+        path = pathlib.Path(place).resolve()
         load = f"""\
-    sys.path.insert(0, {literal(str(pathlib.Path(place).parent.resolve()))})
-    made = importlib.import_module({stem}).{name}({given})
+    path = pathlib.Path({literal(str(path))})
+    sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location({literal(f"planned_{path.stem}")}, path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    made = module.{name}({given})
 """
-        imports, own_imports = ("import importlib", "import sys"), frozenset()
+        imports, own_imports = ("import importlib.util", "import pathlib", "import sys"), frozenset()
     else:
         load = f"    made = {place}.{name}({given})\n"
         imports, own_imports = (), frozenset({f"import {place}"})

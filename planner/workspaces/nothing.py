@@ -22,6 +22,14 @@ _DEFAULT = (
     "_softmax",
     "_softmax_backward_data",
     "_to_copy",
+    "_unsafe_view",
+    "binary_cross_entropy",
+    "binary_cross_entropy_backward",
+    "cumsum",
+    "mse_loss",
+    "mse_loss_backward",
+    "smooth_l1_loss",
+    "smooth_l1_loss_backward",
     "_adaptive_avg_pool2d",
     "_adaptive_avg_pool2d_backward",
     "adaptive_max_pool2d",
@@ -89,8 +97,6 @@ _OVERLOADS = (
     "linspace",
     "masked_fill_.Scalar",
     "masked_fill_.Tensor",
-    "nearest",
-    "new_empty",
     "rand",
     "randint",
     "randint.low",
@@ -148,12 +154,17 @@ _FOREACH = (
 )
 
 
+_FACTORIES = ("empty", "full", "ones", "rand", "randn", "zeros")
+
+
 def _names() -> frozenset[str]:
     ops = [
         *_DEFAULT,
         *_OVERLOADS,
         *(f"_foreach_{name}" for name in _FOREACH),
         "_amp_foreach_non_finite_check_and_unscale_",
+        *(f"{name}_like" for name in _FACTORIES),
+        *(f"new_{name}" for name in _FACTORIES),
     ]
     return frozenset(f"aten.{name}" if "." in name else f"aten.{name}.default" for name in ops)
 

@@ -172,6 +172,48 @@ def test_a_missing_field_is_named(field):
 
 
 @pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("vram_bytes",), "6GiB"),
+        (("vram_bytes",), -1),
+        (("vram_bytes",), 1.5),
+        (("vram_bytes",), True),
+        (("model", "reference"), 5),
+        (("card",), None),
+        (("fidelity",), 1),
+        (("workload", "optimizer"), {"name": "adamw"}),
+        (("workload", "batch"), 5),
+        (("workload", "batch"), [["x", [2]]]),
+        (("model",), "Net"),
+        (("model",), {"name": "Net"}),
+        (("solver",), {}),
+        (("plan", "at"), {"phase": "forward"}),
+        (("baseline", "step_seconds"), "soon"),
+        (("baseline", "breakdown"), [1]),
+        (("decisions",), 5),
+        (("decisions",), [5]),
+        (("shortfall",), "much"),
+        (("forced",), None),
+    ],
+    ids=str,
+)
+def test_values_of_another_kind_are_refused_on_one_line(path, value):
+    data = place = example().to_json()
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    with pytest.raises(PlanFileError, match=r"plan is not complete .*: make the plan again") as caught:
+        Plan.from_json(json.loads(json.dumps(data)))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("sizes", [(0, 2), (4, 1), (2.0, 2), (2, 2.5), ("4", 2), (True, 2)])
+def test_micro_batches_are_whole_and_at_least_two(sizes):
+    with pytest.raises(DecisionError, match="needs at least 2 micro-batches of at least 1 sample"):
+        Accumulation(micro_batch_size=sizes[0], micro_batches=sizes[1])
+
+
+@pytest.mark.parametrize(
     ("decision", "message"),
     [
         ({"kind": "prune"}, f"'prune' is unknown: known are {', '.join(KINDS)}"),

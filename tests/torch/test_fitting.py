@@ -55,3 +55,46 @@ def test_a_larger_budget_buys_no_slower_plan(plans):
 def test_the_batch_is_not_cut_into_single_samples(plans):
     """The smallest promise has one sample in each of 4096 micro-batches, and needs no fewer segments than a few."""
     assert all(micro_batches_of(plan.decisions) <= 64 for plan in plans.values())
+
+
+class PooledNorm(torch.nn.Module):
+    """Blocks that keep much, and a norm over one value for each sample, which refuses single samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Conv2d(4, 16, 1), torch.nn.Sigmoid(), torch.nn.Conv2d(16, 4, 1))
+            for _ in range(4)
+        )
+        self.norm = torch.nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x.mean((2, 3))).square().mean()
+
+
+def test_a_split_that_cannot_be_rehearsed_leaves_the_others():
+    with torch.device("meta"):
+        model, batch = PooledNorm(), (torch.zeros(4, 4, 64, 64),)
+    options = {"force": "accumulation", "fidelity": "exact", "gpu": "bare"}
+    whole = planner.plan(model, batch, vram=None, gpu="bare").baseline
+    plans = [planner.plan(model, batch, vram=int(share * whole.total_bytes), **options) for share in (0.35, 0.6)]
+    assert [plan.fits for plan in plans] == [True, True]
+    assert plans[1].peak.step_ns < plans[0].peak.step_ns
+    assert all(micro_batches_of(plan.decisions) == 2 for plan in plans)
+
+
+def test_the_smallest_split_without_recompute_need_not_be_an_extreme():
+    with torch.device("meta"):
+        layers = [torch.nn.Linear(256, 256) for _ in range(8)]
+        model, batch = torch.nn.Sequential(*layers), (torch.zeros(64, 256), torch.zeros(64, 256))
+
+    def loss(out, batch):
+        return torch.nn.functional.mse_loss(out, batch[1])
+
+    options = {"forbid": "checkpoint", "fidelity": "exact", "gpu": "bare", "loss_fn": loss}
+    smallest = planner.plan(model, batch, vram=1, **options)
+    again = planner.plan(model, batch, vram=smallest.peak.total_bytes, **options)
+    less = planner.plan(model, batch, vram=int(0.99 * smallest.peak.total_bytes), **options)
+    assert not smallest.fits and again.fits and not less.fits

@@ -297,3 +297,11 @@ def test_a_model_that_was_named_by_reference_trains_without_its_cache_as_planned
     assert model.config.use_cache is True
     apply(plan_for(model, tokens()), model)
     assert model.config.use_cache is True
+
+
+def test_any_decision_turns_the_cache_of_keys_and_values_off_until_undo():
+    model = seeded(gpt2)
+    result = rewritten(model, Accumulation(micro_batch_size=3, micro_batches=2), batch=tokens())
+    assert model.config.use_cache is False
+    result.undo()
+    assert model.config.use_cache is True

@@ -217,9 +217,9 @@ def test_a_model_from_a_callable_is_made_by_the_same_callable(tmp_path, monkeypa
     decisions = (ACCUMULATION, *(() if rest else (Checkpoint(modules=("body", "norm")),)))
     reference = form.format(folder=tmp_path, name=name)
     plan = plan_for(model, batch, *decisions, loss_fn=loss_fn, reference=reference)
-    emit(plan, tmp_path / "step.py")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "nets", raising=False)
+    emit(plan, tmp_path / "step.py")
     emitted = imported(tmp_path / "step.py")
     made = emitted.build()
     other = made[0] if loss_fn else made
@@ -228,6 +228,24 @@ def test_a_model_from_a_callable_is_made_by_the_same_callable(tmp_path, monkeypa
     assert_same_training(plan, emitted, model, other, [batch] * 3, **options)
     if form.startswith("{folder}"):
         assert "step 1: loss" in ran(tmp_path / "step.py", "--steps", "1", cwd=tmp_path).stdout
+
+
+@pytest.mark.parametrize("name", ["types", "torch", "step", "my-nets"])
+def test_a_model_file_may_have_the_name_of_another_module_and_import_its_neighbours(tmp_path, monkeypatch, name):
+    folder = tmp_path / "nets"
+    folder.mkdir()
+    (folder / "neighbour_of_nets.py").write_text("OUT = 3\n")
+    text = "import neighbour_of_nets\n" + FACTORY.replace("Linear(5, 3)", "Linear(5, neighbour_of_nets.OUT)")
+    (folder / f"{name}.py").write_text(text)
+    batch = (torch.randn(6, 5), torch.zeros(6, dtype=torch.int64))
+    reference = f"{folder / name}.py:make_with_loss"
+    emit(plan_for(torch.nn.Linear(5, 3), batch, loss_fn=cross_entropy, reference=reference), tmp_path / "step.py")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "neighbour_of_nets", raising=False)
+    before = sys.modules.get(name)
+    model, loss_fn = imported(tmp_path / "step.py").build()
+    assert loss_fn(model(batch[0]), batch).shape == ()
+    assert sys.modules.get(name) is before
 
 
 def test_a_live_model_is_rewritten_by_importing_the_file(tmp_path):

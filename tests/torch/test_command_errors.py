@@ -1,0 +1,289 @@
+"""Whatever goes wrong, the command says it on one line, exits with 2, and prints at most one JSON object."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from planner import cards, pipeline
+from planner.cli import main
+from planner.decisions import Accumulation, Checkpoint
+from planner.plan_file import Plan
+from planner.references import load_workload
+
+ROOT = pathlib.Path(__file__).parents[2]
+MODEL = """
+import os
+import sys
+
+import torch
+
+def build(batch_size=16):
+    layers = (torch.nn.Linear(8, 8), torch.nn.Sigmoid(), torch.nn.Linear(8, 1))
+    return torch.nn.Sequential(*layers), (torch.zeros(batch_size, 8), torch.zeros(batch_size, 1)), loss
+
+def loss(output, batch):
+    return torch.nn.functional.mse_loss(output, batch[-1])
+
+def exits():
+    sys.exit(3)
+
+def exits_quietly():
+    sys.exit(0)
+
+def exits_with_words():
+    raise SystemExit("not today\\nnor tomorrow")
+
+def raises_lines():
+    raise ValueError("first line\\nsecond line")
+
+def returns_nothing():
+    return ()
+
+def interrupted():
+    raise KeyboardInterrupt
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 1)
+
+    def forward(self, x):
+        print("from a forward")
+        return self.linear(x).mean()
+
+class Leaves(Model):
+    def forward(self, x):
+        sys.exit(0)
+
+def leaves_in_forward():
+    return Leaves(), (torch.zeros(4, 8),)
+
+class Unexpected(Model):
+    def parameters(self, recurse=True):
+        raise ZeroDivisionError("first line\\nsecond line")
+
+def breaks_the_planner():
+    return Unexpected(), (torch.zeros(4, 8),)
+
+def talks():
+    print("from a builder")
+    os.write(1, b"from a file descriptor\\n")
+    os.system("echo from a shell")
+    return Model(), (torch.zeros(4, 8),)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "net.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cards, "_present_card", lambda: None)
+    return tmp_path
+
+
+def refused(*arguments: str, capsys) -> str:
+    """The message of a refusal, with and without `--json`."""
+    assert main(list(arguments)) == 2
+    plain = capsys.readouterr()
+    assert plain.out == ""
+    assert main([*arguments, "--json"]) == 2
+    captured = capsys.readouterr()
+    data = json.loads(captured.out)
+    assert data["fits"] is None
+    message = data["error"]["message"]
+    assert "\n" not in message
+    for error in (plain.err, captured.err):
+        assert error.rstrip().splitlines()[-1] == f"plan: {message}"
+    return message
+
+
+# ---- the user's code ---------------------------------------------------------------------------------------------
+
+FAULTS = {
+    "exits": "called sys.exit(3)",
+    "exits_quietly": "called sys.exit(0)",
+    "exits_with_words": "called sys.exit('not today",
+    "raises_lines": "raised ValueError: first line",
+    "returns_nothing": "returned 0 things: return model",
+    "interrupted": "interrupted",
+    "leaves_in_forward": "refused the batch: SystemExit",
+    "breaks_the_planner": "ZeroDivisionError: first line second line; this is a fault of the planner",
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_the_users_code_does_is_told_on_one_line_with_exit_code_two(folder, capsys, name):
+    assert FAULTS[name] in refused(f"net.py:{name}", capsys=capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("import sys\nsys.exit(0)", "called sys.exit(0)"),
+        ("import no_such_library", "ModuleNotFoundError: No module named 'no_such_library'"),
+        ("def build(:", "SyntaxError"),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_told_on_one_line(folder, capsys, text, told):
+    (folder / "bad.py").write_text(text)
+    assert told in refused("bad.py:build", capsys=capsys)
+
+
+def test_an_unexpected_fault_of_ours_is_told_on_one_line_below_its_traceback(folder, capsys, monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("first line\nsecond line")
+
+    monkeypatch.setattr(pipeline, "plan_workload", broken)
+    assert main(["net.py:build", "--json"]) == 2
+    captured = capsys.readouterr()
+    told = "RuntimeError: first line second line; this is a fault of the planner, please report it with the text above"
+    assert json.loads(captured.out)["error"] == {"type": "PlannerError", "message": told}
+    assert captured.err.startswith("Traceback")
+    assert captured.err.rstrip().splitlines()[-1] == f"plan: {told}"
+
+
+def test_with_json_standard_output_is_one_object_whoever_else_prints(folder):
+    ran = subprocess.run(
+        [sys.executable, "-m", "planner.cli", "net.py:talks", "--gpu", "bare", "--json"],
+        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert ran.returncode == 0
+    assert json.loads(ran.stdout)["fits"] is True
+    for place in ("a builder", "a file descriptor", "a shell", "a forward"):
+        assert f"from {place}" in ran.stderr
+
+
+@pytest.mark.parametrize(("option", "told"), [("--help", "usage: plan"), ("--version", "plan ")])
+def test_help_and_version_are_no_errors_even_with_json(option, told, capsys):
+    with pytest.raises(SystemExit) as left:
+        main([option, "--json"])
+    assert left.value.code == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith(told)
+    assert '"error"' not in captured.out
+    assert captured.err == ""
+
+
+def test_a_share_of_no_card_is_refused(folder, capsys):
+    assert "share of a card that is not known" in refused("net.py:build", "--vram", "80%", capsys=capsys)
+
+
+# ---- names of files ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["torch", "planner", "random", "json", "my-net"])
+def test_a_file_may_have_the_name_of_a_module_that_is_in_use(folder, name):
+    before = sys.modules.get(name)
+    (folder / "net.py").rename(f"{name}.py")
+    work = load_workload(f"{name}.py:build", batch_size=None, seq_len=None, optimizer="adamw")
+    assert type(work.model).__name__ == "Sequential"
+    assert sys.modules.get(name) is before
+
+
+def test_files_of_one_name_in_two_folders_are_two_files(folder):
+    (folder / "other").mkdir()
+    (folder / "other/net.py").write_text(MODEL.replace("batch_size=16", "batch_size=7"))
+    sizes = [
+        load_workload(f"{place}:build", batch_size=None, seq_len=None, optimizer="adamw").batch_size
+        for place in ("net.py", "other/net.py", "net.py")
+    ]
+    assert sizes == [16, 7, 16]
+
+
+def test_the_folder_of_a_file_is_searched_for_its_imports_but_hides_nothing(folder, monkeypatch):
+    (folder / "nets").mkdir()
+    (folder / "nets/neighbour_of_net.py").write_text("SIZE = 5\n")
+    (folder / "nets/colorsys.py").write_text("raise ValueError('this is not the standard library')\n")
+    text = MODEL.replace("batch_size=16", "batch_size=neighbour_of_net.SIZE")
+    (folder / "nets/net.py").write_text(f"import colorsys\nimport neighbour_of_net\n{text}")
+    for name in ("colorsys", "neighbour_of_net"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    work = load_workload("nets/net.py:build", batch_size=None, seq_len=None, optimizer="adamw")
+    assert work.batch_size == 5
+
+
+def test_a_misspelt_name_is_answered_with_what_the_file_itself_offers(folder, capsys):
+    (folder / "short.py").write_text("from pathlib import Path\n\ndef build():\n    pass\n")
+    assert refused("short.py:bild", capsys=capsys).endswith("it offers build")
+
+
+# ---- saved plans -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> dict:
+    """A plan with every decision that depends on the batch or the model."""
+    folder = tmp_path_factory.mktemp("saved")
+    (folder / "net.py").write_text(MODEL)
+    forced = ("--force", "accumulation", "--force", "checkpoint", "--fidelity", "exact")
+    given = (f"{folder}/net.py:build", "--vram", "1GiB", "--gpu", "bare", *forced, "--save", f"{folder}/p.json")
+    assert main(list(given)) == 0
+    plan = Plan.load(folder / "p.json")
+    assert plan.decision(Accumulation) == Accumulation(micro_batch_size=8, micro_batches=2)
+    assert plan.decision(Checkpoint) is not None
+    return plan.to_json()
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--batch-size", "8"),
+        ("--seq-len", "8"),
+        ("--optimizer", "sgd"),
+        ("--fidelity", "rounded"),
+        ("--force", "optimizer"),
+        ("--forbid", "checkpoint"),
+    ],
+    ids=lambda option: option[0],
+)
+def test_options_that_would_change_a_saved_plan_are_refused(folder, capsys, saved, option):
+    (folder / "p.json").write_text(json.dumps(saved))
+    message = refused("p.json", *option, capsys=capsys)
+    assert message.startswith(f"{option[0]} does not go with a saved plan")
+
+
+def test_a_saved_plan_may_be_rehearsed_for_another_budget_and_card(folder, capsys, saved):
+    (folder / "p.json").write_text(json.dumps(saved))
+    assert main(["p.json", "--vram", "16GiB", "--gpu", "rtx-2060", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["card"], data["vram_bytes"], data["decisions"]) == ("rtx-2060", 16 << 30, saved["decisions"])
+    assert any(note.endswith("not for the larger budget") for note in data["notes"])
+
+
+def test_a_saved_plan_that_no_longer_fits_says_by_how_much(folder, capsys, saved):
+    (folder / "p.json").write_text(json.dumps(saved))
+    needed = saved["plan"]["total_bytes"]
+    assert main(["p.json", "--vram", f"{needed - 100}B"]) == 1
+    assert "100 B over the budget" in capsys.readouterr().out
+
+
+EDITED = {
+    "another number of micro-batches": (("decisions", 0, "micro_batches"), 3, "splits a batch of 16 into 3 micro"),
+    "another micro-batch": (("decisions", 0, "micro_batch_size"), 5, "splits a batch of 16 into 2 micro-batches of 5"),
+    "another batch": (("workload", "batch_size"), 40, "splits a batch of 40 into 2 micro-batches of 8"),
+    "a share of a micro-batch": (("decisions", 0, "micro_batches"), 2.0, "needs at least 2 micro-batches"),
+    "a module that is not there": (("decisions", 1, "modules"), ["9"], "names module '9'"),
+    "another model": (("model", "fingerprint"), "0", "is not the Sequential that the plan was made for"),
+    "an unknown card": (("card",), "rtx-9999", "card 'rtx-9999' is unknown"),
+    "an unknown fidelity": (("fidelity",), "loose", "fidelity 'loose' is unknown"),
+    "an unknown technique": (("forced",), ["magic"], "technique 'magic' is unknown"),
+    "an unknown optimizer": (("workload", "optimizer"), "lion", "optimizer 'lion' is unknown"),
+}
+
+
+@pytest.mark.parametrize("case", EDITED)
+def test_a_saved_plan_that_was_edited_until_it_contradicts_itself_is_refused(folder, capsys, saved, case):
+    (*path, last), value, told = EDITED[case]
+    data = place = copy.deepcopy(saved)
+    for step in path:
+        place = place[step]
+    place[last] = value
+    (folder / "p.json").write_text(json.dumps(data))
+    assert told in refused("p.json", capsys=capsys)
