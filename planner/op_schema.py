@@ -24,6 +24,8 @@ class OpTraits:
     """Returns an alias of an argument and writes nothing: no kernel is launched."""
     written: tuple[tuple[int, str], ...]
     """Position and name of every argument that is written in place."""
+    asks_values: bool
+    """The shape of its result depends on values, or its result is a value."""
 
     @property
     def writes(self) -> bool:
@@ -64,7 +66,8 @@ def traits_of(op: torch._ops.OpOverload) -> OpTraits:
         or argument.name in _RUNNING_STATISTICS.get(schema.name, ())
     )
     aliases = any(result.alias_info is not None for result in schema.returns)
-    return OpTraits(is_view=aliases and not written, written=written)
+    asks_values = torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags
+    return OpTraits(is_view=aliases and not written, written=written, asks_values=asks_values)
 
 
 def dtype_name(read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> str:

@@ -14,7 +14,9 @@ import torch
 from planner import virtual_gpu
 from planner.child import Child
 from planner.errors import PlannerError, WorkloadError
-from planner.recorder import Recorder, is_model_code
+from planner.known_values import assume_full
+from planner.recorder import Recorder
+from planner.source_line import is_model_code
 from planner.step_graph import Category, StepGraph
 from planner.workload import map_tensors, tensors_of
 
@@ -69,13 +71,15 @@ def _rehearse(rehearsal: Rehearsal) -> StepGraph:
         mode,
         recorder,
     ):
+        recorder.answers.install()
         model = rehearsal.model
         make_virtual(model)
         for tensor in (*model.parameters(), *model.buffers()):
             recorder.mark(tensor, Category.PARAMETER)
         batch = virtual_batch(rehearsal.batch, rehearsal.batch_size, sum(rehearsal.micro_batch_sizes))
-        for _, tensor in tensors_of(batch):
+        for path, tensor in tensors_of(batch):
             recorder.mark(tensor, Category.INPUT)
+            assume_full(recorder.answers.known, path, tensor)
         step, optimizer = rehearsal.prepare(model)
         with recorder.watching(model, optimizer):
             if rehearsal.primed:
