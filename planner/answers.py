@@ -99,20 +99,28 @@ class Answers:
             )
         return value
 
+    def list_or_refuse(self, tensor: torch.Tensor) -> Any:
+        with unset_fake_temporarily():
+            return self.values_or_refuse(tensor).tolist()
+
     def install(self) -> None:
-        """Let tensors answer .tolist() and .numpy(), and libraries take the paths of a real run. In a child only."""
+        """Let tensors answer .tolist(), .numpy() and f-strings, and libraries take the paths of a real run. In a child only."""
         answers = self
 
         def tolist(self: FakeTensor) -> Any:
-            with unset_fake_temporarily():
-                return answers.values_or_refuse(self).tolist()
+            return answers.list_or_refuse(self)
 
         def numpy(self: FakeTensor, *, force: bool = False) -> Any:
             with unset_fake_temporarily():
                 return answers.values_or_refuse(self).clone().numpy()
 
+        def formatted(self: FakeTensor, spec: str) -> str:
+            value = answers.scalar(self) if self.numel() == 1 and not self.dim() else None
+            return object.__format__(self, spec) if value is None else format(value, spec)
+
         FakeTensor.tolist = tolist
         FakeTensor.numpy = numpy
+        FakeTensor.__format__ = formatted
         self._let_matching_answer()
         self._let_finite_checks_pass()
         _let_transformers_skip_what_a_real_run_skips()

@@ -175,10 +175,10 @@ class KnownValues:
             self._follow_known(op, args, kwargs, results, written)
 
     def compute(self, op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
-        """What the op gives for the true values; None if one of them is not known."""
+        """What the op gives for the true values; None if one of them is not known, or the host has no such kernel."""
         with unset_fake_temporarily():
             known, (args, kwargs) = self._real((args, kwargs))
-            return op(*args, **kwargs) if known else None
+        return _computed(op, args, kwargs) if known else None
 
     def _follow_known(self, op: Any, args: tuple, kwargs: dict, results: list, written: list) -> None:
         targets = list(_tensors(written))
@@ -196,15 +196,18 @@ class KnownValues:
             self._run_in_place(op, args, kwargs, targets, assumed, overwrites)
         elif op in _PICKS and twins and twins[0].value is not None and isinstance(args[0], FakeTensor):
             self._put(results[0], _Twin(value=twins[0].value, assumed=assumed))
-        elif twins and _is_elementwise(op) and all(twin.value is not None for twin in twins):
+        elif op is _aten.cat.default and _are_alike(twins):
             with unset_fake_temporarily():
-                value = op(*self._one_element(args), **_on_host(self._one_element(kwargs)))
-                value = value.reshape(-1)[:1].reshape(())
+                value = twins[0].value.to(results[0].dtype)
             self._put(results[0], _Twin(value=value, assumed=assumed))
+        elif twins and _is_elementwise(op) and all(twin.value is not None for twin in twins):
+            value = _computed(op, self._one_element(args), self._one_element(kwargs))
+            if value is not None:
+                with unset_fake_temporarily():
+                    value = value.reshape(-1)[:1].reshape(())
+                self._put(results[0], _Twin(value=value, assumed=assumed))
         elif all(_is_tracked(tensor) for tensor in results):
-            with unset_fake_temporarily():
-                real = op(*self._real(args)[1], **_on_host(self._real(kwargs)[1]))
-            for fake, value in zip(results, _tensors(real), strict=True):
+            for fake, value in zip(results, _tensors(self.compute(op, args, kwargs)), strict=False):
                 if fake not in self:  # a result on the storage of an argument has its twin already
                     self.learn(fake, value, assumed)
 
@@ -219,8 +222,8 @@ class KnownValues:
             if twin.storage is None and target.numel():
                 self._put(target, self._written_out(target, twin))
             self._twin(target).assumed |= assumed
-        with unset_fake_temporarily():
-            op(*self._real(args)[1], **_on_host(self._real(kwargs)[1]))
+        if self.compute(op, args, kwargs) is None:
+            self._forget_all(targets)
 
     def _written_out(self, tensor: torch.Tensor, twin: _Twin) -> _Twin:
         """A twin with all bytes of the tensor's storage, instead of one value that stands for all."""
@@ -341,6 +344,22 @@ def _is_tracked(tensor: torch.Tensor) -> bool:
     on_card = tensor.device.type != "cpu"
     most = MOST_FLOATS if on_card and tensor.is_floating_point() else MOST_ELEMENTS
     return tensor.layout is torch.strided and tensor.numel() <= most
+
+
+def _computed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    """The op on real tensors; None where the host cannot do it (no kernel for a type, an assumed index too large)."""
+    with unset_fake_temporarily():
+        try:
+            out = op(*args, **_on_host(kwargs))
+        except (NotImplementedError, RuntimeError, IndexError):
+            return None
+    return () if out is None else out
+
+
+def _are_alike(twins: list[_Twin]) -> bool:
+    """Whether all have the same one value everywhere."""
+    with unset_fake_temporarily():
+        return all(twin.value is not None and bool(twin.value == twins[0].value) for twin in twins)
 
 
 def _is_elementwise(op: torch._ops.OpOverload) -> bool:

@@ -34,6 +34,7 @@ from torch.utils.flop_counter import flop_registry
 from planner import virtual_gpu
 from planner.answers import Answers
 from planner.classify import classify, note_obstacles
+from planner.cuda_kernels import KERNELS
 from planner.module_state import changed_state, module_state
 from planner.op_schema import OpTraits, dtype_name, traits_of, uses_batch_statistics
 from planner.source_line import source_line
@@ -41,13 +42,6 @@ from planner.step_graph import Call, Category, Op, Phase, Save, StepGraph, Stora
 
 _IGNORED_NAMESPACES = ("prim", "profiler")
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
-
-
-_RESULT_IN_FULL_STORAGE = {
-    torch.ops.aten.mse_loss.default,
-    torch.ops.aten.smooth_l1_loss.default,
-}
-"""Their mean or sum lies in the storage of the unreduced loss (structured kernels, ATen/native/Loss.cpp)."""
 
 
 class _Ghost:
@@ -161,11 +155,14 @@ class Recorder(TorchDispatchMode):
             return value
         tick = self.next_tick()
         traits = traits_of(op)
-        ran, out = False, None
+        ran, out, scratch = False, None, ()
         try:
-            if traits.asks_values:
+            if op in KERNELS:
+                with self._pause():
+                    out, scratch = KERNELS[op](self.answers, op, *args, **kwargs)
+            elif traits.asks_values:
                 ran, out, args = self._by_value(op, args, kwargs)
-            if not ran:
+            if not ran and op not in KERNELS:
                 out = op(*args, **kwargs)
         except _DATA_DEPENDENT:
             raise self.answers.refusal(f"the result of {op} depends on values, and a rehearsal has none") from None
@@ -173,12 +170,11 @@ class Recorder(TorchDispatchMode):
             raise self.answers.refusal(
                 f"{op} has no fake kernel (register one with torch.library.register_fake)"
             ) from None
-        if op in _RESULT_IN_FULL_STORAGE and isinstance(out, torch.Tensor) and out.device.type == virtual_gpu.NAME:
-            with self._pause():
-                out = torch.empty_like(args[0]).as_strided(out.shape, out.stride(), 0) if out.dim() == 0 else out
         if not ran and not (traits.is_view and isinstance(args[0], FakeTensor)):
             self.answers.known.follow(op, args, kwargs, out, traits.written_arguments(args, kwargs))
         self._note_op(op, traits, args, kwargs, out, tick)
+        for tensor in scratch:
+            self.storage_of(tensor)
         return out
 
     def _scalar(self, tensor: torch.Tensor) -> float | bool | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from planner import virtual_gpu
+from planner import recurrent, virtual_gpu
 from planner.child import Child
 from planner.errors import PlannerError, WorkloadError
 from planner.known_values import assume_full
@@ -72,6 +72,7 @@ def _rehearse(rehearsal: Rehearsal) -> StepGraph:
         recorder,
     ):
         recorder.answers.install()
+        recurrent.register()
         model = rehearsal.model
         make_virtual(model)
         for tensor in (*model.parameters(), *model.buffers()):
@@ -145,7 +146,7 @@ def make_virtual(model: torch.nn.Module) -> None:
                 if tensor is not None:
                     registry[name] = fake(tensor)
         if isinstance(module, torch.nn.RNNBase):
-            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+            recurrent.flatten_weights(module)
 
 
 def virtual_batch(batch: Any, batch_size: int, wanted_size: int) -> Any:

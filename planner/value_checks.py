@@ -51,10 +51,13 @@ def _checks(filename: str) -> tuple[tuple[ast.stmt, ast.expr, bool], ...]:
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Assert):
             found.append((node, node.test, True))
-        elif isinstance(node, ast.If) and len(node.body) == 1 and isinstance(node.body[0], ast.Raise):
-            if not node.orelse:
-                found.append((node, node.test, False))
+        elif isinstance(node, ast.If) and _only_raises(node):
+            found.append((node, node.test, False))
     return tuple(found)
+
+
+def _only_raises(node: ast.If) -> bool:
+    return not node.orelse and len(node.body) == 1 and isinstance(node.body[0], ast.Raise)
 
 
 def _leaves(test: ast.expr, wanted: bool) -> Iterator[tuple[ast.expr, bool]]:

@@ -100,6 +100,7 @@ def install(target: Target) -> Autocast:
         autocast.register(library)
         _register_kernels(target)
     _let_optimizers_choose_as_for_real_tensors()
+    _let_modules_convert_as_real_tensors_do()
     _let_bitsandbytes_make_its_tables()
     return autocast
 
@@ -146,6 +147,15 @@ def _let_optimizers_choose_as_for_real_tensors() -> None:
     """Optimizers choose foreach by a type check that fake tensors fail; parameters on a card pass it."""
     for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         importlib.import_module(name)._foreach_supported_types.append(FakeTensor)
+
+
+def _let_modules_convert_as_real_tensors_do() -> None:
+    """`module.to(dtype)` sets a parameter's data on CUDA; for fake tensors it swaps them, which a graph forbids."""
+
+    def swap_tensors(parameter: torch.Tensor, applied: torch.Tensor) -> None:
+        parameter.data = applied.data
+
+    torch.utils.swap_tensors = swap_tensors
 
 
 def _let_bitsandbytes_make_its_tables() -> None:
