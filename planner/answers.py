@@ -104,7 +104,7 @@ class Answers:
             return self.values_or_refuse(tensor).tolist()
 
     def install(self) -> None:
-        """Let tensors answer .tolist(), .numpy() and f-strings, and libraries take the paths of a real run. In a child only."""
+        """Let tensors answer .tolist(), .numpy() and f-strings, and libraries take a real run's paths; in a child."""
         answers = self
 
         def tolist(self: FakeTensor) -> Any:

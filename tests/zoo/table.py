@@ -7,6 +7,31 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from plain_models import (
+    Tied,
+    a_check_of_values,
+    batch_norm,
+    cells,
+    control_flow_on_shapes,
+    control_flow_on_values,
+    ctc,
+    custom_function,
+    embedded,
+    full_backward_hook,
+    in_place,
+    known_values,
+    multihead_attention,
+    nested,
+    numbers_of_the_batch,
+    packed,
+    packed_by_batch,
+    plain_linear,
+    recurrent,
+    simple,
+    torch_transformer,
+    u_net,
+)
+from torch import nn
 
 BATCH = 2
 TOKENS = 16
@@ -24,6 +49,8 @@ TEXT = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+PLAIN = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+WITHOUT_LAYERS = {key: value for key, value in TEXT.items() if key != "num_hidden_layers"}
 DECODER = {**TEXT, "num_key_value_heads": 1, "head_dim": 8, "use_cache": False}
 ENCODER_DECODER = {
     "vocab_size": VOCABULARY,
@@ -50,6 +77,7 @@ VISION = {
     "patch_size": 8,
     "num_labels": LABELS,
 }
+IMAGES = {"image_size": 32, "num_labels": LABELS}
 SPEECH = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
@@ -78,6 +106,8 @@ class Entry:
     """Pattern of the one line that refuses it; None: it runs."""
     assumes: str | None = None
     """Pattern of an assumption that the rehearsal must tell; None: it assumes nothing."""
+    refused_bf16: str | None = None
+    """The same for bf16 autocast alone."""
     optimizer: Any = "adamw"
 
 
@@ -146,13 +176,14 @@ def transformer(kind: str, head: str, settings: dict[str, Any], batch: Callable[
 
 def hf(name: str, head: str, settings: dict[str, Any], batch: Callable[[], Any], **more: Any) -> Entry:
     """An entry that runs; `refused` and `assumes` say otherwise, `kind` is the configuration's name if not `name`."""
-    states = {key: more.pop(key) for key in ("refused", "assumes", "optimizer") if key in more}
+    states = {key: more.pop(key) for key in ("refused", "refused_bf16", "assumes", "optimizer") if key in more}
     kind = more.pop("kind", name)
     return Entry(name=name, build=transformer(kind, head, settings, batch, **more), **states)
 
 
 MOE = {**DECODER, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
+RESERVE = "cuDNN keeps"
 TRANSFORMERS = (
     # encoders
     hf("bert", "BertForMaskedLM", TEXT, text),
@@ -171,13 +202,32 @@ TRANSFORMERS = (
     hf("squeezebert", "SqueezeBertForMaskedLM", TEXT, text, embedding_size=16),
     hf("convbert", "ConvBertForMaskedLM", TEXT, text, embedding_size=16),
     hf("roformer", "RoFormerForMaskedLM", TEXT, text, embedding_size=16),
-    hf("nystromformer", "NystromformerForMaskedLM", TEXT, text, num_landmarks=4, segment_means_seq_len=16),
+    hf("nystromformer", "NystromformerForMaskedLM", TEXT, text, num_landmarks=16, segment_means_seq_len=16),
     hf("longformer", "LongformerForMaskedLM", TEXT, masked_text, attention_window=4),
     hf("big_bird", "BigBirdForMaskedLM", TEXT, text, block_size=2, num_random_blocks=1),
     hf("esm", "EsmForMaskedLM", TEXT, text, mask_token_id=3),
     hf("fnet", "FNetForMaskedLM", TEXT, text),
-    hf("funnel", "FunnelForMaskedLM", TEXT, text, d_model=16, n_head=2, d_head=8, d_inner=32, block_sizes=[1, 1]),
-    hf("xlnet", "XLNetForQuestionAnsweringSimple", TEXT, answers, d_model=16, n_layer=2, n_head=2, d_inner=32),
+    hf(
+        "funnel",
+        "FunnelForMaskedLM",
+        WITHOUT_LAYERS,
+        text,
+        d_model=16,
+        n_head=2,
+        d_head=8,
+        d_inner=32,
+        block_sizes=[1, 1],
+    ),
+    hf(
+        "xlnet",
+        "XLNetForQuestionAnsweringSimple",
+        {key: TEXT[key] for key in ("vocab_size", "pad_token_id")},
+        answers,
+        d_model=16,
+        n_layer=2,
+        n_head=2,
+        d_inner=32,
+    ),
     hf("canine", "CanineForTokenClassification", TEXT, text, downsampling_rate=4, local_transformer_stride=8),
     hf(
         "perceiver",
@@ -187,6 +237,7 @@ TRANSFORMERS = (
         d_model=16,
         d_latents=16,
         num_latents=4,
+        max_position_embeddings=TOKENS,
         num_self_attends_per_block=2,
         num_cross_attention_heads=2,
         num_self_attention_heads=2,
@@ -199,11 +250,11 @@ TRANSFORMERS = (
     hf("gpt_neo", "GPTNeoForCausalLM", DECODER, text, attention_types=[[["global", "local"], 1]], window_size=8),
     hf("gpt_neox", "GPTNeoXForCausalLM", DECODER, text),
     hf("gptj", "GPTJForCausalLM", DECODER, text, rotary_dim=4),
-    hf("codegen", "CodeGenForCausalLM", DECODER, text, rotary_dim=4, n_head=4),
+    hf("codegen", "CodeGenForCausalLM", DECODER, text, rotary_dim=4, n_head=4, num_attention_heads=4),
     hf("opt", "OPTForCausalLM", DECODER, text, ffn_dim=32, word_embed_proj_dim=16),
     hf("bloom", "BloomForCausalLM", DECODER, text),
     hf("mpt", "MptForCausalLM", DECODER, text, d_model=16, n_heads=2, n_layers=2, max_seq_len=64),
-    hf("falcon", "FalconForCausalLM", DECODER, text),
+    hf("falcon", "FalconForCausalLM", {**TEXT, "use_cache": False}, text),
     hf("llama", "LlamaForCausalLM", DECODER, text),
     hf("mistral", "MistralForCausalLM", DECODER, masked_text, sliding_window=8),
     hf("qwen2", "Qwen2ForCausalLM", DECODER, text),
@@ -257,7 +308,7 @@ TRANSFORMERS = (
     hf(
         "prophetnet",
         "ProphetNetForConditionalGeneration",
-        ENCODER_DECODER,
+        {**PLAIN, "use_cache": False},
         text,
         hidden_size=16,
         num_encoder_layers=2,
@@ -285,6 +336,7 @@ TRANSFORMERS = (
         d_ff=32,
         num_experts=4,
         num_sparse_encoder_layers=1,
+        num_decoder_layers=2,
         num_sparse_decoder_layers=1,
     ),
     # vision
@@ -294,7 +346,7 @@ TRANSFORMERS = (
     hf(
         "swin",
         "SwinForImageClassification",
-        VISION,
+        IMAGES,
         image,
         embed_dim=8,
         depths=[1, 1],
@@ -305,7 +357,7 @@ TRANSFORMERS = (
     hf(
         "swinv2",
         "Swinv2ForImageClassification",
-        VISION,
+        IMAGES,
         image,
         embed_dim=8,
         depths=[1, 1],
@@ -334,14 +386,14 @@ TRANSFORMERS = (
         layer_type="basic",
     ),
     hf(
-        "regnet",
-        "RegNetForImageClassification",
+        "convnextv2",
+        "ConvNextV2ForImageClassification",
         VISION,
         image,
-        embedding_size=8,
         hidden_sizes=[8, 16],
         depths=[1, 1],
-        groups_width=4,
+        num_stages=2,
+        patch_size=4,
     ),
     hf("dinov2", "Dinov2ForImageClassification", VISION, image),
     hf(
@@ -357,10 +409,10 @@ TRANSFORMERS = (
     hf(
         "efficientnet",
         "EfficientNetForImageClassification",
-        VISION,
+        IMAGES,
         image,
         hidden_dim=32,
-        in_channels=[8, 8],
+        in_channels=[32, 8],
         out_channels=[8, 8],
         kernel_sizes=[3, 3],
         strides=[1, 2],
@@ -385,7 +437,7 @@ TRANSFORMERS = (
     hf(
         "levit",
         "LevitForImageClassification",
-        VISION,
+        IMAGES,
         image,
         hidden_sizes=[16, 16, 16],
         num_attention_heads=[2, 2, 2],
@@ -397,14 +449,11 @@ TRANSFORMERS = (
     hf(
         "cvt",
         "CvtForImageClassification",
-        VISION,
+        IMAGES,
         image,
-        embed_dim=[8, 16],
-        num_heads=[1, 2],
-        depth=[1, 1],
-        patch_sizes=[7, 3],
-        patch_stride=[4, 2],
-        patch_padding=[2, 1],
+        embed_dim=[8, 8, 16],
+        num_heads=[1, 1, 2],
+        depth=[1, 1, 1],
     ),
     hf(
         "pvt_v2",
@@ -708,3 +757,65 @@ TRANSFORMERS = (
         ffn_dim=32,
     ),
 )
+
+
+def plain(name: str, build: Callable[[], tuple[Any, ...]], **states: Any) -> Entry:
+    return Entry(name=name, build=build, **states)
+
+
+def by_name(kind: str, **settings: Any) -> Callable[[Any], torch.optim.Optimizer]:
+    """A function from parameters to an optimizer of torch."""
+    return lambda parameters: getattr(torch.optim, kind)(parameters, **settings)
+
+
+TORCH = (
+    plain("lstm", recurrent(nn.LSTM), assumes=RESERVE),
+    plain("lstm, batch first", recurrent(nn.LSTM, batch_first=True), assumes=RESERVE),
+    plain("lstm, bidirectional", recurrent(nn.LSTM, bidirectional=True, num_layers=2), assumes=RESERVE),
+    plain("lstm, dropout", recurrent(nn.LSTM, num_layers=2, dropout=0.1), assumes=RESERVE),
+    plain("lstm, projected", recurrent(nn.LSTM, proj_size=2), refused_bf16="weight_stride0 must be 2"),
+    plain("lstm, no bias", recurrent(nn.LSTM, bias=False), assumes=RESERVE),
+    plain("gru", recurrent(nn.GRU, num_layers=2, batch_first=True), assumes=RESERVE),
+    plain("rnn", recurrent(nn.RNN, nonlinearity="relu"), assumes=RESERVE),
+    plain("cells", cells),
+    plain("packed sequence", packed, assumes=RESERVE),
+    plain("packed sequence by the batch", packed_by_batch, refused="values of a tensor|value of a tensor"),
+    plain("custom function", simple(custom_function)),
+    plain("in place", simple(in_place)),
+    plain("control flow on shapes", simple(control_flow_on_shapes)),
+    plain("control flow on values", simple(control_flow_on_values), refused=r"plain_models.py:\d+; rewrite that line"),
+    plain("a check of values", simple(a_check_of_values), assumes="checks on values pass"),
+    plain("known values", simple(known_values)),
+    plain("numbers of the batch", simple(numbers_of_the_batch), refused=r"plain_models.py:\d+; rewrite that line"),
+    plain("full backward hook", full_backward_hook),
+    plain("batch norm, cumulative", batch_norm),
+    plain("embedding", embedded(sparse=False)),
+    plain("sparse embedding", embedded(sparse=True), optimizer=by_name("SGD", lr=0.1)),
+    plain("sparse embedding alone", embedded(sparse=True, head=False), optimizer=by_name("SparseAdam")),
+    plain("sparse embedding, adamw", embedded(sparse=True), refused="does not support sparse gradients"),
+    plain("weight tying", lambda: (Tied(), torch.zeros(BATCH, TOKENS, dtype=torch.long))),
+    plain("nested output, several losses", nested),
+    plain("transformer of torch", torch_transformer),
+    plain("multihead attention", multihead_attention),
+    plain("ctc", ctc),
+    plain("u-net", u_net),
+    plain("sgd", plain_linear, optimizer=by_name("SGD", lr=0.1, momentum=0.9)),
+    plain("adafactor", plain_linear, optimizer=by_name("Adafactor")),
+    plain("asgd", plain_linear, optimizer=by_name("ASGD")),
+    plain("adagrad", plain_linear, optimizer=by_name("Adagrad")),
+    plain("rmsprop", plain_linear, optimizer=by_name("RMSprop")),
+    plain("rprop", plain_linear, optimizer=by_name("Rprop")),
+    plain("radam", plain_linear, optimizer=by_name("RAdam")),
+    plain("nadam", plain_linear, optimizer=by_name("NAdam")),
+    plain("adamax", plain_linear, optimizer=by_name("Adamax")),
+    plain("adadelta", plain_linear, optimizer=by_name("Adadelta")),
+    plain("adam, fused", plain_linear, optimizer=by_name("Adam", fused=True)),
+    plain("adam, capturable", plain_linear, optimizer=by_name("Adam", capturable=True)),
+    plain(
+        "adamw, learning rate as a tensor",
+        plain_linear,
+        optimizer=lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(0.1)),
+    ),
+    plain("lbfgs", plain_linear, optimizer=by_name("LBFGS"), refused="closure"),
+)
+"""Models in plain PyTorch, and optimizers."""
