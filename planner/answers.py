@@ -24,6 +24,12 @@ from planner.value_checks import passing_answer
 ASSUMED_CHECKS = "checks on values pass"
 ASSUMED_MATCHING = "predictions are matched to targets in order (the number of pairs is the same for any matching)"
 
+_ANY_NUMBER_DOES = {
+    "torch/amp/grad_scaler.py": 0.0,  # finite gradients were found
+    "torch/optim/_adafactor.py": 1.0,  # norms of parameters and updates
+    "torch/nn/modules/batchnorm.py": 1.0,  # a counter of batches, for a cumulative average
+}
+"""Files of torch that ask for numbers which only scale something, and what they are told."""
 _OURS = str(pathlib.Path(__file__).parent)
 _ON_THE_WAY = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")
 """Files of torch that stand between a question and `Recorder.__torch_dispatch__`."""
@@ -71,8 +77,9 @@ class Answers:
             with unset_fake_temporarily():
                 return value.item()
         for frame in frames():
-            if frame.f_code.co_filename.endswith("torch/amp/grad_scaler.py"):
-                return 0.0  # a gradient scaler finds finite gradients
+            answer = next((a for file, a in _ANY_NUMBER_DOES.items() if frame.f_code.co_filename.endswith(file)), None)
+            if answer is not None:
+                return answer
             if frame.f_code.co_name == "warn_if_padding_and_no_attention_mask":
                 return False  # transformers asks whether to warn, nothing else depends on it
         return self._passing(tensor)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from planner import virtual_gpu
 from planner.answers import Answers
 
 Made = tuple[Any, list[torch.Tensor]]
@@ -63,18 +64,18 @@ def _grouped_mm(answers: Answers, op: Any, a: Any, b: Any, offs: Any = None, bia
     return torch.empty_strided(shape, stride, dtype=dtype, device=a.device), []
 
 
-@cuda_kernel(_aten._ctc_loss.Tensor)
+@cuda_kernel(_aten._ctc_loss.default)
 def _ctc_loss(
     answers: Answers, op: Any, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *_: Any
 ) -> Made:
     """`ctc_loss_gpu_template` in cuda/LossCTC.cu: the table of alphas is as wide as the longest target."""
     steps, batch = log_probs.shape[0], log_probs.shape[1]
-    longest = max(answers.list_or_refuse(target_lengths), default=0)
-    lengths = [torch.empty(batch, dtype=torch.long, device=log_probs.device) for _ in range(3)]
-    return (log_probs.new_empty(batch), log_probs.new_empty(batch, steps, 2 * longest + 1)), lengths
+    table = log_probs.new_empty(batch, steps, 2 * max(target_lengths, default=0) + 1)
+    offsets_and_lengths = [torch.empty(batch, dtype=torch.long, device=log_probs.device) for _ in range(3)]
+    return (log_probs.new_empty(batch), table), offsets_and_lengths
 
 
-@cuda_kernel(_aten._ctc_loss_backward.Tensor, _aten._ctc_loss_backward.default)
+@cuda_kernel(_aten._ctc_loss_backward.default)
 def _ctc_loss_backward(
     answers: Answers,
     op: Any,
@@ -104,3 +105,14 @@ def _gru_cell_backward(answers: Answers, op: Any, grad_hy: Any, workspace: Any, 
     grads = [workspace.new_empty(workspace.shape[0], gates) for _ in range(2)]
     biases = [workspace.new_empty(gates) if has_bias else None for _ in range(2)]
     return (grads[0], grads[1], torch.empty_like(grad_hy), *biases), []
+
+
+def register_routes(answers: Answers) -> None:
+    """Composite ops that ask tensors for numbers where fake ones would take another way, in this process for good."""
+
+    def ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *rest: Any) -> torch.Tensor:
+        """`ctc_loss` of LossCTC.cpp reads the lengths on the host."""
+        lengths = [answers.list_or_refuse(given) for given in (input_lengths, target_lengths)]
+        return _aten.ctc_loss.IntList(log_probs, targets, *lengths, *rest)
+
+    virtual_gpu.library("aten").impl("ctc_loss.Tensor", ctc_loss, "AutogradPrivateUse1")

@@ -129,7 +129,8 @@ class KnownValues:
                 twin = _Twin(value=first.clone(), assumed=assumed)
             else:
                 twin = _Twin(storage=torch.UntypedStorage(untyped.nbytes()), assumed=assumed)
-                twin.of(tensor).copy_(real)
+                once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
+                twin.of(tensor)[once].copy_(real[once])  # an expanded tensor is written once
         self._put(tensor, twin)
 
     def assume(self, tensor: torch.Tensor, value: bool | int | float, assumption: str) -> None:
@@ -158,7 +159,7 @@ class KnownValues:
         """
         if op in _UNINITIALISED:
             return
-        results = list(_tensors(out))
+        results = [tensor for tensor in _tensors(out) if tensor.layout is torch.strided]
         if op.overloadpacket in _CONSTANTS and self._follow_constant(op, args, kwargs, results):
             return
         if op in _RANDOM:
@@ -328,6 +329,12 @@ class KnownValues:
         if isinstance(value, dict):
             return {name: self._one_element(item) for name, item in value.items()}
         return value
+
+
+def learn_buffer(known: KnownValues, fake: torch.Tensor, real: torch.Tensor) -> None:
+    """The values of a model's buffer, where there are any and they are of the kind that decides something."""
+    if real.device.type == "cpu" and not real.is_floating_point() and not real.is_complex() and _is_tracked(real):
+        known.learn(fake, real)
 
 
 def assume_full(known: KnownValues, name: str, tensor: torch.Tensor) -> None:

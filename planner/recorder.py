@@ -116,7 +116,7 @@ class Recorder(TorchDispatchMode):
 
         `adopt` registers a new storage as another life of a known one.
         """
-        if tensor.device.type != virtual_gpu.NAME:
+        if tensor.device.type != virtual_gpu.NAME or tensor.layout is not torch.strided:
             return None
         untyped = tensor.untyped_storage()
         size_bytes = untyped.nbytes()
@@ -142,7 +142,13 @@ class Recorder(TorchDispatchMode):
         return index
 
     def mark(self, tensor: torch.Tensor | None, category: Category) -> None:
-        if tensor is not None and not tensor.is_sparse and (index := self.storage_of(tensor)) is not None:
+        """Say what a tensor is; a sparse one is its indices and its values."""
+        if tensor is not None and tensor.is_sparse:
+            with self._pause():
+                parts = tensor._indices(), tensor._values()
+            for part in parts:
+                self.mark(part, category)
+        elif tensor is not None and (index := self.storage_of(tensor)) is not None:
             self.storages[index].category = category
 
     # ---- ops --------------------------------------------------------------------------------------------------

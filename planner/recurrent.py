@@ -87,23 +87,21 @@ def _flat_buffer(weights: Sequence[torch.Tensor], elements: int) -> torch.Tensor
 
 def _route(op: torch._ops.OpOverload, mode: int) -> Any:
     """The kernel of `aten.lstm` and its like: all of it in one `_cudnn_rnn` (`_cudnn_impl`)."""
-    packed = op._overloadname == "data"
 
-    def run(data: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
-        if data.dtype not in _CUDNN_DTYPES:
-            return op.decompose(data, *rest)
-        batch_sizes, hidden = rest[:2] if packed else (None, rest[0])
-        weights, has_biases, layers, dropout, train, bidirectional, *batch_first = rest[2 if packed else 1 :]
+    def run(
+        input: Any, hidden: Any, weights: Any, has_biases: bool, layers: int, dropout: float, train: bool,
+        bidirectional: bool, batch_first: bool,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        if input.dtype not in _CUDNN_DTYPES:
+            return op.decompose(input, hidden, weights, has_biases, layers, dropout, train, bidirectional, batch_first)
         hx, cx = hidden if mode == 2 else (hidden, None)
         hidden_size = (hx if cx is None else cx).shape[2]
         projected = hx.shape[2] if hx.shape[2] != hidden_size else 0
         stride = (4 if has_biases else 2) + bool(projected)
         buffer = _flat_buffer(weights, _weight_elements(weights, stride, mode, hidden_size))
-        sizes = batch_sizes.tolist() if packed else []
-        first = bool(batch_first and batch_first[0])
         output, hy, cy, *_ = _aten._cudnn_rnn(
-            data, weights, stride, buffer, hx, cx, mode, hidden_size, projected, layers, first, dropout, train,
-            bidirectional, sizes, None,
+            input, weights, stride, buffer, hx, cx, mode, hidden_size, projected, layers, batch_first, dropout, train,
+            bidirectional, [], None,
         )  # fmt: skip
         return (output, hy, cy) if mode == 2 else (output, hy)
 
@@ -136,7 +134,7 @@ def _forward(
 ) -> Made:  # fmt: skip
     """`_cudnn_rnn`."""
     directions = 2 if bidirectional else 1
-    ordered = input.transpose(0, 1) if batch_first and not batch_sizes else input
+    ordered = input.transpose(0, 1) if batch_first else input
     scratch = [] if ordered.is_contiguous() else [torch.empty(ordered.shape, dtype=input.dtype, device=input.device)]
     output = input.new_empty((*ordered.shape[:-1], (projected or hidden_size) * directions))
     hy = torch.empty_like(hx)
@@ -148,7 +146,7 @@ def _forward(
     reserve = torch.empty(elements * input.itemsize, dtype=torch.uint8, device=input.device)
     if train:
         answers.assume((ASSUMED_RESERVE,))
-    output = output.transpose(0, 1) if batch_first and not batch_sizes else output
+    output = output.transpose(0, 1) if batch_first else output
     return (output, hy, cy, reserve, buffer), scratch
 
 
@@ -166,18 +164,17 @@ def _backward(
     reserve: Any, output_mask: Any,
 ) -> Made:  # fmt: skip
     """`_cudnn_rnn_backward`: one buffer of weight gradients, which the gradients are views of."""
-    swapped = batch_first and not batch_sizes
-    ordered = input.transpose(0, 1) if swapped else input
+    ordered = input.transpose(0, 1) if batch_first else input
     scratch = [torch.empty_like(given) for given, grad in ((output, grad_output), (hx, grad_hy)) if grad is None]
     scratch += [torch.empty_like(cx)] if cx is not None and grad_cy is None else []
     scratch += [] if ordered.is_contiguous() else [input.new_empty(ordered.shape)]
-    if grad_output is not None and not (grad_output.transpose(0, 1) if swapped else grad_output).is_contiguous():
+    if grad_output is not None and not (grad_output.transpose(0, 1) if batch_first else grad_output).is_contiguous():
         scratch.append(torch.empty_like(grad_output, memory_format=torch.contiguous_format))
     dx = input.new_empty(ordered.shape)
     dhx = torch.empty_like(hx)
     dcx = None if cx is None else torch.empty_like(cx)
     dw = _parts(torch.empty_like(buffer), weight) if output_mask[3] else [None] * len(weight)
-    return (dx.transpose(0, 1) if swapped else dx, dhx, dcx, dw), scratch
+    return (dx.transpose(0, 1) if batch_first else dx, dhx, dcx, dw), scratch
 
 
 def _forward_flops(input: torch.Tensor, weight: Sequence[torch.Tensor], *_: Any, **__: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import importlib
 import logging
 import traceback
 from collections.abc import Callable
@@ -11,10 +12,10 @@ from typing import Any
 
 import torch
 
-from planner import recurrent, virtual_gpu
+from planner import cuda_kernels, recurrent, virtual_gpu
 from planner.child import Child
 from planner.errors import PlannerError, WorkloadError
-from planner.known_values import assume_full
+from planner.known_values import KnownValues, assume_full, learn_buffer
 from planner.recorder import Recorder
 from planner.source_line import is_model_code
 from planner.step_graph import Category, StepGraph
@@ -43,6 +44,7 @@ class Rehearsal:
 
     def start(self) -> Child:
         """Begin in a child process; `.result()` is a `StepGraph`."""
+        importlib.import_module("torch.fx.experimental.symbolic_shapes")  # once here, not once in each child
         return Child(lambda: _rehearse(self))
 
 
@@ -73,8 +75,9 @@ def _rehearse(rehearsal: Rehearsal) -> StepGraph:
     ):
         recorder.answers.install()
         recurrent.register()
+        cuda_kernels.register_routes(recorder.answers)
         model = rehearsal.model
-        make_virtual(model)
+        make_virtual(model, recorder.answers.known)
         for tensor in (*model.parameters(), *model.buffers()):
             recorder.mark(tensor, Category.PARAMETER)
         batch = virtual_batch(rehearsal.batch, rehearsal.batch_size, sum(rehearsal.micro_batch_sizes))
@@ -127,8 +130,11 @@ def _prime(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def make_virtual(model: torch.nn.Module) -> None:
-    """Replace parameters and buffers by fakes on the virtual GPU, in place; shared ones stay shared."""
+def make_virtual(model: torch.nn.Module, known: KnownValues) -> None:
+    """Replace parameters and buffers by fakes on the virtual GPU, in place; shared ones stay shared.
+
+    Integers and booleans in buffers of a model with weights are constants, and known.
+    """
     memo: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -137,6 +143,8 @@ def make_virtual(model: torch.nn.Module) -> None:
             if isinstance(tensor, torch.nn.Parameter):
                 empty = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
                 vars(empty).update(vars(tensor))
+            else:
+                learn_buffer(known, empty, tensor)
             memo[id(tensor)] = empty
         return memo[id(tensor)]
 
