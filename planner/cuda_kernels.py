@@ -110,9 +110,18 @@ def _gru_cell_backward(answers: Answers, op: Any, grad_hy: Any, workspace: Any, 
 def register_routes(answers: Answers) -> None:
     """Composite ops that ask tensors for numbers where fake ones would take another way, in this process for good."""
 
-    def ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *rest: Any) -> torch.Tensor:
-        """`ctc_loss` of LossCTC.cpp reads the lengths on the host."""
-        lengths = [answers.list_or_refuse(given) for given in (input_lengths, target_lengths)]
-        return _aten.ctc_loss.IntList(log_probs, targets, *lengths, *rest)
+    def ctc_loss(
+        log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0, reduction: int = 1,
+        zero_infinity: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        """`ctc_loss` of LossCTC.cpp, which reads the lengths on the host."""
+        steps, wanted = (answers.list_or_refuse(given) for given in (input_lengths, target_lengths))
+        losses = _aten._ctc_loss.default(log_probs, targets, steps, wanted, blank, zero_infinity)[0]
+        if zero_infinity:
+            losses = torch.where(losses == float("inf"), losses.new_zeros(()), losses)
+        if reduction == 1:
+            counts = torch.tensor(wanted, dtype=losses.dtype, device=losses.device).clamp_min(1)
+            return (losses / counts).mean()
+        return losses.sum() if reduction == 2 else losses
 
     virtual_gpu.library("aten").impl("ctc_loss.Tensor", ctc_loss, "AutogradPrivateUse1")
