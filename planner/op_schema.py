@@ -29,6 +29,8 @@ class OpTraits:
     """Position and name of every argument that is written in place."""
     scratch_known: bool
     """Whether it is known what the op's CUDA kernel takes beside its outputs."""
+    asks_values: bool
+    """The shape of its result depends on values, or its result is a value."""
 
     @property
     def writes(self) -> bool:
@@ -71,7 +73,8 @@ def traits_of(op: torch._ops.OpOverload) -> OpTraits:
     is_view = any(result.alias_info is not None for result in schema.returns) and not written
     takes_tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
     known = is_view or not takes_tensors or torch.Tag.pointwise in op.tags or is_known(str(op))
-    return OpTraits(is_view=is_view, written=written, scratch_known=known)
+    asks_values = torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags
+    return OpTraits(is_view=is_view, written=written, scratch_known=known, asks_values=asks_values)
 
 
 def kernel_call(op: torch._ops.OpOverload, args: tuple, kwargs: dict, out: object) -> KernelCall:

@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 
 import torch
 
 from planner import virtual_gpu
 from planner.child import Child
-from planner.in_place import InPlaceRule
-from planner.recorder import Recorder
-from planner.step_graph import Category, StepGraph
+from planner.rehearsal import on_virtual_gpu
+from planner.step_graph import StepGraph
 
 Program = Callable[[torch.device], object]
 """Given the device; what it makes on other devices is not counted."""
@@ -30,15 +28,7 @@ def rehearse_program(program: Program, target: virtual_gpu.Target) -> StepGraph:
 
 
 def _run(program: Program, target: virtual_gpu.Target) -> StepGraph:
-    gc.freeze()
-    gc.disable()
-    autocast = virtual_gpu.install(target)
-    mode = virtual_gpu.VirtualGpuMode(allow_non_fake_inputs=True)
-    with mode:
-        in_place = InPlaceRule(virtual_gpu.NAME)
-    recorder = Recorder(what_if=False, in_place=in_place)
-    autocast.on_cast = lambda tensor: recorder.mark(tensor, Category.AUTOCAST)
-    with torch.autograd.set_multithreading_enabled(False), mode, recorder:
+    with on_virtual_gpu(target, what_if=False) as recorder:
         recorder.setup_ends()
         program(torch.device(virtual_gpu.NAME))
         return recorder.finish(steps=1, primed=False, micro_batch_sizes=())

@@ -23,16 +23,18 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     UnsupportedOperatorException,
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from planner import virtual_gpu
+from planner.answers import Answers
 from planner.classify import classify, note_obstacles
-from planner.errors import RehearsalError
+from planner.cuda_kernels import KERNELS
 from planner.in_place import InPlaceRule
 from planner.module_state import changed_state, is_compiled, module_state
 from planner.op_schema import (
@@ -43,7 +45,7 @@ from planner.op_schema import (
     traits_of,
     uses_batch_statistics,
 )
-from planner.source_lines import frames, source_line
+from planner.source_lines import source_line
 from planner.step_graph import Call, Category, Op, Phase, Save, StepGraph, Storage
 from planner.workspaces import has_formula
 
@@ -51,20 +53,15 @@ _IGNORED_NAMESPACES = ("prim", "profiler")
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 _COMPILED = "it runs compiled, or inside of what is compiled"
 
-_RESULT_IN_FULL_STORAGE = {
-    getattr(torch.ops.aten, name).default
-    for name in ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy")
-}
-"""Their mean or sum lies in the storage of the unreduced loss (ATen/native/Loss.cpp, ATen/native/cuda/Loss.cu)."""
-
 
 class _Ghost:
     """Stands for a saved tensor: what is needed to make one like it."""
 
-    __slots__ = ("dtype", "offset", "recorder", "save", "shape", "stride")
+    __slots__ = ("dtype", "offset", "recorder", "save", "shape", "stride", "twin")
 
     def __init__(self, recorder: Recorder, tensor: torch.Tensor, save: Save) -> None:
         self.recorder, self.save = recorder, save
+        self.twin = recorder.answers.known.twin(tensor)
         self.shape, self.stride, self.offset, self.dtype = (
             tensor.shape,
             tensor.stride(),
@@ -108,6 +105,7 @@ class Recorder(TorchDispatchMode):
         self.calls: list[Call] = []
         self.step = 0
         self.micro_batch = 0
+        self.answers = Answers(self._running_module)
         self._paused = False
         self._alive: dict[int, tuple[int, int, weakref.ref]] = {}  # storage pointer -> (id, birth, finalizer)
         self._stack: list[tuple[str, int | None]] = []
@@ -135,7 +133,7 @@ class Recorder(TorchDispatchMode):
 
         `adopt` registers a new storage as another life of a known one.
         """
-        if tensor.device.type != virtual_gpu.NAME:
+        if tensor.device.type != virtual_gpu.NAME or tensor.layout is not torch.strided:
             return None
         untyped = tensor.untyped_storage()
         size_bytes = untyped.nbytes()
@@ -161,7 +159,13 @@ class Recorder(TorchDispatchMode):
         return index
 
     def mark(self, tensor: torch.Tensor | None, category: Category) -> None:
-        if tensor is not None and not tensor.is_sparse and (index := self.storage_of(tensor)) is not None:
+        """Say what a tensor is; a sparse one is its indices and its values."""
+        if tensor is not None and tensor.is_sparse:
+            with self._pause():
+                parts = tensor._indices(), tensor._values()
+            for part in parts:
+                self.mark(part, category)
+        elif tensor is not None and (index := self.storage_of(tensor)) is not None:
             self.storages[index].category = category
 
     # ---- ops --------------------------------------------------------------------------------------------------
@@ -170,26 +174,42 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused or op.namespace in _IGNORED_NAMESPACES:
             return op(*args, **kwargs)
-        if op is torch.ops.aten._local_scalar_dense.default and args[0].device.type == virtual_gpu.NAME:
-            return self._known_scalar(args[0])
+        if op is torch.ops.aten._local_scalar_dense.default and (value := self._scalar(args[0])) is not None:
+            return value
         tick = self.next_tick()
+        traits = traits_of(op)
+        ran, out, scratch = False, None, ()
         if self.in_place is not None and self.in_place(op, args):
-            self._note_op(op, args, kwargs, args[0], tick)
+            self._note_op(op, traits, args, kwargs, args[0], tick)
             return args[0]
         try:
-            out = op(*args, **kwargs)
+            if op in KERNELS:
+                with self._pause():
+                    out, scratch = KERNELS[op](self.answers, op, *args, **kwargs)
+            elif traits.asks_values:
+                ran, out, args = self._by_value(op, args, kwargs)
+            if not ran and op not in KERNELS:
+                out = op(*args, **kwargs)
         except _DATA_DEPENDENT:
-            raise self._refusal(f"the result of {op} depends on values, and a rehearsal has none") from None
+            raise self.answers.refusal(f"the result of {op} depends on values, and a rehearsal has none") from None
         except UnsupportedOperatorException:
-            raise self._refusal(f"{op} has no fake kernel (register one with torch.library.register_fake)") from None
-        if op in _RESULT_IN_FULL_STORAGE and isinstance(out, torch.Tensor) and out.device.type == virtual_gpu.NAME:
-            with self._pause():
-                out = torch.empty_like(args[0]).as_strided(out.shape, out.stride(), 0) if out.dim() == 0 else out
-        self._note_op(op, args, kwargs, out, tick)
+            raise self.answers.refusal(
+                f"{op} has no fake kernel (register one with torch.library.register_fake)"
+            ) from None
+        if not ran and not (traits.is_view and isinstance(args[0], FakeTensor)):
+            self.answers.known.follow(op, args, kwargs, out, traits.written_arguments(args, kwargs))
+        self._note_op(op, traits, args, kwargs, out, tick)
+        for tensor in scratch:
+            self.storage_of(tensor)
         return out
 
-    def _note_op(self, op, args, kwargs, out, tick: int) -> None:
-        traits = traits_of(op)
+    def _scalar(self, tensor: torch.Tensor) -> float | bool | None:
+        """The answer to `.item()`; None where it is left to the fake mode, which knows constants on the host."""
+        if tensor.device.type == virtual_gpu.NAME:
+            return self.answers.scalar_or_refuse(tensor)
+        return self.answers.scalar(tensor)
+
+    def _note_op(self, op, traits: OpTraits, args, kwargs, out, tick: int) -> None:
         read = [leaf for leaf in _tensors((args, kwargs)) if leaf.device.type == virtual_gpu.NAME]
         written = [leaf for leaf in _tensors(in_order_of_birth(op, out)) if leaf.device.type == virtual_gpu.NAME]
         if not read and not written:
@@ -251,20 +271,45 @@ class Recorder(TorchDispatchMode):
             return Phase.RECOMPUTE, where, None, None
         return Phase.BACKWARD, self.ops[forward_op].module if forward_op is not None else "", None, forward_op
 
-    def _known_scalar(self, tensor: torch.Tensor) -> float | bool:
-        """Values that a rehearsal may assume: a gradient scaler finds finite gradients. Anything else is refused."""
-        if any(frame.f_code.co_filename.endswith("grad_scaler.py") for frame in frames()):
-            return 0.0
-        raise self._refusal(
-            "the model asks for the value of a tensor (.item(), bool() or an index), and a rehearsal has none"
-        )
+    def _by_value(self, op, args, kwargs):
+        """Run an op whose result's shape depends on values, or which returns a value, where they are known.
 
-    def _refusal(self, what: str) -> RehearsalError:
-        where = f"in module '{self._stack[-1][0] or 'the model itself'}'" if self._stack else "outside of the model"
-        return RehearsalError(
-            f"{what}: {where} at {source_line() or 'unknown line'}; rewrite that line so that shapes and control flow "
-            "do not depend on tensor values"
-        )
+        -> (whether it was run, result, arguments to run it with instead). Selecting by a boolean mask is what CUDA
+        makes of it: `nonzero` and then an index (`expandTensors` in ATen/native/IndexingUtils.h).
+        """
+        known = self.answers.known
+        if op is torch.ops.aten.masked_select.default:
+            return True, self._run(torch.ops.aten.index.Tensor, torch.broadcast_tensors(*args)[0], [args[1]]), None
+        if op is torch.ops.aten.index.Tensor:
+            indices = []
+            for index in args[1]:
+                if index is None or index.dtype not in (torch.bool, torch.uint8) or index not in known:
+                    indices.append(index)
+                    continue
+                positions = self._run(torch.ops.aten.nonzero.default, index)
+                indices += [self._run(torch.ops.aten.select.int, positions, 1, dim) for dim in range(index.dim())]
+            return False, None, (args[0], indices)
+        real = known.compute(op, args, kwargs)
+        if real is None:
+            return False, None, args
+        given = list(_tensors((args, kwargs)))
+        assumed = known.assumptions(given)
+        self.answers.assume(assumed)
+
+        def fake(value):
+            if not isinstance(value, torch.Tensor):
+                return value
+            made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=given[0].device)
+            known.learn(made, value, assumed)
+            return made
+
+        return True, tree_map(fake, real), None
+
+    def _run(self, op, *args):
+        return self.__torch_dispatch__(op, (), args)
+
+    def _running_module(self) -> str:
+        return f"in module '{self._stack[-1][0] or 'the model itself'}'" if self._stack else "outside of the model"
 
     # ---- saved tensors ----------------------------------------------------------------------------------------
 
@@ -289,6 +334,7 @@ class Recorder(TorchDispatchMode):
             elements = math.ceil(self.storages[save.storage].size_bytes / packed.dtype.itemsize)
             base = torch.empty(elements, dtype=packed.dtype, device=virtual_gpu.NAME)
             self.storage_of(base, adopt=save.storage)
+            self.answers.known.take_over(base, packed.twin)
             return base.as_strided(packed.shape, packed.stride, packed.offset)
 
     @contextlib.contextmanager
@@ -414,6 +460,7 @@ class Recorder(TorchDispatchMode):
             micro_batch_sizes=micro_batch_sizes,
             module_types=self.module_types,
             batch_statistics=tuple(self._batch_statistics),
+            assumptions=tuple(self.answers.assumptions),
         )
         classify(graph)
         return graph

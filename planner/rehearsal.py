@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
+import importlib
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from planner import virtual_gpu
+from planner import cuda_kernels, recurrent, virtual_gpu
 from planner.child import Child
 from planner.errors import PlannerError, WorkloadError
 from planner.in_place import InPlaceRule
+from planner.known_values import KnownValues, assume_full, learn_buffer
 from planner.recorder import Recorder
 from planner.source_lines import is_model_code
 from planner.step_graph import Category, StepGraph
@@ -43,6 +46,7 @@ class Rehearsal:
 
     def start(self) -> Child:
         """Begin in a child process; `.result()` is a `StepGraph`."""
+        importlib.import_module("torch.fx.experimental.symbolic_shapes")  # once here, not once in each child
         return Child(lambda: _rehearse(self))
 
 
@@ -56,15 +60,17 @@ def rehearse(rehearsal: Rehearsal) -> StepGraph:
     return rehearsal.start().result()
 
 
-def _rehearse(rehearsal: Rehearsal) -> StepGraph:
+@contextlib.contextmanager
+def on_virtual_gpu(target: virtual_gpu.Target, *, what_if: bool) -> Iterator[Recorder]:
+    """Make this process one with a virtual GPU, for good, and record what happens on it inside the context."""
     gc.freeze()
     gc.disable()
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what fails is told in one line
-    autocast = virtual_gpu.install(rehearsal.target)
+    autocast = virtual_gpu.install(target)
     mode = virtual_gpu.VirtualGpuMode(allow_non_fake_inputs=True)
     with mode:
         in_place = InPlaceRule(virtual_gpu.NAME)
-    recorder = Recorder(what_if=rehearsal.what_if, in_place=in_place)
+    recorder = Recorder(what_if=what_if, in_place=in_place)
     autocast.on_cast = lambda tensor: recorder.mark(tensor, Category.AUTOCAST)
     with (
         torch.inference_mode(False),
@@ -73,13 +79,22 @@ def _rehearse(rehearsal: Rehearsal) -> StepGraph:
         mode,
         recorder,
     ):
+        recorder.answers.install()
+        recurrent.register()
+        cuda_kernels.register_routes(recorder.answers)
+        yield recorder
+
+
+def _rehearse(rehearsal: Rehearsal) -> StepGraph:
+    with on_virtual_gpu(rehearsal.target, what_if=rehearsal.what_if) as recorder:
         model = rehearsal.model
-        make_virtual(model)
+        make_virtual(model, recorder.answers.known)
         for tensor in (*model.parameters(), *model.buffers()):
             recorder.mark(tensor, Category.PARAMETER)
         batch = virtual_batch(rehearsal.batch, rehearsal.batch_size, sum(rehearsal.micro_batch_sizes))
-        for _, tensor in tensors_of(batch):
+        for path, tensor in tensors_of(batch):
             recorder.mark(tensor, Category.INPUT)
+            assume_full(recorder.answers.known, path, tensor)
         step, optimizer = rehearsal.prepare(model)
         with recorder.watching(model, optimizer):
             if rehearsal.primed:
@@ -126,8 +141,11 @@ def _prime(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def make_virtual(model: torch.nn.Module) -> None:
-    """Replace parameters and buffers by fakes on the virtual GPU, in place; shared ones stay shared."""
+def make_virtual(model: torch.nn.Module, known: KnownValues) -> None:
+    """Replace parameters and buffers by fakes on the virtual GPU, in place; shared ones stay shared.
+
+    Integers and booleans in buffers of a model with weights are constants, and known.
+    """
     memo: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -136,6 +154,8 @@ def make_virtual(model: torch.nn.Module) -> None:
             if isinstance(tensor, torch.nn.Parameter):
                 empty = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
                 vars(empty).update(vars(tensor))
+            else:
+                learn_buffer(known, empty, tensor)
             memo[id(tensor)] = empty
         return memo[id(tensor)]
 
@@ -145,7 +165,7 @@ def make_virtual(model: torch.nn.Module) -> None:
                 if tensor is not None:
                     registry[name] = fake(tensor)
         if isinstance(module, torch.nn.RNNBase):
-            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+            recurrent.flatten_weights(module)
 
 
 def virtual_batch(batch: Any, batch_size: int, wanted_size: int) -> Any:

@@ -138,6 +138,8 @@ class StepGraph:
     module_types: dict[str, str]
     batch_statistics: tuple[str, ...]
     """Modules that normalise over the samples of the batch (BatchNorm in training mode)."""
+    assumptions: tuple[str, ...] = ()
+    """What was assumed where the step asked for values that nothing tells, each with its module and line."""
 
     def spans(self) -> list[list[tuple[int, int]]]:
         """For each storage: disjoint ticks [start, stop) in which it is alive, saves included."""

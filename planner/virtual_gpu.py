@@ -97,9 +97,10 @@ def install(target: Target) -> Autocast:
         warnings.simplefilter("ignore")
         _setup_privateuseone_for_python_backend(rename=NAME, backend_module=_DeviceModule())
         autocast = Autocast(NAME)
-        autocast.register(_library)
+        autocast.register(library)
         _register_kernels(target)
     _let_optimizers_choose_as_for_real_tensors()
+    _let_modules_convert_as_real_tensors_do()
     _let_bitsandbytes_make_its_tables()
     return autocast
 
@@ -108,14 +109,15 @@ _libraries: list[torch.library.Library] = []
 """Registrations live as long as their library object, that is, as long as the child process."""
 
 
-def _library(namespace: str) -> torch.library.Library:
-    library = torch.library.Library(namespace, "IMPL")
-    _libraries.append(library)
-    return library
+def library(namespace: str) -> torch.library.Library:
+    """Registrations made with it last as long as the process."""
+    made = torch.library.Library(namespace, "IMPL")
+    _libraries.append(made)
+    return made
 
 
 def _register_kernels(target: Target) -> None:
-    library = _library("aten")
+    aten = library("aten")
 
     def scaled_dot_product_attention(
         query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
@@ -132,19 +134,28 @@ def _register_kernels(target: Target) -> None:
         )
         return run_backend(choose_backend(call, target.compute_capability), call)
 
-    library.impl("scaled_dot_product_attention", scaled_dot_product_attention, "AutogradPrivateUse1")
+    aten.impl("scaled_dot_product_attention", scaled_dot_product_attention, "AutogradPrivateUse1")
 
     def like_last(grad, input):
         return torch.empty_like(input)
 
     for name in ONE_KERNEL_ON_CUDA:
-        library.impl(name, like_last, "PrivateUse1")
+        aten.impl(name, like_last, "PrivateUse1")
 
 
 def _let_optimizers_choose_as_for_real_tensors() -> None:
     """Optimizers choose foreach by a type check that fake tensors fail; parameters on a card pass it."""
     for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         importlib.import_module(name)._foreach_supported_types.append(FakeTensor)
+
+
+def _let_modules_convert_as_real_tensors_do() -> None:
+    """`module.to(dtype)` sets a parameter's data on CUDA; for fake tensors it swaps them, which a graph forbids."""
+
+    def swap_tensors(parameter: torch.Tensor, applied: torch.Tensor) -> None:
+        parameter.data = applied.data
+
+    torch.utils.swap_tensors = swap_tensors
 
 
 def _let_bitsandbytes_make_its_tables() -> None:

@@ -80,11 +80,6 @@ def workload(
         raise WorkloadError(
             f"{type(model).__name__} has no parameter that requires a gradient: there is nothing to train"
         )
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) and isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
-            raise WorkloadError(
-                f"'{name}' makes sparse gradients, which cannot be rehearsed yet: make it with sparse=False to plan"
-            )
     return Workload(
         model=model,
         batch=batch,

@@ -1,0 +1,105 @@
+"""Every model of the table is in the state that the table says, in fp32 and under bf16 autocast."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+from planner_cases import BARE
+from table import TORCH, TRANSFORMERS, Entry
+
+from planner.child import Child
+from planner.decisions import Precision
+from planner.errors import PlannerError
+from planner.step_graph import Category, Phase, StepGraph
+from planner.workload import Workload, workload
+from rewrite.certify import start_rehearsal
+
+ENTRIES = (*TRANSFORMERS, *TORCH)
+_STAYS = (Category.PARAMETER, Category.OPTIMIZER_STATE, Category.INPUT)
+_SUMS = ("aten.add.Tensor", "aten.add_.Tensor", "aten.detach.default", "aten.clone.default", "aten.ones_like.default")
+"""What the engine does between two nodes: it adds gradients up and puts them where they belong."""
+
+
+def work_of(entry: Entry) -> Workload:
+    model, batch, *loss_fn = entry.build()
+    return workload(model, batch, loss_fn=loss_fn[0] if loss_fn else None, optimizer=entry.optimizer)
+
+
+def begin(work: Workload, *decisions: Precision, steps: int) -> Child:
+    sizes = (work.batch_size,)
+    return start_rehearsal(work, decisions, BARE, sizes=sizes, steps=steps, primed=False, what_if=False)
+
+
+def outcome(child: Child, refused: str | None) -> StepGraph | None:
+    """The recording, or None for a model that is refused in the one line that the table says."""
+    if refused is None:
+        return child.result()
+    with pytest.raises(PlannerError) as error:
+        child.result()
+    assert re.search(refused, str(error.value))
+    assert "\n" not in str(error.value)
+    return None
+
+
+def check_assumptions(entry: Entry, graph: StepGraph) -> None:
+    told = "\n".join(graph.assumptions)
+    if entry.assumes is None:
+        assert told == ""
+    else:
+        assert re.search(entry.assumes, told)
+        assert all(
+            re.search(r"assumed that .*: (in module '.+'|outside of the model) at .+", a) for a in graph.assumptions
+        )
+
+
+def check_that_nothing_leaks(graph: StepGraph) -> None:
+    live = graph.live_bytes()
+    second = next(op for op in graph.ops if op.step == 1)
+    after_one, after_two = live[second.tick], live[-1]
+    assert after_one == after_two
+    lives = [any(start < graph.ticks - 1 < stop for start, stop in spans) for spans in graph.spans()]
+    kept = Counter()
+    for storage, alive in zip(graph.storages, lives, strict=True):
+        kept[storage.category in _STAYS] += storage.size_bytes * alive
+    assert kept[False] == 0, "something is kept that is neither a parameter nor optimizer state nor an input"
+    assert after_two == kept[True]
+
+
+def check_that_backward_knows_its_modules(graph: StepGraph) -> None:
+    backward = [op for op in graph.ops if op.phase is Phase.BACKWARD and not op.is_view]
+    assert backward
+    lost = {op.name for op in backward if op.forward_op is None and op.name not in _SUMS}
+    assert lost == set()
+
+
+def check_sanity(graph: StepGraph) -> None:
+    live = graph.live_bytes()
+    assert np.all(live >= 0)
+    assert any(storage.category is Category.GRADIENT for storage in graph.storages)
+    assert {Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER} <= {op.phase for op in graph.ops}
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_a_model_is_rehearsed_or_refused_as_the_table_says(entry):
+    work = work_of(entry)
+    full = begin(work, steps=2)
+    half = begin(work, Precision(dtype="bf16"), steps=1)
+    graph = outcome(full, entry.refused)
+    halved = outcome(half, entry.refused_bf16 or entry.refused)
+    if graph is not None:
+        check_assumptions(entry, graph)
+        check_that_backward_knows_its_modules(graph)
+        check_sanity(graph)
+        check_that_nothing_leaks(graph)
+    if halved is not None:
+        check_sanity(halved)
+        check_that_backward_knows_its_modules(halved)
+
+
+def test_the_table_names_every_model_once():
+    names = [entry.name for entry in ENTRIES]
+    assert len(set(names)) == len(names)
+    assert len(TRANSFORMERS) >= 60
