@@ -1,4 +1,6 @@
-"""Writes down what a training step does on the virtual GPU: ops, storages, saved tensors, module calls.
+"""Writes down what a training step does on a device: ops, storages, saved tensors, module calls.
+
+The device is the virtual GPU, or any other on which a step really runs: what is written down is the same.
 
 Two kinds of recording:
 
@@ -27,6 +29,7 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     UnsupportedOperatorException,
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -34,7 +37,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from planner import virtual_gpu
 from planner.classify import classify, note_obstacles
 from planner.errors import RehearsalError
 from planner.module_state import changed_state, module_state
@@ -46,10 +48,10 @@ _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 _RESULT_IN_FULL_STORAGE = {
-    torch.ops.aten.mse_loss.default,
-    torch.ops.aten.smooth_l1_loss.default,
+    getattr(torch.ops.aten, name).default
+    for name in ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy")
 }
-"""Their mean or sum lies in the storage of the unreduced loss (structured kernels, ATen/native/Loss.cpp)."""
+"""Their mean or sum lies in the storage of the unreduced loss (ATen/native/Loss.cpp, ATen/native/cuda/Loss.cu)."""
 
 
 class _Ghost:
@@ -83,10 +85,17 @@ class _Kept:
 
 
 class Recorder(TorchDispatchMode):
-    """Active around the step. `what_if` chooses the kind of recording."""
+    """Active around the step.
 
-    def __init__(self, *, what_if: bool) -> None:
+    Args:
+        device: type of the device whose memory is watched, such as 'vgpu' or 'cpu'.
+        virtual: whether the tensors there are fakes. Real ones among fakes are constants of the host.
+        what_if: the kind of recording.
+    """
+
+    def __init__(self, device: str, *, virtual: bool = True, what_if: bool) -> None:
         super().__init__()
+        self.device, self.virtual = device, virtual
         self.what_if = what_if
         self.tick = 0
         self.ops: list[Op] = []
@@ -115,14 +124,17 @@ class Recorder(TorchDispatchMode):
 
     # ---- storages ---------------------------------------------------------------------------------------------
 
+    def _watches(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self.device and isinstance(tensor, FakeTensor) is self.virtual
+
     def storage_of(
         self, tensor: torch.Tensor, *, category: Category = Category.TEMPORARY, adopt: int | None = None
     ) -> int | None:
-        """Index of a tensor's storage; it is registered (born now) if it is new. None off the virtual GPU or if empty.
+        """Index of a tensor's storage; it is registered (born now) if it is new. None if empty or elsewhere.
 
         `adopt` registers a new storage as another life of a known one.
         """
-        if tensor.device.type != virtual_gpu.NAME:
+        if not self._watches(tensor):
             return None
         untyped = tensor.untyped_storage()
         size_bytes = untyped.nbytes()
@@ -157,16 +169,16 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused or op.namespace in _IGNORED_NAMESPACES:
             return op(*args, **kwargs)
-        if op is torch.ops.aten._local_scalar_dense.default and args[0].device.type == virtual_gpu.NAME:
-            return self._known_scalar(args[0])
         tick = self.next_tick()
         try:
             out = op(*args, **kwargs)
         except _DATA_DEPENDENT:
+            if op is torch.ops.aten._local_scalar_dense.default:
+                return self._known_scalar()
             raise self._refusal(f"the result of {op} depends on values, and a rehearsal has none") from None
         except UnsupportedOperatorException:
             raise self._refusal(f"{op} has no fake kernel (register one with torch.library.register_fake)") from None
-        if op in _RESULT_IN_FULL_STORAGE and isinstance(out, torch.Tensor) and out.device.type == virtual_gpu.NAME:
+        if op in _RESULT_IN_FULL_STORAGE and self.virtual and self._watches(out):
             with self._pause():
                 out = torch.empty_like(args[0]).as_strided(out.shape, out.stride(), 0) if out.dim() == 0 else out
         self._note_op(op, args, kwargs, out, tick)
@@ -174,8 +186,8 @@ class Recorder(TorchDispatchMode):
 
     def _note_op(self, op, args, kwargs, out, tick: int) -> None:
         traits = traits_of(op)
-        read = [leaf for leaf in _tensors((args, kwargs)) if leaf.device.type == virtual_gpu.NAME]
-        written = [leaf for leaf in _tensors(out) if leaf.device.type == virtual_gpu.NAME]
+        read = [leaf for leaf in _tensors((args, kwargs)) if self._watches(leaf)]
+        written = [leaf for leaf in _tensors(out) if self._watches(leaf)]
         if not read and not written:
             return
         index = len(self.ops)
@@ -233,7 +245,7 @@ class Recorder(TorchDispatchMode):
             return Phase.RECOMPUTE, where, None, None
         return Phase.BACKWARD, self.ops[forward_op].module if forward_op is not None else "", None, forward_op
 
-    def _known_scalar(self, tensor: torch.Tensor) -> float | bool:
+    def _known_scalar(self) -> float | bool:
         """Values that a rehearsal may assume: a gradient scaler finds finite gradients. Anything else is refused."""
         if any(frame.f_code.co_filename.endswith("grad_scaler.py") for frame in _frames()):
             return 0.0
@@ -269,7 +281,7 @@ class Recorder(TorchDispatchMode):
             return packed.tensor
         with self._pause():
             elements = math.ceil(self.storages[save.storage].size_bytes / packed.dtype.itemsize)
-            base = torch.empty(elements, dtype=packed.dtype, device=virtual_gpu.NAME)
+            base = torch.empty(elements, dtype=packed.dtype, device=self.device)
             self.storage_of(base, adopt=save.storage)
             return base.as_strided(packed.shape, packed.stride, packed.offset)
 

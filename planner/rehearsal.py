@@ -59,35 +59,53 @@ def _rehearse(rehearsal: Rehearsal) -> StepGraph:
     gc.disable()
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what fails is told in one line
     autocast = virtual_gpu.install(rehearsal.target)
-    recorder = Recorder(what_if=rehearsal.what_if)
+    recorder = Recorder(virtual_gpu.NAME, what_if=rehearsal.what_if)
     autocast.on_cast = lambda tensor: recorder.mark(tensor, Category.AUTOCAST)
-    mode = virtual_gpu.VirtualGpuMode(allow_non_fake_inputs=True)
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autograd.set_multithreading_enabled(False),
-        mode,
-        recorder,
-    ):
-        model = rehearsal.model
-        make_virtual(model)
+    mode = virtual_gpu.VirtualGpuMode()
+    virtual_gpu.let_libraries_take_fakes_for_real(mode)
+    with torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False), mode:
+        make_virtual(rehearsal.model, virtual_gpu.NAME)
+        wanted_size = sum(rehearsal.micro_batch_sizes)
+        return record_steps(
+            recorder,
+            rehearsal.model,
+            virtual_batch(rehearsal.batch, rehearsal.batch_size, wanted_size, virtual_gpu.NAME),
+            rehearsal.prepare,
+            steps=rehearsal.steps,
+            primed=rehearsal.primed,
+            micro_batch_sizes=rehearsal.micro_batch_sizes,
+        )
+
+
+def record_steps(
+    recorder: Recorder,
+    model: torch.nn.Module,
+    batch: Any,
+    prepare: Prepare,
+    *,
+    steps: int,
+    primed: bool,
+    micro_batch_sizes: tuple[int, ...],
+) -> StepGraph:
+    """Run training steps under the recorder. Model and batch lie on its device, virtual or real.
+
+    Garbage is collected after each step only: the caller switches Python's collector off.
+    """
+    with recorder:
         for tensor in (*model.parameters(), *model.buffers()):
             recorder.mark(tensor, Category.PARAMETER)
-        batch = virtual_batch(rehearsal.batch, rehearsal.batch_size, sum(rehearsal.micro_batch_sizes))
         for _, tensor in tensors_of(batch):
             recorder.mark(tensor, Category.INPUT)
-        step, optimizer = rehearsal.prepare(model)
+        step, optimizer = prepare(model)
         with recorder.watching(model, optimizer):
-            if rehearsal.primed:
+            if primed:
                 _prime(model, optimizer)
             recorder.setup_ends()
-            for number in range(rehearsal.steps):
+            for number in range(steps):
                 recorder.starts_step(number)
                 _run_step(step, batch, model)
                 gc.collect()
-        return recorder.finish(
-            steps=rehearsal.steps, primed=rehearsal.primed, micro_batch_sizes=rehearsal.micro_batch_sizes
-        )
+        return recorder.finish(steps=steps, primed=primed, micro_batch_sizes=micro_batch_sizes)
 
 
 def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module) -> None:
@@ -122,13 +140,13 @@ def _prime(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def make_virtual(model: torch.nn.Module) -> None:
-    """Replace parameters and buffers by fakes on the virtual GPU, in place; shared ones stay shared."""
+def make_virtual(model: torch.nn.Module, device: str) -> None:
+    """Replace parameters and buffers by fakes on a device, in place; shared ones stay shared. Needs a fake mode."""
     memo: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in memo:
-            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=virtual_gpu.NAME)
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
             if isinstance(tensor, torch.nn.Parameter):
                 empty = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
                 vars(empty).update(vars(tensor))
@@ -144,13 +162,13 @@ def make_virtual(model: torch.nn.Module) -> None:
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
-def virtual_batch(batch: Any, batch_size: int, wanted_size: int) -> Any:
-    """The same structure with tensors on the virtual GPU; those with `batch_size` samples get `wanted_size`."""
+def virtual_batch(batch: Any, batch_size: int, wanted_size: int, device: str) -> Any:
+    """The same structure with fakes on a device; those with `batch_size` samples get `wanted_size`."""
 
     def fake(leaf: torch.Tensor) -> torch.Tensor:
         shape = list(leaf.shape)
         if shape and shape[0] == batch_size:
             shape[0] = wanted_size
-        return torch.empty(shape, dtype=leaf.dtype, device=virtual_gpu.NAME, requires_grad=leaf.requires_grad)
+        return torch.empty(shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
 
     return map_tensors(fake, batch)

@@ -23,6 +23,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from planner.attention import AttentionCall, choose_backend, run_backend
 from planner.autocast import Autocast
+from planner.known_values import KnownValues
 
 NAME = "vgpu"
 
@@ -32,6 +33,20 @@ ONE_KERNEL_ON_CUDA = ("silu_backward", "mish_backward")
 
 class VirtualGpuMode(FakeTensorMode):
     """Fake tensors that never try to initialise a device (else `torch.tensor(...)` inside a model fails)."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.known_values = KnownValues()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:
+            values = self.known_values.of(args[0])
+            if values is not None:
+                return values.item()
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.known_values.follow(func, args, kwargs, out)
+        return out
 
     @property
     def avoid_device_init(self) -> bool:
@@ -99,9 +114,14 @@ def install(target: Target) -> Autocast:
         autocast = Autocast(NAME)
         autocast.register(_library)
         _register_kernels(target)
+    return autocast
+
+
+def let_libraries_take_fakes_for_real(mode: VirtualGpuMode) -> None:
+    """Where libraries do something else when they are given fake tensors, let them not. In this process, for good."""
     _let_optimizers_choose_as_for_real_tensors()
     _let_bitsandbytes_make_its_tables()
-    return autocast
+    _let_transformers_look_at_known_values(mode.known_values)
 
 
 _libraries: list[torch.library.Library] = []
@@ -159,3 +179,10 @@ def _let_bitsandbytes_make_its_tables() -> None:
             fill_with_real_numbers(self)
 
     optimizer.Optimizer8bit.fill_qmap = fill_qmap
+
+
+def _let_transformers_look_at_known_values(known_values: KnownValues) -> None:
+    """It looks at no values of fake tensors, and so passes a mask to attention where a real run passes none."""
+    utils = sys.modules.get("transformers.utils.import_utils")
+    if utils is not None:
+        utils.is_fake_tensor = lambda x: isinstance(x, FakeTensor) and not known_values.knows(x)
