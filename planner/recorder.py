@@ -22,7 +22,7 @@ import pathlib
 import sys
 import sysconfig
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -97,6 +97,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.device, self.virtual = device, virtual
         self.what_if = what_if
+        self.on_refusal_in_backward: Callable[[RehearsalError], None] = lambda error: None
+        """Called before the error is raised in an op of a backward: a device guard in Python does not survive that."""
         self.tick = 0
         self.ops: list[Op] = []
         self.storages: list[Storage] = []
@@ -255,10 +257,13 @@ class Recorder(TorchDispatchMode):
 
     def _refusal(self, what: str) -> RehearsalError:
         where = f"in module '{self._stack[-1][0] or 'the model itself'}'" if self._stack else "outside of the model"
-        return RehearsalError(
+        error = RehearsalError(
             f"{what}: {where} at {_source_line() or 'unknown line'}; rewrite that line so that shapes and control flow "
             "do not depend on tensor values"
         )
+        if torch._C._current_autograd_node() is not None:
+            self.on_refusal_in_backward(error)
+        return error
 
     # ---- saved tensors ----------------------------------------------------------------------------------------
 

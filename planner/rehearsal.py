@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from planner import virtual_gpu
-from planner.child import Child
+from planner.child import Child, Refuse
 from planner.errors import PlannerError, WorkloadError
 from planner.recorder import Recorder, is_model_code
 from planner.step_graph import Category, StepGraph
@@ -41,7 +41,7 @@ class Rehearsal:
 
     def start(self) -> Child:
         """Begin in a child process; `.result()` is a `StepGraph`."""
-        return Child(lambda: _rehearse(self))
+        return Child(lambda refuse: _rehearse(self, refuse))
 
 
 def rehearse(rehearsal: Rehearsal) -> StepGraph:
@@ -54,12 +54,13 @@ def rehearse(rehearsal: Rehearsal) -> StepGraph:
     return rehearsal.start().result()
 
 
-def _rehearse(rehearsal: Rehearsal) -> StepGraph:
+def _rehearse(rehearsal: Rehearsal, refuse: Refuse) -> StepGraph:
     gc.freeze()
     gc.disable()
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what fails is told in one line
     autocast = virtual_gpu.install(rehearsal.target)
     recorder = Recorder(virtual_gpu.NAME, what_if=rehearsal.what_if)
+    recorder.on_refusal_in_backward = refuse
     autocast.on_cast = lambda tensor: recorder.mark(tensor, Category.AUTOCAST)
     mode = virtual_gpu.VirtualGpuMode()
     virtual_gpu.let_libraries_take_fakes_for_real(mode)

@@ -32,10 +32,13 @@ ONE_KERNEL_ON_CUDA = ("silu_backward", "mish_backward")
 
 
 class VirtualGpuMode(FakeTensorMode):
-    """Fake tensors that never try to initialise a device (else `torch.tensor(...)` inside a model fails)."""
+    """Fake tensors that never try to initialise a device (else `torch.tensor(...)` inside a model fails).
+
+    An op without a fake kernel is refused: PyTorch would run the real one on zeros, which this device has not.
+    """
 
     def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
+        super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.known_values = KnownValues()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -159,6 +162,20 @@ def _register_kernels(target: Target) -> None:
 
     for name in ONE_KERNEL_ON_CUDA:
         library.impl(name, like_last, "PrivateUse1")
+    library.impl("_thnn_fused_gru_cell", _gru_cell, "Meta")
+    library.impl("_thnn_fused_gru_cell_backward", _gru_cell_backward, "Meta")
+
+
+def _gru_cell(input_gates, hidden_gates, hx, input_bias=None, hidden_bias=None):
+    """Source: ATen/native/cuda/RNN.cu; PyTorch has the like of it for LSTM cells only."""
+    return torch.empty_like(hx), hx.new_empty(hx.size(0), 5 * hx.size(1))
+
+
+def _gru_cell_backward(grad_hy, workspace, has_bias):
+    gates = (workspace.size(0), 3 * workspace.size(1) // 5)
+    inputs, hidden = workspace.new_empty(gates), workspace.new_empty(gates)
+    biases = (inputs.sum(0), hidden.sum(0)) if has_bias else (None, None)
+    return inputs, hidden, torch.empty_like(grad_hy), *biases
 
 
 def _let_optimizers_choose_as_for_real_tensors() -> None:

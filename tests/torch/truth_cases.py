@@ -237,7 +237,6 @@ LOSSES = (
     "poisson_nll_loss",
     "hinge_embedding_loss",
     "cosine_embedding_loss",
-    "multilabel_margin_loss",
     "cross_entropy",
 )
 
@@ -251,8 +250,6 @@ def all_losses(output: torch.Tensor, batch: tuple) -> torch.Tensor:
         loss = getattr(functional, name)
         if name == "cosine_embedding_loss":
             total = total + loss(output, target, target[:, 0])
-        elif name == "multilabel_margin_loss":
-            total = total + loss(output, target.long())
         else:
             total = total + loss(output, target)
             total = total + loss(output, target, reduction="sum")
