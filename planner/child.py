@@ -18,7 +18,6 @@ import torch
 
 from planner.errors import PlannerError, RehearsalProcessError
 
-
 Refuse = Callable[[PlannerError], NoReturn]
 """Called in the child: the error is its answer, and its life ends here."""
 
@@ -56,8 +55,13 @@ class Child:
 
     def result(self) -> Any:
         """The value of `function()`. A `PlannerError` it raised is raised here, another as `RehearsalProcessError`."""
-        with os.fdopen(self._reader, "rb") as pipe:
-            answer = pipe.read()
+        try:
+            with os.fdopen(self._reader, "rb", closefd=False) as pipe:
+                answer = pipe.read()
+        except BaseException:  # an interrupt, which may have come to this process alone
+            self.end()
+            raise
+        os.close(self._reader)
         _, status = os.waitpid(self._pid, 0)
         if not answer or os.WIFSIGNALED(status):
             raise RehearsalProcessError(f"the rehearsing process ended without an answer ({_cause(status)})")

@@ -13,10 +13,13 @@ import torch
 
 from planner import virtual_gpu
 from planner.child import Child, Refuse
-from planner.errors import PlannerError, WorkloadError
+from planner.errors import PlannerError, RehearsalProcessError, WorkloadError
 from planner.recorder import Recorder, is_model_code
 from planner.step_graph import Category, StepGraph
 from planner.workload import map_tensors, tensors_of
+
+_FORKED = "fork-based multiprocessing"
+"""In what autograd says where its threads were lost in a fork (torch/csrc/autograd/engine.cpp)."""
 
 Prepare = Callable[[torch.nn.Module], tuple[Callable[[Any], Any], torch.optim.Optimizer]]
 """From a model to its training step (`step(batch)`) and optimizer; called in the child, on the virtual model."""
@@ -115,6 +118,11 @@ def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module) ->
     except PlannerError:
         raise
     except Exception as error:
+        if _FORKED in str(error):
+            raise RehearsalProcessError(
+                "a backward ran on this machine's GPU or beside it, and PyTorch allows none in a forked process then: plan "
+                "before the first backward, or in a process of its own with the `plan` command"
+            ) from error
         message = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
         raise WorkloadError(
             f"the model refused the batch: {type(error).__name__}: {message} ({_place(error, model)})"

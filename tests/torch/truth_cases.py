@@ -86,7 +86,7 @@ def _recorded(case: Case, work: Workload, batch: object, *, virtual: bool) -> St
 
 
 def _in_child(run: Callable[[], StepGraph]) -> StepGraph:
-    """Without oneDNN, whose recurrent layers no other device has: an LSTM is made of the ops that it is made of there."""
+    """Without oneDNN, which has recurrent layers of its own: no other device takes those."""
 
     def without_collector() -> StepGraph:
         gc.freeze()
@@ -100,7 +100,9 @@ def _in_child(run: Callable[[], StepGraph]) -> StepGraph:
 # ---- models -------------------------------------------------------------------------------------------------------
 
 
-def hugging_face(kind: str, head: str, *, batch_size: int = 2, seq_len: int = 8, **settings: object) -> Callable:
+def hugging_face(
+    kind: str, head: str, *, batch_size: int = 2, seq_len: int = 8, attention: str | None = None, **settings
+) -> Callable:
     """A small transformers model with random weights, and random inputs that it accepts."""
 
     def build():
@@ -110,7 +112,9 @@ def hugging_face(kind: str, head: str, *, batch_size: int = 2, seq_len: int = 8,
 
         torch.manual_seed(0)
         attention = settings.get("attn_implementation")
-        config = transformers.AutoConfig.for_model(kind, **{k: v for k, v in settings.items() if k != "attn_implementation"})
+        config = transformers.AutoConfig.for_model(
+            kind, **{k: v for k, v in settings.items() if k != "attn_implementation"}
+        )
         config.use_cache = False
         if attention:
             config._attn_implementation = attention
@@ -343,7 +347,7 @@ TEXT_TO_TEXT = {"vocab_size": 60, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_lay
 CASES = {
     "bert": Case(build=hugging_face("bert", "BertForMaskedLM", **LANGUAGE)),
     "roberta, attention by hand": Case(
-        build=hugging_face("roberta", "RobertaForMaskedLM", **LANGUAGE, attn_implementation="eager")
+        build=hugging_face("roberta", "RobertaForMaskedLM", **LANGUAGE, attention="eager")
     ),
     "gpt2": Case(build=hugging_face("gpt2", "GPT2LMHeadModel", n_embd=32, n_layer=2, n_head=4, vocab_size=60)),
     "llama, grouped heads": Case(
@@ -373,14 +377,10 @@ CASES = {
     "adamw as a loop": Case(build=with_loss(deep, 6, 24), optimizer=loop),
     "adamw foreach": Case(build=with_loss(deep, 6, 24), optimizer=foreach),
     "adamw fused": Case(build=with_loss(deep, 6, 24), optimizer=fused),
-    "checkpointed by the planner": Case(
-        build=with_loss(deep, 6, 24), decisions=(Checkpoint(modules=("0", "1")),)
-    ),
+    "checkpointed by the planner": Case(build=with_loss(deep, 6, 24), decisions=(Checkpoint(modules=("0", "1")),)),
     "checkpoint, reentrant": Case(build=with_loss(lambda: Checkpointed(use_reentrant=True), 6, 24)),
     "checkpoint, not reentrant": Case(build=with_loss(lambda: Checkpointed(use_reentrant=False), 6, 24)),
-    "accumulation": Case(
-        build=with_loss(deep, 6, 24), decisions=(Accumulation(micro_batch_size=2, micro_batches=3),)
-    ),
+    "accumulation": Case(build=with_loss(deep, 6, 24), decisions=(Accumulation(micro_batch_size=2, micro_batches=3),)),
     "accumulation, uneven, tied": Case(build=tied, decisions=(Accumulation(micro_batch_size=3, micro_batches=2),)),
     "bf16 autocast": Case(
         build=hugging_face("bert", "BertForMaskedLM", **LANGUAGE), decisions=(Precision(dtype="bf16"),)
