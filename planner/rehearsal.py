@@ -120,7 +120,7 @@ def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module) ->
     except Exception as error:
         if _FORKED in str(error):
             raise RehearsalProcessError(
-                "a backward ran on this machine's GPU or beside it, and PyTorch allows none in a forked process then: plan "
+                "a backward has run in this process, and beside a GPU PyTorch then allows none in its forks: plan "
                 "before the first backward, or in a process of its own with the `plan` command"
             ) from error
         message = str(error).strip().splitlines()[0] if str(error).strip() else "no message"

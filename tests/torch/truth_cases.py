@@ -101,7 +101,7 @@ def _in_child(run: Callable[[], StepGraph]) -> StepGraph:
 
 
 def hugging_face(
-    kind: str, head: str, *, batch_size: int = 2, seq_len: int = 8, attention: str | None = None, **settings
+    kind: str, head: str, *, batch_size: int = 2, seq_len: int = 8, attention: str | None = None, **settings: object
 ) -> Callable:
     """A small transformers model with random weights, and random inputs that it accepts."""
 
