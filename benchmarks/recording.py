@@ -62,7 +62,9 @@ def ours(work: Workload) -> tuple[float, int]:
     def watched(model, batch, prepare) -> int:
         recorder = Recorder(virtual_gpu.NAME, what_if=False)
         sizes = (work.batch_size,)
-        return len(record_steps(recorder, model, batch, prepare, steps=STEPS, primed=False, micro_batch_sizes=sizes).ops)
+        return len(
+            record_steps(recorder, model, batch, prepare, steps=STEPS, primed=False, micro_batch_sizes=sizes).ops
+        )
 
     return _timed(work, watched)
 
@@ -124,7 +126,16 @@ def _timed(work: Workload, watched: Callable) -> tuple[float, int]:
 def beside_the_tracker(console: Console, rounds: int) -> None:
     title = f"two steps on the virtual GPU, fp32, adamw: seconds (best of {rounds})"
     table = Table(title=title)
-    for column in ("model", "ops", "unwatched", "MemTracker", "ours", "ours / MemTracker", "ours, us an op", "of it ours"):
+    for column in (
+        "model",
+        "ops",
+        "unwatched",
+        "MemTracker",
+        "ours",
+        "ours / MemTracker",
+        "ours, us an op",
+        "of it ours",
+    ):
         table.add_column(column)
     for example, (batch_size, seq_len) in MODELS.items():
         work = load_workload(str(EXAMPLES / example), batch_size=batch_size, seq_len=seq_len, optimizer="adamw")

@@ -13,6 +13,7 @@ Source: torch/utils/backend_registration.py (`_setup_privateuseone_for_python_ba
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import sys
 import warnings
@@ -41,19 +42,31 @@ class VirtualGpuMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.known_values = KnownValues()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and guarding every op against it takes a tenth of a rehearsal's time."""
+        return False
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
             values = self.known_values.of(args[0])
             if values is not None:
                 return values.item()
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.cache_enabled = not _takes_lists(func)
+        out = self.dispatch(func, types, args, kwargs)
         self.known_values.follow(func, args, kwargs, out)
         return out
 
     @property
     def avoid_device_init(self) -> bool:
         return True
+
+
+@functools.cache
+def _takes_lists(func: torch._ops.OpOverload) -> bool:
+    """Over hundreds of tensors: to look such a call up among those made before takes longer than to make it."""
+    return func._schema.name.startswith("aten::_foreach")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
