@@ -47,6 +47,8 @@ class Answers:
         self._where = where
         """Names the running module."""
         self._told: set[tuple[str, str]] = set()
+        self.on_refusal_in_backward: Callable[[RehearsalError], None] = lambda error: None
+        """Called before the error is raised in an op of a backward: a device guard in Python does not survive that."""
 
     def assume(self, assumptions: Iterable[str]) -> None:
         """Write down that something was decided by these assumptions, here."""
@@ -58,10 +60,13 @@ class Answers:
 
     def refusal(self, what: str) -> RehearsalError:
         """The error that says where the model needs a value that nothing tells."""
-        return RehearsalError(
+        error = RehearsalError(
             f"{what}: {self._where()} at {source_line() or 'unknown line'}; rewrite that line so that shapes and "
             "control flow do not depend on tensor values"
         )
+        if torch._C._current_autograd_node() is not None:
+            self.on_refusal_in_backward(error)
+        return error
 
     def real(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The tensor's values, with what they were assumed from written down; None if they are not known."""

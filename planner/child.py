@@ -12,17 +12,23 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from planner.errors import PlannerError, RehearsalProcessError
 
+Refuse = Callable[[PlannerError], NoReturn]
+"""Called in the child: the error is its answer, and its life ends here."""
+
 
 class Child:
-    """A forked process that computes `function()`. `result` waits for it."""
+    """A forked process that computes `function(refuse)`. `result` waits for it.
 
-    def __init__(self, function: Callable[[], Any]) -> None:
+    Where an error cannot be raised (through C++ code that does not survive it), the function calls `refuse` with it.
+    """
+
+    def __init__(self, function: Callable[[Refuse], Any]) -> None:
         if not hasattr(os, "fork"):
             raise RehearsalProcessError(
                 f"this system ({sys.platform}) cannot fork, and a rehearsal needs a child process: use Linux or macOS"
@@ -49,8 +55,13 @@ class Child:
 
     def result(self) -> Any:
         """The value of `function()`. A `PlannerError` it raised is raised here, another as `RehearsalProcessError`."""
-        with os.fdopen(self._reader, "rb") as pipe:
-            answer = pipe.read()
+        try:
+            with os.fdopen(self._reader, "rb", closefd=False) as pipe:
+                answer = pipe.read()
+        except BaseException:  # an interrupt, which may have come to this process alone
+            self.end()
+            raise
+        os.close(self._reader)
         _, status = os.waitpid(self._pid, 0)
         if not answer or os.WIFSIGNALED(status):
             raise RehearsalProcessError(f"the rehearsing process ended without an answer ({_cause(status)})")
@@ -62,18 +73,23 @@ class Child:
 
 def run_in_child(function: Callable[[], Any]) -> Any:
     """Fork, compute `function()` there, return its value here. The value must be picklable."""
-    return Child(function).result()
+    return Child(lambda refuse: function()).result()
 
 
-def _serve(function: Callable[[], Any], writer: int) -> None:
+def _serve(function: Callable[[Refuse], Any], writer: int) -> None:
     """The child's whole life. Prints of the model go to standard error, which belongs to people."""
+
+    def refuse(error: PlannerError) -> NoReturn:
+        _send(writer, ("error", error))
+        os._exit(0)
+
     code = 1
     try:
         os.dup2(2, 1)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         torch.set_num_threads(1)
         try:
-            answer = ("value", function())
+            answer = ("value", function(refuse))
         except PlannerError as error:
             answer = ("error", error)
         except Exception as error:
@@ -81,11 +97,15 @@ def _serve(function: Callable[[], Any], writer: int) -> None:
             failed = RehearsalProcessError(f"the rehearsal failed with {type(error).__name__}: {first_line}")
             failed.add_note("".join(traceback.format_exception(error)))
             answer = ("error", failed)
-        with os.fdopen(writer, "wb") as pipe:
-            pickle.dump(answer, pipe, protocol=pickle.HIGHEST_PROTOCOL)
+        _send(writer, answer)
         code = 0
     finally:
         os._exit(code)
+
+
+def _send(writer: int, answer: tuple[str, Any]) -> None:
+    with os.fdopen(writer, "wb") as pipe:
+        pickle.dump(answer, pipe, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def _cause(status: int) -> str:

@@ -44,7 +44,7 @@ def cuda_kernel(*ops: torch._ops.OpOverload) -> Callable[[Callable[..., Made]], 
 def _reduced_in_full_storage(answers: Answers, op: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Made:
     """Mean or sum lies in the storage of the unreduced loss (Loss.cpp, cuda/Loss.cu)."""
     out = op(input, *args, **kwargs)
-    full = out if out.dim() or input.device.type == "cpu" else torch.empty_like(input)
+    full = out if out.dim() else torch.empty_like(input)
     return full.as_strided(out.shape, out.stride(), 0), []
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from planner import virtual_gpu
-from planner.child import Child
+from planner.child import Child, Refuse
 from planner.rehearsal import on_virtual_gpu
 from planner.step_graph import StepGraph
 
@@ -24,11 +24,11 @@ def rehearse_program(program: Program, target: virtual_gpu.Target) -> StepGraph:
     Raises:
         RehearsalError: an op that the virtual GPU cannot run, with its line.
     """
-    return Child(lambda: _run(program, target)).result()
+    return Child(lambda refuse: _run(program, target, refuse)).result()
 
 
-def _run(program: Program, target: virtual_gpu.Target) -> StepGraph:
-    with on_virtual_gpu(target, what_if=False) as recorder:
+def _run(program: Program, target: virtual_gpu.Target, refuse: Refuse) -> StepGraph:
+    with on_virtual_gpu(target, refuse, what_if=False) as recorder, recorder:
         recorder.setup_ends()
         program(torch.device(virtual_gpu.NAME))
         return recorder.finish(steps=1, primed=False, micro_batch_sizes=())

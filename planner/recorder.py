@@ -1,4 +1,6 @@
-"""Writes down what a training step does on the virtual GPU: ops, storages, saved tensors, module calls.
+"""Writes down what a training step does on a device: ops, storages, saved tensors, module calls.
+
+The device is the virtual GPU, or any other on which a step really runs: what is written down is the same.
 
 Two kinds of recording:
 
@@ -14,7 +16,6 @@ Deaths come from the storages' own finalizers, phases and modules from hooks and
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -28,11 +29,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from planner import virtual_gpu
 from planner.answers import Answers
+from planner.by_value import run_by_value
 from planner.classify import classify, note_obstacles
 from planner.cuda_kernels import KERNELS
 from planner.in_place import InPlaceRule
@@ -45,6 +46,7 @@ from planner.op_schema import (
     traits_of,
     uses_batch_statistics,
 )
+from planner.saved_tensors import SavedTensors
 from planner.source_lines import source_line
 from planner.step_graph import Call, Category, Op, Phase, Save, StepGraph, Storage
 from planner.workspaces import has_formula
@@ -54,47 +56,21 @@ _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 _COMPILED = "it runs compiled, or inside of what is compiled"
 
 
-class _Ghost:
-    """Stands for a saved tensor: what is needed to make one like it."""
-
-    __slots__ = ("dtype", "offset", "recorder", "save", "shape", "stride", "twin")
-
-    def __init__(self, recorder: Recorder, tensor: torch.Tensor, save: Save) -> None:
-        self.recorder, self.save = recorder, save
-        self.twin = recorder.answers.known.twin(tensor)
-        self.shape, self.stride, self.offset, self.dtype = (
-            tensor.shape,
-            tensor.stride(),
-            tensor.storage_offset(),
-            tensor.dtype,
-        )
-
-    def __del__(self) -> None:
-        self.save.release = self.recorder.next_tick()
-
-
-class _Kept:
-    """A saved tensor that is held as it is (parameters, inputs, host tensors); its times are still noted."""
-
-    __slots__ = ("recorder", "save", "tensor")
-
-    def __init__(self, recorder: Recorder, tensor: torch.Tensor, save: Save) -> None:
-        self.recorder, self.tensor, self.save = recorder, tensor, save
-
-    def __del__(self) -> None:
-        self.save.release = self.recorder.next_tick()
-
-
 class Recorder(TorchDispatchMode):
     """Active around the step.
 
     Args:
+        device: type of the device whose memory is watched, such as 'vgpu' or 'cpu'.
+        virtual: whether the tensors there are fakes. Real ones among fakes are constants of the host.
         what_if: the kind of recording.
         in_place: which ops count as in place although fakes get a copy.
     """
 
-    def __init__(self, *, what_if: bool, in_place: InPlaceRule | None) -> None:
+    def __init__(
+        self, device: str, *, virtual: bool = True, what_if: bool, in_place: InPlaceRule | None = None
+    ) -> None:
         super().__init__()
+        self.device, self.virtual = device, virtual
         self.in_place = in_place
         self.what_if = what_if
         self.module_types: dict[str, str] = {}
@@ -107,6 +83,7 @@ class Recorder(TorchDispatchMode):
         self.micro_batch = 0
         self.answers = Answers(self._running_module)
         self._paused = False
+        self._saved = SavedTensors(self)
         self._alive: dict[int, tuple[int, int, weakref.ref]] = {}  # storage pointer -> (id, birth, finalizer)
         self._stack: list[tuple[str, int | None]] = []
         self._states: list[dict[str, object]] = []
@@ -126,14 +103,17 @@ class Recorder(TorchDispatchMode):
 
     # ---- storages ---------------------------------------------------------------------------------------------
 
+    def _watches(self, tensor: torch.Tensor) -> bool:
+        return isinstance(tensor, FakeTensor) is self.virtual and tensor.device.type == self.device
+
     def storage_of(
         self, tensor: torch.Tensor, *, category: Category = Category.TEMPORARY, adopt: int | None = None
     ) -> int | None:
-        """Index of a tensor's storage; it is registered (born now) if it is new. None off the virtual GPU or if empty.
+        """Index of a tensor's storage; it is registered (born now) if it is new. None if empty or elsewhere.
 
         `adopt` registers a new storage as another life of a known one.
         """
-        if tensor.device.type != virtual_gpu.NAME or tensor.layout is not torch.strided:
+        if not self._watches(tensor) or tensor.layout is not torch.strided:
             return None
         untyped = tensor.untyped_storage()
         size_bytes = untyped.nbytes()
@@ -161,7 +141,7 @@ class Recorder(TorchDispatchMode):
     def mark(self, tensor: torch.Tensor | None, category: Category) -> None:
         """Say what a tensor is; a sparse one is its indices and its values."""
         if tensor is not None and tensor.is_sparse:
-            with self._pause():
+            with self.pause():
                 parts = tensor._indices(), tensor._values()
             for part in parts:
                 self.mark(part, category)
@@ -170,10 +150,19 @@ class Recorder(TorchDispatchMode):
 
     # ---- ops --------------------------------------------------------------------------------------------------
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled under a recorder, and guarding every op against it takes a tenth of its time."""
+        return False
+
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op is torch.ops.prim.device.default:  # two thirds of all calls: C++ asks a fake for its device
+            return args[0].fake_device
         kwargs = kwargs or {}
         if self._paused or op.namespace in _IGNORED_NAMESPACES:
             return op(*args, **kwargs)
+        if not self.virtual:
+            return self._really(op, args, kwargs)
         if op is torch.ops.aten._local_scalar_dense.default and (value := self._scalar(args[0])) is not None:
             return value
         tick = self.next_tick()
@@ -183,13 +172,15 @@ class Recorder(TorchDispatchMode):
             self._note_op(op, traits, args, kwargs, args[0], tick)
             return args[0]
         try:
-            if op in KERNELS:
-                with self._pause():
-                    out, scratch = KERNELS[op](self.answers, op, *args, **kwargs)
-            elif traits.asks_values:
-                ran, out, args = self._by_value(op, args, kwargs)
-            if not ran and op not in KERNELS:
-                out = op(*args, **kwargs)
+            kernel = KERNELS.get(op)
+            if kernel is not None and any(self._watches(tensor) for tensor in _tensors(args)):
+                with self.pause():
+                    out, scratch = kernel(self.answers, op, *args, **kwargs)
+            else:
+                if traits.asks_values:
+                    ran, out, args = run_by_value(self.answers, self._run, op, args, kwargs)
+                if not ran:
+                    out = op(*args, **kwargs)
         except _DATA_DEPENDENT:
             raise self.answers.refusal(f"the result of {op} depends on values, and a rehearsal has none") from None
         except UnsupportedOperatorException:
@@ -203,15 +194,22 @@ class Recorder(TorchDispatchMode):
             self.storage_of(tensor)
         return out
 
+    def _really(self, op, args, kwargs):
+        """An op on real tensors is only written down."""
+        if op is torch.ops.aten._local_scalar_dense.default:
+            return op(*args, **kwargs)
+        tick = self.next_tick()
+        out = op(*args, **kwargs)
+        self._note_op(op, traits_of(op), args, kwargs, out, tick)
+        return out
+
     def _scalar(self, tensor: torch.Tensor) -> float | bool | None:
         """The answer to `.item()`; None where it is left to the fake mode, which knows constants on the host."""
-        if tensor.device.type == virtual_gpu.NAME:
-            return self.answers.scalar_or_refuse(tensor)
-        return self.answers.scalar(tensor)
+        return self.answers.scalar_or_refuse(tensor) if self._watches(tensor) else self.answers.scalar(tensor)
 
     def _note_op(self, op, traits: OpTraits, args, kwargs, out, tick: int) -> None:
-        read = [leaf for leaf in _tensors((args, kwargs)) if leaf.device.type == virtual_gpu.NAME]
-        written = [leaf for leaf in _tensors(in_order_of_birth(op, out)) if leaf.device.type == virtual_gpu.NAME]
+        read = [leaf for leaf in _tensors((args, kwargs)) if self._watches(leaf)]
+        written = [leaf for leaf in _tensors(in_order_of_birth(op, out)) if self._watches(leaf)]
         if not read and not written:
             return
         index = len(self.ops)
@@ -271,74 +269,20 @@ class Recorder(TorchDispatchMode):
             return Phase.RECOMPUTE, where, None, None
         return Phase.BACKWARD, self.ops[forward_op].module if forward_op is not None else "", None, forward_op
 
-    def _by_value(self, op, args, kwargs):
-        """Run an op whose result's shape depends on values, or which returns a value, where they are known.
-
-        -> (whether it was run, result, arguments to run it with instead). Selecting by a boolean mask is what CUDA
-        makes of it: `nonzero` and then an index (`expandTensors` in ATen/native/IndexingUtils.h).
-        """
-        known = self.answers.known
-        if op is torch.ops.aten.masked_select.default:
-            return True, self._run(torch.ops.aten.index.Tensor, torch.broadcast_tensors(*args)[0], [args[1]]), None
-        if op is torch.ops.aten.index.Tensor:
-            indices = []
-            for index in args[1]:
-                if index is None or index.dtype not in (torch.bool, torch.uint8) or index not in known:
-                    indices.append(index)
-                    continue
-                positions = self._run(torch.ops.aten.nonzero.default, index)
-                indices += [self._run(torch.ops.aten.select.int, positions, 1, dim) for dim in range(index.dim())]
-            return False, None, (args[0], indices)
-        real = known.compute(op, args, kwargs)
-        if real is None:
-            return False, None, args
-        given = list(_tensors((args, kwargs)))
-        assumed = known.assumptions(given)
-        self.answers.assume(assumed)
-
-        def fake(value):
-            if not isinstance(value, torch.Tensor):
-                return value
-            made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=given[0].device)
-            known.learn(made, value, assumed)
-            return made
-
-        return True, tree_map(fake, real), None
-
     def _run(self, op, *args):
         return self.__torch_dispatch__(op, (), args)
 
     def _running_module(self) -> str:
         return f"in module '{self._stack[-1][0] or 'the model itself'}'" if self._stack else "outside of the model"
 
-    # ---- saved tensors ----------------------------------------------------------------------------------------
-
-    def _pack(self, tensor: torch.Tensor) -> _Ghost | _Kept:
-        storage = self.storage_of(tensor) if not tensor.is_sparse else None
-        call = self._stack[-1][1] if self._stack else None
-        permanent = storage is None or self.storages[storage].op is None
-        save = Save(storage=None if permanent else storage, pack=self.next_tick(), unpack=None, release=None, call=call)
-        self.saves.append(save)
-        if permanent:
-            with self._pause():
-                return _Kept(self, tensor.detach(), save)
-        return _Ghost(self, tensor, save)
-
-    def _unpack(self, packed: _Ghost | _Kept) -> torch.Tensor:
-        save = packed.save
-        if save.unpack is None:
-            save.unpack = self.next_tick()
-        if isinstance(packed, _Kept):
-            return packed.tensor
-        with self._pause():
-            elements = math.ceil(self.storages[save.storage].size_bytes / packed.dtype.itemsize)
-            base = torch.empty(elements, dtype=packed.dtype, device=virtual_gpu.NAME)
-            self.storage_of(base, adopt=save.storage)
-            self.answers.known.take_over(base, packed.twin)
-            return base.as_strided(packed.shape, packed.stride, packed.offset)
+    @property
+    def innermost_call(self) -> int | None:
+        """The module call that is running, as an index into `calls`."""
+        return self._stack[-1][1] if self._stack else None
 
     @contextlib.contextmanager
-    def _pause(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
+        """Ops inside the context are not recorded."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -370,7 +314,7 @@ class Recorder(TorchDispatchMode):
         handles.append(register_optimizer_step_pre_hook(self._optimizer_starts))
         handles.append(register_optimizer_step_post_hook(self._optimizer_ends))
         hooks = (
-            torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._saved.unpack)
             if self.what_if
             else contextlib.nullcontext()
         )

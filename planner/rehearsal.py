@@ -14,14 +14,17 @@ from typing import Any
 import torch
 
 from planner import cuda_kernels, recurrent, virtual_gpu
-from planner.child import Child
-from planner.errors import PlannerError, WorkloadError
+from planner.child import Child, Refuse
+from planner.errors import PlannerError, RehearsalProcessError, WorkloadError
 from planner.in_place import InPlaceRule
 from planner.known_values import KnownValues, assume_full, learn_buffer
 from planner.recorder import Recorder
 from planner.source_lines import is_model_code
 from planner.step_graph import Category, StepGraph
 from planner.workload import map_tensors, tensors_of
+
+_FORKED = "fork-based multiprocessing"
+"""In what autograd says where its threads were lost in a fork (torch/csrc/autograd/engine.cpp)."""
 
 Prepare = Callable[[torch.nn.Module], tuple[Callable[[Any], Any], torch.optim.Optimizer]]
 """From a model to its training step (`step(batch)`) and optimizer; called in the child, on the virtual model."""
@@ -47,7 +50,7 @@ class Rehearsal:
     def start(self) -> Child:
         """Begin in a child process; `.result()` is a `StepGraph`."""
         importlib.import_module("torch.fx.experimental.symbolic_shapes")  # once here, not once in each child
-        return Child(lambda: _rehearse(self))
+        return Child(lambda refuse: _rehearse(self, refuse))
 
 
 def rehearse(rehearsal: Rehearsal) -> StepGraph:
@@ -61,52 +64,78 @@ def rehearse(rehearsal: Rehearsal) -> StepGraph:
 
 
 @contextlib.contextmanager
-def on_virtual_gpu(target: virtual_gpu.Target, *, what_if: bool) -> Iterator[Recorder]:
-    """Make this process one with a virtual GPU, for good, and record what happens on it inside the context."""
+def on_virtual_gpu(target: virtual_gpu.Target, refuse: Refuse, *, what_if: bool) -> Iterator[Recorder]:
+    """Make this process one with a virtual GPU, for good. Yields a recorder that is not active yet.
+
+    Python's garbage collector is off: what dies when must not depend on it.
+    """
     gc.freeze()
     gc.disable()
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what fails is told in one line
     autocast = virtual_gpu.install(target)
-    mode = virtual_gpu.VirtualGpuMode(allow_non_fake_inputs=True)
-    with mode:
-        in_place = InPlaceRule(virtual_gpu.NAME)
-    recorder = Recorder(what_if=what_if, in_place=in_place)
-    autocast.on_cast = lambda tensor: recorder.mark(tensor, Category.AUTOCAST)
+    virtual_gpu.let_libraries_take_fakes_for_real()
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autograd.set_multithreading_enabled(False),
-        mode,
-        recorder,
+        virtual_gpu.VirtualGpuMode(),
     ):
+        recorder = Recorder(virtual_gpu.NAME, what_if=what_if, in_place=InPlaceRule(virtual_gpu.NAME))
+        recorder.answers.on_refusal_in_backward = refuse
+        autocast.on_cast = lambda tensor: recorder.mark(tensor, Category.AUTOCAST)
         recorder.answers.install()
         recurrent.register()
         cuda_kernels.register_routes(recorder.answers)
         yield recorder
 
 
-def _rehearse(rehearsal: Rehearsal) -> StepGraph:
-    with on_virtual_gpu(rehearsal.target, what_if=rehearsal.what_if) as recorder:
-        model = rehearsal.model
-        make_virtual(model, recorder.answers.known)
+def _rehearse(rehearsal: Rehearsal, refuse: Refuse) -> StepGraph:
+    with on_virtual_gpu(rehearsal.target, refuse, what_if=rehearsal.what_if) as recorder:
+        make_virtual(rehearsal.model, virtual_gpu.NAME, recorder.answers.known)
+        wanted_size = sum(rehearsal.micro_batch_sizes)
+        batch = virtual_batch(rehearsal.batch, rehearsal.batch_size, wanted_size, virtual_gpu.NAME)
+        for path, tensor in tensors_of(batch):
+            assume_full(recorder.answers.known, path, tensor)
+        return record_steps(
+            recorder,
+            rehearsal.model,
+            batch,
+            rehearsal.prepare,
+            steps=rehearsal.steps,
+            primed=rehearsal.primed,
+            micro_batch_sizes=rehearsal.micro_batch_sizes,
+        )
+
+
+def record_steps(
+    recorder: Recorder,
+    model: torch.nn.Module,
+    batch: Any,
+    prepare: Prepare,
+    *,
+    steps: int,
+    primed: bool,
+    micro_batch_sizes: tuple[int, ...],
+) -> StepGraph:
+    """Run training steps under the recorder. Model and batch lie on its device, virtual or real.
+
+    Garbage is collected after each step only: the caller switches Python's collector off.
+    """
+    with recorder:
         for tensor in (*model.parameters(), *model.buffers()):
             recorder.mark(tensor, Category.PARAMETER)
-        batch = virtual_batch(rehearsal.batch, rehearsal.batch_size, sum(rehearsal.micro_batch_sizes))
-        for path, tensor in tensors_of(batch):
+        for _, tensor in tensors_of(batch):
             recorder.mark(tensor, Category.INPUT)
-            assume_full(recorder.answers.known, path, tensor)
-        step, optimizer = rehearsal.prepare(model)
+        step, optimizer = prepare(model)
         with recorder.watching(model, optimizer):
-            if rehearsal.primed:
+            if primed:
                 _prime(model, optimizer)
             recorder.setup_ends()
-            for number in range(rehearsal.steps):
+            for number in range(steps):
                 recorder.starts_step(number)
                 _run_step(step, batch, model)
                 gc.collect()
-        return recorder.finish(
-            steps=rehearsal.steps, primed=rehearsal.primed, micro_batch_sizes=rehearsal.micro_batch_sizes
-        )
+        return recorder.finish(steps=steps, primed=primed, micro_batch_sizes=micro_batch_sizes)
 
 
 def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module) -> None:
@@ -115,6 +144,11 @@ def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module) ->
     except PlannerError:
         raise
     except (Exception, SystemExit) as error:
+        if _FORKED in str(error):
+            raise RehearsalProcessError(
+                "a backward has run in this process, and beside a GPU PyTorch then allows none in its forks: plan "
+                "before the first backward, or in a process of its own with the `plan` command"
+            ) from error
         message = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
         raise WorkloadError(
             f"the model refused the batch: {type(error).__name__}: {message} ({_place(error, model)})"
@@ -141,8 +175,8 @@ def _prime(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def make_virtual(model: torch.nn.Module, known: KnownValues) -> None:
-    """Replace parameters and buffers by fakes on the virtual GPU, in place; shared ones stay shared.
+def make_virtual(model: torch.nn.Module, device: str, known: KnownValues | None = None) -> None:
+    """Replace parameters and buffers by fakes on a device, in place; shared ones stay shared. Needs a fake mode.
 
     Integers and booleans in buffers of a model with weights are constants, and known.
     """
@@ -150,11 +184,11 @@ def make_virtual(model: torch.nn.Module, known: KnownValues) -> None:
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in memo:
-            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=virtual_gpu.NAME)
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
             if isinstance(tensor, torch.nn.Parameter):
                 empty = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
                 vars(empty).update(vars(tensor))
-            else:
+            elif known is not None:
                 learn_buffer(known, empty, tensor)
             memo[id(tensor)] = empty
         return memo[id(tensor)]
@@ -165,16 +199,18 @@ def make_virtual(model: torch.nn.Module, known: KnownValues) -> None:
                 if tensor is not None:
                     registry[name] = fake(tensor)
         if isinstance(module, torch.nn.RNNBase):
-            recurrent.flatten_weights(module)
+            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+            if device == virtual_gpu.NAME:
+                recurrent.flatten_weights(module)
 
 
-def virtual_batch(batch: Any, batch_size: int, wanted_size: int) -> Any:
-    """The same structure with tensors on the virtual GPU; those with `batch_size` samples get `wanted_size`."""
+def virtual_batch(batch: Any, batch_size: int, wanted_size: int, device: str) -> Any:
+    """The same structure with fakes on a device; those with `batch_size` samples get `wanted_size`."""
 
     def fake(leaf: torch.Tensor) -> torch.Tensor:
         shape = list(leaf.shape)
         if shape and shape[0] == batch_size:
             shape[0] = wanted_size
-        return torch.empty(shape, dtype=leaf.dtype, device=virtual_gpu.NAME, requires_grad=leaf.requires_grad)
+        return torch.empty(shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
 
     return map_tensors(fake, batch)

@@ -13,6 +13,7 @@ Source: torch/utils/backend_registration.py (`_setup_privateuseone_for_python_ba
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import sys
 import warnings
@@ -31,11 +32,32 @@ ONE_KERNEL_ON_CUDA = ("silu_backward", "mish_backward")
 
 
 class VirtualGpuMode(FakeTensorMode):
-    """Fake tensors that never try to initialise a device (else `torch.tensor(...)` inside a model fails)."""
+    """Fake tensors that never try to initialise a device (else `torch.tensor(...)` inside a model fails).
+
+    An op without a fake kernel is refused: PyTorch would run the real one on zeros, which this device has not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and guarding every op against it takes a tenth of a rehearsal's time."""
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.cache_enabled = not _takes_lists(func)
+        return self.dispatch(func, types, args, kwargs or {})
 
     @property
     def avoid_device_init(self) -> bool:
         return True
+
+
+@functools.cache
+def _takes_lists(func: torch._ops.OpOverload) -> bool:
+    """Over hundreds of tensors: to look such a call up among those made before takes longer than to make it."""
+    return func._schema.name.startswith("aten::_foreach")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,10 +121,14 @@ def install(target: Target) -> Autocast:
         autocast = Autocast(NAME)
         autocast.register(library)
         _register_kernels(target)
+    return autocast
+
+
+def let_libraries_take_fakes_for_real() -> None:
+    """Where libraries do something else when they are given fake tensors, let them not. In this process, for good."""
     _let_optimizers_choose_as_for_real_tensors()
     _let_modules_convert_as_real_tensors_do()
     _let_bitsandbytes_make_its_tables()
-    return autocast
 
 
 _libraries: list[torch.library.Library] = []

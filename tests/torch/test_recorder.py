@@ -154,3 +154,26 @@ def test_a_batch_that_the_model_refuses_is_told_with_module_and_line():
                 torch.nn.Sequential(torch.nn.Linear(4, 1)), (torch.zeros(2, 5), torch.zeros(2, 1)), loss_fn=mean_square
             )
         )
+
+
+def test_an_op_without_a_fake_kernel_is_refused_by_its_name_in_backward_too():
+    def loss(output, batch):
+        return torch.nn.functional.multi_margin_loss(output, batch[-1].long())
+
+    batch = (torch.zeros(4, 8), torch.zeros(4))
+    with pytest.raises(RehearsalError, match=r"aten.multi_margin_loss_backward\S* has no fake kernel.*outside"):
+        plain(workload(torch.nn.Linear(8, 3), batch, loss_fn=loss))
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_recurrent_layers_are_rehearsed(kind):
+    class Recurrent(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cells = kind(12, 16, num_layers=2, batch_first=True)
+
+        def forward(self, x):
+            return self.cells(x)[0].square().mean()
+
+    graph = plain(workload(Recurrent(), torch.zeros(4, 5, 12)))
+    assert {op.module for op in graph.ops if op.phase is Phase.BACKWARD and op.flops} == {"cells"}

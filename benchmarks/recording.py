@@ -1,0 +1,216 @@
+"""What recording costs: two steps beside PyTorch's own memory tracker, Llama-3-70B, and the cost of one op.
+
+    python -m benchmarks.recording [--without-70b]
+
+Both watch the same two steps of the same model on the same virtual GPU, one after the other in turn, each in a child of
+its own; the smallest CPU time is taken (a child has one thread). Read the ratios: times are of this machine, and
+even CPU times vary with its load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import platform
+import resource
+import threading
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch.distributed._tools.mem_tracker import MemTracker
+
+import profiles
+from benchmarks.main_job import EXAMPLES, MIB, proportional_bytes
+from planner import virtual_gpu
+from planner.child import run_in_child
+from planner.in_place import InPlaceRule
+from planner.pipeline import versions
+from planner.recorder import Recorder
+from planner.references import load_workload
+from planner.rehearsal import make_virtual, record_steps, virtual_batch
+from planner.synthetic import synthetic_batch
+from planner.workload import Workload, tensors_of, workload
+from rewrite.apply import apply_decisions
+from rewrite.certify import start_rehearsal
+
+STEPS = 2
+MODELS = {
+    "roberta_84m": (64, 128),
+    "gpt2": (8, 512),
+    "llama_1b": (2, 1024),
+    "vit_base": (16, None),
+    "unet.py:build": (16, None),
+}
+CARD = profiles.load("h100")
+LLAMA_3_70B = {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+
+
+def ours(work: Workload) -> tuple[float, int]:
+    """CPU seconds of two recorded steps, and how many ops they have."""
+
+    def watched(model, batch, prepare) -> int:
+        recorder = Recorder(virtual_gpu.NAME, what_if=False, in_place=InPlaceRule(virtual_gpu.NAME))
+        sizes = (work.batch_size,)
+        return len(
+            record_steps(recorder, model, batch, prepare, steps=STEPS, primed=False, micro_batch_sizes=sizes).ops
+        )
+
+    return _timed(work, watched)
+
+
+def theirs(work: Workload) -> tuple[float, int]:
+    """The same under `MemTracker`; it counts no ops."""
+
+    def watched(model, batch, prepare) -> int:
+        tracker = MemTracker()
+        tracker.track_external(model, *(tensor for _, tensor in tensors_of(batch)))
+        with tracker:
+            step, _ = prepare(model)
+            for _ in range(STEPS):
+                step(batch)
+                tracker.reset_mod_stats()
+                gc.collect()
+        return 0
+
+    return _timed(work, watched)
+
+
+def unwatched(work: Workload) -> tuple[float, int]:
+    """The same steps without anyone who writes down: what fake tensors themselves cost."""
+
+    def watched(model, batch, prepare) -> int:
+        step, _ = prepare(model)
+        for _ in range(STEPS):
+            step(batch)
+            gc.collect()
+        return 0
+
+    return _timed(work, watched)
+
+
+def _timed(work: Workload, watched: Callable) -> tuple[float, int]:
+    def prepare(model):
+        step = apply_decisions(
+            (), model, optimizer="adamw", calling=work.calling, batch_size=work.batch_size, loss_fn=work.loss_fn
+        )
+        return step.step, step.optimizer
+
+    def run() -> tuple[float, int]:
+        warnings.simplefilter("ignore")
+        gc.freeze()
+        gc.disable()
+        virtual_gpu.install(virtual_gpu.Target(compute_capability=CARD.compute_capability))
+        mode = virtual_gpu.VirtualGpuMode()
+        virtual_gpu.let_libraries_take_fakes_for_real()
+        with torch.autograd.set_multithreading_enabled(False), mode:
+            make_virtual(work.model, virtual_gpu.NAME)
+            batch = virtual_batch(work.batch, work.batch_size, work.batch_size, virtual_gpu.NAME)
+            began = time.process_time()
+            ops = watched(work.model, batch, prepare)
+            return time.process_time() - began, ops
+
+    return run_in_child(run)
+
+
+def beside_the_tracker(console: Console, rounds: int) -> None:
+    title = f"two steps on the virtual GPU, fp32, adamw: CPU seconds (best of {rounds})"
+    table = Table(title=title)
+    for column in (
+        "model",
+        "ops",
+        "unwatched",
+        "MemTracker",
+        "ours",
+        "ours / MemTracker",
+        "ours, us an op",
+        "of it ours",
+    ):
+        table.add_column(column)
+    for example, (batch_size, seq_len) in MODELS.items():
+        work = load_workload(str(EXAMPLES / example), batch_size=batch_size, seq_len=seq_len, optimizer="adamw")
+        times: dict[Callable, list[tuple[float, int]]] = {unwatched: [], theirs: [], ours: []}
+        for _ in range(rounds):
+            for watcher, found in times.items():
+                found.append(watcher(work))
+        (bare, _), (tracker, _), (recorder, ops) = (min(found) for found in times.values())
+        table.add_row(
+            example,
+            f"{ops:,}",
+            f"{bare:.2f}",
+            f"{tracker:.2f}",
+            f"{recorder:.2f}",
+            f"{recorder / tracker:.2f}",
+            f"{1e6 * recorder / ops:.0f}",
+            f"{1e6 * (recorder - bare) / ops:.0f}",
+        )
+    console.print(table)
+
+
+def llama_70b(console: Console) -> None:
+    config = transformers.AutoConfig.for_model("llama", **LLAMA_3_70B)
+    config.use_cache = False
+    began = time.perf_counter()
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).train()
+    work = workload(model, synthetic_batch(model, batch_size=1, seq_len=2048), seq_len=2048)
+    built = time.perf_counter()
+    largest, done = [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.05):
+            largest[0] = max(largest[0], proportional_bytes(os.getpid()))
+
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    child = start_rehearsal(work, (), CARD, sizes=(1,), steps=1, primed=True, what_if=True)
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    graph = child.result()
+    seconds = time.perf_counter() - built
+    done.set()
+    watcher.join()
+    table = Table(title="Llama-3-70B on the meta device, 1 x 2048, fp32, adamw: one primed what-if step")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    for column in ("build s", "record s", "of CPU s", "ops", "CPU us an op", "host memory MiB", "curve's peak GiB"):
+        table.add_column(column)
+    row = (
+        f"{built - began:.1f}",
+        f"{seconds:.1f}",
+        f"{cpu:.1f}",
+        f"{len(graph.ops):,}",
+        f"{1e6 * cpu / len(graph.ops):.0f}",
+    )
+    table.add_row(*row, f"{largest[0] / MIB:,.0f}", f"{graph.live_bytes().max() / (MIB << 10):,.0f}")
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--without-70b", action="store_true", help="only small models")
+    parser.add_argument("--rounds", type=int, default=3, help="of which the best is taken")
+    given = parser.parse_args()
+    console = Console(width=150)
+    console.print(
+        f"{platform.machine()}, {os.cpu_count()} cores; " + ", ".join(f"{k} {v}" for k, v in versions().items())
+    )
+    if not given.without_70b:
+        llama_70b(console)
+    beside_the_tracker(console, given.rounds)
+
+
+if __name__ == "__main__":
+    main()
