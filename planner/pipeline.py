@@ -178,7 +178,7 @@ def _plan(
 ) -> Plan:
     if trials.undecided:
         notes += (f"{trials.undecided} programs hit their time limit without an answer: a faster plan may exist",)
-    notes += trials.dropped
+    notes += (*trials.dropped, *found.graph.assumptions)
     return Plan(
         model=trials.work.model_facts(),
         workload=trials.work.facts(),
