@@ -188,11 +188,18 @@ def hf(name: str, head: str, settings: dict[str, Any], batch: Callable[[], Any],
 MOE = {**DECODER, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 RESERVE = "cuDNN keeps"
+MASKS = "masks of the batch are all true"
+DROPS = "random numbers that decide something are all 0.5"
+LABELLED = "no label of the batch is ignored"
+CHECKS = "checks on values pass"
+DRAWS = "random choices .* fall in order"
+MATCHED = "predictions are matched to targets in order"
+BALANCED = "experts are balanced"
 TRANSFORMERS = (
     # encoders
     hf("bert", "BertForMaskedLM", TEXT, text),
     hf("roberta", "RobertaForMaskedLM", TEXT, text),
-    hf("xlm-roberta", "XLMRobertaForSequenceClassification", TEXT, padded_text),
+    hf("xlm-roberta", "XLMRobertaForSequenceClassification", TEXT, padded_text, assumes=MASKS),
     hf("camembert", "CamembertForTokenClassification", TEXT, text),
     hf("albert", "AlbertForMaskedLM", TEXT, text, embedding_size=16),
     hf("electra", "ElectraForMaskedLM", TEXT, text, embedding_size=16),
@@ -200,14 +207,23 @@ TRANSFORMERS = (
     hf("deberta-v2", "DebertaV2ForMaskedLM", TEXT, text, relative_attention=True, pos_att_type=["c2p", "p2c"]),
     hf("distilbert", "DistilBertForMaskedLM", TEXT, text, dim=16, n_heads=2, n_layers=2, hidden_dim=32),
     hf("mpnet", "MPNetForMaskedLM", TEXT, text),
-    hf("modernbert", "ModernBertForMaskedLM", TEXT, masked_text, local_attention=8, cls_token_id=1, sep_token_id=2),
+    hf(
+        "modernbert",
+        "ModernBertForMaskedLM",
+        TEXT,
+        masked_text,
+        local_attention=8,
+        cls_token_id=1,
+        sep_token_id=2,
+        assumes=MASKS,
+    ),
     hf("layoutlm", "LayoutLMForTokenClassification", TEXT, text),
     hf("mobilebert", "MobileBertForMaskedLM", TEXT, text, embedding_size=16, intra_bottleneck_size=16),
     hf("squeezebert", "SqueezeBertForMaskedLM", TEXT, text, embedding_size=16),
     hf("convbert", "ConvBertForMaskedLM", TEXT, text, embedding_size=16),
     hf("roformer", "RoFormerForMaskedLM", TEXT, text, embedding_size=16),
     hf("nystromformer", "NystromformerForMaskedLM", TEXT, text, num_landmarks=16, segment_means_seq_len=16),
-    hf("longformer", "LongformerForMaskedLM", TEXT, masked_text, attention_window=4),
+    hf("longformer", "LongformerForMaskedLM", TEXT, masked_text, attention_window=4, assumes=MASKS),
     hf("big_bird", "BigBirdForMaskedLM", TEXT, text, block_size=2, num_random_blocks=1),
     hf("esm", "EsmForMaskedLM", TEXT, text, mask_token_id=3),
     hf("fnet", "FNetForMaskedLM", TEXT, text, refused_bf16="Unsupported dtype BFloat16"),
@@ -299,7 +315,7 @@ TRANSFORMERS = (
     hf("pegasus", "PegasusForConditionalGeneration", ENCODER_DECODER, text),
     hf("marian", "MarianMTModel", ENCODER_DECODER, text, decoder_vocab_size=VOCABULARY),
     hf("blenderbot", "BlenderbotForConditionalGeneration", ENCODER_DECODER, text),
-    hf("m2m_100", "M2M100ForConditionalGeneration", ENCODER_DECODER, text),
+    hf("m2m_100", "M2M100ForConditionalGeneration", ENCODER_DECODER, text, assumes=DROPS),
     hf(
         "led",
         "LEDForConditionalGeneration",
@@ -319,6 +335,7 @@ TRANSFORMERS = (
         num_decoder_layers=2,
         num_encoder_attention_heads=2,
         num_decoder_attention_heads=2,
+        assumes=LABELLED,
     ),
     hf(
         "nllb-moe",
@@ -343,6 +360,7 @@ TRANSFORMERS = (
         num_sparse_encoder_layers=1,
         num_decoder_layers=2,
         num_sparse_decoder_layers=1,
+        assumes=BALANCED,
     ),
     # vision
     hf("vit", "ViTForImageClassification", VISION, image),
@@ -516,12 +534,14 @@ TRANSFORMERS = (
         max_source_positions=64,
         max_target_positions=32,
     ),
-    hf("wav2vec2", "Wav2Vec2ForSequenceClassification", SPEECH, sound, apply_spec_augment=False),
-    hf("wav2vec2 for ctc", "Wav2Vec2ForCTC", SPEECH, spoken, kind="wav2vec2", apply_spec_augment=True),
-    hf("hubert", "HubertForSequenceClassification", SPEECH, sound),
-    hf("wavlm", "WavLMForSequenceClassification", SPEECH, sound),
-    hf("unispeech-sat", "UniSpeechSatForSequenceClassification", SPEECH, sound),
-    hf("sew", "SEWForSequenceClassification", SPEECH, sound),
+    hf("wav2vec2", "Wav2Vec2ForSequenceClassification", SPEECH, sound, apply_spec_augment=False, assumes=DROPS),
+    hf(
+        "wav2vec2 for ctc", "Wav2Vec2ForCTC", SPEECH, spoken, kind="wav2vec2", apply_spec_augment=True, assumes=LABELLED
+    ),
+    hf("hubert", "HubertForSequenceClassification", SPEECH, sound, assumes=DROPS),
+    hf("wavlm", "WavLMForSequenceClassification", SPEECH, sound, assumes=DROPS),
+    hf("unispeech-sat", "UniSpeechSatForSequenceClassification", SPEECH, sound, assumes=DROPS),
+    hf("sew", "SEWForSequenceClassification", SPEECH, sound, assumes=DROPS),
     hf(
         "audio-spectrogram-transformer",
         "ASTForAudioClassification",
@@ -566,6 +586,7 @@ TRANSFORMERS = (
         text_config={"model_type": "llama", **DECODER},
         vision_config={"model_type": "clip_vision_model", **VISION},
         image_token_id=5,
+        assumes=CHECKS,
     ),
     hf(
         "paligemma",
@@ -576,6 +597,7 @@ TRANSFORMERS = (
         vision_config={"model_type": "siglip_vision_model", **VISION},
         projection_dim=16,
         image_token_id=5,
+        assumes=CHECKS,
     ),
     hf(
         "vilt",
@@ -584,6 +606,7 @@ TRANSFORMERS = (
         lambda: {"input_ids": tokens(), "pixel_values": torch.zeros(BATCH, 1, 3, 32, 32), "labels": tokens(BATCH)},
         num_images=1,
         modality_type_vocab_size=3,
+        assumes=DRAWS,
     ),
     # mixtures of experts
     hf("mixtral", "MixtralForCausalLM", MOE, text, num_local_experts=4),
@@ -681,7 +704,15 @@ TRANSFORMERS = (
         use_mamba_kernels=False,
     ),
     # detection and segmentation by masks
-    hf("yolos", "YolosForObjectDetection", VISION, detected, image_size=[64, 64], num_detection_tokens=4),
+    hf(
+        "yolos",
+        "YolosForObjectDetection",
+        VISION,
+        detected,
+        image_size=[64, 64],
+        num_detection_tokens=4,
+        assumes=MATCHED,
+    ),
     hf(
         "detr",
         "DetrForObjectDetection",
@@ -700,6 +731,7 @@ TRANSFORMERS = (
             "layer_type": "basic",
             "out_features": ["stage2"],
         },
+        assumes=MATCHED,
     ),
     hf(
         "maskformer",
@@ -724,6 +756,7 @@ TRANSFORMERS = (
             "image_size": 32,
             "out_features": ["stage1", "stage2", "stage3", "stage4"],
         },
+        assumes=MATCHED,
     ),
     # series
     hf(
