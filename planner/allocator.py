@@ -69,10 +69,17 @@ class CachingAllocator:
         capacity_bytes: memory that segments can take in all; None: no limit.
         place: from the size of a new segment to its address, for replays; None makes addresses up. An expandable
             segment is placed once, with the size of its whole address range.
+        card_bytes: total memory of the card, which the address ranges of expandable segments are made for; None: the
+            capacity.
     """
 
     def __init__(
-        self, settings: AllocatorSettings, capacity_bytes: int | None, *, place: Callable[[int], int] | None = None
+        self,
+        settings: AllocatorSettings,
+        capacity_bytes: int | None,
+        *,
+        place: Callable[[int], int] | None = None,
+        card_bytes: int | None = None,
     ) -> None:
         self._settings = settings
         self._driver = Driver(capacity_bytes, place)
@@ -81,7 +88,9 @@ class CachingAllocator:
         self._heads: dict[int, Block] = {}
         self._ranges: dict[bool, ExpandableRanges] = {
             is_small: ExpandableRanges(
-                page_bytes=SMALL_SEGMENT_BYTES if is_small else settings.large_segment_bytes, driver=self._driver
+                page_bytes=SMALL_SEGMENT_BYTES if is_small else settings.large_segment_bytes,
+                driver=self._driver,
+                card_bytes=capacity_bytes if card_bytes is None else card_bytes,
             )
             for is_small in (False, True)
         }
@@ -144,6 +153,20 @@ class CachingAllocator:
             pool.remove(after)
             block.absorb_next()
         pool.insert(block)
+
+    def is_cached(self, size_bytes: int, stream: int = 0) -> bool:
+        """Whether a free block would serve such a request, so that nothing is asked of the driver."""
+        rounded_bytes = round_size(size_bytes, self._settings)
+        pool = self._pool(rounded_bytes <= LARGEST_SMALL_BYTES, stream)
+        searches = pool.clock.searches
+        block = self._take_free(pool, rounded_bytes)
+        pool.clock.searches = searches
+        if block is None:
+            return False
+        inserted_at = block.inserted_at
+        pool.insert(block)
+        block.inserted_at = inserted_at
+        return True
 
     def empty_cache(self) -> None:
         """Give every segment without a live block, and every whole free page, back to the driver."""

@@ -7,24 +7,23 @@ A range starts as one unmapped block. An allocation that no free block can hold 
 where free and unmapped blocks together are long enough, and maps whole pages there: 2 MiB in the small
 pool, the large segment size (20 MiB) in the large pool. Only whole free pages are ever given back.
 
-Where it stops being exact: a range is 1 1/8 times as long as the simulated capacity, in the real allocator as the
-card's total memory. The length matters only close to the end of a range: best fit compares free blocks by what they
-can grow to. Give the card's memory as the capacity and a lower limit as `AllocatorSettings.allowed_bytes`.
+A range is 1 1/8 times as long as the card's memory. Where it stops being exact: without it the simulated capacity is
+taken. The length matters only close to the end of a range: best fit compares free blocks by what they can grow to.
 """
 
 from __future__ import annotations
 
 from planner.allocator_blocks import Block, Driver, Pool
 
-RANGE_BYTES_WITHOUT_LIMIT = 1 << 42
-"""Memory that a range is made for where no capacity is given: 4 TiB."""
+UNKNOWN_CARD_BYTES = 1 << 42
+"""Memory that a range is made for where neither card nor capacity is given: 4 TiB."""
 
 
 class ExpandableRanges:
     """The expandable segments of all pools of one size class."""
 
-    def __init__(self, *, page_bytes: int, driver: Driver) -> None:
-        total_bytes = RANGE_BYTES_WITHOUT_LIMIT if driver.capacity_bytes is None else driver.capacity_bytes
+    def __init__(self, *, page_bytes: int, driver: Driver, card_bytes: int | None) -> None:
+        total_bytes = UNKNOWN_CARD_BYTES if card_bytes is None else card_bytes
         self._page_bytes = page_bytes
         self._range_bytes = -(-(total_bytes + total_bytes // 8) // page_bytes) * page_bytes
         self._driver = driver

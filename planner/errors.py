@@ -33,3 +33,7 @@ class PlanFileError(PlannerError):
 
 class RehearsalProcessError(PlannerError):
     """The rehearsing child process ended without an answer."""
+
+
+class SnapshotError(PlannerError):
+    """A record of the caching allocator that cannot be read, or that cannot be replayed."""

@@ -13,7 +13,15 @@ ROOT = pathlib.Path(__file__).parents[2]
 OURS = ("planner", "rewrite", "profiles")
 COMPOSITION_ROOT = {"planner/__init__.py", "planner/pipeline.py", "planner/cli.py"}
 """The only files of the planner that know the rewriter."""
-WITHOUT_TORCH = ("planner", "planner.allocator", "planner.decisions", "planner.plan_file", "planner.sizes", "profiles")
+WITHOUT_TORCH = (
+    "planner",
+    "planner.allocator",
+    "planner.decisions",
+    "planner.plan_file",
+    "planner.sizes",
+    "planner.snapshot",
+    "profiles",
+)
 
 
 def sources(*folders: str) -> list[pathlib.Path]:

@@ -6,8 +6,6 @@ allocator from an empty card, torch 2.6 on a consumer card with compute capabili
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
 import pathlib
 
@@ -17,6 +15,7 @@ from history_programs import program
 import profiles
 from planner.allocator import AllocatorSettings, replay
 from planner.program import rehearse_program
+from planner.snapshot import load, recorded_stream
 from planner.stream import allocation_stream, compare, signed_sizes
 from planner.virtual_gpu import Target
 from planner.workspaces.stream import with_workspaces
@@ -57,11 +56,4 @@ def recorded_sizes(name: str) -> list[int]:
     path = pathlib.Path(folder) / "allocator_traces" / f"NiuHuangxiaozi_{name}.json.gz"
     if not path.is_file():
         pytest.skip(f"PLANNER_SHARED_DATA names a folder without {path.name}")
-    with gzip.open(path) as file:
-        events = json.load(file)["events"]
-    pairs = [
-        (address, size if action == "alloc" else 0)
-        for action, address, size, *_ in events
-        if action in ("alloc", "free_completed")
-    ]
-    return signed_sizes(*zip(*pairs, strict=True), granularity_bytes=512)
+    return signed_sizes(*recorded_stream(load(path)), granularity_bytes=512)
