@@ -150,11 +150,6 @@ class Recorder(TorchDispatchMode):
 
     # ---- ops --------------------------------------------------------------------------------------------------
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled under a recorder, and guarding every op against it takes a tenth of its time."""
-        return False
-
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op is torch.ops.prim.device.default:  # two thirds of all calls: C++ asks a fake for its device
             return args[0].fake_device

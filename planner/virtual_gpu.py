@@ -42,7 +42,7 @@ class VirtualGpuMode(FakeTensorMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, and guarding every op against it takes a tenth of a rehearsal's time."""
+        """The recorder, which is outside of this mode, keeps it from being compiled; to do so twice takes its time."""
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

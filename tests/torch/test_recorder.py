@@ -177,3 +177,13 @@ def test_recurrent_layers_are_rehearsed(kind):
 
     graph = plain(workload(Recurrent(), torch.zeros(4, 5, 12)))
     assert {op.module for op in graph.ops if op.phase is Phase.BACKWARD and op.flops} == {"cells"}
+
+
+def test_what_torch_compile_took_over_is_rehearsed_as_it_is_without():
+    inner = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU())
+    names = []
+    for middle in (inner, torch.compile(inner)):
+        model = torch.nn.Sequential(torch.nn.Linear(32, 32), middle, torch.nn.Linear(32, 1))
+        batch = (torch.zeros(8, 32), torch.zeros(8, 1))
+        names.append([op.name for op in plain(workload(model, batch, loss_fn=mean_square)).ops])
+    assert names[0] == names[1]
