@@ -31,10 +31,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from planner import virtual_gpu
+from planner import sparse, virtual_gpu
 from planner.answers import Answers
 from planner.classify import classify, note_obstacles
 from planner.cuda_kernels import KERNELS
+from planner.ghosts import Ghost, Kept
 from planner.module_state import changed_state, module_state
 from planner.op_schema import OpTraits, dtype_name, traits_of, uses_batch_statistics
 from planner.source_line import source_line
@@ -42,37 +43,6 @@ from planner.step_graph import Call, Category, Op, Phase, Save, StepGraph, Stora
 
 _IGNORED_NAMESPACES = ("prim", "profiler")
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
-
-
-class _Ghost:
-    """Stands for a saved tensor: what is needed to make one like it."""
-
-    __slots__ = ("dtype", "offset", "recorder", "save", "shape", "stride", "twin")
-
-    def __init__(self, recorder: Recorder, tensor: torch.Tensor, save: Save) -> None:
-        self.recorder, self.save = recorder, save
-        self.twin = recorder.answers.known.twin(tensor)
-        self.shape, self.stride, self.offset, self.dtype = (
-            tensor.shape,
-            tensor.stride(),
-            tensor.storage_offset(),
-            tensor.dtype,
-        )
-
-    def __del__(self) -> None:
-        self.save.release = self.recorder.next_tick()
-
-
-class _Kept:
-    """A saved tensor that is held as it is (parameters, inputs, host tensors); its times are still noted."""
-
-    __slots__ = ("recorder", "save", "tensor")
-
-    def __init__(self, recorder: Recorder, tensor: torch.Tensor, save: Save) -> None:
-        self.recorder, self.tensor, self.save = recorder, tensor, save
-
-    def __del__(self) -> None:
-        self.save.release = self.recorder.next_tick()
 
 
 class Recorder(TorchDispatchMode):
@@ -144,10 +114,9 @@ class Recorder(TorchDispatchMode):
     def mark(self, tensor: torch.Tensor | None, category: Category) -> None:
         """Say what a tensor is; a sparse one is its indices and its values."""
         if tensor is not None and tensor.is_sparse:
-            with self._pause():
-                parts = tensor._indices(), tensor._values()
-            for part in parts:
-                self.mark(part, category)
+            for part in sparse.parts_of(tensor):
+                if (index := self.storage_of(part)) is not None and self.storages[index].op is not None:
+                    self.storages[index].category = category
         elif tensor is not None and (index := self.storage_of(tensor)) is not None:
             self.storages[index].category = category
 
@@ -178,6 +147,9 @@ class Recorder(TorchDispatchMode):
             ) from None
         if not ran and not (traits.is_view and isinstance(args[0], FakeTensor)):
             self.answers.known.follow(op, args, kwargs, out, traits.written_arguments(args, kwargs))
+        if isinstance(out, torch.Tensor) and out.is_sparse:
+            sparse.hold_parts(out, _tensors((args, kwargs)))
+            self.answers.assume((sparse.ASSUMED_TEMPORARIES,))
         self._note_op(op, traits, args, kwargs, out, tick)
         for tensor in scratch:
             self.storage_of(tensor)
@@ -291,7 +263,7 @@ class Recorder(TorchDispatchMode):
 
     # ---- saved tensors ----------------------------------------------------------------------------------------
 
-    def _pack(self, tensor: torch.Tensor) -> _Ghost | _Kept:
+    def _pack(self, tensor: torch.Tensor) -> Ghost | Kept:
         storage = self.storage_of(tensor) if not tensor.is_sparse else None
         call = self._stack[-1][1] if self._stack else None
         permanent = storage is None or self.storages[storage].op is None
@@ -299,14 +271,14 @@ class Recorder(TorchDispatchMode):
         self.saves.append(save)
         if permanent:
             with self._pause():
-                return _Kept(self, tensor.detach(), save)
-        return _Ghost(self, tensor, save)
+                return Kept(self, tensor.detach(), save)
+        return Ghost(self, tensor, save)
 
-    def _unpack(self, packed: _Ghost | _Kept) -> torch.Tensor:
+    def _unpack(self, packed: Ghost | Kept) -> torch.Tensor:
         save = packed.save
         if save.unpack is None:
             save.unpack = self.next_tick()
-        if isinstance(packed, _Kept):
+        if isinstance(packed, Kept):
             return packed.tensor
         with self._pause():
             elements = math.ceil(self.storages[save.storage].size_bytes / packed.dtype.itemsize)
