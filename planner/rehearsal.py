@@ -15,6 +15,7 @@ import torch
 from planner import cuda_kernels, recurrent, virtual_gpu
 from planner.child import Child
 from planner.errors import PlannerError, WorkloadError
+from planner.hook_errors import HookErrors
 from planner.known_values import KnownValues, assume_full, learn_buffer
 from planner.recorder import Recorder
 from planner.source_line import is_model_code
@@ -77,6 +78,8 @@ def _rehearse(rehearsal: Rehearsal) -> StepGraph:
         recurrent.register()
         cuda_kernels.register_routes(recorder.answers)
         model = rehearsal.model
+        hook_errors = HookErrors()
+        hook_errors.install(model)
         make_virtual(model, recorder.answers.known)
         for tensor in (*model.parameters(), *model.buffers()):
             recorder.mark(tensor, Category.PARAMETER)
@@ -91,16 +94,17 @@ def _rehearse(rehearsal: Rehearsal) -> StepGraph:
             recorder.setup_ends()
             for number in range(rehearsal.steps):
                 recorder.starts_step(number)
-                _run_step(step, batch, model)
+                _run_step(step, batch, model, hook_errors)
                 gc.collect()
         return recorder.finish(
             steps=rehearsal.steps, primed=rehearsal.primed, micro_batch_sizes=rehearsal.micro_batch_sizes
         )
 
 
-def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module) -> None:
+def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module, hook_errors: HookErrors) -> None:
     try:
         step(batch)
+        hook_errors.raise_first()
     except PlannerError:
         raise
     except Exception as error:

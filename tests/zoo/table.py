@@ -17,6 +17,7 @@ from plain_models import (
     ctc,
     custom_function,
     embedded,
+    failing_hook,
     full_backward_hook,
     in_place,
     known_values,
@@ -813,6 +814,8 @@ TORCH = (
     plain("known values", simple(known_values)),
     plain("numbers of the batch", simple(numbers_of_the_batch), refused=r"plain_models.py:\d+; rewrite that line"),
     plain("full backward hook", full_backward_hook),
+    plain("failing module hook", failing_hook(registered_first=True), refused="hook does not like this gradient"),
+    plain("failing tensor hook", failing_hook(registered_first=False), refused="hook does not like this gradient"),
     plain("batch norm, cumulative", batch_norm),
     plain("embedding", embedded(sparse=False)),
     plain(
