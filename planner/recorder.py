@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from planner import sparse
 from planner.answers import Answers
 from planner.by_value import run_by_value
 from planner.classify import classify, note_obstacles
@@ -141,10 +142,9 @@ class Recorder(TorchDispatchMode):
     def mark(self, tensor: torch.Tensor | None, category: Category) -> None:
         """Say what a tensor is; a sparse one is its indices and its values."""
         if tensor is not None and tensor.is_sparse:
-            with self.pause():
-                parts = tensor._indices(), tensor._values()
-            for part in parts:
-                self.mark(part, category)
+            for part in sparse.parts_of(tensor):
+                if (index := self.storage_of(part)) is not None and self.storages[index].op is not None:
+                    self.storages[index].category = category
         elif tensor is not None and (index := self.storage_of(tensor)) is not None:
             self.storages[index].category = category
 
@@ -184,6 +184,9 @@ class Recorder(TorchDispatchMode):
             ) from None
         if not ran and not (traits.is_view and isinstance(args[0], FakeTensor)):
             self.answers.known.follow(op, args, kwargs, out, traits.written_arguments(args, kwargs))
+        if isinstance(out, torch.Tensor) and out.is_sparse:
+            sparse.hold_parts(out, _tensors((args, kwargs)))
+            self.answers.assume((sparse.ASSUMED_TEMPORARIES,))
         self._note_op(op, traits, args, kwargs, out, tick)
         for tensor in scratch:
             self.storage_of(tensor)

@@ -16,6 +16,7 @@ import torch
 from planner import cuda_kernels, recurrent, virtual_gpu
 from planner.child import Child, Refuse
 from planner.errors import PlannerError, RehearsalProcessError, WorkloadError
+from planner.hook_errors import HookErrors
 from planner.in_place import InPlaceRule
 from planner.known_values import KnownValues, assume_full, learn_buffer
 from planner.recorder import Recorder
@@ -121,6 +122,9 @@ def record_steps(
 
     Garbage is collected after each step only: the caller switches Python's collector off.
     """
+    hook_errors = HookErrors()
+    if recorder.virtual:
+        hook_errors.install(model)
     with recorder:
         for tensor in (*model.parameters(), *model.buffers()):
             recorder.mark(tensor, Category.PARAMETER)
@@ -133,14 +137,15 @@ def record_steps(
             recorder.setup_ends()
             for number in range(steps):
                 recorder.starts_step(number)
-                _run_step(step, batch, model)
+                _run_step(step, batch, model, hook_errors)
                 gc.collect()
         return recorder.finish(steps=steps, primed=primed, micro_batch_sizes=micro_batch_sizes)
 
 
-def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module) -> None:
+def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module, hook_errors: HookErrors) -> None:
     try:
         step(batch)
+        hook_errors.raise_first()
     except PlannerError:
         raise
     except (Exception, SystemExit) as error:

@@ -152,6 +152,28 @@ def full_backward_hook() -> tuple[nn.Module, torch.Tensor]:
     return Loss(model, lambda inner, x: inner(x)), torch.zeros(BATCH, WIDTH)
 
 
+def failing_hook(*, registered_first: bool) -> Callable[[], tuple[nn.Module, torch.Tensor]]:
+    """A builder of a model whose backward hook raises an error, registered before or during the step."""
+
+    def fail(*_: Any) -> None:
+        raise ValueError("the hook does not like this gradient")
+
+    def build() -> tuple[nn.Module, torch.Tensor]:
+        model = nn.Linear(WIDTH, WIDTH)
+        if registered_first:
+            model.register_full_backward_hook(fail)
+
+        def run(inner: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            y = inner(x)
+            if not registered_first:
+                y.register_hook(fail)
+            return y
+
+        return Loss(model, run), torch.zeros(BATCH, WIDTH)
+
+    return build
+
+
 def batch_norm() -> tuple[nn.Module, torch.Tensor]:
     """BatchNorm with a cumulative average: its factor comes from a counter in a buffer."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=None), nn.ReLU())

@@ -17,6 +17,7 @@ from plain_models import (
     ctc,
     custom_function,
     embedded,
+    failing_hook,
     full_backward_hook,
     in_place,
     known_values,
@@ -108,6 +109,8 @@ class Entry:
     """Pattern of an assumption that the rehearsal must tell; None: it assumes nothing."""
     refused_bf16: str | None = None
     """The same for bf16 autocast alone."""
+    caches: bool = False
+    """The model keeps constants that it made in its first step."""
     optimizer: Any = "adamw"
 
 
@@ -180,7 +183,9 @@ def transformer(kind: str, head: str, settings: dict[str, Any], batch: Callable[
 
 def hf(name: str, head: str, settings: dict[str, Any], batch: Callable[[], Any], **more: Any) -> Entry:
     """An entry that runs; `refused` and `assumes` say otherwise, `kind` is the configuration's name if not `name`."""
-    states = {key: more.pop(key) for key in ("refused", "refused_bf16", "assumes", "optimizer") if key in more}
+    states = {
+        key: more.pop(key) for key in ("refused", "refused_bf16", "assumes", "caches", "optimizer") if key in more
+    }
     kind = more.pop("kind", name)
     return Entry(name=name, build=transformer(kind, head, settings, batch, **more), **states)
 
@@ -689,6 +694,7 @@ TRANSFORMERS = (
         lru_width=16,
         attention_window_size=8,
         block_types=["recurrent", "attention"],
+        caches=True,
     ),
     hf(
         "jamba",
@@ -731,6 +737,7 @@ TRANSFORMERS = (
             "layer_type": "basic",
             "out_features": ["stage2"],
         },
+        caches=True,
         assumes=MATCHED,
     ),
     hf(
@@ -756,6 +763,7 @@ TRANSFORMERS = (
             "image_size": 32,
             "out_features": ["stage1", "stage2", "stage3", "stage4"],
         },
+        caches=True,
         assumes=MATCHED,
     ),
     # series
@@ -806,10 +814,22 @@ TORCH = (
     plain("known values", simple(known_values)),
     plain("numbers of the batch", simple(numbers_of_the_batch), refused=r"plain_models.py:\d+; rewrite that line"),
     plain("full backward hook", full_backward_hook),
+    plain("failing module hook", failing_hook(registered_first=True), refused="hook does not like this gradient"),
+    plain("failing tensor hook", failing_hook(registered_first=False), refused="hook does not like this gradient"),
     plain("batch norm, cumulative", batch_norm),
     plain("embedding", embedded(sparse=False)),
-    plain("sparse embedding", embedded(sparse=True), optimizer=by_name("SGD", lr=0.1)),
-    plain("sparse embedding alone", embedded(sparse=True, head=False), optimizer=by_name("SparseAdam")),
+    plain(
+        "sparse embedding",
+        embedded(sparse=True),
+        assumes="sparse gradients are small",
+        optimizer=by_name("SGD", lr=0.1),
+    ),
+    plain(
+        "sparse embedding alone",
+        embedded(sparse=True, head=False),
+        assumes="sparse gradients are small",
+        optimizer=by_name("SparseAdam"),
+    ),
     plain("sparse embedding, adamw", embedded(sparse=True), refused="does not support sparse gradients"),
     plain("weight tying", lambda: (Tied(), torch.zeros(BATCH, TOKENS, dtype=torch.long))),
     plain("nested output, several losses", nested),

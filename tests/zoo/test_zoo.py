@@ -53,7 +53,7 @@ def check_assumptions(entry: Entry, graph: StepGraph) -> None:
         )
 
 
-def check_that_nothing_leaks(graph: StepGraph) -> None:
+def check_that_nothing_leaks(graph: StepGraph, *, caches: bool) -> None:
     live = graph.live_bytes()
     second = next(op for op in graph.ops if op.step == 1)
     after_one, after_two = live[second.tick], live[-1]
@@ -62,8 +62,8 @@ def check_that_nothing_leaks(graph: StepGraph) -> None:
     kept = Counter()
     for storage, alive in zip(graph.storages, lives, strict=True):
         kept[storage.category in _STAYS] += storage.size_bytes * alive
-    assert kept[False] == 0, "something is kept that is neither a parameter nor optimizer state nor an input"
-    assert after_two == kept[True]
+    assert bool(kept[False]) == caches, "something is kept that is neither a parameter nor optimizer state nor an input"
+    assert after_two == kept[True] + kept[False]
 
 
 def check_that_backward_knows_its_modules(graph: StepGraph) -> None:
@@ -72,7 +72,7 @@ def check_that_backward_knows_its_modules(graph: StepGraph) -> None:
     lost = [op for op in backward if op.forward_op is None]
     assert backward
     assert not [op.name for op in lost if op.flops]
-    assert len(lost) <= 0.2 * len(backward) or len(backward) < 20
+    assert len(lost) <= 0.5 * len(backward)
 
 
 def check_sanity(graph: StepGraph) -> None:
@@ -93,7 +93,7 @@ def test_a_model_is_rehearsed_or_refused_as_the_table_says(entry):
         check_assumptions(entry, graph)
         check_that_backward_knows_its_modules(graph)
         check_sanity(graph)
-        check_that_nothing_leaks(graph)
+        check_that_nothing_leaks(graph, caches=entry.caches)
     if halved is not None:
         check_sanity(halved)
         check_that_backward_knows_its_modules(halved)
