@@ -107,7 +107,7 @@ def _index(rows: int, width: int, indices: int, device: str) -> None:
 def _order(rows: int, columns: int, dtype: torch.dtype, device: str) -> None:
     x = torch.randn(rows, columns, device=device, dtype=dtype)
     x.sort(-1)
-    x.argsort(-1, stable=True)
+    x.argsort(dim=-1, stable=True)
     x.topk(min(50, columns), -1)
     x.topk(min(5, columns), -1, sorted=False)
     x.cumsum(-1)
@@ -180,5 +180,5 @@ PROGRAMS: dict[str, Program] = {
 }
 """By name, the most common first."""
 
-NEEDS_VALUES = frozenset({"sizes-from-values"})
+NEEDS_A_CARD = frozenset({"sizes-from-values", "optimizer-adamw-fused"})
 """Cannot run on the meta device."""
