@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import os
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from typing import BinaryIO
 
 from benchmarks.card import results
 from benchmarks.card.cases import CASES
@@ -51,6 +53,36 @@ class Settings:
         return self.out / ("predicted.jsonl" if self.predict_only else "fidelity.jsonl")
 
 
+class Processes:
+    """Cases in processes of their own, each with those that it started: they are ended together."""
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen] = set()
+
+    def run(self, command: list[str], *, output: BinaryIO, seconds: float) -> int | None:
+        """The exit code; None: it took longer and was ended."""
+        process = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT, start_new_session=True)
+        self._running.add(process)
+        try:
+            return process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self._end(process)
+            return None
+        finally:
+            self._running.discard(process)
+
+    def end_all(self) -> None:
+        for process in tuple(self._running):
+            self._end(process)
+
+    def _end(self, process: subprocess.Popen) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it ended by itself just now
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+PROCESSES = Processes()
+
 RunCase = Callable[[str, Settings, pathlib.Path], dict]
 """(case, settings, folder for files in between) -> the answer of `benchmarks.card.run_case` as data."""
 
@@ -61,14 +93,10 @@ def run_in_process(name: str, settings: Settings, folder: pathlib.Path) -> dict:
     command = [sys.executable, "-m", "benchmarks.card.run_case", name, "--gpu", settings.gpu]
     command += ["--result", str(result), "--lock", str(folder / "lock")]
     command += ["--predict-only"] if settings.predict_only else []
-    with errors.open("wb") as stderr:
-        process = subprocess.Popen(command, stdout=stderr, stderr=stderr, cwd=ROOT, start_new_session=True)
-        try:
-            code = process.wait(timeout=settings.case_seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            return failed(name, f"not done after {settings.case_seconds:.0f} s")
+    with errors.open("wb") as output:
+        code = PROCESSES.run(command, output=output, seconds=settings.case_seconds)
+    if code is None:
+        return failed(name, f"not done after {settings.case_seconds:.0f} s")
     if code != 0:
         said = errors.read_text(errors="replace").strip().splitlines()
         return failed(name, f"exit code {code}: {said[-1] if said else 'it said nothing'}")
@@ -134,10 +162,18 @@ def chosen(options: argparse.Namespace) -> list[str]:
 
 def card_name(gpu: str | None) -> str:
     """The profile to predict for: the one named, or that of the card at hand."""
+    if gpu is not None and gpu.endswith(".toml"):
+        return str(pathlib.Path(gpu).resolve())
     name = gpu or resolve_card(None, None).name
     if name == GENERIC:
         raise SystemExit("no CUDA card with a profile is here: name one, such as --gpu h100")
     return name
+
+
+def _give_up(*_: object) -> None:
+    """Asked to end: nothing may stay on the card."""
+    PROCESSES.end_all()
+    os._exit(128 + signal.SIGTERM)
 
 
 def main() -> None:
@@ -158,6 +194,7 @@ def main() -> None:
         return
     if options.out is None:
         raise SystemExit("--out DIR says where the rows go")
+    signal.signal(signal.SIGTERM, _give_up)
     settings = Settings(
         out=options.out,
         gpu=card_name(options.gpu),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
+import sys
 
 import torch
 
+from planner.cards import resolve_card
 from planner.pipeline import versions
 from profiles.process_memory import driver_version
 
@@ -41,10 +44,11 @@ def hardware() -> dict[str, object]:
 
 
 def main() -> None:
-    """Print all of it as one line of JSON."""
-    import json
-
-    print(json.dumps({**software(), **(hardware() if torch.cuda.is_available() else {"cuda_name": None})}))
+    """Print it as one line of JSON; with --card only the name of the profile of the card at hand, 'generic' if none."""
+    if "--card" in sys.argv[1:]:
+        print(resolve_card(None, None).name)
+        return
+    print(json.dumps({**software(), **(hardware() if torch.cuda.is_available() else {})}))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ import dataclasses
 import math
 import statistics
 
-import torch
-
 from benchmarks.card.by_op import TakenByOp
 from benchmarks.card.cases import Case
 from benchmarks.card.device import Device
@@ -44,11 +42,6 @@ class Measured:
     """Of the gradient scaler; it falls where a step was skipped."""
     taken_by_op: dict[str, int]
     """Bytes that each op took in one more step, as asked for."""
-
-
-def prepare(case: Case) -> Workload:
-    """The model and the batch with values, on the host."""
-    return case.workload("cpu")
 
 
 def measure(case: Case, work: Workload, device: Device) -> Measured:
@@ -101,8 +94,3 @@ def _taken_by_op(rewritten: Rewritten, batch: object, device: Device) -> dict[st
     with TakenByOp(device.taken_bytes) as mode:
         rewritten.step(batch)
     return mode.totals
-
-
-def uses_card() -> bool:
-    """Whether this process has used CUDA: then it can no longer rehearse, nor measure from an empty allocator."""
-    return torch.cuda.is_initialized()
