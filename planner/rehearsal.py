@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -127,7 +127,10 @@ def _prime(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def make_virtual(model: torch.nn.Module) -> None:
-    """Replace parameters and buffers by fakes on the virtual GPU, in place; shared ones stay shared."""
+    """Replace parameters and buffers by fakes on the virtual GPU, in place; shared ones stay shared.
+
+    In the order in which `torch.nn.Module.to` moves them: those of children before a module's own.
+    """
     memo: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -139,13 +142,19 @@ def make_virtual(model: torch.nn.Module) -> None:
             memo[id(tensor)] = empty
         return memo[id(tensor)]
 
-    for module in model.modules():
+    for module in dict.fromkeys(_children_first(model)):
         for registry in (module._parameters, module._buffers):
             for name, tensor in registry.items():
                 if tensor is not None:
                     registry[name] = fake(tensor)
         if isinstance(module, torch.nn.RNNBase):
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+
+
+def _children_first(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
 
 
 def virtual_batch(batch: Any, batch_size: int, wanted_size: int) -> Any:
