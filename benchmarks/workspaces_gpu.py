@@ -41,7 +41,7 @@ def restart_recording() -> None:
     """Short histories are read faster."""
     torch.cuda.synchronize()
     torch.cuda.memory._record_memory_history(enabled=None)
-    torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=sys.maxsize)
+    torch.cuda.memory._record_memory_history(enabled="all", context=None, stacks="python", max_entries=sys.maxsize)
 
 
 def rows_of(

@@ -51,7 +51,7 @@ class Cuda:
     def begin(self) -> None:
         self._used_before_bytes = card_used_bytes()
         torch.cuda.init()
-        torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=sys.maxsize)
+        torch.cuda.memory._record_memory_history(enabled="all", context=None, stacks="python", max_entries=sys.maxsize)
 
     def snapshot(self) -> dict[str, Any]:
         torch.cuda.synchronize()
