@@ -106,6 +106,8 @@ def main() -> None:
             break
         for row in rows_of(name, device, events, card, restart):
             results.append(path, {"card": card.name, **{k: about[k] for k in ("date", "torch")}, **row})
+        if device == "cuda":
+            torch.cuda.synchronize()  # after a fault nothing works any more: better to end, and to go on afresh
     print(summary(results.rows(path)), flush=True)
 
 
