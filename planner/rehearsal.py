@@ -183,6 +183,8 @@ def _prime(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def make_virtual(model: torch.nn.Module, device: str, known: KnownValues | None = None) -> None:
     """Replace parameters and buffers by fakes on a device, in place; shared ones stay shared. Needs a fake mode.
 
+    In the order in which `torch.nn.Module.to` moves them: those of children before a module's own.
+
     Integers and booleans in buffers of a model with weights are constants, and known.
     """
     memo: dict[int, torch.Tensor] = {}
@@ -198,7 +200,7 @@ def make_virtual(model: torch.nn.Module, device: str, known: KnownValues | None 
             memo[id(tensor)] = empty
         return memo[id(tensor)]
 
-    for module in model.modules():
+    for module in dict.fromkeys(_children_first(model)):
         for registry in (module._parameters, module._buffers):
             for name, tensor in registry.items():
                 if tensor is not None:
@@ -207,6 +209,12 @@ def make_virtual(model: torch.nn.Module, device: str, known: KnownValues | None 
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
             if device == virtual_gpu.NAME:
                 recurrent.flatten_weights(module)
+
+
+def _children_first(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
 
 
 def virtual_batch(batch: Any, batch_size: int, wanted_size: int, device: str) -> Any:

@@ -1,0 +1,1 @@
+"""What the measurements on a card share: cases and their models, predicting, measuring, comparing, results."""

@@ -1,0 +1,157 @@
+"""The cases: what is trained, in which precision, by which optimizer, with which decisions. Core cases come first."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+
+import torch
+
+from benchmarks.card import models
+from benchmarks.card.models import Build
+from planner.decisions import Accumulation, Checkpoint, Decision, Optimizer, Precision
+from planner.workload import OptimizerSpec, Workload, workload
+
+
+def adamw_fused(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """One kernel for the whole step: no temporaries."""
+    return torch.optim.AdamW(parameters, fused=True)
+
+
+OPTIMIZERS: dict[str, OptimizerSpec] = {
+    "adamw": "adamw",
+    "adamw-fused": adamw_fused,
+    "sgd-momentum": "sgd-momentum",
+    "adamw-8bit": "adamw",
+}
+"""By the name that rows show; 'adamw' is torch's default on a card, foreach."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training step to predict and to measure."""
+
+    name: str
+    build: Build
+    precision: str | None = None
+    """'bf16' or 'fp16' autocast (fp16 with a gradient scaler); None: fp32."""
+    optimizer: str = "adamw"
+    checkpoint: str | None = None
+    """Class of the modules that are recomputed in backward, each by itself."""
+    micro_batches: int = 1
+    core: bool = False
+    keep_history: bool = False
+    """Whether the complete history of the allocator is written to a file of its own."""
+
+    def workload(self, device: str) -> Workload:
+        """The work with its tensors on 'meta' (no memory) or 'cpu' (values that can be trained on)."""
+        torch.manual_seed(0)
+        with torch.device(device):
+            model, batch, loss_fn = self.build()
+        return workload(model, batch, loss_fn=loss_fn, optimizer=OPTIMIZERS[self.optimizer])
+
+    def decisions(self, work: Workload) -> tuple[Decision, ...]:
+        """As a plan would state them, in their order."""
+        found: list[Decision] = []
+        if self.precision is not None:
+            found.append(Precision(dtype=self.precision))
+        if self.optimizer == "adamw-8bit":
+            found.append(Optimizer())
+        if self.micro_batches > 1:
+            size = -(-work.batch_size // self.micro_batches)
+            found.append(Accumulation(micro_batch_size=size, micro_batches=self.micro_batches))
+        if self.checkpoint is not None:
+            named = work.model.named_modules()
+            found.append(Checkpoint(modules=tuple(n for n, m in named if type(m).__name__ == self.checkpoint)))
+        return tuple(found)
+
+
+def _core() -> tuple[Case, ...]:
+    return (
+        Case(name="roberta-fp32", build=models.roberta_84m),
+        Case(name="gpt2-bf16", build=models.gpt2, precision="bf16", keep_history=True),
+        Case(name="resnet50-fp32", build=models.resnet50, keep_history=True),
+        Case(name="llama300m-bf16-checkpoint", build=models.llama_300m, precision="bf16",
+             checkpoint="LlamaDecoderLayer"),
+        Case(name="vit-bf16", build=models.vit_base, precision="bf16"),
+        Case(name="unet-fp32", build=models.unet),
+        Case(name="mlp-batchnorm-fp32", build=models.mlp_batchnorm, keep_history=True),
+        Case(name="roberta-bf16-8bit-accumulate2", build=models.roberta_84m, precision="bf16", optimizer="adamw-8bit",
+             micro_batches=2),
+    )  # fmt: skip
+
+
+def _language() -> tuple[Case, ...]:
+    roberta, gpt2 = models.roberta_84m, models.gpt2
+    llama_300m, llama_1b = models.llama_300m, models.llama_1b
+    roberta_odd = functools.partial(roberta, 13, 77)
+    gpt2_long = functools.partial(gpt2, 2, 1024)
+    return (
+        Case(name="roberta-bf16", build=roberta, precision="bf16"),
+        Case(name="roberta-fp16", build=roberta, precision="fp16"),
+        Case(name="roberta-fp32-fused", build=roberta, optimizer="adamw-fused"),
+        Case(name="roberta-fp32-sgd-momentum", build=roberta, optimizer="sgd-momentum"),
+        Case(name="roberta-fp32-8bit", build=roberta, optimizer="adamw-8bit"),
+        Case(name="roberta-fp32-checkpoint", build=roberta, checkpoint="RobertaLayer"),
+        Case(name="roberta-fp32-checkpoint-attention", build=roberta, checkpoint="RobertaAttention"),
+        Case(name="roberta-fp32-accumulate4", build=roberta, micro_batches=4),
+        Case(name="roberta-bf16-checkpoint-accumulate2", build=roberta, precision="bf16", checkpoint="RobertaLayer",
+             micro_batches=2),
+        Case(name="roberta-fp32-odd-shapes", build=roberta_odd),
+        Case(name="roberta-bf16-odd-shapes", build=roberta_odd, precision="bf16"),
+        Case(name="gpt2-fp32", build=gpt2),
+        Case(name="gpt2-fp16", build=gpt2, precision="fp16"),
+        Case(name="gpt2-bf16-fused", build=gpt2, precision="bf16", optimizer="adamw-fused"),
+        Case(name="gpt2-bf16-8bit", build=gpt2, precision="bf16", optimizer="adamw-8bit"),
+        Case(name="gpt2-bf16-checkpoint", build=gpt2, precision="bf16", checkpoint="GPT2Block"),
+        Case(name="gpt2-fp32-accumulate2", build=gpt2, micro_batches=2),
+        Case(name="gpt2-bf16-long", build=gpt2_long, precision="bf16"),
+        Case(name="llama300m-fp32", build=llama_300m),
+        Case(name="llama300m-bf16", build=llama_300m, precision="bf16"),
+        Case(name="llama300m-bf16-fused-accumulate2", build=llama_300m, precision="bf16", optimizer="adamw-fused",
+             micro_batches=2),
+        Case(name="llama300m-bf16-8bit", build=llama_300m, precision="bf16", optimizer="adamw-8bit"),
+        Case(name="llama1b-bf16", build=llama_1b, precision="bf16"),
+        Case(name="llama1b-bf16-checkpoint-8bit", build=llama_1b, precision="bf16", checkpoint="LlamaDecoderLayer",
+             optimizer="adamw-8bit"),
+        Case(name="llama1b-fp32-checkpoint-fused", build=llama_1b, checkpoint="LlamaDecoderLayer",
+             optimizer="adamw-fused"),
+        Case(name="t5-small-fp32", build=models.t5_small),
+        Case(name="t5-small-bf16", build=models.t5_small, precision="bf16"),
+        Case(name="bert-eager-fp32", build=models.bert_eager),
+        Case(name="bert-eager-bf16", build=models.bert_eager, precision="bf16"),
+        Case(name="bert-eager-fp32-checkpoint", build=models.bert_eager, checkpoint="BertLayer"),
+        Case(name="lstm-fp32", build=models.lstm),
+        Case(name="lstm-bf16", build=models.lstm, precision="bf16"),
+    )  # fmt: skip
+
+
+def _vision_and_others() -> tuple[Case, ...]:
+    vit, resnet50, unet = models.vit_base, models.resnet50, models.unet
+    return (
+        Case(name="vit-fp32", build=vit),
+        Case(name="vit-fp16", build=vit, precision="fp16"),
+        Case(name="vit-bf16-checkpoint", build=vit, precision="bf16", checkpoint="ViTLayer"),
+        Case(name="vit-bf16-fused", build=vit, precision="bf16", optimizer="adamw-fused"),
+        Case(name="resnet50-bf16", build=resnet50, precision="bf16"),
+        Case(name="resnet50-fp32-sgd-momentum-128", build=functools.partial(resnet50, 128), optimizer="sgd-momentum"),
+        Case(name="resnet50-fp32-checkpoint", build=resnet50, checkpoint="Bottleneck"),
+        Case(name="convnet-fp32", build=models.convnet),
+        Case(name="convnet-bf16-sgd-momentum", build=models.convnet, precision="bf16", optimizer="sgd-momentum"),
+        Case(name="unet-bf16", build=unet, precision="bf16"),
+        Case(name="unet-fp16", build=unet, precision="fp16"),
+        Case(name="unet-fp32-checkpoint", build=unet, checkpoint="ResidualBlock"),
+        Case(name="unet-fp32-accumulate2-fused", build=unet, optimizer="adamw-fused", micro_batches=2),
+        Case(name="mlp-batchnorm-bf16", build=models.mlp_batchnorm, precision="bf16"),
+        Case(name="mlp-batchnorm-fp32-sgd-momentum", build=models.mlp_batchnorm, optimizer="sgd-momentum"),
+        Case(name="sequential-fp32", build=models.sequential),
+        Case(name="sequential-bf16-checkpoint", build=models.sequential, precision="bf16", checkpoint="GELU"),
+        Case(name="whisper-tiny-fp32", build=models.whisper_tiny),
+        Case(name="whisper-tiny-bf16", build=models.whisper_tiny, precision="bf16"),
+    )
+
+
+CASES: dict[str, Case] = {case.name: case for case in (*(dataclasses.replace(case, core=True) for case in _core()),
+                                                       *_language(), *_vision_and_others())}  # fmt: skip
+"""By name, in the order in which they are run."""

@@ -1,0 +1,55 @@
+"""With what something was measured: the card, its driver, and everything whose version can change a figure."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import sys
+
+import torch
+
+from planner.cards import resolve_card
+from planner.pipeline import versions
+from profiles.process_memory import driver_version
+
+_SETTINGS = (
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_MODULE_LOADING",
+    "TORCH_CUDNN_SDPA_DEPRIORITIZED",
+)
+
+
+def software() -> dict[str, object]:
+    """What can be said without a card."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        **versions(),
+        "cuda": torch.version.cuda,
+        "settings": {name: os.environ[name] for name in _SETTINGS if name in os.environ},
+    }
+
+
+def hardware() -> dict[str, object]:
+    """Of the first card. Starts CUDA in this process."""
+    facts = torch.cuda.get_device_properties(0)
+    return {
+        "cuda_name": torch.cuda.get_device_name(0),
+        "vram_bytes": facts.total_memory,
+        "driver": driver_version(),
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+def main() -> None:
+    """Print it as one line of JSON; with --card only the name of the profile of the card at hand, 'generic' if none."""
+    if "--card" in sys.argv[1:]:
+        print(resolve_card(None, None).name)
+        return
+    print(json.dumps({**software(), **(hardware() if torch.cuda.is_available() else {})}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Measure one case in a process of its own: the card is touched only when a line comes in on standard input.
+
+    python -m benchmarks.card.measure_case NAME RESULT.pickle
+
+Imports and the making of the model take longer than the measurement, so they are done before: 'ready' is printed.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import pickle
+import sys
+
+from benchmarks.card.cases import CASES
+from benchmarks.card.device import Cuda, Device
+from benchmarks.card.environment import hardware
+from benchmarks.card.measuring import measure
+
+READY = "ready"
+
+
+def main(name: str, result: pathlib.Path, device: Device) -> int:
+    """0: measured; 3: nobody asked for it."""
+    case = CASES[name]
+    work = case.workload("cpu")
+    print(READY, flush=True)
+    if not sys.stdin.readline():
+        return 3
+    measured = measure(case, work, device)
+    facts = hardware() if device.name == "cuda" else {}
+    result.write_bytes(pickle.dumps((facts, measured)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], pathlib.Path(sys.argv[2]), Cuda()))

@@ -1,0 +1,213 @@
+"""Promised against measured memory of training steps, case by case, on the card at hand.
+
+    python -m benchmarks.fidelity --out DIR [--cases NAME ...] [--core] [--list] [--predict-only] [--gpu NAME]
+                                  [--seconds 600] [--case-seconds 150] [--workers 4]
+
+For each case: two steps are rehearsed in a process that has not used CUDA; three steps are trained in another one, from
+an empty allocator; the recorded stream of allocations is aligned with the rehearsed one. One line of JSON a case is
+appended to DIR/fidelity.jsonl (DIR/predicted.jsonl with --predict-only) as soon as it is known, the streams to
+DIR/streams.jsonl.gz, a few whole histories to DIR/histories. What DIR holds already is not measured again; what failed
+before is tried again, last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import BinaryIO
+
+from benchmarks.card import results
+from benchmarks.card.cases import CASES
+from benchmarks.card.history import append_stream, write_history
+from planner.cards import GENERIC, resolve_card
+
+MIB = 1 << 20
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to run the cases."""
+
+    out: pathlib.Path
+    gpu: str
+    predict_only: bool
+    until: float
+    """Of `time.monotonic()`: no case is begun later."""
+    case_seconds: float
+    workers: int
+
+    @property
+    def rows(self) -> pathlib.Path:
+        return self.out / ("predicted.jsonl" if self.predict_only else "fidelity.jsonl")
+
+
+class Processes:
+    """Cases in processes of their own, each with those that it started: they are ended together."""
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen] = set()
+
+    def run(self, command: list[str], *, output: BinaryIO, seconds: float) -> int | None:
+        """The exit code; None: it took longer and was ended."""
+        process = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT, start_new_session=True)
+        self._running.add(process)
+        try:
+            return process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self._end(process)
+            return None
+        finally:
+            self._running.discard(process)
+
+    def end_all(self) -> None:
+        for process in tuple(self._running):
+            self._end(process)
+
+    def _end(self, process: subprocess.Popen) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it ended by itself just now
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+PROCESSES = Processes()
+
+RunCase = Callable[[str, Settings, pathlib.Path], dict]
+"""(case, settings, folder for files in between) -> the answer of `benchmarks.card.run_case` as data."""
+
+
+def run_in_process(name: str, settings: Settings, folder: pathlib.Path) -> dict:
+    """Run a case in a process of its own; an error there is an answer as well."""
+    result, errors = folder / f"{name}.json", folder / f"{name}.errors"
+    command = [sys.executable, "-m", "benchmarks.card.run_case", name, "--gpu", settings.gpu]
+    command += ["--result", str(result), "--lock", str(folder / "lock")]
+    command += ["--predict-only"] if settings.predict_only else []
+    with errors.open("wb") as output:
+        code = PROCESSES.run(command, output=output, seconds=settings.case_seconds)
+    if code is None:
+        return failed(name, f"not done after {settings.case_seconds:.0f} s")
+    if code != 0:
+        said = errors.read_text(errors="replace").strip().splitlines()
+        return failed(name, f"exit code {code}: {said[-1] if said else 'it said nothing'}")
+    return json.loads(result.read_text())
+
+
+def failed(name: str, error: str) -> dict:
+    """An answer that says why there is none."""
+    return {"row": {"case": name, "error": error}, "step_ends": [], "sizes": [], "history": None}
+
+
+def run_cases(names: list[str], settings: Settings, run_case: RunCase) -> Iterator[dict]:
+    """Rows as they come, written down before they are handed on."""
+    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(settings.workers) as pool:
+        waiting = iter(names)
+        running = set()
+
+        def begin() -> None:
+            name = next(waiting, None)
+            if name is not None and time.monotonic() < settings.until:
+                running.add(pool.submit(run_case, name, settings, pathlib.Path(folder)))
+
+        for _ in range(settings.workers):
+            begin()
+        while running:
+            ended, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+            for future in ended:
+                running.remove(future)
+                begin()
+                yield _written(future.result(), settings)
+
+
+def _written(answer: dict, settings: Settings) -> dict:
+    row = answer["row"]
+    if answer["history"] is not None:
+        write_history(settings.out / "histories" / f"{row['case']}.json.gz", answer["history"])
+    if answer["sizes"]:
+        append_stream(settings.out / "streams.jsonl.gz", row["case"], answer["step_ends"], answer["sizes"])
+    results.append(settings.rows, row)
+    return row
+
+
+def line(row: dict) -> str:
+    """A row for people."""
+    if row["error"] is not None:
+        return f"{row['case']:36s} {row['error']}"
+    foreseen = row["promised"]
+    text = f"{row['case']:36s} {foreseen['allocated_bytes'] / MIB:9,.1f} {foreseen['reserved_bytes'] / MIB:9,.0f}"
+    text += f" {foreseen['total_bytes'] / MIB:9,.0f} {foreseen['step_ms']:8.1f}"
+    if "measured" in row:
+        errors, share = row["errors"], row["stream"]["matched_share"]
+        text += f" | {errors['allocated_bytes']:+8.3%} {errors['reserved_bytes']:+8.3%} {errors['total_bytes']:+8.3%}"
+        text += f" {row['measured']['step_ms']:8.1f} ms | {'-' if share is None else f'{share:.4%}'}"
+    return f"{text} | {row['seconds']:.0f} s"
+
+
+def chosen(options: argparse.Namespace) -> list[str]:
+    """Names of the cases that are wanted."""
+    if unknown := [name for name in options.cases or () if name not in CASES]:
+        raise SystemExit(f"case '{unknown[0]}' is unknown: --list shows all")
+    return options.cases or [name for name, case in CASES.items() if case.core or not options.core]
+
+
+def card_name(gpu: str | None) -> str:
+    """The profile to predict for: the one named, or that of the card at hand."""
+    if gpu is not None and gpu.endswith(".toml"):
+        return str(pathlib.Path(gpu).resolve())
+    name = gpu or resolve_card(None, None).name
+    if name == GENERIC:
+        raise SystemExit("no CUDA card with a profile is here: name one, such as --gpu h100")
+    return name
+
+
+def _give_up(*_: object) -> None:
+    """Asked to end: nothing may stay on the card."""
+    PROCESSES.end_all()
+    os._exit(128 + signal.SIGTERM)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--cases", nargs="+", metavar="NAME")
+    parser.add_argument("--core", action="store_true", help="only the cases that say most")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases and end")
+    parser.add_argument("--predict-only", action="store_true")
+    parser.add_argument("--gpu", help="profile or TOML file; without it the card at hand")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="no case is begun later than this")
+    parser.add_argument("--case-seconds", type=float, default=150.0)
+    parser.add_argument("--workers", type=int, default=max(1, min(6, (os.cpu_count() or 1) // 3)))
+    options = parser.parse_args()
+    names = chosen(options)
+    if options.list:
+        print("\n".join(names))
+        return
+    if options.out is None:
+        raise SystemExit("--out DIR says where the rows go")
+    signal.signal(signal.SIGTERM, _give_up)
+    settings = Settings(
+        out=options.out,
+        gpu=card_name(options.gpu),
+        predict_only=options.predict_only,
+        until=time.monotonic() + options.seconds,
+        case_seconds=options.case_seconds,
+        workers=options.workers,
+    )
+    todo = results.still_to_do(names, results.rows(settings.rows), "case")
+    print(f"{len(todo)} of {len(names)} cases to do, predicted for {settings.gpu}", flush=True)
+    for row in run_cases(todo, settings, run_in_process):
+        print(line(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

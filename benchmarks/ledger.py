@@ -1,0 +1,55 @@
+"""Take measured rows over into the ledger, without what only serves to find mistakes.
+
+    python -m benchmarks.ledger DIR/fidelity.jsonl
+
+Rows go to profiles/ledger/CARD.jsonl. A case that the ledger has with the same versions and date is not added again;
+rows with an error are left out and named.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+from benchmarks.card import results
+
+LEDGER = pathlib.Path(__file__).parents[1] / "profiles" / "ledger"
+LEFT_OUT = ("by_op", "unknown_ops")
+SHOWN_DIFFERENCES = 3
+
+
+def brief(row: results.Row) -> results.Row:
+    """A row without long lists."""
+    stream = dict(row["stream"])
+    if "differences" in stream:
+        stream["differences"] = stream["differences"][:SHOWN_DIFFERENCES]
+    return {**{key: value for key, value in row.items() if key not in LEFT_OUT}, "stream": stream}
+
+
+def identity(row: results.Row) -> tuple:
+    """What makes two rows the same measurement."""
+    return tuple(row[key] for key in ("case", "card", "date", "torch", "driver"))
+
+
+def take_over(measured: pathlib.Path, ledger: pathlib.Path) -> list[str]:
+    """Add the rows; returns a line about each card and each row that was left out."""
+    said, added = [], {}
+    known = {identity(row) for path in ledger.glob("*.jsonl") for row in results.rows(path)}
+    for row in results.rows(measured):
+        if row["error"] is not None:
+            said.append(f"left out: {row['case']}: {row['error']}")
+        elif identity(row) not in known:
+            known.add(identity(row))
+            results.append(ledger / f"{row['card']}.jsonl", brief(row))
+            added[row["card"]] = added.get(row["card"], 0) + 1
+    return [*said, *(f"{count} rows added to {card}.jsonl" for card, count in added.items())]
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        raise SystemExit(__doc__)
+    print("\n".join(take_over(pathlib.Path(sys.argv[1]), LEDGER)))
+
+
+if __name__ == "__main__":
+    main()
