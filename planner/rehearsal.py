@@ -133,7 +133,7 @@ def record_steps(
         step, optimizer = prepare(model)
         with recorder.watching(model, optimizer):
             if primed:
-                _prime(model, optimizer)
+                _run_step(lambda _: _prime(model, optimizer), batch, model, hook_errors)
             recorder.setup_ends()
             for number in range(steps):
                 recorder.starts_step(number)
@@ -173,11 +173,18 @@ def _place(error: BaseException, model: torch.nn.Module) -> str:
 
 def _prime(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Let the optimizer make its state, as if a step had been taken before."""
+    lookups = [m for m in model.modules() if isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and m.sparse]
+    with_rows = {id(module.weight) for module in lookups}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.grad = torch.empty_like(parameter)
+            parameter.grad = _no_rows_of(parameter) if id(parameter) in with_rows else torch.empty_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+
+
+def _no_rows_of(table: torch.Tensor) -> torch.Tensor:
+    indices = torch.empty(1, 0, dtype=torch.long, device=table.device)
+    return torch.sparse_coo_tensor(indices, table.detach().new_empty(0, *table.shape[1:]), table.shape)
 
 
 def make_virtual(model: torch.nn.Module, device: str, known: KnownValues | None = None) -> None:
