@@ -18,6 +18,9 @@ import torch
 
 from planner.errors import PlannerError, RehearsalProcessError
 
+_NO_BACKWARD_IN_FORK = "in combination with fork-based multiprocessing"
+"""What autograd says where its threads were lost in a fork (torch/csrc/autograd/engine.cpp)."""
+
 Refuse = Callable[[PlannerError], NoReturn]
 """Called in the child: the error is its answer, and its life ends here."""
 
@@ -93,14 +96,24 @@ def _serve(function: Callable[[Refuse], Any], writer: int) -> None:
         except PlannerError as error:
             answer = ("error", error)
         except Exception as error:
-            first_line = next(iter(str(error).strip().splitlines()), "no message")
-            failed = RehearsalProcessError(f"the rehearsal failed with {type(error).__name__}: {first_line}")
-            failed.add_note("".join(traceback.format_exception(error)))
-            answer = ("error", failed)
+            answer = ("error", _translated(error))
         _send(writer, answer)
         code = 0
     finally:
         os._exit(code)
+
+
+def _translated(error: Exception) -> RehearsalProcessError:
+    """An error that is no refusal, in one line; the traceback is a note."""
+    if _NO_BACKWARD_IN_FORK in str(error):
+        return RehearsalProcessError(
+            "a backward has run in this process, and beside a GPU PyTorch allows none in its forks then: plan before "
+            "the first backward, or in a process of its own with the `plan` command"
+        )
+    first_line = next(iter(str(error).strip().splitlines()), "no message")
+    failed = RehearsalProcessError(f"the rehearsal failed with {type(error).__name__}: {first_line}")
+    failed.add_note("".join(traceback.format_exception(error)))
+    return failed
 
 
 def _send(writer: int, answer: tuple[str, Any]) -> None:

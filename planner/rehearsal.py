@@ -15,7 +15,7 @@ import torch
 
 from planner import cuda_kernels, recurrent, virtual_gpu
 from planner.child import Child, Refuse
-from planner.errors import PlannerError, RehearsalProcessError, WorkloadError
+from planner.errors import PlannerError, WorkloadError
 from planner.hook_errors import HookErrors
 from planner.in_place import InPlaceRule
 from planner.known_values import KnownValues, assume_full, learn_buffer
@@ -23,9 +23,6 @@ from planner.recorder import Recorder
 from planner.source_lines import is_model_code
 from planner.step_graph import Category, StepGraph
 from planner.workload import map_tensors, tensors_of
-
-_FORKED = "fork-based multiprocessing"
-"""In what autograd says where its threads were lost in a fork (torch/csrc/autograd/engine.cpp)."""
 
 Prepare = Callable[[torch.nn.Module], tuple[Callable[[Any], Any], torch.optim.Optimizer]]
 """From a model to its training step (`step(batch)`) and optimizer; called in the child, on the virtual model."""
@@ -149,11 +146,6 @@ def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module, ho
     except PlannerError:
         raise
     except (Exception, SystemExit) as error:
-        if _FORKED in str(error):
-            raise RehearsalProcessError(
-                "a backward has run in this process, and beside a GPU PyTorch then allows none in its forks: plan "
-                "before the first backward, or in a process of its own with the `plan` command"
-            ) from error
         message = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
         raise WorkloadError(
             f"the model refused the batch: {type(error).__name__}: {message} ({_place(error, model)})"

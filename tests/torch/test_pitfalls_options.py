@@ -212,7 +212,14 @@ def test_a_plan_for_amsgrad_keeps_the_optimizer_and_says_so():
 
 
 @pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
-def test_sparse_gradients_are_refused_with_the_module_and_a_way_out(kind):
+def test_sparse_gradients_are_planned_where_the_optimizer_takes_them(kind):
     model = torch.nn.Sequential(kind(10, 4, sparse=True), torch.nn.Linear(4, 1))
-    with pytest.raises(WorkloadError, match=r"'0' makes sparse gradients.*sparse=False"):
-        workload(model, (torch.zeros(4, 2, dtype=torch.int64),))
+    batch = (torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 1))
+
+    def loss_fn(output, batch):
+        return output.square().mean()
+
+    plan = planner.plan(model, batch, vram=None, loss_fn=loss_fn, optimizer="sgd", gpu="bare")
+    assert any("sparse gradients" in note for note in plan.notes)
+    with pytest.raises(WorkloadError, match="does not support sparse gradients"):
+        planner.plan(model, batch, vram=None, loss_fn=loss_fn, optimizer="adamw", gpu="bare")
