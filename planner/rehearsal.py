@@ -123,7 +123,7 @@ def record_steps(
     if recorder.virtual:
         hook_errors.install(model)
     with recorder:
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in _in_order_of_arrival(model):
             recorder.mark(tensor, Category.PARAMETER)
         for _, tensor in tensors_of(batch):
             recorder.mark(tensor, Category.INPUT)
@@ -182,8 +182,6 @@ def _no_rows_of(table: torch.Tensor) -> torch.Tensor:
 def make_virtual(model: torch.nn.Module, device: str, known: KnownValues | None = None) -> None:
     """Replace parameters and buffers by fakes on a device, in place; shared ones stay shared. Needs a fake mode.
 
-    In the order in which `torch.nn.Module.to` moves them: those of children before a module's own.
-
     Integers and booleans in buffers of a model with weights are constants, and known.
     """
     memo: dict[int, torch.Tensor] = {}
@@ -199,7 +197,7 @@ def make_virtual(model: torch.nn.Module, device: str, known: KnownValues | None 
             memo[id(tensor)] = empty
         return memo[id(tensor)]
 
-    for module in dict.fromkeys(_children_first(model)):
+    for module in model.modules():
         for registry in (module._parameters, module._buffers):
             for name, tensor in registry.items():
                 if tensor is not None:
@@ -208,6 +206,14 @@ def make_virtual(model: torch.nn.Module, device: str, known: KnownValues | None 
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
             if device == virtual_gpu.NAME:
                 recurrent.flatten_weights(module)
+
+
+def _in_order_of_arrival(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """As `torch.nn.Module.to` moves parameters and buffers: those of children before a module's own."""
+    for module in dict.fromkeys(_children_first(model)):
+        yield from (
+            tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None
+        )
 
 
 def _children_first(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
