@@ -205,15 +205,24 @@ def test_after_the_child_died_under_the_model(given, unchanged, end, cause):
 
 
 def test_after_an_interrupt_of_this_process_alone(given, unchanged):
+    reader, writer = os.pipe()
+
     def slow(output, batch):
+        os.write(writer, b"x")
         time.sleep(60)
 
-    interrupt = threading.Timer(0.7, os.kill, (CALLER, signal.SIGINT))
+    def interrupt_when_a_child_is_in_the_loss() -> None:
+        os.read(reader, 1)
+        os.kill(CALLER, signal.SIGINT)
+
+    interrupt = threading.Thread(target=interrupt_when_a_child_is_in_the_loss)
     interrupt.start()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         plan(given, loss_fn=slow)
     interrupt.join()
+    os.close(reader)
+    os.close(writer)
     assert time.monotonic() - began < 30
 
 
