@@ -159,7 +159,7 @@ class KnownValues:
         """
         if op in _UNINITIALISED:
             return
-        results = [tensor for tensor in _tensors(out) if tensor.layout is torch.strided]
+        results = [tensor for tensor in tensors_in(out) if tensor.layout is torch.strided]
         if op.overloadpacket in _CONSTANTS and self._follow_constant(op, args, kwargs, results):
             return
         if op in _RANDOM:
@@ -182,10 +182,10 @@ class KnownValues:
         return _computed(op, args, kwargs) if known else None
 
     def _follow_known(self, op: Any, args: tuple, kwargs: dict, results: list, written: list) -> None:
-        targets = list(_tensors(written))
+        targets = list(tensors_in(written))
         overwrites = op.overloadpacket is _aten.copy_
         twins = []
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             if isinstance(tensor, FakeTensor) and not (overwrites and tensor is targets[0]):
                 twin = self._twin(tensor)
                 if twin is None:
@@ -208,7 +208,7 @@ class KnownValues:
                     value = value.reshape(-1)[:1].reshape(())
                 self._put(results[0], _Twin(value=value, assumed=assumed))
         elif all(_is_tracked(tensor) for tensor in results):
-            for fake, value in zip(results, _tensors(self.compute(op, args, kwargs)), strict=False):
+            for fake, value in zip(results, tensors_in(self.compute(op, args, kwargs)), strict=False):
                 if fake not in self:  # a result on the storage of an argument has its twin already
                     self.learn(fake, value, assumed)
 
@@ -303,7 +303,7 @@ class KnownValues:
             self._twins.pop(tensor.untyped_storage()._cdata, None)
 
     def _forget_all(self, tensors: list) -> None:
-        for tensor in _tensors(tensors):
+        for tensor in tensors_in(tensors):
             self._forget(tensor)
 
     def _real(self, value: Any) -> tuple[bool, Any]:
@@ -381,12 +381,13 @@ def _on_host(kwargs: dict) -> dict:
     return {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
 
 
-def _tensors(value: object) -> Iterator[torch.Tensor]:
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """All tensors in nested lists, tuples and dicts, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)

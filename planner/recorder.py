@@ -38,6 +38,7 @@ from planner.by_value import run_by_value
 from planner.classify import classify, note_obstacles
 from planner.cuda_kernels import KERNELS
 from planner.in_place import InPlaceRule
+from planner.known_values import tensors_in
 from planner.module_state import changed_state, is_compiled, module_state
 from planner.op_schema import (
     OpTraits,
@@ -168,7 +169,7 @@ class Recorder(TorchDispatchMode):
             return args[0]
         try:
             kernel = KERNELS.get(op)
-            if kernel is not None and any(self._watches(tensor) for tensor in _tensors(args)):
+            if kernel is not None and any(self._watches(tensor) for tensor in tensors_in(args)):
                 with self.pause():
                     out, scratch = kernel(self.answers, op, *args, **kwargs)
             else:
@@ -185,7 +186,7 @@ class Recorder(TorchDispatchMode):
         if not ran and not (traits.is_view and isinstance(args[0], FakeTensor)):
             self.answers.known.follow(op, args, kwargs, out, traits.written_arguments(args, kwargs))
         if isinstance(out, torch.Tensor) and out.is_sparse:
-            sparse.hold_parts(out, _tensors((args, kwargs)))
+            sparse.hold_parts(out, tensors_in((args, kwargs)))
             self.answers.assume((sparse.ASSUMED_TEMPORARIES,))
         self._note_op(op, traits, args, kwargs, out, tick)
         for tensor in scratch:
@@ -206,8 +207,8 @@ class Recorder(TorchDispatchMode):
         return self.answers.scalar_or_refuse(tensor) if self._watches(tensor) else self.answers.scalar(tensor)
 
     def _note_op(self, op, traits: OpTraits, args, kwargs, out, tick: int) -> None:
-        read = [leaf for leaf in _tensors((args, kwargs)) if self._watches(leaf)]
-        written = [leaf for leaf in _tensors(in_order_of_birth(op, out)) if self._watches(leaf)]
+        read = [leaf for leaf in tensors_in((args, kwargs)) if self._watches(leaf)]
+        written = [leaf for leaf in tensors_in(in_order_of_birth(op, out)) if self._watches(leaf)]
         if not read and not written:
             return
         index = len(self.ops)
@@ -243,7 +244,7 @@ class Recorder(TorchDispatchMode):
             self._batch_statistics[module] = None
 
     def _note_writes(self, traits: OpTraits, args, kwargs, tick: int, call: int | None) -> None:
-        for target in _tensors(traits.written_arguments(args, kwargs)):
+        for target in tensors_in(traits.written_arguments(args, kwargs)):
             if (storage := self.storage_of(target)) is not None:
                 self._writes.append((tick, storage, call))
 
@@ -409,17 +410,6 @@ class Recorder(TorchDispatchMode):
 
 
 # ---- small readers ------------------------------------------------------------------------------------------------
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
