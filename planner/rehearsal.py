@@ -47,7 +47,7 @@ class Rehearsal:
 
     def start(self) -> Child:
         """Begin in a child process; `.result()` is a `StepGraph`."""
-        importlib.import_module("torch.fx.experimental.symbolic_shapes")  # once here, not once in each child
+        importlib.import_module("torch._dynamo")  # every fake mode asks for it: once here, not once in each child
         return Child(lambda refuse: _rehearse(self, refuse))
 
 
