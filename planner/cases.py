@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 from planner import cost
@@ -11,7 +12,7 @@ from planner.options import Split
 from planner.recordings import Recordings
 from planner.search import milp
 from planner.search.problem import Selection
-from planner.step_graph import Phase, StepGraph
+from planner.step_graph import Category, Phase, StepGraph
 from planner.units import Units, units_of
 from profiles.device import DeviceProfile
 
@@ -51,6 +52,25 @@ class Case:
     def cheapest(self, budget_bytes: int, *, below_ns: int | None) -> Selection | None:
         """The cheapest units to recompute for a peak inside the budget, if they cost less than `below_ns`."""
         return self.search.solve(budget_bytes, tolerance_ns=self.step_ns // RECOMPUTE_TOLERANCE, below_ns=below_ns)
+
+    def could_pay(self, budget_bytes: int, *, state_bytes: int, below_ns: int) -> bool:
+        """Whether some units, or none, could be enough and cost less than `below_ns`, if the optimizer kept less.
+
+        False is certain: the relaxed problem leaves out all that another optimizer would need during its update.
+
+        Args:
+            state_bytes: at least what the other optimizer keeps.
+        """
+        if below_ns <= 0 or self._graph.update_tick is None:
+            return below_ns > 0
+        states = [s.size_bytes for s in self._graph.storages if s.category is Category.OPTIMIZER_STATE]
+        fixed = self.units.problem.fixed_bytes - max(sum(states) - state_bytes, 0)
+        fixed[self._graph.update_tick :] = 0
+        relaxed = milp.Search(dataclasses.replace(self.units.problem, fixed_bytes=fixed))
+        try:
+            return relaxed.solve(budget_bytes, tolerance_ns=below_ns, below_ns=below_ns) is not None
+        except milp.SearchTimeout:
+            return True
 
     def smallest(self) -> Selection:
         return self.search.smallest_peak(tolerance_ns=self.step_ns // RECOMPUTE_TOLERANCE)

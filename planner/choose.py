@@ -47,6 +47,10 @@ class Bounds:
     step_ns: int
     """No plan that keeps the precision is faster, but for its optimizer: the baseline's time, or its forward alone."""
     optimizer_ns: int
+    eight_bit_ns: int
+    """No update with 8-bit state is faster."""
+    eight_bit_bytes: int
+    """No 8-bit state of all that is trained is smaller."""
     floor_bytes: Callable[[tuple[Decision, ...]], int]
     """Of an outer choice: bytes that none of its plans goes below."""
 
@@ -68,7 +72,9 @@ class Chooser:
         found: list[Choice] = []
         for outer in self._outer_choices():
             limit_ns = self._limit_ns(outer, found)
-            if self._bounds.floor_bytes(outer) <= budget_bytes and self._bound_ns(outer) < limit_ns:
+            if self._bounds.floor_bytes(outer) > budget_bytes or self._bound_ns(outer) >= limit_ns:
+                continue
+            if self._could_pay(outer, budget_bytes, limit_ns):
                 found += self._fastest_of(outer, budget_bytes, limit_ns)
         if not found:
             return None
@@ -126,10 +132,30 @@ class Chooser:
         """Time that no plan of this outer choice can go below, from what is known already."""
         if not any(isinstance(decision, Precision) for decision in outer):
             eight_bit = any(isinstance(decision, Optimizer) for decision in outer)
-            return self._bounds.step_ns - (self._bounds.optimizer_ns if eight_bit else 0)
+            return self._bounds.step_ns - (self._spared_ns(self._bounds.optimizer_ns) if eight_bit else 0)
         simpler = tuple(decision for decision in outer if not isinstance(decision, Optimizer))
         case = self._cases.known(simpler, self._offer.splits[0])
-        return 0 if case is None else case.step_ns - case.optimizer_ns
+        return 0 if case is None else case.step_ns - self._spared_ns(case.optimizer_ns)
+
+    def _spared_ns(self, optimizer_ns: int) -> int:
+        """At most, by another optimizer than the one that takes this long."""
+        return max(optimizer_ns - self._bounds.eight_bit_ns, 0)
+
+    def _could_pay(self, outer: tuple[Decision, ...], budget_bytes: int, limit_ns: float) -> bool:
+        """Whether 8-bit state can be of use, from the cases with the optimizer as it is; True if they do not tell."""
+        simpler = tuple(decision for decision in outer if not isinstance(decision, Optimizer))
+        if simpler == outer or math.isinf(limit_ns):
+            return True
+        for split in self._offer.splits:
+            case = self._cases.known(simpler, split)
+            if case is None:
+                return True
+            below_ns = math.floor(limit_ns) - (case.step_ns - self._spared_ns(case.optimizer_ns))
+            if below_ns <= 0:
+                return False  # and later splits take longer still
+            if case.could_pay(budget_bytes, state_bytes=self._bounds.eight_bit_bytes, below_ns=below_ns):
+                return True
+        return False
 
     def _fastest_of(self, outer: tuple[Decision, ...], budget_bytes: int, limit_ns: float) -> list[Choice]:
         """The best plan of one outer choice: first without recompute, which then bounds what recompute may cost."""

@@ -21,6 +21,11 @@ def op_ns(op: Op, card: DeviceProfile) -> int:
     return round(busy * 1e9) + card.launch_ns
 
 
+def transfer_ns(moved_bytes: int, card: DeviceProfile) -> int:
+    """Time to read or write so many bytes of the card's memory."""
+    return round(moved_bytes / card.memory_bandwidth_bytes_per_s * 1e9)
+
+
 def repetitions(graph: StepGraph, micro_batches: int) -> tuple[int, ...]:
     """How often each rehearsed micro-batch stands for one of the step's.
 

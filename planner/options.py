@@ -17,6 +17,9 @@ _ADAM_NAMES = ("adam", "adamw")
 _MICRO_BATCH_STEPS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14)
 """Numbers of micro-batches that are tried: these, and from 16 on four for each doubling."""
 
+_SMALLEST_IN_8_BITS = 4096
+"""Elements from which on bitsandbytes keeps state in 8 bits (`min_8bit_size`)."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
@@ -103,11 +106,17 @@ def floor_bytes(work: Workload, optimizer_peak_bytes: int, outer: Sequence[Decis
     trained = [p for p in parameters if p.requires_grad]
     still = [p for p in trained if id(p) not in held]
     if any(isinstance(decision, Optimizer) for decision in outer):
-        return parameter_bytes + sum(p.numel() * p.itemsize + 2 * p.numel() for p in still)
+        return parameter_bytes + sum(p.numel() * p.itemsize for p in still) + eight_bit_state_bytes(work, still)
     if not held:
         return optimizer_peak_bytes
     share = sum(p.numel() for p in still) / sum(p.numel() for p in trained)
     return parameter_bytes + int(0.99 * share * (optimizer_peak_bytes - parameter_bytes))
+
+
+def eight_bit_state_bytes(work: Workload, trained: Sequence[torch.nn.Parameter]) -> int:
+    """At least: one byte for each of the two moments; four for embeddings and small tensors (`rewrite/rules/`)."""
+    wide = {id(module.weight) for module in work.model.modules() if isinstance(module, torch.nn.Embedding)}
+    return sum(p.numel() * (8 if id(p) in wide or p.numel() < _SMALLEST_IN_8_BITS else 2) for p in trained)
 
 
 def frozen_offer(offered: Offer, frozen: Freeze) -> Offer:

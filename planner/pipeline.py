@@ -31,7 +31,7 @@ from planner.trials import Certified, Trials
 from planner.workload import OptimizerSpec, Workload, workload
 from planner.workspaces.stream import unknown_ops
 from profiles.device import DeviceProfile
-from rewrite.certify import certifying_graph, start_rehearsal
+from rewrite.certify import certifying_graph, start_rehearsal, start_update
 
 
 def plan_live_model(
@@ -155,6 +155,7 @@ def _trials(work: Workload, card: DeviceProfile, vram_bytes: int | None) -> Tria
         start_what_if=lambda decisions, sizes: start_rehearsal(
             work, decisions, card, sizes=sizes, steps=1, primed=True, what_if=True
         ),
+        start_update=lambda decisions, trained: start_update(work, decisions, card, trained),
         certify=lambda decisions: certifying_graph(work, decisions, card),
     )
 

@@ -92,6 +92,8 @@ class Recorder(TorchDispatchMode):
         self._in_optimizer = False
         self._seen_backward = False
         self._in_setup = True
+        self._update_tick: int | None = None
+        self._trained: dict[str, bool] = {}  # parameter -> whether its gradient is sparse
         self._op_of_sequence: dict[int, int] = {}
         self._batch_statistics: dict[str, None] = {}
         self._buffers: dict[int, tuple[str, bool]] = {}
@@ -303,13 +305,9 @@ class Recorder(TorchDispatchMode):
         for name, module in model.named_modules(remove_duplicate=True):
             handles.append(module.register_forward_pre_hook(self._entering(name), with_kwargs=True, prepend=True))
             handles.append(module.register_forward_hook(self._leaving, always_call=True))
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                handles.append(
-                    parameter.register_post_accumulate_grad_hook(
-                        lambda parameter: self.mark(parameter.grad, Category.GRADIENT)
-                    )
-                )
+                handles.append(parameter.register_post_accumulate_grad_hook(self._got_gradient(name)))
         handles.append(register_optimizer_step_pre_hook(self._optimizer_starts))
         handles.append(register_optimizer_step_post_hook(self._optimizer_ends))
         hooks = (
@@ -373,8 +371,17 @@ class Recorder(TorchDispatchMode):
             self.calls[call].obstacle = self.calls[call].obstacle or obstacle
             call = self.calls[call].parent
 
+    def _got_gradient(self, name: str):
+        def note(parameter: torch.nn.Parameter) -> None:
+            self.mark(parameter.grad, Category.GRADIENT)
+            self._trained[name] = parameter.grad.is_sparse
+
+        return note
+
     def _optimizer_starts(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         self._in_optimizer = True
+        if not self._in_setup:
+            self._update_tick = self.next_tick()
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         self._in_optimizer = False
@@ -403,6 +410,8 @@ class Recorder(TorchDispatchMode):
             micro_batch_sizes=micro_batch_sizes,
             module_types=self.module_types,
             batch_statistics=tuple(self._batch_statistics),
+            update_tick=None if any(self._trained.values()) else self._update_tick,
+            trained=tuple(self._trained),
             assumptions=tuple(self.answers.assumptions),
         )
         classify(graph)

@@ -138,6 +138,11 @@ class StepGraph:
     module_types: dict[str, str]
     batch_statistics: tuple[str, ...]
     """Modules that normalise over the samples of the batch (BatchNorm in training mode)."""
+    update_tick: int | None = None
+    """When the last step's optimizer began; None if it cannot be told from the rest (a sparse gradient, which only a
+    backward can make)."""
+    trained: tuple[str, ...] = ()
+    """Parameters that got a gradient."""
     assumptions: tuple[str, ...] = ()
     """What was assumed where the step asked for values that nothing tells, each with its module and line."""
 

@@ -15,7 +15,7 @@ from planner.child import Child
 from planner.choose import Bounds, Choice, Chooser
 from planner.decisions import Checkpoint, Decision, Freeze, micro_batches_of
 from planner.footprint import Measured, measure, smallest_capacity_bytes
-from planner.options import Offer, Rules, floor_bytes, offer
+from planner.options import Offer, Rules, eight_bit_state_bytes, floor_bytes, offer
 from planner.recordings import Recordings
 from planner.step_graph import Phase, StepGraph
 from planner.workload import Workload
@@ -27,6 +27,8 @@ _FIRST_SLACK = 0.01
 
 StartWhatIf = Callable[[tuple[Decision, ...], tuple[int, ...]], Child]
 """Begin a what-if rehearsal of one primed step, rewritten by decisions, with these micro-batch sizes."""
+StartUpdate = Callable[[tuple[Decision, ...], tuple[str, ...]], Child]
+"""Begin to rehearse the update alone, rewritten by decisions, of parameters with these names."""
 Certify = Callable[[tuple[Decision, ...]], StepGraph]
 """Rehearse two full steps, rewritten by decisions."""
 
@@ -50,11 +52,16 @@ class Trials:
         *,
         vram_bytes: int | None,
         start_what_if: StartWhatIf,
+        start_update: StartUpdate,
         certify: Certify,
     ) -> None:
         self.work, self.card, self.vram_bytes = work, card, vram_bytes
         self._certify = certify
-        self._recordings = Recordings(start_what_if, self._with_workspaces)
+        self._recordings = Recordings(
+            start_what_if,
+            lambda decisions: start_update(decisions, self.baseline_graph.trained),
+            self._with_workspaces,
+        )
         self._cases = Cases(self._recordings, card, batch_bytes=work.batch_bytes)
         self._choosers: list[Chooser] = []
         self._floors: dict[tuple[Decision, ...], int] = {}
@@ -66,7 +73,7 @@ class Trials:
     def expect(self, rules: Rules) -> None:
         """Begin the recording that is most likely needed first, beside the baseline's."""
         offered = offer(self.work, self.card, rules, batch_statistics=())
-        self._cases.prefetch((*offered.precisions[-1], *offered.optimizers[0]), offered.splits[:1])
+        self._cases.prefetch(offered.precisions[-1], offered.splits[:1])
 
     def close(self) -> None:
         """End recordings that nobody asked for."""
@@ -109,9 +116,14 @@ class Trials:
         graph = self.baseline_graph
         times = cost.op_times_ns(graph, self.card, 1)
         forward_ns = sum(ns for op, ns in zip(graph.ops, times, strict=True) if op.phase is Phase.FORWARD)
+        trained = [p for p in self.work.model.parameters() if p.requires_grad and not frozen]
+        state_bytes = eight_bit_state_bytes(self.work, trained)
+        moved_bytes = state_bytes + sum(2 * p.numel() * p.itemsize for p in trained)
         bounds = Bounds(
             step_ns=forward_ns if frozen else sum(times),
             optimizer_ns=0 if frozen else optimizer_ns(graph, times),
+            eight_bit_ns=cost.transfer_ns(moved_bytes, self.card),
+            eight_bit_bytes=state_bytes,
             floor_bytes=self.floor_bytes,
         )
         self._choosers.append(Chooser(offered, self._cases, bounds, force_checkpoint=rules.force(Checkpoint)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from planner.workload import OptimizerBlueprint, OptimizerSpec, Workload, worklo
 from planner.workspaces.stream import with_workspaces
 from profiles.device import DeviceProfile
 from rewrite.apply import apply_decisions
+from rewrite.optimizers import OptimizerChoice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,14 +111,12 @@ def start_rehearsal(
     what_if: bool,
 ) -> Child:
     """Begin to rehearse the step rewritten by `decisions`; `.result()` is a `StepGraph` without workspaces."""
-    if any(isinstance(decision, Optimizer) for decision in decisions):
-        import bitsandbytes  # noqa: F401  the child then need not import it anew
+    _import_once(decisions)
     shortened = tuple(
         dataclasses.replace(decision, micro_batches=len(sizes)) if isinstance(decision, Accumulation) else decision
         for decision in decisions
     )
-    spec = work.optimizer
-    blueprint = OptimizerBlueprint.of(spec, work.model) if isinstance(spec, torch.optim.Optimizer) else None
+    optimizer_over = _optimizer_maker(work)
 
     def prepare(model: torch.nn.Module):
         if what_if:  # no rewritten step keeps a cache of keys and values
@@ -127,7 +126,7 @@ def start_rehearsal(
         rewritten = apply_decisions(
             shortened,
             model,
-            optimizer=blueprint.over(model) if blueprint else spec,
+            optimizer=optimizer_over(model),
             calling=work.calling,
             batch_size=sum(sizes),
             loss_fn=work.loss_fn,
@@ -145,3 +144,61 @@ def start_rehearsal(
         primed=primed,
         what_if=what_if,
     ).start()
+
+
+def start_update(work: Workload, decisions: Sequence[Decision], card: DeviceProfile, trained: Sequence[str]) -> Child:
+    """Begin to rehearse the update alone, with state and gradients there already.
+
+    Args:
+        decisions: without accumulation or checkpoints, which it does not depend on.
+        trained: parameters that have a gradient.
+    """
+    _import_once(decisions)
+    optimizer_over = _optimizer_maker(work)
+
+    def prepare(model: torch.nn.Module):
+        rewritten = apply_decisions(
+            decisions,
+            model,
+            optimizer=optimizer_over(model),
+            calling=work.calling,
+            batch_size=work.batch_size,
+            loss_fn=work.loss_fn,
+        )
+        step, parameters = rewritten.step, dict(model.named_parameters())
+
+        def update(_: Any) -> None:
+            for name in trained:
+                if parameters[name].requires_grad:
+                    parameters[name].grad = torch.empty_like(parameters[name])
+            if step.scaler is not None:
+                step.scaler.scale(torch.zeros((), device=next(iter(parameters.values())).device))
+            step.update()
+
+        return update, rewritten.optimizer
+
+    return Rehearsal(
+        model=work.model,
+        batch=work.batch,
+        batch_size=work.batch_size,
+        prepare=prepare,
+        target=Target(compute_capability=card.compute_capability),
+        micro_batch_sizes=(1,),
+        steps=1,
+        primed=True,
+        what_if=False,
+    ).start()
+
+
+def _optimizer_maker(work: Workload) -> Callable[[torch.nn.Module], OptimizerChoice]:
+    """From a virtual model to what `apply_decisions` takes: an optimizer like the user's, or what the user named."""
+    spec = work.optimizer
+    if not isinstance(spec, torch.optim.Optimizer):
+        return lambda model: spec
+    return OptimizerBlueprint.of(spec, work.model).over
+
+
+def _import_once(decisions: Sequence[Decision]) -> None:
+    """What children would each import anew."""
+    if any(isinstance(decision, Optimizer) for decision in decisions):
+        import bitsandbytes  # noqa: F401

@@ -60,8 +60,21 @@ class TrainingStep:
                 self.scaler.scale(loss).backward()
             total = loss.detach() if total is None else total + loss.detach()
             del loss
-        self._update()
+        self.update()
         return total
+
+    def update(self) -> None:
+        """Train by the gradients that the parameters have, and drop them. Part of every call."""
+        if self.max_grad_norm is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            clip_gradients(self.module, self.max_grad_norm)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def close(self) -> None:
         """Refuse further calls: the module is no longer rewritten."""
@@ -79,18 +92,6 @@ class TrainingStep:
         if self.autocast_dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(next(self.module.parameters()).device.type, dtype=self.autocast_dtype)
-
-    def _update(self) -> None:
-        if self.max_grad_norm is not None:
-            if self.scaler is not None:
-                self.scaler.unscale_(self.optimizer)
-            clip_gradients(self.module, self.max_grad_norm)
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
 
 
 def weighted(loss: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor:

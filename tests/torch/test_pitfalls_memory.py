@@ -63,7 +63,11 @@ def test_a_recording_of_the_whole_batch_is_left_as_it_is():
 def test_what_the_search_is_promised_of_a_split_holds_the_whole_batch_too():
     model, batch = wide_inputs()
     work = workload(model, batch, loss_fn=mean_square)
-    recordings = Recordings(lambda decisions, sizes: start_what_if(work, decisions, sizes), lambda graph: graph)
+    recordings = Recordings(
+        lambda decisions, sizes: start_what_if(work, decisions, sizes),
+        lambda decisions: start_update(work, decisions, BARE, ()),
+        lambda graph: graph,
+    )
     case = Cases(recordings, BARE, batch_bytes=work.batch_bytes).of((), Split(micro_batches=13, size=5))
     assert case.floor_bytes >= bytes_of(batch)
     assert case.peak_bytes == certifying_graph(work, case.decisions(()), BARE).live_bytes().max()
