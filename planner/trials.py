@@ -24,6 +24,8 @@ from profiles.device import DeviceProfile
 
 _FIRST_SLACK = 0.01
 """Share of the budget that is left to the allocator at first."""
+_MOST_OPS = 200_000
+"""Of certificates that are kept at hand; an op takes about a kilobyte."""
 
 StartWhatIf = Callable[[tuple[Decision, ...], tuple[int, ...]], Child]
 """Begin a what-if rehearsal of one primed step, rewritten by decisions, with these micro-batch sizes."""
@@ -63,6 +65,7 @@ class Trials:
             self._with_workspaces,
         )
         self._cases = Cases(self._recordings, card, batch_bytes=work.batch_bytes)
+        self._certifying: dict[tuple[Decision, ...], StepGraph] = {}
         self._choosers: list[Chooser] = []
         self._floors: dict[tuple[Decision, ...], int] = {}
 
@@ -105,10 +108,18 @@ class Trials:
         """Rehearse the step that the choice rewrites to."""
         if not choice.decisions:
             return dataclasses.replace(self.baseline, choice=choice)
-        graph = self._certify(choice.decisions)
+        graph = self._certifying_graph(choice.decisions)
         count = micro_batches_of(choice.decisions)
         measured = measure(graph, self.card, vram_bytes=self.vram_bytes, micro_batches=count)
         return Certified(choice=choice, graph=graph, measured=measured)
+
+    def _certifying_graph(self, decisions: tuple[Decision, ...]) -> StepGraph:
+        """Rehearsed, or still at hand: a search under several budgets comes to the same decisions again."""
+        graph = self._certifying.pop(decisions, None) or self._certify(decisions)
+        self._certifying[decisions] = graph
+        while len(self._certifying) > 1 and sum(len(graph.ops) for graph in self._certifying.values()) > _MOST_OPS:
+            del self._certifying[next(iter(self._certifying))]
+        return graph
 
     def chooser(self, offered: Offer, rules: Rules) -> Chooser:
         """A chooser among what is offered."""
