@@ -1,6 +1,6 @@
 """The main job's figures: wall time, search time and host memory of the command; the square; recompute at half memory.
 
-    python -m benchmarks.main_job [--quick]
+    python -m benchmarks.main_job [--quick] [--only recompute|commands|square]
 
 Times are of this machine and vary with its load; bytes and FLOPs are exact and repeatable.
 """
@@ -179,14 +179,18 @@ def recompute_at_half(console: Console) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer budgets")
-    quick = parser.parse_args().quick
+    parser.add_argument("--only", choices=("recompute", "commands", "square"), help="one of the tables")
+    options = parser.parse_args()
     console = Console(width=150)
     console.print(
         f"{platform.machine()}, {os.cpu_count()} cores; " + ", ".join(f"{k} {v}" for k, v in versions().items())
     )
-    recompute_at_half(console)
-    commands(console)
-    square(console, SHARES[:1] if quick else SHARES)
+    if options.only in (None, "recompute"):
+        recompute_at_half(console)
+    if options.only in (None, "commands"):
+        commands(console)
+    if options.only in (None, "square"):
+        square(console, SHARES[:1] if options.quick else SHARES)
 
 
 if __name__ == "__main__":

@@ -52,13 +52,11 @@ def graft_update(step: StepGraph, update: StepGraph) -> StepGraph:
 
 
 def _until(storage: Storage, cut: int, ticks: int, first_tick: int) -> Storage:
-    """A storage of the step without what the old optimizer had to do with it; what outlives the cut stays to the end."""
+    """Without what the old optimizer had to do with it; what outlives the cut stays to the end."""
     if storage.category is Category.OPTIMIZER_STATE:
         return dataclasses.replace(storage, lives=[])
-    lives = [
-        (birth, death if death <= cut else ticks) for birth, death in storage.lives if birth < cut and death > first_tick
-    ]
-    return dataclasses.replace(storage, lives=lives)
+    lives = [life for life in storage.lives if life[0] < cut and life[1] > first_tick]
+    return dataclasses.replace(storage, lives=[(birth, death if death <= cut else ticks) for birth, death in lives])
 
 
 def _lives_in_update(storage: Storage, begin: int, end: int, shift: int) -> list[tuple[int, int]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import itertools
 from collections.abc import Sequence
 
@@ -31,31 +29,6 @@ def allocation_stream(graph: StepGraph) -> tuple[np.ndarray, np.ndarray, np.ndar
     return table[:, 3], table[:, 4], table[:, 0]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Difference:
-    """A place where two streams differ: what the recorded one has there, and what the rehearsed one has."""
-
-    at_event: int
-    """Position in the rehearsed stream."""
-    recorded: tuple[int, ...]
-    """Bytes taken (positive) and freed (negative), each rounded up to the allocator's granularity."""
-    rehearsed: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """How much of a recorded stream a rehearsed one has, in the same order."""
-
-    matched_bytes: int
-    recorded_bytes: int
-    """Of all allocations."""
-    differences: tuple[Difference, ...]
-
-    @property
-    def matched_share(self) -> float:
-        return self.matched_bytes / self.recorded_bytes
-
-
 def signed_sizes(ids: Sequence[int], sizes: Sequence[int], *, granularity_bytes: int) -> list[int]:
     """Of each event: bytes taken, or minus the bytes given back."""
     taken: dict[int, int] = {}
@@ -67,16 +40,3 @@ def signed_sizes(ids: Sequence[int], sizes: Sequence[int], *, granularity_bytes:
         else:
             result.append(-taken[int(block)])
     return result
-
-
-def compare(recorded: Sequence[int], rehearsed: Sequence[int]) -> Comparison:
-    """Align two streams of signed sizes, as a text diff aligns lines (Ratcliff and Obershelp, `difflib`)."""
-    matcher = difflib.SequenceMatcher(None, rehearsed, recorded, autojunk=False)
-    same = sum(size for a, _, count in matcher.get_matching_blocks() for size in rehearsed[a : a + count] if size > 0)
-    differences = tuple(
-        Difference(at_event=a, recorded=tuple(recorded[c:d]), rehearsed=tuple(rehearsed[a:b]))
-        for kind, a, b, c, d in matcher.get_opcodes()
-        if kind != "equal"
-    )
-    total = sum(size for size in recorded if size > 0)
-    return Comparison(matched_bytes=same, recorded_bytes=total, differences=differences)

@@ -2,7 +2,7 @@
 
 Myers, An O(ND) Difference Algorithm and Its Variations, Algorithmica 1 (1986): of all alignments the one with the
 smallest number D of differences, in (N + M) D steps. A layer's stream resembles the next layer's, so an alignment by
-longest common runs (`planner.stream.compare`) slips by a layer at the first difference; the shortest edit does not.
+longest common runs (`difflib`) slips by a layer at the first difference; the shortest edit does not.
 
 Where it stops being optimal: after `MOST_DIFFERENCES` the path that got furthest is kept, and the rest is aligned from
 there, so that streams with little in common take linear time.
@@ -10,16 +10,40 @@ there, so that streams with little in common take linear time.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
-
-from planner.stream import Comparison, Difference
 
 MOST_DIFFERENCES = 600
 """In one piece; work grows with the square of it: a fifth of a second here."""
 
 Pairs = list[tuple[int, int]]
 """Positions of equal elements in two sequences, both ascending."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A place where two streams differ: what the recorded one has there, and what the rehearsed one has."""
+
+    at_event: int
+    """Position in the rehearsed stream."""
+    recorded: tuple[int, ...]
+    """Bytes taken (positive) and freed (negative), each rounded up to the allocator's granularity."""
+    rehearsed: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """How much of a recorded stream a rehearsed one has, in the same order."""
+
+    matched_bytes: int
+    recorded_bytes: int
+    """Of all allocations."""
+    differences: tuple[Difference, ...]
+
+    @property
+    def matched_share(self) -> float:
+        return self.matched_bytes / self.recorded_bytes
 
 
 def align(recorded: Sequence[int], rehearsed: Sequence[int]) -> Comparison:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from benchmarks.card.alignment import align
+from benchmarks.card.alignment import Comparison, Difference, align
 from benchmarks.card.predicting import BEFORE, Place, Prediction
-from planner.stream import Comparison, Difference
 
 SHOWN_DIFFERENCES = 12
 SHOWN_EVENTS = 12

@@ -78,9 +78,7 @@ def test_the_grafted_recording_is_the_recorded_one(name, decisions, sizes):
     assert ops == all_ops
     curve, full_curve = from_the_forward_on(grafted), from_the_forward_on(full)
     assert curve[:-1].max() == full_curve[:-1].max()
-    op_ticks, all_op_ticks = (
-        [op.tick for op in graph.ops if op.phase is not Phase.SETUP] for graph in (grafted, full)
-    )
+    op_ticks, all_op_ticks = ([op.tick for op in graph.ops if op.phase is not Phase.SETUP] for graph in (grafted, full))
     assert (grafted.live_bytes()[op_ticks] == full.live_bytes()[all_op_ticks]).all()
     assert state_bytes(grafted) == state_bytes(full)
 

@@ -13,10 +13,11 @@ import pytest
 from history_programs import program
 
 import profiles
+from benchmarks.card.alignment import align
 from planner.allocator import AllocatorSettings, replay
 from planner.program import rehearse_program
 from planner.snapshot import load, recorded_stream
-from planner.stream import allocation_stream, compare, signed_sizes
+from planner.stream import allocation_stream, signed_sizes
 from planner.virtual_gpu import Target
 from planner.workspaces.stream import with_workspaces
 
@@ -42,7 +43,7 @@ def test_a_rehearsal_allocates_what_the_card_recorded(name):
     graph = rehearse_program(program(length=length, backward=backward, mixed=mixed), target)
     ids, sizes, _ = allocation_stream(with_workspaces(graph, CARD, "2.6.0"))
     assert replay((ids, sizes), AllocatorSettings(), None).peak_reserved_bytes == reserved_mib << 20
-    found = compare(recorded, signed_sizes(ids, sizes, granularity_bytes=512))
+    found = align(recorded, signed_sizes(ids, sizes, granularity_bytes=512))
     assert found.matched_share > 0.99999, found.differences[:5]
     # What is missing: index_put's product of indices, which is gone before its sort begins.
     missing = [size for difference in found.differences for size in difference.recorded if size > 0]

@@ -19,7 +19,7 @@ from planner.options import Split
 from planner.recordings import Recordings
 from planner.step_graph import Category, Phase, StepGraph
 from planner.workload import Workload, resized, tensors_of, workload
-from rewrite.certify import start_rehearsal
+from rewrite.certify import start_rehearsal, start_update
 
 
 def mean_square(output, batch):

@@ -1,0 +1,211 @@
+"""Predicted beside published: process memory of image classifiers, as others read it from nvidia-smi.
+
+    python -m benchmarks.published
+
+Measured on an A100-SXM4-40GB in fp32 at 224 x 224 pixels, by GPUMemNet (github.com/itu-rad/GPUMemNet): timm's models in
+one table, VGG-16 and ResNet-50 with Adam in another. What is not known of these runs: the optimizer of the timm table
+(SGD with momentum fits), cuDNN's choice of algorithms and what they take, the versions, what else was on the card. So
+one constant is fitted for all rows, context and libraries, on the vision transformers, which have a single
+convolution each; the convolutional nets show what cuDNN's workspaces add to what is predicted.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import nn
+from torch.nn import functional as F
+
+import profiles
+from planner.allocator import AllocatorSettings, replay
+from planner.pipeline import versions
+from planner.program import rehearse_program
+from planner.stream import allocation_stream
+from planner.virtual_gpu import Target
+from planner.workspaces.stream import with_workspaces
+
+MIB = 1 << 20
+CARD, TORCH_VERSION = "a100-40gb", "2.5.0"
+PIXELS, CLASSES, STEPS = 224, 1000, 3
+
+
+class Block(nn.Module):
+    """Of timm's vision transformer: one projection for queries, keys and values, fused attention."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        samples, tokens, width = x.shape
+        qkv = self.qkv(self.norm1(x)).reshape(samples, tokens, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        attended = F.scaled_dot_product_attention(query, key, value)
+        x = x + self.proj(attended.transpose(1, 2).reshape(samples, tokens, width))
+        return x + self.mlp(self.norm2(x))
+
+
+class VisionTransformer(nn.Module):
+    """timm's vit_*_patch16_224: 12 blocks."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 16, 16)
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(torch.zeros(1, (PIXELS // 16) ** 2 + 1, width))
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(12)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, CLASSES)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        x = self.patches(pixels).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1) + self.positions
+        return self.head(self.norm(self.blocks(x))[:, 0])
+
+
+def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
+    return [nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False), nn.BatchNorm2d(outputs)]
+
+
+class Residual(nn.Module):
+    """A basic block, or a bottleneck (He et al., Deep Residual Learning, 2015; stride on the 3 x 3 convolution)."""
+
+    def __init__(self, inputs: int, width: int, stride: int, *, bottleneck: bool) -> None:
+        super().__init__()
+        outputs = 4 * width if bottleneck else width
+        relu = nn.ReLU(inplace=True)
+        layers = [*convolution(inputs, width, 1), relu] if bottleneck else []
+        layers += convolution(width if bottleneck else inputs, width, 3, stride)
+        layers += [relu, *convolution(width, outputs, 1 if bottleneck else 3)]
+        self.body, self.relu = nn.Sequential(*layers), relu
+        self.shortcut = nn.Sequential(*convolution(inputs, outputs, 1, stride)) if inputs != outputs else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.relu(self.body(x) + self.shortcut(x))
+
+
+def resnet(depths: tuple[int, ...], *, bottleneck: bool) -> nn.Sequential:
+    layers: list[nn.Module] = [*convolution(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+    channels = 64
+    for stage, depth in enumerate(depths):
+        for number in range(depth):
+            width = 64 << stage
+            layers.append(Residual(channels, width, 2 if stage and not number else 1, bottleneck=bottleneck))
+            channels = 4 * width if bottleneck else width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, CLASSES))
+
+
+def vgg16() -> nn.Sequential:
+    layers: list[nn.Module] = []
+    channels = 3
+    for width, depth in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
+        for _ in range(depth):
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(inplace=True)]
+            channels = width
+        layers.append(nn.MaxPool2d(2, 2))
+    layers += [nn.AdaptiveAvgPool2d(7), nn.Flatten()]
+    for inputs in (512 * 49, 4096):
+        layers += [nn.Linear(inputs, 4096), nn.ReLU(inplace=True), nn.Dropout()]
+    return nn.Sequential(*layers, nn.Linear(4096, CLASSES))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Published:
+    """A model and, by batch size, the MiB that nvidia-smi showed."""
+
+    build: Callable[[], nn.Module]
+    measured_mib: dict[int, int]
+    adam: bool = False
+
+
+BATCHES = (8, 16, 32, 64, 128)
+ROWS = {
+    "vit_tiny": Published(
+        build=lambda: VisionTransformer(192, 3),
+        measured_mib=dict(zip(BATCHES, (2039, 2335, 2901, 3911, 5959), strict=True)),
+    ),
+    "vit_small": Published(
+        build=lambda: VisionTransformer(384, 6),
+        measured_mib=dict(zip(BATCHES, (2421, 2979, 3993, 5979, 9719), strict=True)),
+    ),
+    "vit_base": Published(
+        build=lambda: VisionTransformer(768, 12),
+        measured_mib=dict(zip(BATCHES, (3491, 4523, 6459, 10_197, 17_601), strict=True)),
+    ),
+    "resnet18": Published(
+        build=lambda: resnet((2, 2, 2, 2), bottleneck=False),
+        measured_mib=dict(zip(BATCHES, (2153, 2503, 3291, 4525, 7269), strict=True)),
+    ),
+    "resnet50": Published(
+        build=lambda: resnet((3, 4, 6, 3), bottleneck=True),
+        measured_mib=dict(zip(BATCHES, (2875, 3733, 5229, 8465, 15_169), strict=True)),
+    ),
+    "resnet152": Published(
+        build=lambda: resnet((3, 8, 36, 3), bottleneck=True),
+        measured_mib=dict(zip(BATCHES, (3945, 5623, 8621, 14_847, 27_121), strict=True)),
+    ),
+    "resnet50, Adam": Published(
+        build=lambda: resnet((3, 4, 6, 3), bottleneck=True),
+        measured_mib={32: 5262, 64: 8536, 128: 15_120},
+        adam=True,
+    ),
+    "vgg16, Adam": Published(build=vgg16, measured_mib={32: 8222, 64: 13_642, 128: 24_408}, adam=True),
+}
+FITTED_ON = ("vit_tiny", "vit_small", "vit_base")
+
+
+def reserved_mib(row: Published, batch: int) -> int:
+    """What the caching allocator holds at most in a few steps, by rehearsal."""
+
+    def program(device: torch.device) -> None:
+        with device:
+            model = row.build()
+        optimizer = (
+            torch.optim.Adam(model.parameters())
+            if row.adam
+            else torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        )
+        for _ in range(STEPS):
+            images = torch.rand(batch, 3, PIXELS, PIXELS).to(device)
+            labels = torch.zeros(batch, dtype=torch.int64).to(device)
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    card = profiles.load(CARD)
+    graph = rehearse_program(program, Target(compute_capability=card.compute_capability))
+    ids, sizes, _ = allocation_stream(with_workspaces(graph, card, TORCH_VERSION))
+    return replay((ids, sizes), AllocatorSettings(), None).peak_reserved_bytes // MIB
+
+
+def main() -> None:
+    console = Console(width=110)
+    console.print(", ".join(f"{name} {version}" for name, version in versions().items()))
+    cases = [(name, batch) for name, row in ROWS.items() for batch in row.measured_mib]
+    reserved = {
+        (name, batch): reserved_mib(ROWS[name], batch) for name, batch in track(cases, console=Console(stderr=True))
+    }
+    fitting = [ROWS[name].measured_mib[batch] - mib for (name, batch), mib in reserved.items() if name in FITTED_ON]
+    constant = collections.Counter(fitting).most_common(1)[0][0]
+    constant = constant if fitting.count(constant) > 1 else sorted(fitting)[len(fitting) // 2]
+    table = Table(title=f"process memory in MiB; predicted: rehearsed + {constant} (fitted on the vision transformers)")
+    for column in ("model", "batch", "published", "predicted", "off by"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for (name, batch), mib in reserved.items():
+        published, predicted = ROWS[name].measured_mib[batch], mib + constant
+        off = f"{(predicted - published) / published:+.2%}"
+        table.add_row(name, str(batch), f"{published:,}", f"{predicted:,}", off)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
