@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from planner.cases import Case, Cases
-from planner.decisions import Decision, Optimizer, Precision
+from planner.decisions import ChunkedLoss, Decision, Optimizer, Precision
 from planner.errors import PlannerError
 from planner.options import Offer, Split
 from planner.search import milp
@@ -47,6 +47,8 @@ class Bounds:
     step_ns: int
     """No plan that keeps the precision is faster, but for its optimizer: the baseline's time, or its forward alone."""
     optimizer_ns: int
+    loss_ns: int
+    """Time of the baseline's ops that only move logits about: what a loss in chunks could at most spare."""
     eight_bit_ns: int
     """No update with 8-bit state is faster."""
     eight_bit_bytes: int
@@ -83,7 +85,9 @@ class Chooser:
 
     def smallest(self) -> Choice:
         """The choice with the smallest promised peak; cases that cannot be smaller than the best are not solved."""
-        outers = sorted(self._outer_choices(), key=self._bounds.floor_bytes)
+        outers = sorted(
+            (outer for outer in self._outer_choices() if not self._has_better(outer)), key=self._bounds.floor_bytes
+        )
         for outer in outers[:2]:  # both will be needed, and there are two cores at least
             self._cases.prefetch(outer, self._offer.splits)
         found: list[Choice] = []
@@ -118,7 +122,15 @@ class Chooser:
         """The quickest precision first, so that its time prunes the others; simple optimizers before 8-bit ones."""
         for optimizer in self._offer.optimizers:
             for precision in reversed(self._offer.precisions):
-                yield (*precision, *optimizer)
+                for loss in self._offer.losses:
+                    yield (*precision, *loss, *optimizer)
+
+    def _splits(self, outer: tuple[Decision, ...]) -> tuple[Split, ...]:
+        """Where the loss could be taken in chunks, without them only the batch as it is: chunks spare more for less."""
+        return self._offer.splits[:1] if self._has_better(outer) else self._offer.splits
+
+    def _has_better(self, outer: tuple[Decision, ...]) -> bool:
+        return len(self._offer.losses) > 1 and not any(isinstance(decision, ChunkedLoss) for decision in outer)
 
     def _limit_ns(self, outer: tuple[Decision, ...], found: list[Choice]) -> float:
         """Plans of this outer choice that take longer are of no use: a tie is one only if it is more faithful."""
@@ -130,12 +142,18 @@ class Chooser:
 
     def _bound_ns(self, outer: tuple[Decision, ...]) -> int:
         """Time that no plan of this outer choice can go below, from what is known already."""
+        eight_bit, chunked = (
+            any(isinstance(decision, kind) for decision in outer) for kind in (Optimizer, ChunkedLoss)
+        )
+        loss_ns = self._bounds.loss_ns if chunked else 0
         if not any(isinstance(decision, Precision) for decision in outer):
-            eight_bit = any(isinstance(decision, Optimizer) for decision in outer)
-            return self._bounds.step_ns - (self._spared_ns(self._bounds.optimizer_ns) if eight_bit else 0)
+            return self._bounds.step_ns - loss_ns - (self._spared_ns(self._bounds.optimizer_ns) if eight_bit else 0)
         simpler = tuple(decision for decision in outer if not isinstance(decision, Optimizer))
+        if (case := self._cases.known(simpler, self._offer.splits[0])) is not None:
+            return case.step_ns - self._spared_ns(case.optimizer_ns)
+        simpler = tuple(decision for decision in simpler if not isinstance(decision, ChunkedLoss))
         case = self._cases.known(simpler, self._offer.splits[0])
-        return 0 if case is None else case.step_ns - self._spared_ns(case.optimizer_ns)
+        return 0 if case is None else case.step_ns - loss_ns - self._spared_ns(case.optimizer_ns)
 
     def _spared_ns(self, optimizer_ns: int) -> int:
         """At most, by another optimizer than the one that takes this long."""
@@ -146,23 +164,26 @@ class Chooser:
         simpler = tuple(decision for decision in outer if not isinstance(decision, Optimizer))
         if simpler == outer or math.isinf(limit_ns):
             return True
-        for split in self._offer.splits:
+        for split in self._splits(outer):
             case = self._cases.known(simpler, split)
             if case is None:
                 return True
             below_ns = math.floor(limit_ns) - (case.step_ns - self._spared_ns(case.optimizer_ns))
             if below_ns <= 0:
                 return False  # and later splits take longer still
+            if self._has_better(outer):
+                below_ns = 1  # only as it is, without recompute
             if case.could_pay(budget_bytes, state_bytes=self._bounds.eight_bit_bytes, below_ns=below_ns):
                 return True
         return False
 
     def _fastest_of(self, outer: tuple[Decision, ...], budget_bytes: int, limit_ns: float) -> list[Choice]:
         """The best plan of one outer choice: first without recompute, which then bounds what recompute may cost."""
-        self._cases.prefetch(outer, self._offer.splits)
+        splits = self._splits(outer)
         tight: list[Case] = []
         best: list[Choice] = []
-        for split in self._offer.splits:
+        for split in splits:
+            self._cases.prefetch(outer, splits if tight else splits[:1])
             case = self._case(outer, split)
             if case is None:
                 continue
@@ -172,7 +193,7 @@ class Chooser:
                 best = self._unchanged(case, budget_bytes)
                 break
             tight.append(case)
-        for case in tight if self._offer.checkpoint else ():
+        for case in tight if self._offer.checkpoint and not self._has_better(outer) else ():
             limit_ns = min([limit_ns, *(choice.step_ns for choice in best)])
             if case.step_ns >= limit_ns:
                 break

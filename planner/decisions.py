@@ -94,6 +94,24 @@ class Optimizer(Decision):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ChunkedLoss(Decision):
+    """Never hold the logits of the whole batch: head, cross entropy and their gradients, a chunk of rows at a time."""
+
+    kind: ClassVar[str] = "chunked-loss"
+    fidelity: ClassVar[Fidelity] = Fidelity.EXACT
+    module: str
+    """The head: the linear layer that makes the logits."""
+    chunks: int
+
+    def __post_init__(self) -> None:
+        if type(self.chunks) is not int or self.chunks < 2:
+            raise DecisionError(f"chunked-loss in {self.chunks} chunks: needs at least 2")
+
+    def describe(self) -> str:
+        return f"loss in {self.chunks} chunks: the logits of {self.module} are never held whole"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Accumulation(Decision):
     """Split the batch into micro-batches of `micro_batch_size` samples; the last one may be smaller."""
 
@@ -131,7 +149,7 @@ class Checkpoint(Decision):
 
 
 KINDS: dict[str, type[Decision]] = {
-    decision.kind: decision for decision in (Freeze, Precision, Optimizer, Accumulation, Checkpoint)
+    decision.kind: decision for decision in (Freeze, Precision, Optimizer, ChunkedLoss, Accumulation, Checkpoint)
 }
 """Every kind of decision, in the order in which their rules are applied."""
 

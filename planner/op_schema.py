@@ -112,6 +112,28 @@ def in_order_of_birth(op: torch._ops.OpOverload, out: object) -> object:
     return out if order is None else [out[place] for place in order]
 
 
+_aten = torch.ops.aten
+_READ_IN_PART = {_aten.gather, _aten.embedding, _aten.index_select, _aten.index, _aten.take, _aten.nll_loss_forward}
+"""Ops that read as many elements of their first argument as they return, or as they have indices."""
+_WRITTEN_IN_PART = {_aten.scatter_, _aten.scatter_add_, _aten.index_put_, _aten.index_add_, _aten.index_copy_}
+"""Ops that write as many elements of their first argument as they are given."""
+
+
+def moved_bytes(op: torch._ops.OpOverload, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> int:
+    """Bytes that the op reads and writes; 0 for sparse tensors, which are counted as their parts."""
+    packet = op.overloadpacket
+    if packet in _READ_IN_PART and len(read) > 1:
+        picked = written if packet is not _aten.nll_loss_forward else read[1:]
+        return sum(map(_nbytes, picked)) + sum(map(_nbytes, (*read[1:], *written)))
+    if packet in _WRITTEN_IN_PART and len(read) > 1:
+        return sum(map(_nbytes, read[1:])) + 2 * max(map(_nbytes, read[1:]))
+    return sum(map(_nbytes, (*read, *written)))
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.itemsize if not tensor.is_sparse else 0
+
+
 def dtype_name(read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> str:
     """The dtype that decides the rate: that of the first floating tensor read, else written, else 'fp32'."""
     for tensor in (*read, *written):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from planner.decisions import KINDS, Accumulation, Checkpoint, Decision, Fidelity, Freeze, Optimizer, Precision
+from planner.decisions import KINDS, Accumulation, Checkpoint, ChunkedLoss, Decision, Fidelity, Freeze, Optimizer, Precision
 from planner.errors import DecisionError
 from planner.workload import Workload, optimizer_name
 from profiles.device import DeviceProfile
@@ -68,16 +68,25 @@ class Offer:
 
     precisions: tuple[tuple[Decision, ...], ...]
     optimizers: tuple[tuple[Decision, ...], ...]
+    losses: tuple[tuple[Decision, ...], ...]
     splits: tuple[Split, ...]
     checkpoint: bool
     notes: tuple[str, ...]
 
 
-def offer(work: Workload, card: DeviceProfile, rules: Rules, *, batch_statistics: tuple[str, ...]) -> Offer:
+def offer(
+    work: Workload,
+    card: DeviceProfile,
+    rules: Rules,
+    *,
+    batch_statistics: tuple[str, ...],
+    chunked_loss: ChunkedLoss | None,
+) -> Offer:
     """List the outer choices that the user allows and the workload and card permit.
 
     Args:
         batch_statistics: modules that normalise over the batch, as recorded.
+        chunked_loss: how the loss can be taken in chunks, as recorded; None if it cannot.
 
     Raises:
         DecisionError: something is forced that this workload or card cannot do.
@@ -86,6 +95,12 @@ def offer(work: Workload, card: DeviceProfile, rules: Rules, *, batch_statistics
     return Offer(
         precisions=_precisions(work, card, rules, notes),
         optimizers=_optimizers(work, rules, notes),
+        losses=_choices(
+            rules,
+            ChunkedLoss,
+            None if chunked_loss is None else (chunked_loss,),
+            "no linear layer's output of some size goes straight into a cross entropy",
+        ),
         splits=_splits(work, rules, batch_statistics, notes),
         checkpoint=rules.allow(Checkpoint),
         notes=tuple(notes),

@@ -45,6 +45,7 @@ from planner.op_schema import (
     dtype_name,
     in_order_of_birth,
     kernel_call,
+    moved_bytes,
     traits_of,
     uses_batch_statistics,
 )
@@ -215,7 +216,6 @@ class Recorder(TorchDispatchMode):
             return
         index = len(self.ops)
         phase, module, call, forward_op = self._where(index)
-        moved = 0 if traits.is_view else sum(_nbytes(t) for t in read) + sum(_nbytes(t) for t in written)
         counter = flop_registry.get(op.overloadpacket)
         self.ops.append(
             Op(
@@ -226,7 +226,7 @@ class Recorder(TorchDispatchMode):
                 call=call,
                 source=source_line() if phase is Phase.FORWARD else "",
                 flops=counter(*args, **kwargs, out_val=out) if counter else 0,
-                moved_bytes=moved,
+                moved_bytes=0 if traits.is_view else moved_bytes(op, read, written),
                 dtype=dtype_name(read, written),
                 is_view=traits.is_view,
                 step=self.step,
@@ -416,10 +416,3 @@ class Recorder(TorchDispatchMode):
         )
         classify(graph)
         return graph
-
-
-# ---- small readers ------------------------------------------------------------------------------------------------
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.itemsize if not tensor.is_sparse else 0

@@ -13,11 +13,12 @@ from planner import cost
 from planner.cases import Cases, optimizer_ns
 from planner.child import Child
 from planner.choose import Bounds, Choice, Chooser
-from planner.decisions import Checkpoint, Decision, Freeze, micro_batches_of
+from planner.decisions import Checkpoint, ChunkedLoss, Decision, Freeze, micro_batches_of
 from planner.footprint import Measured, measure, smallest_capacity_bytes
+from planner.heads import chunked_loss
 from planner.options import Offer, Rules, eight_bit_state_bytes, floor_bytes, offer
 from planner.recordings import Recordings
-from planner.step_graph import Phase, StepGraph
+from planner.step_graph import Category, Op, Phase, StepGraph
 from planner.workload import Workload
 from planner.workspaces.stream import with_workspaces
 from profiles.device import DeviceProfile
@@ -71,11 +72,20 @@ class Trials:
 
     def offer(self, rules: Rules) -> Offer:
         """What may be chosen from, now that the baseline is known."""
-        return offer(self.work, self.card, rules, batch_statistics=self.baseline_graph.batch_statistics)
+        graph = self.baseline_graph
+        return offer(
+            self.work,
+            self.card,
+            rules,
+            batch_statistics=graph.batch_statistics,
+            chunked_loss=chunked_loss(graph, self.work.model, vram_bytes=self.vram_bytes),
+        )
 
     def expect(self, rules: Rules) -> None:
         """Begin the recording that is most likely needed first, beside the baseline's."""
-        offered = offer(self.work, self.card, rules, batch_statistics=())
+        if rules.force(ChunkedLoss):
+            return  # of which nothing is known yet
+        offered = offer(self.work, self.card, rules, batch_statistics=(), chunked_loss=None)
         self._cases.prefetch(offered.precisions[-1], offered.splits[:1])
 
     def close(self) -> None:
@@ -133,6 +143,7 @@ class Trials:
         bounds = Bounds(
             step_ns=forward_ns if frozen else sum(times),
             optimizer_ns=0 if frozen else optimizer_ns(graph, times),
+            loss_ns=sum(ns for op, ns in zip(graph.ops, times, strict=True) if _is_of_logits(graph, op)),
             eight_bit_ns=cost.transfer_ns(moved_bytes, self.card),
             eight_bit_bytes=state_bytes,
             floor_bytes=self.floor_bytes,
@@ -191,3 +202,9 @@ class Trials:
 
     def _with_workspaces(self, graph: StepGraph) -> StepGraph:
         return with_workspaces(graph, self.card, torch.__version__)
+
+
+def _is_of_logits(graph: StepGraph, op: Op) -> bool:
+    """Whether the op only moves logits about: the loss in chunks may move less."""
+    touched = (*op.inputs, *op.outputs)
+    return not op.flops and any(graph.storages[index].category is Category.LOGITS for index in touched)

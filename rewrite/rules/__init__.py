@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from planner.decisions import Accumulation, Checkpoint, Decision, Freeze, Optimizer, Precision
+from planner.decisions import Accumulation, Checkpoint, ChunkedLoss, Decision, Freeze, Optimizer, Precision
 from rewrite.rules.accumulation import accumulation, accumulation_source
 from rewrite.rules.checkpoint import checkpoint, checkpoint_source
+from rewrite.rules.chunked_loss import chunked_loss, chunked_loss_source
 from rewrite.rules.freeze import freeze, freeze_source
 from rewrite.rules.optimizer import optimizer, optimizer_source
 from rewrite.rules.precision import precision, precision_source
@@ -15,6 +16,7 @@ RULES: dict[type[Decision], Callable] = {
     Freeze: freeze,
     Precision: precision,
     Optimizer: optimizer,
+    ChunkedLoss: chunked_loss,
     Accumulation: accumulation,
     Checkpoint: checkpoint,
 }
@@ -24,6 +26,7 @@ SOURCES: dict[type[Decision], Callable] = {
     Freeze: freeze_source,
     Precision: precision_source,
     Optimizer: optimizer_source,
+    ChunkedLoss: chunked_loss_source,
     Accumulation: accumulation_source,
     Checkpoint: checkpoint_source,
 }

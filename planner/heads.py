@@ -1,0 +1,52 @@
+"""Which linear layer makes the logits that the loss is taken of, found in the recording of the step as it is."""
+
+from __future__ import annotations
+
+import torch
+
+from planner.decisions import ChunkedLoss
+from planner.step_graph import Op, Phase, StepGraph
+from planner.workspaces.stream import GEMM_OPS
+
+_LOG_SOFTMAX = "aten._log_softmax.default"
+_COPIES = ("aten._to_copy.default", "aten.clone.default", "aten.copy_.default")
+_FP32_BYTES = 4
+_CHUNK_SHARE = 16
+"""A chunk of logits in fp32 takes at most the budget's share of one in this. More chunks cost more sums of gradients."""
+_MOST_CHUNKS = 64
+_SMALLEST_LOGITS_BYTES = 1 << 20
+
+
+def chunked_loss(graph: StepGraph, model: torch.nn.Module, *, vram_bytes: int) -> ChunkedLoss | None:
+    """The decision that takes the loss in chunks; None where no linear layer's output goes straight to cross entropy.
+
+    Args:
+        graph: of the step as it is.
+    """
+    for op in graph.ops:
+        if op.name == _LOG_SOFTMAX and op.phase is Phase.FORWARD and op.step == 0 and op.inputs and op.shapes:
+            rows, words = op.shapes[0][0], op.shapes[0][-1]
+            logits_bytes = rows * words * _FP32_BYTES
+            head = _made_by(graph, op)
+            if len(op.shapes[0]) != 2 or logits_bytes < _SMALLEST_LOGITS_BYTES or not _is_linear(model, head):
+                continue
+            if sum(call.module == head.module for call in graph.calls) != graph.steps:
+                continue  # used elsewhere too
+            chunks = 2
+            while chunks < min(_MOST_CHUNKS, rows) and logits_bytes > chunks * (vram_bytes // _CHUNK_SHARE):
+                chunks *= 2
+            return ChunkedLoss(module=head.module, chunks=chunks)
+    return None
+
+
+def _made_by(graph: StepGraph, op: Op) -> Op | None:
+    """The op whose result this one reads, copies and casts aside."""
+    made = graph.storages[op.inputs[0]].op
+    while made is not None and graph.ops[made].name in _COPIES:
+        op = graph.ops[made]
+        made = graph.storages[op.inputs[0]].op if op.inputs and op.inputs[0] not in op.outputs else None
+    return None if made is None else graph.ops[made]
+
+
+def _is_linear(model: torch.nn.Module, head: Op | None) -> bool:
+    return head is not None and head.name in GEMM_OPS and type(model.get_submodule(head.module)) is torch.nn.Linear

@@ -1,0 +1,178 @@
+"""Chunked loss: the same loss and gradients, and never all logits at once."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from planner.calling import Calling
+from planner.decisions import Accumulation, ChunkedLoss
+from planner.errors import DecisionError
+from rewrite.apply import apply_decisions
+
+ROWS, WIDTH, WORDS = 24, 16, 37
+
+
+class Tagger(torch.nn.Module):
+    """A head over a small body, on tokens of shape (batch, length)."""
+
+    def __init__(self, *, bias: bool = True, tied: bool = False) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(WORDS, WIDTH)
+        self.body = torch.nn.Linear(WIDTH, WIDTH)
+        self.head = torch.nn.Linear(WIDTH, WORDS, bias=bias)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.body(self.words(tokens))))
+
+
+def flat(logits, labels):
+    return F.cross_entropy(logits.view(-1, WORDS), labels.view(-1))
+
+
+def shifted(logits, labels):
+    return F.cross_entropy(logits[..., :-1, :].contiguous().view(-1, logits.size(-1)), labels[..., 1:].reshape(-1))
+
+
+def upcast_and_summed(logits, labels):
+    labels = labels.view(-1).clamp(min=0)
+    return F.cross_entropy(logits.float().reshape(-1, WORDS), labels, ignore_index=0, reduction="sum") / 7
+
+
+def by_module(logits, labels):
+    return torch.nn.CrossEntropyLoss()(logits.view((-1, WORDS)), labels.view(-1))
+
+
+def smoothed(logits, labels):
+    return F.cross_entropy(logits.view(-1, WORDS), labels.view(-1), label_smoothing=0.1)
+
+
+def classes_second(logits, labels):
+    return F.cross_entropy(logits.transpose(1, 2), labels)
+
+
+def with_a_penalty(logits, labels):
+    return flat(logits, labels) + 1e-3 * (logits / 2 + 1).logsumexp(-1).square().mean()
+
+
+CHUNKED = (flat, shifted, upcast_and_summed, by_module)
+WHOLE = (smoothed, classes_second, with_a_penalty)
+
+
+def tokens(dtype=torch.int64):
+    torch.manual_seed(0)
+    inputs, labels = torch.randint(WORDS, (4, ROWS // 4)), torch.randint(WORDS, (4, ROWS // 4))
+    labels[0, :3] = -100
+    return inputs, labels
+
+
+def trained(model, loss, *, chunks: int | None, micro_batches: int = 1):
+    """Loss and gradients of one batch, with the head rewritten or not."""
+    model, batch = copy.deepcopy(model), tokens()
+    decisions = [] if chunks is None else [ChunkedLoss(module="head", chunks=chunks)]
+    if micro_batches > 1:
+        decisions.append(Accumulation(micro_batch_size=4 // micro_batches, micro_batches=micro_batches))
+    rewritten = apply_decisions(
+        decisions,
+        model,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+        calling=Calling.ALL_BUT_LAST,
+        batch_size=4,
+        loss_fn=lambda output, part: loss(output, part[1]),
+    )
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    value = rewritten.step(batch)
+    return value, {name: before[name] - parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("chunks", [2, 5, 64])
+@pytest.mark.parametrize("loss", [*CHUNKED, *WHOLE], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"tied": True}], ids=["bias", "no bias", "tied"])
+def test_loss_and_gradients_are_those_of_the_whole(options, loss, chunks):
+    torch.manual_seed(1)
+    model = Tagger(**options).double()
+    expected, gradients = trained(model, loss, chunks=None)
+    value, others = trained(model, loss, chunks=chunks)
+    assert value.dtype == expected.dtype
+    tolerance = 1e-6 if loss is upcast_and_summed else 1e-12  # that one computes its loss in fp32
+    torch.testing.assert_close(value, expected, rtol=tolerance, atol=tolerance)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(others[name], gradient, rtol=tolerance, atol=tolerance)
+
+
+def test_it_goes_together_with_micro_batches():
+    torch.manual_seed(1)
+    model = Tagger().double()
+    expected, gradients = trained(model, flat, chunks=None, micro_batches=2)
+    value, others = trained(model, flat, chunks=3, micro_batches=2)
+    torch.testing.assert_close(value, expected)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(others[name], gradient)
+
+
+def test_under_autocast_it_computes_as_the_whole_does():
+    torch.manual_seed(1)
+    model, (inputs, labels) = Tagger(), tokens()
+    rewritten = copy.deepcopy(model)
+    undo = apply_decisions(
+        [ChunkedLoss(module="head", chunks=3)], rewritten, optimizer="sgd", calling=Calling.SINGLE, batch_size=4
+    )
+    losses = []
+    for each in (model, rewritten):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses.append(flat(each(inputs), labels))
+        losses[-1].backward()
+    assert losses[0].dtype == losses[1].dtype == torch.float32
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
+    for one, other in zip(model.parameters(), rewritten.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=2e-2, atol=5e-4)
+    undo.undo()
+    assert isinstance(rewritten(inputs), torch.Tensor)
+
+
+def test_without_gradients_none_are_made_and_whatever_else_is_asked_is_answered():
+    model, (inputs, labels) = Tagger(), tokens()
+    expected = model(inputs)
+    apply_decisions(
+        [ChunkedLoss(module="head", chunks=3)], model, optimizer="sgd", calling=Calling.SINGLE, batch_size=4
+    )
+    logits = model(inputs)
+    assert not isinstance(logits, torch.Tensor) and logits.shape == expected.shape and logits.dtype == expected.dtype
+    with torch.no_grad():
+        torch.testing.assert_close(flat(logits, labels), flat(expected, labels))
+    for ask in (
+        lambda x: x.argmax(-1),
+        lambda x: torch.softmax(x, -1),
+        lambda x: x[:, -1],
+        lambda x: x[..., 3],
+        lambda x: x[:, 0, 5],
+        lambda x: 2 * x - 1,
+        lambda x: torch.cat([x, x]),
+        lambda x: F.cross_entropy(x.view(-1, WORDS), labels.view(-1), reduction="none"),
+    ):
+        answer = ask(logits)
+        answer = answer if isinstance(answer, torch.Tensor) else answer.whole()
+        torch.testing.assert_close(answer, ask(expected))
+    kept = pickle.loads(pickle.dumps(model(inputs).whole().detach()))
+    torch.testing.assert_close(kept, expected.detach())
+
+
+def test_a_second_backward_is_refused_and_so_is_another_module():
+    model, (inputs, labels) = Tagger(), tokens()
+    apply_decisions(
+        [ChunkedLoss(module="head", chunks=3)], model, optimizer="sgd", calling=Calling.SINGLE, batch_size=4
+    )
+    loss = flat(model(inputs), labels)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="used up"):
+        loss.backward()
+    with pytest.raises(DecisionError, match=r"'words', a Embedding: only a torch.nn.Linear"):
+        apply_decisions(
+            [ChunkedLoss(module="words", chunks=3)], model, optimizer="sgd", calling=Calling.SINGLE, batch_size=4
+        )
