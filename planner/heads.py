@@ -11,8 +11,8 @@ from planner.workspaces.stream import GEMM_OPS
 _LOG_SOFTMAX = "aten._log_softmax.default"
 _COPIES = ("aten._to_copy.default", "aten.clone.default", "aten.copy_.default")
 _FP32_BYTES = 4
-_CHUNK_SHARE = 16
-"""A chunk of logits in fp32 takes at most the budget's share of one in this. More chunks cost more sums of gradients."""
+_CHUNK_SHARE = 1 / 16
+"""A chunk of logits in fp32 takes at most this part of the budget. More chunks cost more sums of gradients."""
 _MOST_CHUNKS = 64
 _SMALLEST_LOGITS_BYTES = 1 << 20
 
@@ -33,7 +33,7 @@ def chunked_loss(graph: StepGraph, model: torch.nn.Module, *, vram_bytes: int) -
             if sum(call.module == head.module for call in graph.calls) != graph.steps:
                 continue  # used elsewhere too
             chunks = 2
-            while chunks < min(_MOST_CHUNKS, rows) and logits_bytes > chunks * (vram_bytes // _CHUNK_SHARE):
+            while chunks < min(_MOST_CHUNKS, rows) and logits_bytes > chunks * _CHUNK_SHARE * vram_bytes:
                 chunks *= 2
             return ChunkedLoss(module=head.module, chunks=chunks)
     return None

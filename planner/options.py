@@ -8,7 +8,17 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from planner.decisions import KINDS, Accumulation, Checkpoint, ChunkedLoss, Decision, Fidelity, Freeze, Optimizer, Precision
+from planner.decisions import (
+    KINDS,
+    Accumulation,
+    Checkpoint,
+    ChunkedLoss,
+    Decision,
+    Fidelity,
+    Freeze,
+    Optimizer,
+    Precision,
+)
 from planner.errors import DecisionError
 from planner.workload import Workload, optimizer_name
 from profiles.device import DeviceProfile

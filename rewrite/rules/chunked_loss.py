@@ -28,7 +28,7 @@ def chunked_loss(rewriting: Rewriting, decision: ChunkedLoss) -> None:
     head = rewriting.module(decision.module, decision.kind)
     if type(head) is not torch.nn.Linear:
         raise DecisionError(
-            f"{decision.kind} names '{decision.module}', a {type(head).__name__}: only a torch.nn.Linear can be the head"
+            f"{decision.kind} names '{decision.module}', a {type(head).__name__}: the head must be a torch.nn.Linear"
         )
     forward = types.MethodType(logits_in_chunks(decision.chunks), head)
     rewriting.replace(head, "forward", forward, place=f"forward of '{decision.module}'")

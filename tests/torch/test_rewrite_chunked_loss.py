@@ -172,7 +172,7 @@ def test_a_second_backward_is_refused_and_so_is_another_module():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="used up"):
         loss.backward()
-    with pytest.raises(DecisionError, match=r"'words', a Embedding: only a torch.nn.Linear"):
+    with pytest.raises(DecisionError, match=r"'words', a Embedding: the head must be a torch.nn.Linear"):
         apply_decisions(
             [ChunkedLoss(module="words", chunks=3)], model, optimizer="sgd", calling=Calling.SINGLE, batch_size=4
         )

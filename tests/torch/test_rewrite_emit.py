@@ -24,7 +24,7 @@ from rewrite_cases import (
 )
 
 from planner.calling import Calling
-from planner.decisions import Accumulation, Checkpoint, Freeze, Optimizer, Precision
+from planner.decisions import Accumulation, Checkpoint, ChunkedLoss, Freeze, Optimizer, Precision
 from planner.errors import PlanFileError
 from rewrite import apply, emit, source
 
@@ -36,11 +36,13 @@ PLANS = {
     "accumulation": (ACCUMULATION,),
     "bf16": (Precision(dtype="bf16"), Checkpoint(modules=LAYERS[:1])),
     "fp16": (Precision(dtype="fp16"), ACCUMULATION),
+    "chunked loss": (ChunkedLoss(module="lm_head.decoder", chunks=3), Checkpoint(modules=LAYERS[:1])),
     "freeze": (Freeze(modules=("roberta.embeddings", *LAYERS[:1])), Checkpoint(modules=LAYERS[1:])),
     "everything": (
         Freeze(modules=("roberta.embeddings.position_embeddings",)),
         Precision(dtype="fp16"),
         Optimizer(),
+        ChunkedLoss(module="lm_head.decoder", chunks=2),
         ACCUMULATION,
         Checkpoint(modules=LAYERS),
     ),

@@ -1,0 +1,126 @@
+"""The head is found where its output goes straight into a cross entropy; what is promised of chunks is certified."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from planner_cases import BARE, certifying_graph, plain, transformer, what_if
+
+import planner
+from planner import heads
+from planner.decisions import Accumulation, Checkpoint, ChunkedLoss, Precision
+from planner.step_graph import Category
+from planner.workload import workload
+
+WORDS = 4096
+MODELS = {
+    "roberta": ("roberta", "RobertaForMaskedLM", "lm_head.decoder", {"num_hidden_layers": 2}),
+    "bert": ("bert", "BertForMaskedLM", "cls.predictions.decoder", {"num_hidden_layers": 1}),
+    "gpt2": ("gpt2", "GPT2LMHeadModel", "lm_head", {"n_layer": 2}),
+    "llama": (
+        "llama",
+        "LlamaForCausalLM",
+        "lm_head",
+        {
+            "num_hidden_layers": 2,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+    ),
+    "t5": ("t5", "T5ForConditionalGeneration", "lm_head", {"num_layers": 1, "decoder_start_token_id": 0}),
+}
+
+
+def of(name: str, seq_len: int = 64):
+    kind, head, _, settings = MODELS[name]
+    return transformer(kind, head, batch_size=4, seq_len=seq_len, vocab_size=WORDS, **settings)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_head_of_a_language_model_is_found(name):
+    work = of(name)
+    graph = certifying_graph(work, (), BARE)
+    found = heads.chunked_loss(graph, work.model, vram_bytes=8 << 20)
+    assert found == ChunkedLoss(module=MODELS[name][2], chunks=8)
+    assert heads.chunked_loss(graph, work.model, vram_bytes=8 << 30).chunks == 2
+
+
+class Net(torch.nn.Module):
+    """A head whose output meets something before the loss takes it, or a loss of another kind."""
+
+    def __init__(self, between) -> None:
+        super().__init__()
+        self.head, self.between = torch.nn.Linear(16, WORDS), between
+
+    def forward(self, x, labels):
+        return self.between(self.head(x), labels)
+
+
+OTHERS = {
+    "scaled": lambda logits, labels: F.cross_entropy(logits / 2, labels),
+    "other loss": lambda logits, labels: logits.square().mean(),
+    "three dimensions": lambda logits, labels: F.cross_entropy(
+        logits.view(2, -1, WORDS).transpose(1, 2), labels.view(2, -1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_where_logits_are_used_otherwise_no_chunks_are_offered(name):
+    work = workload(Net(OTHERS[name]), (torch.zeros(128, 16), torch.zeros(128, dtype=torch.int64)))
+    assert heads.chunked_loss(certifying_graph(work, (), BARE), work.model, vram_bytes=1 << 20) is None
+
+
+def test_a_small_loss_is_left_alone_and_so_is_a_head_that_is_used_twice():
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(16, WORDS)
+
+        def forward(self, x, labels):
+            return F.cross_entropy(self.head(x), labels) + F.cross_entropy(self.head(2 * x), labels)
+
+    batch = torch.zeros(128, 16), torch.zeros(128, dtype=torch.int64)
+    work = workload(Twice(), batch)
+    assert heads.chunked_loss(certifying_graph(work, (), BARE), work.model, vram_bytes=1 << 20) is None
+    work = workload(Net(F.cross_entropy), tuple(part[:8] for part in batch))
+    assert heads.chunked_loss(certifying_graph(work, (), BARE), work.model, vram_bytes=1 << 20) is None
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "others", [(), (Precision(dtype="bf16"),), (Precision(dtype="fp16"),)], ids=["fp32", "bf16", "fp16"]
+)
+def test_what_is_promised_of_a_chunked_loss_is_certified(name, others):
+    work, chunked = of(name), ChunkedLoss(module=MODELS[name][2], chunks=4)
+    for split, sizes in (((), (4,)), ((Accumulation(micro_batch_size=2, micro_batches=2),), (2, 2))):
+        decisions = (*others, chunked, *split)
+        assert (
+            what_if(work, decisions, sizes=sizes).live_bytes().max()
+            == plain(work, decisions, sizes=sizes).live_bytes().max()
+        )
+
+
+def test_logits_are_never_held_whole():
+    work = of("gpt2")
+    whole = 4 * 64 * WORDS * 4
+    for decisions in ((), (ChunkedLoss(module="lm_head", chunks=8),)):
+        sizes = {s.size_bytes for s in plain(work, decisions).storages if s.category is Category.LOGITS}
+        assert (whole in sizes) == (not decisions) and (whole // 8 in sizes) == bool(decisions)
+
+
+def test_a_plan_prefers_chunks_to_recompute_and_says_so():
+    work = of("llama", seq_len=512)
+    model, batch = work.model, work.batch
+    whole = planner.plan(model, batch, vram=None, gpu="bare").baseline
+    plan = planner.plan(model, batch, vram=int(0.75 * whole.total_bytes), gpu="bare", fidelity="exact")
+    assert plan.fits and [type(decision) for decision in plan.decisions] == [ChunkedLoss]
+    assert plan.peak.flops <= 1.001 * whole.flops
+    assert "never held whole" in plan.decisions[0].describe()
+    without = planner.plan(
+        model, batch, vram=int(0.75 * whole.total_bytes), gpu="bare", fidelity="exact", forbid=["chunked-loss"]
+    )
+    assert {type(decision) for decision in without.decisions} <= {Checkpoint, Accumulation}
