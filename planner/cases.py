@@ -110,6 +110,10 @@ class Cases:
             self._made[key] = Case(outer, split, graph, self._card)
         return self._made[key]
 
+    def made(self) -> tuple[Case, ...]:
+        """All so far."""
+        return tuple(self._made.values())
+
     def known(self, outer: tuple[Decision, ...], split: Split) -> Case | None:
         """The case, if it has been made already."""
         return self._made.get((outer, split))

@@ -14,7 +14,7 @@ from typing import Any
 
 from planner.cases import Case, Cases
 from planner.decisions import ChunkedLoss, Decision, Optimizer, Precision
-from planner.errors import PlannerError
+from planner.errors import DecisionError, PlannerError
 from planner.options import Offer, Split
 from planner.search import milp
 from planner.search.problem import Selection
@@ -101,6 +101,8 @@ class Chooser:
                     found.append(self._smallest_of(case))
         if not found:
             raise next(iter(self.dropped.values()))
+        if self._force_checkpoint and not any(case.units.modules for case in self._cases.made()):
+            raise DecisionError("checkpoint is forced, but no module of this model can be recomputed: do not force it")
         return min(found, key=lambda choice: (choice.peak_bytes, choice.step_ns))
 
     def _splits_to_the_smallest(self) -> tuple[Split, ...]:

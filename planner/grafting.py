@@ -26,8 +26,7 @@ def graft_update(step: StepGraph, update: StepGraph) -> StepGraph:
     """
     cut, shift = step.update_tick, step.update_tick - update.update_tick
     ticks = update.ticks + shift
-    first_tick = next(op.tick for op in step.ops if op.phase is not Phase.SETUP)
-    storages = [_until(storage, cut, ticks, first_tick) for storage in step.storages]
+    storages = [_until(storage, cut, ticks) for storage in step.storages]
     renumbered: dict[int, int] = {}
     for index, storage in enumerate(update.storages):
         lives = _lives_in_update(storage, update.update_tick, update.ticks, shift)
@@ -51,18 +50,18 @@ def graft_update(step: StepGraph, update: StepGraph) -> StepGraph:
     )
 
 
-def _until(storage: Storage, cut: int, ticks: int, first_tick: int) -> Storage:
+def _until(storage: Storage, cut: int, ticks: int) -> Storage:
     """Without what the old optimizer had to do with it; what outlives the cut stays to the end."""
     if storage.category is Category.OPTIMIZER_STATE:
         return dataclasses.replace(storage, lives=[])
-    lives = [life for life in storage.lives if life[0] < cut and life[1] > first_tick]
-    return dataclasses.replace(storage, lives=[(birth, death if death <= cut else ticks) for birth, death in lives])
+    lives = [(birth, death if death <= cut else ticks) for birth, death in storage.lives if birth < cut]
+    return dataclasses.replace(storage, lives=lives)
 
 
 def _lives_in_update(storage: Storage, begin: int, end: int, shift: int) -> list[tuple[int, int]]:
     """State is there from the start; beside it only what the update makes counts."""
     if storage.category is Category.OPTIMIZER_STATE:
-        return [(0, end + shift)]
+        return [(0, end + shift)] if storage.lives else []
     return [(birth + shift, death + shift) for birth, death in storage.lives if birth > begin]
 
 

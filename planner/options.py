@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import torch
 
@@ -65,6 +65,8 @@ class Split:
 
     micro_batches: int
     size: int
+    last: int | None = None
+    """Samples of the second of two parts, where it is smaller; of many parts the peak is in one of the larger ones."""
 
     def decisions(self) -> tuple[Decision, ...]:
         if self.micro_batches == 1:
@@ -117,31 +119,59 @@ def offer(
     )
 
 
-def floor_bytes(work: Workload, optimizer_peak_bytes: int, outer: Sequence[Decision]) -> int:
+def floor_bytes(work: Workload, trained: Trained, optimizer_peak_bytes: int, outer: Sequence[Decision]) -> int:
     """Bytes that no plan with these outer choices goes below: what must be alive while the optimizer steps.
 
     Args:
         optimizer_peak_bytes: the same for the baseline. It stays so but for what an 8-bit optimizer or frozen
             parameters spare: gradients, state and temporaries are taken to be proportional to trained parameters.
     """
-    parameters = list(work.model.parameters())
-    parameter_bytes = sum(p.numel() * p.itemsize for p in parameters)
+    parameter_bytes = sum(p.numel() * p.itemsize for p in work.model.parameters())
     frozen = {name for decision in outer if isinstance(decision, Freeze) for name in decision.modules}
     held = {id(p) for name in frozen for p in work.model.get_submodule(name).parameters()}
-    trained = [p for p in parameters if p.requires_grad]
-    still = [p for p in trained if id(p) not in held]
-    if any(isinstance(decision, Optimizer) for decision in outer):
-        return parameter_bytes + sum(p.numel() * p.itemsize for p in still) + eight_bit_state_bytes(work, still)
-    if not held:
+    still = trained.without(held)
+    eight_bit = any(isinstance(decision, Optimizer) for decision in outer)
+    if not held and not eight_bit:
         return optimizer_peak_bytes
-    share = sum(p.numel() for p in still) / sum(p.numel() for p in trained)
+    least_bytes = parameter_bytes + sum(p.numel() * p.itemsize for p in still.with_gradient)
+    if eight_bit:
+        return least_bytes + still.eight_bit_state_bytes(work.model)
+    if len(trained.with_state) < len(trained.with_gradient):
+        return least_bytes
+    share = sum(p.numel() for p in still.with_state) / sum(p.numel() for p in trained.with_state)
     return parameter_bytes + int(0.99 * share * (optimizer_peak_bytes - parameter_bytes))
 
 
-def eight_bit_state_bytes(work: Workload, trained: Sequence[torch.nn.Parameter]) -> int:
-    """At least: one byte for each of the two moments; four for embeddings and small tensors (`rewrite/rules/`)."""
-    wide = {id(module.weight) for module in work.model.modules() if isinstance(module, torch.nn.Embedding)}
-    return sum(p.numel() * (8 if id(p) in wide or p.numel() < _SMALLEST_IN_8_BITS else 2) for p in trained)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trained:
+    """Parameters by what the step makes for them."""
+
+    with_gradient: tuple[torch.nn.Parameter, ...]
+    with_state: tuple[torch.nn.Parameter, ...]
+    """Those of them that the optimizer holds."""
+
+    @classmethod
+    def of(cls, work: Workload, names: Sequence[str]) -> Trained:
+        """From the names of all that get a gradient, as recorded."""
+        reached = set(names)
+        gradients = tuple(parameter for name, parameter in work.model.named_parameters() if name in reached)
+        optimizer = work.optimizer
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            return cls(with_gradient=gradients, with_state=gradients)
+        covered = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return cls(with_gradient=gradients, with_state=tuple(p for p in gradients if id(p) in covered))
+
+    def without(self, held: Container[int]) -> Trained:
+        """Less those whose identity is among `held`."""
+        return Trained(
+            with_gradient=tuple(p for p in self.with_gradient if id(p) not in held),
+            with_state=tuple(p for p in self.with_state if id(p) not in held),
+        )
+
+    def eight_bit_state_bytes(self, model: torch.nn.Module) -> int:
+        """At least: a byte for each of the two moments; four for embeddings and small tensors (`rewrite/rules/`)."""
+        wide = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+        return sum(p.numel() * (8 if id(p) in wide or p.numel() < _SMALLEST_IN_8_BITS else 2) for p in self.with_state)
 
 
 def frozen_offer(offered: Offer, frozen: Freeze) -> Offer:
@@ -236,7 +266,8 @@ def splits_of(batch_size: int) -> Iterator[Split]:
         size = -(-batch_size // count)
         if size not in sizes_seen:
             sizes_seen.add(size)
-            yield Split(micro_batches=-(-batch_size // size), size=size)
+            parts, last = -(-batch_size // size), batch_size - size
+            yield Split(micro_batches=parts, size=size, last=last if parts == 2 and last < size else None)
 
 
 def prefixes(module_starts: Sequence[tuple[str, int]], owners: Sequence[str]) -> tuple[Freeze, ...]:

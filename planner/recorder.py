@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -93,6 +93,9 @@ class Recorder(TorchDispatchMode):
         self._in_optimizer = False
         self._seen_backward = False
         self._in_setup = True
+        self._setup_tick = 0
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._names: dict[int, str] = {}
         self._update_tick: int | None = None
         self._trained: dict[str, bool] = {}  # parameter -> whether its gradient is sparse
         self._op_of_sequence: dict[int, int] = {}
@@ -257,7 +260,7 @@ class Recorder(TorchDispatchMode):
         if self._in_optimizer:
             return Phase.OPTIMIZER, "", None, None
         node = torch._C._current_autograd_node()
-        if node is None:
+        if node is None or call is not None:  # a backward inside of a module's forward is part of the forward
             phase = Phase.OPTIMIZER if self._seen_backward and not self._stack else Phase.FORWARD
             if phase is Phase.FORWARD:
                 self._op_of_sequence[torch.autograd._get_sequence_nr() - 1] = index
@@ -305,7 +308,9 @@ class Recorder(TorchDispatchMode):
         for name, module in model.named_modules(remove_duplicate=True):
             handles.append(module.register_forward_pre_hook(self._entering(name), with_kwargs=True, prepend=True))
             handles.append(module.register_forward_hook(self._leaving, always_call=True))
+        self._optimizer = optimizer
         for name, parameter in model.named_parameters():
+            self._names[id(parameter)] = name
             if parameter.requires_grad:
                 handles.append(parameter.register_post_accumulate_grad_hook(self._got_gradient(name)))
         handles.append(register_optimizer_step_pre_hook(self._optimizer_starts))
@@ -323,7 +328,11 @@ class Recorder(TorchDispatchMode):
                 handle.remove()
 
     def setup_ends(self) -> None:
-        self._in_setup = False
+        self._in_setup, self._setup_tick = False, self.tick
+
+    def note_trained(self, names: Iterable[str]) -> None:
+        """Say which parameters have a gradient, where no backward will."""
+        self._trained.update(dict.fromkeys(names, False))
 
     def starts_step(self, step: int) -> None:
         self.step, self.micro_batch, self._seen_backward = step, 0, False
@@ -363,9 +372,9 @@ class Recorder(TorchDispatchMode):
         if call is not None:
             self.calls[call].end = self.next_tick()
             if (changed := changed_state(self._states.pop(), module_state(module))) is not None:
-                self._note_obstacle(call, f"it changes {changed}")
+                self.note_obstacle(call, f"it changes {changed}")
 
-    def _note_obstacle(self, call: int | None, obstacle: str) -> None:
+    def note_obstacle(self, call: int | None, obstacle: str) -> None:
         """A second run of this call, or of one that contains it, would not be like the first."""
         while call is not None:
             self.calls[call].obstacle = self.calls[call].obstacle or obstacle
@@ -390,14 +399,28 @@ class Recorder(TorchDispatchMode):
                 if isinstance(value, torch.Tensor):
                     self.mark(value, Category.OPTIMIZER_STATE)
 
+    def _idle_state(self) -> set[int]:
+        """Storages of state that was primed for parameters which then got no gradient: a real step makes none."""
+        states = (
+            state
+            for parameter, state in self._optimizer.state.items()
+            if self._names.get(id(parameter)) not in self._trained
+        )
+        tensors = (value for state in states for value in state.values() if isinstance(value, torch.Tensor))
+        return {index for tensor in tensors if (index := self.storage_of(tensor)) is not None}
+
     # ---- the result -------------------------------------------------------------------------------------------
 
     def finish(self, *, steps: int, primed: bool, micro_batch_sizes: tuple[int, ...]) -> StepGraph:
         """Close all lives and hand the recording over. The recorder must not be used afterwards."""
         ticks = self.next_tick() + 1
+        idle = self._idle_state() if primed else set()
         for index, birth, _finalizer in self._alive.values():
             self.storages[index].lives.append((birth, ticks))
         self._alive.clear()
+        if primed:
+            for index, storage in enumerate(self.storages):
+                storage.lives = [] if index in idle else [life for life in storage.lives if life[1] > self._setup_tick]
         note_obstacles(self.calls, self._writes, self._buffers, self.storages)
         graph = StepGraph(
             ops=self.ops,

@@ -46,9 +46,11 @@ class Recordings:
                 self._prefetch(_accumulated(choice, size))
 
     def of(self, choice: tuple[Decision, ...], split: Split) -> StepGraph:
-        """The recording for a split: of the whole batch, or of two micro-batches that stand for all."""
+        """The recording for a split: of the whole batch, of its two unlike parts, or of two that stand for all."""
         if split.micro_batches == 1:
             return self._get((choice, (split.size,)))
+        if split.last is not None:
+            return self._get(_accumulated(choice, split.size, split.last))
         if split.size >= BASE_SIZES[0] and choice not in self._irregular:
             two, three = (self._get(_accumulated(choice, size)) for size in BASE_SIZES)
             predicted = extrapolate(two, three, split.size)
@@ -91,8 +93,8 @@ class Recordings:
         return self._recorded[part]
 
 
-def _accumulated(choice: tuple[Decision, ...], size: int) -> _Key:
-    return (*choice, Accumulation(micro_batch_size=size, micro_batches=2)), (size, size)
+def _accumulated(choice: tuple[Decision, ...], size: int, last: int | None = None) -> _Key:
+    return (*choice, Accumulation(micro_batch_size=size, micro_batches=2)), (size, last or size)
 
 
 def _parts(key: _Key) -> tuple[_Key, _Key | None]:

@@ -44,6 +44,8 @@ class Rehearsal:
     primed: bool
     """Whether the optimizer's state exists before the first recorded step."""
     what_if: bool
+    trained: tuple[str, ...] | None = None
+    """Parameters that have a gradient, for a step that gives it to them itself; None: those that a backward reaches."""
 
     def start(self) -> Child:
         """Begin in a child process; `.result()` is a `StepGraph`."""
@@ -102,6 +104,7 @@ def _rehearse(rehearsal: Rehearsal, refuse: Refuse) -> StepGraph:
             steps=rehearsal.steps,
             primed=rehearsal.primed,
             micro_batch_sizes=rehearsal.micro_batch_sizes,
+            trained=rehearsal.trained,
         )
 
 
@@ -114,6 +117,7 @@ def record_steps(
     steps: int,
     primed: bool,
     micro_batch_sizes: tuple[int, ...],
+    trained: tuple[str, ...] | None = None,
 ) -> StepGraph:
     """Run training steps under the recorder. Model and batch lie on its device, virtual or real.
 
@@ -129,6 +133,8 @@ def record_steps(
             recorder.mark(tensor, Category.INPUT)
         step, optimizer = prepare(model)
         with recorder.watching(model, optimizer):
+            if trained is not None:
+                recorder.note_trained(trained)
             if primed:
                 _run_step(lambda _: _prime(model, optimizer), batch, model, hook_errors)
             recorder.setup_ends()

@@ -68,6 +68,8 @@ class SavedTensors:
 
     def unpack(self, packed: _Ghost | _Kept) -> torch.Tensor:
         save = packed.save
+        if self._recorder.innermost_call is not None:
+            self._recorder.note_obstacle(save.call, "its parent takes gradients of it in its own forward")
         if save.unpack is None:
             save.unpack = self._recorder.next_tick()
         if isinstance(packed, _Kept):

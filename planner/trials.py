@@ -16,7 +16,7 @@ from planner.choose import Bounds, Choice, Chooser
 from planner.decisions import Checkpoint, ChunkedLoss, Decision, Freeze, micro_batches_of
 from planner.footprint import Measured, measure, smallest_capacity_bytes
 from planner.heads import chunked_loss
-from planner.options import Offer, Rules, eight_bit_state_bytes, floor_bytes, offer
+from planner.options import Offer, Rules, Trained, floor_bytes, offer
 from planner.recordings import Recordings
 from planner.step_graph import Category, Op, Phase, StepGraph
 from planner.workload import Workload
@@ -137,9 +137,8 @@ class Trials:
         graph = self.baseline_graph
         times = cost.op_times_ns(graph, self.card, 1)
         forward_ns = sum(ns for op, ns in zip(graph.ops, times, strict=True) if op.phase is Phase.FORWARD)
-        trained = [p for p in self.work.model.parameters() if p.requires_grad and not frozen]
-        state_bytes = eight_bit_state_bytes(self.work, trained)
-        moved_bytes = state_bytes + sum(2 * p.numel() * p.itemsize for p in trained)
+        state_bytes = 0 if frozen else self._trained.eight_bit_state_bytes(self.work.model)
+        moved_bytes = 0 if frozen else state_bytes + sum(2 * p.numel() * p.itemsize for p in self._trained.with_state)
         bounds = Bounds(
             step_ns=forward_ns if frozen else sum(times),
             optimizer_ns=0 if frozen else optimizer_ns(graph, times),
@@ -172,7 +171,7 @@ class Trials:
     def floor_bytes(self, outer: tuple[Decision, ...]) -> int:
         """Bytes that no plan with this outer choice goes below."""
         if outer not in self._floors:
-            self._floors[outer] = floor_bytes(self.work, self._optimizer_peak_bytes, outer)
+            self._floors[outer] = floor_bytes(self.work, self._trained, self._optimizer_peak_bytes, outer)
         return self._floors[outer]
 
     @property
@@ -192,6 +191,10 @@ class Trials:
             f"left out ({', '.join(decision.describe() for decision in outer) or 'no outer choice'}): {error}"
             for outer, error in errors.items()
         )
+
+    @functools.cached_property
+    def _trained(self) -> Trained:
+        return Trained.of(self.work, self.baseline_graph.trained)
 
     @functools.cached_property
     def _optimizer_peak_bytes(self) -> int:

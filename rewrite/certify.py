@@ -187,6 +187,7 @@ def start_update(work: Workload, decisions: Sequence[Decision], card: DeviceProf
         steps=1,
         primed=True,
         what_if=False,
+        trained=tuple(trained),
     ).start()
 
 
