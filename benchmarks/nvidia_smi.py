@@ -27,7 +27,8 @@ from rich.progress import track
 from torch import nn
 
 import profiles
-from planner.allocator import AllocatorSettings, replay
+from planner.allocator_replay import replay
+from planner.allocator_settings import AllocatorSettings
 from planner.pipeline import versions
 from planner.program import rehearse_program
 from planner.stream import allocation_stream

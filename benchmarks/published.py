@@ -23,7 +23,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import profiles
-from planner.allocator import AllocatorSettings, replay
+from planner.allocator_replay import replay
+from planner.allocator_settings import AllocatorSettings
 from planner.pipeline import versions
 from planner.program import rehearse_program
 from planner.stream import allocation_stream

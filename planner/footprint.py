@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from planner import cost
-from planner.allocator import AllocatorSettings, replay
+from planner.allocator_replay import replay
+from planner.allocator_settings import AllocatorSettings
 from planner.plan_file import Footprint
 from planner.step_graph import Category, StepGraph, Storage
 from planner.stream import allocation_stream

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -29,7 +28,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from planner import sparse
@@ -39,7 +37,7 @@ from planner.classify import classify, note_obstacles
 from planner.cuda_kernels import KERNELS
 from planner.in_place import InPlaceRule
 from planner.known_values import tensors_in
-from planner.module_state import changed_state, is_compiled, module_state
+from planner.module_calls import ModuleCalls
 from planner.op_schema import (
     OpTraits,
     dtype_name,
@@ -51,12 +49,11 @@ from planner.op_schema import (
 )
 from planner.saved_tensors import SavedTensors
 from planner.source_lines import source_line
-from planner.step_graph import Call, Category, Op, Phase, Save, StepGraph, Storage
+from planner.step_graph import Category, Op, Phase, Save, StepGraph, Storage
 from planner.workspaces import has_formula
 
 _IGNORED_NAMESPACES = ("prim", "profiler")
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
-_COMPILED = "it runs compiled, or inside of what is compiled"
 
 
 class Recorder(TorchDispatchMode):
@@ -81,15 +78,13 @@ class Recorder(TorchDispatchMode):
         self.ops: list[Op] = []
         self.storages: list[Storage] = []
         self.saves: list[Save] = []
-        self.calls: list[Call] = []
+        self.calls = ModuleCalls(self)
         self.step = 0
         self.micro_batch = 0
-        self.answers = Answers(self._running_module)
+        self.answers = Answers(self.calls.place)
         self._paused = False
         self._saved = SavedTensors(self)
         self._alive: dict[int, tuple[int, int, weakref.ref]] = {}  # storage pointer -> (id, birth, finalizer)
-        self._stack: list[tuple[str, int | None]] = []
-        self._states: list[dict[str, object]] = []
         self._in_optimizer = False
         self._seen_backward = False
         self._in_setup = True
@@ -254,14 +249,14 @@ class Recorder(TorchDispatchMode):
                 self._writes.append((tick, storage, call))
 
     def _where(self, index: int) -> tuple[Phase, str, int | None, int | None]:
-        module, call = self._stack[-1] if self._stack else ("", None)
+        module, call = self.calls.innermost
         if self._in_setup:
             return Phase.SETUP, "", None, None
         if self._in_optimizer:
             return Phase.OPTIMIZER, "", None, None
         node = torch._C._current_autograd_node()
         if node is None or call is not None:  # a backward inside of a module's forward is part of the forward
-            phase = Phase.OPTIMIZER if self._seen_backward and not self._stack else Phase.FORWARD
+            phase = Phase.OPTIMIZER if self._seen_backward and not self.calls.are_running else Phase.FORWARD
             if phase is Phase.FORWARD:
                 self._op_of_sequence[torch.autograd._get_sequence_nr() - 1] = index
             return phase, module, call, None
@@ -269,20 +264,14 @@ class Recorder(TorchDispatchMode):
         forward_op = self._op_of_sequence.get(node._sequence_nr())
         if torch.is_grad_enabled():
             self._op_of_sequence[torch.autograd._get_sequence_nr() - 1] = index
-            where = module if self._stack else (self.ops[forward_op].module if forward_op is not None else "")
+            where = (
+                module if self.calls.are_running else (self.ops[forward_op].module if forward_op is not None else "")
+            )
             return Phase.RECOMPUTE, where, None, None
         return Phase.BACKWARD, self.ops[forward_op].module if forward_op is not None else "", None, forward_op
 
     def _run(self, op, *args):
         return self.__torch_dispatch__(op, (), args)
-
-    def _running_module(self) -> str:
-        return f"in module '{self._stack[-1][0] or 'the model itself'}'" if self._stack else "outside of the model"
-
-    @property
-    def innermost_call(self) -> int | None:
-        """The module call that is running, as an index into `calls`."""
-        return self._stack[-1][1] if self._stack else None
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -306,8 +295,7 @@ class Recorder(TorchDispatchMode):
                     self._buffers[storage] = (name, is_norm)
         handles = []
         for name, module in model.named_modules(remove_duplicate=True):
-            handles.append(module.register_forward_pre_hook(self._entering(name), with_kwargs=True, prepend=True))
-            handles.append(module.register_forward_hook(self._leaving, always_call=True))
+            handles += self.calls.hooks(name, module)
         self._optimizer = optimizer
         for name, parameter in model.named_parameters():
             self._names[id(parameter)] = name
@@ -338,47 +326,11 @@ class Recorder(TorchDispatchMode):
         self.step, self.micro_batch, self._seen_backward = step, 0, False
         self._op_of_sequence.clear()
 
-    def _entering(self, name: str):
-        def enter(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-            if torch._C._current_autograd_node() is not None:
-                self._stack.append((name, None))
-                return
-            if not self._stack and self._seen_backward:
-                self.micro_batch += 1
-                self._seen_backward = False
-            inputs = {self.storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-            obstacle = None if torch.is_grad_enabled() else "it runs without gradients"
-            if getattr(type(module).forward, "__name__", "") == "_forward_unimplemented":
-                obstacle = "its class has no forward of its own"
-            parent = self._stack[-1][1] if self._stack else None
-            if is_compiled(module) or (parent is not None and self.calls[parent].obstacle == _COMPILED):
-                obstacle = _COMPILED
-            call = Call(
-                module=name,
-                parent=parent,
-                start=self.next_tick(),
-                end=0,
-                inputs=tuple(sorted(inputs - {None})),
-                obstacle=obstacle,
-            )
-            self._stack.append((name, len(self.calls)))
-            self._states.append(module_state(module))
-            self.calls.append(call)
-
-        return enter
-
-    def _leaving(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
-        _, call = self._stack.pop()
-        if call is not None:
-            self.calls[call].end = self.next_tick()
-            if (changed := changed_state(self._states.pop(), module_state(module))) is not None:
-                self.note_obstacle(call, f"it changes {changed}")
-
-    def note_obstacle(self, call: int | None, obstacle: str) -> None:
-        """A second run of this call, or of one that contains it, would not be like the first."""
-        while call is not None:
-            self.calls[call].obstacle = self.calls[call].obstacle or obstacle
-            call = self.calls[call].parent
+    def enters_model(self) -> None:
+        """A forward begins; after a backward it is that of another micro-batch."""
+        if self._seen_backward:
+            self.micro_batch += 1
+            self._seen_backward = False
 
     def _got_gradient(self, name: str):
         def note(parameter: torch.nn.Parameter) -> None:
@@ -421,12 +373,12 @@ class Recorder(TorchDispatchMode):
         if primed:
             for index, storage in enumerate(self.storages):
                 storage.lives = [] if index in idle else [life for life in storage.lives if life[1] > self._setup_tick]
-        note_obstacles(self.calls, self._writes, self._buffers, self.storages)
+        note_obstacles(self.calls.all, self._writes, self._buffers, self.storages)
         graph = StepGraph(
             ops=self.ops,
             storages=self.storages,
             saves=self.saves,
-            calls=self.calls,
+            calls=self.calls.all,
             ticks=ticks,
             steps=steps,
             primed=primed,

@@ -58,7 +58,7 @@ class SavedTensors:
             pack=self._recorder.next_tick(),
             unpack=None,
             release=None,
-            call=self._recorder.innermost_call,
+            call=self._recorder.calls.innermost[1],
         )
         self._recorder.saves.append(save)
         if permanent:
@@ -68,8 +68,8 @@ class SavedTensors:
 
     def unpack(self, packed: _Ghost | _Kept) -> torch.Tensor:
         save = packed.save
-        if self._recorder.innermost_call is not None:
-            self._recorder.note_obstacle(save.call, "its parent takes gradients of it in its own forward")
+        if self._recorder.calls.innermost[1] is not None:
+            self._recorder.calls.note_obstacle(save.call, "its parent takes gradients of it in its own forward")
         if save.unpack is None:
             save.unpack = self._recorder.next_tick()
         if isinstance(packed, _Kept):

@@ -65,7 +65,7 @@ def signed(history: History) -> list[int]:
 
 
 def numbered(history: History) -> list[tuple[int, int]]:
-    """(allocation number, size) and (allocation number, 0), as `planner.allocator.replay` takes them."""
+    """(allocation number, size) and (allocation number, 0), as `planner.allocator_replay.replay` takes them."""
     current: dict[int, int] = {}
     result = []
     for place, (address, size_bytes) in enumerate(births_and_deaths(history)):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from planner.allocator import AllocatorSettings, CachingAllocator, OutOfMemory, replay
-from planner.allocator_settings import round_size, segment_size
+from planner.allocator import CachingAllocator, OutOfMemory
+from planner.allocator_replay import replay
+from planner.allocator_settings import AllocatorSettings, round_size, segment_size
 from planner.sizes import GIB, KIB, MIB
 
 NATIVE = AllocatorSettings()

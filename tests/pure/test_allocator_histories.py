@@ -12,7 +12,8 @@ import pathlib
 
 import pytest
 
-from planner.allocator import AllocatorSettings, replay
+from planner.allocator_replay import replay
+from planner.allocator_settings import AllocatorSettings
 from planner.sizes import MIB
 from planner.snapshot import Action, History, load, recorded_stream, replay_history
 from planner.snapshot_result import Counts

@@ -9,9 +9,10 @@ import numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.allocator import AllocatorSettings, CachingAllocator, OutOfMemory, replay
+from planner.allocator import CachingAllocator, OutOfMemory
 from planner.allocator_blocks import Block
-from planner.allocator_settings import round_size
+from planner.allocator_replay import replay
+from planner.allocator_settings import AllocatorSettings, round_size
 from planner.sizes import KIB, MIB
 
 NATIVE = AllocatorSettings()

@@ -16,6 +16,7 @@ COMPOSITION_ROOT = {"planner/__init__.py", "planner/pipeline.py", "planner/cli.p
 WITHOUT_TORCH = (
     "planner",
     "planner.allocator",
+    "planner.allocator_replay",
     "planner.decisions",
     "planner.plan_file",
     "planner.sizes",

@@ -21,8 +21,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.allocator import AllocatorSettings, CachingAllocator, OutOfMemory, replay
+from planner.allocator import CachingAllocator, OutOfMemory
 from planner.allocator_blocks import Block
+from planner.allocator_replay import replay
+from planner.allocator_settings import AllocatorSettings
 from planner.errors import SnapshotError
 from planner.sizes import GIB, MIB
 from planner.snapshot import load, main, recorded_stream, replay_history

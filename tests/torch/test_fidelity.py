@@ -20,7 +20,8 @@ from benchmarks.card.cases import CASES
 from benchmarks.card.comparing import compare_steps
 from benchmarks.card.measuring import STEPS, measure
 from benchmarks.card.predicting import predict
-from planner.allocator import AllocatorSettings, replay
+from planner.allocator_replay import replay
+from planner.allocator_settings import AllocatorSettings
 from planner.decisions import Checkpoint
 
 ROOT = pathlib.Path(__file__).parents[2]

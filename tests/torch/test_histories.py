@@ -14,7 +14,8 @@ from history_programs import program
 
 import profiles
 from benchmarks.card.alignment import align
-from planner.allocator import AllocatorSettings, replay
+from planner.allocator_replay import replay
+from planner.allocator_settings import AllocatorSettings
 from planner.program import rehearse_program
 from planner.snapshot import load, recorded_stream
 from planner.stream import allocation_stream, signed_sizes

@@ -1,0 +1,90 @@
+"""The forward calls of a model's modules, nested as they ran, and what speaks against running one of them twice."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from planner.module_state import changed_state, is_compiled, module_state
+from planner.step_graph import Call
+
+if TYPE_CHECKING:
+    from planner.recorder import Recorder
+
+_COMPILED = "it runs compiled, or inside of what is compiled"
+
+
+class ModuleCalls:
+    """Hooks on modules that write `Call`s; a recomputation in backward is followed, but is no call of its own."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.all: list[Call] = []
+        self._recorder = recorder
+        self._stack: list[tuple[str, int | None]] = []
+        self._states: list[dict[str, object]] = []
+
+    @property
+    def innermost(self) -> tuple[str, int | None]:
+        """The running module, and its call as an index into `all`; None for a recomputation."""
+        return self._stack[-1] if self._stack else ("", None)
+
+    @property
+    def are_running(self) -> bool:
+        return bool(self._stack)
+
+    def place(self) -> str:
+        """Where the model is now, for people."""
+        return f"in module '{self._stack[-1][0] or 'the model itself'}'" if self._stack else "outside of the model"
+
+    def hooks(self, name: str, module: torch.nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
+        return [
+            module.register_forward_pre_hook(self._entering(name), with_kwargs=True, prepend=True),
+            module.register_forward_hook(self._leaving, always_call=True),
+        ]
+
+    def note_obstacle(self, call: int | None, obstacle: str) -> None:
+        """A second run of this call, or of one that contains it, would not be like the first."""
+        while call is not None:
+            self.all[call].obstacle = self.all[call].obstacle or obstacle
+            call = self.all[call].parent
+
+    def _entering(self, name: str):
+        def enter(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+            if torch._C._current_autograd_node() is not None:
+                self._stack.append((name, None))
+                return
+            _, parent = self.innermost
+            if not self._stack:
+                self._recorder.enters_model()
+            storage_of = self._recorder.storage_of
+            inputs = {storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+            call = Call(
+                module=name,
+                parent=parent,
+                start=self._recorder.next_tick(),
+                end=0,
+                inputs=tuple(sorted(inputs - {None})),
+                obstacle=self._obstacle(module, parent),
+            )
+            self._stack.append((name, len(self.all)))
+            self._states.append(module_state(module))
+            self.all.append(call)
+
+        return enter
+
+    def _obstacle(self, module: torch.nn.Module, parent: int | None) -> str | None:
+        """What is known before the call."""
+        if is_compiled(module) or (parent is not None and self.all[parent].obstacle == _COMPILED):
+            return _COMPILED
+        if getattr(type(module).forward, "__name__", "") == "_forward_unimplemented":
+            return "its class has no forward of its own"
+        return None if torch.is_grad_enabled() else "it runs without gradients"
+
+    def _leaving(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
+        _, call = self._stack.pop()
+        if call is not None:
+            self.all[call].end = self._recorder.next_tick()
+            if (changed := changed_state(self._states.pop(), module_state(module))) is not None:
+                self.note_obstacle(call, f"it changes {changed}")
