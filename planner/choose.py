@@ -144,18 +144,22 @@ class Chooser:
 
     def _bound_ns(self, outer: tuple[Decision, ...]) -> int:
         """Time that no plan of this outer choice can go below, from what is known already."""
-        eight_bit, chunked = (
-            any(isinstance(decision, kind) for decision in outer) for kind in (Optimizer, ChunkedLoss)
-        )
-        loss_ns = self._bounds.loss_ns if chunked else 0
+        bounds = [0]
         if not any(isinstance(decision, Precision) for decision in outer):
-            return self._bounds.step_ns - loss_ns - (self._spared_ns(self._bounds.optimizer_ns) if eight_bit else 0)
-        simpler = tuple(decision for decision in outer if not isinstance(decision, Optimizer))
-        if (case := self._cases.known(simpler, self._offer.splits[0])) is not None:
-            return case.step_ns - self._spared_ns(case.optimizer_ns)
-        simpler = tuple(decision for decision in simpler if not isinstance(decision, ChunkedLoss))
-        case = self._cases.known(simpler, self._offer.splits[0])
-        return 0 if case is None else case.step_ns - loss_ns - self._spared_ns(case.optimizer_ns)
+            bounds.append(self._bounds.step_ns - self._most_spared_ns(outer, self._bounds.optimizer_ns))
+        for kinds in ((Optimizer,), (ChunkedLoss,), (Optimizer, ChunkedLoss)):
+            left_out = tuple(decision for decision in outer if isinstance(decision, kinds))
+            simpler = tuple(decision for decision in outer if decision not in left_out)
+            if left_out and (case := self._cases.known(simpler, self._offer.splits[0])) is not None:
+                bounds.append(case.step_ns - self._most_spared_ns(left_out, case.optimizer_ns))
+        return max(bounds)
+
+    def _most_spared_ns(self, decisions: tuple[Decision, ...], optimizer_ns: int) -> int:
+        """By these, at most, of a step whose optimizer takes this long."""
+        eight_bit, chunked = (
+            any(isinstance(decision, kind) for decision in decisions) for kind in (Optimizer, ChunkedLoss)
+        )
+        return eight_bit * self._spared_ns(optimizer_ns) + chunked * self._bounds.loss_ns
 
     def _spared_ns(self, optimizer_ns: int) -> int:
         """At most, by another optimizer than the one that takes this long."""

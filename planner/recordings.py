@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from planner.child import Child
-from planner.decisions import Accumulation, Decision, Optimizer
+from planner.decisions import Accumulation, ChunkedLoss, Decision, Optimizer
 from planner.grafting import can_be_grafted, graft_update
 from planner.options import Split
 from planner.scaling import BASE_SIZES, extrapolate
@@ -103,4 +103,4 @@ def _parts(key: _Key) -> tuple[_Key, _Key | None]:
     if not any(isinstance(decision, Optimizer) for decision in decisions):
         return key, None
     as_it_is = tuple(decision for decision in decisions if not isinstance(decision, Optimizer))
-    return (as_it_is, sizes), (tuple(d for d in decisions if not isinstance(d, Accumulation)), ())
+    return (as_it_is, sizes), (tuple(d for d in decisions if not isinstance(d, (Accumulation, ChunkedLoss))), ())
