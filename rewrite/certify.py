@@ -21,8 +21,7 @@ from planner.virtual_gpu import Target
 from planner.workload import OptimizerBlueprint, OptimizerSpec, Workload, workload
 from planner.workspaces.stream import with_workspaces
 from profiles.device import DeviceProfile
-from rewrite.apply import apply_decisions
-from rewrite.optimizers import OptimizerChoice
+from rewrite.apply import Rewritten, apply_decisions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,21 +115,14 @@ def start_rehearsal(
         dataclasses.replace(decision, micro_batches=len(sizes)) if isinstance(decision, Accumulation) else decision
         for decision in decisions
     )
-    optimizer_over = _optimizer_maker(work)
+    rewrite = _rewriter(work, shortened)
 
     def prepare(model: torch.nn.Module):
         if what_if:  # no rewritten step keeps a cache of keys and values
             for module in model.modules():
                 if getattr(getattr(module, "config", None), "use_cache", False):
                     module.config.use_cache = False
-        rewritten = apply_decisions(
-            shortened,
-            model,
-            optimizer=optimizer_over(model),
-            calling=work.calling,
-            batch_size=sum(sizes),
-            loss_fn=work.loss_fn,
-        )
+        rewritten = rewrite(model, sum(sizes))
         return rewritten.step, rewritten.optimizer
 
     return Rehearsal(
@@ -154,17 +146,10 @@ def start_update(work: Workload, decisions: Sequence[Decision], card: DeviceProf
         trained: parameters that have a gradient.
     """
     _import_once(decisions)
-    optimizer_over = _optimizer_maker(work)
+    rewrite = _rewriter(work, decisions)
 
     def prepare(model: torch.nn.Module):
-        rewritten = apply_decisions(
-            decisions,
-            model,
-            optimizer=optimizer_over(model),
-            calling=work.calling,
-            batch_size=work.batch_size,
-            loss_fn=work.loss_fn,
-        )
+        rewritten = rewrite(model, work.batch_size)
         step, parameters = rewritten.step, dict(model.named_parameters())
 
         def update(_: Any) -> None:
@@ -191,12 +176,22 @@ def start_update(work: Workload, decisions: Sequence[Decision], card: DeviceProf
     ).start()
 
 
-def _optimizer_maker(work: Workload) -> Callable[[torch.nn.Module], OptimizerChoice]:
-    """From a virtual model to what `apply_decisions` takes: an optimizer like the user's, or what the user named."""
+def _rewriter(work: Workload, decisions: Sequence[Decision]) -> Callable[[torch.nn.Module, int], Rewritten]:
+    """From a virtual model and its batch size to the model rewritten, with an optimizer as the user's."""
     spec = work.optimizer
-    if not isinstance(spec, torch.optim.Optimizer):
-        return lambda model: spec
-    return OptimizerBlueprint.of(spec, work.model).over
+    blueprint = OptimizerBlueprint.of(spec, work.model) if isinstance(spec, torch.optim.Optimizer) else None
+
+    def rewrite(model: torch.nn.Module, batch_size: int) -> Rewritten:
+        return apply_decisions(
+            decisions,
+            model,
+            optimizer=blueprint.over(model) if blueprint else spec,
+            calling=work.calling,
+            batch_size=batch_size,
+            loss_fn=work.loss_fn,
+        )
+
+    return rewrite
 
 
 def _import_once(decisions: Sequence[Decision]) -> None:

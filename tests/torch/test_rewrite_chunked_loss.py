@@ -176,3 +176,26 @@ def test_a_second_backward_is_refused_and_so_is_another_module():
         apply_decisions(
             [ChunkedLoss(module="words", chunks=3)], model, optimizer="sgd", calling=Calling.SINGLE, batch_size=4
         )
+
+
+def test_a_rewritten_language_model_still_generates():
+    import transformers
+
+    config = transformers.GPT2Config(
+        n_layer=1, n_embd=16, n_head=2, vocab_size=WORDS, n_positions=32, bos_token_id=0, eos_token_id=0
+    )
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    rewritten = copy.deepcopy(model)
+    decisions = [ChunkedLoss(module="lm_head", chunks=4)]
+    apply_decisions(decisions, rewritten, optimizer="adamw", calling=Calling.KEYWORDS, batch_size=2)
+    prompt = torch.randint(1, WORDS, (2, 5))
+    for options in ({"do_sample": False}, {"do_sample": True, "num_beams": 2}):
+        answers = []
+        for each in (model, rewritten):
+            torch.manual_seed(1)
+            answers.append(each.generate(prompt, max_new_tokens=5, pad_token_id=0, **options))
+        assert torch.equal(*answers)
+    torch.testing.assert_close(
+        rewritten(input_ids=prompt, labels=prompt).loss, model(input_ids=prompt, labels=prompt).loss
+    )
