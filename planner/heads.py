@@ -9,6 +9,7 @@ from planner.step_graph import Op, Phase, StepGraph
 from planner.workspaces.stream import GEMM_OPS
 
 _LOG_SOFTMAX = "aten._log_softmax.default"
+_NLL = "aten.nll_loss_forward.default"
 _COPIES = ("aten._to_copy.default", "aten.clone.default", "aten.copy_.default")
 _FP32_BYTES = 4
 _CHUNK_SHARE = 1 / 16
@@ -30,6 +31,8 @@ def chunked_loss(graph: StepGraph, model: torch.nn.Module, *, vram_bytes: int) -
             head = _made_by(graph, op)
             if len(op.shapes[0]) != 2 or logits_bytes < _SMALLEST_LOGITS_BYTES or not _is_linear(model, head):
                 continue
+            if not _is_plain(graph, op):
+                continue
             if sum(call.module == head.module for call in graph.calls) != graph.steps:
                 continue  # used elsewhere too
             chunks = 2
@@ -37,6 +40,13 @@ def chunked_loss(graph: StepGraph, model: torch.nn.Module, *, vram_bytes: int) -
                 chunks *= 2
             return ChunkedLoss(module=head.module, chunks=chunks)
     return None
+
+
+def _is_plain(graph: StepGraph, log_softmax: Op) -> bool:
+    """Whether only the loss of one label a row is taken of it: no weights, no smoothing, one number in the end."""
+    result = log_softmax.outputs[0]
+    readers = [op for op in graph.ops if result in op.inputs and op.phase is Phase.FORWARD and not op.is_view]
+    return [op.name for op in readers] == [_NLL] and len(readers[0].inputs) == 2 and readers[0].shapes[0] == ()
 
 
 def _made_by(graph: StepGraph, op: Op) -> Op | None:

@@ -61,6 +61,9 @@ class Net(torch.nn.Module):
 
 OTHERS = {
     "scaled": lambda logits, labels: F.cross_entropy(logits / 2, labels),
+    "smoothed": lambda logits, labels: F.cross_entropy(logits, labels, label_smoothing=0.1),
+    "weighted": lambda logits, labels: F.cross_entropy(logits, labels, weight=torch.ones_like(logits[0])),
+    "row by row": lambda logits, labels: F.cross_entropy(logits, labels, reduction="none").square().mean(),
     "other loss": lambda logits, labels: logits.square().mean(),
     "three dimensions": lambda logits, labels: F.cross_entropy(
         logits.view(2, -1, WORDS).transpose(1, 2), labels.view(2, -1)
