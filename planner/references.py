@@ -84,7 +84,10 @@ def _config(reference: str) -> Any:
     except PlannerError:
         raise
     except (OSError, ValueError) as error:
-        raise WorkloadError(f"model '{reference}' is unknown: {_first_line(error)}; give {FORMS}") from error
+        missing = (
+            "" if file.exists() else f"there is no such file or folder below {pathlib.Path.cwd()}, and no such hub id: "
+        )
+        raise WorkloadError(f"model '{reference}' is unknown: {missing}{_first_line(error)}; give {FORMS}") from error
 
 
 def _model_class(config: Any, reference: str) -> type[torch.nn.Module]:
