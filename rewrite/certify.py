@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -197,4 +198,4 @@ def _rewriter(work: Workload, decisions: Sequence[Decision]) -> Callable[[torch.
 def _import_once(decisions: Sequence[Decision]) -> None:
     """What children would each import anew."""
     if any(isinstance(decision, Optimizer) for decision in decisions):
-        import bitsandbytes  # noqa: F401
+        importlib.import_module("bitsandbytes")
