@@ -24,6 +24,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from planner.attention import AttentionCall, choose_backend, run_backend
 from planner.autocast import Autocast
+from planner.call_memo import CallMemo
 
 NAME = "vgpu"
 
@@ -39,6 +40,7 @@ class VirtualGpuMode(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        self._memo = CallMemo(self)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -47,7 +49,8 @@ class VirtualGpuMode(FakeTensorMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.cache_enabled = not _takes_lists(func)
-        return self.dispatch(func, types, args, kwargs or {})
+        kwargs = kwargs or {}
+        return self._memo(func, args, kwargs, lambda: self.dispatch(func, types, args, kwargs))
 
     @property
     def avoid_device_init(self) -> bool:
