@@ -41,8 +41,10 @@ _NOT_BY_LOOKS = frozenset(
         torch.Tag.inplace_view,
     }
 )
-_MORE_THAN_LOOKS = ("aten::as_strided", "aten::set_", "aten::resize_", "aten::lift", "aten::_foreach", "aten::_fused")
-"""These depend on the size of a storage, change one, or take lists so long that a key costs more than the call."""
+_MORE_THAN_LOOKS = ("aten::as_strided", "aten::set_", "aten::resize_", "aten::lift")
+"""These depend on the size of a storage, or change one."""
+_WRITES_ONLY = ("aten::_foreach_", "aten::_fused_")
+"""Return nothing, and leave everything looking as it did."""
 
 
 class _NotPlainError(Exception):
@@ -63,12 +65,20 @@ class _Made:
     device: torch.device | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Result:
+    """What a call returned: nothing, one tensor, or a tuple or list of them."""
+
+    kind: type
+    tensors: tuple[_Made | None, ...] = ()
+
+
 class CallMemo:
     """Of one fake mode, which makes the tensors."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
-        self._made: dict[tuple, tuple[_Made | None, ...] | None] = {}
+        self._results: dict[tuple, _Result | None] = {}
 
     def __call__(
         self,
@@ -84,16 +94,18 @@ class CallMemo:
             key = self._key(func, args, kwargs)
         except _NotPlainError:
             return run()
-        if key not in self._made:
+        if key not in self._results:
             out = run()
-            self._made[key] = self._describe(out, args, kwargs)
+            self._results[key] = self._describe(out, args, kwargs)
             return out
-        made = self._made[key]
-        if made is None:
+        result = self._results[key]
+        if result is None:
             return run()
-        if len(made) == 1 and not _returns_several(func):
-            return self._make(made[0], args)
-        return tuple(self._make(each, args) for each in made)
+        if result.kind is type(None):
+            return None
+        if result.kind is FakeTensor:
+            return self._make(result.tensors[0], args)
+        return result.kind(self._make(each, args) for each in result.tensors)
 
     def _key(self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple:
         key: list[Any] = [func, torch.get_default_dtype()]
@@ -122,9 +134,11 @@ class CallMemo:
                 raise _NotPlainError
         return found
 
-    def _describe(self, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[_Made | None, ...] | None:
+    def _describe(self, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Result | None:
         """What has to be known to make the result again; None if that is not enough."""
-        results = out if isinstance(out, tuple) else (out,)
+        if out is None:
+            return _Result(kind=type(None))
+        results = out if type(out) in (tuple, list) else (out,)
         if any(each is not None and not self._is_plain(each) for each in results):
             return None
         storages = [_storage(each) for each in results if each is not None]
@@ -132,7 +146,8 @@ class CallMemo:
         if len(set(storages)) != len(storages) or not elsewhere.isdisjoint(storages):
             return None  # two results share a storage, or one is that of an argument without a place of its own
         try:
-            return tuple(None if each is None else _described(each, args) for each in results)
+            made = tuple(None if each is None else _described(each, args) for each in results)
+            return _Result(kind=type(out), tensors=made)
         except _NotPlainError:
             return None
 
@@ -195,9 +210,7 @@ def _goes_by_looks(func: torch._ops.OpOverload) -> bool:
         return False
     if not _NOT_BY_LOOKS.isdisjoint(func.tags) or func._schema.name.startswith(_MORE_THAN_LOOKS):
         return False
-    return all(str(each.type) == "Tensor" for each in func._schema.returns) and bool(func._schema.returns)
-
-
-@functools.cache
-def _returns_several(func: torch._ops.OpOverload) -> bool:
-    return len(func._schema.returns) > 1
+    returned = [str(each.type) for each in func._schema.returns]
+    if not returned:
+        return func._schema.name.startswith(_WRITES_ONLY)
+    return all(each in ("Tensor", "Tensor[]") for each in returned)

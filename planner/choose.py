@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from planner.cases import Case, Cases
+from planner.certificates import Certificates
 from planner.decisions import ChunkedLoss, Decision, Optimizer, Precision
 from planner.errors import DecisionError, PlannerError
 from planner.options import Offer, Split
@@ -60,8 +61,10 @@ class Bounds:
 class Chooser:
     """Chooses under one set of rules, for any budget."""
 
-    def __init__(self, offer: Offer, cases: Cases, bounds: Bounds, *, force_checkpoint: bool) -> None:
-        self._offer, self._cases, self._bounds = offer, cases, bounds
+    def __init__(
+        self, offer: Offer, cases: Cases, bounds: Bounds, certificates: Certificates, *, force_checkpoint: bool
+    ) -> None:
+        self._offer, self._cases, self._bounds, self._certificates = offer, cases, bounds, certificates
         self._force_checkpoint = force_checkpoint
         self.solve_seconds = 0.0
         self.dropped: dict[tuple[Decision, ...], PlannerError] = {}
@@ -189,7 +192,12 @@ class Chooser:
         tight: list[Case] = []
         best: list[Choice] = []
         for split in splits:
-            self._cases.prefetch(outer, splits if tight else splits[:1])
+            if tight:
+                self._certificates.forget()  # it needs more than this choice, and the cores are wanted
+                self._cases.prefetch(outer, splits)
+            else:
+                self._cases.prefetch(outer, splits[:1])
+                self._certificates.foresee((*outer, *splits[0].decisions()))
             case = self._case(outer, split)
             if case is None:
                 continue

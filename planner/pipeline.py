@@ -19,6 +19,7 @@ import torch
 from planner import fitting
 from planner.calling import LossFn
 from planner.cards import GENERIC, resolve_card
+from planner.certificates import Certificates
 from planner.choose import Choice
 from planner.decisions import Accumulation, Fidelity
 from planner.errors import PlanFileError, SizeError
@@ -31,7 +32,7 @@ from planner.trials import Certified, Trials
 from planner.workload import OptimizerSpec, Workload, workload
 from planner.workspaces.stream import unknown_ops
 from profiles.device import DeviceProfile
-from rewrite.certify import certifying_graph, start_rehearsal, start_update
+from rewrite.certify import certifying_graph, finish_certificate, start_certificate, start_rehearsal, start_update
 
 
 def plan_live_model(
@@ -156,7 +157,10 @@ def _trials(work: Workload, card: DeviceProfile, vram_bytes: int | None) -> Tria
             work, decisions, card, sizes=sizes, steps=1, primed=True, what_if=True
         ),
         start_update=lambda decisions, trained: start_update(work, decisions, card, trained),
-        certify=lambda decisions: certifying_graph(work, decisions, card),
+        certificates=Certificates(
+            lambda decisions: start_certificate(work, decisions, card),
+            lambda graph: finish_certificate(graph, work, card),
+        ),
     )
 
 

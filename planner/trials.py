@@ -11,6 +11,7 @@ import torch
 
 from planner import cost
 from planner.cases import Cases, optimizer_ns
+from planner.certificates import Certificates
 from planner.child import Child
 from planner.choose import Bounds, Choice, Chooser
 from planner.decisions import Checkpoint, ChunkedLoss, Decision, Freeze, micro_batches_of
@@ -25,15 +26,11 @@ from profiles.device import DeviceProfile
 
 _FIRST_SLACK = 0.01
 """Share of the budget that is left to the allocator at first."""
-_MOST_OPS = 200_000
-"""Of certificates that are kept at hand; an op takes about a kilobyte."""
 
 StartWhatIf = Callable[[tuple[Decision, ...], tuple[int, ...]], Child]
 """Begin a what-if rehearsal of one primed step, rewritten by decisions, with these micro-batch sizes."""
 StartUpdate = Callable[[tuple[Decision, ...], tuple[str, ...]], Child]
 """Begin to rehearse the update alone, rewritten by decisions, of parameters with these names."""
-Certify = Callable[[tuple[Decision, ...]], StepGraph]
-"""Rehearse two full steps, rewritten by decisions."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,17 +53,16 @@ class Trials:
         vram_bytes: int | None,
         start_what_if: StartWhatIf,
         start_update: StartUpdate,
-        certify: Certify,
+        certificates: Certificates,
     ) -> None:
         self.work, self.card, self.vram_bytes = work, card, vram_bytes
-        self._certify = certify
+        self._certificates = certificates
         self._recordings = Recordings(
             start_what_if,
             lambda decisions: start_update(decisions, self.baseline_graph.trained),
             self._with_workspaces,
         )
         self._cases = Cases(self._recordings, card, batch_bytes=work.batch_bytes)
-        self._certifying: dict[tuple[Decision, ...], StepGraph] = {}
         self._choosers: list[Chooser] = []
         self._floors: dict[tuple[Decision, ...], int] = {}
 
@@ -90,6 +86,7 @@ class Trials:
 
     def close(self) -> None:
         """End recordings that nobody asked for."""
+        self._certificates.forget()
         self._recordings.close()
 
     def under(self, vram_bytes: int) -> Trials:
@@ -103,7 +100,7 @@ class Trials:
     @functools.cached_property
     def baseline_graph(self) -> StepGraph:
         """A recording of the step as it is."""
-        return self._certify(())
+        return self._certificates.of(())
 
     @functools.cached_property
     def baseline(self) -> Certified:
@@ -118,18 +115,10 @@ class Trials:
         """Rehearse the step that the choice rewrites to."""
         if not choice.decisions:
             return dataclasses.replace(self.baseline, choice=choice)
-        graph = self._certifying_graph(choice.decisions)
+        graph = self._certificates.of(choice.decisions)
         count = micro_batches_of(choice.decisions)
         measured = measure(graph, self.card, vram_bytes=self.vram_bytes, micro_batches=count)
         return Certified(choice=choice, graph=graph, measured=measured)
-
-    def _certifying_graph(self, decisions: tuple[Decision, ...]) -> StepGraph:
-        """Rehearsed, or still at hand: a search under several budgets comes to the same decisions again."""
-        graph = self._certifying.pop(decisions, None) or self._certify(decisions)
-        self._certifying[decisions] = graph
-        while len(self._certifying) > 1 and sum(len(graph.ops) for graph in self._certifying.values()) > _MOST_OPS:
-            del self._certifying[next(iter(self._certifying))]
-        return graph
 
     def chooser(self, offered: Offer, rules: Rules) -> Chooser:
         """A chooser among what is offered."""
@@ -147,7 +136,8 @@ class Trials:
             eight_bit_bytes=state_bytes,
             floor_bytes=self.floor_bytes,
         )
-        self._choosers.append(Chooser(offered, self._cases, bounds, force_checkpoint=rules.force(Checkpoint)))
+        forced = rules.force(Checkpoint)
+        self._choosers.append(Chooser(offered, self._cases, bounds, self._certificates, force_checkpoint=forced))
         return self._choosers[-1]
 
     @property

@@ -81,11 +81,18 @@ def certify_decisions(
 
 def certifying_graph(work: Workload, decisions: Sequence[Decision], card: DeviceProfile) -> StepGraph:
     """Two plain steps: the first one makes the optimizer's state, the second one has it from the start."""
-    child = start_rehearsal(
-        work, decisions, card, sizes=rehearsed_sizes(work, decisions), steps=2, primed=False, what_if=False
-    )
-    whole = with_whole_batch(child.result(), work.batch_bytes)
-    return with_workspaces(whole, card, torch.__version__)
+    return finish_certificate(start_certificate(work, decisions, card).result(), work, card)
+
+
+def start_certificate(work: Workload, decisions: Sequence[Decision], card: DeviceProfile) -> Child:
+    """Begin to rehearse the two steps; `.result()` is still without workspaces."""
+    sizes = rehearsed_sizes(work, decisions)
+    return start_rehearsal(work, decisions, card, sizes=sizes, steps=2, primed=False, what_if=False)
+
+
+def finish_certificate(graph: StepGraph, work: Workload, card: DeviceProfile) -> StepGraph:
+    """Add what the rehearsal cannot show: the rest of the batch, and workspaces."""
+    return with_workspaces(with_whole_batch(graph, work.batch_bytes), card, torch.__version__)
 
 
 def rehearsed_sizes(work: Workload, decisions: Sequence[Decision]) -> tuple[int, ...]:

@@ -7,13 +7,13 @@ import itertools
 
 import pytest
 import torch
+from planner_cases import CARD, certifying_graph, example, transformer
 
 from planner.call_memo import CallMemo
 from planner.child import run_in_child
 from planner.decisions import Accumulation, Checkpoint, Decision, Precision
 from planner.virtual_gpu import Target, VirtualGpuMode, install
 from planner.workload import Workload
-from tests.torch.planner_cases import CARD, certifying_graph, example, transformer
 
 
 def tensors() -> list[torch.Tensor]:
