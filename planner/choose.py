@@ -195,7 +195,7 @@ class Chooser:
             if tight:
                 self._certificates.forget()  # it needs more than this choice, and the cores are wanted
                 self._cases.prefetch(outer, splits)
-            else:
+            elif self._cases.known(outer, split) is None:
                 self._cases.prefetch(outer, splits[:1])
                 self._certificates.foresee((*outer, *splits[0].decisions()))
             case = self._case(outer, split)
