@@ -34,6 +34,7 @@ _OURS = str(pathlib.Path(__file__).parent)
 _ON_THE_WAY = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")
 """Files of torch that stand between a question and `Recorder.__torch_dispatch__`."""
 
+_WITHOUT_VALUES = "rewrite that line so that shapes and control flow do not depend on tensor values"
 _ASKS = "the model asks for the value of a tensor (.item(), bool() or an index), and a rehearsal has none"
 
 
@@ -58,12 +59,9 @@ class Answers:
                 self._told.add((assumption, line))
                 self.assumptions[f"assumed that {assumption}: {self._where()} at {line or 'unknown line'}"] = None
 
-    def refusal(self, what: str) -> RehearsalError:
-        """The error that says where the model needs a value that nothing tells."""
-        error = RehearsalError(
-            f"{what}: {self._where()} at {source_line() or 'unknown line'}; rewrite that line so that shapes and "
-            "control flow do not depend on tensor values"
-        )
+    def refusal(self, what: str, way_out: str = _WITHOUT_VALUES) -> RehearsalError:
+        """The error that says where a rehearsal must stop: by default since a value is asked for that nothing tells."""
+        error = RehearsalError(f"{what}: {self._where()} at {source_line() or 'unknown line'}; {way_out}")
         if torch._C._current_autograd_node() is not None:
             self.on_refusal_in_backward(error)
         return error

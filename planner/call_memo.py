@@ -159,6 +159,7 @@ class CallMemo:
             and tensor.layout is torch.strided
             and tensor.dtype in _PLAIN_DTYPES
             and not tensor.is_neg()
+            and not tensor.is_inference()
         )
 
     def _make(self, made: _Made | None, args: Sequence[Any]) -> FakeTensor | None:

@@ -53,18 +53,24 @@ class Case:
         """The cheapest units to recompute for a peak inside the budget, if they cost less than `below_ns`."""
         return self.search.solve(budget_bytes, tolerance_ns=self.step_ns // RECOMPUTE_TOLERANCE, below_ns=below_ns)
 
-    def could_pay(self, budget_bytes: int, *, state_bytes: int, below_ns: int) -> bool:
+    def could_pay(self, budget_bytes: int, *, state_bytes: int | None, gradients: bool, below_ns: int) -> bool:
         """Whether some units, or none, could be enough and cost less than `below_ns`, if the optimizer kept less.
 
         False is certain: the relaxed problem leaves out all that another optimizer would need during its update.
 
         Args:
-            state_bytes: at least what the other optimizer keeps.
+            state_bytes: at least what the other optimizer keeps; None: as it is.
+            gradients: whether they are kept until the update.
         """
         if below_ns <= 0 or self._graph.update_tick is None:
             return below_ns > 0
-        states = [s.size_bytes for s in self._graph.storages if s.category is Category.OPTIMIZER_STATE]
-        fixed = self.units.problem.fixed_bytes - max(sum(states) - state_bytes, 0)
+        fixed = self.units.problem.fixed_bytes.copy()
+        if state_bytes is not None:
+            fixed -= max(self._graph.bytes_of(Category.OPTIMIZER_STATE) - state_bytes, 0)
+        if not gradients:
+            kept = [s for s in self._graph.storages if s.category is Category.GRADIENT]
+            gradients_alone = dataclasses.replace(self._graph, storages=kept, saves=[])
+            fixed -= gradients_alone.live_bytes(granularity_bytes=self._granularity_bytes)[: len(fixed)]
         fixed[self._graph.update_tick :] = 0
         relaxed = milp.Search(dataclasses.replace(self.units.problem, fixed_bytes=fixed))
         try:

@@ -7,6 +7,7 @@ or solved. Plans whose times are within `TIE` count as equally fast; among them 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from typing import Any
 
 from planner.cases import Case, Cases
 from planner.certificates import Certificates
-from planner.decisions import ChunkedLoss, Decision, Optimizer, Precision
+from planner.decisions import ChunkedLoss, Decision, Optimizer, Precision, StepInBackward, conflict
 from planner.errors import DecisionError, PlannerError
 from planner.options import Offer, Split
 from planner.search import milp
@@ -22,6 +23,10 @@ from planner.search.problem import Selection
 
 TIE = 1.05
 """Predicted times closer than this factor say nothing about which is faster."""
+
+_SPARING = (Optimizer, ChunkedLoss, StepInBackward)
+_SUBSETS = tuple(itertools.chain.from_iterable(itertools.combinations(_SPARING, n) for n in (1, 2, 3)))
+"""What may have been left out of a choice that is known, and what then bounds the time with it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +44,10 @@ class Choice:
     def rank(self) -> tuple[int, int, int]:
         """Order among equally fast plans."""
         return fidelity_of(self.decisions), len(self.decisions), self.step_ns
+
+
+class _ChunksRefusedError(Exception):
+    """The step cannot be rehearsed with its loss in chunks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +83,21 @@ class Chooser:
 
     def fastest(self, budget_bytes: int) -> Choice | None:
         """The fastest choice whose promised peak is at most `budget_bytes`; None if there is none."""
+        return self._or_without_chunks(lambda: self._fastest(budget_bytes))
+
+    def smallest(self) -> Choice:
+        """The choice with the smallest promised peak; cases that cannot be smaller than the best are not solved."""
+        return self._or_without_chunks(self._smallest)
+
+    def _or_without_chunks(self, search: Callable[[], Any]) -> Any:
+        """Where chunks are offered, less is tried without them: if the step then refuses them, all is tried again."""
+        try:
+            return search()
+        except _ChunksRefusedError:
+            self._offer = dataclasses.replace(self._offer, losses=((),))
+            return search()
+
+    def _fastest(self, budget_bytes: int) -> Choice | None:
         found: list[Choice] = []
         for outer in self._outer_choices():
             limit_ns = self._limit_ns(outer, found)
@@ -86,16 +110,15 @@ class Chooser:
         quickest = min(choice.step_ns for choice in found)
         return min((choice for choice in found if choice.step_ns <= TIE * quickest), key=lambda choice: choice.rank)
 
-    def smallest(self) -> Choice:
-        """The choice with the smallest promised peak; cases that cannot be smaller than the best are not solved."""
+    def _smallest(self) -> Choice:
         outers = sorted(
             (outer for outer in self._outer_choices() if not self._has_better(outer)), key=self._bounds.floor_bytes
         )
         for outer in outers[:2]:  # both will be needed, and there are two cores at least
-            self._cases.prefetch(outer, self._offer.splits)
+            self._cases.prefetch(outer, self._splits(outer))
         found: list[Choice] = []
         for outer in outers:
-            for split in self._splits_to_the_smallest():
+            for split in self._splits_to_the_smallest(outer):
                 smallest_bytes = min((choice.peak_bytes for choice in found), default=math.inf)
                 if self._bounds.floor_bytes(outer) >= smallest_bytes:
                     continue
@@ -108,10 +131,10 @@ class Chooser:
             raise DecisionError("checkpoint is forced, but no module of this model can be recomputed: do not force it")
         return min(found, key=lambda choice: (choice.peak_bytes, choice.step_ns))
 
-    def _splits_to_the_smallest(self) -> tuple[Split, ...]:
+    def _splits_to_the_smallest(self, outer: tuple[Decision, ...]) -> tuple[Split, ...]:
         """Where recompute can follow, the extremes are enough; without it gradients and halves may tip the scale."""
-        splits = self._offer.splits
-        return tuple(dict.fromkeys((splits[-1], splits[0]))) if self._offer.checkpoint else splits[::-1]
+        splits = self._splits(outer)
+        return tuple(dict.fromkeys(splits[-1:] + splits[:1])) if self._offer.checkpoint else splits[::-1]
 
     def _case(self, outer: tuple[Decision, ...], split: Split) -> Case | None:
         """The case, or None if the step cannot be rehearsed so; then the reason is kept."""
@@ -119,20 +142,28 @@ class Chooser:
             return self._cases.of(outer, split)
         except PlannerError as error:
             self.dropped[(*outer, *split.decisions())] = error
+            if len(self._offer.losses) > 1 and not self._has_better(outer):
+                raise _ChunksRefusedError from error
             return None
 
     # ---- outer choices ------------------------------------------------------------------------------------------
 
     def _outer_choices(self) -> Iterator[tuple[Decision, ...]]:
         """The quickest precision first, so that its time prunes the others; simple optimizers before 8-bit ones."""
-        for optimizer in self._offer.optimizers:
-            for precision in reversed(self._offer.precisions):
-                for loss in self._offer.losses:
-                    yield (*precision, *loss, *optimizer)
+        for optimizer, update in itertools.product(self._offer.optimizers, self._offer.updates):
+            for precision, loss in itertools.product(reversed(self._offer.precisions), self._offer.losses):
+                outer = (*precision, *loss, *optimizer, *update)
+                if conflict(outer) is None:
+                    yield outer
 
     def _splits(self, outer: tuple[Decision, ...]) -> tuple[Split, ...]:
         """Where the loss could be taken in chunks, without them only the batch as it is: chunks spare more for less."""
-        return self._offer.splits[:1] if self._has_better(outer) else self._offer.splits
+        whole_only = self._has_better(outer)
+        return tuple(
+            split
+            for split in (self._offer.splits[:1] if whole_only else self._offer.splits)
+            if conflict((*outer, *split.decisions())) is None
+        )
 
     def _has_better(self, outer: tuple[Decision, ...]) -> bool:
         return len(self._offer.losses) > 1 and not any(isinstance(decision, ChunkedLoss) for decision in outer)
@@ -150,7 +181,7 @@ class Chooser:
         bounds = [0]
         if not any(isinstance(decision, Precision) for decision in outer):
             bounds.append(self._bounds.step_ns - self._most_spared_ns(outer, self._bounds.optimizer_ns))
-        for kinds in ((Optimizer,), (ChunkedLoss,), (Optimizer, ChunkedLoss)):
+        for kinds in _SUBSETS:
             left_out = tuple(decision for decision in outer if isinstance(decision, kinds))
             simpler = tuple(decision for decision in outer if decision not in left_out)
             if left_out and (case := self._cases.known(simpler, self._offer.splits[0])) is not None:
@@ -169,20 +200,24 @@ class Chooser:
         return max(optimizer_ns - self._bounds.eight_bit_ns, 0)
 
     def _could_pay(self, outer: tuple[Decision, ...], budget_bytes: int, limit_ns: float) -> bool:
-        """Whether 8-bit state can be of use, from the cases with the optimizer as it is; True if they do not tell."""
-        simpler = tuple(decision for decision in outer if not isinstance(decision, Optimizer))
-        if simpler == outer or math.isinf(limit_ns):
+        """Whether 8-bit state or a step in backward can be of use, from the cases without; True if they do not tell."""
+        kinds = {type(decision) for decision in outer} & {Optimizer, StepInBackward}
+        simpler = tuple(decision for decision in outer if type(decision) not in kinds)
+        if not kinds or math.isinf(limit_ns):
             return True
         for split in self._splits(outer):
             case = self._cases.known(simpler, split)
             if case is None:
                 return True
-            below_ns = math.floor(limit_ns) - (case.step_ns - self._spared_ns(case.optimizer_ns))
+            spared_ns = self._spared_ns(case.optimizer_ns) if Optimizer in kinds else 0
+            below_ns = math.floor(limit_ns) - (case.step_ns - spared_ns)
             if below_ns <= 0:
                 return False  # and later splits take longer still
             if self._has_better(outer):
                 below_ns = 1  # only as it is, without recompute
-            if case.could_pay(budget_bytes, state_bytes=self._bounds.eight_bit_bytes, below_ns=below_ns):
+            state_bytes = self._bounds.eight_bit_bytes if Optimizer in kinds else None
+            gradients = StepInBackward not in kinds
+            if case.could_pay(budget_bytes, state_bytes=state_bytes, gradients=gradients, below_ns=below_ns):
                 return True
         return False
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Iterable
 from typing import ClassVar
 
 from planner.errors import DecisionError
@@ -133,6 +134,17 @@ class Accumulation(Decision):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class StepInBackward(Decision):
+    """Let the optimizer step on each parameter as soon as its gradient is whole, and drop the gradient then."""
+
+    kind: ClassVar[str] = "step-in-backward"
+    fidelity: ClassVar[Fidelity] = Fidelity.EXACT
+
+    def describe(self) -> str:
+        return "optimizer step inside backward: each gradient is used and dropped (no clipping by their common norm)"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint(Decision):
     """Recompute these module calls in backward instead of keeping their activations."""
 
@@ -149,7 +161,8 @@ class Checkpoint(Decision):
 
 
 KINDS: dict[str, type[Decision]] = {
-    decision.kind: decision for decision in (Freeze, Precision, Optimizer, ChunkedLoss, Accumulation, Checkpoint)
+    decision.kind: decision
+    for decision in (Freeze, Precision, Optimizer, ChunkedLoss, Accumulation, StepInBackward, Checkpoint)
 }
 """Every kind of decision, in the order in which their rules are applied."""
 
@@ -164,6 +177,16 @@ def decision_from_json(data: dict[str, object]) -> Decision:
     if unknown := sorted(set(fields) - known):
         raise DecisionError(f"decision {kind!r} has no field {unknown[0]!r}: known are {', '.join(sorted(known))}")
     return KINDS[kind](**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+
+
+def conflict(decisions: Iterable[Decision]) -> str | None:
+    """What cannot be done together, and why; None if all of it can."""
+    by_kind = {type(decision): decision for decision in decisions}
+    if StepInBackward in by_kind and Accumulation in by_kind:
+        return "step-in-backward drops each gradient at once, and accumulation adds them up over micro-batches"
+    if StepInBackward in by_kind and (precision := by_kind.get(Precision)) and precision.dtype == "fp16":
+        return "step-in-backward has no moment at which fp16's gradient scaler could look at all gradients"
+    return None
 
 
 def micro_batches_of(decisions: tuple[Decision, ...]) -> int:

@@ -11,6 +11,8 @@ from planner.workspaces.stream import GEMM_OPS
 _LOG_SOFTMAX = "aten._log_softmax.default"
 _NLL = "aten.nll_loss_forward.default"
 _COPIES = ("aten._to_copy.default", "aten.clone.default", "aten.copy_.default")
+_UNSAFE_VIEW = "aten._unsafe_view.default"
+"""A view of something that nobody else holds."""
 _FP32_BYTES = 4
 _CHUNK_SHARE = 1 / 16
 """A chunk of logits in fp32 takes at most this part of the budget. More chunks cost more sums of gradients."""
@@ -28,10 +30,11 @@ def chunked_loss(graph: StepGraph, model: torch.nn.Module, *, vram_bytes: int) -
         if op.name == _LOG_SOFTMAX and op.phase is Phase.FORWARD and op.step == 0 and op.inputs and op.shapes:
             rows, words = op.shapes[0][0], op.shapes[0][-1]
             logits_bytes = rows * words * _FP32_BYTES
-            head = _made_by(graph, op)
-            if len(op.shapes[0]) != 2 or logits_bytes < _SMALLEST_LOGITS_BYTES or not _is_linear(model, head):
+            if len(op.shapes[0]) != 2 or logits_bytes < _SMALLEST_LOGITS_BYTES or not _is_plain(graph, op):
                 continue
-            if not _is_plain(graph, op):
+            made = _made_by(graph, op)
+            head = made[-1]
+            if not _is_linear(model, head) or not _only_for(graph, made, op):
                 continue
             if sum(call.module == head.module for call in graph.calls) != graph.steps:
                 continue  # used elsewhere too
@@ -49,13 +52,28 @@ def _is_plain(graph: StepGraph, log_softmax: Op) -> bool:
     return [op.name for op in readers] == [_NLL] and len(readers[0].inputs) == 2 and readers[0].shapes[0] == ()
 
 
-def _made_by(graph: StepGraph, op: Op) -> Op | None:
-    """The op whose result this one reads, copies and casts aside."""
-    made = graph.storages[op.inputs[0]].op
-    while made is not None and graph.ops[made].name in _COPIES:
-        op = graph.ops[made]
-        made = graph.storages[op.inputs[0]].op if op.inputs and op.inputs[0] not in op.outputs else None
-    return None if made is None else graph.ops[made]
+def _made_by(graph: StepGraph, op: Op) -> list[Op | None]:
+    """The copies and casts through which the op got what it reads, from the last to what made the first."""
+    made: list[Op | None] = []
+    while True:
+        maker = graph.storages[op.inputs[0]].op if op.inputs else None
+        if maker is None or graph.ops[maker] is op:
+            return [*made, None]
+        op = graph.ops[maker]
+        made.append(op)
+        if op.name not in _COPIES:
+            return made
+
+
+def _only_for(graph: StepGraph, made: list[Op], loss: Op) -> bool:
+    """Whether what these ops made is read by the next of them alone, at last by the loss, and never written to."""
+    logits = {output for op in made for output in op.outputs}
+    expected = [id(op) for op in (*made, loss)]
+    return not any(
+        logits.intersection((*op.inputs, *op.outputs)) and not op.is_view and id(op) not in expected
+        for op in graph.ops
+        if op.phase is Phase.FORWARD and op.step == 0 and op.name != _UNSAFE_VIEW
+    )
 
 
 def _is_linear(model: torch.nn.Module, head: Op | None) -> bool:

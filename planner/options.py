@@ -18,8 +18,11 @@ from planner.decisions import (
     Freeze,
     Optimizer,
     Precision,
+    StepInBackward,
+    conflict,
 )
 from planner.errors import DecisionError
+from planner.optimizers import by_parameter
 from planner.workload import Workload, optimizer_name
 from profiles.device import DeviceProfile
 
@@ -81,6 +84,8 @@ class Offer:
     precisions: tuple[tuple[Decision, ...], ...]
     optimizers: tuple[tuple[Decision, ...], ...]
     losses: tuple[tuple[Decision, ...], ...]
+    updates: tuple[tuple[Decision, ...], ...]
+    """When the optimizer steps: after the backward, or inside of it."""
     splits: tuple[Split, ...]
     checkpoint: bool
     notes: tuple[str, ...]
@@ -104,6 +109,7 @@ def offer(
         DecisionError: something is forced that this workload or card cannot do.
     """
     notes: list[str] = []
+    _refuse_forced_conflict(card, rules)
     return Offer(
         precisions=_precisions(work, card, rules, notes),
         optimizers=_optimizers(work, rules, notes),
@@ -113,32 +119,41 @@ def offer(
             None if chunked_loss is None else (chunked_loss,),
             "no linear layer's output of some size goes straight into a cross entropy",
         ),
+        updates=_updates(work, rules),
         splits=_splits(work, rules, batch_statistics, notes),
         checkpoint=rules.allow(Checkpoint),
         notes=tuple(notes),
     )
 
 
-def floor_bytes(work: Workload, trained: Trained, optimizer_peak_bytes: int, outer: Sequence[Decision]) -> int:
+def floor_bytes(
+    work: Workload, trained: Trained, *, optimizer_peak_bytes: int, state_bytes: int, outer: Sequence[Decision]
+) -> int:
     """Bytes that no plan with these outer choices goes below: what must be alive while the optimizer steps.
 
     Args:
         optimizer_peak_bytes: the same for the baseline. It stays so but for what an 8-bit optimizer or frozen
             parameters spare: gradients, state and temporaries are taken to be proportional to trained parameters.
+        state_bytes: of the baseline's optimizer. It is all that a step in backward needs beside the parameters.
     """
     parameter_bytes = sum(p.numel() * p.itemsize for p in work.model.parameters())
     frozen = {name for decision in outer if isinstance(decision, Freeze) for name in decision.modules}
     held = {id(p) for name in frozen for p in work.model.get_submodule(name).parameters()}
     still = trained.without(held)
     eight_bit = any(isinstance(decision, Optimizer) for decision in outer)
-    if not held and not eight_bit:
+    in_backward = any(isinstance(decision, StepInBackward) for decision in outer)
+    if not held and not eight_bit and not in_backward:
         return optimizer_peak_bytes
-    least_bytes = parameter_bytes + sum(p.numel() * p.itemsize for p in still.with_gradient)
+    least_bytes = parameter_bytes
+    if not in_backward:
+        least_bytes += sum(p.numel() * p.itemsize for p in still.with_gradient)
     if eight_bit:
         return least_bytes + still.eight_bit_state_bytes(work.model)
     if len(trained.with_state) < len(trained.with_gradient):
         return least_bytes
     share = sum(p.numel() for p in still.with_state) / sum(p.numel() for p in trained.with_state)
+    if in_backward:
+        return parameter_bytes + int(0.99 * share * state_bytes)
     return parameter_bytes + int(0.99 * share * (optimizer_peak_bytes - parameter_bytes))
 
 
@@ -200,6 +215,23 @@ def _optimizers(work: Workload, rules: Rules, notes: list[str]) -> tuple[tuple[D
     if why_not and rules.allow(Optimizer):
         notes.append(f"no 8-bit optimizer state: {why_not}")
     return _choices(rules, Optimizer, None if why_not else (Optimizer(),), why_not)
+
+
+def _updates(work: Workload, rules: Rules) -> tuple[tuple[Decision, ...], ...]:
+    """After the backward; inside of it, where the optimizer treats each parameter by itself."""
+    optimizer = work.optimizer
+    if isinstance(optimizer, str) or by_parameter(type(optimizer)):
+        return _choices(rules, StepInBackward, (StepInBackward(),), None)
+    return _choices(
+        rules, StepInBackward, None, f"{optimizer_name(optimizer)} may look at the gradients of all parameters together"
+    )
+
+
+def _refuse_forced_conflict(card: DeviceProfile, rules: Rules) -> None:
+    examples = (StepInBackward(), Accumulation(micro_batch_size=1, micro_batches=2))
+    examples += tuple(Precision(dtype=dtype) for dtype in card.native_dtypes[:1])
+    if (why := conflict(decision for decision in examples if rules.force(type(decision)))) is not None:
+        raise DecisionError(f"both are forced, but {why}")
 
 
 def _why_no_eight_bit(work: Workload) -> str | None:

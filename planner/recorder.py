@@ -92,7 +92,10 @@ class Recorder(TorchDispatchMode):
         self._optimizer: torch.optim.Optimizer | None = None
         self._names: dict[int, str] = {}
         self._update_tick: int | None = None
+        self._in_backward = False  # whether the optimizer steps there
         self._trained: dict[str, bool] = {}  # parameter -> whether its gradient is sparse
+        self._to_update: list[torch.nn.Parameter] = []  # those that got a gradient since the last update
+        self._updated: dict[int, str] = {}  # storages of parameters that this step has updated
         self._op_of_sequence: dict[int, int] = {}
         self._batch_statistics: dict[str, None] = {}
         self._buffers: dict[int, tuple[str, bool]] = {}
@@ -238,6 +241,8 @@ class Recorder(TorchDispatchMode):
         record.inputs = tuple(i for t in read if (i := self.storage_of(t)) is not None)
         record.outputs = tuple(i for t in written if (i := self.storage_of(t)) is not None)
         record.shapes = tuple(tuple(t.shape) for t in written)
+        if self._updated and phase is not Phase.OPTIMIZER and not traits.is_view:
+            self._refuse_updated(record)
         if traits.writes and phase is Phase.FORWARD:
             self._note_writes(traits, args, kwargs, tick, call)
         if uses_batch_statistics(op, args, kwargs):
@@ -247,6 +252,15 @@ class Recorder(TorchDispatchMode):
         for target in tensors_in(traits.written_arguments(args, kwargs)):
             if (storage := self.storage_of(target)) is not None:
                 self._writes.append((tick, storage, call))
+
+    def _refuse_updated(self, op: Op) -> None:
+        """What reads a parameter after its update, while the backward still runs, does not compute what it should."""
+        for storage in op.inputs:
+            if storage in self._updated:
+                raise self.answers.refusal(
+                    f"parameter '{self._updated[storage]}' is read by {op.name} after its update in backward",
+                    "forbid step-in-backward",
+                )
 
     def _where(self, index: int) -> tuple[Phase, str, int | None, int | None]:
         module, call = self.calls.innermost
@@ -324,6 +338,7 @@ class Recorder(TorchDispatchMode):
 
     def starts_step(self, step: int) -> None:
         self.step, self.micro_batch, self._seen_backward = step, 0, False
+        self._updated.clear()
         self._op_of_sequence.clear()
 
     def enters_model(self) -> None:
@@ -336,18 +351,23 @@ class Recorder(TorchDispatchMode):
         def note(parameter: torch.nn.Parameter) -> None:
             self.mark(parameter.grad, Category.GRADIENT)
             self._trained[name] = parameter.grad.is_sparse
+            self._to_update.append(parameter)
 
         return note
 
     def _optimizer_starts(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         self._in_optimizer = True
         if not self._in_setup:
-            self._update_tick = self.next_tick()
+            self._in_backward = torch._C._current_autograd_node() is not None
+            self._update_tick = None if self._in_backward else self.next_tick()
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         self._in_optimizer = False
-        for state in optimizer.state.values():
-            for value in state.values():
+        updated, self._to_update = self._to_update, []
+        if self._in_backward:
+            self._updated.update((self.storage_of(parameter), self._names[id(parameter)]) for parameter in updated)
+        for parameter in updated if self._in_backward else tuple(optimizer.state):
+            for value in optimizer.state.get(parameter, {}).values():
                 if isinstance(value, torch.Tensor):
                     self.mark(value, Category.OPTIMIZER_STATE)
 

@@ -1,6 +1,6 @@
 """Recordings on demand: each is made once, two children at a time; small ones predict the others.
 
-Another optimizer needs no recording of the whole step, only one of its update.
+Another optimizer needs no recording of the whole step, only one of its update, unless that is part of the backward.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from planner.child import Child
-from planner.decisions import Accumulation, ChunkedLoss, Decision, Optimizer
+from planner.decisions import Accumulation, ChunkedLoss, Decision, Optimizer, StepInBackward
 from planner.grafting import can_be_grafted, graft_update
 from planner.options import Split
 from planner.scaling import BASE_SIZES, extrapolate
@@ -100,7 +100,8 @@ def _accumulated(choice: tuple[Decision, ...], size: int, last: int | None = Non
 def _parts(key: _Key) -> tuple[_Key, _Key | None]:
     """What to record: the step with the optimizer as it is, and the update of the one that takes its place."""
     decisions, sizes = key
-    if not any(isinstance(decision, Optimizer) for decision in decisions):
+    kinds = {type(decision) for decision in decisions}
+    if Optimizer not in kinds or StepInBackward in kinds:
         return key, None
     as_it_is = tuple(decision for decision in decisions if not isinstance(decision, Optimizer))
     return (as_it_is, sizes), (tuple(d for d in decisions if not isinstance(d, (Accumulation, ChunkedLoss))), ())

@@ -164,6 +164,10 @@ class StepGraph:
                 delta[stop] -= size
         return np.cumsum(delta)[:-1]
 
+    def bytes_of(self, category: Category) -> int:
+        """Of all storages of a category that ever live."""
+        return sum(storage.size_bytes for storage in self.storages if storage.category is category and storage.lives)
+
     def op_at(self, tick: int) -> Op | None:
         """The op that was running, or had last run, at this tick."""
         position = int(np.searchsorted(np.fromiter((op.tick for op in self.ops), np.int64), tick, side="right")) - 1

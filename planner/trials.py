@@ -14,7 +14,7 @@ from planner.cases import Cases, optimizer_ns
 from planner.certificates import Certificates
 from planner.child import Child
 from planner.choose import Bounds, Choice, Chooser
-from planner.decisions import Checkpoint, ChunkedLoss, Decision, Freeze, micro_batches_of
+from planner.decisions import Checkpoint, ChunkedLoss, Decision, Freeze, StepInBackward, micro_batches_of
 from planner.footprint import Measured, measure, smallest_capacity_bytes
 from planner.heads import chunked_loss
 from planner.options import Offer, Rules, Trained, floor_bytes, offer
@@ -79,8 +79,8 @@ class Trials:
 
     def expect(self, rules: Rules) -> None:
         """Begin the recording that is most likely needed first, beside the baseline's."""
-        if rules.force(ChunkedLoss):
-            return  # of which nothing is known yet
+        if rules.force(ChunkedLoss) or rules.force(StepInBackward):
+            return  # nothing is known of the one, and the other is not for every choice
         offered = offer(self.work, self.card, rules, batch_statistics=(), chunked_loss=None)
         self._cases.prefetch(offered.precisions[-1], offered.splits[:1])
 
@@ -161,7 +161,13 @@ class Trials:
     def floor_bytes(self, outer: tuple[Decision, ...]) -> int:
         """Bytes that no plan with this outer choice goes below."""
         if outer not in self._floors:
-            self._floors[outer] = floor_bytes(self.work, self._trained, self._optimizer_peak_bytes, outer)
+            self._floors[outer] = floor_bytes(
+                self.work,
+                self._trained,
+                optimizer_peak_bytes=self._optimizer_peak_bytes,
+                state_bytes=self.baseline_graph.bytes_of(Category.OPTIMIZER_STATE),
+                outer=outer,
+            )
         return self._floors[outer]
 
     @property

@@ -9,7 +9,7 @@ from typing import final
 import torch
 
 from planner.calling import Calling, LossFn
-from planner.decisions import Checkpoint, Decision
+from planner.decisions import Checkpoint, Decision, StepInBackward, conflict
 from planner.errors import DecisionError, PlanFileError, WorkloadError
 from planner.fingerprint import fingerprint
 from planner.plan_file import Plan
@@ -124,6 +124,11 @@ def apply_decisions(
         DecisionError: when a decision cannot be applied or a kind comes twice. The model is then as it was.
     """
     by_kind = _one_of_each_kind(decisions)
+    if StepInBackward in by_kind and max_grad_norm is not None:
+        raise DecisionError(
+            "step-in-backward never has all gradients at once, so that their norm cannot be clipped: leave "
+            "max_grad_norm out, or plan with step-in-backward forbidden"
+        )
     rewriting = Rewriting(
         model, optimizer=optimizer, calling=calling, batch_size=batch_size, loss_fn=loss_fn, loss_weight=loss_weight
     )
@@ -142,6 +147,7 @@ def apply_decisions(
             autocast_dtype=rewriting.autocast_dtype,
             scaler=rewriting.scaler,
             split=rewriting.split,
+            backward=rewriting.backward,
         )
     except BaseException:
         rewriting.restore()
@@ -150,6 +156,8 @@ def apply_decisions(
 
 
 def _one_of_each_kind(decisions: Sequence[Decision]) -> dict[type[Decision], Decision]:
+    if (why := conflict(decisions)) is not None:
+        raise DecisionError(f"{why}: keep one of the two")
     by_kind: dict[type[Decision], Decision] = {}
     for decision in decisions:
         kind = type(decision)

@@ -111,7 +111,10 @@ def _training_step(plan: Plan, fragments: list[Fragment], model: ModelSource) ->
     forward = f"loss = {_loss(plan, model, part)}\n"
     if autocast:
         forward = f"with {autocast}:\n    {forward}"
+    stepping = next((fragment.backward for fragment in fragments if fragment.backward), "")
     backward = "scaler.scale(loss).backward()\n" if scaled else "loss.backward()\n"
+    if stepping:
+        backward = f"with {stepping}:\n    {backward}"
     if split:
         share = "if weight is not None:\n    loss = weighted(loss, weight)\n"
         running = "total = loss.detach() if total is None else total + loss.detach()\ndel loss\n"
@@ -120,16 +123,24 @@ def _training_step(plan: Plan, fragments: list[Fragment], model: ModelSource) ->
     else:
         compute = forward + backward
     unscale = "    scaler.unscale_(optimizer)\n" if scaled else ""
-    update = (
+    clip = (
         "if max_grad_norm is not None:\n"
         f"{unscale}    torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)\n"
-        + ("scaler.step(optimizer)\nscaler.update()\n" if scaled else "optimizer.step()\n")
+    )
+    step = "scaler.step(optimizer)\nscaler.update()\n" if scaled else "optimizer.step()\n"
+    update = (
+        ("" if stepping else clip + step)
         + "optimizer.zero_grad(set_to_none=True)\n"
         + ("return total\n" if split else "return loss.detach()\n")
     )
-    extra = ("scaler, " if scaled else "") + ("loss_fn, " if plan.workload.has_loss_fn else "")
+    named = [
+        *(["scaler"] if scaled else []),
+        *(["loss_fn"] if plan.workload.has_loss_fn else []),
+        *([] if stepping else ["max_grad_norm=None"]),
+    ]
+    parameters = ", ".join(["model", "optimizer", "batch", *(["*", *named] if named else [])])
     return (
-        f"def training_step(model, optimizer, batch, *, {extra}max_grad_norm=None):\n"
+        f"def training_step({parameters}):\n"
         '    """One optimizer step on a batch that is on the model\'s device; returns the batch\'s loss."""\n'
         + textwrap.indent(compute + update, "    ")
     )

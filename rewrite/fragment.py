@@ -22,6 +22,8 @@ class Fragment:
     """Context of forward and loss."""
     scaled: bool = False
     """Whether the step takes a gradient scaler."""
+    backward: str = ""
+    """Context of a backward that takes the optimizer's steps itself."""
     split: str = ""
     """Expression over `batch` that yields (part, weight)."""
     optimizer: str = ""

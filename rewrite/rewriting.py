@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any, final
@@ -49,6 +50,8 @@ class Rewriting:
         self.autocast_dtype: torch.dtype | None = None
         self.scaler: torch.amp.GradScaler | None = None
         self.split: Callable[[Any], Any] | None = None
+        self.backward: Callable[[], contextlib.AbstractContextManager] | None = None
+        """Context of a backward that updates the parameters itself."""
         self.changes: list[Change] = []
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._choice = optimizer

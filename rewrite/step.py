@@ -20,8 +20,8 @@ class TrainingStep:
     """Call it with a batch on the model's device; the loss of that batch comes back, detached, as a 0-dim tensor.
 
     Order: split the batch; for each part forward and loss (under autocast), weight, scale, backward; then
-    unscale, clip, optimizer step, scaler update, zero. Outputs die before backward, and nothing but
-    gradients and the running loss lives from one part to the next.
+    unscale, clip, optimizer step, scaler update, zero (zero alone, where backward takes the optimizer's steps).
+    Outputs die before backward, and nothing but gradients and the running loss lives from one part to the next.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class TrainingStep:
         autocast_dtype: torch.dtype | None = None,
         scaler: torch.amp.GradScaler | None = None,
         split: Split | None = None,
+        backward: Callable[[], contextlib.AbstractContextManager] | None = None,
     ) -> None:
         self.module = module
         self.optimizer = optimizer
@@ -44,6 +45,7 @@ class TrainingStep:
         self.autocast_dtype = autocast_dtype
         self.scaler = scaler
         self._split = split
+        self._backward = backward
         self._closed = False
 
     def __call__(self, batch: Any) -> torch.Tensor:
@@ -54,10 +56,8 @@ class TrainingStep:
             loss = self._loss(part)
             if weight is not None:
                 loss = weighted(loss, weight)
-            if self.scaler is None:
-                loss.backward()
-            else:
-                self.scaler.scale(loss).backward()
+            with contextlib.nullcontext() if self._backward is None else self._backward():
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             total = loss.detach() if total is None else total + loss.detach()
             del loss
         self.update()
@@ -69,11 +69,11 @@ class TrainingStep:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
             clip_gradients(self.module, self.max_grad_norm)
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
+        if self.scaler is not None:
             self.scaler.step(self.optimizer)
             self.scaler.update()
+        elif self._backward is None:
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def close(self) -> None:

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from planner.decisions import Accumulation, Checkpoint, ChunkedLoss, Decision, Freeze, Optimizer, Precision
+from planner.decisions import (
+    Accumulation,
+    Checkpoint,
+    ChunkedLoss,
+    Decision,
+    Freeze,
+    Optimizer,
+    Precision,
+    StepInBackward,
+)
 from rewrite.rules.accumulation import accumulation, accumulation_source
 from rewrite.rules.checkpoint import checkpoint, checkpoint_source
 from rewrite.rules.chunked_loss import chunked_loss, chunked_loss_source
 from rewrite.rules.freeze import freeze, freeze_source
 from rewrite.rules.optimizer import optimizer, optimizer_source
 from rewrite.rules.precision import precision, precision_source
+from rewrite.rules.step_in_backward import step_in_backward, step_in_backward_source
 
 RULES: dict[type[Decision], Callable] = {
     Freeze: freeze,
@@ -18,6 +28,7 @@ RULES: dict[type[Decision], Callable] = {
     Optimizer: optimizer,
     ChunkedLoss: chunked_loss,
     Accumulation: accumulation,
+    StepInBackward: step_in_backward,
     Checkpoint: checkpoint,
 }
 """Rule by decision, in the order in which they are applied: `rule(rewriting, decision)`."""
@@ -28,6 +39,7 @@ SOURCES: dict[type[Decision], Callable] = {
     Optimizer: optimizer_source,
     ChunkedLoss: chunked_loss_source,
     Accumulation: accumulation_source,
+    StepInBackward: step_in_backward_source,
     Checkpoint: checkpoint_source,
 }
 """The emitted counterpart of each rule: `source(plan, decision)` -> `Fragment`."""

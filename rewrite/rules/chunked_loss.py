@@ -1,15 +1,17 @@
 """Chunked loss: the logits of a language model's head exist for a few rows at a time, never all at once.
 
-The head returns `Logits`, which cross entropy takes in chunks of rows; the gradients of hidden states and weights are
-computed along the way, so that nothing is recomputed in backward (Hsu et al., Liger Kernel: Efficient Triton Kernels
-for LLM Training, 2024). The gradient of the weights is the sum over chunks: only the order of a sum differs.
+In training the head returns `Logits`, which cross entropy takes in chunks of rows; the gradients of hidden states and
+weights are computed along the way, so that nothing is recomputed in backward (Hsu et al., Liger Kernel: Efficient
+Triton Kernels for LLM Training, 2024). The gradient of the weights is the sum over chunks: only the order of a sum
+differs. Whatever else is asked of the logits would need or change all of them, and is refused.
 
-Whatever else is done with the logits computes them whole, as before.
+In evaluation, and where no gradients are made, the head returns what it always did.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import types
 
 import torch
@@ -38,38 +40,47 @@ def chunked_loss(rewriting: Rewriting, decision: ChunkedLoss) -> None:
 
 
 def logits_in_chunks(chunks):
-    """A forward for a linear layer whose output is only wanted by cross entropy."""
+    """A forward for a linear layer whose output, in training, is only wanted by cross entropy."""
 
     def forward(self, hidden):
-        return Logits(hidden, self.weight, self.bias, chunks)
+        if not (self.training and torch.is_grad_enabled()):
+            return F.linear(hidden, self.weight, self.bias)
+        return Logits(hidden, self.weight, self.bias, chunks, compute_dtype(hidden))
 
     return forward
 
 
-def on_whole(name):
-    def operator(self, *others):
-        return getattr(self.whole(), name)(*others)
-
-    return operator
+def compute_dtype(hidden):
+    """In which a linear layer computes, here and now."""
+    kind = hidden.device.type
+    casts = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if casts else hidden.dtype
 
 
 class Logits:
-    """What a linear layer returns, before it is computed: cross entropy takes it by rows, all else takes it whole."""
+    """What a linear layer returns before it is computed: cross entropy takes it by rows, all else is refused."""
 
-    def __init__(self, hidden, weight, bias, chunks, upcast=False):
-        self.hidden, self.weight, self.bias, self.chunks, self.upcast = hidden, weight, bias, chunks, upcast
-
-    def whole(self):
-        """The logits as a tensor."""
-        logits = F.linear(self.hidden, self.weight, self.bias)
-        return logits.float() if self.upcast else logits
+    def __init__(self, hidden, weight, bias, chunks, dtype, upcast=False):
+        self.hidden, self.weight, self.bias, self.chunks = hidden, weight, bias, chunks
+        self.layer_dtype, self.upcast = dtype, upcast
 
     def _of(self, hidden, upcast=False):
-        return Logits(hidden, self.weight, self.bias, self.chunks, self.upcast or upcast)
+        return Logits(hidden, self.weight, self.bias, self.chunks, self.layer_dtype, self.upcast or upcast)
+
+    def whole(self):
+        """All logits, as a tensor."""
+        weight, bias = (None if each is None else each.to(self.layer_dtype) for each in (self.weight, self.bias))
+        with torch.autocast(self.device.type, enabled=False):
+            logits = F.linear(self.hidden.to(self.layer_dtype), weight, bias)
+        return logits.float() if self.upcast else logits
 
     @property
     def shape(self):
         return torch.Size((*self.hidden.shape[:-1], self.weight.shape[0]))
+
+    @property
+    def ndim(self):
+        return self.hidden.ndim
 
     @property
     def device(self):
@@ -77,95 +88,102 @@ class Logits:
 
     @property
     def dtype(self):
-        return torch.float32 if self.upcast else compute_dtype(self.hidden)
+        return torch.float32 if self.upcast else self.layer_dtype
 
     def size(self, dim=None):
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self):
-        return self.hidden.dim()
+        return self.ndim
 
     def float(self):
         return self._of(self.hidden, upcast=True)
+
+    def to(self, *wanted, **named):
+        result = self
+        for value in (*wanted, *named.values()):
+            if value == torch.float32:
+                result = result.float()
+            elif value != self.device and value != self.dtype and not isinstance(value, bool):
+                refuse(f"to({value})")
+        return result
 
     def contiguous(self):
         return self
 
     def view(self, *shape):
         shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        if -1 in shape:
+            known = math.prod(size for size in shape if size != -1)
+            shape = tuple(math.prod(self.shape) // known if size == -1 else size for size in shape)
         if not shape or shape[-1] != self.shape[-1]:
-            return self.whole().reshape(shape)
+            refuse(f"view{shape}")
         return self._of(self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]))
 
     reshape = view
 
+    def flatten(self, start_dim=0, end_dim=-1):
+        end = end_dim % self.ndim
+        return self.view(*self.shape[:start_dim], -1, *self.shape[end + 1 :])
+
     def __getitem__(self, index):
         parts = index if isinstance(index, tuple) else (index,)
         plain = all(part is Ellipsis or isinstance(part, (slice, int)) for part in parts)
-        reaches_last = len(parts) == self.dim() or any(part is Ellipsis for part in parts)
-        if plain and (not reaches_last or parts[-1] == slice(None)):
-            return self._of(self.hidden[index])
-        return self.whole()[index]
+        reaches_last = len(parts) == self.ndim or any(part is Ellipsis for part in parts)
+        if not plain or (reaches_last and parts[-1] != slice(None)):
+            refuse(f"[{index}]")
+        return self._of(self.hidden[index])
 
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.whole(), name)
+        refuse(name)
 
-    __add__, __radd__, __sub__, __rsub__ = map(on_whole, ("__add__", "__radd__", "__sub__", "__rsub__"))
-    __mul__, __rmul__, __truediv__, __neg__ = map(on_whole, ("__mul__", "__rmul__", "__truediv__", "__neg__"))
-    __matmul__, __len__, __iter__ = map(on_whole, ("__matmul__", "__len__", "__iter__"))
+    def __eq__(self, other):
+        refuse("==")
+
+    __hash__ = object.__hash__
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if function is F.cross_entropy and can_be_chunked(*args, **kwargs):
-            return chunked_cross_entropy(*args, **kwargs)
-        return function(*as_tensors(args), **as_tensors(kwargs))
+        if function is not F.cross_entropy:
+            refuse(getattr(function, "__name__", function))
+        return chunked_cross_entropy(*args, **(kwargs or {}))
 
 
-def as_tensors(value):
-    if isinstance(value, Logits):
-        return value.whole()
-    if isinstance(value, dict):
-        return {key: as_tensors(item) for key, item in value.items()}
-    return type(value)(map(as_tensors, value)) if type(value) in (tuple, list) else value
-
-
-def compute_dtype(hidden):
-    """In which a linear layer would compute."""
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-
-
-def can_be_chunked(logits, target, weight=None, *_, reduction="mean", label_smoothing=0.0, **__):
-    return (
-        isinstance(logits, Logits)
-        and logits.dim() == 2
-        and target.dim() == 1
-        and not target.is_floating_point()
-        and weight is None
-        and reduction in ("mean", "sum")
-        and label_smoothing == 0.0
+def refuse(what):
+    raise AttributeError(
+        f"the loss is taken in chunks of logits, and {what} asks for all of them or changes them: use logits.whole(), "
+        "or plan with chunked-loss forbidden"
     )
 
 
-def chunked_cross_entropy(logits, target, weight=None, *_, ignore_index=-100, reduction="mean", **__):
-    inputs = (logits.hidden, logits.weight, logits.bias)
-    if not torch.is_grad_enabled():
-        inputs = tuple(None if tensor is None else tensor.detach() for tensor in inputs)
-    loss = SummedCrossEntropy.apply(*inputs, target, logits.chunks, ignore_index)
-    if reduction == "mean":
-        loss = loss / (target != ignore_index).sum()
+def chunked_cross_entropy(
+    logits,
+    target,
+    weight=None,
+    size_average=None,
+    ignore_index=-100,
+    reduce=None,
+    reduction="mean",
+    label_smoothing=0.0,
+):
+    """`F.cross_entropy` of `Logits` with one label a row."""
+    if not isinstance(logits, Logits) or logits.ndim != 2 or target.ndim != 1 or target.is_floating_point():
+        refuse("a cross entropy over other things than rows with one label each")
+    if not (weight is size_average is reduce is None) or reduction not in ("mean", "sum") or label_smoothing != 0.0:
+        refuse("a cross entropy with weights, smoothing, or one term a row")
+    inputs = (logits.hidden, logits.weight, logits.bias, target.long())
+    loss = ChunkedCrossEntropy.apply(*inputs, logits.chunks, logits.layer_dtype, ignore_index, reduction == "mean")
     return loss if torch.is_autocast_enabled(target.device.type) else loss.to(logits.dtype)
 
 
-class SummedCrossEntropy(torch.autograd.Function):
-    """Cross entropy of a linear layer's output, summed over rows; its gradients are made along the way."""
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Cross entropy of a linear layer's output, whose gradients are made along the way."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, target, chunks, ignore_index):
-        dtype, wanted = compute_dtype(hidden), ctx.needs_input_grad[:3]
+    def forward(ctx, hidden, weight, bias, target, chunks, dtype, ignore_index, mean):
+        wanted = ctx.needs_input_grad[:3]
         exact = torch.promote_types(dtype, torch.float32)
         total = torch.zeros((), dtype=exact, device=hidden.device)
         hidden_grad = torch.empty_like(hidden) if wanted[0] else None
@@ -184,16 +202,18 @@ class SummedCrossEntropy(torch.autograd.Function):
                 at_label = labels.where(counted.squeeze(1), 0).unsqueeze(1)
                 gradient.scatter_(1, at_label, gradient.gather(1, at_label) - 1)
                 del log_probabilities
-                gradient = gradient.to(dtype)
+                scale = half_precision_scale(rows, weight) if dtype == torch.float16 else None
+                gradient = (gradient if scale is None else gradient.mul_(scale)).to(dtype)
                 if wanted[0]:
-                    hidden_grad.chunk(chunks)[number].copy_((gradient @ weight) * counted)
+                    hidden_grad.chunk(chunks)[number].copy_(unscaled((gradient @ weight) * counted, scale))
                 if wanted[1]:
-                    weight_grad += gradient.t() @ (rows * counted)
+                    weight_grad += unscaled(gradient.t() @ (rows * counted), scale)
                 if wanted[2]:
-                    bias_grad += (counted.to(dtype).t() @ gradient)[0]
+                    bias_grad += unscaled((counted.to(dtype).t() @ gradient)[0], scale)
                 del gradient
         ctx.gradients = (hidden_grad, weight_grad, bias_grad)
-        return total
+        ctx.terms, ctx.mean = (target != ignore_index).sum(), mean
+        return total / ctx.terms if mean else total
 
     @staticmethod
     @once_differentiable
@@ -201,20 +221,31 @@ class SummedCrossEntropy(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("the gradients of a chunked loss are used up: run its forward again")
         gradients, ctx.gradients = ctx.gradients, None
+        share = torch.where(ctx.terms == 0, 0.0, share / ctx.terms if ctx.mean else share)  # as torch: zero, not 0/0
         pairs = zip(gradients, ctx.dtypes, strict=True)
-        return *(None if grad is None else grad.mul_(share).to(dtype) for grad, dtype in pairs), None, None, None
+        return *(None if grad is None else grad.mul_(share).to(dtype) for grad, dtype in pairs), *[None] * 5
+
+
+def half_precision_scale(rows, weight):
+    """By which the gradient of the logits is multiplied before its products: fp16 sums overflow, small parts vanish."""
+    largest = torch.maximum(len(rows) * rows.abs().amax().float(), 2 * weight.abs().amax().float())
+    return (16384 / largest).clamp(max=1024)
+
+
+def unscaled(product, scale):
+    return product if scale is None else product.float() / scale
 
 
 def chunked_loss_source(plan: Plan, decision: ChunkedLoss) -> Fragment:
     parts = (
         logits_in_chunks,
-        on_whole,
-        Logits,
-        as_tensors,
         compute_dtype,
-        can_be_chunked,
+        Logits,
+        refuse,
         chunked_cross_entropy,
-        SummedCrossEntropy,
+        ChunkedCrossEntropy,
+        half_precision_scale,
+        unscaled,
     )
     rewriting = """\
 head = model.get_submodule(HEAD)
@@ -222,6 +253,7 @@ head.forward = types.MethodType(logits_in_chunks(CHUNKS), head)
 """
     return Fragment(
         imports=(
+            "import math",
             "import types",
             "import torch.nn.functional as F",
             "from torch.autograd.function import once_differentiable",

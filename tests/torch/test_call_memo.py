@@ -59,6 +59,9 @@ CALLS = {
     "made on the default device": lambda x: torch.arange(6),
     "a new scalar": lambda x: torch.full((), 3.0, device=x.device) + x,
     "to the host": lambda x: x.cpu() if x.device.type != "cpu" else x.to("vgpu"),
+    "two alike, but for where they begin": lambda x: (x[:, :2].transpose(1, 2), x[:, 2:].transpose(1, 2)),
+    "pieces of a half": lambda x: [half.transpose(0, 1) for half in (x[..., :3], x[..., 3:])],
+    "into another": lambda x: torch.add(x, x, out=torch.empty_like(x)),
     "picked": lambda x: x[torch.zeros(3, dtype=torch.long, device=x.device)],
 }
 
@@ -129,6 +132,22 @@ def test_calls_are_remembered():
         return runs, len({result.untyped_storage()._cdata for result in results})
 
     assert run_in_child(run) == (1, 5)
+
+
+def test_inference_tensors_stay_what_they_are():
+    """Autograd refuses to save them; a remembered view that is none would be saved."""
+
+    def run() -> list[bool]:
+        install(Target(compute_capability=(8, 0)))
+        with VirtualGpuMode(), torch.no_grad():
+            plain = torch.empty(4, 4, device="vgpu")
+            found = [plain.t().is_inference(), plain.add(1).is_inference()]
+            with torch.inference_mode():
+                made = torch.empty(4, 4, device="vgpu")
+                found += [plain.add(1).is_inference(), made.t().is_inference()]
+            return [*found, made.t().is_inference()]
+
+    assert run_in_child(run) == [False, False, True, True, True]
 
 
 def test_the_default_dtype_is_part_of_the_call():

@@ -127,3 +127,58 @@ def test_a_plan_prefers_chunks_to_recompute_and_says_so():
         model, batch, vram=int(0.75 * whole.total_bytes), gpu="bare", fidelity="exact", forbid=["chunked-loss"]
     )
     assert {type(decision) for decision in without.decisions} <= {Checkpoint, Accumulation}
+
+
+class Unusual(torch.nn.Module):
+    """A language model that does something of its own to its logits."""
+
+    def __init__(self, change) -> None:
+        super().__init__()
+        self.words, self.body, self.head = (
+            torch.nn.Embedding(4099, 32),
+            torch.nn.Linear(32, 32),
+            torch.nn.Linear(32, 4099),
+        )
+        self.change = change
+
+    def forward(self, tokens):
+        logits = self.head(torch.tanh(self.body(self.words(tokens))))
+        return F.cross_entropy(self.change(logits).view(-1, 4099), tokens.view(-1))
+
+
+def scaled(logits):
+    return logits.div_(0.1)
+
+
+def marked(logits):
+    logits[..., 3] = -50.0
+    return logits
+
+
+def counted(logits):
+    logits.argmax(-1)
+    return logits
+
+
+def hooked(logits):
+    logits.register_hook(lambda gradient: 10 * gradient)
+    return logits
+
+
+@pytest.mark.parametrize("change", [scaled, marked, counted])
+def test_logits_that_are_used_otherwise_are_not_taken_in_chunks(change):
+    work = workload(Unusual(change), (torch.zeros(4, 33, dtype=torch.long),))
+    assert heads.chunked_loss(certifying_graph(work, (), BARE), work.model, vram_bytes=1 << 20) is None
+
+
+@pytest.mark.parametrize("change", [scaled, hooked])
+def test_a_model_that_cannot_have_chunks_gets_the_plan_it_gets_without(change):
+    """A hook leaves no trace in a recording: the chunks are offered, refused in rehearsal, and all else is tried."""
+    batch, options = (torch.zeros(4, 33, dtype=torch.long),), {"gpu": "bare", "fidelity": "exact", "optimizer": "sgd"}
+    model = Unusual(change)
+    whole = planner.plan(model, batch, vram=None, **options).peak.total_bytes
+    for share in (0.6, 0.05):
+        plan = planner.plan(model, batch, vram=int(share * whole), **options)
+        without = planner.plan(model, batch, vram=int(share * whole), forbid=["chunked-loss"], **options)
+        assert (plan.fits, plan.decisions) == (without.fits, without.decisions)
+        assert any("left out (loss in" in note for note in plan.notes) is (change is hooked)

@@ -1,0 +1,82 @@
+"""Step in backward: gradients are used one by one and never exist all together.
+
+Lv et al., Full Parameter Fine-tuning for Large Language Models with Limited Resources (LOMO), 2023; the hook is
+`torch.Tensor.register_post_accumulate_grad_hook`. The optimizer stays one object: its schedulers and its state_dict
+are what they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+
+from planner.decisions import Optimizer, StepInBackward
+from planner.errors import DecisionError
+from planner.optimizers import by_parameter
+from planner.plan_file import Plan
+from rewrite.fragment import Fragment
+from rewrite.rewriting import Rewriting
+
+
+def step_in_backward(rewriting: Rewriting, decision: StepInBackward) -> None:
+    """Let the step's backward update the parameters.
+
+    Raises:
+        DecisionError: for an optimizer whose step looks at all gradients together, or may do so.
+    """
+    optimizer = rewriting.optimizer
+    eight_bit = type(optimizer).__module__.partition(".")[0] == "bitsandbytes"
+    if not eight_bit and not by_parameter(type(optimizer)):
+        raise DecisionError(
+            f"step-in-backward needs an optimizer that treats each parameter by itself, and of "
+            f"{type(optimizer).__name__} that is not known: use one of torch.optim, but for LBFGS and Muon, or forbid "
+            "step-in-backward"
+        )
+    rewriting.backward = functools.partial(stepping_in_backward, optimizer, by_position=eight_bit)
+
+
+# ---- below: the text that runs here is the text that is emitted -------------------------------------------------
+
+
+@contextlib.contextmanager
+def stepping_in_backward(optimizer, *, by_position=False):
+    """Inside, a backward updates each parameter as soon as its gradient is whole, and drops the gradient.
+
+    One parameter at a time is all that the optimizer is shown, so that a step does not look through all of them; one
+    that knows its parameters by their position is shown them all, and finds a gradient at one.
+    """
+    groups = [(group, group["params"]) for group in optimizer.param_groups]
+    group_of = {parameter: group for group, parameters in groups for parameter in parameters}
+    updated = set()
+
+    def update(parameter):
+        if parameter in updated:
+            raise RuntimeError(
+                "a parameter got a second gradient after its update: something in the model runs a backward of its "
+                "own (reentrant checkpointing?), and no step can be taken inside of such a backward"
+            )
+        updated.add(parameter)
+        if not by_position:
+            for group, _ in groups:
+                group["params"] = [parameter] if group is group_of[parameter] else []
+        optimizer.step()
+        parameter.grad = None
+
+    hooks = [p.register_post_accumulate_grad_hook(update) for p in group_of if p.requires_grad]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for group, parameters in groups:
+            group["params"] = parameters
+
+
+def step_in_backward_source(plan: Plan, decision: StepInBackward) -> Fragment:
+    by_position = ", by_position=True" if plan.decision(Optimizer) is not None else ""
+    return Fragment(
+        imports=("import contextlib",),
+        functions=(inspect.getsource(stepping_in_backward),),
+        backward=f"stepping_in_backward(optimizer{by_position})",
+    )
