@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from planner_cases import BARE, CARD, certifying_graph, plain, units, what_if
+from planner_cases import BARE, certifying_graph, plain, units, what_if
 from rewrite_cases import (
     Convolutional,
     Perceptron,
@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import planner
-from planner.decisions import Accumulation, Checkpoint, Decision, Freeze, Optimizer, Precision, StepInBackward
+from planner.decisions import Accumulation, Checkpoint, Decision, Fidelity, Freeze, Optimizer, Precision, StepInBackward
 from planner.errors import DecisionError, RehearsalError, WorkloadError
 from planner.step_graph import Category, Phase
 from planner.workload import workload
@@ -289,13 +289,13 @@ def test_what_is_pruned_before_it_is_recorded_would_not_have_been_chosen(monkeyp
 
     for samples in (4, 512):
         work = work_of(samples)
-        rules = Rules(fidelity=Precision.fidelity, forced=(), forbidden=("accumulation",))
-        whole = plan_workload(work, CARD, vram_bytes=None, rules=rules).peak.total_bytes - CARD.context_bytes
+        rules = Rules(fidelity=Fidelity.EXACT, forced=(), forbidden=("accumulation",))
+        whole = plan_workload(work, BARE, vram_bytes=None, rules=rules).peak.total_bytes
         for share in (0.6, 0.75, 0.9):
-            budget = CARD.context_bytes + int(share * whole)
+            budget = int(share * whole)
             monkeypatch.setattr(Case, "could_pay", counting)
-            quick = plan_workload(work, CARD, vram_bytes=budget, rules=rules)
+            quick = plan_workload(work, BARE, vram_bytes=budget, rules=rules)
             monkeypatch.setattr(Case, "could_pay", lambda self, *arguments, **options: True)
-            thorough = plan_workload(work, CARD, vram_bytes=budget, rules=rules)
+            thorough = plan_workload(work, BARE, vram_bytes=budget, rules=rules)
             assert (quick.fits, quick.decisions) == (thorough.fits, thorough.decisions), (samples, share)
     assert pruned
