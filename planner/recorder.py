@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -26,7 +26,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     UnsupportedOperatorException,
 )
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -50,6 +49,7 @@ from planner.op_schema import (
 from planner.saved_tensors import SavedTensors
 from planner.source_lines import source_line
 from planner.step_graph import Category, Op, Phase, Save, StepGraph, Storage
+from planner.updates import Updates
 from planner.workspaces import has_formula
 
 _IGNORED_NAMESPACES = ("prim", "profiler")
@@ -79,23 +79,16 @@ class Recorder(TorchDispatchMode):
         self.storages: list[Storage] = []
         self.saves: list[Save] = []
         self.calls = ModuleCalls(self)
+        self.updates = Updates(self)
         self.step = 0
         self.micro_batch = 0
         self.answers = Answers(self.calls.place)
         self._paused = False
         self._saved = SavedTensors(self)
         self._alive: dict[int, tuple[int, int, weakref.ref]] = {}  # storage pointer -> (id, birth, finalizer)
-        self._in_optimizer = False
         self._seen_backward = False
         self._in_setup = True
         self._setup_tick = 0
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._names: dict[int, str] = {}
-        self._update_tick: int | None = None
-        self._in_backward = False  # whether the optimizer steps there
-        self._trained: dict[str, bool] = {}  # parameter -> whether its gradient is sparse
-        self._to_update: list[torch.nn.Parameter] = []  # those that got a gradient since the last update
-        self._updated: dict[int, str] = {}  # storages of parameters that this step has updated
         self._op_of_sequence: dict[int, int] = {}
         self._batch_statistics: dict[str, None] = {}
         self._buffers: dict[int, tuple[str, bool]] = {}
@@ -241,8 +234,7 @@ class Recorder(TorchDispatchMode):
         record.inputs = tuple(i for t in read if (i := self.storage_of(t)) is not None)
         record.outputs = tuple(i for t in written if (i := self.storage_of(t)) is not None)
         record.shapes = tuple(tuple(t.shape) for t in written)
-        if self._updated and phase is not Phase.OPTIMIZER and not traits.is_view:
-            self._refuse_updated(record)
+        self.updates.check(record)
         if traits.writes and phase is Phase.FORWARD:
             self._note_writes(traits, args, kwargs, tick, call)
         if uses_batch_statistics(op, args, kwargs):
@@ -253,20 +245,11 @@ class Recorder(TorchDispatchMode):
             if (storage := self.storage_of(target)) is not None:
                 self._writes.append((tick, storage, call))
 
-    def _refuse_updated(self, op: Op) -> None:
-        """What reads a parameter after its update, while the backward still runs, does not compute what it should."""
-        for storage in op.inputs:
-            if storage in self._updated:
-                raise self.answers.refusal(
-                    f"parameter '{self._updated[storage]}' is read by {op.name} after its update in backward",
-                    "forbid step-in-backward",
-                )
-
     def _where(self, index: int) -> tuple[Phase, str, int | None, int | None]:
         module, call = self.calls.innermost
         if self._in_setup:
             return Phase.SETUP, "", None, None
-        if self._in_optimizer:
+        if self.updates.running:
             return Phase.OPTIMIZER, "", None, None
         node = torch._C._current_autograd_node()
         if node is None or call is not None:  # a backward inside of a module's forward is part of the forward
@@ -310,13 +293,7 @@ class Recorder(TorchDispatchMode):
         handles = []
         for name, module in model.named_modules(remove_duplicate=True):
             handles += self.calls.hooks(name, module)
-        self._optimizer = optimizer
-        for name, parameter in model.named_parameters():
-            self._names[id(parameter)] = name
-            if parameter.requires_grad:
-                handles.append(parameter.register_post_accumulate_grad_hook(self._got_gradient(name)))
-        handles.append(register_optimizer_step_pre_hook(self._optimizer_starts))
-        handles.append(register_optimizer_step_post_hook(self._optimizer_ends))
+        handles += self.updates.hooks(model, optimizer)
         hooks = (
             torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._saved.unpack)
             if self.what_if
@@ -331,14 +308,11 @@ class Recorder(TorchDispatchMode):
 
     def setup_ends(self) -> None:
         self._in_setup, self._setup_tick = False, self.tick
-
-    def note_trained(self, names: Iterable[str]) -> None:
-        """Say which parameters have a gradient, where no backward will."""
-        self._trained.update(dict.fromkeys(names, False))
+        self.updates.in_setup = False
 
     def starts_step(self, step: int) -> None:
         self.step, self.micro_batch, self._seen_backward = step, 0, False
-        self._updated.clear()
+        self.updates.starts_step()
         self._op_of_sequence.clear()
 
     def enters_model(self) -> None:
@@ -347,46 +321,12 @@ class Recorder(TorchDispatchMode):
             self.micro_batch += 1
             self._seen_backward = False
 
-    def _got_gradient(self, name: str):
-        def note(parameter: torch.nn.Parameter) -> None:
-            self.mark(parameter.grad, Category.GRADIENT)
-            self._trained[name] = parameter.grad.is_sparse
-            self._to_update.append(parameter)
-
-        return note
-
-    def _optimizer_starts(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        self._in_optimizer = True
-        if not self._in_setup:
-            self._in_backward = torch._C._current_autograd_node() is not None
-            self._update_tick = None if self._in_backward else self.next_tick()
-
-    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        self._in_optimizer = False
-        updated, self._to_update = self._to_update, []
-        if self._in_backward:
-            self._updated.update((self.storage_of(parameter), self._names[id(parameter)]) for parameter in updated)
-        for parameter in updated if self._in_backward else tuple(optimizer.state):
-            for value in optimizer.state.get(parameter, {}).values():
-                if isinstance(value, torch.Tensor):
-                    self.mark(value, Category.OPTIMIZER_STATE)
-
-    def _idle_state(self) -> set[int]:
-        """Storages of state that was primed for parameters which then got no gradient: a real step makes none."""
-        states = (
-            state
-            for parameter, state in self._optimizer.state.items()
-            if self._names.get(id(parameter)) not in self._trained
-        )
-        tensors = (value for state in states for value in state.values() if isinstance(value, torch.Tensor))
-        return {index for tensor in tensors if (index := self.storage_of(tensor)) is not None}
-
     # ---- the result -------------------------------------------------------------------------------------------
 
     def finish(self, *, steps: int, primed: bool, micro_batch_sizes: tuple[int, ...]) -> StepGraph:
         """Close all lives and hand the recording over. The recorder must not be used afterwards."""
         ticks = self.next_tick() + 1
-        idle = self._idle_state() if primed else set()
+        idle = self.updates.idle_state() if primed else set()
         for index, birth, _finalizer in self._alive.values():
             self.storages[index].lives.append((birth, ticks))
         self._alive.clear()
@@ -405,8 +345,8 @@ class Recorder(TorchDispatchMode):
             micro_batch_sizes=micro_batch_sizes,
             module_types=self.module_types,
             batch_statistics=tuple(self._batch_statistics),
-            update_tick=None if any(self._trained.values()) else self._update_tick,
-            trained=tuple(self._trained),
+            update_tick=self.updates.tick,
+            trained=self.updates.trained,
             assumptions=tuple(self.answers.assumptions),
         )
         classify(graph)

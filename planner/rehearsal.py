@@ -134,7 +134,7 @@ def record_steps(
         step, optimizer = prepare(model)
         with recorder.watching(model, optimizer):
             if trained is not None:
-                recorder.note_trained(trained)
+                recorder.updates.note_trained(trained)
             if primed:
                 _run_step(lambda _: _prime(model, optimizer), batch, model, hook_errors)
             recorder.setup_ends()
