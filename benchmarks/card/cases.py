@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.card import models
 from benchmarks.card.models import Build
-from planner.decisions import Accumulation, Checkpoint, Decision, Optimizer, Precision
+from planner.decisions import Accumulation, Checkpoint, ChunkedLoss, Decision, Optimizer, Precision, StepInBackward
 from planner.workload import OptimizerSpec, Workload, workload
 
 
@@ -39,7 +39,10 @@ class Case:
     optimizer: str = "adamw"
     checkpoint: str | None = None
     """Class of the modules that are recomputed in backward, each by itself."""
+    chunked_head: str | None = None
+    """The linear layer whose logits go to the loss in 8 chunks."""
     micro_batches: int = 1
+    step_in_backward: bool = False
     core: bool = False
     keep_history: bool = False
     """Whether the complete history of the allocator is written to a file of its own."""
@@ -58,9 +61,13 @@ class Case:
             found.append(Precision(dtype=self.precision))
         if self.optimizer == "adamw-8bit":
             found.append(Optimizer())
+        if self.chunked_head is not None:
+            found.append(ChunkedLoss(module=self.chunked_head, chunks=8))
         if self.micro_batches > 1:
             size = -(-work.batch_size // self.micro_batches)
             found.append(Accumulation(micro_batch_size=size, micro_batches=self.micro_batches))
+        if self.step_in_backward:
+            found.append(StepInBackward())
         if self.checkpoint is not None:
             named = work.model.named_modules()
             found.append(Checkpoint(modules=tuple(n for n, m in named if type(m).__name__ == self.checkpoint)))
@@ -104,6 +111,8 @@ def _language() -> tuple[Case, ...]:
         Case(name="gpt2-fp16", build=gpt2, precision="fp16"),
         Case(name="gpt2-bf16-fused", build=gpt2, precision="bf16", optimizer="adamw-fused"),
         Case(name="gpt2-bf16-8bit", build=gpt2, precision="bf16", optimizer="adamw-8bit"),
+        Case(name="gpt2-bf16-chunked-loss", build=gpt2, precision="bf16", chunked_head="lm_head"),
+        Case(name="gpt2-bf16-step-in-backward", build=gpt2, precision="bf16", step_in_backward=True),
         Case(name="gpt2-bf16-checkpoint", build=gpt2, precision="bf16", checkpoint="GPT2Block"),
         Case(name="gpt2-fp32-accumulate2", build=gpt2, micro_batches=2),
         Case(name="gpt2-bf16-long", build=gpt2_long, precision="bf16"),
@@ -113,6 +122,8 @@ def _language() -> tuple[Case, ...]:
              micro_batches=2),
         Case(name="llama300m-bf16-8bit", build=llama_300m, precision="bf16", optimizer="adamw-8bit"),
         Case(name="llama1b-bf16", build=llama_1b, precision="bf16"),
+        Case(name="llama1b-bf16-8bit-step-in-backward-chunked-loss", build=llama_1b, precision="bf16",
+             optimizer="adamw-8bit", chunked_head="lm_head", step_in_backward=True),
         Case(name="llama1b-bf16-checkpoint-8bit", build=llama_1b, precision="bf16", checkpoint="LlamaDecoderLayer",
              optimizer="adamw-8bit"),
         Case(name="llama1b-fp32-checkpoint-fused", build=llama_1b, checkpoint="LlamaDecoderLayer",
