@@ -10,9 +10,9 @@ import dataclasses
 from collections.abc import Iterator
 
 from planner.allocator_settings import SMALL_SEGMENT_BYTES
-from planner.choose import TIE
-from planner.decisions import KINDS, Fidelity, Freeze, Optimizer, Precision
-from planner.options import Offer, Rules, frozen_offer, prefixes
+from planner.choose import TIE, Choice
+from planner.decisions import KINDS, Fidelity, Freeze, Optimizer, Precision, StepInBackward
+from planner.options import Offer, Rules, frozen_offer, only, prefixes
 from planner.plan_file import NextStep, Shortfall
 from planner.search.threshold import first_true
 from planner.step_graph import Category
@@ -35,16 +35,20 @@ def best(trials: Trials, offered: Offer, rules: Rules) -> Certified | None:
         if found is not None or not rules.allow(Freeze):
             return found
     candidates = _prefixes(trials)
+    smallest_choice = trials.chooser(offered, rules).smallest()
+    narrow = only(offered, smallest_choice.decisions)  # how short a prefix may be is asked of the smallest way alone
 
-    def suffices(number: int) -> bool:
-        chooser = trials.chooser(frozen_offer(offered, candidates[number]), rules)
+    def promises(number: int) -> bool:
+        chooser = trials.chooser(frozen_offer(narrow, candidates[number]), rules)
         return chooser.fastest(trials.budget_bytes) is not None
 
-    guess = 0 if rules.force(Freeze) else _guessed_prefix(trials, candidates, offered, rules)
-    for frozen in candidates[first_true(len(candidates), suffices, guess=guess) :]:
-        if (found := fastest(trials, frozen_offer(offered, frozen), rules)) is not None:
-            return found  # the first, unless the allocator's slack asks for more
-    return None
+    def holds(number: int) -> bool:
+        return fastest(trials, frozen_offer(narrow, candidates[number]), rules) is not None
+
+    guess = _guessed_prefix(trials, candidates, smallest_choice)
+    guess = first_true(len(candidates), promises, guess=guess)
+    shortest = first_true(len(candidates), holds, guess=guess)  # the same, unless the allocator's slack asks for more
+    return fastest(trials, frozen_offer(offered, candidates[shortest]), rules) if shortest < len(candidates) else None
 
 
 def fastest(trials: Trials, offered: Offer, rules: Rules) -> Certified | None:
@@ -159,10 +163,9 @@ def _prefixes(trials: Trials) -> tuple[Freeze, ...]:
     return prefixes(starts, owners)
 
 
-def _guessed_prefix(trials: Trials, candidates: tuple[Freeze, ...], offered: Offer, rules: Rules) -> int:
+def _guessed_prefix(trials: Trials, candidates: tuple[Freeze, ...], chosen: Choice) -> int:
     """The prefix that suffices if freezing spared nothing but gradients and optimizer state."""
-    chosen = trials.chooser(offered, rules).smallest()
-    outer = tuple(decision for decision in chosen.decisions if isinstance(decision, (Precision, Optimizer)))
+    outer = tuple(d for d in chosen.decisions if isinstance(d, (Precision, Optimizer, StepInBackward)))
     missing = chosen.peak_bytes - trials.budget_bytes
     spared = [trials.floor_bytes(outer) - trials.floor_bytes((frozen, *outer)) for frozen in candidates]
     return next((number for number, size in enumerate(spared) if size >= missing), len(candidates))

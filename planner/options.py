@@ -194,6 +194,21 @@ def frozen_offer(offered: Offer, frozen: Freeze) -> Offer:
     return dataclasses.replace(offered, precisions=tuple((frozen, *choice) for choice in offered.precisions))
 
 
+def only(offered: Offer, decisions: Sequence[Decision]) -> Offer:
+    """The same splits and modules, with the precision, optimizer, loss and update of these decisions alone."""
+
+    def chosen(choices: tuple[tuple[Decision, ...], ...]) -> tuple[tuple[Decision, ...], ...]:
+        return (max((choice for choice in choices if set(choice) <= set(decisions)), key=len),)
+
+    return dataclasses.replace(
+        offered,
+        precisions=chosen(offered.precisions),
+        optimizers=chosen(offered.optimizers),
+        losses=chosen(offered.losses),
+        updates=chosen(offered.updates),
+    )
+
+
 def _precisions(
     work: Workload, card: DeviceProfile, rules: Rules, notes: list[str]
 ) -> tuple[tuple[Decision, ...], ...]:
