@@ -47,7 +47,11 @@ class Choice:
 
 
 class _ChunksRefusedError(Exception):
-    """The step cannot be rehearsed with its loss in chunks."""
+    """The step cannot be rehearsed with its loss in chunks and this kind of update."""
+
+    def __init__(self, update: tuple[Decision, ...]) -> None:
+        super().__init__(update)
+        self.update = update
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +82,8 @@ class Chooser:
         self.solve_seconds = 0.0
         self.dropped: dict[tuple[Decision, ...], PlannerError] = {}
         """Choices, with their split, that could not be rehearsed, and why."""
+        self._unchunked: set[tuple[Decision, ...]] = set()
+        """Kinds of updates beside which the loss cannot be taken in chunks, although that is offered."""
         self.undecided = 0
         """Programs that hit their time limit without an answer."""
 
@@ -91,11 +97,11 @@ class Chooser:
 
     def _or_without_chunks(self, search: Callable[[], Any]) -> Any:
         """Where chunks are offered, less is tried without them: if the step then refuses them, all is tried again."""
-        try:
-            return search()
-        except _ChunksRefusedError:
-            self._offer = dataclasses.replace(self._offer, losses=((),))
-            return search()
+        while True:
+            try:
+                return search()
+            except _ChunksRefusedError as refused:
+                self._unchunked.add(refused.update)
 
     def _fastest(self, budget_bytes: int) -> Choice | None:
         found: list[Choice] = []
@@ -142,8 +148,8 @@ class Chooser:
             return self._cases.of(outer, split)
         except PlannerError as error:
             self.dropped[(*outer, *split.decisions())] = error
-            if len(self._offer.losses) > 1 and not self._has_better(outer):
-                raise _ChunksRefusedError from error
+            if len(self._offer.losses) > 1 and any(isinstance(decision, ChunkedLoss) for decision in outer):
+                raise _ChunksRefusedError(_update_of(outer)) from error
             return None
 
     # ---- outer choices ------------------------------------------------------------------------------------------
@@ -153,7 +159,7 @@ class Chooser:
         for optimizer, update in itertools.product(self._offer.optimizers, self._offer.updates):
             for precision, loss in itertools.product(reversed(self._offer.precisions), self._offer.losses):
                 outer = (*precision, *loss, *optimizer, *update)
-                if conflict(outer) is None:
+                if conflict(outer) is None and not (loss and update in self._unchunked):
                     yield outer
 
     def _splits(self, outer: tuple[Decision, ...]) -> tuple[Split, ...]:
@@ -166,7 +172,8 @@ class Chooser:
         )
 
     def _has_better(self, outer: tuple[Decision, ...]) -> bool:
-        return len(self._offer.losses) > 1 and not any(isinstance(decision, ChunkedLoss) for decision in outer)
+        chunked = any(isinstance(decision, ChunkedLoss) for decision in outer)
+        return len(self._offer.losses) > 1 and not chunked and _update_of(outer) not in self._unchunked
 
     def _limit_ns(self, outer: tuple[Decision, ...], found: list[Choice]) -> float:
         """Plans of this outer choice that take longer are of no use: a tie is one only if it is more faithful."""
@@ -281,6 +288,10 @@ class Chooser:
 def fidelity_of(decisions: tuple[Decision, ...]) -> int:
     """The least faithful decision decides."""
     return max((decision.fidelity for decision in decisions), default=0)
+
+
+def _update_of(outer: tuple[Decision, ...]) -> tuple[Decision, ...]:
+    return tuple(decision for decision in outer if isinstance(decision, StepInBackward))
 
 
 def _nothing(case: Case) -> Selection:

@@ -36,6 +36,8 @@ def chunked_loss(graph: StepGraph, model: torch.nn.Module, *, vram_bytes: int) -
             head = made[-1]
             if not _is_linear(model, head) or not _only_for(graph, made, op):
                 continue
+            if has_backward_hooks(model.get_submodule(head.module)):
+                continue
             if sum(call.module == head.module for call in graph.calls) != graph.steps:
                 continue  # used elsewhere too
             chunks = 2
@@ -43,6 +45,11 @@ def chunked_loss(graph: StepGraph, model: torch.nn.Module, *, vram_bytes: int) -
                 chunks *= 2
             return ChunkedLoss(module=head.module, chunks=chunks)
     return None
+
+
+def has_backward_hooks(head: torch.nn.Module) -> bool:
+    """Whether the gradient of the module's output or input is wanted as such."""
+    return bool(head._backward_hooks or head._backward_pre_hooks)
 
 
 def _is_plain(graph: StepGraph, log_softmax: Op) -> bool:

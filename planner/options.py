@@ -22,7 +22,7 @@ from planner.decisions import (
     conflict,
 )
 from planner.errors import DecisionError
-from planner.optimizers import by_parameter
+from planner.optimizers import by_parameter, has_step_hooks
 from planner.workload import Workload, optimizer_name
 from profiles.device import DeviceProfile
 
@@ -151,6 +151,8 @@ def floor_bytes(
         return least_bytes + still.eight_bit_state_bytes(work.model)
     if len(trained.with_state) < len(trained.with_gradient):
         return least_bytes
+    if held and isinstance(work.optimizer, torch.optim.Optimizer) and len(work.optimizer.param_groups) > 1:
+        return least_bytes  # groups may differ in the state that they keep
     share = sum(p.numel() for p in still.with_state) / sum(p.numel() for p in trained.with_state)
     if in_backward:
         return parameter_bytes + int(0.99 * share * state_bytes)
@@ -235,11 +237,16 @@ def _optimizers(work: Workload, rules: Rules, notes: list[str]) -> tuple[tuple[D
 def _updates(work: Workload, rules: Rules) -> tuple[tuple[Decision, ...], ...]:
     """After the backward; inside of it, where the optimizer treats each parameter by itself."""
     optimizer = work.optimizer
-    if isinstance(optimizer, str) or by_parameter(type(optimizer)):
-        return _choices(rules, StepInBackward, (StepInBackward(),), None)
-    return _choices(
-        rules, StepInBackward, None, f"{optimizer_name(optimizer)} may look at the gradients of all parameters together"
-    )
+    if isinstance(optimizer, str):
+        why_not = None
+    elif not isinstance(optimizer, torch.optim.Optimizer):
+        why_not = "what a function makes is not known to treat each parameter by itself: give the optimizer itself"
+    elif by_parameter(optimizer):
+        why_not = None
+    else:
+        hooks = " with step hooks" if has_step_hooks(optimizer) else ""
+        why_not = f"{optimizer_name(optimizer)}{hooks} may look at the gradients of all parameters together"
+    return _choices(rules, StepInBackward, (StepInBackward(),) if why_not is None else None, why_not)
 
 
 def _refuse_forced_conflict(card: DeviceProfile, rules: Rules) -> None:
@@ -262,6 +269,8 @@ def _why_no_eight_bit(work: Workload) -> str | None:
         return f"{optimizer_name(optimizer)} has no 8-bit twin here"
     if optimizer.state:
         return "the optimizer holds state already"
+    if has_step_hooks(optimizer):
+        return "the optimizer has step hooks, which would be lost"
     for group in optimizer.param_groups:
         if group["amsgrad"] or group["maximize"]:
             return "it has neither amsgrad nor maximize"

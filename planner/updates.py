@@ -23,6 +23,7 @@ class Updates:
         self._recorder = recorder
         self._state: dict[torch.nn.Parameter, Any] = {}
         self._names: dict[int, str] = {}
+        self._held: set[int] = set()
         self._sparse: dict[str, bool] = {}  # by parameter that got a gradient
         self._waiting: list[torch.nn.Parameter] = []  # those that got a gradient since the last update
         self._updated: dict[int, str] = {}  # storages of parameters that this step has updated inside of its backward
@@ -44,6 +45,7 @@ class Updates:
     ) -> list[torch.utils.hooks.RemovableHandle]:
         self._state = optimizer.state
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return [
             *(
                 parameter.register_post_accumulate_grad_hook(self._got_gradient)
@@ -79,7 +81,8 @@ class Updates:
     def _got_gradient(self, parameter: torch.nn.Parameter) -> None:
         self._recorder.mark(parameter.grad, Category.GRADIENT)
         self._sparse[self._names[id(parameter)]] = parameter.grad.is_sparse
-        self._waiting.append(parameter)
+        if id(parameter) in self._held:
+            self._waiting.append(parameter)
 
     def _starts(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         self.running = True

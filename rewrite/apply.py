@@ -123,7 +123,7 @@ def apply_decisions(
     Raises:
         DecisionError: when a decision cannot be applied or a kind comes twice. The model is then as it was.
     """
-    by_kind = _one_of_each_kind(decisions)
+    by_kind = one_of_each_kind(decisions)
     if StepInBackward in by_kind and max_grad_norm is not None:
         raise DecisionError(
             "step-in-backward never has all gradients at once, so that their norm cannot be clipped: leave "
@@ -155,7 +155,8 @@ def apply_decisions(
     return Rewritten(rewriting, step)
 
 
-def _one_of_each_kind(decisions: Sequence[Decision]) -> dict[type[Decision], Decision]:
+def one_of_each_kind(decisions: Sequence[Decision]) -> dict[type[Decision], Decision]:
+    """The decisions by kind. Raises `DecisionError` for two of one kind, and for two that cannot be done together."""
     if (why := conflict(decisions)) is not None:
         raise DecisionError(f"{why}: keep one of the two")
     by_kind: dict[type[Decision], Decision] = {}

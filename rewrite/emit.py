@@ -7,7 +7,7 @@ import textwrap
 
 from planner.calling import Calling
 from planner.plan_file import Plan, write_text_atomically
-from rewrite.apply import turns_cache_off
+from rewrite.apply import one_of_each_kind, turns_cache_off
 from rewrite.emitted_header import header
 from rewrite.emitted_model import ModelSource, batch_source, model_source
 from rewrite.fragment import Fragment, literal
@@ -27,7 +27,7 @@ def emit(plan: Plan, path: str | pathlib.Path) -> None:
 
 def source(plan: Plan, *, file_name: str = "train_step.py") -> str:
     """The text of the emitted file: `rewrite`, `make_optimizer`, `training_step`, and a `main` that runs them."""
-    by_kind = {type(decision): decision for decision in plan.decisions}
+    by_kind = one_of_each_kind(plan.decisions)
     fragments = [emitted(plan, by_kind[kind]) for kind, emitted in SOURCES.items() if kind in by_kind]
     model = model_source(plan)
     scaled = any(fragment.scaled for fragment in fragments)

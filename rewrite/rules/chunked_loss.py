@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from planner.decisions import ChunkedLoss
 from planner.errors import DecisionError
+from planner.heads import has_backward_hooks
 from planner.plan_file import Plan
 from rewrite.fragment import Fragment, assignment
 from rewrite.rewriting import Rewriting
@@ -31,6 +32,11 @@ def chunked_loss(rewriting: Rewriting, decision: ChunkedLoss) -> None:
     if type(head) is not torch.nn.Linear:
         raise DecisionError(
             f"{decision.kind} names '{decision.module}', a {type(head).__name__}: the head must be a torch.nn.Linear"
+        )
+    if has_backward_hooks(head):
+        raise DecisionError(
+            f"'{decision.module}' has backward hooks, and {decision.kind} never makes the gradient that they want: "
+            "remove them or forbid chunked-loss"
         )
     forward = types.MethodType(logits_in_chunks(decision.chunks), head)
     rewriting.replace(head, "forward", forward, place=f"forward of '{decision.module}'")

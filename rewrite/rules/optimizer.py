@@ -13,6 +13,7 @@ import torch
 
 from planner.decisions import Optimizer
 from planner.errors import DecisionError
+from planner.optimizers import has_step_hooks
 from planner.plan_file import Plan
 from rewrite.fragment import Fragment
 from rewrite.optimizers import OPTIMIZERS
@@ -56,6 +57,8 @@ def _refuse_what_cannot_be_taken_over(given: torch.optim.Optimizer) -> None:
             f"optimizer adamw8bit cannot take over the state of a {kind} that has stepped: apply the plan before "
             "training starts, and resume from a state that the 8-bit optimizer saved"
         )
+    if has_step_hooks(given):
+        raise DecisionError(f"optimizer adamw8bit would lose the step hooks of {kind}: remove them or forbid optimizer")
     for index, group in enumerate(given.param_groups):
         for option in ("amsgrad", "maximize"):
             if group[option]:

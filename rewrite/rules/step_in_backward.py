@@ -27,11 +27,11 @@ def step_in_backward(rewriting: Rewriting, decision: StepInBackward) -> None:
     """
     optimizer = rewriting.optimizer
     eight_bit = type(optimizer).__module__.partition(".")[0] == "bitsandbytes"
-    if not eight_bit and not by_parameter(type(optimizer)):
+    if not eight_bit and not by_parameter(optimizer):
         raise DecisionError(
-            f"step-in-backward needs an optimizer that treats each parameter by itself, and of "
-            f"{type(optimizer).__name__} that is not known: use one of torch.optim, but for LBFGS and Muon, or forbid "
-            "step-in-backward"
+            f"step-in-backward needs an optimizer that treats each parameter by itself, and of this "
+            f"{type(optimizer).__name__} that is not known: use one of torch.optim, but for LBFGS and Muon, without "
+            "step hooks, or forbid step-in-backward"
         )
     rewriting.backward = functools.partial(stepping_in_backward, optimizer, by_position=eight_bit)
 
@@ -49,6 +49,8 @@ def stepping_in_backward(optimizer, *, by_position=False):
     groups = [(group, group["params"]) for group in optimizer.param_groups]
     group_of = {parameter: group for group, parameters in groups for parameter in parameters}
     updated = set()
+    if any(parameter.grad is not None for parameter in group_of):
+        raise RuntimeError("a gradient is left from before the step, which would be lost: optimizer.zero_grad() first")
 
     def update(parameter):
         if parameter in updated:

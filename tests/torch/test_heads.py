@@ -10,6 +10,7 @@ from planner_cases import BARE, certifying_graph, plain, transformer, what_if
 import planner
 from planner import heads
 from planner.decisions import Accumulation, Checkpoint, ChunkedLoss, Precision
+from planner.errors import DecisionError
 from planner.step_graph import Category
 from planner.workload import workload
 
@@ -182,3 +183,13 @@ def test_a_model_that_cannot_have_chunks_gets_the_plan_it_gets_without(change):
         without = planner.plan(model, batch, vram=int(share * whole), forbid=["chunked-loss"], **options)
         assert (plan.fits, plan.decisions) == (without.fits, without.decisions)
         assert any("left out (loss in" in note for note in plan.notes) is (change is hooked)
+
+
+def test_backward_hooks_of_the_head_speak_against_chunks():
+    model = Unusual(lambda logits: logits)
+    work = workload(model, (torch.zeros(4, 33, dtype=torch.long),))
+    assert heads.chunked_loss(certifying_graph(work, (), BARE), model, vram_bytes=1 << 20) is not None
+    model.head.register_full_backward_hook(lambda module, inputs, outputs: None)
+    assert heads.chunked_loss(certifying_graph(work, (), BARE), model, vram_bytes=1 << 20) is None
+    with pytest.raises(DecisionError, match="backward hooks"):
+        certifying_graph(work, (ChunkedLoss(module="head", chunks=2),), BARE)

@@ -299,3 +299,78 @@ def test_what_is_pruned_before_it_is_recorded_would_not_have_been_chosen(monkeyp
             thorough = plan_workload(work, BARE, vram_bytes=budget, rules=rules)
             assert (quick.fits, quick.decisions) == (thorough.fits, thorough.decisions), (samples, share)
     assert pruned
+
+
+def test_hooks_on_the_optimizer_speak_against_it():
+    """They would run once for each parameter: clipping by the norm of all would clip by that of one."""
+    model, batch = deep(), (torch.zeros(4, 64), torch.zeros(4, dtype=torch.long))
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: None)
+    options = {"loss_fn": cross_entropy, "gpu": "bare", "vram": 1 << 30, "optimizer": optimizer}
+    for force, why in (("step-in-backward", "with step hooks may look"), ("optimizer", "step hooks")):
+        with pytest.raises(DecisionError, match=why):
+            planner.plan(model, batch, force=force, **options)
+    for decision in IN_BACKWARD[0], Optimizer():
+        with pytest.raises(DecisionError, match="step hooks"):
+            rewritten(model, decision, batch=batch, loss_fn=cross_entropy, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("eight_bit", [False, True])
+def test_a_gradient_from_before_is_refused(eight_bit):
+    model = seeded(Perceptron)
+    decisions = (*((Optimizer(),) if eight_bit else ()), StepInBackward())
+    result = rewritten(model, *decisions, batch=vectors(), loss_fn=cross_entropy, optimizer="adamw")
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    with pytest.raises(RuntimeError, match="left from before"):
+        result.step(vectors())
+    result.optimizer.zero_grad()
+    result.step(vectors())
+
+
+def test_a_weight_that_is_not_trained_may_be_read_again():
+    """It gets a gradient, but the optimizer does not hold it."""
+    model, batch = seeded(Detached, saved=True), vectors()
+    held = torch.optim.SGD(model.first.parameters(), lr=0.1)
+    work = workload(model, batch, loss_fn=cross_entropy, optimizer=held)
+    certifying_graph(work, (*IN_BACKWARD, Checkpoint(modules=("block",))), BARE)
+
+
+def test_a_file_is_not_written_of_what_cannot_be_done_together():
+    from rewrite_cases import plan_for
+
+    from rewrite import source
+
+    split = Accumulation(micro_batch_size=4, micro_batches=2)
+    for decisions in ((split, StepInBackward()), (Precision(dtype="fp16"), StepInBackward()), (split, split)):
+        with pytest.raises(DecisionError, match="keep one"):
+            source(plan_for(seeded(Perceptron), vectors(), *decisions))
+
+
+class ReadAgain(nn.Module):
+    """A language model that cannot take its steps in backward, whatever becomes of its loss."""
+
+    def __init__(self, words: int = 4096, width: int = 32) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)))
+        self.last, self.head = nn.Linear(width, width), nn.Linear(width, words, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens) * self.last.weight.data[0]
+        return self.head(torch.tanh(self.last(self.blocks(x))))
+
+
+def by_word(output: torch.Tensor, batch: tuple) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), batch[1].flatten())
+
+
+def test_where_it_is_refused_everything_else_is_still_tried():
+    tokens = torch.zeros(1, 256, dtype=torch.long)
+    options = {"loss_fn": by_word, "gpu": "bare", "fidelity": "exact"}
+    whole = planner.plan(ReadAgain(), (tokens, tokens), vram=None, **options).peak.total_bytes
+    for share in (0.75, 0.3):
+        found = planner.plan(ReadAgain(), (tokens, tokens), vram=int(share * whole), **options)
+        without = planner.plan(
+            ReadAgain(), (tokens, tokens), vram=int(share * whole), forbid=["step-in-backward"], **options
+        )
+        assert (found.fits, found.decisions) == (without.fits, without.decisions)
