@@ -184,7 +184,7 @@ def _plan(
 ) -> Plan:
     if trials.undecided:
         notes += (f"{trials.undecided} programs hit their time limit without an answer: a faster plan may exist",)
-    notes += (*trials.dropped, *found.graph.assumptions, *_about_scratch(found, trials.card))
+    notes += (*trials.dropped(rules), *found.graph.assumptions, *_about_scratch(found, trials.card))
     return Plan(
         model=trials.work.model_facts(),
         workload=trials.work.facts(),

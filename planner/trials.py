@@ -63,7 +63,7 @@ class Trials:
             self._with_workspaces,
         )
         self._cases = Cases(self._recordings, card, batch_bytes=work.batch_bytes)
-        self._choosers: list[Chooser] = []
+        self._choosers: list[tuple[Rules, Chooser]] = []
         self._floors: dict[tuple[Decision, ...], int] = {}
 
     def offer(self, rules: Rules) -> Offer:
@@ -137,8 +137,9 @@ class Trials:
             floor_bytes=self.floor_bytes,
         )
         forced = rules.force(Checkpoint)
-        self._choosers.append(Chooser(offered, self._cases, bounds, self._certificates, force_checkpoint=forced))
-        return self._choosers[-1]
+        chooser = Chooser(offered, self._cases, bounds, self._certificates, force_checkpoint=forced)
+        self._choosers.append((rules, chooser))
+        return chooser
 
     @property
     def budget_bytes(self) -> int:
@@ -172,17 +173,17 @@ class Trials:
 
     @property
     def solve_seconds(self) -> float:
-        return sum(chooser.solve_seconds for chooser in self._choosers)
+        return sum(chooser.solve_seconds for _, chooser in self._choosers)
 
     @property
     def undecided(self) -> int:
         """Programs that hit their time limit without an answer."""
-        return sum(chooser.undecided for chooser in self._choosers)
+        return sum(chooser.undecided for _, chooser in self._choosers)
 
-    @property
-    def dropped(self) -> tuple[str, ...]:
-        """What could not be rehearsed, in words."""
-        errors = {outer: error for chooser in self._choosers for outer, error in chooser.dropped.items()}
+    def dropped(self, rules: Rules) -> tuple[str, ...]:
+        """What these rules allow and could not be rehearsed, in words."""
+        choosers = [chooser for under, chooser in self._choosers if under == rules]
+        errors = {outer: error for chooser in choosers for outer, error in chooser.dropped.items()}
         return tuple(
             f"left out ({', '.join(decision.describe() for decision in outer) or 'no outer choice'}): {error}"
             for outer, error in errors.items()

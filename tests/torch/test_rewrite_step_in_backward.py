@@ -374,3 +374,5 @@ def test_where_it_is_refused_everything_else_is_still_tried():
             ReadAgain(), (tokens, tokens), vram=int(share * whole), forbid=["step-in-backward"], **options
         )
         assert (found.fits, found.decisions) == (without.fits, without.decisions)
+        assert not any("step inside" in note for note in without.notes), "of what is not allowed nothing is told"
+    assert any("step inside" in note for note in found.notes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 
@@ -19,14 +18,6 @@ from planner.workload import Workload, workload
 from rewrite.certify import start_rehearsal
 
 ENTRIES = (*TRANSFORMERS, *TORCH)
-IN_EVERY_RUN = 3
-"""One entry in so many is rehearsed in every run; with PLANNER_ZOO=all, all are (about four minutes on two cores)."""
-_UNLESS_ALL = pytest.mark.skipif(
-    os.environ.get("PLANNER_ZOO") != "all", reason="PLANNER_ZOO=all rehearses the whole zoo, this run a third of it"
-)
-CHOSEN = [
-    pytest.param(entry, marks=() if number % IN_EVERY_RUN == 0 else _UNLESS_ALL) for number, entry in enumerate(ENTRIES)
-]
 _STAYS = (Category.PARAMETER, Category.OPTIMIZER_STATE, Category.INPUT)
 
 
@@ -91,7 +82,7 @@ def check_sanity(graph: StepGraph) -> None:
     assert {Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER} <= {op.phase for op in graph.ops}
 
 
-@pytest.mark.parametrize("entry", CHOSEN, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 def test_a_model_is_rehearsed_or_refused_as_the_table_says(entry):
     work = work_of(entry)
     full = begin(work, steps=2)
