@@ -284,7 +284,7 @@ def test_what_is_pruned_before_it_is_recorded_would_not_have_been_chosen(monkeyp
     def counting(self, *arguments, **options) -> bool:
         nonlocal pruned
         answer = could_pay(self, *arguments, **options)
-        assert (options["gradients"], options["state_bytes"]) == (False, None), "of a step in backward alone"
+        assert options["state_bytes"] is not None or not options["gradients"], "it leaves something out"
         pruned += not answer
         return answer
 
