@@ -9,8 +9,8 @@ import bisect
 import dataclasses
 from collections.abc import Callable
 
-FIRST_ADDRESS = 1 << 33
-"""Where synthetic addresses start. They only grow, like those of a driver with plenty of address space."""
+FIRST_ADDRESS = 1 << 46
+"""Where synthetic addresses start: a driver has plenty of address space on both sides."""
 
 
 class Block:
@@ -164,6 +164,18 @@ class Driver:
         address = self._next_address
         self._next_address += size_bytes
         return address
+
+
+def falling_addresses() -> Callable[[int], int]:
+    """Places for new segments, each below the one before."""
+    next_address = FIRST_ADDRESS
+
+    def place(size_bytes: int) -> int:
+        nonlocal next_address
+        next_address -= size_bytes
+        return next_address
+
+    return place
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

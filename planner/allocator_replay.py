@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from planner.allocator import CachingAllocator, OutOfMemory, OutOfMemoryReport
-from planner.allocator_blocks import Block
+from planner.allocator_blocks import Block, falling_addresses
 from planner.allocator_settings import AllocatorSettings
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def replay(
     capacity_bytes: int | None,
     *,
     card_bytes: int | None = None,
+    descending: bool = False,
 ) -> AllocatorOutcome:
     """Run births and deaths of storages, all on one stream, through an empty allocator.
 
@@ -50,11 +51,14 @@ def replay(
         settings: options of the allocator.
         capacity_bytes: memory for segments; None: no limit.
         card_bytes: total memory of the card, for expandable segments; None: the capacity.
+        descending: whether the driver places each new segment below the one before, else above. Among free blocks of
+            one size the lowest wins, so that this decides which segments are split.
 
     Raises:
         ValueError: for a birth of a storage that is alive, or a death with a size of one that is not.
     """
-    allocator = CachingAllocator(settings, capacity_bytes, card_bytes=card_bytes)
+    place = falling_addresses() if descending else None
+    allocator = CachingAllocator(settings, capacity_bytes, place=place, card_bytes=card_bytes)
     alive: dict[int, Block] = {}
     peak_event = failure = failed_event = None
     peak_bytes = 0

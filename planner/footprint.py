@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from planner import cost
-from planner.allocator_replay import replay
+from planner.allocator_replay import AllocatorOutcome, replay
 from planner.allocator_settings import AllocatorSettings
 from planner.plan_file import Footprint
 from planner.step_graph import Category, StepGraph, Storage
 from planner.stream import allocation_stream
-from profiles.device import DeviceProfile
+from profiles.device import SEGMENT_ADDRESSES, DeviceProfile
 
 ALLOCATOR_GRANULARITY_BYTES = 512
 """CUDA's caching allocator rounds every size up to this (kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp)."""
@@ -54,10 +56,10 @@ def measure(graph: StepGraph, card: DeviceProfile, *, vram_bytes: int | None, mi
     capacity = None if vram_bytes is None else vram_bytes - card.context_bytes
     if card.allocator:
         ids, sizes, ticks = allocation_stream(graph)
-        outcome = replay((ids, sizes), AllocatorSettings(), capacity)
+        outcome = _replayed((ids, sizes), card, capacity)
         if outcome.out_of_memory_event is not None:
             fits = False
-            outcome = replay((ids, sizes), AllocatorSettings(), None)
+            outcome = _replayed((ids, sizes), card, None)
         allocated, reserved = outcome.peak_allocated_bytes, outcome.peak_reserved_bytes
         tick = int(ticks[outcome.peak_allocated_event])
     elif capacity is not None:
@@ -82,15 +84,26 @@ def smallest_capacity_bytes(graph: StepGraph, card: DeviceProfile, *, within_byt
     if not card.allocator:
         return int(graph.live_bytes().max()) + card.context_bytes
     ids, sizes, _ = allocation_stream(graph)
-    outcome = replay((ids, sizes), AllocatorSettings(), None)
+    outcome = _replayed((ids, sizes), card, None)
     low, high = outcome.peak_allocated_bytes - 1, outcome.peak_reserved_bytes
     while high - low > within_bytes:
         middle = (low + high) // 2
-        if replay((ids, sizes), AllocatorSettings(), middle).out_of_memory_event is None:
+        if _replayed((ids, sizes), card, middle).out_of_memory_event is None:
             high = middle
         else:
             low = middle
     return high + card.context_bytes
+
+
+def _replayed(
+    stream: tuple[np.ndarray, np.ndarray], card: DeviceProfile, capacity_bytes: int | None
+) -> AllocatorOutcome:
+    """The worst of the orders in which the card's driver may place segments: out of memory, or the largest."""
+    outcomes = [
+        replay(stream, AllocatorSettings(), capacity_bytes, descending=descending)
+        for descending in SEGMENT_ADDRESSES[card.segment_addresses]
+    ]
+    return max(outcomes, key=lambda found: (found.out_of_memory_event is not None, found.peak_reserved_bytes))
 
 
 def _breakdown(graph: StepGraph, tick: int, granularity: int, reserved: int, card: DeviceProfile) -> dict[str, int]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import itertools
 import json
 import pathlib
 import statistics
@@ -24,6 +25,8 @@ from profiles.process_memory import card_used_bytes, driver_version, process_mem
 
 CONTEXT_STAGES = ("first kernel", "matrix product", "convolution", "training step")
 REPEATS = 5
+SEGMENTS = 24
+"""New segments whose addresses are looked at."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,8 @@ class Calibration:
     flops_per_s: dict[str, int]
     launch_ns: int
     host_link_bytes_per_s: int
+    segment_addresses: str
+    """One of `profiles.device.SEGMENT_ADDRESSES`."""
     date: str
 
 
@@ -81,6 +86,9 @@ class Card(Protocol):
     def host_copy_seconds(self, size_bytes: int) -> float:
         """Copy from pinned host memory to the card."""
 
+    def new_segments(self, count: int, size_bytes: int) -> list[int]:
+        """Addresses of tensors that each take a segment of their own, in the order in which they are made."""
+
 
 def calibrate(card: Card) -> Calibration:
     """Measure all of it. Rates are the fastest of several runs: what a dense kernel can reach."""
@@ -99,12 +107,21 @@ def calibrate(card: Card) -> Calibration:
         },
         launch_ns=round(statistics.median(card.small_ops_seconds(ops) for _ in range(REPEATS)) / ops * 1e9),
         host_link_bytes_per_s=round(sent / _best(lambda: card.host_copy_seconds(sent))),
+        segment_addresses=_order(card.new_segments(SEGMENTS, 20 * MIB)),
         date=datetime.date.today().isoformat(),
     )
 
 
 def _best(seconds: Callable[[], float]) -> float:
     return min(seconds() for _ in range(REPEATS))
+
+
+def _order(addresses: list[int]) -> str:
+    """Which way most new segments lie from the one before: a few fill gaps that were left."""
+    above = sum(later > earlier for earlier, later in itertools.pairwise(addresses))
+    if above >= 0.8 * (len(addresses) - 1):
+        return "ascending"
+    return "descending" if above <= 0.2 * (len(addresses) - 1) else "unknown"
 
 
 class CudaCard:
@@ -175,6 +192,11 @@ class CudaCard:
         target = self._torch.empty(size_bytes, dtype=self._torch.uint8, device="cuda")
         return self._seconds(lambda: target.copy_(source, non_blocking=True))
 
+    def new_segments(self, count: int, size_bytes: int) -> list[int]:
+        self._torch.cuda.empty_cache()
+        segments = [self._torch.empty(size_bytes, dtype=self._torch.uint8, device="cuda") for _ in range(count)]
+        return [segment.data_ptr() for segment in segments]
+
     def _seconds(self, function: Callable[[], object]) -> float:
         """Of the second call: the first one loads kernels."""
         function()
@@ -221,6 +243,7 @@ def as_toml(found: Calibration, title: str) -> str:
         f"native_dtypes = {json.dumps(native)}  # measured: products at least 1.2 times as fast as in fp32",
         f"launch_ns = {found.launch_ns:_}  # measured: in-place additions to one number",
         f"host_link_bytes_per_s = {found.host_link_bytes_per_s:_}  # measured: 256 MiB from pinned memory",
+        f'segment_addresses = "{found.segment_addresses}"  # measured: {SEGMENTS} new segments of 20 MiB',
         "",
         "[flops_per_s]",
         *(f"{dtype} = {found.flops_per_s[dtype]:_}  # measured: product of square matrices" for dtype in DTYPES),

@@ -25,6 +25,13 @@ DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp64")
 AUTOCAST_DTYPES = ("bf16", "fp16")
 """The dtypes that can be native, the preferred one first: bf16 needs no loss scaling."""
 
+SEGMENT_ADDRESSES: Mapping[str, tuple[bool, ...]] = {
+    "ascending": (False,),
+    "descending": (True,),
+    "unknown": (False, True),
+}
+"""Values of `DeviceProfile.segment_addresses`, with the answers to "is each below the one before?" that they leave."""
+
 _DEVICES = Path(__file__).parent / "devices"
 
 
@@ -69,6 +76,11 @@ class DeviceProfile:
     """Least time between two kernels of eager PyTorch: the host's work for one operator."""
     host_link_bytes_per_s: int
     """Copies between pinned host memory and the card, one direction."""
+    segment_addresses: str = "unknown"
+    """Where the driver places a new segment, above or below the one before: one of `SEGMENT_ADDRESSES`.
+
+    Among free blocks of one size the caching allocator takes the lowest, so fragments depend on it.
+    """
     allocator: bool = True
     """Whether tensors come from a caching allocator; False where bytes are only counted (`bare`)."""
 
@@ -82,6 +94,11 @@ class DeviceProfile:
             raise ProfileError(
                 f"{self.name}: native_dtypes names 'bf16' at compute capability {capability}: "
                 "bf16 is native from 8.0, leave it out"
+            )
+        if self.segment_addresses not in SEGMENT_ADDRESSES:
+            raise ProfileError(
+                f"{self.name}: segment_addresses is '{self.segment_addresses}': "
+                f"choose from {', '.join(SEGMENT_ADDRESSES)}"
             )
         if set(self.flops_per_s) != set(DTYPES):
             odd = min(set(self.flops_per_s) ^ set(DTYPES))
@@ -319,6 +336,7 @@ _READERS: Mapping[str, Callable[[object], object]] = {
     "native_dtypes": _texts,
     "launch_ns": _positive,
     "host_link_bytes_per_s": _positive,
+    "segment_addresses": _text,
     "flops_per_s": _rates,
 }
 """Every key of a profile file and what reads its value."""

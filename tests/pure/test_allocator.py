@@ -332,6 +332,25 @@ def test_free_blocks_beside_live_ones_are_fragments() -> None:
     assert (outcome.final_fragments, outcome.final_fragment_bytes) == (2, 15 * MIB)
 
 
+SPLIT_EITHER_SEGMENT = [
+    *((block, 5 * MIB) for block in range(8)),  # two full segments of 20 MiB
+    (0, 0),
+    (4, 0),
+    (8, 5 * MIB),  # fits the hole of either segment: the lower one is filled
+    (1, 0),
+    (2, 0),
+    (3, 0),  # now the first segment is free, if it was the upper one
+    (9, 18 * MIB),
+]
+
+
+def test_of_holes_that_are_equally_large_the_driver_decides_by_the_order_of_its_addresses() -> None:
+    ascending = replay(SPLIT_EITHER_SEGMENT, NATIVE, None)
+    descending = replay(SPLIT_EITHER_SEGMENT, NATIVE, None, descending=True)
+    assert ascending.peak_reserved_bytes == 58 * MIB
+    assert descending.peak_reserved_bytes == 40 * MIB
+
+
 def test_storages_without_bytes_take_nothing_and_numbers_may_be_reused() -> None:
     outcome = replay([(0, 0), (0, 0), (1, KIB), (1, -KIB), (1, 2 * KIB)], NATIVE, None)
     assert outcome.peak_allocated_bytes == 2 * KIB

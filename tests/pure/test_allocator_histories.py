@@ -122,10 +122,12 @@ def test_every_address_and_segment_is_as_recorded(name: str) -> None:
     assert result.is_equal
 
 
+@pytest.mark.parametrize("descending", [False, True])
 @pytest.mark.parametrize("name", [name for name, expected in HISTORIES.items() if expected.starts_empty])
-def test_peak_reserved_needs_only_the_order_and_sizes_of_births_and_deaths(name: str) -> None:
+def test_peak_reserved_needs_only_the_order_and_sizes_of_births_and_deaths(name: str, descending: bool) -> None:
     expected, history = HISTORIES[name], _history(name)
-    outcome = replay(recorded_stream(history), expected.settings, expected.capacity_bytes)
+    stream = recorded_stream(history)
+    outcome = replay(stream, expected.settings, expected.capacity_bytes, descending=descending)
     assert outcome.peak_reserved_bytes == expected.peak_reserved_mib * MIB
     assert outcome.out_of_memory_event == _failed_birth(history)
     assert outcome.retries == expected.retries

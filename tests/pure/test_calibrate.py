@@ -50,6 +50,9 @@ class MadeUpCard:
     def host_copy_seconds(self, size_bytes: int) -> float:
         return size_bytes / 5e10
 
+    def new_segments(self, count: int, size_bytes: int) -> list[int]:
+        return [(1 << 40) - number * size_bytes for number in range(count)]
+
 
 def test_a_calibrated_profile_reads_back_as_measured(tmp_path, capsys):
     out = tmp_path / "my-card.toml"
@@ -62,6 +65,7 @@ def test_a_calibrated_profile_reads_back_as_measured(tmp_path, capsys):
     assert card.launch_ns == 4000 and card.host_link_bytes_per_s == 5 * 10**10
     assert card.memory_bandwidth_bytes_per_s == 3 * 10**12
     assert card.flops_per_s["fp16"] == 800 * 10**12 and card.native_dtypes == ("bf16", "fp16")
+    assert card.segment_addresses == "descending"
     assert json.loads((tmp_path / "all.json").read_text())["context_bytes"]["training step"] == 500 * MIB
     assert capsys.readouterr().out == out.read_text()
 
@@ -71,6 +75,16 @@ def test_the_context_is_measured_before_anything_else_and_grows_from_stage_to_st
     found = calibrate.calibrate(card)
     assert card.asked == ["begin", *calibrate.CONTEXT_STAGES]
     assert list(found.context_bytes.values()) == sorted(found.context_bytes.values())
+
+
+@pytest.mark.parametrize(
+    ("addresses", "order"),
+    [([1, 2, 3, 4, 5, 6], "ascending"), ([9, 8, 7, 6, 5, 4, 5], "descending"), ([5, 6, 4, 7, 3, 8], "unknown")],
+)
+def test_most_new_segments_decide_which_way_the_driver_goes(monkeypatch, addresses, order):
+    card = MadeUpCard()
+    monkeypatch.setattr(card, "new_segments", lambda count, size_bytes: addresses)
+    assert calibrate.calibrate(card).segment_addresses == order
 
 
 def test_bf16_is_not_native_before_8_however_fast_it_seems():

@@ -103,6 +103,11 @@ def test_a_profile_that_claims_bf16_before_8_is_refused() -> None:
         dataclasses.replace(profiles.load("t4"), native_dtypes=("bf16",))
 
 
+def test_a_profile_with_an_order_of_addresses_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(profiles.ProfileError, match="is 'sideways': choose from ascending, descending"):
+        dataclasses.replace(profiles.load("h100"), segment_addresses="sideways")
+
+
 @pytest.mark.parametrize(
     ("given", "near"), [("rtx2060", "rtx-2060"), ("RTX 3090", "rtx-3090"), ("a100", "a100-40gb"), ("H-100", "h100")]
 )
