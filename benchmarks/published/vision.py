@@ -1,6 +1,4 @@
-"""Predicted beside published: process memory of image classifiers, as others read it from nvidia-smi.
-
-    python -m benchmarks.published
+"""Process memory of image classifiers, as others read it from nvidia-smi.
 
 Measured on an A100-SXM4-40GB in fp32 at 224 x 224 pixels, by GPUMemNet (github.com/itu-rad/GPUMemNet): timm's models in
 one table, VGG-16 and ResNet-50 with Adam in another. What is not known of these runs: the optimizer of the timm table
@@ -22,14 +20,7 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
 
-import profiles
-from planner.allocator_replay import replay
-from planner.allocator_settings import AllocatorSettings
-from planner.pipeline import versions
-from planner.program import rehearse_program
-from planner.stream import allocation_stream
-from planner.virtual_gpu import Target
-from planner.workspaces.stream import with_workspaces
+from benchmarks.published.rehearsing import outcome
 
 MIB = 1 << 20
 CARD, TORCH_VERSION = "a100-40gb", "2.5.0"
@@ -182,15 +173,10 @@ def reserved_mib(row: Published, batch: int) -> int:
             optimizer.step()
             optimizer.zero_grad()
 
-    card = profiles.load(CARD)
-    graph = rehearse_program(program, Target(compute_capability=card.compute_capability))
-    ids, sizes, _ = allocation_stream(with_workspaces(graph, card, TORCH_VERSION))
-    return replay((ids, sizes), AllocatorSettings(), None).peak_reserved_bytes // MIB
+    return outcome(program, CARD, TORCH_VERSION).peak_reserved_bytes // MIB
 
 
-def main() -> None:
-    console = Console(width=110)
-    console.print(", ".join(f"{name} {version}" for name, version in versions().items()))
+def table() -> Table:
     cases = [(name, batch) for name, row in ROWS.items() for batch in row.measured_mib]
     reserved = {
         (name, batch): reserved_mib(ROWS[name], batch) for name, batch in track(cases, console=Console(stderr=True))
@@ -198,15 +184,13 @@ def main() -> None:
     fitting = [ROWS[name].measured_mib[batch] - mib for (name, batch), mib in reserved.items() if name in FITTED_ON]
     constant = collections.Counter(fitting).most_common(1)[0][0]
     constant = constant if fitting.count(constant) > 1 else sorted(fitting)[len(fitting) // 2]
-    table = Table(title=f"process memory in MiB; predicted: rehearsed + {constant} (fitted on the vision transformers)")
+    result = Table(
+        title=f"process memory in MiB; predicted: rehearsed + {constant} (fitted on the vision transformers)"
+    )
     for column in ("model", "batch", "published", "predicted", "off by"):
-        table.add_column(column, justify="left" if column == "model" else "right")
+        result.add_column(column, justify="left" if column == "model" else "right")
     for (name, batch), mib in reserved.items():
         published, predicted = ROWS[name].measured_mib[batch], mib + constant
         off = f"{(predicted - published) / published:+.2%}"
-        table.add_row(name, str(batch), f"{published:,}", f"{predicted:,}", off)
-    console.print(table)
-
-
-if __name__ == "__main__":
-    main()
+        result.add_row(name, str(batch), f"{published:,}", f"{predicted:,}", off)
+    return result

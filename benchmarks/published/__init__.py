@@ -1,0 +1,1 @@
+"""Predicted beside published figures: `python -m benchmarks.published`."""

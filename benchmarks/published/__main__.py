@@ -1,0 +1,22 @@
+"""Predicted beside published: memory that others measured on their cards.
+
+python -m benchmarks.published
+"""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from benchmarks.published import language, vision
+from planner.pipeline import versions
+
+
+def main() -> None:
+    console = Console(width=150)
+    console.print(", ".join(f"{name} {version}" for name, version in versions().items()))
+    console.print(vision.table())
+    console.print(language.table())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""What the caching allocator does in a program that starts on an empty card."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+import profiles
+from planner.allocator_replay import AllocatorOutcome, replay
+from planner.allocator_settings import AllocatorSettings
+from planner.program import Program, rehearse_program
+from planner.stream import allocation_stream
+from planner.virtual_gpu import Target
+from planner.workspaces.stream import with_workspaces
+
+
+def outcome(program: Program, card_name: str, torch_version: str) -> AllocatorOutcome:
+    card = profiles.load(card_name)
+    graph = rehearse_program(program, Target(compute_capability=card.compute_capability))
+    ids, sizes, _ = allocation_stream(with_workspaces(graph, card, torch_version))
+    return replay((ids, sizes), AllocatorSettings(), None)
+
+
+@contextlib.contextmanager
+def making(dtype: torch.dtype) -> Iterator[None]:
+    """New floating-point tensors are of this type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
