@@ -6,7 +6,7 @@ import dataclasses
 import functools
 
 from planner import cost
-from planner.decisions import Checkpoint, Decision
+from planner.decisions import Decision
 from planner.footprint import granularity_bytes, with_whole_batch
 from planner.options import Split
 from planner.recordings import Recordings
@@ -94,8 +94,7 @@ class Case:
 
     def decisions(self, units: tuple[int, ...]) -> tuple[Decision, ...]:
         """Outer choice, split and these units, as a plan states them."""
-        modules = tuple(self.units.modules[unit] for unit in units)
-        return (*self.outer, *self.split.decisions(), *((Checkpoint(modules=modules),) if modules else ()))
+        return (*self.outer, *self.split.decisions(), *self.units.decisions(units))
 
 
 class Cases:

@@ -45,7 +45,7 @@ class Decision:
 
     def to_json(self) -> dict[str, object]:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {"kind": self.kind, **{k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}}
+        return {"kind": self.kind, **{name: _as_lists(value) for name, value in fields.items()}}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,18 +146,43 @@ class StepInBackward(Decision):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint(Decision):
-    """Recompute these module calls in backward instead of keeping their activations."""
+    """Recompute these module calls in backward instead of keeping their activations, all of it or all but some."""
 
     kind: ClassVar[str] = "checkpoint"
     fidelity: ClassVar[Fidelity] = Fidelity.EXACT
     modules: tuple[str, ...]
+    kept: tuple[tuple[int, ...], ...] = ()
+    """For each module: the products (`planner.products`) whose results are kept, numbered as one call runs them.
+
+    Empty where no module keeps any.
+    """
 
     def __post_init__(self) -> None:
         if not self.modules:
             raise DecisionError("checkpoint without modules: leave the decision out")
+        if self.kept and len(self.kept) != len(self.modules):
+            raise DecisionError(
+                f"checkpoint of {_counted(len(self.modules), 'module')} says of {len(self.kept)} what is kept: "
+                "say it of each, or of none"
+            )
+        if any(type(number) is not int or number < 0 for numbers in self.kept for number in numbers):
+            raise DecisionError(f"checkpoint keeps products {self.kept}: they are numbered from 0")
+
+    @property
+    def by_module(self) -> dict[str, tuple[int, ...]]:
+        """Products that are kept, by module."""
+        return dict(zip(self.modules, self.kept or ((),) * len(self.modules), strict=True))
 
     def describe(self) -> str:
-        return f"recompute {_counted(len(self.modules), 'module')} in backward: {_listing(self.modules)}"
+        by_kept: dict[tuple[int, ...], list[str]] = {}
+        for module, kept in self.by_module.items():
+            by_kept.setdefault(kept, []).append(module)
+        parts = [
+            f"{_counted(len(modules), 'module')}{but} in backward: {_listing(tuple(modules))}"
+            for kept, modules in sorted(by_kept.items())
+            for but in [f" but for {_counted(len(kept), 'product')} each" if kept else ""]
+        ]
+        return f"recompute {'; '.join(parts)}"
 
 
 KINDS: dict[str, type[Decision]] = {
@@ -176,7 +201,7 @@ def decision_from_json(data: dict[str, object]) -> Decision:
     known = {field.name for field in dataclasses.fields(KINDS[kind])}
     if unknown := sorted(set(fields) - known):
         raise DecisionError(f"decision {kind!r} has no field {unknown[0]!r}: known are {', '.join(sorted(known))}")
-    return KINDS[kind](**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+    return KINDS[kind](**{name: _as_tuples(value) for name, value in fields.items()})
 
 
 def conflict(decisions: Iterable[Decision]) -> str | None:
@@ -192,6 +217,14 @@ def conflict(decisions: Iterable[Decision]) -> str | None:
 def micro_batches_of(decisions: tuple[Decision, ...]) -> int:
     """Into how many micro-batches these decisions split the batch."""
     return next((decision.micro_batches for decision in decisions if isinstance(decision, Accumulation)), 1)
+
+
+def _as_lists(value: object) -> object:
+    return [_as_lists(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _as_tuples(value: object) -> object:
+    return tuple(_as_tuples(item) for item in value) if isinstance(value, list) else value
 
 
 def _counted(number: int, noun: str) -> str:

@@ -77,6 +77,17 @@ def traits_of(op: torch._ops.OpOverload) -> OpTraits:
     return OpTraits(is_view=is_view, written=written, scratch_known=known, asks_values=asks_values)
 
 
+def draws_random_numbers(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
+    """Whether the op moves a generator on; where it could drop out, only if it does."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return given > 0
+    return True
+
+
 def kernel_call(op: torch._ops.OpOverload, args: tuple, kwargs: dict, out: object) -> KernelCall:
     """What a workspace formula may ask about a call."""
     given = {

@@ -39,6 +39,7 @@ from planner.known_values import tensors_in
 from planner.module_calls import ModuleCalls
 from planner.op_schema import (
     OpTraits,
+    draws_random_numbers,
     dtype_name,
     in_order_of_birth,
     kernel_call,
@@ -228,6 +229,8 @@ class Recorder(TorchDispatchMode):
                 forward_op=forward_op,
                 kernel=kernel_call(op, args, kwargs, out) if has_formula(str(op)) else None,
                 scratch_known=traits.scratch_known,
+                writes=traits.writes,
+                draws_random_numbers=draws_random_numbers(op, args, kwargs),
             )
         )
         record = self.ops[index]

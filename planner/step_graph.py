@@ -79,6 +79,10 @@ class Op:
     """The call, where a formula says what scratch memory it takes."""
     scratch_known: bool = True
     """Whether it is known what the op takes beside its outputs: by a formula, or nothing."""
+    writes: bool = False
+    """Whether it changes an argument in place."""
+    draws_random_numbers: bool = False
+    """Whether it moves the generator on, as attention with dropout does."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

@@ -1,6 +1,7 @@
-"""Checkpoint: keep only the inputs of a module call, and recompute the rest in backward.
+"""Checkpoint: keep only the inputs of a module call, and perhaps some results; recompute the rest in backward.
 
-Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016, by `torch.utils.checkpoint` (non-reentrant).
+Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016, by `torch.utils.checkpoint` (non-reentrant); what is
+kept beside the inputs are results of products (`planner.products`), by its selective contexts.
 The recompute draws the same dropout masks. Batch and instance normalisation must not count a batch twice; other
 modules that change buffers of their own in forward (spectral norm) would do so twice, and should not be named.
 A cache of keys and values is turned off; without its copies attention reads another memory layout, and its last
@@ -12,16 +13,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import types
 
 import torch
 import torch.utils.checkpoint
 
+from planner import products
 from planner.decisions import Checkpoint
 from planner.errors import DecisionError
 from planner.plan_file import Plan
 from rewrite.fragment import Fragment, assignment
 from rewrite.rewriting import Rewriting
+
+PRODUCTS = {getattr(torch.ops.aten, name).default for name in products.PRODUCTS}
 
 
 def checkpoint(rewriting: Rewriting, decision: Checkpoint) -> None:
@@ -31,8 +36,10 @@ def checkpoint(rewriting: Rewriting, decision: Checkpoint) -> None:
         DecisionError: for a module that does not exist or is never called, and for modules nested in each other.
     """
     chosen = _chosen(rewriting, decision)
+    kept = decision.by_module
     for name, module in chosen.items():
-        forward = types.MethodType(recomputed(_forward_function(module)), module)
+        contexts = functools.partial(keeping, kept[name]) if kept[name] else keeping_nothing
+        forward = types.MethodType(recomputed(_forward_function(module), contexts), module)
         rewriting.replace(module, "forward", forward, place=f"forward of '{name}'")
     rewriting.turn_cache_off()  # a recompute would append the same keys and values again
 
@@ -73,8 +80,8 @@ def _forward_function(module):
 # ---- below: the text that runs here is the text that is emitted -------------------------------------------------
 
 
-def recomputed(forward):
-    """A forward that keeps only its inputs, and runs again in backward; unchanged where no gradient is wanted."""
+def recomputed(forward, contexts):
+    """A forward that runs again in backward, each time in its context; unchanged where no gradient is wanted."""
 
     @functools.wraps(forward)
     def wrapper(module, /, *args, **kwargs):
@@ -91,10 +98,34 @@ def recomputed(forward):
             *kwargs.values(),
             use_reentrant=False,
             preserve_rng_state=True,
-            context_fn=lambda: (contextlib.nullcontext(), statistics_kept(module)),
+            context_fn=lambda: contexts(module),
         )
 
     return wrapper
+
+
+def keeping_nothing(module):
+    """Contexts of the two runs: only the inputs are kept."""
+    return contextlib.nullcontext(), statistics_kept(module)
+
+
+def keeping(numbers, module):
+    """Contexts of the two runs: the second one takes the results of the products with these numbers from the first."""
+    counters = {False: itertools.count(), True: itertools.count()}
+
+    def policy(context, op, *args, **kwargs):
+        if op in PRODUCTS and next(counters[context.is_recompute]) in numbers:
+            return torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+        return torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+    first, again = torch.utils.checkpoint.create_selective_checkpoint_contexts(policy)
+
+    @contextlib.contextmanager
+    def second_run():
+        with again, statistics_kept(module):
+            yield
+
+    return first, second_run()
 
 
 @contextlib.contextmanager
@@ -114,14 +145,32 @@ def statistics_kept(module):
 
 
 def checkpoint_source(plan: Plan, decision: Checkpoint) -> Fragment:
-    rewriting = """\
+    keeps = any(decision.kept)
+    if keeps:
+        listed = "".join(f"    torch.ops.aten.{name}.default,\n" for name in products.PRODUCTS)
+        constants = (
+            f"PRODUCTS = {{\n{listed}}}",
+            "# Which results of these are kept, by module: numbered in the order in which a forward runs them.\n"
+            + assignment("RECOMPUTED", decision.by_module),
+        )
+        rewriting = """\
+for name, numbers in RECOMPUTED.items():
+    module = model.get_submodule(name)
+    contexts = functools.partial(keeping, numbers) if numbers else keeping_nothing
+    module.forward = types.MethodType(recomputed(type(module).forward, contexts), module)
+"""
+    else:
+        constants = (assignment("RECOMPUTED", decision.modules),)
+        rewriting = """\
 for name in RECOMPUTED:
     module = model.get_submodule(name)
-    module.forward = types.MethodType(recomputed(type(module).forward), module)
+    module.forward = types.MethodType(recomputed(type(module).forward, keeping_nothing), module)
 """
+    functions = (recomputed, keeping_nothing, *((keeping,) if keeps else ()), statistics_kept)
+    imports = ("contextlib", "functools", *(("itertools",) if keeps else ()), "types", "torch.utils.checkpoint")
     return Fragment(
-        imports=("import contextlib", "import functools", "import types", "import torch.utils.checkpoint"),
-        constants=(assignment("RECOMPUTED", decision.modules),),
-        functions=(inspect.getsource(recomputed), inspect.getsource(statistics_kept)),
+        imports=tuple(f"import {name}" for name in imports),
+        constants=constants,
+        functions=tuple(map(inspect.getsource, functions)),
         rewriting=(rewriting,),
     )

@@ -33,6 +33,7 @@ ACCUMULATION = Accumulation(micro_batch_size=4, micro_batches=2)
 PLANS = {
     "plain": (),
     "checkpoint": (Checkpoint(modules=LAYERS),),
+    "checkpoint that keeps products": (Checkpoint(modules=LAYERS, kept=((0, 1, 2), (0, 1, 2, 3))),),
     "accumulation": (ACCUMULATION,),
     "bf16": (Precision(dtype="bf16"), Checkpoint(modules=LAYERS[:1])),
     "fp16": (Precision(dtype="fp16"), ACCUMULATION),

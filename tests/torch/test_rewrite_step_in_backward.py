@@ -238,11 +238,10 @@ def test_the_promise_holds(samples):
     """The curve that the search sees is that of the rewritten step, with and without recompute."""
     work = work_of(samples)
     found, compiled = units(what_if(work, IN_BACKWARD))
-    blocks = [unit for unit, module in enumerate(found.modules) if module.isdigit()]
+    blocks = [number for number, unit in enumerate(found.units) if unit.module.isdigit()]
     for chosen in ((), (blocks[0],), tuple(blocks[1::2])):
-        modules = tuple(found.modules[unit] for unit in chosen)
-        decisions = (*IN_BACKWARD, *((Checkpoint(modules=modules),) if modules else ()))
-        assert compiled.peak(chosen) == plain(work, decisions).live_bytes().max(), modules
+        decisions = (*IN_BACKWARD, *found.decisions(chosen))
+        assert compiled.peak(chosen) == plain(work, decisions).live_bytes().max(), decisions
 
 
 def test_it_is_chosen_where_gradients_are_what_is_too_much():

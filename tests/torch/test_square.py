@@ -9,7 +9,7 @@ import pytest
 import torch
 from planner_cases import BARE, CARD, example, plain, transformer, units, what_if
 
-from planner.decisions import Checkpoint, Fidelity, Precision
+from planner.decisions import Fidelity, Precision
 from planner.options import Rules
 from planner.pipeline import plan_workload
 from planner.workload import workload
@@ -91,15 +91,15 @@ def test_the_promised_peak_of_any_selection_is_that_of_the_rehearsed_rewritten_s
     generator = random.Random(0)
     for share in (0.2, 0.5, 1.0):
         chosen: list[int] = []
-        for unit in generator.sample(range(len(found.modules)), len(found.modules)):
+        for unit in generator.sample(range(len(found.units)), len(found.units)):
             nested = any({unit, other} <= set(path) for other in chosen for path in found.problem.paths)
             if not nested and generator.random() < share:
                 chosen.append(unit)
         if not chosen:
             continue
-        decision = Checkpoint(modules=tuple(found.modules[unit] for unit in sorted(chosen)))
-        rehearsed = plain(work, (*precision, decision)).live_bytes().max()
-        assert problem.peak(chosen) == rehearsed, decision.describe()
+        decisions = found.decisions(chosen)
+        rehearsed = plain(work, (*precision, *decisions)).live_bytes().max()
+        assert problem.peak(chosen) == rehearsed, decisions[0].describe()
 
 
 @pytest.mark.parametrize("share", [0.9, 0.75, 0.6])
