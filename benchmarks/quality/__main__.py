@@ -1,0 +1,106 @@
+"""Memory and FLOPs of a training step: our plans beside what people do today, each really run on the CPU.
+
+    python -m benchmarks.quality [--only TEXT] [--shares 0.7 0.5 ...] [--without-peers]
+
+Peak: bytes alive in one step (forward, backward, SGD) above what is alive before it, so gradients count. Both columns
+are relative to the eager step of the same model, counted in the same process. Ours may use every exact lever but
+accumulation; it is given a budget and a card that counts bytes and FLOPs and nothing else, and plans without having
+seen the step run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import profiles
+import rewrite
+from benchmarks.quality.counting import Counted, counted
+from benchmarks.quality.models import CASES, Case
+from benchmarks.quality.peers import peers
+from planner.decisions import Fidelity
+from planner.options import Rules
+from planner.pipeline import plan_workload, versions
+from planner.plan_file import Plan
+from planner.workload import workload
+
+SHARES = (0.9, 0.8, 0.7, 0.67, 0.6, 0.5, 0.4, 0.3, 0.23, 0.18, 0.12)
+
+
+def known(module: nn.Module, batch: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers(), *batch]
+
+
+CARD = dataclasses.replace(profiles.bare(), launch_ns=1, memory_bandwidth_bytes_per_s=10**16)
+"""On which only FLOPs take time: what is counted here is what is then minimised."""
+NO_RULES = Rules(fidelity=Fidelity.EXACT, forced=(), forbidden=())
+RULES = Rules(fidelity=Fidelity.EXACT, forced=("step-in-backward",), forbidden=("accumulation",))
+"""SGD steps as well in the backward as after it; it is forced, since a plan without it counts as simpler."""
+
+
+def ours(model: nn.Module, batch: tuple[torch.Tensor, ...], share: float) -> tuple[Plan, Counted]:
+    """A plan for a share of what the step takes above its start, and its step, counted."""
+    work = workload(model, batch, optimizer="sgd")
+    start_bytes = sum(tensor.nbytes for tensor in known(model, batch))
+    baseline = plan_workload(
+        work, CARD, vram_bytes=None, rules=dataclasses.replace(RULES, forced=())
+    ).baseline.total_bytes
+    budget_bytes = start_bytes + int(share * (baseline - start_bytes))
+    plan = plan_workload(work, CARD, vram_bytes=budget_bytes, rules=RULES)
+    module = copy.deepcopy(model)
+    result = rewrite.apply(plan, module, optimizer=torch.optim.SGD(module.parameters(), lr=1e-3))
+    return plan, counted(lambda: result.step(batch), known(module, batch))
+
+
+def rows(case: Case, shares: tuple[float, ...], with_peers: bool) -> Iterator[tuple[str, ...]]:
+    torch.manual_seed(0)
+    model, batch = case.build()
+    eager = None
+    for name, module, step in peers(model, batch, case.is_block):
+        found = counted(step, known(module, batch))
+        eager = eager or found
+        yield (name, *relative(found, eager), "", "")
+        if not with_peers:
+            break
+    for share in shares:
+        plan, found = ours(model, batch, share)
+        levers = "; ".join(decision.describe() for decision in plan.decisions) or "nothing"
+        missed = "" if plan.fits else " (does not fit: the smallest)"
+        seconds = f"{plan.solver.seconds:.2f} of {plan.seconds:.1f}"
+        yield f"ours at {share:.2f}{missed}", *relative(found, eager), seconds, levers
+        if not plan.fits:
+            break
+
+
+def relative(found: Counted, eager: Counted) -> tuple[str, str]:
+    return f"{found.peak_bytes / eager.peak_bytes:.3f}", f"{found.flops / eager.flops - 1:+.1%}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--shares", type=float, nargs="*", default=SHARES)
+    parser.add_argument("--without-peers", action="store_true", help="only eager and ours")
+    options = parser.parse_args()
+    console = Console(width=160)
+    console.print(", ".join(f"{name} {version}" for name, version in versions().items()))
+    for name, case in CASES.items():
+        if options.only not in name:
+            continue
+        table = Table(title=name)
+        for column in ("way", "peak", "FLOPs", "search s", "levers"):
+            table.add_column(column, justify="right" if column in ("peak", "FLOPs") else "left", overflow="fold")
+        for row in rows(case, tuple(options.shares), not options.without_peers):
+            table.add_row(*row)
+        console.print(table)
+
+
+if __name__ == "__main__":
+    main()

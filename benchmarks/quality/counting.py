@@ -1,0 +1,81 @@
+"""What one training step takes: live bytes and FLOPs, both counted op by op on the CPU, exact and repeatable."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+
+def _attention(query: torch.Size, key: torch.Size, value: torch.Size, *_: object, **__: object) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
+def _attention_backward(
+    grad: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *_: object, **__: object
+) -> int:
+    return sdpa_backward_flop_count(grad, query, key, value)
+
+
+ATTENTION_ON_CPU = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+"""Counted like those of other devices; torch's counter leaves it out, so that running it again would cost nothing."""
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all storages that were born under it and are alive; its peak."""
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.live_bytes = self.peak_bytes = 0
+        self._seen = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._note(leaf.untyped_storage())
+        return out
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.live_bytes -= size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Counted:
+    """One step."""
+
+    peak_bytes: int
+    """Above what was alive before the step; no gradients were."""
+    flops: int
+    loss: float
+
+
+def counted(step: Callable[[], torch.Tensor], known: Iterable[torch.Tensor]) -> Counted:
+    """Run the step twice: torch's FLOP counter holds on to tensors of recomputed modules, so it has a step of its own.
+
+    Args:
+        known: tensors that are alive before.
+    """
+    with LiveBytes(known) as memory:
+        loss = step()
+    with FlopCounterMode(display=False, custom_mapping=ATTENTION_ON_CPU) as flops:
+        step()
+    return Counted(peak_bytes=memory.peak_bytes, flops=flops.get_total_flops(), loss=float(loss))

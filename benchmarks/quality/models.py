@@ -1,0 +1,162 @@
+"""Models whose activations are what is too much, with blocks that people checkpoint, and one without any."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import pathlib
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from benchmarks.published.vision import Residual, resnet
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model that returns its loss when called with the batch's tensors."""
+
+    build: Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]
+    is_block: Callable[[nn.Module], bool]
+    """What people would checkpoint."""
+
+
+class Classifier(nn.Module):
+    """A network with its cross entropy."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.body(x).flatten(0, -2), labels.flatten())
+
+
+class Block(nn.Module):
+    """Of a GPT: causal attention and a perceptron, both behind a layer norm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).flatten(-2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Token and position embeddings, blocks, a norm, a head."""
+
+    def __init__(self, *, depth: int, width: int, heads: int, vocabulary: int, length: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(ids.shape[1], device=ids.device)
+        return self.head(self.norm(self.blocks(self.tokens(ids) + self.positions(places))))
+
+
+class Flat(nn.Module):
+    """The same kind of network as one long function over a dict of parameters."""
+
+    def __init__(self, *, depth: int, width: int) -> None:
+        super().__init__()
+        self.depth = depth
+        for number in range(depth):
+            for name, shape in {"up": (4 * width, width), "down": (width, 4 * width)}.items():
+                self.register_parameter(f"{name}{number}", nn.Parameter(torch.randn(shape) / shape[1] ** 0.5))
+            for name in ("scale", "shift"):
+                value = torch.ones(width) if name == "scale" else torch.zeros(width)
+                self.register_parameter(f"{name}{number}", nn.Parameter(value))
+
+    def forward(self, x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        weights = dict(self.named_parameters())
+        for number in range(self.depth):
+            scale, shift, up, down = (weights[f"{name}{number}"] for name in ("scale", "shift", "up", "down"))
+            y = F.layer_norm(x, scale.shape, scale, shift)
+            x = x + F.linear(F.gelu(F.linear(y, up)), down)
+        return (x - wanted).square().mean()
+
+
+def _resnet50() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return Classifier(resnet((3, 4, 6, 3), bottleneck=True)), (torch.randn(4, 3, 224, 224), torch.arange(4))
+
+
+def _gpt24() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    ids = torch.randint(1000, (4, 256))
+    return Classifier(GPT(depth=24, width=256, heads=4, vocabulary=1000, length=256)), (ids, ids.roll(-1, 1))
+
+
+class Loss(nn.Module):
+    """A transformers model that computes its loss from its own labels."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=ids, labels=labels).loss
+
+
+def _gpt2() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    ids = torch.randint(50257, (2, 256))
+    config = GPT2Config(use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    return Loss(GPT2LMHeadModel(config)), (ids, ids)
+
+
+def _roberta() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
+    ids = torch.randint(3, 50265, (4, 128))
+    config = RobertaConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, use_cache=False)
+    return Loss(RobertaForMaskedLM(config)), (ids, ids)
+
+
+def _unet() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    spec = importlib.util.spec_from_file_location("unet", EXAMPLES / "unet.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    model, batch, loss_fn = module.build(batch_size=4)
+
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+            return loss_fn(self.model(*tensors[:-1]), tensors)
+
+    return WithLoss(), tuple(batch)
+
+
+def _flat() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return Flat(depth=24, width=256), (torch.randn(1024, 256), torch.randn(1024, 256))
+
+
+def _is(name: str) -> Callable[[nn.Module], bool]:
+    return lambda module: type(module).__name__ == name
+
+
+CASES = {
+    "ResNet-50, 4 x 224": Case(build=_resnet50, is_block=lambda module: isinstance(module, Residual)),
+    "GPT, 24 layers of 256, 4 x 256": Case(build=_gpt24, is_block=lambda module: isinstance(module, Block)),
+    "GPT-2 small, 2 x 256": Case(build=_gpt2, is_block=_is("GPT2Block")),
+    "RoBERTa, 12 layers, 4 x 128": Case(build=_roberta, is_block=_is("RobertaLayer")),
+    "U-Net, 4 images": Case(build=_unet, is_block=_is("ResidualBlock")),
+    "flat function, 1024 x 256": Case(build=_flat, is_block=lambda module: False),
+}
