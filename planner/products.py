@@ -11,18 +11,21 @@ import itertools
 
 from planner.step_graph import Op, StepGraph
 
-PRODUCTS = (
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "convolution",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-)
-"""Names in `torch.ops.aten`, all with the overload `default`."""
+PRODUCTS: dict[str, int | None] = {
+    "mm": None,
+    "addmm": None,
+    "bmm": None,
+    "baddbmm": None,
+    "convolution": None,
+    "_scaled_dot_product_flash_attention": 3,
+    "_scaled_dot_product_efficient_attention": 5,
+    "_scaled_dot_product_cudnn_attention": 5,
+    "_scaled_dot_product_flash_attention_for_cpu": 3,
+}
+"""Names in `torch.ops.aten`, all with the overload `default`; for attention the position of its `dropout_p`.
+
+With dropout attention draws random numbers: where it is not run again, what follows would draw others than before.
+"""
 
 _NAMES = frozenset(f"aten.{name}.default" for name in PRODUCTS)
 _CLEARLY_DENSER = 1.5

@@ -26,7 +26,7 @@ from planner.plan_file import Plan
 from rewrite.fragment import Fragment, assignment
 from rewrite.rewriting import Rewriting
 
-PRODUCTS = {getattr(torch.ops.aten, name).default for name in products.PRODUCTS}
+PRODUCTS = {getattr(torch.ops.aten, name).default: place for name, place in products.PRODUCTS.items()}
 
 
 def checkpoint(rewriting: Rewriting, decision: Checkpoint) -> None:
@@ -114,7 +114,7 @@ def keeping(numbers, module):
     counters = {False: itertools.count(), True: itertools.count()}
 
     def policy(context, op, *args, **kwargs):
-        if op in PRODUCTS and next(counters[context.is_recompute]) in numbers:
+        if op in PRODUCTS and next(counters[context.is_recompute]) in numbers and not drops(op, args, kwargs):
             return torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
         return torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -126,6 +126,12 @@ def keeping(numbers, module):
             yield
 
     return first, second_run()
+
+
+def drops(op, args, kwargs):
+    """Whether attention drops out: were it not run again, what follows would draw other random numbers than before."""
+    place = PRODUCTS[op]
+    return place is not None and kwargs.get("dropout_p", args[place] if len(args) > place else 0.0) > 0.0
 
 
 @contextlib.contextmanager
@@ -147,9 +153,9 @@ def statistics_kept(module):
 def checkpoint_source(plan: Plan, decision: Checkpoint) -> Fragment:
     keeps = any(decision.kept)
     if keeps:
-        listed = "".join(f"    torch.ops.aten.{name}.default,\n" for name in products.PRODUCTS)
+        listed = "".join(f"    torch.ops.aten.{name}.default: {at},\n" for name, at in products.PRODUCTS.items())
         constants = (
-            f"PRODUCTS = {{\n{listed}}}",
+            f"# With the position of attention's dropout_p.\nPRODUCTS = {{\n{listed}}}",
             "# Which results of these are kept, by module: numbered in the order in which a forward runs them.\n"
             + assignment("RECOMPUTED", decision.by_module),
         )
@@ -166,7 +172,7 @@ for name in RECOMPUTED:
     module = model.get_submodule(name)
     module.forward = types.MethodType(recomputed(type(module).forward, keeping_nothing), module)
 """
-    functions = (recomputed, keeping_nothing, *((keeping,) if keeps else ()), statistics_kept)
+    functions = (recomputed, keeping_nothing, *((keeping, drops) if keeps else ()), statistics_kept)
     imports = ("contextlib", "functools", *(("itertools",) if keeps else ()), "types", "torch.utils.checkpoint")
     return Fragment(
         imports=tuple(f"import {name}" for name in imports),

@@ -140,7 +140,7 @@ def test_the_file_says_what_scripts_look_for():
     assert data["plan"]["at"] == {"phase": "forward", "module": "", "op": "aten.mm"}
     assert data["baseline"]["step_seconds"] == 1e-6
     assert data["slowdown"] == 1.5
-    assert data["decisions"] == [{"kind": "checkpoint", "modules": ["a"]}]
+    assert data["decisions"] == [{"kind": "checkpoint", "modules": ["a"], "kept": []}]
 
 
 def test_a_decision_is_found_by_its_type():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from planner.decisions import Checkpoint, decision_from_json
 from planner.errors import DecisionError
 from planner.workload import workload
 
+RULE = sys.modules["rewrite.rules.checkpoint"]
 LAYERS = {"roberta": "roberta.encoder.layer.{}", "gpt2": "transformer.h.{}"}
 BUILDS = {"roberta": roberta, "gpt2": gpt2}
 
@@ -109,6 +111,19 @@ def test_any_numbers_train_to_the_same_bits_where_nothing_random_is_skipped(numb
     names = ("blocks.0", "blocks.2")
     allowed = tuple(number for number in numbers if number != 2)  # its result is changed in place
     decision = Checkpoint(modules=names, kept=(allowed, allowed))
+    assert differences(model, decision, batches=[vectors(seed=s) for s in range(4)], loss_fn=cross_entropy) == []
+
+
+def test_attention_that_drops_out_is_run_again_whatever_its_number():
+    """A plan's numbers are those of its card; elsewhere attention may be another op, and then they mean others."""
+    model = seeded(lambda: Net(Attention(dropout=0.3), nn.Linear(3, 16), Attention(dropout=0.3)))
+    decision = Checkpoint(modules=("blocks.0", "blocks.2"), kept=((0, 1), (0, 1)))
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    assert RULE.drops(flash.default, (None, None, None, 0.1), {}) and RULE.drops(flash.default, (), {"dropout_p": 0.1})
+    assert not RULE.drops(flash.default, (None, None, None), {}) and not RULE.drops(flash.default, (None,) * 3, {})
+    for op, place in RULE.PRODUCTS.items():
+        names = [argument.name for argument in op._schema.arguments]
+        assert place == (names.index("dropout_p") if "dropout_p" in names else None)
     assert differences(model, decision, batches=[vectors(seed=s) for s in range(4)], loss_fn=cross_entropy) == []
 
 
