@@ -114,7 +114,10 @@ def refuse_what_does_not_go_together(options: argparse.Namespace) -> None:
 _MANY_PLANS = "it makes many plans; make the one you choose with --vram"
 _QUESTIONS = {
     "tradeoff": dict.fromkeys(("save", "emit", "report"), _MANY_PLANS),
-    "largest_batch": {"batch_size": "that is what it looks for"},
+    "largest_batch": {
+        "batch_size": "that is what it looks for",
+        "max_slowdown": "it asks for the largest batch at any speed",
+    },
     "smallest_card": {"vram": "the budget is what a card has", "gpu": "that is what it looks for"},
 }
 """Questions, and options that have no place beside them."""

@@ -131,11 +131,11 @@ def plan_that_fits(work: Workload, card: DeviceProfile, *, vram_bytes: int, rule
         return _plan(trials, found, rules, vram_bytes, shortfall=None, notes=notes, began=began)
 
 
-def smallest_promise(work: Workload, card: DeviceProfile, *, rules: Rules) -> int:
-    """Bytes of tensors at the peak of the smallest plan, by promise alone."""
-    with contextlib.closing(_trials(work, card, None)) as trials:
-        under = trials.under(trials.baseline.measured.footprint.total_bytes)
-        return under.chooser(under.offer(rules), rules).smallest().peak_bytes
+def smallest_total_bytes(work: Workload, card: DeviceProfile, *, vram_bytes: int, rules: Rules) -> int:
+    """The smallest total in which the smallest plan gets through, frozen prefixes apart."""
+    usable_bytes, _ = _within_card(card, vram_bytes)
+    with contextlib.closing(_trials(work, card, usable_bytes)) as trials:
+        return trials.needed_bytes(fitting.smallest(trials, trials.offer(rules), rules))
 
 
 def tradeoff_workload(

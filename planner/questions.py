@@ -3,54 +3,77 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import profiles
 from planner import pipeline
 from planner.decisions import Accumulation
+from planner.errors import DecisionError
 from planner.options import Rules
 from planner.plan_file import Plan
-from planner.search.threshold import first_true
 from planner.sizes import format_size
 from planner.workload import Workload
 from profiles.device import DeviceProfile
 
 _MOST_SAMPLES = 1 << 20
-_PROBES = (8, 64)
-"""Batch sizes from which the smallest peak at others is guessed."""
+_FIRST_SAMPLES = 64
+_EXACT_TO = 64
+"""A batch is the largest to within one sample in so many: finding out takes a whole search for each."""
 
 
 def largest_batch(build: Callable[[int], Workload], card: DeviceProfile, *, vram_bytes: int, rules: Rules) -> Plan:
     """The plan for the largest batch that fits without accumulation; where none does, what a single sample lacks.
 
-    The guess takes bytes to be affine in the number of samples. It only says where to begin: the answer fits by its
-    certificate, and for one sample more no plan was found. What fits is taken to fit at all smaller sizes.
+    Bytes are nearly affine in the number of samples, so the next size asked is where the line through two known ones
+    meets the budget. That only saves questions: the smallest plan of the size found fits by its certificate, that of
+    a size above it does not (one sample more, from 128 samples on a few), and what fits is taken to fit at all smaller
+    sizes. Frozen prefixes are left out.
 
     Args:
         build: from a batch size to the workload.
 
     Raises:
-        DecisionError: accumulation is forced.
+        DecisionError: accumulation is forced, or a slowdown is limited.
     """
-    if rules.allow(Accumulation) or rules.force(Accumulation):
+    if rules.max_slowdown is not None:
+        raise DecisionError("the largest batch is asked for at any speed: leave out the limit of the slowdown")
+    if rules.allow(Accumulation):
         rules = dataclasses.replace(rules, forbidden=(*rules.forbidden, Accumulation.kind))
 
-    @functools.cache
-    def fitting_plan(samples: int) -> Plan | None:
-        return pipeline.plan_that_fits(build(samples), card, vram_bytes=vram_bytes, rules=rules)
+    def needed_bytes(samples: int) -> int:
+        return pipeline.smallest_total_bytes(build(samples), card, vram_bytes=vram_bytes, rules=rules)
 
-    def too_large(number: int) -> bool:
-        return fitting_plan(number + 1) is None
+    samples, too_many = largest_within(needed_bytes, limit_bytes=vram_bytes, first=_FIRST_SAMPLES, most=_MOST_SAMPLES)
+    plan = pipeline.plan_workload(build(max(samples, 1)), card, vram_bytes=vram_bytes, rules=rules)
+    if not samples:
+        return plan
+    more = f"{too_many:,} do not" if too_many <= _MOST_SAMPLES else "more were not tried"
+    return _noted(plan, f"largest batch without accumulation: {samples:,} samples fit, {more}")
 
-    few, many = (pipeline.smallest_promise(build(samples), card, rules=rules) for samples in _PROBES)
-    sample_bytes = max((many - few) // (_PROBES[1] - _PROBES[0]), 1)
-    guess = _PROBES[0] + (vram_bytes - card.context_bytes - few) // sample_bytes
-    samples = first_true(_MOST_SAMPLES, too_large, guess=guess)
-    if samples == 0:
-        return pipeline.plan_workload(build(1), card, vram_bytes=vram_bytes, rules=rules)
-    more = f"{samples + 1:,} do not" if samples < _MOST_SAMPLES else "more were not tried"
-    return _noted(fitting_plan(samples), f"largest batch without accumulation: {samples:,} samples fit, {more}")
+
+def largest_within(needed_bytes: Callable[[int], int], *, limit_bytes: int, first: int, most: int) -> tuple[int, int]:
+    """Largest number in 1..most whose need is within the limit, and one above it whose need is not.
+
+    Interpolation search for needs that rise and are nearly affine, and bisection after two answers on one side. The two
+    numbers are neighbours below `_EXACT_TO`, and within one in so many above. (0, 1) and (most, most + 1) where there
+    is none.
+    """
+    known = {number: needed_bytes(number) for number in (1, first)}
+    sides: list[bool] = []
+    while True:
+        low = max((number for number, need in known.items() if need <= limit_bytes), default=0)
+        high = min((number for number, need in known.items() if need > limit_bytes), default=most + 1)
+        if high - low <= max(1, low // _EXACT_TO):
+            return low, high
+        one, other = sorted(known, key=lambda number: abs(known[number] - limit_bytes))[:2]
+        slope = (known[one] - known[other]) / (one - other)
+        if slope <= 0 or (len(sides) > 1 and sides[-1] == sides[-2] and high <= most):
+            guess = (low + high) // 2
+        else:
+            guess = one + int((limit_bytes - known[one]) // slope)
+        asked = min(max(guess, low + 1), high - 1)
+        known[asked] = needed_bytes(asked)
+        sides.append(known[asked] <= limit_bytes)
 
 
 def smallest_card(work: Workload, rules: Rules) -> Plan:
