@@ -85,8 +85,8 @@ def smallest_card(work: Workload, rules: Rules) -> Plan:
     for number, card in enumerate(cards):
         plan = pipeline.plan_that_fits(work, card, vram_bytes=card.vram_bytes, rules=rules)
         if plan is not None:
-            size = format_size(card.vram_bytes)
-            return _noted(plan, f"smallest card: {card.title} ({size}); {number} smaller or as small ones do not do")
+            smaller = f"no plan fits on {number} with as little memory or less" if number else "none known has less"
+            return _noted(plan, f"smallest card: {card.title} ({format_size(card.vram_bytes)}); {smaller}")
     largest = cards[-1]
     plan = pipeline.plan_workload(work, largest, vram_bytes=largest.vram_bytes, rules=rules)
     return _noted(plan, f"none of {len(cards)} known cards will do; the largest is {largest.title}")

@@ -15,7 +15,7 @@ from planner.plan_file import NextStep, Relaxation
 from planner.trials import Certified, Trials
 
 _SECONDS = 10
-"""After so long no further relaxation is looked at."""
+"""After so long no further relaxation is looked at, if there is one already that opens the budget."""
 
 
 def relaxations(trials: Trials, rules: Rules) -> tuple[Relaxation, ...]:
@@ -29,7 +29,7 @@ def relaxations(trials: Trials, rules: Rules) -> tuple[Relaxation, ...]:
     for words, kind, relaxed in _single(rules):
         if relaxed.fidelity > rules.fidelity + 1 and any(one.opens for one in found):
             break  # what is less faithful still is not asked for where something nearer fits
-        if time.perf_counter() > until:
+        if time.perf_counter() > until and any(one.opens for one in found):
             found.append(_closed(words, None, "not looked at: it would take too long"))
         else:
             found.append(_tried(trials, words, kind, relaxed, before=rules))
