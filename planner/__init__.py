@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from planner.plan_file import Footprint, Plan
+from planner.tradeoff_result import DEFAULT_SECONDS, Tradeoff
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from planner.calling import LossFn
 
-__all__ = ["Footprint", "Plan", "plan", "record"]
+__all__ = ["Footprint", "Plan", "Tradeoff", "plan", "record", "tradeoff"]
 
 
 def plan(
@@ -30,6 +31,8 @@ def plan(
     optimizer: Any = "adamw",
     force: Sequence[str] = (),
     forbid: Sequence[str] = (),
+    only: Sequence[str] | None = None,
+    max_slowdown: float | None = None,
 ) -> Plan:
     """Plan one optimizer step of `model` on `batch` inside `vram`.
 
@@ -43,6 +46,8 @@ def plan(
         optimizer: a name such as "adamw", a torch optimizer, or a function from parameters to one.
         force: kinds of decision that must be used.
         forbid: kinds of decision that must not be used.
+        only: kinds of decision that may be used; all others are forbidden. None: all.
+        max_slowdown: the step may take so many times as long as it does without a plan. None: as long as it likes.
 
     Returns:
         A certified plan. `Plan.fits` says whether it is inside the budget.
@@ -50,18 +55,44 @@ def plan(
     Raises:
         planner.errors.PlannerError: for input that cannot be used; the message says what to change.
     """
+    from planner.options import given_rules
     from planner.pipeline import plan_live_model
 
-    return plan_live_model(
-        model,
-        batch,
-        vram=vram,
-        loss_fn=loss_fn,
-        gpu=gpu,
-        fidelity=fidelity,
-        optimizer=optimizer,
-        force=force,
-        forbid=forbid,
+    rules = given_rules(fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown)
+    return plan_live_model(model, batch, vram=vram, loss_fn=loss_fn, gpu=gpu, optimizer=optimizer, rules=rules)
+
+
+def tradeoff(
+    model: torch.nn.Module,
+    batch: Any,
+    *,
+    vram: str | int | None = None,
+    loss_fn: LossFn | None = None,
+    gpu: str | None = None,
+    fidelity: str = "rounded",
+    optimizer: Any = "adamw",
+    force: Sequence[str] = (),
+    forbid: Sequence[str] = (),
+    only: Sequence[str] | None = None,
+    max_slowdown: float | None = None,
+    seconds: float = DEFAULT_SECONDS,
+) -> Tradeoff:
+    """Memory against step time: certified plans from the fastest to the smallest.
+
+    Arguments are those of `plan`; `vram` only marks the plan that is the fastest inside it.
+
+    Args:
+        seconds: about how long it may take; less leaves the front rougher.
+
+    Raises:
+        planner.errors.PlannerError: for input that cannot be used; the message says what to change.
+    """
+    from planner.options import given_rules
+    from planner.pipeline import tradeoff_of_live_model
+
+    rules = given_rules(fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown)
+    return tradeoff_of_live_model(
+        model, batch, vram=vram, loss_fn=loss_fn, gpu=gpu, optimizer=optimizer, rules=rules, seconds=seconds
     )
 
 

@@ -26,9 +26,16 @@ class Certificates:
         self._made: dict[tuple[Decision, ...], StepGraph] = {}
         self._foreseen: tuple[tuple[Decision, ...], Child] | None = None
 
-    def of(self, decisions: tuple[Decision, ...]) -> StepGraph:
-        """Rehearsed, or still at hand: a search under several budgets comes to the same decisions again."""
-        graph = self._made.pop(decisions, None) or self._finish(self._child(decisions).result())
+    def of(self, decisions: tuple[Decision, ...], *, then: tuple[Decision, ...] | None = None) -> StepGraph:
+        """Rehearsed, or still at hand: a search under several budgets comes to the same decisions again.
+
+        Args:
+            then: what will be asked for next; it is begun before this one is waited for.
+        """
+        child = None if decisions in self._made else self._child(decisions)
+        if then is not None:
+            self.foresee(then)
+        graph = self._made.pop(decisions) if child is None else self._finish(child.result())
         self._made[decisions] = graph
         while len(self._made) > 1 and sum(len(graph.ops) for graph in self._made.values()) > _MOST_OPS:
             del self._made[next(iter(self._made))]

@@ -75,10 +75,19 @@ class Chooser:
     """Chooses under one set of rules, for any budget."""
 
     def __init__(
-        self, offer: Offer, cases: Cases, bounds: Bounds, certificates: Certificates, *, force_checkpoint: bool
+        self,
+        offer: Offer,
+        cases: Cases,
+        bounds: Bounds,
+        certificates: Certificates,
+        *,
+        force_checkpoint: bool,
+        slowest_ns: float = math.inf,
     ) -> None:
         self._offer, self._cases, self._bounds, self._certificates = offer, cases, bounds, certificates
         self._force_checkpoint = force_checkpoint
+        self._above_ns = slowest_ns if math.isinf(slowest_ns) else math.floor(slowest_ns) + 1
+        """Plans that take so long are too slow, however few bytes they need."""
         self.solve_seconds = 0.0
         self.dropped: dict[tuple[Decision, ...], PlannerError] = {}
         """Choices, with their split, that could not be rehearsed, and why."""
@@ -110,7 +119,8 @@ class Chooser:
             if self._bounds.floor_bytes(outer) > budget_bytes or self._bound_ns(outer) >= limit_ns:
                 continue
             if self._could_pay(outer, budget_bytes, limit_ns):
-                found += self._fastest_of(outer, budget_bytes, limit_ns)
+                choices = self._fastest_of(outer, budget_bytes, limit_ns)
+                found += [choice for choice in choices if choice.step_ns < self._above_ns]
         if not found:
             return None
         quickest = min(choice.step_ns for choice in found)
@@ -120,10 +130,12 @@ class Chooser:
         outers = sorted(
             (outer for outer in self._outer_choices() if not self._has_better(outer)), key=self._bounds.floor_bytes
         )
-        for outer in outers[:2]:  # both will be needed, and there are two cores at least
-            self._cases.prefetch(outer, self._splits(outer))
         found: list[Choice] = []
-        for outer in outers:
+        for outer, following in itertools.zip_longest(outers, outers[1:]):
+            smallest_bytes = min((choice.peak_bytes for choice in found), default=math.inf)
+            for soon in (outer, following):  # there are two cores at least
+                if soon is not None and self._bounds.floor_bytes(soon) < smallest_bytes:
+                    self._cases.prefetch(soon, self._splits_to_the_smallest(soon))
             for split in self._splits_to_the_smallest(outer):
                 smallest_bytes = min((choice.peak_bytes for choice in found), default=math.inf)
                 if self._bounds.floor_bytes(outer) >= smallest_bytes:
@@ -178,10 +190,10 @@ class Chooser:
     def _limit_ns(self, outer: tuple[Decision, ...], found: list[Choice]) -> float:
         """Plans of this outer choice that take longer are of no use: a tie is one only if it is more faithful."""
         if not found:
-            return math.inf
+            return self._above_ns
         quickest = min(choice.step_ns for choice in found)
         more_faithful = fidelity_of(outer) < min(choice.rank[0] for choice in found)
-        return quickest * TIE if more_faithful else quickest / TIE
+        return min(self._above_ns, quickest * TIE if more_faithful else quickest / TIE)
 
     def _bound_ns(self, outer: tuple[Decision, ...]) -> int:
         """Time that no plan of this outer choice can go below, from what is known already."""

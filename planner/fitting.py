@@ -7,13 +7,13 @@ not fit, choose again with less. A frozen prefix is the last resort: only if not
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from planner.allocator_settings import SMALL_SEGMENT_BYTES
 from planner.choose import TIE, Choice
-from planner.decisions import KINDS, Fidelity, Freeze, Optimizer, Precision, StepInBackward
+from planner.decisions import Freeze, Optimizer, Precision, StepInBackward
 from planner.options import Offer, Rules, frozen_offer, only, prefixes
-from planner.plan_file import NextStep, Shortfall
+from planner.plan_file import Relaxation, Shortfall
 from planner.search.threshold import first_true
 from planner.step_graph import Category
 from planner.trials import Certified, Trials
@@ -34,7 +34,16 @@ def best(trials: Trials, offered: Offer, rules: Rules) -> Certified | None:
         found = fastest(trials, offered, rules)
         if found is not None or not rules.allow(Freeze):
             return found
-    candidates = _prefixes(trials)
+    return with_prefix(trials, offered, rules)
+
+
+def with_prefix(trials: Trials, offered: Offer, rules: Rules, *, roughly: bool = False) -> Certified | None:
+    """The fastest certified plan with the shortest frozen prefix for which anything fits; None if nothing does.
+
+    Args:
+        roughly: the plan need not be the fastest, only one that fits.
+    """
+    candidates = frozen_prefixes(trials)
     smallest_choice = trials.chooser(offered, rules).smallest()
     narrow = only(offered, smallest_choice.decisions)  # how short a prefix may be is asked of the smallest way alone
 
@@ -48,7 +57,9 @@ def best(trials: Trials, offered: Offer, rules: Rules) -> Certified | None:
     guess = _guessed_prefix(trials, candidates, smallest_choice)
     guess = first_true(len(candidates), promises, guess=guess)
     shortest = first_true(len(candidates), holds, guess=guess)  # the same, unless the allocator's slack asks for more
-    return fastest(trials, frozen_offer(offered, candidates[shortest]), rules) if shortest < len(candidates) else None
+    if shortest == len(candidates):
+        return None
+    return fastest(trials, frozen_offer(narrow if roughly else offered, candidates[shortest]), rules)
 
 
 def fastest(trials: Trials, offered: Offer, rules: Rules) -> Certified | None:
@@ -109,7 +120,16 @@ def smallest(trials: Trials, offered: Offer, rules: Rules) -> Certified:
     return found
 
 
-def shortfall(trials: Trials, smallest: Certified, next_step: NextStep | None) -> Shortfall:
+def nearest(trials: Trials, offered: Offer, rules: Rules) -> Certified:
+    """Where nothing fits as fast as is allowed: the fastest plan that is too slow, or else the smallest plan."""
+    if rules.max_slowdown is not None:
+        slower = dataclasses.replace(rules, max_slowdown=None)
+        if (found := best(trials, offered, slower)) is not None:
+            return found
+    return smallest(trials, offered, rules)
+
+
+def shortfall(trials: Trials, smallest: Certified, relaxations: Sequence[Relaxation]) -> Shortfall:
     """By how much the smallest plan misses the budget, and what binds there.
 
     Its footprint is measured under the smallest budget in which it gets through, where the allocator frees its cache.
@@ -118,45 +138,18 @@ def shortfall(trials: Trials, smallest: Certified, next_step: NextStep | None) -
         category: size for category, size in smallest.measured.footprint.breakdown.items() if category != Category.SLACK
     }
     binding = max(parts, key=lambda category: parts[category])
+    open_steps = [relaxation.next_step for relaxation in relaxations if relaxation.next_step is not None]
     return Shortfall(
-        missing_bytes=smallest.measured.footprint.total_bytes - trials.vram_bytes,
+        missing_bytes=max(smallest.measured.footprint.total_bytes - trials.vram_bytes, 0),
         binding=str(binding),
         binding_bytes=parts[binding],
-        next_step=next_step,
+        next_step=min(open_steps, key=lambda step: step.slowdown, default=None),
+        relaxations=tuple(relaxations),
     )
 
 
-def next_step(trials: Trials, rules: Rules) -> NextStep | None:
-    """The cheapest single relaxation of the rules under which something fits: a technique allowed, or less fidelity."""
-    found: list[NextStep] = []
-    for words, relaxed in _relaxations(rules):
-        if found and relaxed.fidelity > rules.fidelity + 1:
-            break  # what is less faithful still is not asked for where something nearer fits
-        certified = best(trials, trials.offer(relaxed), relaxed)
-        if certified is not None:
-            footprint, before = certified.measured.footprint, trials.baseline.measured.footprint
-            found.append(
-                NextStep(
-                    relax=words,
-                    decisions=certified.choice.decisions,
-                    total_bytes=footprint.total_bytes,
-                    slowdown=footprint.step_ns / max(before.step_ns, 1),
-                )
-            )
-    return min(found, key=lambda step: step.slowdown, default=None)
-
-
-def _relaxations(rules: Rules) -> Iterator[tuple[str, Rules]]:
-    for kind in KINDS.values():
-        if kind.kind in rules.forbidden and kind.fidelity <= rules.fidelity:
-            forbidden = tuple(name for name in rules.forbidden if name != kind.kind)
-            yield f"allow {kind.kind}", dataclasses.replace(rules, forbidden=forbidden)
-    for fidelity in Fidelity:
-        if fidelity > rules.fidelity:
-            yield f"--fidelity {fidelity.name.lower()}", dataclasses.replace(rules, fidelity=fidelity)
-
-
-def _prefixes(trials: Trials) -> tuple[Freeze, ...]:
+def frozen_prefixes(trials: Trials) -> tuple[Freeze, ...]:
+    """Prefixes of the model that may be frozen, short to long."""
     starts = [(call.module, call.start) for call in trials.baseline_graph.calls]
     modules = trials.work.model.named_modules()
     owners = [name for name, module in modules if any(True for _ in module.parameters(recurse=False))]

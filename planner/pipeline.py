@@ -7,11 +7,11 @@ Read `plan_workload`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import platform
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,11 +23,14 @@ from planner.certificates import Certificates
 from planner.choose import Choice
 from planner.decisions import Accumulation, Fidelity
 from planner.errors import PlanFileError, SizeError
+from planner.front import front, total_bytes
 from planner.fx_graph import to_fx
 from planner.options import Rules
 from planner.plan_file import Plan, Shortfall, SolverFacts
 from planner.references import load_workload
+from planner.relaxations import relaxations
 from planner.sizes import format_size, parse_size
+from planner.tradeoff_result import Tradeoff
 from planner.trials import Certified, Trials
 from planner.workload import OptimizerSpec, Workload, workload
 from planner.workspaces.stream import unknown_ops
@@ -42,20 +45,30 @@ def plan_live_model(
     vram: str | int | None,
     loss_fn: LossFn | None,
     gpu: str | None,
-    fidelity: str,
     optimizer: OptimizerSpec,
-    force: Sequence[str],
-    forbid: Sequence[str],
+    rules: Rules,
 ) -> Plan:
     """`planner.plan`."""
-    rules = Rules(fidelity=Fidelity.parse(fidelity), forced=_names(force), forbidden=_names(forbid))
     work = workload(model, batch, loss_fn=loss_fn, optimizer=optimizer)
     card, vram_bytes = card_and_budget(gpu, vram)
     return plan_workload(work, card, vram_bytes=vram_bytes, rules=rules)
 
 
-def _names(given: str | Sequence[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
+def tradeoff_of_live_model(
+    model: torch.nn.Module,
+    batch: Any,
+    *,
+    vram: str | int | None,
+    loss_fn: LossFn | None,
+    gpu: str | None,
+    optimizer: OptimizerSpec,
+    rules: Rules,
+    seconds: float,
+) -> Tradeoff:
+    """`planner.tradeoff`."""
+    work = workload(model, batch, loss_fn=loss_fn, optimizer=optimizer)
+    card, vram_bytes = card_and_budget(gpu, vram)
+    return tradeoff_workload(work, card, vram_bytes=vram_bytes, rules=rules, seconds=seconds)
 
 
 def record_live_model(
@@ -91,21 +104,67 @@ def plan_workload(work: Workload, card: DeviceProfile, *, vram_bytes: int | None
     """
     began = time.perf_counter()
     usable_bytes, about_card = _within_card(card, vram_bytes)
-    trials = _trials(work, card, usable_bytes)
-    if vram_bytes is None:
-        return _plan(trials, trials.baseline, rules, vram_bytes, shortfall=None, notes=(), began=began)
-    try:
+    with contextlib.closing(_trials(work, card, usable_bytes)) as trials:
+        if vram_bytes is None:
+            return _plan(trials, trials.baseline, rules, vram_bytes, shortfall=None, notes=(), began=began)
         trials.expect(rules)
         offered = trials.offer(rules)
         notes = (*about_card, *offered.notes)
         found, short = fitting.best(trials, offered, rules), None
         if found is None:
-            found = fitting.smallest(trials, offered, rules)
-            if not found.measured.fits:
-                short = fitting.shortfall(trials, found, fitting.next_step(trials, rules))
+            found = fitting.nearest(trials, offered, rules)
+            if not found.measured.fits or not trials.quick_enough(found, rules):
+                short = fitting.shortfall(trials, found, relaxations(trials, rules))
         return _plan(trials, found, rules, vram_bytes, shortfall=short, notes=notes, began=began)
-    finally:
-        trials.close()
+
+
+def plan_that_fits(work: Workload, card: DeviceProfile, *, vram_bytes: int, rules: Rules) -> Plan | None:
+    """The plan of `plan_workload` where there is one that fits; None, quickly, where there is none."""
+    began = time.perf_counter()
+    usable_bytes, about_card = _within_card(card, vram_bytes)
+    with contextlib.closing(_trials(work, card, usable_bytes)) as trials:
+        offered = trials.offer(rules)
+        found = fitting.best(trials, offered, rules)
+        if found is None:
+            return None
+        notes = (*about_card, *offered.notes)
+        return _plan(trials, found, rules, vram_bytes, shortfall=None, notes=notes, began=began)
+
+
+def smallest_total_bytes(work: Workload, card: DeviceProfile, *, vram_bytes: int, rules: Rules) -> int:
+    """The smallest total in which the smallest plan gets through, frozen prefixes apart."""
+    usable_bytes, _ = _within_card(card, vram_bytes)
+    with contextlib.closing(_trials(work, card, usable_bytes)) as trials:
+        return trials.needed_bytes(fitting.smallest(trials, trials.offer(rules), rules))
+
+
+def tradeoff_workload(
+    work: Workload, card: DeviceProfile, *, vram_bytes: int | None, rules: Rules, seconds: float
+) -> Tradeoff:
+    """Certified plans from the fastest to the smallest that the rules allow.
+
+    Args:
+        vram_bytes: a budget to mark among them; None marks nothing.
+        seconds: after so many the front is left as fine as it is by then.
+    """
+    began = time.perf_counter()
+    usable_bytes, about_card = _within_card(card, vram_bytes)
+    with contextlib.closing(_trials(work, card, None)) as trials:
+        trials.expect(rules)
+        found = front(trials, rules, vram_bytes=usable_bytes, seconds=seconds)
+        budgets = [total_bytes(point) for point in found.points]
+        plans = tuple(
+            _plan(trials, point, rules, budget, shortfall=None, notes=about_card, began=began)
+            for budget, point in zip(budgets, found.points, strict=True)
+        )
+        return Tradeoff(
+            as_it_is=_plan(trials, trials.baseline, rules, None, shortfall=None, notes=(), began=began),
+            points=plans,
+            vram_bytes=vram_bytes,
+            usable_bytes=usable_bytes,
+            complete=found.complete,
+            seconds=time.perf_counter() - began,
+        )
 
 
 def replan(saved: Plan, *, vram: str | None, gpu: str | None) -> Plan:
@@ -135,15 +194,20 @@ def replan(saved: Plan, *, vram: str | None, gpu: str | None) -> Plan:
         if split.micro_batches != -(-work.batch_size // split.micro_batch_size):
             raise PlanFileError(f"the plan splits a batch of {work.batch_size} into {split.describe()}: make it again")
     began = time.perf_counter()
-    rules = Rules(fidelity=Fidelity.parse(saved.fidelity), forced=saved.forced, forbidden=saved.forbidden)
+    rules = Rules(
+        fidelity=Fidelity.parse(saved.fidelity),
+        forced=saved.forced,
+        forbidden=saved.forbidden,
+        max_slowdown=saved.max_slowdown,
+    )
     usable_bytes, notes = _within_card(card, vram_bytes)
     trials = _trials(work, card, usable_bytes)
     found = trials.certify(Choice(decisions=saved.decisions, peak_bytes=0, step_ns=0, status="not needed", gap=0.0))
     found = found if vram_bytes is None else trials.tightly(found)
-    fits = vram_bytes is None or found.measured.fits
+    fits = vram_bytes is None or (found.measured.fits and trials.quick_enough(found, rules))
     promised = dataclasses.replace(found.choice, peak_bytes=found.measured.curve_bytes)
     found = dataclasses.replace(found, choice=promised)
-    short = None if fits else fitting.shortfall(trials, found, next_step=None)
+    short = None if fits else fitting.shortfall(trials, found, ())
     return _plan(trials, found, rules, vram_bytes, shortfall=short, notes=notes, began=began)
 
 
@@ -194,6 +258,7 @@ def _plan(
         fidelity=rules.fidelity.name.lower(),
         forced=rules.forced,
         forbidden=rules.forbidden,
+        max_slowdown=rules.max_slowdown,
         baseline=trials.baseline.measured.footprint,
         peak=found.measured.footprint,
         decisions=found.choice.decisions,

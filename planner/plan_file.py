@@ -109,14 +109,36 @@ class NextStep:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Relaxation:
+    """Something that is not allowed, and whether a plan fits if it is."""
+
+    relax: str
+    """What to allow: 'allow checkpoint', '--fidelity rounded'."""
+    opens: bool | None
+    """Whether a plan then fits; None: there was no time to find out."""
+    why: str
+    """Where it does not open the budget: why not."""
+    fidelity: str | None
+    """Of the plan that then fits."""
+    next_step: NextStep | None
+    """The plan that then fits, and its price."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Shortfall:
-    """Why nothing fits: the smallest plan that was allowed still needs `missing_bytes` more."""
+    """Why nothing fits: the smallest plan that was allowed still needs `missing_bytes` more.
+
+    Where a plan fits that is slower than allowed, it is told instead, and nothing is missing.
+    """
 
     missing_bytes: int
     binding: str
-    """Largest category at the peak of the smallest allowed plan."""
+    """Largest category at the peak of the plan that is told."""
     binding_bytes: int
     next_step: NextStep | None
+    """The cheapest of the relaxations."""
+    relaxations: tuple[Relaxation, ...] = ()
+    """Each technique and fidelity that is not allowed; what is less faithful still, only if nothing nearer helps."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,6 +167,8 @@ class Plan:
     """What was assumed, and what a user should know."""
     versions: dict[str, str]
     seconds: float
+    max_slowdown: float | None = None
+    """The limit of `slowdown` that was given."""
 
     @property
     def slowdown(self) -> float:
@@ -188,6 +212,7 @@ class Plan:
                 forced=tuple(data["forced"]),
                 forbidden=tuple(data["forbidden"]),
                 notes=tuple(data["notes"]),
+                max_slowdown=data["max_slowdown"],
                 **{
                     name: data[name]
                     for name in (
@@ -236,6 +261,9 @@ def _check_types(data: dict) -> None:
     vram, reference = data["vram_bytes"], data["model"]["reference"]
     if vram is not None and (type(vram) is not int or vram < 0):
         raise TypeError(f"vram_bytes is {vram!r}, not a number of bytes")
+    slowdown = data["max_slowdown"]
+    if slowdown is not None and (type(slowdown) not in (int, float) or slowdown <= 0):
+        raise TypeError(f"max_slowdown is {slowdown!r}, not a factor above zero")
     if reference is not None and not isinstance(reference, str):
         raise TypeError(f"model.reference is {reference!r}, not a text")
     for name in ("card", "fidelity"):
@@ -246,10 +274,17 @@ def _check_types(data: dict) -> None:
 
 
 def _shortfall_from_json(data: dict) -> Shortfall:
-    step = data["next_step"]
-    if step is not None:
-        step = NextStep(**{**step, "decisions": tuple(decision_from_json(d) for d in step["decisions"])})
-    return Shortfall(**{**data, "next_step": step})
+    relaxations = tuple(
+        Relaxation(**{**relaxation, "next_step": _next_step_from_json(relaxation["next_step"])})
+        for relaxation in data.get("relaxations", ())
+    )
+    return Shortfall(**{**data, "next_step": _next_step_from_json(data["next_step"]), "relaxations": relaxations})
+
+
+def _next_step_from_json(data: dict | None) -> NextStep | None:
+    if data is None:
+        return None
+    return NextStep(**{**data, "decisions": tuple(decision_from_json(d) for d in data["decisions"])})
 
 
 def _plain(value: object) -> object:

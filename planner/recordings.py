@@ -44,6 +44,8 @@ class Recordings:
         if any(split.micro_batches > 1 and split.size >= BASE_SIZES[0] for split in splits):
             for size in BASE_SIZES:
                 self._prefetch(_accumulated(choice, size))
+        elif any(split.micro_batches > 1 for split in splits):
+            self._prefetch(_accumulated(choice, 1))
 
     def of(self, choice: tuple[Decision, ...], split: Split) -> StepGraph:
         """The recording for a split: of the whole batch, of its two unlike parts, or of two that stand for all."""

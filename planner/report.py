@@ -23,7 +23,7 @@ GENERIC = "generic"
 
 def render(plan: Plan) -> RenderableType:
     """Everything the command prints for a plan."""
-    parts: list[RenderableType] = [_headline(plan), Text(), _table(plan), Text(), *_where(plan), Text()]
+    parts: list[RenderableType] = [headline(plan), Text(), _table(plan), Text(), *_where(plan), Text()]
     parts += [*_decisions(plan), Text(), _verdict(plan)]
     if plan.shortfall is not None:
         parts += _shortfall(plan, plan.shortfall)
@@ -51,7 +51,8 @@ class _Nowhere:
         pass
 
 
-def _headline(plan: Plan) -> Text:
+def headline(plan: Plan) -> Text:
+    """Model, batch and card; the budget, if there is one."""
     work = plan.workload
     per_sample = f" x {work.seq_len} tokens" if work.seq_len else ""
     text = Text.assemble((plan.model.name, "bold"), f", {_count(plan.model.parameters)} parameters, ")
@@ -106,17 +107,26 @@ def _decisions(plan: Plan) -> list[RenderableType]:
     if plan.fits and plan.baseline.total_bytes <= plan.vram_bytes:
         size = f"{format_size(plan.baseline.total_bytes)} of {format_size(plan.vram_bytes)}"
         lines.append(Text(f"it fits as it is ({size}); the plan is only faster, and --fidelity exact leaves it alone"))
-    lines.append(Text("plan" if plan.fits else "smallest plan that is allowed", style="bold"))
+    lines.append(Text(_which(plan), style="bold"))
     for decision in plan.decisions:
         words = f"- {decision.describe()} ({decision.fidelity.name.lower()})"
         lines.append(Padding(Text(words), (0, 0, 0, 2)))
     return lines
 
 
+def _which(plan: Plan) -> str:
+    if plan.shortfall is None:
+        return "plan"
+    return "smallest plan that is allowed" if plan.shortfall.missing_bytes else "fastest plan inside the budget"
+
+
 def _verdict(plan: Plan) -> RenderableType:
     if plan.vram_bytes is None:
         return Text(f"needs {format_size(plan.baseline.total_bytes)}", style="bold")
     if plan.shortfall is not None:
+        if not plan.shortfall.missing_bytes:
+            found = f"the fastest plan inside the budget takes {plan.slowdown:.2f} x the step time"
+            return Text(f"does not fit: {found}, and at most {plan.max_slowdown:g} x is allowed", style="bold red")
         missing = format_size(plan.shortfall.missing_bytes)
         return Text(f"does not fit: the smallest allowed plan is {missing} over the budget", style="bold red")
     ratio = plan.slowdown
@@ -129,20 +139,36 @@ def _rates(plan: Plan) -> str:
     return "measured rates" if plan.card_source.startswith("calibrated") else "datasheet, not measured"
 
 
-def _shortfall(plan: Plan, shortfall: Shortfall) -> list[Text]:
-    lines = [Text(f"what binds there: {shortfall.binding}, {format_size(shortfall.binding_bytes)}")]
+def _shortfall(plan: Plan, shortfall: Shortfall) -> list[RenderableType]:
+    lines: list[RenderableType] = []
+    if shortfall.missing_bytes:
+        lines.append(Text(f"what binds there: {shortfall.binding}, {format_size(shortfall.binding_bytes)}"))
     if shortfall.next_step is None:
         needed = plan.vram_bytes + shortfall.missing_bytes
-        lines.append(Text(f"no further step makes it fit; a budget of {-(-needed // MIB):,} MiB would"))
-        return lines
-    step = shortfall.next_step
-    lines.append(
-        Text(
-            f"what would make it fit: {step.relax}, {format_size(step.total_bytes)} in total, "
-            f"{step.slowdown:.2f} x the step time"
+        budget = f"; a budget of {-(-needed // MIB):,} MiB would" if shortfall.missing_bytes else ""
+        lines.append(Text(f"no further step makes it fit{budget}"))
+    else:
+        step = shortfall.next_step
+        size = format_size(step.total_bytes)
+        lines.append(
+            Text(f"what would make it fit: {step.relax}, {size} in total, {step.slowdown:.2f} x the step time")
         )
-    )
-    return lines + [Text(f"  - {decision.describe()}") for decision in step.decisions]
+        lines += [Text(f"  - {decision.describe()}") for decision in step.decisions]
+    return [*lines, *([Text(), _relaxations(shortfall)] if shortfall.relaxations else [])]
+
+
+def _relaxations(shortfall: Shortfall) -> Table:
+    """Everything that is not allowed, and what it would do."""
+    table = Table(title="what is not allowed", title_justify="left", title_style="bold")
+    for name in ("", "then it", "total", "x the step time", "fidelity"):
+        table.add_column(name, justify="right" if name in ("total", "x the step time") else "left")
+    for one in shortfall.relaxations:
+        if one.next_step is None:
+            table.add_row(one.relax, one.why if one.opens is None else f"does not fit: {one.why}", "", "", "")
+        else:
+            size, slowdown = format_size(one.next_step.total_bytes), f"{one.next_step.slowdown:.2f}"
+            table.add_row(one.relax, "fits", size, slowdown, one.fidelity)
+    return table
 
 
 def _provenance(plan: Plan) -> Text:

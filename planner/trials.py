@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import torch
@@ -111,11 +112,11 @@ class Trials:
         choice = Choice(decisions=(), peak_bytes=peak_bytes, step_ns=step_ns, status="not needed", gap=0.0)
         return Certified(choice=choice, graph=graph, measured=measured)
 
-    def certify(self, choice: Choice) -> Certified:
-        """Rehearse the step that the choice rewrites to."""
+    def certify(self, choice: Choice, *, then: Choice | None = None) -> Certified:
+        """Rehearse the step that the choice rewrites to, and begin with the one that will be asked for then."""
         if not choice.decisions:
             return dataclasses.replace(self.baseline, choice=choice)
-        graph = self._certificates.of(choice.decisions)
+        graph = self._certificates.of(choice.decisions, then=None if then is None else then.decisions)
         count = micro_batches_of(choice.decisions)
         measured = measure(graph, self.card, vram_bytes=self.vram_bytes, micro_batches=count)
         return Certified(choice=choice, graph=graph, measured=measured)
@@ -137,9 +138,20 @@ class Trials:
             floor_bytes=self.floor_bytes,
         )
         forced = rules.force(Checkpoint)
-        chooser = Chooser(offered, self._cases, bounds, self._certificates, force_checkpoint=forced)
+        chooser = Chooser(
+            offered,
+            self._cases,
+            bounds,
+            self._certificates,
+            force_checkpoint=forced,
+            slowest_ns=self._slowest_ns(rules),
+        )
         self._choosers.append((rules, chooser))
         return chooser
+
+    def quick_enough(self, certified: Certified, rules: Rules) -> bool:
+        """Whether its rehearsed step keeps the slowdown that the rules allow."""
+        return certified.measured.footprint.step_ns <= self._slowest_ns(rules)
 
     @property
     def budget_bytes(self) -> int:
@@ -188,6 +200,10 @@ class Trials:
             f"left out ({', '.join(decision.describe() for decision in outer) or 'no outer choice'}): {error}"
             for outer, error in errors.items()
         )
+
+    def _slowest_ns(self, rules: Rules) -> float:
+        allowed = rules.max_slowdown
+        return math.inf if allowed is None else allowed * self.baseline.measured.footprint.step_ns
 
     @functools.cached_property
     def _trained(self) -> Trained:

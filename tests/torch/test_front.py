@@ -1,0 +1,180 @@
+"""The trade-off: certified plans from the fastest to the smallest, none of them both larger and slower than another."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import xml.etree.ElementTree as xml
+
+import pytest
+import torch
+
+import planner
+from planner import cards
+from planner.cli import main
+from planner.errors import DecisionError
+from planner.plan_file import Plan
+from planner.sizes import MIB
+from rewrite import certify
+
+MODEL = """
+import torch
+
+def build(batch_size=2048):
+    layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(64, 4))
+    return model, (torch.zeros(batch_size, 64), torch.zeros(batch_size, 4)), loss
+
+def loss(output, batch):
+    return torch.nn.functional.mse_loss(output, batch[-1])
+"""
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def deep() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(64, 4)), (torch.zeros(2048, 64), torch.zeros(2048, 4))
+
+
+def mean_square(output, batch):
+    return torch.nn.functional.mse_loss(output, batch[-1])
+
+
+def traded(**options):
+    return planner.tradeoff(*deep(), loss_fn=mean_square, gpu="bare", **{"fidelity": "exact", **options})
+
+
+@pytest.fixture(scope="module")
+def exact():
+    return traded()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "net.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cards, "_present_card", lambda: None)
+    return tmp_path
+
+
+# ---- the front ---------------------------------------------------------------------------------------------------
+
+
+def test_less_memory_never_comes_with_a_faster_plan(exact):
+    assert exact.complete and len(exact.points) >= 5
+    for larger, smaller in itertools.pairwise(exact.points):
+        assert smaller.peak.total_bytes < larger.peak.total_bytes
+        assert smaller.peak.step_ns > larger.peak.step_ns
+
+
+def test_it_goes_from_the_step_as_it_is_to_the_smallest_plan(exact):
+    assert exact.points[0].decisions == ()
+    assert exact.points[0].peak.total_bytes == exact.baseline.total_bytes
+    smallest = planner.plan(*deep(), vram=1, loss_fn=mean_square, gpu="bare", fidelity="exact")
+    assert exact.points[-1].peak.total_bytes == smallest.peak.total_bytes
+
+
+def test_every_point_is_a_plan_that_keeps_its_promise_when_it_is_rehearsed_again(exact):
+    model, batch = deep()
+    for plan in exact.points[1::3]:
+        again = certify(plan, model, batch, loss_fn=mean_square)
+        assert plan.certified and plan.fits and again.fits
+        assert again.footprint == plan.peak
+
+
+def test_no_point_is_slower_than_the_plan_for_its_total(exact):
+    for point in exact.points[1::3]:
+        plan = planner.plan(*deep(), vram=point.peak.total_bytes, loss_fn=mean_square, gpu="bare", fidelity="exact")
+        assert plan.fits
+        assert point.peak.step_ns <= 1.05 * plan.peak.step_ns  # a tie
+
+
+def test_the_point_at_a_budget_is_the_plan_for_it(exact):
+    vram = int(0.55 * exact.baseline.total_bytes)
+    marked = traded(vram=vram).chosen
+    plan = planner.plan(*deep(), vram=vram, loss_fn=mean_square, gpu="bare", fidelity="exact")
+    assert marked.peak.total_bytes <= vram
+    assert marked.peak.step_ns <= plan.peak.step_ns
+
+
+def test_points_keep_to_the_rules():
+    found = traded(only="checkpoint", max_slowdown=1.1)
+    assert len(found.points) >= 3
+    assert {decision.kind for plan in found.points for decision in plan.decisions} == {"checkpoint"}
+    assert all(plan.slowdown <= 1.1 for plan in found.points)
+
+
+def test_with_little_time_the_ends_are_there_and_the_rest_is_said_to_be_missing(exact):
+    found = traded(seconds=1e-3)
+    assert not found.complete
+    ends = [exact.points[0].peak.total_bytes, exact.points[-1].peak.total_bytes]
+    assert [plan.peak.total_bytes for plan in found.points] == ends
+
+
+def test_a_real_allocator_is_counted_and_a_named_card_marks_what_it_has():
+    found = planner.tradeoff(*deep(), loss_fn=mean_square, gpu="rtx-3060-12gb", fidelity="exact", vram="1GiB")
+    assert found.points[0].decisions == ()
+    assert found.chosen is found.points[0]
+    totals = [plan.peak.total_bytes for plan in found.points]
+    assert totals == sorted(set(totals), reverse=True)
+
+
+def test_freezing_cannot_be_forced():
+    with pytest.raises(DecisionError, match="do not force freeze"):
+        traded(fidelity="partial", force="freeze")
+
+
+# ---- the command -------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: str, capsys) -> tuple[int, str, str]:
+    code = main(["net.py:build", "--gpu", "bare", "--fidelity", "exact", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_the_command_prints_a_row_a_plan_and_draws_it(folder, capsys):
+    code, text, _ = run("--tradeoff", "--vram", "2MiB", "--svg", "front.svg", capsys=capsys)
+    assert code == 0
+    for words in ("memory against step time", "as it is", "fits:", "the fastest inside 2.0 MiB"):
+        assert words in " ".join(text.split())
+    root = xml.parse(folder / "front.svg").getroot()
+    words = [element.text for element in root.iter(f"{SVG}text")]
+    assert {"as it is", "budget 2.0 MiB", "predicted step time (ms)"} <= set(words)
+    assert "total memory of the process (MiB)" in words
+    width, height = float(root.get("width")), float(root.get("height"))
+    for circle in root.iter(f"{SVG}circle"):
+        assert 0 < float(circle.get("cx")) < width
+        assert 0 < float(circle.get("cy")) < height
+
+
+def test_json_holds_plans_that_can_be_loaded_and_which_of_them_fits(folder, capsys):
+    code, out, _ = run("--tradeoff", "--vram", "2MiB", "--json", capsys=capsys)
+    data = json.loads(out)
+    plans = [Plan.from_json(point) for point in data["points"]]
+    assert code == 0 and data["fits"]
+    assert plans[data["chosen"]].peak.total_bytes <= 2 * MIB < plans[data["chosen"] - 1].peak.total_bytes
+    assert data["baseline"]["total_bytes"] == plans[0].baseline.total_bytes
+
+
+def test_a_budget_below_the_smallest_plan_exits_with_one(folder, capsys):
+    code, text, _ = run("--tradeoff", "--vram", "100KiB", capsys=capsys)
+    assert code == 1
+    assert "none fits in 100.0 KiB" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--tradeoff", "--emit", "step.py"), "--emit does not go with --tradeoff"),
+        (("--svg", "front.svg"), "--svg goes with --tradeoff alone"),
+        (("--seconds", "3"), "--seconds goes with --tradeoff alone"),
+        (("--tradeoff", "--seconds", "0"), "'0' is no number above 0"),
+        (("--tradeoff", "--smallest-card"), "not allowed with"),
+        (("--tradeoff", "--svg", "net.py"), "'net.py' exists and is not a picture"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(folder, capsys, arguments, told):
+    code, out, err = run(*arguments, capsys=capsys)
+    assert (code, out) == (2, "")
+    assert told in err

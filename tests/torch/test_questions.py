@@ -1,0 +1,198 @@
+"""Questions beside 'what fits this budget': only these techniques, how slow, how large a batch, which card."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+
+import planner
+import profiles
+from planner import cards
+from planner.cli import main
+from planner.errors import DecisionError
+from planner.plan_file import Plan
+from planner.questions import largest_within
+from planner.references import load_workload
+
+MODEL = """
+import torch
+
+def build(batch_size=2048):
+    layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(64, 4))
+    return model, (torch.zeros(batch_size, 64), torch.zeros(batch_size, 4)), loss
+
+def loss(output, batch):
+    return torch.nn.functional.mse_loss(output, batch[-1])
+
+def huge():
+    return torch.nn.Linear(200_000, 200_000, bias=False), (torch.zeros(1, 200_000), torch.zeros(1, 200_000)), loss
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "net.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cards, "_present_card", lambda: None)
+    return tmp_path
+
+
+def run(*arguments: str, capsys) -> tuple[int, dict]:
+    code = main(["net.py:build", *arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def planned(**options):
+    layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)]
+    model, batch = torch.nn.Sequential(*layers, torch.nn.Linear(64, 4)), (torch.zeros(2048, 64), torch.zeros(2048, 4))
+
+    def loss(output, batch):
+        return torch.nn.functional.mse_loss(output, batch[-1])
+
+    return planner.plan(model, batch, loss_fn=loss, gpu="bare", **options)
+
+
+# ---- only these --------------------------------------------------------------------------------------------------
+
+
+def test_only_forbids_everything_else(folder, capsys):
+    code, data = run("--gpu", "bare", "--vram", "4MiB", "--only", "checkpoint,accumulation", capsys=capsys)
+    assert code == 0
+    assert {decision["kind"] for decision in data["decisions"]} <= {"checkpoint", "accumulation"}
+    assert set(data["forbidden"]) == {"freeze", "precision", "optimizer", "chunked-loss", "step-in-backward"}
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"only": "checkpoint", "forbid": "checkpoint"}, "'checkpoint' is forbidden, and among those"),
+        ({"only": "checkpoint", "force": "accumulation"}, "'accumulation' is forced and forbidden"),
+        ({"only": ["magic"]}, "'magic' is unknown"),
+        ({"max_slowdown": -1.0}, "slowdown of at most -1.0 is impossible"),
+    ],
+)
+def test_rules_that_contradict_each_other_are_refused(options, told):
+    with pytest.raises(DecisionError, match=told):
+        planned(vram="1GiB", **options)
+
+
+# ---- how slow ----------------------------------------------------------------------------------------------------
+
+
+def test_a_limit_of_the_slowdown_is_kept_or_said_to_be_impossible_with_the_numbers(folder, capsys):
+    whole = planned(vram=None).baseline.total_bytes
+    vram = int(0.6 * whole)
+    free = planned(vram=vram, fidelity="exact")
+    assert free.fits and free.slowdown > 1.02
+    kept = planned(vram=vram, fidelity="exact", max_slowdown=free.slowdown + 0.01)
+    assert kept.fits and kept.slowdown <= free.slowdown + 0.01
+    arguments = ("--gpu", "bare", "--vram", str(vram), "--fidelity", "exact", "--max-slowdown", "1.01")
+    code, data = run(*arguments, capsys=capsys)
+    assert code == 1
+    assert data["slowdown"] > 1.01 == data["max_slowdown"]
+    assert data["plan"]["total_bytes"] <= vram
+    assert data["shortfall"]["missing_bytes"] == 0
+    assert Plan.from_json(data).to_json() == data
+    main(["net.py:build", *arguments])
+    assert "and at most 1.01 x is allowed" in " ".join(capsys.readouterr().out.split())
+
+
+# ---- how large a batch -------------------------------------------------------------------------------------------
+
+
+def test_the_largest_batch_fits_and_one_sample_more_does_not(folder, capsys):
+    arguments = ("--gpu", "bare", "--vram", "1MiB", "--fidelity", "exact")
+    code, data = run(*arguments, "--largest-batch", capsys=capsys)
+    samples = data["workload"]["batch_size"]
+    told = data["notes"][0]
+    assert code == 0 and data["fits"]
+    assert told.startswith(f"largest batch without accumulation: {samples:,} samples fit")
+    above = int(told.split(", ")[1].split()[0].replace(",", ""))
+    assert samples < above <= samples + 1 + samples // 64
+    alone = ("--forbid", "accumulation")
+    assert run(*arguments, *alone, "--batch-size", str(samples), capsys=capsys)[0] == 0
+    assert run(*arguments, *alone, "--batch-size", str(above), capsys=capsys)[0] == 1
+
+
+def test_where_no_sample_fits_the_shortfall_of_a_single_one_is_told(folder, capsys):
+    code, data = run("--gpu", "bare", "--vram", "300KiB", "--fidelity", "exact", "--largest-batch", capsys=capsys)
+    assert (code, data["workload"]["batch_size"]) == (1, 1)
+    assert data["shortfall"]["missing_bytes"] > 0
+
+
+@pytest.mark.parametrize("sample_bytes", [1, 7, 1000])
+@pytest.mark.parametrize("limit_bytes", [0, 500, 501, 12_345, 99_999])
+def test_the_largest_number_within_a_limit_is_found_in_few_questions(sample_bytes, limit_bytes):
+    asked = []
+
+    def needed(number: int) -> int:
+        asked.append(number)
+        return 500 + sample_bytes * number + number // 9  # nearly affine
+
+    low, high = largest_within(needed, limit_bytes=limit_bytes, first=64, most=1 << 12)
+    assert high - low <= max(1, low // 64)
+    assert low == 0 or needed(low) <= limit_bytes
+    assert high == (1 << 12) + 1 or needed(high) > limit_bytes
+    assert len(asked) <= 14 and len(set(asked)) >= len(asked) - 2
+
+
+# ---- which card --------------------------------------------------------------------------------------------------
+
+
+def test_the_smallest_card_is_one_of_the_known_cards_with_the_least_memory(folder, capsys):
+    code, data = run("--batch-size", "64", "--smallest-card", capsys=capsys)
+    known = {name: profiles.load(name).vram_bytes for name in profiles.known()}
+    assert code == 0 and data["fits"]
+    assert known[data["card"]] == min(known.values()) == data["vram_bytes"]
+    assert data["notes"][0].startswith("smallest card: ")
+
+
+def test_where_no_card_will_do_the_largest_one_says_what_is_missing(folder, capsys):
+    code = main(["net.py:huge", "--fidelity", "exact", "--smallest-card", "--json"])
+    data = json.loads(capsys.readouterr().out)
+    assert code == 1
+    assert data["vram_bytes"] == max(profiles.load(name).vram_bytes for name in profiles.known())
+    assert data["shortfall"]["missing_bytes"] > 0
+    assert data["notes"][0].startswith("none of ")
+
+
+# ---- what would open a budget ------------------------------------------------------------------------------------
+
+
+def test_each_thing_that_is_not_allowed_is_said_to_open_the_budget_or_not(folder, capsys):
+    forbidden = ("--forbid", "accumulation,checkpoint,chunked-loss")
+    code, data = run("--gpu", "bare", "--vram", "4MiB", "--fidelity", "exact", *forbidden, capsys=capsys)
+    told = {one["relax"]: one for one in data["shortfall"]["relaxations"]}
+    assert code == 1
+    assert list(told) == ["allow chunked-loss", "allow accumulation", "allow checkpoint", "--fidelity rounded"]
+    assert (told["allow chunked-loss"]["opens"], told["allow chunked-loss"]["next_step"]) == (False, None)
+    assert told["allow chunked-loss"]["why"] == "it cannot be used here"
+    opened = [one["next_step"] for one in told.values() if one["opens"]]
+    assert opened and all(step["total_bytes"] <= 4 << 20 for step in opened)
+    assert data["shortfall"]["next_step"] == min(opened, key=lambda step: step["slowdown"])
+    assert Plan.from_json(data).to_json() == data
+
+
+def test_what_is_said_to_open_the_budget_does(folder, capsys):
+    arguments = ("--gpu", "bare", "--vram", "4MiB", "--fidelity", "exact")
+    names = ("accumulation", "checkpoint")
+    data = run(*arguments, "--forbid", ",".join(names), capsys=capsys)[1]
+    told = {one["relax"]: one["opens"] for one in data["shortfall"]["relaxations"]}
+    for allowed, other in itertools.permutations(names):
+        code, plan = run(*arguments, "--forbid", other, capsys=capsys)
+        assert plan["fits"] == told[f"allow {allowed}"] == (code == 0)
+
+
+def test_a_saved_plan_refuses_questions(folder, capsys):
+    run("--gpu", "bare", "--vram", "1GiB", "--save", "p.json", capsys=capsys)
+    for question in ("--tradeoff", "--smallest-card", "--only=checkpoint"):
+        assert main(["p.json", question]) == 2
+        assert "does not go with a saved plan" in capsys.readouterr().err
+
+
+def test_a_model_that_ignores_the_batch_size_is_given_other_batches(folder):
+    assert load_workload("net.py:huge", batch_size=3, seq_len=None, optimizer="adamw").batch_size == 3
