@@ -28,8 +28,7 @@ from rich.progress import track
 from torch import nn
 
 import profiles
-from planner.allocator_replay import replay
-from planner.allocator_settings import AllocatorSettings
+from planner.footprint import replayed
 from planner.pipeline import versions
 from planner.program import rehearse_program
 from planner.stream import allocation_stream
@@ -161,7 +160,7 @@ def reserved_mib(run: Run) -> int:
     card = profiles.load(CARD)
     graph = rehearse_program(program_of(run), Target(compute_capability=card.compute_capability))
     ids, sizes, _ = allocation_stream(with_workspaces(graph, card, TORCH_VERSION))
-    return replay((ids, sizes), AllocatorSettings(), None, descending=True).peak_reserved_bytes // MIB
+    return replayed((ids, sizes), card, None).peak_reserved_bytes // MIB
 
 
 def fitted_mib(differences: list[int]) -> int:

@@ -56,10 +56,10 @@ def measure(graph: StepGraph, card: DeviceProfile, *, vram_bytes: int | None, mi
     capacity = None if vram_bytes is None else vram_bytes - card.context_bytes
     if card.allocator:
         ids, sizes, ticks = allocation_stream(graph)
-        outcome = _replayed((ids, sizes), card, capacity)
+        outcome = replayed((ids, sizes), card, capacity)
         if outcome.out_of_memory_event is not None:
             fits = False
-            outcome = _replayed((ids, sizes), card, None)
+            outcome = replayed((ids, sizes), card, None)
         allocated, reserved = outcome.peak_allocated_bytes, outcome.peak_reserved_bytes
         tick = int(ticks[outcome.peak_allocated_event])
     elif capacity is not None:
@@ -84,18 +84,18 @@ def smallest_capacity_bytes(graph: StepGraph, card: DeviceProfile, *, within_byt
     if not card.allocator:
         return int(graph.live_bytes().max()) + card.context_bytes
     ids, sizes, _ = allocation_stream(graph)
-    outcome = _replayed((ids, sizes), card, None)
+    outcome = replayed((ids, sizes), card, None)
     low, high = outcome.peak_allocated_bytes - 1, outcome.peak_reserved_bytes
     while high - low > within_bytes:
         middle = (low + high) // 2
-        if _replayed((ids, sizes), card, middle).out_of_memory_event is None:
+        if replayed((ids, sizes), card, middle).out_of_memory_event is None:
             high = middle
         else:
             low = middle
     return high + card.context_bytes
 
 
-def _replayed(
+def replayed(
     stream: tuple[np.ndarray, np.ndarray], card: DeviceProfile, capacity_bytes: int | None
 ) -> AllocatorOutcome:
     """The worst of the orders in which the card's driver may place segments: out of memory, or the largest."""

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 
 import profiles
-from planner.allocator_replay import AllocatorOutcome, replay
-from planner.allocator_settings import AllocatorSettings
+from planner.allocator_replay import AllocatorOutcome
+from planner.footprint import replayed
 from planner.program import Program, rehearse_program
 from planner.stream import allocation_stream
 from planner.virtual_gpu import Target
@@ -20,7 +20,7 @@ def outcome(program: Program, card_name: str, torch_version: str) -> AllocatorOu
     card = profiles.load(card_name)
     graph = rehearse_program(program, Target(compute_capability=card.compute_capability))
     ids, sizes, _ = allocation_stream(with_workspaces(graph, card, torch_version))
-    return replay((ids, sizes), AllocatorSettings(), None)
+    return replayed((ids, sizes), card, None)
 
 
 @contextlib.contextmanager
