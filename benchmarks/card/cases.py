@@ -39,6 +39,8 @@ class Case:
     optimizer: str = "adamw"
     checkpoint: str | None = None
     """Class of the modules that are recomputed in backward, each by itself."""
+    kept: tuple[int, ...] = ()
+    """Products whose results those modules keep, as a forward of one numbers them."""
     chunked_head: str | None = None
     """The linear layer whose logits go to the loss in 8 chunks."""
     micro_batches: int = 1
@@ -69,8 +71,8 @@ class Case:
         if self.step_in_backward:
             found.append(StepInBackward())
         if self.checkpoint is not None:
-            named = work.model.named_modules()
-            found.append(Checkpoint(modules=tuple(n for n, m in named if type(m).__name__ == self.checkpoint)))
+            modules = tuple(n for n, m in work.model.named_modules() if type(m).__name__ == self.checkpoint)
+            found.append(Checkpoint(modules=modules, kept=(self.kept,) * len(modules) if self.kept else ()))
         return tuple(found)
 
 
@@ -114,6 +116,8 @@ def _language() -> tuple[Case, ...]:
         Case(name="gpt2-bf16-chunked-loss", build=gpt2, precision="bf16", chunked_head="lm_head"),
         Case(name="gpt2-bf16-step-in-backward", build=gpt2, precision="bf16", step_in_backward=True),
         Case(name="gpt2-bf16-checkpoint", build=gpt2, precision="bf16", checkpoint="GPT2Block"),
+        Case(name="gpt2-bf16-checkpoint-keeps-products", build=gpt2, precision="bf16", checkpoint="GPT2Block",
+             kept=(0, 2, 3)),
         Case(name="gpt2-fp32-accumulate2", build=gpt2, micro_batches=2),
         Case(name="gpt2-bf16-long", build=gpt2_long, precision="bf16"),
         Case(name="llama300m-fp32", build=llama_300m),
@@ -147,6 +151,7 @@ def _vision_and_others() -> tuple[Case, ...]:
         Case(name="vit-bf16-fused", build=vit, precision="bf16", optimizer="adamw-fused"),
         Case(name="resnet50-bf16", build=resnet50, precision="bf16"),
         Case(name="resnet50-fp32-sgd-momentum-128", build=functools.partial(resnet50, 128), optimizer="sgd-momentum"),
+        Case(name="resnet50-fp32-checkpoint-keeps-products", build=resnet50, checkpoint="Bottleneck", kept=(0, 1, 2)),
         Case(name="resnet50-fp32-checkpoint", build=resnet50, checkpoint="Bottleneck"),
         Case(name="convnet-fp32", build=models.convnet),
         Case(name="convnet-bf16-sgd-momentum", build=models.convnet, precision="bf16", optimizer="sgd-momentum"),
