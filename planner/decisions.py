@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -160,13 +161,15 @@ class Checkpoint(Decision):
     def __post_init__(self) -> None:
         if not self.modules:
             raise DecisionError("checkpoint without modules: leave the decision out")
-        if self.kept and len(self.kept) != len(self.modules):
+        if not isinstance(self.kept, tuple) or (self.kept and len(self.kept) != len(self.modules)):
             raise DecisionError(
-                f"checkpoint of {_counted(len(self.modules), 'module')} says of {len(self.kept)} what is kept: "
-                "say it of each, or of none"
+                f"checkpoint of {_counted(len(self.modules), 'module')} keeps {self.kept!r}: "
+                "give the products of each module, or of none"
             )
-        if any(type(number) is not int or number < 0 for numbers in self.kept for number in numbers):
-            raise DecisionError(f"checkpoint keeps products {self.kept}: they are numbered from 0")
+        for numbers in self.kept:
+            whole = isinstance(numbers, tuple) and all(type(number) is int and number >= 0 for number in numbers)
+            if not whole or any(one >= other for one, other in itertools.pairwise(numbers)):
+                raise DecisionError(f"checkpoint keeps products {numbers!r}: give numbers from 0 on in rising order")
 
     @property
     def by_module(self) -> dict[str, tuple[int, ...]]:

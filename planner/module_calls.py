@@ -67,6 +67,7 @@ class ModuleCalls:
                 end=0,
                 inputs=tuple(sorted(inputs - {None})),
                 obstacle=self._obstacle(module, parent),
+                has_hooks=max(len(module._forward_pre_hooks), len(module._forward_hooks)) > 1,  # one is ours
             )
             self._stack.append((name, len(self.all)))
             self._states.append(module_state(module))

@@ -80,7 +80,7 @@ class Keepable:
         Args:
             calls: of one module, with the tick after which none of their ops is run again.
         """
-        if self._nests:
+        if self._nests or any(self._graph.calls[call].has_hooks for call in calls):
             return []
         products = {call: self._by_call.get(call, []) for call in calls}
         numbers = set.intersection(*(self._usable(products[call], last) for call, last in calls.items()))

@@ -122,6 +122,8 @@ class Call:
     """Storages of the tensors among its arguments."""
     obstacle: str | None
     """Why this call must not be run twice; None if nothing was seen that speaks against it."""
+    has_hooks: bool = False
+    """Whether ops of the user's forward hooks are among those of the call; a rewritten forward does not hold them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,11 +13,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
 import types
+from collections.abc import Callable
 
 import torch
 import torch.utils.checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from planner import products
 from planner.decisions import Checkpoint
@@ -106,32 +108,98 @@ def recomputed(forward, contexts):
 
 def keeping_nothing(module):
     """Contexts of the two runs: only the inputs are kept."""
-    return contextlib.nullcontext(), statistics_kept(module)
+    return contextlib.nullcontext(), Again(statistics_kept, module)
 
 
 def keeping(numbers, module):
     """Contexts of the two runs: the second one takes the results of the products with these numbers from the first."""
-    counters = {False: itertools.count(), True: itertools.count()}
-
-    def policy(context, op, *args, **kwargs):
-        if op in PRODUCTS and next(counters[context.is_recompute]) in numbers and not drops(op, args, kwargs):
-            return torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
-        return torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
-
-    first, again = torch.utils.checkpoint.create_selective_checkpoint_contexts(policy)
-
-    @contextlib.contextmanager
-    def second_run():
-        with again, statistics_kept(module):
-            yield
-
-    return first, second_run()
+    first = KeepingResults(numbers)
+    return first, Again(statistics_kept, module, TakingResults(first.results))
 
 
-def drops(op, args, kwargs):
-    """Whether attention drops out: were it not run again, what follows would draw other random numbers than before."""
+class Again(contextlib.ExitStack):
+    """The context of the second run, and of a third: a backward may be run twice."""
+
+    def __init__(self, statistics, module, *modes):
+        super().__init__()
+        self.statistics, self.module, self.modes = statistics, module, modes
+
+    def __enter__(self):
+        for context in (self.statistics(self.module), *self.modes):
+            self.enter_context(context)
+        return self
+
+
+class KeepingResults(TorchDispatchMode):
+    """Keeps the results of products by number: not of those that draw random numbers, nor what is written to later.
+
+    Which op a number means may differ between devices, and between batches. So all of this is looked at while it runs.
+    """
+
+    def __init__(self, numbers):
+        super().__init__()
+        self.numbers, self.count, self.results = frozenset(numbers), 0, {}
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = op(*args, **kwargs)
+        if op in PRODUCTS:
+            if self.count in self.numbers and not drops_out(op, args, kwargs):
+                kept = tree_map_only(torch.Tensor, detached, result)
+                self.results[self.count] = op, kept, versions(kept)
+            self.count += 1
+        elif op._schema.is_mutable and self.results:
+            written = storages(written_by(op, args, kwargs))
+            for number in [n for n, (_, kept, _) in self.results.items() if not written.isdisjoint(storages(kept))]:
+                del self.results[number]
+        return result
+
+
+class TakingResults(TorchDispatchMode):
+    """Takes each kept result once, where the same product has the same number and nothing was written to the result."""
+
+    def __init__(self, results):
+        super().__init__()
+        self.results = results
+
+    def __enter__(self):
+        self.count = 0
+        return super().__enter__()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op in PRODUCTS:
+            product, kept, before = self.results.pop(self.count, (None, None, None))
+            self.count += 1
+            if product is op and versions(kept) == before:
+                return kept
+        return op(*args, **(kwargs or {}))
+
+
+def drops_out(op, args, kwargs):
+    """Whether attention draws random numbers: were it not run again, what follows would draw others than before."""
     place = PRODUCTS[op]
     return place is not None and kwargs.get("dropout_p", args[place] if len(args) > place else 0.0) > 0.0
+
+
+def detached(tensor):
+    """Apart from the graph, but counting what is written to the tensor, as a view made below autograd does not."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def written_by(op, args, kwargs):
+    """The arguments that an op writes to."""
+    arguments = op._schema.arguments
+    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+    return [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def storages(tree):
+    return {leaf.untyped_storage()._cdata for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)}
+
+
+def versions(tree):
+    return [leaf._version for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 @contextlib.contextmanager
@@ -172,10 +240,16 @@ for name in RECOMPUTED:
     module = model.get_submodule(name)
     module.forward = types.MethodType(recomputed(type(module).forward, keeping_nothing), module)
 """
-    functions = (recomputed, keeping_nothing, *((keeping, drops) if keeps else ()), statistics_kept)
-    imports = ("contextlib", "functools", *(("itertools",) if keeps else ()), "types", "torch.utils.checkpoint")
+    imports = ["import contextlib", "import functools", "import types", "import torch.utils.checkpoint"]
+    functions: list[Callable] = [recomputed, keeping_nothing, Again, statistics_kept]
+    if keeps:
+        imports += [
+            "from torch.utils._python_dispatch import TorchDispatchMode",
+            "from torch.utils._pytree import tree_leaves, tree_map_only",
+        ]
+        functions[2:2] = [keeping, KeepingResults, TakingResults, drops_out, detached, written_by, storages, versions]
     return Fragment(
-        imports=tuple(f"import {name}" for name in imports),
+        imports=tuple(imports),
         constants=constants,
         functions=tuple(map(inspect.getsource, functions)),
         rewriting=(rewriting,),
