@@ -42,7 +42,7 @@ def stepping(module: nn.Module, forward: Callable[..., torch.Tensor], batch: tup
 def peers(
     model: nn.Module, batch: tuple[torch.Tensor, ...], is_block: Callable[[nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Module, Step]]:
-    """Each way with its name, its own copy of the model, and a step that has run once."""
+    """Each way with its name, its own copy of the model, and a step."""
     ways: dict[str, Callable[[nn.Module], None]] = {"eager": lambda module: None}
     if any(map(is_block, model.modules())):
         ways["checkpoint every block"] = lambda module: _checkpointed(module, is_block, every=1)
@@ -69,7 +69,10 @@ def _checkpointed(module: nn.Module, is_block: Callable[[nn.Module], bool], *, e
 
 
 def _knob(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> Iterator[tuple[str, nn.Module, Step]]:
-    """`activation_memory_budget` with the min-cut partitioner, its graphs run op by op."""
+    """`activation_memory_budget` with the min-cut partitioner, its graphs run op by op.
+
+    Normalisation layers keep no running statistics there: without Dynamo they cannot be written to inside of the graph.
+    """
     import torch._functorch.config as config
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._functorch.aot_autograd import aot_module
@@ -79,6 +82,9 @@ def _knob(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> Iterator[tuple[s
     try:
         for budget in KNOB:
             module = copy.deepcopy(model)
+            for norm in module.modules():
+                if isinstance(norm, nn.modules.batchnorm._BatchNorm):
+                    norm.running_mean = norm.running_var = norm.num_batches_tracked = None
             config.activation_memory_budget = budget
             traced = aot_module(
                 module,
@@ -86,8 +92,6 @@ def _knob(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> Iterator[tuple[s
                 bw_compiler=boxed_nop,
                 partition_fn=min_cut_rematerialization_partition,
             )
-            step = stepping(module, traced, batch)
-            step()  # traces
-            yield f"activation_memory_budget {budget}", module, step
+            yield f"activation_memory_budget {budget}", module, stepping(module, traced, batch)
     finally:
         config.activation_memory_budget = before
