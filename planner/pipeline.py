@@ -285,7 +285,10 @@ def _about_scratch(found: Certified, card: DeviceProfile) -> tuple[str, ...]:
         return ()
     names = ", ".join(f"{count} x {name}" for name, count in sorted(counts.items(), key=lambda pair: -pair[1])[:4])
     more = f" and {len(counts) - 4} kinds more" if len(counts) > 4 else ""
-    return (f"scratch memory of some kernels is unknown and not counted: {names}{more}, in two steps",)
+    note = f"scratch memory of some kernels is unknown and not counted: {names}{more}, in two steps"
+    if any("convolution" in name for name in counts):
+        note += "; in recordings of real cards a convolution takes 0.2 to 128 MiB, one at a time"
+    return (note,)
 
 
 def versions() -> dict[str, str]:
