@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from planner.allocator_settings import SMALL_SEGMENT_BYTES
 from planner.choose import TIE, Choice
 from planner.decisions import Freeze, Optimizer, Precision, StepInBackward
-from planner.options import Offer, Rules, frozen_offer, only, prefixes
+from planner.options import Offer, Rules, frozen_offer, only
 from planner.plan_file import Relaxation, Shortfall
+from planner.prefixes import prefixes
 from planner.search.threshold import first_true
 from planner.step_graph import Category
 from planner.trials import Certified, Trials

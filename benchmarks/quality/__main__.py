@@ -67,7 +67,7 @@ def rows(case: Case, shares: tuple[float, ...], with_peers: bool) -> Iterator[tu
         try:
             step()  # what traces does so now
             found = counted(step, known(module, batch))
-        except Exception as error:
+        except Exception as error:  # whatever keeps one way from running belongs in the table, beside the others
             if eager is None:
                 raise
             yield name, "-", "-", "", f"did not run: {type(error).__name__}: {str(error).splitlines()[0]}"
