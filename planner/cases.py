@@ -23,8 +23,16 @@ RECOMPUTE_TOLERANCE = 1000
 class Case:
     """What is known of an outer choice with a split. Costly parts are made when they are first asked for."""
 
-    def __init__(self, outer: tuple[Decision, ...], split: Split, graph: StepGraph, card: DeviceProfile) -> None:
-        self.outer, self.split = outer, split
+    def __init__(
+        self,
+        outer: tuple[Decision, ...],
+        split: Split,
+        graph: StepGraph,
+        card: DeviceProfile,
+        *,
+        recompute: tuple[type[Decision], ...],
+    ) -> None:
+        self.outer, self.split, self._recompute = outer, split, recompute
         self._graph, self._granularity_bytes = graph, granularity_bytes(card)
         self._op_ns = cost.op_times_ns(graph, card, split.micro_batches)
         self.step_ns = sum(self._op_ns)
@@ -38,7 +46,7 @@ class Case:
 
     @functools.cached_property
     def units(self) -> Units:
-        return units_of(self._graph, self._op_ns, granularity_bytes=self._granularity_bytes)
+        return units_of(self._graph, self._op_ns, granularity_bytes=self._granularity_bytes, kinds=self._recompute)
 
     @functools.cached_property
     def search(self) -> milp.Search:
@@ -98,11 +106,26 @@ class Case:
 
 
 class Cases:
-    """All cases of one planning, each made once."""
+    """All cases of one planning under one set of ways to recompute, each made once."""
 
-    def __init__(self, recordings: Recordings, card: DeviceProfile, *, batch_bytes: int) -> None:
-        self._recordings, self._card, self._batch_bytes = recordings, card, batch_bytes
+    def __init__(
+        self,
+        recordings: Recordings,
+        card: DeviceProfile,
+        *,
+        batch_bytes: int,
+        recompute: tuple[type[Decision], ...] = (),
+    ) -> None:
+        self._recordings, self._card, self._batch_bytes, self._recompute = recordings, card, batch_bytes, recompute
         self._made: dict[tuple[tuple[Decision, ...], Split], Case] = {}
+        self._others = {recompute: self}
+
+    def under(self, recompute: tuple[type[Decision], ...]) -> Cases:
+        """The cases under these ways to recompute: from the same recordings."""
+        if recompute not in self._others:
+            other = Cases(self._recordings, self._card, batch_bytes=self._batch_bytes, recompute=recompute)
+            self._others[recompute], other._others = other, self._others
+        return self._others[recompute]
 
     def prefetch(self, outer: tuple[Decision, ...], splits: tuple[Split, ...]) -> None:
         """Begin the recordings of these cases."""
@@ -112,7 +135,7 @@ class Cases:
         key = (outer, split)
         if key not in self._made:
             graph = with_whole_batch(self._recordings.of(outer, split), self._batch_bytes)
-            self._made[key] = Case(outer, split, graph, self._card)
+            self._made[key] = Case(outer, split, graph, self._card, recompute=self._recompute)
         return self._made[key]
 
     def made(self) -> tuple[Case, ...]:

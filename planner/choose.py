@@ -81,11 +81,11 @@ class Chooser:
         bounds: Bounds,
         certificates: Certificates,
         *,
-        force_checkpoint: bool,
+        force_recompute: bool,
         slowest_ns: float = math.inf,
     ) -> None:
         self._offer, self._cases, self._bounds, self._certificates = offer, cases, bounds, certificates
-        self._force_checkpoint = force_checkpoint
+        self._force_recompute = force_recompute
         self._above_ns = slowest_ns if math.isinf(slowest_ns) else math.floor(slowest_ns) + 1
         """Plans that take so long are too slow, however few bytes they need."""
         self.solve_seconds = 0.0
@@ -145,14 +145,17 @@ class Chooser:
                     found.append(self._smallest_of(case))
         if not found:
             raise next(iter(self.dropped.values()))
-        if self._force_checkpoint and not any(case.units.modules for case in self._cases.made()):
-            raise DecisionError("checkpoint is forced, but no module of this model can be recomputed: do not force it")
+        if self._force_recompute and not any(case.units.units for case in self._cases.made()):
+            raise DecisionError(
+                f"{self._offer.recompute[0].kind} is forced, but nothing in this model can be recomputed so: "
+                "do not force it"
+            )
         return min(found, key=lambda choice: (choice.peak_bytes, choice.step_ns))
 
     def _splits_to_the_smallest(self, outer: tuple[Decision, ...]) -> tuple[Split, ...]:
         """Where recompute can follow, the extremes are enough; without it gradients and halves may tip the scale."""
         splits = self._splits(outer)
-        return tuple(dict.fromkeys(splits[-1:] + splits[:1])) if self._offer.checkpoint else splits[::-1]
+        return tuple(dict.fromkeys(splits[-1:] + splits[:1])) if self._offer.recompute else splits[::-1]
 
     def _case(self, outer: tuple[Decision, ...], split: Split) -> Case | None:
         """The case, or None if the step cannot be rehearsed so; then the reason is kept."""
@@ -261,7 +264,7 @@ class Chooser:
                 best = self._unchanged(case, budget_bytes)
                 break
             tight.append(case)
-        for case in tight if self._offer.checkpoint and not self._has_better(outer) else ():
+        for case in tight if self._offer.recompute and not self._has_better(outer) else ():
             limit_ns = min([limit_ns, *(choice.step_ns for choice in best)])
             if case.step_ns >= limit_ns:
                 break
@@ -273,8 +276,8 @@ class Chooser:
     # ---- one case -----------------------------------------------------------------------------------------------
 
     def _unchanged(self, case: Case, budget_bytes: int) -> list[Choice]:
-        """The case fits as it is; where checkpointing is forced it gets its cheapest unit."""
-        if not self._force_checkpoint:
+        """The case fits as it is; where recompute is forced it gets its cheapest unit."""
+        if not self._force_recompute:
             return [_choice(case, _nothing(case))]
         selection = case.cheapest_single(budget_bytes)
         return [] if selection is None else [_choice(case, selection)]
@@ -287,7 +290,7 @@ class Chooser:
             return None
 
     def _smallest_of(self, case: Case) -> Choice:
-        return _choice(case, self._timed(case.smallest) if self._offer.checkpoint else _nothing(case))
+        return _choice(case, self._timed(case.smallest) if self._offer.recompute else _nothing(case))
 
     def _timed(self, function: Callable[[], Any]) -> Any:
         began = time.perf_counter()

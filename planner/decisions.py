@@ -188,9 +188,55 @@ class Checkpoint(Decision):
         return f"recompute {'; '.join(parts)}"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replay(Decision):
+    """Run stretches of long forwards again in backward, op by op, instead of keeping their activations."""
+
+    kind: ClassVar[str] = "replay"
+    fidelity: ClassVar[Fidelity] = Fidelity.EXACT
+    modules: tuple[str, ...]
+    """Whose forward it is, for each stretch; stretches of one module follow each other."""
+    stretches: tuple[tuple[int, int], ...]
+    """The first op and the one after the last: numbered, in each call of the module, as they run, counting those that
+    make a tensor on the module's device or change one."""
+    kept: tuple[tuple[int, ...], ...]
+    """For each stretch: numbers of ops whose results are kept."""
+
+    def __post_init__(self) -> None:
+        if not self.modules:
+            raise DecisionError("replay without stretches: leave the decision out")
+        if not len(self.modules) == len(self.stretches) == len(self.kept):
+            raise DecisionError(
+                f"replay of {len(self.stretches)} stretches names {len(self.modules)} modules, and what is kept of "
+                f"{len(self.kept)}: give one of each"
+            )
+        for stretches in self.by_module.values():
+            numbers = [number for start, stop, kept in stretches for number in (start, *kept, stop)]
+            whole = all(type(number) is int and number >= 0 for number in numbers)
+            if not whole or any(start >= stop for start, stop, _ in stretches) or numbers != sorted(numbers):
+                raise DecisionError(f"replay of stretches {stretches!r}: give ranges of ops in rising order")
+
+    @property
+    def by_module(self) -> dict[str, tuple[tuple[int, int, tuple[int, ...]], ...]]:
+        """(first op, op after the last, ops that are kept) of each stretch, by module."""
+        found: dict[str, tuple[tuple[int, int, tuple[int, ...]], ...]] = {}
+        for module, (start, stop), kept in zip(self.modules, self.stretches, self.kept, strict=True):
+            found[module] = (*found.get(module, ()), (start, stop, kept))
+        return found
+
+    def describe(self) -> str:
+        parts = []
+        for module, stretches in self.by_module.items():
+            ranges = _ranges_of_ops(stretches)
+            kept = sum(len(kept) for *_, kept in stretches)
+            but = f" but for {_counted(kept, 'result')}" if kept else ""
+            parts.append(f"ops {ranges} of {f'{module!r}' if module else 'the forward'}{but}")
+        return f"replay in backward: {'; '.join(parts)}"
+
+
 KINDS: dict[str, type[Decision]] = {
     decision.kind: decision
-    for decision in (Freeze, Precision, Optimizer, ChunkedLoss, Accumulation, StepInBackward, Checkpoint)
+    for decision in (Freeze, Precision, Optimizer, ChunkedLoss, Accumulation, StepInBackward, Checkpoint, Replay)
 }
 """Every kind of decision, in the order in which their rules are applied."""
 
@@ -247,6 +293,11 @@ def _listing(names: tuple[str, ...], most: int = 6) -> str:
             numbers.setdefault((before, after), []).append(int(parts[place]))
     shown = [before + (_ranges(found) + after if found else "") for (before, after), found in numbers.items()]
     return ", ".join(shown) if len(shown) <= most else f"{', '.join(shown[:most])} and {len(shown) - most} kinds more"
+
+
+def _ranges_of_ops(stretches: tuple[tuple[int, int, tuple[int, ...]], ...], most: int = 4) -> str:
+    shown = [f"{start}-{stop - 1}" for start, stop, _ in stretches]
+    return ", ".join(shown) if len(shown) <= most else f"{', '.join(shown[:most])} and {len(shown) - most} more ranges"
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from planner.recorder import Recorder
 
 _COMPILED = "it runs compiled, or inside of what is compiled"
+_WITHOUT_FORWARD = "its class has no forward of its own"
+_WITHOUT_GRADIENTS = "it runs without gradients"
+TAKES_GRADIENTS = "its parent takes gradients of it in its own forward"
+NO_REPLAY = frozenset({_COMPILED, _WITHOUT_FORWARD, _WITHOUT_GRADIENTS, TAKES_GRADIENTS})
+"""Obstacles even where ops are run again and Python is not."""
 
 
 class ModuleCalls:
@@ -80,8 +85,8 @@ class ModuleCalls:
         if is_compiled(module) or (parent is not None and self.all[parent].obstacle == _COMPILED):
             return _COMPILED
         if getattr(type(module).forward, "__name__", "") == "_forward_unimplemented":
-            return "its class has no forward of its own"
-        return None if torch.is_grad_enabled() else "it runs without gradients"
+            return _WITHOUT_FORWARD
+        return None if torch.is_grad_enabled() else _WITHOUT_GRADIENTS
 
     def _leaving(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
         _, call = self._stack.pop()

@@ -19,6 +19,7 @@ from planner.decisions import (
     Freeze,
     Optimizer,
     Precision,
+    Replay,
     StepInBackward,
     conflict,
 )
@@ -121,7 +122,8 @@ class Offer:
     updates: tuple[tuple[Decision, ...], ...]
     """When the optimizer steps: after the backward, or inside of it."""
     splits: tuple[Split, ...]
-    checkpoint: bool
+    recompute: tuple[type[Decision], ...]
+    """How what is needed in backward may be made again; the search chooses of what."""
     notes: tuple[str, ...]
 
 
@@ -155,7 +157,7 @@ def offer(
         ),
         updates=_updates(work, rules),
         splits=_splits(work, rules, batch_statistics, notes),
-        checkpoint=rules.allow(Checkpoint),
+        recompute=_recompute(rules),
         notes=tuple(notes),
     )
 
@@ -281,6 +283,15 @@ def _updates(work: Workload, rules: Rules) -> tuple[tuple[Decision, ...], ...]:
         hooks = " with step hooks" if has_step_hooks(optimizer) else ""
         why_not = f"{optimizer_name(optimizer)}{hooks} may look at the gradients of all parameters together"
     return _choices(rules, StepInBackward, (StepInBackward(),) if why_not is None else None, why_not)
+
+
+def _recompute(rules: Rules) -> tuple[type[Decision], ...]:
+    """One that is forced stands alone: then what is recomputed is recomputed so."""
+    allowed = tuple(kind for kind in (Checkpoint, Replay) if rules.allow(kind))
+    forced = tuple(kind for kind in allowed if rules.force(kind))
+    if len(forced) > 1:
+        raise DecisionError("checkpoint and replay are both forced, and each is a way to recompute: force one of them")
+    return forced or allowed
 
 
 def _refuse_forced_conflict(card: DeviceProfile, rules: Rules) -> None:

@@ -88,6 +88,27 @@ class Keepable:
             {call: self._kept(products[call], chosen) for call in calls} for chosen in self._levels(numbers, products)
         ]
 
+    def choices_among(self, ops: dict[int, list[int]], *, first: int) -> list[dict[int, Kept]]:
+        """For all calls of one stretch, what may be kept; numbered by its ops, of which the first has number `first`.
+
+        Args:
+            ops: of each call, in the order of their numbers.
+        """
+        numbers = set.intersection(
+            *(
+                {number for number, op in enumerate(among) if self._graph.ops[op].name in _NAMES}
+                & self._usable(among, self._graph.ticks)
+                for among in ops.values()
+            )
+        )
+        return [
+            {
+                call: dataclasses.replace(self._kept(among, chosen), numbers=tuple(first + number for number in chosen))
+                for call, among in ops.items()
+            }
+            for chosen in self._levels(numbers, ops)
+        ]
+
     def _usable(self, products: list[int], last_tick: int) -> set[int]:
         return {
             number

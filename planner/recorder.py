@@ -84,6 +84,8 @@ class Recorder(TorchDispatchMode):
         self.step = 0
         self.micro_batch = 0
         self.answers = Answers(self.calls.place)
+        self.sequence = -1
+        """Autograd's count of nodes when the last op ran that made or changed a storage."""
         self._paused = False
         self._saved = SavedTensors(self)
         self._alive: dict[int, tuple[int, int, weakref.ref]] = {}  # storage pointer -> (id, birth, finalizer)
@@ -237,6 +239,8 @@ class Recorder(TorchDispatchMode):
         record.inputs = tuple(i for t in read if (i := self.storage_of(t)) is not None)
         record.outputs = tuple(i for t in written if (i := self.storage_of(t)) is not None)
         record.shapes = tuple(tuple(t.shape) for t in written)
+        if record.makes_or_changes:
+            self.sequence = torch.autograd._get_sequence_nr()
         self.updates.check(record)
         if traits.writes and phase is Phase.FORWARD:
             self._note_writes(traits, args, kwargs, tick, call)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from planner.module_calls import TAKES_GRADIENTS
 from planner.step_graph import Save
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class SavedTensors:
             unpack=None,
             release=None,
             call=self._recorder.calls.innermost[1],
+            is_of_next_op=torch.autograd._get_sequence_nr() != self._recorder.sequence,
         )
         self._recorder.saves.append(save)
         if permanent:
@@ -69,7 +71,7 @@ class SavedTensors:
     def unpack(self, packed: _Ghost | _Kept) -> torch.Tensor:
         save = packed.save
         if self._recorder.calls.innermost[1] is not None:
-            self._recorder.calls.note_obstacle(save.call, "its parent takes gradients of it in its own forward")
+            self._recorder.calls.note_obstacle(save.call, TAKES_GRADIENTS)
         if save.unpack is None:
             save.unpack = self._recorder.next_tick()
         if isinstance(packed, _Kept):

@@ -84,6 +84,11 @@ class Op:
     draws_random_numbers: bool = False
     """Whether it moves the generator on, as attention with dropout does."""
 
+    @property
+    def makes_or_changes(self) -> bool:
+        """Whether it makes a storage or changes one: such ops are numbered in a replay."""
+        return self.writes or not set(self.outputs) <= set(self.inputs)
+
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Storage:
@@ -108,6 +113,8 @@ class Save:
     release: int | None
     call: int | None
     """Innermost module call in which it was saved."""
+    is_of_next_op: bool = False
+    """Whether it was saved for the op that comes next, rather than for the last one that made or changed a storage."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -124,6 +131,8 @@ class Call:
     """Why this call must not be run twice; None if nothing was seen that speaks against it."""
     has_hooks: bool = False
     """Whether ops of the user's forward hooks are among those of the call; a rewritten forward does not hold them."""
+    stretch: tuple[int, int] | None = None
+    """For a stretch of a module's forward: the first op and the one after the last (`planner.stretches`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

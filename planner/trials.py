@@ -15,7 +15,7 @@ from planner.cases import Cases, optimizer_ns
 from planner.certificates import Certificates
 from planner.child import Child
 from planner.choose import Bounds, Choice, Chooser
-from planner.decisions import Checkpoint, ChunkedLoss, Decision, Freeze, StepInBackward, micro_batches_of
+from planner.decisions import Checkpoint, ChunkedLoss, Decision, Freeze, Replay, StepInBackward, micro_batches_of
 from planner.footprint import Measured, measure, smallest_capacity_bytes
 from planner.heads import chunked_loss
 from planner.options import Offer, Rules, Trained, floor_bytes, offer
@@ -137,13 +137,12 @@ class Trials:
             eight_bit_bytes=state_bytes,
             floor_bytes=self.floor_bytes,
         )
-        forced = rules.force(Checkpoint)
         chooser = Chooser(
             offered,
-            self._cases,
+            self._cases.under(offered.recompute),
             bounds,
             self._certificates,
-            force_checkpoint=forced,
+            force_recompute=rules.force(Checkpoint) or rules.force(Replay),
             slowest_ns=self._slowest_ns(rules),
         )
         self._choosers.append((rules, chooser))

@@ -1,7 +1,7 @@
 """From a what-if recording to the checkpoint problem: what would be alive if these module calls were recomputed.
 
-A unit is a module with the products that it keeps, none or some; checkpointing it affects all its calls.
-`torch.utils.checkpoint` (non-reentrant) then behaves so:
+A unit is a module, or a stretch of one's forward, with the results that it keeps, none or some; recomputing it affects
+all its calls. `torch.utils.checkpoint` (non-reentrant) then behaves so:
 
 - nothing saved inside the call is kept from its forward until `back`, the first time that backward asks for any of it;
 - at `back` the forward of the call runs again, up to the last tensor it saves (early stop); what it saves lives from
@@ -9,6 +9,9 @@ A unit is a module with the products that it keeps, none or some; checkpointing 
   saved itself lives until its node is released;
 - the call's tensor arguments are kept until the last tensor saved in it is released;
 - results of products that are kept stay until that second run, which takes them instead of running the product.
+
+A replay does the same for a stretch, but for what it runs and holds (`planner.reruns`): a tensor that the stretch saves
+and did not make stays saved.
 
 Source: torch/utils/checkpoint.py, `_CheckpointFrame`, `_recomputation_hook`, `_CachingTorchDispatchMode`.
 """
@@ -19,31 +22,24 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import numpy as np
 
-from planner.decisions import Checkpoint
-from planner.products import NOTHING, Keepable, Kept
+from planner.decisions import Checkpoint, Decision, Replay
+from planner.products import NOTHING, Keepable
+from planner.reruns import Replays, Rerun, Reruns, Window
 from planner.search.problem import CheckpointProblem, Hold, Recompute
 from planner.step_graph import StepGraph, round_up
-
-
-@dataclasses.dataclass(slots=True)
-class _Window:
-    """Of one call: when backward first asks for what it saved, last save, last release."""
-
-    back: float = math.inf
-    last_pack: int = 0
-    release: int = 0
+from planner.stretches import with_stretches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Option:
-    """What a unit is for one of its module's calls."""
+    """What a unit is for one of its calls."""
 
     unit: int
-    kept: Kept
+    rerun: Rerun
 
 
 _Options = dict[int, tuple[_Option, ...]]
@@ -52,10 +48,13 @@ _Options = dict[int, tuple[_Option, ...]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Unit:
-    """A module that may be recomputed, and the products whose results it keeps."""
+    """A module that may be recomputed, or a stretch of its forward, and the results that are kept."""
 
     module: str
+    stretch: tuple[int, int] | None
+    """Numbers of its first op and of the one after the last; None: the whole module."""
     kept: tuple[int, ...]
+    """Numbers of products; in a stretch, of ops."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,32 +67,54 @@ class Units:
     @property
     def modules(self) -> tuple[str, ...]:
         """Modules that may be recomputed, each once."""
-        return tuple(unit.module for unit in self.units if not unit.kept)
+        return tuple(unit.module for unit in self.units if unit.stretch is None and not unit.kept)
 
-    def decisions(self, numbers: Iterable[int]) -> tuple[Checkpoint, ...]:
+    def decisions(self, numbers: Iterable[int]) -> tuple[Checkpoint | Replay, ...]:
         """What a plan says when the units with these numbers are recomputed; nothing if there are none."""
         chosen = [self.units[number] for number in sorted(numbers)]
-        if not chosen:
-            return ()
-        kept = tuple(unit.kept for unit in chosen)
-        return (Checkpoint(modules=tuple(unit.module for unit in chosen), kept=kept if any(kept) else ()),)
+        modules = [unit for unit in chosen if unit.stretch is None]
+        stretches = sorted((u for u in chosen if u.stretch is not None), key=lambda unit: (unit.module, unit.stretch))
+        decisions: list[Checkpoint | Replay] = []
+        if modules:
+            kept = tuple(unit.kept for unit in modules)
+            names = tuple(unit.module for unit in modules)
+            decisions.append(Checkpoint(modules=names, kept=kept if any(kept) else ()))
+        if stretches:
+            names, ranges = tuple(unit.module for unit in stretches), tuple(unit.stretch for unit in stretches)
+            decisions.append(Replay(modules=names, stretches=ranges, kept=tuple(unit.kept for unit in stretches)))
+        return tuple(decisions)
 
 
-def units_of(graph: StepGraph, op_ns: list[int], *, granularity_bytes: int) -> Units:
+def units_of(
+    graph: StepGraph,
+    op_ns: list[int],
+    *,
+    granularity_bytes: int,
+    kinds: Container[type[Decision]] = (Checkpoint, Replay),
+) -> Units:
     """The checkpoint problem of a what-if recording.
 
     Args:
         graph: recorded with `what_if=True`.
         op_ns: time that each op stands for, as `cost.op_times_ns` gives it.
         granularity_bytes: sizes are rounded up to this (512 for CUDA's allocator, 1 for counted bytes).
+        kinds: decisions that may be made of units, `Checkpoint` of modules and `Replay` of stretches.
     """
+    if Replay in kinds:
+        graph = with_stretches(graph)
     windows = _windows(graph)
     sizes = [round_up(storage.size_bytes, granularity_bytes) for storage in graph.storages]
-    units, options = _choices(graph, windows, Keepable(graph, op_ns, sizes))
-    fixed, holds = _holds(graph, windows, options, sizes)
-    recomputes, costs = _recomputes(graph, windows, options, sizes, op_ns, len(units))
+    units, options = _choices(graph, windows, op_ns, sizes, kinds)
+    fixed, holds = _holds(graph, options, sizes)
     problem = CheckpointProblem(
-        fixed_bytes=fixed, holds=holds, recomputes=recomputes, cost_ns=costs, paths=_paths(graph, options)
+        fixed_bytes=fixed,
+        holds=holds,
+        recomputes=tuple(
+            Recompute(unit=option.unit, at=option.rerun.back - 1, extra_bytes=option.rerun.extra_bytes)
+            for option in itertools.chain.from_iterable(options.values())
+        ),
+        cost_ns=_costs(options, len(units)),
+        paths=_paths(graph, options),
     )
     return Units(units=units, problem=problem)
 
@@ -107,8 +128,8 @@ def _ancestry(graph: StepGraph, call: int | None) -> list[int]:
     return chain
 
 
-def _windows(graph: StepGraph) -> dict[int, _Window]:
-    windows: dict[int, _Window] = defaultdict(_Window)
+def _windows(graph: StepGraph) -> dict[int, Window]:
+    windows: dict[int, Window] = defaultdict(lambda: Window(back=math.inf, last_pack=0, release=0))
     for save in graph.saves:
         for call in _ancestry(graph, save.call):
             window = windows[call]
@@ -118,64 +139,79 @@ def _windows(graph: StepGraph) -> dict[int, _Window]:
     return windows
 
 
-def _candidates(graph: StepGraph, windows: dict[int, _Window]) -> tuple[str, ...]:
-    """Modules all of whose calls may be run twice and keep something for backward."""
-    seen: dict[str, bool] = {}
+def _candidates(
+    graph: StepGraph, windows: dict[int, Window], kinds: Container[type[Decision]]
+) -> dict[tuple[str, tuple[int, int] | None], list[int]]:
+    """Calls by module and stretch, where all of them may be run twice."""
+    found: dict[tuple[str, tuple[int, int] | None], list[int]] = defaultdict(list)
+    unusable = set()
     for index, call in enumerate(graph.calls):
-        usable = call.obstacle is None and index in windows and math.isfinite(windows[index].back)
-        seen[call.module] = seen.get(call.module, True) and usable
-    return tuple(sorted(name for name, usable in seen.items() if usable and name))
+        key = call.module, call.stretch
+        found[key].append(index)
+        keeps_something = index in windows and math.isfinite(windows[index].back)
+        if call.stretch is None and not (call.module and call.obstacle is None and keeps_something):
+            unusable.add(key)
+        if (Checkpoint if call.stretch is None else Replay) not in kinds:
+            unusable.add(key)
+    return {key: found[key] for key in sorted(found, key=lambda key: (key[0], key[1] or ())) if key not in unusable}
 
 
-def _choices(graph: StepGraph, windows: dict[int, _Window], keepable: Keepable) -> tuple[tuple[Unit, ...], _Options]:
+def _choices(
+    graph: StepGraph,
+    windows: dict[int, Window],
+    op_ns: list[int],
+    sizes: list[int],
+    kinds: Container[type[Decision]],
+) -> tuple[tuple[Unit, ...], _Options]:
     """Every unit, and by call the units that run it again."""
-    calls_of: dict[str, list[int]] = defaultdict(list)
-    for index, call in enumerate(graph.calls):
-        calls_of[call.module].append(index)
+    keepable, reruns, replays = Keepable(graph, op_ns, sizes), Reruns(graph, op_ns, sizes), Replays(graph, op_ns, sizes)
     units: list[Unit] = []
     options: dict[int, tuple[_Option, ...]] = {}
-    for module in _candidates(graph, windows):
-        calls = calls_of[module]
-        nothing = dict.fromkeys(calls, NOTHING)
-        for kept in (nothing, *keepable.choices({call: windows[call].last_pack for call in calls})):
-            option_of = {call: _Option(unit=len(units), kept=kept[call]) for call in calls}
-            units.append(Unit(module=module, kept=kept[calls[0]].numbers))
-            options |= {call: (*options.get(call, ()), option) for call, option in option_of.items()}
+    for (module, stretch), calls in _candidates(graph, windows, kinds).items():
+        if stretch is None:
+            results = keepable.choices({call: windows[call].last_pack for call in calls})
+        else:
+            results = keepable.choices_among({call: replays.ops_of(call) for call in calls}, first=stretch[0])
+        for kept in (dict.fromkeys(calls, NOTHING), *results):
+            if stretch is None:
+                found = {call: reruns.of_module(call, windows[call], kept[call]) for call in calls}
+            else:
+                found = {call: replays.of_stretch(call, kept[call]) for call in calls}
+            if None not in found.values():
+                for call, rerun in found.items():
+                    options[call] = (*options.get(call, ()), _Option(unit=len(units), rerun=rerun))
+                units.append(Unit(module=module, stretch=stretch, kept=kept[calls[0]].numbers))
     return tuple(units), options
 
 
-def _holds(
-    graph: StepGraph, windows: dict[int, _Window], options: _Options, sizes: list[int]
-) -> tuple[np.ndarray, tuple[Hold, ...]]:
+def _costs(options: _Options, n_units: int) -> tuple[int, ...]:
+    costs = [0] * n_units
+    for option in itertools.chain.from_iterable(options.values()):
+        costs[option.unit] += option.rerun.cost_ns
+    return tuple(costs)
+
+
+def _holds(graph: StepGraph, options: _Options, sizes: list[int]) -> tuple[np.ndarray, tuple[Hold, ...]]:
     pieces: dict[int, list[tuple[int, int, str, tuple[int, ...]]]] = defaultdict(list)
     for save in graph.saves:
         if save.storage is None:
             continue
-        release = graph.ticks if save.release is None else save.release
-        chain = [call for call in _ancestry(graph, save.call) if call in options]
-        start = save.pack
-        for depth in range(len(chain), 0, -1):  # outermost first: it brings its tensors back earliest
-            back = int(min(windows[chain[depth - 1]].back, release))
-            if back > start:
-                chosen = [option for call in chain[:depth] for option in options[call]]
-                units = _units(option for option in chosen if save.storage not in option.kept.storages)
-                pieces[save.storage].append((start, back, "unless" if units else "fixed", units))
-                start = back
-        unpack = release if save.unpack is None or not chain else min(save.unpack, release)
+        start, release = save.pack, graph.ticks if save.release is None else save.release
+        chosen = [option for call in _ancestry(graph, save.call) for option in options.get(call, ())]
+        backs = [(min(option.rerun.back, release), option) for option in chosen if not option.rerun.keeps(save.storage)]
+        for back in sorted({back for back, _ in backs if back > start}):  # what brings it back later frees it longer
+            units = _units(option for later, option in backs if later >= back)
+            pieces[save.storage].append((start, back, "unless", units))
+            start = back
+        unpack = release if save.unpack is None or not chosen else min(save.unpack, release)
         if unpack > start:
             pieces[save.storage].append((start, unpack, "fixed", ()))
         if release > unpack:
-            units = _units(option for call in chain for option in options[call])
-            pieces[save.storage].append((unpack, release, "unless", units))
-    for index, choices in options.items():
-        call, window = graph.calls[index], windows[index]
-        for option in choices:
-            for storage in call.inputs:
-                if graph.storages[storage].op is not None:
-                    pieces[storage].append((call.start, window.release, "when", (option.unit,)))
-            for storage in option.kept.storages:
-                birth = graph.storages[storage].lives[0][0]
-                pieces[storage].append((birth, int(window.back) - 1, "when", (option.unit,)))
+            units = _units(option for option in chosen if option.rerun.gives_away(save.storage))
+            pieces[save.storage].append((unpack, release, "unless" if units else "fixed", units))
+    for option in itertools.chain.from_iterable(options.values()):
+        for storage, start, stop in option.rerun.holds:
+            pieces[storage].append((start, stop, "when", (option.unit,)))
     delta = np.zeros(graph.ticks + 1, dtype=np.int64)
     holds: list[Hold] = []
     for storage, record in enumerate(graph.storages):
@@ -212,49 +248,6 @@ def _disjoint(pieces: list[tuple[int, int, str, tuple[int, ...]]], size: int) ->
             start = result.pop()[0]
         result.append((start, stop, Hold(size_bytes=size, start=start, stop=stop, unless=unless, when=when)))
     return result
-
-
-def _recomputes(
-    graph: StepGraph,
-    windows: dict[int, _Window],
-    options: _Options,
-    sizes: list[int],
-    op_ns: list[int],
-    n_units: int,
-) -> tuple[tuple[Recompute, ...], tuple[int, ...]]:
-    op_ticks = np.fromiter((op.tick for op in graph.ops), np.int64, len(graph.ops))
-    elapsed = np.concatenate([[0], np.cumsum(np.array(op_ns, dtype=np.int64))])
-    saved = {save.storage for save in graph.saves}
-    spans = graph.spans()
-    births = np.array([span[0][0] if span else graph.ticks for span in spans])
-    deaths = np.array([span[0][1] if span else graph.ticks for span in spans])
-    order = np.argsort(births, kind="stable")
-    births, deaths, ordered_sizes = births[order], deaths[order], np.array(sizes, dtype=np.int64)[order]
-    recomputes, costs = [], [0] * n_units
-    for index, choices in options.items():
-        start, stop = graph.calls[index].start, windows[index].last_pack
-        first_op, last_op = np.searchsorted(op_ticks, [start, stop])
-        inside = slice(*np.searchsorted(births, [start, stop]))
-        for option in choices:
-            spared_ns = sum(op_ns[op] for op in option.kept.ops)
-            costs[option.unit] += int(elapsed[last_op] - elapsed[first_op]) - spared_ns
-            born, held = births[inside], ordered_sizes[inside]
-            if option.kept.storages:
-                kept = np.array([storage in option.kept.storages for storage in order[inside].tolist()])
-                there = np.array([storage in saved for storage in order[inside].tolist()])
-                born, held = np.where(kept, start, born), np.where(kept & there, 0, held)
-            extra = _highest(born, np.minimum(deaths[inside], stop), held)
-            recomputes.append(Recompute(unit=option.unit, at=int(windows[index].back) - 1, extra_bytes=extra))
-    return tuple(recomputes), tuple(costs)
-
-
-def _highest(births: np.ndarray, deaths: np.ndarray, sizes: np.ndarray) -> int:
-    """Largest number of bytes alive at once among storages that live [birth, death)."""
-    if not len(births):
-        return 0
-    ticks = np.concatenate([births, deaths])
-    deltas = np.concatenate([sizes, -sizes])
-    return int(np.cumsum(deltas[np.lexsort((deltas, ticks))]).max())
 
 
 def _paths(graph: StepGraph, options: _Options) -> tuple[tuple[int, ...], ...]:

@@ -36,7 +36,7 @@ def source(plan: Plan, *, file_name: str = "train_step.py") -> str:
         _imports(fragments, model) + ("\n\n" + "\n".join(constants) if constants else ""),
         *([model.build] if model.build else []),
         _rewrite(plan, fragments),
-        *(function for fragment in fragments for function in fragment.functions),
+        *dict.fromkeys(function for fragment in fragments for function in fragment.functions),
         *model.functions,
         next((fragment.optimizer for fragment in fragments if fragment.optimizer), _optimizer(plan)),
         _training_step(plan, fragments, model),

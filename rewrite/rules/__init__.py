@@ -12,6 +12,7 @@ from planner.decisions import (
     Freeze,
     Optimizer,
     Precision,
+    Replay,
     StepInBackward,
 )
 from rewrite.rules.accumulation import accumulation, accumulation_source
@@ -20,6 +21,7 @@ from rewrite.rules.chunked_loss import chunked_loss, chunked_loss_source
 from rewrite.rules.freeze import freeze, freeze_source
 from rewrite.rules.optimizer import optimizer, optimizer_source
 from rewrite.rules.precision import precision, precision_source
+from rewrite.rules.replay import replay, replay_source
 from rewrite.rules.step_in_backward import step_in_backward, step_in_backward_source
 
 RULES: dict[type[Decision], Callable] = {
@@ -30,6 +32,7 @@ RULES: dict[type[Decision], Callable] = {
     Accumulation: accumulation,
     StepInBackward: step_in_backward,
     Checkpoint: checkpoint,
+    Replay: replay,
 }
 """Rule by decision, in the order in which they are applied: `rule(rewriting, decision)`."""
 
@@ -41,5 +44,6 @@ SOURCES: dict[type[Decision], Callable] = {
     Accumulation: accumulation_source,
     StepInBackward: step_in_backward_source,
     Checkpoint: checkpoint_source,
+    Replay: replay_source,
 }
 """The emitted counterpart of each rule: `source(plan, decision)` -> `Fragment`."""

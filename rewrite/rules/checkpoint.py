@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from planner import products
 from planner.decisions import Checkpoint
-from planner.errors import DecisionError
 from planner.plan_file import Plan
+from rewrite.forwards import detached, forward_function, modules_to_run_again, written_by
 from rewrite.fragment import Fragment, assignment
 from rewrite.rewriting import Rewriting
 
@@ -37,46 +37,12 @@ def checkpoint(rewriting: Rewriting, decision: Checkpoint) -> None:
     Raises:
         DecisionError: for a module that does not exist or is never called, and for modules nested in each other.
     """
-    chosen = _chosen(rewriting, decision)
     kept = decision.by_module
-    for name, module in chosen.items():
+    for name, module in modules_to_run_again(rewriting, decision.modules, decision.kind).items():
         contexts = functools.partial(keeping, kept[name]) if kept[name] else keeping_nothing
-        forward = types.MethodType(recomputed(_forward_function(module), contexts), module)
+        forward = types.MethodType(recomputed(forward_function(module), contexts), module)
         rewriting.replace(module, "forward", forward, place=f"forward of '{name}'")
     rewriting.turn_cache_off()  # a recompute would append the same keys and values again
-
-
-def _chosen(rewriting: Rewriting, decision: Checkpoint) -> dict[str, torch.nn.Module]:
-    """Module by name; one that is shared under several names once."""
-    chosen: dict[str, torch.nn.Module] = {}
-    names: dict[int, str] = {}
-    for name in decision.modules:
-        module = rewriting.module(name, decision.kind)
-        if getattr(type(module).forward, "__name__", "") == "_forward_unimplemented":
-            raise DecisionError(
-                f"checkpoint names '{name}', a {type(module).__name__} without a forward of its own: name its children"
-            )
-        if id(module) not in names:
-            names[id(module)] = name
-            chosen[name] = module
-    for name, module in chosen.items():
-        for part in module.modules():
-            if part is not module and id(part) in names:
-                raise DecisionError(
-                    f"checkpoint names '{name}' and '{names[id(part)]}' inside it, which would be recomputed twice: "
-                    "keep one of them"
-                )
-    return chosen
-
-
-def _forward_function(module):
-    """The module's forward as a function of the module, so that a deep copy of the module runs its own weights."""
-    own = vars(module).get("forward")
-    if own is None:
-        return type(module).forward
-    if isinstance(own, types.MethodType) and own.__self__ is module:
-        return own.__func__
-    return functools.wraps(own)(lambda _module, /, *args, **kwargs: own(*args, **kwargs))
 
 
 # ---- below: the text that runs here is the text that is emitted -------------------------------------------------
@@ -179,19 +145,6 @@ def drops_out(op, args, kwargs):
     """Whether attention draws random numbers: were it not run again, what follows would draw others than before."""
     place = PRODUCTS[op]
     return place is not None and kwargs.get("dropout_p", args[place] if len(args) > place else 0.0) > 0.0
-
-
-def detached(tensor):
-    """Apart from the graph, but counting what is written to the tensor, as a view made below autograd does not."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tensor.detach()
-
-
-def written_by(op, args, kwargs):
-    """The arguments that an op writes to."""
-    arguments = op._schema.arguments
-    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
-    return [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 def storages(tree):

@@ -1,0 +1,190 @@
+"""Stretches of a long forward: where one call does much of a step by itself, it is cut where few bytes cross.
+
+A module that does everything in one forward has no modules inside of it to recompute. Its ops are numbered as they run;
+between two of them cross those tensors that were made before and are read after. Cuts are local minima of their bytes.
+Stretches between cuts are nested like a tree, each halved at one of its smallest cuts, so that a unit is found at every
+length from the whole forward down to what lies between neighbouring cuts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+
+import numpy as np
+
+from planner.module_calls import NO_REPLAY
+from planner.step_graph import Call, Phase, StepGraph
+
+_OWN_SHARE = 0.1
+"""Of all that is saved for backward: a call that saves so much by itself, beside its submodules, is cut."""
+_SMALLEST_SHARE = 1 / 200
+"""Of all that is saved for backward: what saves less is not cut any more."""
+_ALIKE = 1.2
+"""Cuts with so many times the bytes of the smallest one are as good; the one nearest to the middle is taken."""
+
+
+def with_stretches(graph: StepGraph) -> StepGraph:
+    """The same recording with stretches of long forwards as calls; those of one module are alike in all its calls."""
+    ops_of = {call: ops_in(graph, call) for call in _long_calls(graph)}
+    by_module: dict[str, list[int]] = defaultdict(list)
+    for call in ops_of:
+        by_module[graph.calls[call].module].append(call)
+    ranges: dict[int, tuple[tuple[int, int], ...]] = {}
+    for module, long in by_module.items():
+        calls = [index for index, call in enumerate(graph.calls) if call.module == module]
+        if calls == long and len({len(ops_of[call]) for call in calls}) == 1:
+            found = _Cuts(graph, calls[0], ops_of[calls[0]]).ranges()
+            ranges |= dict.fromkeys(calls, found)
+    return _with_calls(graph, ops_of, ranges) if any(ranges.values()) else graph
+
+
+def ops_in(graph: StepGraph, call: int) -> list[int]:
+    """Ops of a call by their numbers: those that make a storage or change one."""
+    first, last = graph.calls[call].start, graph.calls[call].end
+    return [
+        index
+        for index, op in enumerate(graph.ops)
+        if first < op.tick < last and op.phase is Phase.FORWARD and op.makes_or_changes
+    ]
+
+
+def _long_calls(graph: StepGraph) -> list[int]:
+    """Calls that save much by themselves; of those that are nested the outermost."""
+    own_bytes = _saved_bytes(graph)
+    enough = _OWN_SHARE * sum(own_bytes.values())
+    found: list[int] = []
+    for index, call in enumerate(graph.calls):
+        outer, parent = False, call.parent
+        while parent is not None:
+            outer, parent = outer or parent in found, graph.calls[parent].parent
+        if not outer and own_bytes.get(index, 0) > enough and call.obstacle not in NO_REPLAY and not call.has_hooks:
+            found.append(index)
+    return found
+
+
+def _saved_bytes(graph: StepGraph) -> dict[int | None, int]:
+    """Bytes of what each call saved itself; a storage counts once, where it was saved first."""
+    first: dict[int, int | None] = {}
+    for save in graph.saves:
+        if save.storage is not None:
+            first.setdefault(save.storage, save.call)
+    found: dict[int | None, int] = defaultdict(int)
+    for storage, call in first.items():
+        found[call] += graph.storages[storage].size_bytes
+    return found
+
+
+class _Cuts:
+    """Where one call may be cut, and into what."""
+
+    def __init__(self, graph: StepGraph, call: int, ops: list[int]) -> None:
+        self._crossing = _crossing_bytes(graph, ops)
+        ticks = np.array([graph.ops[op].tick for op in ops])
+        saved = {save.storage: save.pack for save in reversed(graph.saves) if save.storage is not None}
+        places = np.searchsorted(ticks, list(saved.values())) - 1
+        inside = (places >= 0) & (places < len(ops))
+        self._saved = np.zeros(len(ops) + 1, dtype=np.int64)
+        sizes = np.array([graph.storages[storage].size_bytes for storage in saved], dtype=np.int64)
+        np.add.at(self._saved, places[inside] + 1, sizes[inside])
+        self._saved = np.cumsum(self._saved)
+        self._least = _SMALLEST_SHARE * sizes.sum()
+        self._allowed = self._minima() - self._in_submodules(graph, call, ticks)
+
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """Ops [start, stop) of every stretch, outer before inner; without the whole, which nothing would be kept of."""
+        found: list[tuple[int, int]] = []
+        self._halve(0, len(self._crossing) - 1, found)
+        return tuple(found[1:])
+
+    def _halve(self, start: int, stop: int, found: list[tuple[int, int]]) -> None:
+        saved_bytes = self._saved[stop] - self._saved[start]
+        if not saved_bytes:
+            return
+        found.append((start, stop))
+        cuts = sorted(cut for cut in self._allowed if start < cut < stop)
+        if not cuts or saved_bytes < self._least:
+            return
+        least = min(self._crossing[cut] for cut in cuts)
+        middle = (self._saved[start] + self._saved[stop]) / 2
+        good = [cut for cut in cuts if self._crossing[cut] <= _ALIKE * least]
+        cut = min(good, key=lambda cut: (abs(self._saved[cut] - middle), cut))
+        self._halve(start, cut, found)
+        self._halve(cut, stop, found)
+
+    def _minima(self) -> set[int]:
+        """Places between ops where fewer bytes cross than before, and no more than after."""
+        crossing = self._crossing
+        return {
+            place
+            for place in range(1, len(crossing) - 1)
+            if crossing[place] < crossing[place - 1] and crossing[place] <= crossing[place + 1]
+        }
+
+    def _in_submodules(self, graph: StepGraph, call: int, ticks: np.ndarray) -> set[int]:
+        """Places inside of the calls that this one makes."""
+        found: set[int] = set()
+        for inner in graph.calls:
+            if inner.parent == call:
+                first, last = np.searchsorted(ticks, [inner.start, inner.end])
+                found.update(range(int(first) + 1, int(last)))
+        return found
+
+
+def _crossing_bytes(graph: StepGraph, ops: list[int]) -> np.ndarray:
+    """int64[ops + 1]: of storages made by the ops before each place and read by those after it."""
+    made: dict[int, int] = {}
+    read: dict[int, int] = {}
+    for number, op in enumerate(ops):
+        for storage in graph.ops[op].inputs:
+            read[storage] = number
+        for storage in graph.ops[op].outputs:
+            made.setdefault(storage, number)
+    delta = np.zeros(len(ops) + 2, dtype=np.int64)
+    for storage, number in read.items():
+        if graph.storages[storage].op is not None:
+            delta[made.get(storage, -1) + 1] += graph.storages[storage].size_bytes
+            delta[number + 1] -= graph.storages[storage].size_bytes
+    return np.cumsum(delta)[:-1]
+
+
+def _with_calls(
+    graph: StepGraph, ops_of: dict[int, list[int]], ranges: dict[int, tuple[tuple[int, int], ...]]
+) -> StepGraph:
+    calls = [dataclasses.replace(call) for call in graph.calls]
+    innermost: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # by call: (first op, op after last, stretch)
+    for index, found in ranges.items():
+        ticks = [*(graph.ops[op].tick for op in ops_of[index]), graph.calls[index].end]
+        for start, stop in found:
+            around = [known for known in innermost[index] if known[0] <= start and stop <= known[1]]
+            parent = around[-1][2] if around else index
+            innermost[index].append((start, stop, len(calls)))
+            module = graph.calls[index].module
+            calls.append(
+                Call(
+                    module=module,
+                    parent=parent,
+                    start=ticks[start],
+                    end=ticks[stop],
+                    inputs=(),
+                    obstacle=None,
+                    stretch=(start, stop),
+                )
+            )
+        for inner in calls[: len(graph.calls)]:
+            if inner.parent == index:
+                inner.parent = _inside(innermost[index], int(np.searchsorted(ticks, inner.start)), index)
+    saves = []
+    for save in graph.saves:
+        if save.call in ranges:
+            ticks = [graph.ops[op].tick for op in ops_of[save.call]]
+            number = int(np.searchsorted(ticks, save.pack)) - (0 if save.is_of_next_op else 1)
+            save = dataclasses.replace(save, call=_inside(innermost[save.call], number, save.call))
+        saves.append(save)
+    return dataclasses.replace(graph, calls=calls, saves=saves)
+
+
+def _inside(stretches: list[tuple[int, int, int]], number: int, otherwise: int) -> int:
+    """The innermost stretch that an op is in."""
+    around = [call for start, stop, call in stretches if start <= number < stop]
+    return around[-1] if around else otherwise

@@ -1,0 +1,350 @@
+"""Replay: of stretches of a long forward only what they start from is kept; their ops run again in backward.
+
+For what one module does in a single forward there is no part to checkpoint. A dispatch mode writes down each op of a
+stretch; when backward asks for the first tensor that was saved there, those ops that lead to saved tensors run once
+more, on the same values, with the same random numbers, below autograd and autocast. Nothing is traced beforehand: what
+the forward does may depend on anything, and its Python runs once.
+
+Rematerialization from a tape: Griewank, Achieving logarithmic growth of temporal and spatial complexity in reverse
+automatic differentiation, 1992; by a dispatcher as in Kirisame et al., Dynamic Tensor Rematerialization, 2021. What is
+written below the dispatcher, by a kernel that is launched by hand on memory with contents, is not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import types
+from collections import Counter
+from typing import NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from planner.decisions import Replay
+from planner.plan_file import Plan
+from rewrite.forwards import detached, forward_function, modules_to_run_again, written_by
+from rewrite.fragment import Fragment, assignment
+from rewrite.rewriting import Rewriting
+
+
+def replay(rewriting: Rewriting, decision: Replay) -> None:
+    """Let the forward of each named module write down its stretches, on the instance.
+
+    Raises:
+        DecisionError: for a module that does not exist or is never called, and for modules nested in each other.
+    """
+    for name, module in modules_to_run_again(rewriting, decision.by_module, decision.kind).items():
+        forward = types.MethodType(replayed(forward_function(module), decision.by_module[name]), module)
+        rewriting.replace(module, "forward", forward, place=f"forward of '{name}'")
+
+
+# ---- below: the text that runs here is the text that is emitted -------------------------------------------------
+
+
+def replayed(forward, stretches):
+    """A forward that keeps nothing of its stretches but their starts for backward; unchanged without gradients.
+
+    A stretch is (first op, op after the last, ops whose results are kept). Ops are numbered as a call runs them: those
+    that make a tensor on the module's device, or change one.
+    """
+
+    @functools.wraps(forward)
+    def wrapper(module, /, *args, **kwargs):
+        if not torch.is_grad_enabled():
+            return forward(module, *args, **kwargs)
+        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        device = next((tensor.device for tensor in itertools.chain(module.parameters(), tensors)), torch.device("cpu"))
+        with Tape(stretches, device) as tape, torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack):
+            return forward(module, *args, **kwargs)
+
+    return wrapper
+
+
+class Tape(TorchDispatchMode):
+    """Writes down what a forward runs in its stretches."""
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # what makes compilers leave it out holds on to the arguments of its first call
+
+    def __init__(self, stretches, device):
+        super().__init__()
+        self.device, self.ahead = device, list(reversed(stretches))
+        self.count, self.sequence = 0, None
+        self.stop, self.kept, self.stretch, self.stretches = 0, (), None, []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        stretch = self.stretch_at(self.count)
+        written = storages(written_by(op, args, kwargs), self.device) if op._schema.is_mutable else {}
+        for key, tensor in written.items():
+            for other in self.stretches:
+                other.before_write(key, tensor)
+        random = random_numbers(op, args, kwargs, self.device) if stretch else None
+        result = op(*args, **kwargs)
+        made, given = storages(result, self.device), storages((args, kwargs), self.device)
+        made = {key: tensor for key, tensor in made.items() if key not in given}
+        if made or written:
+            if stretch and self.count in self.kept and not written:
+                stretch.starts |= {key: start_of(tensor) for key, tensor in made.items()}
+            elif stretch:
+                stretch.note(op, args, kwargs, result, made, written, random)
+            self.count += 1
+            self.sequence = torch.autograd._get_sequence_nr()
+        return result
+
+    def __exit__(self, *raised):
+        super().__exit__(*raised)
+        if self.stretch:
+            self.stretch.complete()
+        self.stretch, self.stretches = None, []  # autograd holds on to `pack` as long as it keeps anything
+
+    def stretch_at(self, number):
+        """The stretch that op `number` is in, or None; those before it are complete."""
+        if self.stretch and number >= self.stop:
+            self.stretch.complete()
+            self.stretch = None
+        if not self.stretch and self.ahead and self.ahead[-1][0] <= number:
+            _, self.stop, self.kept = self.ahead.pop()
+            self.stretch = Stretch(self.device.type)
+            self.stretches.append(self.stretch)
+            return self.stretch_at(number)
+        return self.stretch
+
+    def pack(self, tensor):
+        """What autograd keeps: for the op that comes if its node is there already, else for the one that just ran."""
+        comes = torch.autograd._get_sequence_nr() != self.sequence
+        stretch = self.stretch_at(self.count if comes else self.count - 1)
+        return stretch.saved(tensor) if stretch else tensor
+
+
+class Stretch:
+    """Ops that can run again, and what they read of what was there before them."""
+
+    def __init__(self, device_type):
+        self.device_type, self.ops, self.starts, self.made, self.blank = device_type, [], {}, set(), set()
+        self.is_complete, self.wanted, self.results, self.pending = False, Counter(), {}, Counter()
+
+    def note(self, op, args, kwargs, result, made, written, random):
+        read = set()
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: self.piece(tensor, read), (args, kwargs))
+        self.made.update(made)
+        self.blank -= written.keys()
+        if op.__name__.startswith(("empty", "new_empty")):
+            self.blank.update(made)
+        outputs = [key_of(leaf) for leaf in tree_leaves(result)]
+        self.ops.append(Noted(op, args, kwargs, outputs, read, made.keys() | written.keys(), random))
+
+    def piece(self, tensor, read):
+        """Stands for an argument. One that is still blank was written by nobody seen here: it is kept as it is."""
+        key = key_of(tensor)
+        if key is None:
+            return tensor.detach() if tensor.requires_grad else tensor
+        if key in self.blank:
+            self.made.discard(key)
+        if key not in self.made and key not in self.starts:
+            self.starts[key] = start_of(tensor)
+        read.add(key)
+        return Piece(key, tensor)
+
+    def before_write(self, key, tensor):
+        """What was there before, and is about to change, is copied."""
+        if not self.is_complete and key not in self.made and key not in self.starts:
+            self.starts[key] = start_of(tensor)
+        if key in self.starts:
+            self.starts[key] = start_of(self.starts[key][0].clone())
+
+    def saved(self, tensor):
+        key = key_of(tensor)
+        if key not in self.made or key in self.blank:
+            return tensor
+        self.wanted[key] += 1
+        return Later(self, Piece(key, tensor))
+
+    def complete(self):
+        """Leave out ops that lead to no saved tensor, and let go of what only they need."""
+        self.ops, self.is_complete = self.needed(), True
+        read = set().union(*(noted.read for noted in self.ops))
+        self.starts = {key: start for key, start in self.starts.items() if key in read}
+
+    def needed(self):
+        needed, found = set(self.wanted), []
+        for noted in reversed(self.ops):
+            if not needed.isdisjoint(noted.changed):
+                needed |= noted.read
+                found.append(noted)
+        return found[::-1]
+
+    def value(self, later):
+        """A tensor that was saved; the first one that is asked for runs the stretch again."""
+        key = later.piece.key
+        if key not in self.results:
+            self.run()
+        tensor = self.results[key]
+        self.pending[key] -= 1
+        if not self.pending[key]:
+            del self.results[key]
+        return later.piece.of(tensor)
+
+    def run(self):
+        ops = self.needed()
+        changed = set().union(*(noted.changed for noted in ops))
+        last_use = {key: noted for noted in ops for key in noted.read | noted.changed}
+        values = {}
+        for key, (tensor, version) in self.starts.items():
+            if tensor._version != version:
+                raise RuntimeError("a tensor that a replay starts from was changed in place after the forward")
+            values[key] = tensor.clone() if key in changed else tensor
+        with torch.enable_grad(), torch.autocast(self.device_type, enabled=False):
+            for noted in ops:
+                values |= noted.again(values)
+                for key in (noted.read | noted.changed) - self.wanted.keys():
+                    if last_use[key] is noted:
+                        values.pop(key, None)
+        self.results = {key: values[key] for key in self.wanted}
+        self.pending = Counter(self.wanted)
+
+
+class Noted(NamedTuple):
+    """An op that ran: with pieces in the place of tensors, and by storage what it returned, read, and made or wrote."""
+
+    op: object
+    args: tuple
+    kwargs: dict
+    outputs: list
+    read: set
+    changed: set
+    random: object
+
+    def again(self, values):
+        """The storages that it makes or changes when it runs again; running statistics are left alone."""
+        args, kwargs = tree_map_only(Piece, lambda piece: piece.of(values[piece.key]), (self.args, self.kwargs))
+        names = [argument.name for argument in self.op._schema.arguments]
+        if "running_mean" in names:
+            args = [
+                copied(value) if name.startswith("running_") else value
+                for name, value in zip(names, args, strict=False)
+            ]
+            kwargs = {name: copied(value) if name.startswith("running_") else value for name, value in kwargs.items()}
+        with contextlib.nullcontext() if self.random is None else numbers_again(*self.random):
+            result = self.op(*args, **kwargs)
+        leaves = zip(self.outputs, tree_leaves(result), strict=True)
+        return {key: leaf for key, leaf in leaves if key in self.changed}
+
+
+def copied(value):
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def random_numbers(op, args, kwargs, device):
+    """How to draw the same random numbers again: the generator's setter and getter, and its state; None if none are."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return None
+    leaves = tree_leaves((args, kwargs))
+    for generator in leaves:
+        if isinstance(generator, torch.Generator):
+            return generator.set_state, generator.get_state, generator.get_state()
+    if device.type == "cpu":
+        return torch.set_rng_state, torch.get_rng_state, torch.get_rng_state()
+    places = [leaf.device if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    place = next((p for p in places if isinstance(p, torch.device) and p.type == device.type), device)
+    module = torch.get_device_module(place)
+    getter = functools.partial(module.get_rng_state, place)
+    return functools.partial(module.set_rng_state, device=place), getter, getter()
+
+
+@contextlib.contextmanager
+def numbers_again(set_state, get_state, state):
+    before = get_state()
+    set_state(state)
+    try:
+        yield
+    finally:
+        set_state(before)
+
+
+class Piece:
+    """A tensor by its place in a storage."""
+
+    def __init__(self, key, tensor):
+        self.key, self.dtype = key, tensor.dtype
+        self.layout = tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def of(self, tensor):
+        """The tensor of this layout in the storage of another one."""
+        if tensor.dtype != self.dtype:
+            size, stride, offset = self.layout
+            empty = torch.empty(0, dtype=self.dtype, device=tensor.device)
+            return empty.set_(tensor.untyped_storage(), offset, size, stride)
+        if self.layout == (tensor.size(), tensor.stride(), tensor.storage_offset()):
+            return tensor
+        return tensor.as_strided(*self.layout)
+
+
+class Later:
+    """Stands for a saved tensor until backward asks for it."""
+
+    def __init__(self, stretch, piece):
+        self.stretch, self.piece = stretch, piece
+
+
+def unpack(packed):
+    return packed.stretch.value(packed) if isinstance(packed, Later) else packed
+
+
+def key_of(tensor):
+    """Of a tensor's storage, as long as anything knows the key; None where a layout alone does not make the tensor."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        return None
+    if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or is_traceable_wrapper_subclass(tensor):
+        return None
+    storage = tensor.untyped_storage()
+    return StorageWeakRef(storage) if storage.nbytes() else None
+
+
+def storages(tree, device):
+    """The tensors on a type of device by their storages."""
+    tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.device.type == device.type)
+    return {key: tensor for tensor in tensors for key in [key_of(tensor)] if key is not None}
+
+
+def start_of(tensor):
+    """Held apart from the graph, with the number of times that it was written to."""
+    tensor = detached(tensor) if tensor.requires_grad else tensor
+    return tensor, tensor._version
+
+
+def replay_source(plan: Plan, decision: Replay) -> Fragment:
+    parts = (
+        replayed, Tape, Stretch, Noted, copied, random_numbers, numbers_again, Piece, Later, unpack, key_of, storages,
+        start_of, detached, written_by,
+    )  # fmt: skip
+    rewriting = """\
+for name, stretches in REPLAYED.items():
+    module = model.get_submodule(name)
+    module.forward = types.MethodType(replayed(type(module).forward, stretches), module)
+"""
+    return Fragment(
+        imports=(
+            "import contextlib",
+            "import functools",
+            "import itertools",
+            "import types",
+            "from collections import Counter",
+            "from typing import NamedTuple",
+            "from torch.multiprocessing.reductions import StorageWeakRef",
+            "from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass",
+            "from torch.utils._pytree import tree_leaves, tree_map_only",
+        ),
+        constants=(
+            "# Ops of a forward that run again in backward: the first, the one after the last, and those that do not.\n"
+            + assignment("REPLAYED", decision.by_module),
+        ),
+        functions=tuple(map(inspect.getsource, parts)),
+        rewriting=(rewriting,),
+    )
