@@ -17,7 +17,7 @@ from planner.module_calls import NO_REPLAY
 from planner.step_graph import Call, Phase, StepGraph
 
 _OWN_SHARE = 0.1
-"""Of all that is saved for backward: a call that saves so much by itself, beside its submodules, is cut."""
+"""Of all that is saved for backward: calls that save so much by themselves, beside their submodules, are cut."""
 _SMALLEST_SHARE = 1 / 200
 """Of all that is saved for backward: what saves less is not cut any more."""
 _ALIKE = 1.2
@@ -50,17 +50,20 @@ def ops_in(graph: StepGraph, call: int) -> list[int]:
 
 
 def _long_calls(graph: StepGraph) -> list[int]:
-    """Calls that save much by themselves; of those that are nested the outermost."""
+    """Calls of modules that save much by themselves, all of one type together."""
     own_bytes = _saved_bytes(graph)
-    enough = _OWN_SHARE * sum(own_bytes.values())
-    found: list[int] = []
+    by_type: dict[str, int] = defaultdict(int)
     for index, call in enumerate(graph.calls):
-        outer, parent = False, call.parent
-        while parent is not None:
-            outer, parent = outer or parent in found, graph.calls[parent].parent
-        if not outer and own_bytes.get(index, 0) > enough and call.obstacle not in NO_REPLAY and not call.has_hooks:
-            found.append(index)
-    return found
+        by_type[graph.module_types[call.module]] += own_bytes.get(index, 0)
+    enough = _OWN_SHARE * sum(own_bytes.values())
+    return [
+        index
+        for index, call in enumerate(graph.calls)
+        if own_bytes.get(index, 0) > 0
+        and by_type[graph.module_types[call.module]] > enough
+        and call.obstacle not in NO_REPLAY
+        and not call.has_hooks
+    ]
 
 
 def _saved_bytes(graph: StepGraph) -> dict[int | None, int]:

@@ -12,11 +12,16 @@ from planner.errors import DecisionError
 from rewrite.rewriting import Rewriting
 
 
-def modules_to_run_again(rewriting: Rewriting, names: Iterable[str], kind: str) -> dict[str, torch.nn.Module]:
+def modules_to_run_again(
+    rewriting: Rewriting, names: Iterable[str], kind: str, *, nested: bool
+) -> dict[str, torch.nn.Module]:
     """Module by name; one that is shared under several names once.
 
+    Args:
+        nested: whether they may be nested in each other.
+
     Raises:
-        DecisionError: for a module that does not exist or is never called, and for modules nested in each other.
+        DecisionError: for a module that does not exist or is never called, and for nested ones that may not be.
     """
     chosen: dict[str, torch.nn.Module] = {}
     known: dict[int, str] = {}
@@ -29,7 +34,7 @@ def modules_to_run_again(rewriting: Rewriting, names: Iterable[str], kind: str) 
         if id(module) not in known:
             known[id(module)] = name
             chosen[name] = module
-    for name, module in chosen.items():
+    for name, module in () if nested else chosen.items():
         for part in module.modules():
             if part is not module and id(part) in known:
                 raise DecisionError(

@@ -38,7 +38,7 @@ def checkpoint(rewriting: Rewriting, decision: Checkpoint) -> None:
         DecisionError: for a module that does not exist or is never called, and for modules nested in each other.
     """
     kept = decision.by_module
-    for name, module in modules_to_run_again(rewriting, decision.modules, decision.kind).items():
+    for name, module in modules_to_run_again(rewriting, decision.modules, decision.kind, nested=False).items():
         contexts = functools.partial(keeping, kept[name]) if kept[name] else keeping_nothing
         forward = types.MethodType(recomputed(forward_function(module), contexts), module)
         rewriting.replace(module, "forward", forward, place=f"forward of '{name}'")

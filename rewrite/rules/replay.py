@@ -36,9 +36,9 @@ def replay(rewriting: Rewriting, decision: Replay) -> None:
     """Let the forward of each named module write down its stretches, on the instance.
 
     Raises:
-        DecisionError: for a module that does not exist or is never called, and for modules nested in each other.
+        DecisionError: for a module that does not exist or is never called.
     """
-    for name, module in modules_to_run_again(rewriting, decision.by_module, decision.kind).items():
+    for name, module in modules_to_run_again(rewriting, decision.by_module, decision.kind, nested=True).items():
         forward = types.MethodType(replayed(forward_function(module), decision.by_module[name]), module)
         rewriting.replace(module, "forward", forward, place=f"forward of '{name}'")
 
