@@ -45,7 +45,8 @@ _RUNNING_STATISTICS = {
     "aten::cudnn_batch_norm": ("running_mean", "running_var"),
     "aten::miopen_batch_norm": ("running_mean", "running_var"),
 }
-"""Arguments that these ops write in training mode although their schema does not say so."""
+"""Arguments that these ops write in training mode although their schema does not say so: their last two tensors."""
+WRITE_STATISTICS = frozenset(f"{name.replace('::', '.')}.default" for name in _RUNNING_STATISTICS)
 
 
 def uses_batch_statistics(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:

@@ -11,6 +11,7 @@ from collections import defaultdict
 
 import numpy as np
 
+from planner.op_schema import WRITE_STATISTICS
 from planner.products import Kept
 from planner.step_graph import Save, StepGraph
 from planner.stretches import ops_in
@@ -179,6 +180,13 @@ class Replays:
                 found.append(op)
         return found[::-1]
 
+    def _statistics_bytes(self, op: int) -> int:
+        """Of a norm's running statistics: another run updates a copy of them."""
+        record = self._graph.ops[op]
+        if record.name not in WRITE_STATISTICS:
+            return 0
+        return sum(self._sizes[storage] for storage in record.inputs[-2:] if self._graph.storages[storage].op is None)
+
     def _highest(self, program: list[int], wanted: frozenset[int]) -> int:
         last_use = {s: op for op in program for s in (*self._graph.ops[op].inputs, *self._graph.ops[op].outputs)}
         alive = highest = 0
@@ -186,7 +194,7 @@ class Replays:
         for op in program:
             born = self._born[op]
             alive += sum(self._sizes[storage] for storage in born)
-            highest = max(highest, alive)
+            highest = max(highest, alive + self._statistics_bytes(op))
             values.update(born)
             over = {s for s in values if s not in wanted and last_use.get(s, op) == op}
             alive -= sum(self._sizes[storage] for storage in over)

@@ -59,7 +59,10 @@ def replayed(forward, stretches):
             return forward(module, *args, **kwargs)
         tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         device = next((tensor.device for tensor in itertools.chain(module.parameters(), tensors)), torch.device("cpu"))
-        with Tape(stretches, device) as tape, torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack):
+        with (
+            Tape(stretches, device) as tape,
+            torch.autograd.graph.saved_tensors_hooks(tape.pack, lambda packed: packed.tensor()),
+        ):
             return forward(module, *args, **kwargs)
 
     return wrapper
@@ -75,11 +78,13 @@ class Tape(TorchDispatchMode):
     def __init__(self, stretches, device):
         super().__init__()
         self.device, self.ahead = device, list(reversed(stretches))
-        self.count, self.sequence = 0, None
+        self.count, self.sequence, self.is_paused = 0, None, False
         self.stop, self.kept, self.stretch, self.stretches = 0, (), None, []
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if self.is_paused:
+            return op(*args, **kwargs)
         stretch = self.stretch_at(self.count)
         written = storages(written_by(op, args, kwargs), self.device) if op._schema.is_mutable else {}
         for key, tensor in written.items():
@@ -91,7 +96,7 @@ class Tape(TorchDispatchMode):
         made = {key: tensor for key, tensor in made.items() if key not in given}
         if made or written:
             if stretch and self.count in self.kept and not written:
-                stretch.starts |= {key: start_of(tensor) for key, tensor in made.items()}
+                stretch.starts |= {key: start_of(detached(tensor)) for key, tensor in made.items()}
             elif stretch:
                 stretch.note(op, args, kwargs, result, made, written, random)
             self.count += 1
@@ -111,24 +116,34 @@ class Tape(TorchDispatchMode):
             self.stretch = None
         if not self.stretch and self.ahead and self.ahead[-1][0] <= number:
             _, self.stop, self.kept = self.ahead.pop()
-            self.stretch = Stretch(self.device.type)
+            self.stretch = Stretch(self)
             self.stretches.append(self.stretch)
             return self.stretch_at(number)
         return self.stretch
+
+    @contextlib.contextmanager
+    def pause(self):
+        """For a backward that the forward itself runs."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
 
     def pack(self, tensor):
         """What autograd keeps: for the op that comes if its node is there already, else for the one that just ran."""
         comes = torch.autograd._get_sequence_nr() != self.sequence
         stretch = self.stretch_at(self.count if comes else self.count - 1)
-        return stretch.saved(tensor) if stretch else tensor
+        return (stretch and stretch.saved(tensor)) or Held(tensor)
 
 
 class Stretch:
     """Ops that can run again, and what they read of what was there before them."""
 
-    def __init__(self, device_type):
-        self.device_type, self.ops, self.starts, self.made, self.blank = device_type, [], {}, set(), set()
+    def __init__(self, tape):
+        self.tape, self.ops, self.starts, self.made, self.blank = tape, [], {}, set(), set()
         self.is_complete, self.wanted, self.results, self.pending = False, Counter(), {}, Counter()
+        self.writes = Counter()
 
     def note(self, op, args, kwargs, result, made, written, random):
         read = set()
@@ -154,17 +169,20 @@ class Stretch:
 
     def before_write(self, key, tensor):
         """What was there before, and is about to change, is copied."""
+        if not self.is_complete:
+            self.writes[key] += 1
         if not self.is_complete and key not in self.made and key not in self.starts:
             self.starts[key] = start_of(tensor)
         if key in self.starts:
             self.starts[key] = start_of(self.starts[key][0].clone())
 
     def saved(self, tensor):
+        """Stands for a tensor that the stretch makes again; None for others."""
         key = key_of(tensor)
         if key not in self.made or key in self.blank:
-            return tensor
+            return None
         self.wanted[key] += 1
-        return Later(self, Piece(key, tensor))
+        return Later(self, Piece(key, tensor), self.writes[key])
 
     def complete(self):
         """Leave out ops that lead to no saved tensor, and let go of what only they need."""
@@ -183,6 +201,7 @@ class Stretch:
     def value(self, later):
         """A tensor that was saved; the first one that is asked for runs the stretch again."""
         key = later.piece.key
+        refuse_change(later.writes, self.writes[key])
         if key not in self.results:
             self.run()
         tensor = self.results[key]
@@ -197,10 +216,9 @@ class Stretch:
         last_use = {key: noted for noted in ops for key in noted.read | noted.changed}
         values = {}
         for key, (tensor, version) in self.starts.items():
-            if tensor._version != version:
-                raise RuntimeError("a tensor that a replay starts from was changed in place after the forward")
+            refuse_change(version, tensor._version)
             values[key] = tensor.clone() if key in changed else tensor
-        with torch.enable_grad(), torch.autocast(self.device_type, enabled=False):
+        with self.tape.pause(), torch.enable_grad(), torch.autocast(self.tape.device.type, enabled=False):
             for noted in ops:
                 values |= noted.again(values)
                 for key in (noted.read | noted.changed) - self.wanted.keys():
@@ -224,21 +242,14 @@ class Noted(NamedTuple):
     def again(self, values):
         """The storages that it makes or changes when it runs again; running statistics are left alone."""
         args, kwargs = tree_map_only(Piece, lambda piece: piece.of(values[piece.key]), (self.args, self.kwargs))
-        names = [argument.name for argument in self.op._schema.arguments]
-        if "running_mean" in names:
-            args = [
-                copied(value) if name.startswith("running_") else value
-                for name, value in zip(names, args, strict=False)
-            ]
-            kwargs = {name: copied(value) if name.startswith("running_") else value for name, value in kwargs.items()}
+        given = dict(zip((a.name for a in self.op._schema.arguments), args, strict=False)) | kwargs
+        if given.get("training") and not self.op._schema.is_mutable:  # batch norms that write to them and do not say so
+            for name in {"running_mean", "running_var"} & given.keys():
+                given[name] = None if given[name] is None else given[name].clone()
         with contextlib.nullcontext() if self.random is None else numbers_again(*self.random):
-            result = self.op(*args, **kwargs)
+            result = self.op(**given)
         leaves = zip(self.outputs, tree_leaves(result), strict=True)
         return {key: leaf for key, leaf in leaves if key in self.changed}
-
-
-def copied(value):
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def random_numbers(op, args, kwargs, device):
@@ -289,12 +300,27 @@ class Piece:
 class Later:
     """Stands for a saved tensor until backward asks for it."""
 
-    def __init__(self, stretch, piece):
-        self.stretch, self.piece = stretch, piece
+    def __init__(self, stretch, piece, writes):
+        self.stretch, self.piece, self.writes = stretch, piece, writes
+
+    def tensor(self):
+        return self.stretch.value(self)
 
 
-def unpack(packed):
-    return packed.stretch.value(packed) if isinstance(packed, Later) else packed
+class Held:
+    """A saved tensor that is kept."""
+
+    def __init__(self, tensor):
+        self.held, self.version = tensor.detach(), tensor._version
+
+    def tensor(self):
+        refuse_change(self.version, self.held._version)
+        return self.held
+
+
+def refuse_change(before, now):
+    if before != now:
+        raise RuntimeError("a tensor that is needed for the gradients was changed in place after it was used")
 
 
 def key_of(tensor):
@@ -321,8 +347,8 @@ def start_of(tensor):
 
 def replay_source(plan: Plan, decision: Replay) -> Fragment:
     parts = (
-        replayed, Tape, Stretch, Noted, copied, random_numbers, numbers_again, Piece, Later, unpack, key_of, storages,
-        start_of, detached, written_by,
+        replayed, Tape, Stretch, Noted, random_numbers, numbers_again, Piece, Later, Held, refuse_change, key_of,
+        storages, start_of, detached, written_by,
     )  # fmt: skip
     rewriting = """\
 for name, stretches in REPLAYED.items():
