@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from html import escape
+
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -38,7 +40,7 @@ def html(plan: Plan) -> str:
     console = Console(record=True, width=110, file=_Nowhere(), force_terminal=True)
     console.print(render(plan))
     page = console.export_html(inline_styles=True)
-    return page.replace("<head>", f"<head>\n<title>{plan.model.name}: memory plan</title>", 1)
+    return page.replace("<head>", f"<head>\n<title>{escape(plan.model.name)}: memory plan</title>", 1)
 
 
 class _Nowhere:
