@@ -21,8 +21,9 @@ from planner.calling import LossFn
 from planner.cards import GENERIC, resolve_card
 from planner.certificates import Certificates
 from planner.choose import Choice
-from planner.decisions import Accumulation, Fidelity
+from planner.decisions import Accumulation, Decision, Fidelity
 from planner.errors import PlanFileError, SizeError
+from planner.footprint import smallest_capacity_bytes
 from planner.front import front, total_bytes
 from planner.fx_graph import to_fx
 from planner.options import Rules
@@ -131,11 +132,19 @@ def plan_that_fits(work: Workload, card: DeviceProfile, *, vram_bytes: int, rule
         return _plan(trials, found, rules, vram_bytes, shortfall=None, notes=notes, began=began)
 
 
-def smallest_total_bytes(work: Workload, card: DeviceProfile, *, vram_bytes: int, rules: Rules) -> int:
-    """The smallest total in which the smallest plan gets through, frozen prefixes apart."""
+def smallest_way(
+    work: Workload, card: DeviceProfile, *, vram_bytes: int, rules: Rules
+) -> tuple[int, tuple[Decision, ...]]:
+    """The smallest total in which the smallest plan gets through, frozen prefixes apart, and its decisions."""
     usable_bytes, _ = _within_card(card, vram_bytes)
     with contextlib.closing(_trials(work, card, usable_bytes)) as trials:
-        return trials.needed_bytes(fitting.smallest(trials, trials.offer(rules), rules))
+        found = fitting.smallest(trials, trials.offer(rules), rules)
+        return trials.needed_bytes(found), found.choice.decisions
+
+
+def total_bytes_with(work: Workload, card: DeviceProfile, decisions: tuple[Decision, ...]) -> int:
+    """The smallest total in which the step gets through under these decisions, by rehearsal."""
+    return smallest_capacity_bytes(certifying_graph(work, decisions, card), card)
 
 
 def tradeoff_workload(
