@@ -135,7 +135,7 @@ def largest_within(
         one, other = sorted(known, key=lambda number: abs(known[number] - limit_bytes))[:2]
         slope = (known[one] - known[other]) / (one - other)
         if slope <= 0 or (len(sides) > 1 and sides[-1] == sides[-2] and high <= most):
-            guess = (low + high) // 2
+            guess = (low + high) // 2 if high <= most else 2 * low  # an allocator's segments make steps
         else:
             guess = one + int((limit_bytes - known[one]) // slope)
         asked = min(max(guess, low + 1), high - 1)
