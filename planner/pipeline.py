@@ -36,7 +36,14 @@ from planner.trials import Certified, Trials
 from planner.workload import OptimizerSpec, Workload, workload
 from planner.workspaces.stream import unknown_ops
 from profiles.device import DeviceProfile
-from rewrite.certify import certifying_graph, finish_certificate, start_certificate, start_rehearsal, start_update
+from rewrite.certify import (
+    certifying_graph,
+    finish_certificate,
+    start_certificate,
+    start_rehearsal,
+    start_update,
+    with_held,
+)
 
 
 def plan_live_model(
@@ -47,10 +54,11 @@ def plan_live_model(
     loss_fn: LossFn | None,
     gpu: str | None,
     optimizer: OptimizerSpec,
+    gradients_alive: bool,
     rules: Rules,
 ) -> Plan:
     """`planner.plan`."""
-    work = workload(model, batch, loss_fn=loss_fn, optimizer=optimizer)
+    work = workload(model, batch, loss_fn=loss_fn, optimizer=optimizer, gradients_alive=gradients_alive)
     card, vram_bytes = card_and_budget(gpu, vram)
     return plan_workload(work, card, vram_bytes=vram_bytes, rules=rules)
 
@@ -63,11 +71,12 @@ def tradeoff_of_live_model(
     loss_fn: LossFn | None,
     gpu: str | None,
     optimizer: OptimizerSpec,
+    gradients_alive: bool,
     rules: Rules,
     seconds: float,
 ) -> Tradeoff:
     """`planner.tradeoff`."""
-    work = workload(model, batch, loss_fn=loss_fn, optimizer=optimizer)
+    work = workload(model, batch, loss_fn=loss_fn, optimizer=optimizer, gradients_alive=gradients_alive)
     card, vram_bytes = card_and_budget(gpu, vram)
     return tradeoff_workload(work, card, vram_bytes=vram_bytes, rules=rules, seconds=seconds)
 
@@ -144,7 +153,7 @@ def smallest_way(
 
 def total_bytes_with(work: Workload, card: DeviceProfile, decisions: tuple[Decision, ...]) -> int:
     """The smallest total in which the step gets through under these decisions, by rehearsal."""
-    return smallest_capacity_bytes(certifying_graph(work, decisions, card), card)
+    return smallest_capacity_bytes(certifying_graph(with_held(work, card), decisions, card), card)
 
 
 def tradeoff_workload(
@@ -189,6 +198,7 @@ def replan(saved: Plan, *, vram: str | None, gpu: str | None) -> Plan:
         batch_size=saved.workload.batch_size,
         seq_len=saved.workload.seq_len,
         optimizer=saved.workload.optimizer,
+        gradients_alive=saved.workload.gradients_alive,
     )
     if work.model_facts().fingerprint != saved.model.fingerprint:
         raise PlanFileError(
@@ -222,6 +232,7 @@ def replan(saved: Plan, *, vram: str | None, gpu: str | None) -> Plan:
 
 def _trials(work: Workload, card: DeviceProfile, vram_bytes: int | None) -> Trials:
     """Where planner and rewriter meet: what is rehearsed is the step that the rewriter makes of the decisions."""
+    work = with_held(work, card)
     return Trials(
         work,
         card,

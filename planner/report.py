@@ -59,6 +59,8 @@ def headline(plan: Plan) -> Text:
     per_sample = f" x {work.seq_len} tokens" if work.seq_len else ""
     text = Text.assemble((plan.model.name, "bold"), f", {_count(plan.model.parameters)} parameters, ")
     text.append(f"batch {work.batch_size}{per_sample}, {work.optimizer}\n")
+    if work.gradients_alive:
+        text.append("gradients of earlier batches are alive before the step, which adds to them\n")
     card = "a made-up card of this size, name yours with --gpu" if plan.card == GENERIC else plan.card
     text.append(f"card: {card} ({plan.card_source})")
     if plan.vram_bytes is not None:
