@@ -113,7 +113,7 @@ def plan_workload(work: Workload, card: DeviceProfile, *, vram_bytes: int | None
     is the smallest one, with what is missing and the cheapest relaxation that would help.
     """
     began = time.perf_counter()
-    usable_bytes, about_card = _within_card(card, vram_bytes)
+    usable_bytes, about_card = within_card(card, vram_bytes)
     with contextlib.closing(_trials(work, card, usable_bytes)) as trials:
         if vram_bytes is None:
             return _plan(trials, trials.baseline, rules, vram_bytes, shortfall=None, notes=(), began=began)
@@ -131,7 +131,7 @@ def plan_workload(work: Workload, card: DeviceProfile, *, vram_bytes: int | None
 def plan_that_fits(work: Workload, card: DeviceProfile, *, vram_bytes: int, rules: Rules) -> Plan | None:
     """The plan of `plan_workload` where there is one that fits; None, quickly, where there is none."""
     began = time.perf_counter()
-    usable_bytes, about_card = _within_card(card, vram_bytes)
+    usable_bytes, about_card = within_card(card, vram_bytes)
     with contextlib.closing(_trials(work, card, usable_bytes)) as trials:
         offered = trials.offer(rules)
         found = fitting.best(trials, offered, rules)
@@ -145,10 +145,21 @@ def smallest_way(
     work: Workload, card: DeviceProfile, *, vram_bytes: int, rules: Rules
 ) -> tuple[int, tuple[Decision, ...]]:
     """The smallest total in which the smallest plan gets through, frozen prefixes apart, and its decisions."""
-    usable_bytes, _ = _within_card(card, vram_bytes)
+    usable_bytes, _ = within_card(card, vram_bytes)
     with contextlib.closing(_trials(work, card, usable_bytes)) as trials:
         found = fitting.smallest(trials, trials.offer(rules), rules)
         return trials.needed_bytes(found), found.choice.decisions
+
+
+def way_within(
+    work: Workload, card: DeviceProfile, *, vram_bytes: int, rules: Rules
+) -> tuple[int, tuple[Decision, ...]]:
+    """Total and decisions of the plan of `plan_workload`, which looks for more than the smallest way."""
+    usable_bytes, _ = within_card(card, vram_bytes)
+    with contextlib.closing(_trials(work, card, usable_bytes)) as trials:
+        offered = trials.offer(rules)
+        found = fitting.best(trials, offered, rules) or fitting.nearest(trials, offered, rules)
+        return found.measured.footprint.total_bytes, found.choice.decisions
 
 
 def total_bytes_with(work: Workload, card: DeviceProfile, decisions: tuple[Decision, ...]) -> int:
@@ -166,7 +177,7 @@ def tradeoff_workload(
         seconds: after so many the front is left as fine as it is by then.
     """
     began = time.perf_counter()
-    usable_bytes, about_card = _within_card(card, vram_bytes)
+    usable_bytes, about_card = within_card(card, vram_bytes)
     with contextlib.closing(_trials(work, card, None)) as trials:
         trials.expect(rules)
         found = front(trials, rules, vram_bytes=usable_bytes, seconds=seconds)
@@ -219,7 +230,7 @@ def replan(saved: Plan, *, vram: str | None, gpu: str | None) -> Plan:
         forbidden=saved.forbidden,
         max_slowdown=saved.max_slowdown,
     )
-    usable_bytes, notes = _within_card(card, vram_bytes)
+    usable_bytes, notes = within_card(card, vram_bytes)
     trials = _trials(work, card, usable_bytes)
     found = trials.certify(Choice(decisions=saved.decisions, peak_bytes=0, step_ns=0, status="not needed", gap=0.0))
     found = found if vram_bytes is None else trials.tightly(found)
@@ -248,7 +259,7 @@ def _trials(work: Workload, card: DeviceProfile, vram_bytes: int | None) -> Tria
     )
 
 
-def _within_card(card: DeviceProfile, vram_bytes: int | None) -> tuple[int | None, tuple[str, ...]]:
+def within_card(card: DeviceProfile, vram_bytes: int | None) -> tuple[int | None, tuple[str, ...]]:
     """The budget, at most what a named card has, and a note where that is less."""
     if vram_bytes is None or vram_bytes <= card.vram_bytes or card.name == GENERIC or not card.allocator:
         return vram_bytes, ()

@@ -19,6 +19,8 @@ _MOST_SAMPLES = 1 << 20
 _FIRST_SAMPLES = 64
 _EXACT_TO = 64
 """A batch is the largest to within one sample in so many: finding out takes a rehearsal for each."""
+_FAR = 2
+"""Sizes so many times as large as those known are searched anew."""
 _LEFT_OUT = (
     (Accumulation, "with which any batch fits where one sample does"),
     (Freeze, "since each frozen prefix would make another"),
@@ -48,17 +50,18 @@ def largest_batch(build: Callable[[int], Workload], card: DeviceProfile, *, vram
         if rules.allow(kind):
             rules = dataclasses.replace(rules, forbidden=(*rules.forbidden, kind.kind))
 
-    needs = _Needs(build, card, vram_bytes, rules)
+    usable_bytes, _ = pipeline.within_card(card, vram_bytes)
+    needs = _Needs(build, card, usable_bytes, rules)
     while True:
         samples, too_many = largest_within(
-            needs.total_bytes, limit_bytes=vram_bytes, least=needs.least, first=_FIRST_SAMPLES, most=_MOST_SAMPLES
+            needs.total_bytes, limit_bytes=usable_bytes, least=needs.least, first=_FIRST_SAMPLES, most=_MOST_SAMPLES
         )
-        if too_many <= _MOST_SAMPLES and needs.searched_bytes(too_many) <= vram_bytes:
+        if too_many <= _MOST_SAMPLES and not needs.refuted(too_many):
             continue
         plan = pipeline.plan_workload(build(max(samples, needs.least)), card, vram_bytes=vram_bytes, rules=rules)
         if plan.fits or samples < needs.least:
             break
-        needs.correct(samples, plan.peak.total_bytes)
+        needs.correct(samples, max(plan.peak.total_bytes, usable_bytes + 1))
     if not plan.fits:
         return plan
     more = f"{too_many:,} do not" if too_many <= _MOST_SAMPLES else "more were not tried"
@@ -68,8 +71,8 @@ def largest_batch(build: Callable[[int], Workload], card: DeviceProfile, *, vram
 class _Needs:
     """How much batches of some size need: searched for, or at most, by rehearsing what was the smallest way elsewhere.
 
-    A search tries every outer choice, a rehearsal one. That a batch fits is certain by either; that none fits only by
-    a search, so that is made for the size above the one that is found.
+    A search tries every outer choice, a rehearsal one. That a batch fits is certain by either. That it does not is
+    asked as a plan is, within the budget: the smallest promise may not be what the allocator gives the least.
     """
 
     def __init__(self, build: Callable[[int], Workload], card: DeviceProfile, vram_bytes: int, rules: Rules) -> None:
@@ -81,9 +84,9 @@ class _Needs:
         self.least = self._least()
 
     def total_bytes(self, samples: int) -> int:
-        """Of this size, at most."""
-        if samples in self._searched:
-            return self._searched[samples]
+        """Of this size, at most. The smallest way of one size says little of others that are far above."""
+        if samples in self._searched or samples > _FAR * max(self._searched):
+            return self.searched_bytes(samples)
         if samples not in self._at_most:
             try:
                 self._at_most[samples] = pipeline.total_bytes_with(self._build(samples), self._card, self._way)
@@ -94,12 +97,19 @@ class _Needs:
     def searched_bytes(self, samples: int) -> int:
         """Of this size; the smallest way is then tried on others, too."""
         if samples not in self._searched:
-            needed_bytes, self._way = pipeline.smallest_way(
-                self._build(samples), self._card, vram_bytes=self._vram_bytes, rules=self._rules
-            )
-            self._searched[samples] = needed_bytes
-            self._at_most = {size: total for size, total in self._at_most.items() if total <= self._vram_bytes}
+            self._search(pipeline.smallest_way, samples)
         return self._searched[samples]
+
+    def refuted(self, samples: int) -> bool:
+        """Whether no plan is found for this size; one that is found is then tried on others, too."""
+        self._search(pipeline.way_within, samples)
+        return self._searched[samples] > self._vram_bytes
+
+    def _search(self, function: Callable[..., tuple[int, tuple[Decision, ...]]], samples: int) -> None:
+        self._searched[samples], self._way = function(
+            self._build(samples), self._card, vram_bytes=self._vram_bytes, rules=self._rules
+        )
+        self._at_most = {size: total for size, total in self._at_most.items() if total <= self._vram_bytes}
 
     def correct(self, samples: int, total_bytes: int) -> None:
         """A search has found nothing that fits, and this total to be the smallest."""

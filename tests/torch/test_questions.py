@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 
@@ -172,6 +173,14 @@ def test_a_model_that_refuses_a_single_sample_begins_at_two(folder, capsys):
     assert json.loads(capsys.readouterr().out)["baseline"]["total_bytes"] > 200 << 10
     assert main(["net.py:normed", "--gpu", "bare", "--vram", "10KiB", "--largest-batch", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["workload"]["batch_size"] == 2
+
+
+def test_a_card_that_is_smaller_than_the_budget_limits_the_batch(folder, capsys, monkeypatch):
+    card = dataclasses.replace(profiles.load("rtx-2060"), vram_bytes=200 << 20)
+    monkeypatch.setattr(profiles, "load", lambda name: card)
+    code, data = run("--gpu", "rtx-2060", "--vram", "1GiB", "--fidelity", "exact", "--largest-batch", capsys=capsys)
+    assert code == 0 and data["fits"]
+    assert data["plan"]["total_bytes"] <= 200 << 20
 
 
 @pytest.mark.parametrize("name", ["accumulation", "freeze"])
