@@ -121,7 +121,7 @@ def plan_workload(work: Workload, card: DeviceProfile, *, vram_bytes: int | None
         offered = trials.offer(rules)
         notes = (*about_card, *offered.notes)
         found, short = fitting.best(trials, offered, rules), None
-        if found is None:
+        if found is None or not trials.quick_enough(found, rules):
             found = fitting.nearest(trials, offered, rules)
             if not found.measured.fits or not trials.quick_enough(found, rules):
                 short = fitting.shortfall(trials, found, relaxations(trials, rules))
@@ -135,7 +135,7 @@ def plan_that_fits(work: Workload, card: DeviceProfile, *, vram_bytes: int, rule
     with contextlib.closing(_trials(work, card, usable_bytes)) as trials:
         offered = trials.offer(rules)
         found = fitting.best(trials, offered, rules)
-        if found is None:
+        if found is None or not trials.quick_enough(found, rules):
             return None
         notes = (*about_card, *offered.notes)
         return _plan(trials, found, rules, vram_bytes, shortfall=None, notes=notes, began=began)
@@ -144,10 +144,13 @@ def plan_that_fits(work: Workload, card: DeviceProfile, *, vram_bytes: int, rule
 def smallest_way(
     work: Workload, card: DeviceProfile, *, vram_bytes: int, rules: Rules
 ) -> tuple[int, tuple[Decision, ...]]:
-    """The smallest total in which the smallest plan gets through, frozen prefixes apart, and its decisions."""
+    """The smallest promise: the smallest total in which it gets through, frozen prefixes apart, and its decisions.
+
+    Quicker than the smallest plan, for which the allocator's slack is looked at, too.
+    """
     usable_bytes, _ = within_card(card, vram_bytes)
     with contextlib.closing(_trials(work, card, usable_bytes)) as trials:
-        found = fitting.smallest(trials, trials.offer(rules), rules)
+        found = trials.certify(trials.chooser(trials.offer(rules), rules).smallest())
         return trials.needed_bytes(found), found.choice.decisions
 
 
