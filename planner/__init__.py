@@ -33,6 +33,7 @@ def plan(
     forbid: Sequence[str] = (),
     only: Sequence[str] | None = None,
     max_slowdown: float | None = None,
+    gradients_alive: bool = False,
 ) -> Plan:
     """Plan one optimizer step of `model` on `batch` inside `vram`.
 
@@ -48,6 +49,8 @@ def plan(
         forbid: kinds of decision that must not be used.
         only: kinds of decision that may be used; all others are forbidden. None: all.
         max_slowdown: the step may take so many times as long as it does without a plan. None: as long as it likes.
+        gradients_alive: gradients of earlier batches are there before the step, and it adds to them: for a loop that
+            accumulates by itself. What is promised then holds for each of its batches, the last of them included.
 
     Returns:
         A certified plan. `Plan.fits` says whether it is inside the budget.
@@ -59,7 +62,16 @@ def plan(
     from planner.pipeline import plan_live_model
 
     rules = given_rules(fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown)
-    return plan_live_model(model, batch, vram=vram, loss_fn=loss_fn, gpu=gpu, optimizer=optimizer, rules=rules)
+    return plan_live_model(
+        model,
+        batch,
+        vram=vram,
+        loss_fn=loss_fn,
+        gpu=gpu,
+        optimizer=optimizer,
+        gradients_alive=gradients_alive,
+        rules=rules,
+    )
 
 
 def tradeoff(
@@ -75,6 +87,7 @@ def tradeoff(
     forbid: Sequence[str] = (),
     only: Sequence[str] | None = None,
     max_slowdown: float | None = None,
+    gradients_alive: bool = False,
     seconds: float = DEFAULT_SECONDS,
 ) -> Tradeoff:
     """Memory against step time: certified plans from the fastest to the smallest.
@@ -92,7 +105,15 @@ def tradeoff(
 
     rules = given_rules(fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown)
     return tradeoff_of_live_model(
-        model, batch, vram=vram, loss_fn=loss_fn, gpu=gpu, optimizer=optimizer, rules=rules, seconds=seconds
+        model,
+        batch,
+        vram=vram,
+        loss_fn=loss_fn,
+        gpu=gpu,
+        optimizer=optimizer,
+        gradients_alive=gradients_alive,
+        rules=rules,
+        seconds=seconds,
     )
 
 

@@ -16,7 +16,8 @@ from planner.references import load_workload
 from planner.tradeoff_result import DEFAULT_SECONDS, Tradeoff
 
 _SAID_BY_A_PLAN = (
-    "batch_size seq_len optimizer fidelity force forbid only max_slowdown tradeoff largest_batch smallest_card".split()
+    "batch_size seq_len optimizer fidelity force forbid only max_slowdown gradients_alive tradeoff largest_batch "
+    "smallest_card".split()
 )
 
 
@@ -37,7 +38,11 @@ def answer(options: argparse.Namespace) -> Plan | Tradeoff:
         max_slowdown=options.max_slowdown,
     )
     load = functools.partial(
-        load_workload, options.model, seq_len=options.seq_len, optimizer=options.optimizer or "adamw"
+        load_workload,
+        options.model,
+        seq_len=options.seq_len,
+        optimizer=options.optimizer or "adamw",
+        gradients_alive=options.gradients_alive,
     )
     if options.smallest_card:
         return questions.smallest_card(load(batch_size=options.batch_size), rules)

@@ -53,6 +53,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--forbid", action="append", default=[], metavar="NAME", help="must not be used")
     made.add_argument("--only", action="append", default=[], metavar="NAMES", help="forbid all but these: a,b,...")
     made.add_argument("--max-slowdown", type=_ratio, metavar="X", help="no plan slower than X times the step as it is")
+    made.add_argument(
+        "--gradients-alive",
+        action="store_true",
+        help="gradients of earlier batches are there before the step: for a loop that accumulates by itself",
+    )
     questions = made.add_argument_group("other questions").add_mutually_exclusive_group()
     questions.add_argument(
         "--tradeoff", action="store_true", help="memory against step time, down to the smallest plan; --vram marks one"

@@ -70,15 +70,16 @@ def fastest(trials: Trials, offered: Offer, rules: Rules) -> Certified | None:
     time than a tie.
     """
     chooser, finest_bytes = trials.chooser(offered, rules), trials.budget_bytes // _FINEST_STEP
-    best_ns, found = None, None
-    low_bytes, high_bytes = 0, None
     budget_bytes = trials.budget_bytes
-    for attempt in range(_ATTEMPTS):
+    choice = chooser.fastest(budget_bytes)
+    if choice is None and budget_bytes < trials.capacity_bytes:
+        budget_bytes = trials.capacity_bytes  # the slack may be less than the first guess of it
         choice = chooser.fastest(budget_bytes)
-        if best_ns is None:
-            if choice is None:
-                return None
-            best_ns = choice.step_ns
+    if choice is None:
+        return None
+    best_ns, found = choice.step_ns, None
+    low_bytes, high_bytes = 0, None
+    for attempt in range(_ATTEMPTS):
         certified = None if choice is None else trials.certify(choice)
         if certified is not None and not certified.measured.fits:
             high_bytes = min(budget_bytes, choice.peak_bytes)
@@ -93,6 +94,7 @@ def fastest(trials: Trials, offered: Offer, rules: Rules) -> Certified | None:
             return found
         if budget_bytes <= low_bytes:
             budget_bytes = (low_bytes + high_bytes) // 2
+        choice = chooser.fastest(budget_bytes)
     return found
 
 

@@ -80,7 +80,11 @@ def measure(graph: StepGraph, card: DeviceProfile, *, vram_bytes: int | None, mi
 
 
 def smallest_capacity_bytes(graph: StepGraph, card: DeviceProfile, *, within_bytes: int = 1 << 20) -> int:
-    """Smallest total in which the step gets through, within `within_bytes`: at its limit the allocator frees cache."""
+    """A total in which the step gets through, and at most `within_bytes` above the smallest one.
+
+    At its limit the allocator frees cache. What it reserves at most under a limit is as good a limit: no allocation was
+    between the two, so all of them are answered alike.
+    """
     if not card.allocator:
         return int(graph.live_bytes().max()) + card.context_bytes
     ids, sizes, _ = allocation_stream(graph)
@@ -88,8 +92,9 @@ def smallest_capacity_bytes(graph: StepGraph, card: DeviceProfile, *, within_byt
     low, high = outcome.peak_allocated_bytes - 1, outcome.peak_reserved_bytes
     while high - low > within_bytes:
         middle = (low + high) // 2
-        if replayed((ids, sizes), card, middle).out_of_memory_event is None:
-            high = middle
+        outcome = replayed((ids, sizes), card, middle)
+        if outcome.out_of_memory_event is None:
+            high = outcome.peak_reserved_bytes
         else:
             low = middle
     return high + card.context_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, quoteattr
 
 from planner.sizes import GIB, MIB, format_size
 from planner.tradeoff_result import Tradeoff
@@ -38,7 +38,7 @@ def front_svg(tradeoff: Tradeoff) -> str:
     ]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
-        f'height="{_HEIGHT}" font-family="system-ui, sans-serif" role="img" aria-label="{escape(title)}">\n'
+        f'height="{_HEIGHT}" font-family="system-ui, sans-serif" role="img" aria-label={quoteattr(title)}>\n'
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>\n' + "\n".join(body) + "\n</svg>\n"
     )
 

@@ -155,7 +155,7 @@ def offer(
             None if chunked_loss is None else (chunked_loss,),
             "no linear layer's output of some size goes straight into a cross entropy",
         ),
-        updates=_updates(work, rules),
+        updates=_updates(work, rules, notes),
         splits=_splits(work, rules, batch_statistics, notes),
         recompute=_recompute(rules),
         notes=tuple(notes),
@@ -270,10 +270,14 @@ def _optimizers(work: Workload, rules: Rules, notes: list[str]) -> tuple[tuple[D
     return _choices(rules, Optimizer, None if why_not else (Optimizer(),), why_not)
 
 
-def _updates(work: Workload, rules: Rules) -> tuple[tuple[Decision, ...], ...]:
+def _updates(work: Workload, rules: Rules, notes: list[str]) -> tuple[tuple[Decision, ...], ...]:
     """After the backward; inside of it, where the optimizer treats each parameter by itself."""
     optimizer = work.optimizer
-    if isinstance(optimizer, str):
+    if work.gradients_alive:
+        why_not = "the gradients of several batches are added up before the optimizer may use them"
+        if rules.allow(StepInBackward):
+            notes.append(f"no step in backward: {why_not}")
+    elif isinstance(optimizer, str):
         why_not = None
     elif not isinstance(optimizer, torch.optim.Optimizer):
         why_not = "what a function makes is not known to treat each parameter by itself: give the optimizer itself"

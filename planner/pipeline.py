@@ -21,8 +21,9 @@ from planner.calling import LossFn
 from planner.cards import GENERIC, resolve_card
 from planner.certificates import Certificates
 from planner.choose import Choice
-from planner.decisions import Accumulation, Fidelity
+from planner.decisions import Accumulation, Decision, Fidelity
 from planner.errors import PlanFileError, SizeError
+from planner.footprint import smallest_capacity_bytes
 from planner.front import front, total_bytes
 from planner.fx_graph import to_fx
 from planner.options import Rules
@@ -35,7 +36,14 @@ from planner.trials import Certified, Trials
 from planner.workload import OptimizerSpec, Workload, workload
 from planner.workspaces.stream import unknown_ops
 from profiles.device import DeviceProfile
-from rewrite.certify import certifying_graph, finish_certificate, start_certificate, start_rehearsal, start_update
+from rewrite.certify import (
+    certifying_graph,
+    finish_certificate,
+    start_certificate,
+    start_rehearsal,
+    start_update,
+    with_held,
+)
 
 
 def plan_live_model(
@@ -46,10 +54,11 @@ def plan_live_model(
     loss_fn: LossFn | None,
     gpu: str | None,
     optimizer: OptimizerSpec,
+    gradients_alive: bool,
     rules: Rules,
 ) -> Plan:
     """`planner.plan`."""
-    work = workload(model, batch, loss_fn=loss_fn, optimizer=optimizer)
+    work = workload(model, batch, loss_fn=loss_fn, optimizer=optimizer, gradients_alive=gradients_alive)
     card, vram_bytes = card_and_budget(gpu, vram)
     return plan_workload(work, card, vram_bytes=vram_bytes, rules=rules)
 
@@ -62,11 +71,12 @@ def tradeoff_of_live_model(
     loss_fn: LossFn | None,
     gpu: str | None,
     optimizer: OptimizerSpec,
+    gradients_alive: bool,
     rules: Rules,
     seconds: float,
 ) -> Tradeoff:
     """`planner.tradeoff`."""
-    work = workload(model, batch, loss_fn=loss_fn, optimizer=optimizer)
+    work = workload(model, batch, loss_fn=loss_fn, optimizer=optimizer, gradients_alive=gradients_alive)
     card, vram_bytes = card_and_budget(gpu, vram)
     return tradeoff_workload(work, card, vram_bytes=vram_bytes, rules=rules, seconds=seconds)
 
@@ -103,7 +113,7 @@ def plan_workload(work: Workload, card: DeviceProfile, *, vram_bytes: int | None
     is the smallest one, with what is missing and the cheapest relaxation that would help.
     """
     began = time.perf_counter()
-    usable_bytes, about_card = _within_card(card, vram_bytes)
+    usable_bytes, about_card = within_card(card, vram_bytes)
     with contextlib.closing(_trials(work, card, usable_bytes)) as trials:
         if vram_bytes is None:
             return _plan(trials, trials.baseline, rules, vram_bytes, shortfall=None, notes=(), began=began)
@@ -111,7 +121,7 @@ def plan_workload(work: Workload, card: DeviceProfile, *, vram_bytes: int | None
         offered = trials.offer(rules)
         notes = (*about_card, *offered.notes)
         found, short = fitting.best(trials, offered, rules), None
-        if found is None:
+        if found is None or not trials.quick_enough(found, rules):
             found = fitting.nearest(trials, offered, rules)
             if not found.measured.fits or not trials.quick_enough(found, rules):
                 short = fitting.shortfall(trials, found, relaxations(trials, rules))
@@ -121,21 +131,43 @@ def plan_workload(work: Workload, card: DeviceProfile, *, vram_bytes: int | None
 def plan_that_fits(work: Workload, card: DeviceProfile, *, vram_bytes: int, rules: Rules) -> Plan | None:
     """The plan of `plan_workload` where there is one that fits; None, quickly, where there is none."""
     began = time.perf_counter()
-    usable_bytes, about_card = _within_card(card, vram_bytes)
+    usable_bytes, about_card = within_card(card, vram_bytes)
     with contextlib.closing(_trials(work, card, usable_bytes)) as trials:
         offered = trials.offer(rules)
         found = fitting.best(trials, offered, rules)
-        if found is None:
+        if found is None or not trials.quick_enough(found, rules):
             return None
         notes = (*about_card, *offered.notes)
         return _plan(trials, found, rules, vram_bytes, shortfall=None, notes=notes, began=began)
 
 
-def smallest_total_bytes(work: Workload, card: DeviceProfile, *, vram_bytes: int, rules: Rules) -> int:
-    """The smallest total in which the smallest plan gets through, frozen prefixes apart."""
-    usable_bytes, _ = _within_card(card, vram_bytes)
+def smallest_way(
+    work: Workload, card: DeviceProfile, *, vram_bytes: int, rules: Rules
+) -> tuple[int, tuple[Decision, ...]]:
+    """The smallest promise: the smallest total in which it gets through, frozen prefixes apart, and its decisions.
+
+    Quicker than the smallest plan, for which the allocator's slack is looked at, too.
+    """
+    usable_bytes, _ = within_card(card, vram_bytes)
     with contextlib.closing(_trials(work, card, usable_bytes)) as trials:
-        return trials.needed_bytes(fitting.smallest(trials, trials.offer(rules), rules))
+        found = trials.certify(trials.chooser(trials.offer(rules), rules).smallest())
+        return trials.needed_bytes(found), found.choice.decisions
+
+
+def way_within(
+    work: Workload, card: DeviceProfile, *, vram_bytes: int, rules: Rules
+) -> tuple[int, tuple[Decision, ...]]:
+    """Total and decisions of the plan of `plan_workload`, which looks for more than the smallest way."""
+    usable_bytes, _ = within_card(card, vram_bytes)
+    with contextlib.closing(_trials(work, card, usable_bytes)) as trials:
+        offered = trials.offer(rules)
+        found = fitting.best(trials, offered, rules) or fitting.nearest(trials, offered, rules)
+        return found.measured.footprint.total_bytes, found.choice.decisions
+
+
+def total_bytes_with(work: Workload, card: DeviceProfile, decisions: tuple[Decision, ...]) -> int:
+    """The smallest total in which the step gets through under these decisions, by rehearsal."""
+    return smallest_capacity_bytes(certifying_graph(with_held(work, card), decisions, card), card)
 
 
 def tradeoff_workload(
@@ -148,7 +180,7 @@ def tradeoff_workload(
         seconds: after so many the front is left as fine as it is by then.
     """
     began = time.perf_counter()
-    usable_bytes, about_card = _within_card(card, vram_bytes)
+    usable_bytes, about_card = within_card(card, vram_bytes)
     with contextlib.closing(_trials(work, card, None)) as trials:
         trials.expect(rules)
         found = front(trials, rules, vram_bytes=usable_bytes, seconds=seconds)
@@ -180,6 +212,7 @@ def replan(saved: Plan, *, vram: str | None, gpu: str | None) -> Plan:
         batch_size=saved.workload.batch_size,
         seq_len=saved.workload.seq_len,
         optimizer=saved.workload.optimizer,
+        gradients_alive=saved.workload.gradients_alive,
     )
     if work.model_facts().fingerprint != saved.model.fingerprint:
         raise PlanFileError(
@@ -200,7 +233,7 @@ def replan(saved: Plan, *, vram: str | None, gpu: str | None) -> Plan:
         forbidden=saved.forbidden,
         max_slowdown=saved.max_slowdown,
     )
-    usable_bytes, notes = _within_card(card, vram_bytes)
+    usable_bytes, notes = within_card(card, vram_bytes)
     trials = _trials(work, card, usable_bytes)
     found = trials.certify(Choice(decisions=saved.decisions, peak_bytes=0, step_ns=0, status="not needed", gap=0.0))
     found = found if vram_bytes is None else trials.tightly(found)
@@ -213,6 +246,7 @@ def replan(saved: Plan, *, vram: str | None, gpu: str | None) -> Plan:
 
 def _trials(work: Workload, card: DeviceProfile, vram_bytes: int | None) -> Trials:
     """Where planner and rewriter meet: what is rehearsed is the step that the rewriter makes of the decisions."""
+    work = with_held(work, card)
     return Trials(
         work,
         card,
@@ -228,7 +262,7 @@ def _trials(work: Workload, card: DeviceProfile, vram_bytes: int | None) -> Tria
     )
 
 
-def _within_card(card: DeviceProfile, vram_bytes: int | None) -> tuple[int | None, tuple[str, ...]]:
+def within_card(card: DeviceProfile, vram_bytes: int | None) -> tuple[int | None, tuple[str, ...]]:
     """The budget, at most what a named card has, and a note where that is less."""
     if vram_bytes is None or vram_bytes <= card.vram_bytes or card.name == GENERIC or not card.allocator:
         return vram_bytes, ()

@@ -81,6 +81,8 @@ class WorkloadFacts:
     has_loss_fn: bool
     optimizer: str
     """'adamw', 'sgd', ... or the qualified name of the user's own."""
+    gradients_alive: bool = False
+    """Whether the step finds gradients of earlier batches, and adds to them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import profiles
 from planner import pipeline
-from planner.decisions import Accumulation
-from planner.errors import DecisionError
+from planner.decisions import Accumulation, Decision, Freeze
+from planner.errors import DecisionError, PlannerError, WorkloadError
 from planner.options import Rules
 from planner.plan_file import Plan
 from planner.sizes import format_size
@@ -18,57 +18,134 @@ from profiles.device import DeviceProfile
 _MOST_SAMPLES = 1 << 20
 _FIRST_SAMPLES = 64
 _EXACT_TO = 64
-"""A batch is the largest to within one sample in so many: finding out takes a whole search for each."""
+"""A batch is the largest to within one sample in so many: finding out takes a rehearsal for each."""
+_FAR = 2
+"""Sizes so many times as large as those known are searched anew."""
+_LEFT_OUT = (
+    (Accumulation, "with which any batch fits where one sample does"),
+    (Freeze, "since each frozen prefix would make another"),
+)
+"""Techniques that this question is asked without, and why."""
 
 
 def largest_batch(build: Callable[[int], Workload], card: DeviceProfile, *, vram_bytes: int, rules: Rules) -> Plan:
     """The plan for the largest batch that fits without accumulation; where none does, what a single sample lacks.
 
     Bytes are nearly affine in the number of samples, so the next size asked is where the line through two known ones
-    meets the budget. That only saves questions: the smallest plan of the size found fits by its certificate, that of
-    a size above it does not (one sample more, from 128 samples on a few), and what fits is taken to fit at all smaller
-    sizes. Frozen prefixes are left out.
+    meets the budget. That only saves questions: the plan of the size found fits by its certificate, of a size above it
+    (one sample more, from 128 samples on a few) a search finds none, and what fits is taken to fit at all smaller
+    sizes. Frozen prefixes are left out. Where a single sample is refused (BatchNorm), two are the smallest batch.
 
     Args:
         build: from a batch size to the workload.
 
     Raises:
-        DecisionError: accumulation is forced, or a slowdown is limited.
+        DecisionError: accumulation or freezing is forced, or a slowdown is limited.
     """
     if rules.max_slowdown is not None:
         raise DecisionError("the largest batch is asked for at any speed: leave out the limit of the slowdown")
-    if rules.allow(Accumulation):
-        rules = dataclasses.replace(rules, forbidden=(*rules.forbidden, Accumulation.kind))
+    for kind, why in _LEFT_OUT:
+        if rules.force(kind):
+            raise DecisionError(f"the largest batch is asked for without {kind.kind}, {why}: do not force it")
+        if rules.allow(kind):
+            rules = dataclasses.replace(rules, forbidden=(*rules.forbidden, kind.kind))
 
-    def needed_bytes(samples: int) -> int:
-        return pipeline.smallest_total_bytes(build(samples), card, vram_bytes=vram_bytes, rules=rules)
-
-    samples, too_many = largest_within(needed_bytes, limit_bytes=vram_bytes, first=_FIRST_SAMPLES, most=_MOST_SAMPLES)
-    plan = pipeline.plan_workload(build(max(samples, 1)), card, vram_bytes=vram_bytes, rules=rules)
-    if not samples:
+    usable_bytes, _ = pipeline.within_card(card, vram_bytes)
+    needs = _Needs(build, card, usable_bytes, rules)
+    while True:
+        samples, too_many = largest_within(
+            needs.total_bytes, limit_bytes=usable_bytes, least=needs.least, first=_FIRST_SAMPLES, most=_MOST_SAMPLES
+        )
+        if too_many <= _MOST_SAMPLES and not needs.refuted(too_many):
+            continue
+        plan = pipeline.plan_workload(build(max(samples, needs.least)), card, vram_bytes=vram_bytes, rules=rules)
+        if plan.fits or samples < needs.least:
+            break
+        needs.correct(samples, max(plan.peak.total_bytes, usable_bytes + 1))
+    if not plan.fits:
         return plan
     more = f"{too_many:,} do not" if too_many <= _MOST_SAMPLES else "more were not tried"
     return _noted(plan, f"largest batch without accumulation: {samples:,} samples fit, {more}")
 
 
-def largest_within(needed_bytes: Callable[[int], int], *, limit_bytes: int, first: int, most: int) -> tuple[int, int]:
-    """Largest number in 1..most whose need is within the limit, and one above it whose need is not.
+class _Needs:
+    """How much batches of some size need: searched for, or at most, by rehearsing what was the smallest way elsewhere.
+
+    A search tries every outer choice, a rehearsal one. That a batch fits is certain by either. That it does not is
+    asked as a plan is, within the budget: the smallest promise may not be what the allocator gives the least.
+    """
+
+    def __init__(self, build: Callable[[int], Workload], card: DeviceProfile, vram_bytes: int, rules: Rules) -> None:
+        self._build, self._card, self._vram_bytes, self._rules = build, card, vram_bytes, rules
+        self._searched: dict[int, int] = {}
+        self._at_most: dict[int, int] = {}
+        self._way: tuple[Decision, ...] = ()
+        self.searched_bytes(_FIRST_SAMPLES)
+        self.least = self._least()
+
+    def total_bytes(self, samples: int) -> int:
+        """Of this size, at most. The smallest way of one size says little of others that are far above."""
+        if samples in self._searched or samples > _FAR * max(self._searched):
+            return self.searched_bytes(samples)
+        if samples not in self._at_most:
+            try:
+                self._at_most[samples] = pipeline.total_bytes_with(self._build(samples), self._card, self._way)
+            except PlannerError:
+                return self.searched_bytes(samples)  # this size may need another way, or be refused whatever the way
+        return self._at_most[samples]
+
+    def searched_bytes(self, samples: int) -> int:
+        """Of this size; the smallest way is then tried on others, too."""
+        if samples not in self._searched:
+            self._search(pipeline.smallest_way, samples)
+        return self._searched[samples]
+
+    def refuted(self, samples: int) -> bool:
+        """Whether no plan is found for this size; one that is found is then tried on others, too."""
+        self._search(pipeline.way_within, samples)
+        return self._searched[samples] > self._vram_bytes
+
+    def _search(self, function: Callable[..., tuple[int, tuple[Decision, ...]]], samples: int) -> None:
+        self._searched[samples], self._way = function(
+            self._build(samples), self._card, vram_bytes=self._vram_bytes, rules=self._rules
+        )
+        self._at_most = {size: total for size, total in self._at_most.items() if total <= self._vram_bytes}
+
+    def correct(self, samples: int, total_bytes: int) -> None:
+        """A search has found nothing that fits, and this total to be the smallest."""
+        self._searched[samples] = total_bytes
+
+    def _least(self) -> int:
+        """Of a model that refuses single samples: 2."""
+        try:
+            self.total_bytes(1)
+        except WorkloadError:
+            self.total_bytes(2)
+            return 2
+        return 1
+
+
+def largest_within(
+    needed_bytes: Callable[[int], int], *, limit_bytes: int, least: int = 1, first: int, most: int
+) -> tuple[int, int]:
+    """Largest number in least..most whose need is within the limit, and one above it whose need is not.
 
     Interpolation search for needs that rise and are nearly affine, and bisection after two answers on one side. The two
-    numbers are neighbours below `_EXACT_TO`, and within one in so many above. (0, 1) and (most, most + 1) where there
-    is none.
+    numbers are neighbours below `_EXACT_TO`, and within one in so many above. (least - 1, least) and (most, most + 1)
+    where there is none.
     """
-    known = {number: needed_bytes(number) for number in (1, first)}
+    known = {number: needed_bytes(number) for number in (least, first)}
     sides: list[bool] = []
     while True:
-        low = max((number for number, need in known.items() if need <= limit_bytes), default=0)
-        high = min((number for number, need in known.items() if need > limit_bytes), default=most + 1)
+        low = max((number for number, need in known.items() if need <= limit_bytes), default=least - 1)
+        too_many = (number for number, need in known.items() if need > limit_bytes and number > low)
+        high = min(too_many, default=most + 1)
         if high - low <= max(1, low // _EXACT_TO):
             return low, high
         one, other = sorted(known, key=lambda number: abs(known[number] - limit_bytes))[:2]
         slope = (known[one] - known[other]) / (one - other)
         if slope <= 0 or (len(sides) > 1 and sides[-1] == sides[-2] and high <= most):
-            guess = (low + high) // 2
+            guess = (low + high) // 2 if high <= most else 2 * low  # an allocator's segments make steps
         else:
             guess = one + int((limit_bytes - known[one]) // slope)
         asked = min(max(guess, low + 1), high - 1)

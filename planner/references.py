@@ -23,14 +23,16 @@ DEFAULT_SEQ_LEN = 512
 FORMS = "config.json, a model folder or hub id, path/file.py:name, package.module:name, or a saved plan"
 
 
-def load_workload(reference: str, *, batch_size: int | None, seq_len: int | None, optimizer: str) -> Workload:
+def load_workload(
+    reference: str, *, batch_size: int | None, seq_len: int | None, optimizer: str, gradients_alive: bool = False
+) -> Workload:
     """The workload that `reference` names. Models are built on the meta device where they let themselves be.
 
     Raises:
         WorkloadError: nothing of that name, or it fails; the message quotes it.
     """
     if ":" in reference and not pathlib.Path(reference).exists():
-        return _from_callable(reference, batch_size, seq_len, optimizer)
+        return _from_callable(reference, batch_size, seq_len, optimizer, gradients_alive)
     path = pathlib.Path(reference)
     if not path.exists() and (path.suffix == ".json" or (path.parent != pathlib.Path() and path.parent.is_dir())):
         raise WorkloadError(f"'{reference}' does not exist: give {FORMS}")
@@ -39,14 +41,16 @@ def load_workload(reference: str, *, batch_size: int | None, seq_len: int | None
             f"'{reference}' names a file but nothing in it: write {reference}:name of a function or class"
         )
     if path.is_file() or path.is_dir() or not reference.startswith((".", "/")):
-        return _from_transformers(reference, batch_size, seq_len, optimizer)
+        return _from_transformers(reference, batch_size, seq_len, optimizer, gradients_alive)
     raise WorkloadError(f"model '{reference}' does not exist: give {FORMS}")
 
 
 # ---- transformers --------------------------------------------------------------------------------------------------
 
 
-def _from_transformers(reference: str, batch_size: int | None, seq_len: int | None, optimizer: str) -> Workload:
+def _from_transformers(
+    reference: str, batch_size: int | None, seq_len: int | None, optimizer: str, gradients_alive: bool
+) -> Workload:
     config = _config(reference)
     model_class = _model_class(config, reference)
     if hasattr(config, "use_cache"):
@@ -61,7 +65,14 @@ def _from_transformers(reference: str, batch_size: int | None, seq_len: int | No
     seq_len = seq_len or min(DEFAULT_SEQ_LEN, limit)
     batch = synthetic_batch(model, batch_size=batch_size or 1, seq_len=seq_len)
     takes_tokens = "input_ids" in batch or ("labels" in batch and batch["labels"].dim() == 2)
-    return workload(model, batch, optimizer=optimizer, seq_len=seq_len if takes_tokens else None, reference=reference)
+    return workload(
+        model,
+        batch,
+        optimizer=optimizer,
+        seq_len=seq_len if takes_tokens else None,
+        reference=reference,
+        gradients_alive=gradients_alive,
+    )
 
 
 def _config(reference: str) -> Any:
@@ -113,7 +124,9 @@ def _model_class(config: Any, reference: str) -> type[torch.nn.Module]:
 # ---- Python callables ----------------------------------------------------------------------------------------------
 
 
-def _from_callable(reference: str, batch_size: int | None, seq_len: int | None, optimizer: str) -> Workload:
+def _from_callable(
+    reference: str, batch_size: int | None, seq_len: int | None, optimizer: str, gradients_alive: bool
+) -> Workload:
     function = _callable(reference)
     try:
         accepted = inspect.signature(function).parameters
@@ -137,7 +150,15 @@ def _from_callable(reference: str, batch_size: int | None, seq_len: int | None, 
     if batch_size is not None and batch_size_of(batch) != batch_size:
         batch = resized(batch, batch_size)
     seq_len = seq_len if "seq_len" in accepted else None
-    return workload(model, batch, loss_fn=loss_fn, optimizer=optimizer, seq_len=seq_len, reference=reference)
+    return workload(
+        model,
+        batch,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        seq_len=seq_len,
+        reference=reference,
+        gradients_alive=gradients_alive,
+    )
 
 
 def _call(function: Callable[..., Any], arguments: dict[str, int], reference: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from html import escape
+
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -38,7 +40,7 @@ def html(plan: Plan) -> str:
     console = Console(record=True, width=110, file=_Nowhere(), force_terminal=True)
     console.print(render(plan))
     page = console.export_html(inline_styles=True)
-    return page.replace("<head>", f"<head>\n<title>{plan.model.name}: memory plan</title>", 1)
+    return page.replace("<head>", f"<head>\n<title>{escape(plan.model.name)}: memory plan</title>", 1)
 
 
 class _Nowhere:
@@ -57,6 +59,8 @@ def headline(plan: Plan) -> Text:
     per_sample = f" x {work.seq_len} tokens" if work.seq_len else ""
     text = Text.assemble((plan.model.name, "bold"), f", {_count(plan.model.parameters)} parameters, ")
     text.append(f"batch {work.batch_size}{per_sample}, {work.optimizer}\n")
+    if work.gradients_alive:
+        text.append("gradients of earlier batches are alive before the step, which adds to them\n")
     card = "a made-up card of this size, name yours with --gpu" if plan.card == GENERIC else plan.card
     text.append(f"card: {card} ({plan.card_source})")
     if plan.vram_bytes is not None:

@@ -155,8 +155,12 @@ class Trials:
     @property
     def budget_bytes(self) -> int:
         """For tensors: what the context leaves of the budget, less a first guess of the allocator's slack."""
-        capacity = self.vram_bytes - self.card.context_bytes
-        return capacity - (round(capacity * _FIRST_SLACK) if self.card.allocator else 0)
+        return self.capacity_bytes - (round(self.capacity_bytes * _FIRST_SLACK) if self.card.allocator else 0)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What the context leaves of the budget."""
+        return self.vram_bytes - self.card.context_bytes
 
     def tightly(self, certified: Certified) -> Certified:
         """The same choice measured under the budget, or under the smallest larger total in which it gets through."""

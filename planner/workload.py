@@ -33,6 +33,10 @@ class Workload:
     calling: Calling
     reference: str | None
     """How the model was named on the command line; None for a live object."""
+    gradients_alive: bool = False
+    """Whether gradients of earlier batches are there before the step, which adds to them: the user accumulates."""
+    held: tuple[str, ...] | None = None
+    """Parameters whose gradients are there then: those that a backward reaches. None: not rehearsed yet."""
 
     @property
     def batch_bytes(self) -> int:
@@ -55,6 +59,7 @@ class Workload:
             calling=self.calling.name,
             has_loss_fn=self.loss_fn is not None,
             optimizer=optimizer_name(self.optimizer),
+            gradients_alive=self.gradients_alive,
         )
 
 
@@ -66,11 +71,13 @@ def workload(
     optimizer: OptimizerSpec = "adamw",
     seq_len: int | None = None,
     reference: str | None = None,
+    gradients_alive: bool = False,
 ) -> Workload:
     """Check and complete what a user gave.
 
     Raises:
-        WorkloadError: no module, a batch without tensors, or a model without parameters to train.
+        WorkloadError: no module, a batch without tensors, a model without parameters to train, or sparse gradients
+            that would be alive before the step.
     """
     if not isinstance(model, torch.nn.Module):
         raise WorkloadError(
@@ -79,6 +86,13 @@ def workload(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise WorkloadError(
             f"{type(model).__name__} has no parameter that requires a gradient: there is nothing to train"
+        )
+    if gradients_alive and any(
+        isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse for module in model.modules()
+    ):
+        raise WorkloadError(
+            "gradients cannot be alive before the step where an embedding makes sparse ones: each batch adds rows, so "
+            "that their size is not known; use sparse=False"
         )
     return Workload(
         model=model,
@@ -89,6 +103,7 @@ def workload(
         seq_len=seq_len,
         calling=Calling.of(batch, loss_fn),
         reference=reference,
+        gradients_alive=gradients_alive,
     )
 
 

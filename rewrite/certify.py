@@ -56,7 +56,13 @@ def certify(
     Raises:
         PlanFileError: for another model or another batch size.
     """
-    work = workload(model, batch, loss_fn=loss_fn, optimizer=optimizer or plan.workload.optimizer)
+    work = workload(
+        model,
+        batch,
+        loss_fn=loss_fn,
+        optimizer=optimizer or plan.workload.optimizer,
+        gradients_alive=plan.workload.gradients_alive,
+    )
     if work.model_facts().fingerprint != plan.model.fingerprint:
         raise PlanFileError(
             f"the plan was made for another {plan.model.name}: names, shapes or dtypes of its parameters differ; "
@@ -67,7 +73,7 @@ def certify(
             f"the plan is for batches of {plan.workload.batch_size} samples, this one has {work.batch_size}"
         )
     card = card or resolve_card(plan.card, plan.vram_bytes)
-    found = certify_decisions(work, plan.decisions, card, vram_bytes=plan.vram_bytes)
+    found = certify_decisions(with_held(work, card), plan.decisions, card, vram_bytes=plan.vram_bytes)
     return Certificate(footprint=found.footprint, fits=found.fits, certified_bytes=found.curve_bytes)
 
 
@@ -77,6 +83,22 @@ def certify_decisions(
     """Rehearse two full steps under these decisions and measure them on the card."""
     graph = certifying_graph(work, decisions, card)
     return measure(graph, card, vram_bytes=vram_bytes, micro_batches=micro_batches_of(decisions))
+
+
+def with_held(work: Workload, card: DeviceProfile) -> Workload:
+    """Where gradients are alive before the step: the workload with the names of the parameters that have one."""
+    if not work.gradients_alive or work.held is not None:
+        return work
+    graph = start_rehearsal(
+        dataclasses.replace(work, gradients_alive=False),
+        (),
+        card,
+        sizes=(work.batch_size,),
+        steps=1,
+        primed=False,
+        what_if=False,
+    ).result()
+    return dataclasses.replace(work, held=graph.trained)
 
 
 def certifying_graph(work: Workload, decisions: Sequence[Decision], card: DeviceProfile) -> StepGraph:
@@ -131,7 +153,8 @@ def start_rehearsal(
                 if getattr(getattr(module, "config", None), "use_cache", False):
                     module.config.use_cache = False
         rewritten = rewrite(model, sum(sizes))
-        return rewritten.step, rewritten.optimizer
+        step = _adding_to_gradients(rewritten.step, model, work.held) if work.gradients_alive else rewritten.step
+        return step, rewritten.optimizer
 
     return Rehearsal(
         model=work.model,
@@ -182,6 +205,21 @@ def start_update(work: Workload, decisions: Sequence[Decision], card: DeviceProf
         what_if=False,
         trained=tuple(trained),
     ).start()
+
+
+def _adding_to_gradients(
+    step: Callable[[Any], Any], model: torch.nn.Module, held: Sequence[str]
+) -> Callable[[Any], Any]:
+    """The step with gradients of these parameters there before it, in buffers that outlive its update."""
+    parameters = dict(model.named_parameters())
+    buffers = {name: torch.empty_like(parameters[name]) for name in held if parameters[name].requires_grad}
+
+    def adding(batch: Any) -> Any:
+        for name, buffer in buffers.items():
+            parameters[name].grad = buffer.detach()
+        return step(batch)
+
+    return adding
 
 
 def _rewriter(work: Workload, decisions: Sequence[Decision]) -> Callable[[torch.nn.Module, int], Rewritten]:

@@ -48,6 +48,8 @@ def _command(plan: Plan, file_name: str) -> str:
             f"optimizer={plan.workload.optimizer!r}",
             *([f"force={plan.forced!r}"] if plan.forced else []),
             *([f"forbid={plan.forbidden!r}"] if plan.forbidden else []),
+            *([f"max_slowdown={plan.max_slowdown!r}"] if plan.max_slowdown is not None else []),
+            *(["gradients_alive=True"] if plan.workload.gradients_alive else []),
         )
         return _filled(["planner.plan(model", "batch", *call], ", ", ",") + ")"
     options = [
@@ -59,6 +61,8 @@ def _command(plan: Plan, file_name: str) -> str:
         ("--fidelity", plan.fidelity),
         *(("--force", kind) for kind in plan.forced),
         *(("--forbid", kind) for kind in plan.forbidden),
+        *([("--max-slowdown", f"{plan.max_slowdown!r}")] if plan.max_slowdown is not None else []),
+        *([("--gradients-alive",)] if plan.workload.gradients_alive else []),
         ("--emit", file_name),
     ]
     return _filled([shlex.join(words) for words in (("plan", plan.model.reference), *options)], " ", " \\")

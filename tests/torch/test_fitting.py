@@ -57,6 +57,23 @@ def test_the_batch_is_not_cut_into_single_samples(plans):
     assert all(micro_batches_of(plan.decisions) <= 64 for plan in plans.values())
 
 
+def test_the_smallest_plan_fits_its_own_total_and_is_then_told_as_a_way_out():
+    """Its slack is below the first guess of it, and the total is no whole number of MiB."""
+    with torch.device("meta"):
+        layers = [layer for _ in range(6) for layer in (torch.nn.Linear(512, 512), torch.nn.Sigmoid())]
+        model, batch = torch.nn.Sequential(*layers, torch.nn.Linear(512, 10)), (torch.zeros(40960, 512),)
+    batch = (*batch, torch.zeros(40960, dtype=torch.int64))
+    options = {"loss_fn": loss_fn, "gpu": "rtx-3090"}
+    smallest = planner.plan(model, batch, vram=10 * MIB, only="precision", force="precision", **options)
+    assert smallest.solver.promised_bytes > 0.99 * smallest.peak.reserved_bytes
+    vram = smallest.peak.total_bytes
+    again = planner.plan(model, batch, vram=vram, only="precision", force="precision", **options)
+    assert not smallest.fits and again.fits and again.peak.total_bytes <= vram
+    without = planner.plan(model, batch, vram=vram, only=(), **options)
+    opens = {one.relax: one.opens for one in without.shortfall.relaxations}
+    assert not without.fits and opens["allow precision"]
+
+
 class PooledNorm(torch.nn.Module):
     """Blocks that keep much, and a norm over one value for each sample, which refuses single samples."""
 

@@ -13,7 +13,9 @@ import planner
 from planner import cards
 from planner.cli import main
 from planner.errors import DecisionError
+from planner.front_svg import front_svg
 from planner.plan_file import Plan
+from planner.report import html
 from planner.sizes import MIB
 from rewrite import certify
 
@@ -122,6 +124,23 @@ def test_a_real_allocator_is_counted_and_a_named_card_marks_what_it_has():
 def test_freezing_cannot_be_forced():
     with pytest.raises(DecisionError, match="do not force freeze"):
         traded(fidelity="partial", force="freeze")
+
+
+def test_a_name_with_quotes_and_brackets_is_drawn_as_it_is():
+    model, batch = deep()
+    model.__class__ = type('A<b>&"c"', (torch.nn.Sequential,), {})
+    found = planner.tradeoff(model, batch, loss_fn=mean_square, gpu="bare", fidelity="exact", seconds=1e-3)
+    root = xml.fromstring(front_svg(found))
+    assert root.get("aria-label").startswith('A<b>&"c", batch 2048')
+    assert "<title>A&lt;b&gt;&amp;&quot;c&quot;: memory plan</title>" in html(found.as_it_is)
+
+
+def test_the_smallest_point_is_no_slower_than_the_plan_for_its_total():
+    """Without recompute the smallest promise has the most micro-batches; the allocator gives fewer as many segments."""
+    options = {"loss_fn": mean_square, "gpu": "rtx-3060-12gb", "fidelity": "exact", "only": "accumulation"}
+    smallest = planner.tradeoff(*deep(), **options).points[-1]
+    plan = planner.plan(*deep(), vram=smallest.peak.total_bytes, **options)
+    assert smallest.peak.step_ns <= 1.05 * plan.peak.step_ns
 
 
 # ---- the command -------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 
@@ -27,6 +28,10 @@ def build(batch_size=2048):
 
 def loss(output, batch):
     return torch.nn.functional.mse_loss(output, batch[-1])
+
+def normed(batch_size=32):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 4))
+    return model, (torch.zeros(batch_size, 64), torch.zeros(batch_size, 4)), loss
 
 def huge():
     return torch.nn.Linear(200_000, 200_000, bias=False), (torch.zeros(1, 200_000), torch.zeros(1, 200_000)), loss
@@ -138,6 +143,59 @@ def test_the_largest_number_within_a_limit_is_found_in_few_questions(sample_byte
     assert low == 0 or needed(low) <= limit_bytes
     assert high == (1 << 12) + 1 or needed(high) > limit_bytes
     assert len(asked) <= 14 and len(set(asked)) >= len(asked) - 2
+
+
+@pytest.mark.parametrize("limit_bytes", [10_000, 10_239, 20_480, 50_000])
+def test_steps_of_an_allocator_do_not_send_the_question_to_the_largest_number(limit_bytes):
+    asked = []
+
+    def needed(number: int) -> int:
+        asked.append(number)
+        return 10_240 * -(-number // 40)  # whole segments
+
+    low, high = largest_within(needed, limit_bytes=limit_bytes, first=64, most=1 << 20)
+    assert (low, high) == (40 * (limit_bytes // 10_240), 40 * (limit_bytes // 10_240) + 1) or high - low <= low // 64
+    assert max(asked) <= 4 * max(high, 64)
+
+
+def test_a_single_number_that_needs_more_than_others_does_not_hide_them():
+    needs = {1: 10, **dict.fromkeys(range(2, 90), 5), **dict.fromkeys(range(90, 100), 10)}
+    low, high = largest_within(needs.__getitem__, limit_bytes=7, first=64, most=99)
+    assert (low, high) == (89, 90)
+
+
+def test_a_model_that_refuses_a_single_sample_begins_at_two(folder, capsys):
+    arguments = ("--gpu", "bare", "--vram", "200KiB", "--fidelity", "exact")
+    assert main(["net.py:normed", *arguments, "--largest-batch", "--json"]) == 0
+    samples = json.loads(capsys.readouterr().out)["workload"]["batch_size"]
+    above = samples + 1 + samples // 64
+    assert main(["net.py:normed", *arguments, "--batch-size", str(above), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["baseline"]["total_bytes"] > 200 << 10
+    assert main(["net.py:normed", "--gpu", "bare", "--vram", "10KiB", "--largest-batch", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["workload"]["batch_size"] == 2
+
+
+def test_a_card_that_is_smaller_than_the_budget_limits_the_batch(folder, capsys, monkeypatch):
+    card = dataclasses.replace(profiles.load("rtx-2060"), vram_bytes=200 << 20)
+    monkeypatch.setattr(profiles, "load", lambda name: card)
+    code, data = run("--gpu", "rtx-2060", "--vram", "1GiB", "--fidelity", "exact", "--largest-batch", capsys=capsys)
+    assert code == 0 and data["fits"]
+    assert data["plan"]["total_bytes"] <= 200 << 20
+
+
+@pytest.mark.parametrize("name", ["accumulation", "freeze"])
+def test_what_the_largest_batch_is_asked_without_cannot_be_forced(folder, capsys, name):
+    arguments = ("--vram", "1MiB", "--fidelity", "partial", "--force", name, "--largest-batch")
+    code, data = run("--gpu", "bare", *arguments, capsys=capsys)
+    assert code == 2
+    assert f"is asked for without {name}" in data["error"]["message"]
+
+
+def test_frozen_prefixes_make_no_batch_fit_that_is_said_to_be_the_largest(folder, capsys):
+    arguments = ("--gpu", "bare", "--vram", "150KiB", "--fidelity", "partial")
+    code, data = run(*arguments, "--largest-batch", capsys=capsys)
+    assert (code, data["fits"], data["workload"]["batch_size"]) == (1, False, 1)
+    assert {one["relax"]: one["opens"] for one in data["shortfall"]["relaxations"]}["allow freeze"]
 
 
 # ---- which card --------------------------------------------------------------------------------------------------
