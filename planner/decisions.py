@@ -247,7 +247,7 @@ def conflict(decisions: Iterable[Decision]) -> str | None:
     if OptimizerKernel in by_kind and Optimizer in by_kind:
         return "optimizer-kernel is about torch's own optimizer, and 8-bit state is kept by another one"
     if StepInBackward in by_kind and (kernel := by_kind.get(OptimizerKernel)) and kernel.kernel == "for-loop":
-        return "step-in-backward takes one parameter at a time as it is, so that optimizer-kernel's loop changes nothing"
+        return "step-in-backward takes one parameter at a time as it is: optimizer-kernel's loop changes nothing"
     return None
 
 
