@@ -10,12 +10,12 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from planner.cases import Case, Cases
 from planner.certificates import Certificates
-from planner.decisions import ChunkedLoss, Decision, Optimizer, Precision, StepInBackward, conflict
+from planner.decisions import ChunkedLoss, Decision, Optimizer, OptimizerKernel, Precision, StepInBackward, conflict
 from planner.errors import DecisionError, PlannerError
 from planner.options import Offer, Split
 from planner.search import milp
@@ -24,7 +24,7 @@ from planner.search.problem import Selection
 TIE = 1.05
 """Predicted times closer than this factor say nothing about which is faster."""
 
-_SPARING = (Optimizer, ChunkedLoss, StepInBackward)
+_SPARING = (Optimizer, OptimizerKernel, ChunkedLoss, StepInBackward)
 _SUBSETS = tuple(itertools.chain.from_iterable(itertools.combinations(_SPARING, n) for n in (1, 2, 3)))
 """What may have been left out of a choice that is known, and what then bounds the time with it."""
 
@@ -55,6 +55,16 @@ class _ChunksRefusedError(Exception):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LeastUpdate:
+    """What an update cannot go below, however its kernels are made."""
+
+    ns: int
+    """To move parameters, gradients and state through the card's memory once."""
+    state_bytes: int | None
+    """Of all that is trained; None: of the state as it is."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Bounds:
     """What the baseline says of other choices before they are recorded."""
 
@@ -63,10 +73,8 @@ class Bounds:
     optimizer_ns: int
     loss_ns: int
     """Time of the baseline's ops that only move logits about: what a loss in chunks could at most spare."""
-    eight_bit_ns: int
-    """No update with 8-bit state is faster."""
-    eight_bit_bytes: int
-    """No 8-bit state of all that is trained is smaller."""
+    updates: Mapping[type[Decision], LeastUpdate]
+    """By the kind of decision that puts another update in the optimizer's place."""
     floor_bytes: Callable[[tuple[Decision, ...]], int]
     """Of an outer choice: bytes that none of its plans goes below."""
 
@@ -212,18 +220,21 @@ class Chooser:
 
     def _most_spared_ns(self, decisions: tuple[Decision, ...], optimizer_ns: int) -> int:
         """By these, at most, of a step whose optimizer takes this long."""
-        eight_bit, chunked = (
-            any(isinstance(decision, kind) for decision in decisions) for kind in (Optimizer, ChunkedLoss)
-        )
-        return eight_bit * self._spared_ns(optimizer_ns) + chunked * self._bounds.loss_ns
+        chunked = any(isinstance(decision, ChunkedLoss) for decision in decisions)
+        return self._spared_ns(decisions, optimizer_ns) + chunked * self._bounds.loss_ns
 
-    def _spared_ns(self, optimizer_ns: int) -> int:
-        """At most, by another optimizer than the one that takes this long."""
-        return max(optimizer_ns - self._bounds.eight_bit_ns, 0)
+    def _spared_ns(self, decisions: tuple[Decision, ...], optimizer_ns: int) -> int:
+        """At most, by the update that they put in the place of one that takes this long."""
+        least = self._least_update(decisions)
+        return 0 if least is None else max(optimizer_ns - least.ns, 0)
+
+    def _least_update(self, decisions: tuple[Decision, ...]) -> LeastUpdate | None:
+        updates = self._bounds.updates
+        return next((updates[type(decision)] for decision in decisions if type(decision) in updates), None)
 
     def _could_pay(self, outer: tuple[Decision, ...], budget_bytes: int, limit_ns: float) -> bool:
-        """Whether 8-bit state or a step in backward can be of use, from the cases without; True if they do not tell."""
-        kinds = {type(decision) for decision in outer} & {Optimizer, StepInBackward}
+        """Whether another update, or a step in backward, can be of use; True if the cases without do not tell."""
+        kinds = {type(decision) for decision in outer} & {*self._bounds.updates, StepInBackward}
         simpler = tuple(decision for decision in outer if type(decision) not in kinds)
         if not kinds or math.isinf(limit_ns):
             return True
@@ -231,13 +242,13 @@ class Chooser:
             case = self._cases.known(simpler, split)
             if case is None:
                 return True
-            spared_ns = self._spared_ns(case.optimizer_ns) if Optimizer in kinds else 0
-            below_ns = math.floor(limit_ns) - (case.step_ns - spared_ns)
+            below_ns = math.floor(limit_ns) - (case.step_ns - self._spared_ns(outer, case.optimizer_ns))
             if below_ns <= 0:
                 return False  # and later splits take longer still
             if self._has_better(outer):
                 below_ns = 1  # only as it is, without recompute
-            state_bytes = self._bounds.eight_bit_bytes if Optimizer in kinds else None
+            least = self._least_update(outer)
+            state_bytes = None if least is None else least.state_bytes
             gradients = StepInBackward not in kinds
             if case.could_pay(budget_bytes, state_bytes=state_bytes, gradients=gradients, below_ns=below_ns):
                 return True

@@ -96,6 +96,27 @@ class Optimizer(Decision):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerKernel(Decision):
+    """Step by another implementation of torch's than the default on a card, whose temporaries are those of all at once.
+
+    'fused' is one kernel that writes in place; 'for-loop' takes one parameter after the other. The default is foreach.
+    """
+
+    kind: ClassVar[str] = "optimizer-kernel"
+    fidelity: ClassVar[Fidelity] = Fidelity.EXACT
+    kernel: str
+
+    def __post_init__(self) -> None:
+        if self.kernel not in ("fused", "for-loop"):
+            raise DecisionError(f"optimizer-kernel '{self.kernel}' is unknown: choose fused or for-loop")
+
+    def describe(self) -> str:
+        if self.kernel == "fused":
+            return "fused optimizer step: in place, without temporaries"
+        return "optimizer step in a loop: temporaries of one parameter at a time"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkedLoss(Decision):
     """Never hold the logits of the whole batch: head, cross entropy and their gradients, a chunk of rows at a time."""
 
@@ -236,7 +257,17 @@ class Replay(Decision):
 
 KINDS: dict[str, type[Decision]] = {
     decision.kind: decision
-    for decision in (Freeze, Precision, Optimizer, ChunkedLoss, Accumulation, StepInBackward, Checkpoint, Replay)
+    for decision in (
+        Freeze,
+        Precision,
+        Optimizer,
+        OptimizerKernel,
+        ChunkedLoss,
+        Accumulation,
+        StepInBackward,
+        Checkpoint,
+        Replay,
+    )
 }
 """Every kind of decision, in the order in which their rules are applied."""
 
@@ -260,6 +291,10 @@ def conflict(decisions: Iterable[Decision]) -> str | None:
         return "step-in-backward drops each gradient at once, and accumulation adds them up over micro-batches"
     if StepInBackward in by_kind and (precision := by_kind.get(Precision)) and precision.dtype == "fp16":
         return "step-in-backward has no moment at which fp16's gradient scaler could look at all gradients"
+    if OptimizerKernel in by_kind and Optimizer in by_kind:
+        return "optimizer-kernel is about torch's own optimizer, and 8-bit state is kept by another one"
+    if StepInBackward in by_kind and (kernel := by_kind.get(OptimizerKernel)) and kernel.kernel == "for-loop":
+        return "step-in-backward takes one parameter at a time as it is: optimizer-kernel's loop changes nothing"
     return None
 
 

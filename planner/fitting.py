@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from planner.allocator_settings import SMALL_SEGMENT_BYTES
 from planner.choose import TIE, Choice
-from planner.decisions import Freeze, Optimizer, Precision, StepInBackward
+from planner.decisions import Freeze, Optimizer, OptimizerKernel, Precision, StepInBackward
 from planner.options import Offer, Rules, frozen_offer, only
 from planner.plan_file import Relaxation, Shortfall
 from planner.prefixes import prefixes
@@ -161,7 +161,8 @@ def frozen_prefixes(trials: Trials) -> tuple[Freeze, ...]:
 
 def _guessed_prefix(trials: Trials, candidates: tuple[Freeze, ...], chosen: Choice) -> int:
     """The prefix that suffices if freezing spared nothing but gradients and optimizer state."""
-    outer = tuple(d for d in chosen.decisions if isinstance(d, (Precision, Optimizer, StepInBackward)))
+    kinds = (Precision, Optimizer, OptimizerKernel, StepInBackward)
+    outer = tuple(decision for decision in chosen.decisions if isinstance(decision, kinds))
     missing = chosen.peak_bytes - trials.budget_bytes
     spared = [trials.floor_bytes(outer) - trials.floor_bytes((frozen, *outer)) for frozen in candidates]
     return next((number for number, size in enumerate(spared) if size >= missing), len(candidates))

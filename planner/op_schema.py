@@ -131,6 +131,19 @@ _WRITTEN_IN_PART = {_aten.scatter_, _aten.scatter_add_, _aten.index_put_, _aten.
 """Ops that write as many elements of their first argument as they are given."""
 
 
+def changed_arguments(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> list[object]:
+    """What an op writes in place that it does not return: foreach, fused and other lists are arguments alone.
+
+    A fused optimizer writes gradients only where it unscales them as well.
+    """
+    if op._schema.returns:
+        return []
+    kept = "grads" if op._schema.name.startswith("aten::_fused") and kwargs.get("grad_scale") is None else ""
+    traits = traits_of(op)
+    named = zip(traits.written, traits.written_arguments(args, kwargs), strict=True)
+    return [value for (_, name), value in named if name != kept]
+
+
 def moved_bytes(op: torch._ops.OpOverload, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> int:
     """Bytes that the op reads and writes; 0 for sparse tensors, which are counted as their parts."""
     packet = op.overloadpacket

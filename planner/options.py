@@ -18,13 +18,14 @@ from planner.decisions import (
     Fidelity,
     Freeze,
     Optimizer,
+    OptimizerKernel,
     Precision,
     Replay,
     StepInBackward,
     conflict,
 )
 from planner.errors import DecisionError
-from planner.optimizers import by_parameter, has_step_hooks
+from planner.optimizers import by_parameter, has_step_hooks, kernel_beside_foreach, kind_of, why_no_kernel
 from planner.workload import Workload, optimizer_name
 from profiles.device import DeviceProfile
 
@@ -168,9 +169,10 @@ def floor_bytes(
     """Bytes that no plan with these outer choices goes below: what must be alive while the optimizer steps.
 
     Args:
-        optimizer_peak_bytes: the same for the baseline. It stays so but for what an 8-bit optimizer or frozen
+        optimizer_peak_bytes: the same for the baseline. It stays so but for what another optimizer or frozen
             parameters spare: gradients, state and temporaries are taken to be proportional to trained parameters.
-        state_bytes: of the baseline's optimizer. It is all that a step in backward needs beside the parameters.
+        state_bytes: of the baseline's optimizer. It is all that a step in backward needs beside the parameters, and
+            with the gradients all that another kernel needs.
     """
     parameter_bytes = sum(p.numel() * p.itemsize for p in work.model.parameters())
     frozen = {name for decision in outer if isinstance(decision, Freeze) for name in decision.modules}
@@ -178,7 +180,8 @@ def floor_bytes(
     still = trained.without(held)
     eight_bit = any(isinstance(decision, Optimizer) for decision in outer)
     in_backward = any(isinstance(decision, StepInBackward) for decision in outer)
-    if not held and not eight_bit and not in_backward:
+    without_temporaries = in_backward or any(isinstance(decision, OptimizerKernel) for decision in outer)
+    if not held and not eight_bit and not without_temporaries:
         return optimizer_peak_bytes
     least_bytes = parameter_bytes
     if not in_backward:
@@ -190,8 +193,8 @@ def floor_bytes(
     if held and isinstance(work.optimizer, torch.optim.Optimizer) and len(work.optimizer.param_groups) > 1:
         return least_bytes  # groups may differ in the state that they keep
     share = sum(p.numel() for p in still.with_state) / sum(p.numel() for p in trained.with_state)
-    if in_backward:
-        return parameter_bytes + int(0.99 * share * state_bytes)
+    if without_temporaries:
+        return least_bytes + int(0.99 * share * state_bytes)
     return parameter_bytes + int(0.99 * share * (optimizer_peak_bytes - parameter_bytes))
 
 
@@ -264,10 +267,18 @@ def _precisions(
 
 
 def _optimizers(work: Workload, rules: Rules, notes: list[str]) -> tuple[tuple[Decision, ...], ...]:
+    """As it is, by another kernel, with 8-bit state; never the last two together."""
     why_not = _why_no_eight_bit(work)
     if why_not and rules.allow(Optimizer):
         notes.append(f"no 8-bit optimizer state: {why_not}")
-    return _choices(rules, Optimizer, None if why_not else (Optimizer(),), why_not)
+    eight_bit = _choices(rules, Optimizer, None if why_not else (Optimizer(),), why_not)
+    kind = kind_of(work.optimizer)
+    kernel = (kernel_beside_foreach(kind) if kind else None) or "fused"
+    why_not = why_no_kernel(kernel, work.optimizer, work.model)
+    kernels = _choices(rules, OptimizerKernel, None if why_not else (OptimizerKernel(kernel=kernel),), why_not)
+    if rules.force(Optimizer) or rules.force(OptimizerKernel):
+        return eight_bit if rules.force(Optimizer) else kernels
+    return tuple(dict.fromkeys((*kernels, *eight_bit)))
 
 
 def _updates(work: Workload, rules: Rules, notes: list[str]) -> tuple[tuple[Decision, ...], ...]:
@@ -299,7 +310,8 @@ def _recompute(rules: Rules) -> tuple[type[Decision], ...]:
 
 
 def _refuse_forced_conflict(card: DeviceProfile, rules: Rules) -> None:
-    examples = (StepInBackward(), Accumulation(micro_batch_size=1, micro_batches=2))
+    examples = (Optimizer(), OptimizerKernel(kernel="fused"))
+    examples += (StepInBackward(), Accumulation(micro_batch_size=1, micro_batches=2))
     examples += tuple(Precision(dtype=dtype) for dtype in card.native_dtypes[:1])
     if (why := conflict(decision for decision in examples if rules.force(type(decision)))) is not None:
         raise DecisionError(f"both are forced, but {why}")

@@ -39,6 +39,7 @@ from planner.known_values import tensors_in
 from planner.module_calls import ModuleCalls
 from planner.op_schema import (
     OpTraits,
+    changed_arguments,
     draws_random_numbers,
     dtype_name,
     in_order_of_birth,
@@ -209,6 +210,7 @@ class Recorder(TorchDispatchMode):
     def _note_op(self, op, traits: OpTraits, args, kwargs, out, tick: int) -> None:
         read = [leaf for leaf in tensors_in((args, kwargs)) if self._watches(leaf)]
         written = [leaf for leaf in tensors_in(in_order_of_birth(op, out)) if self._watches(leaf)]
+        changed = [leaf for leaf in tensors_in(changed_arguments(op, args, kwargs)) if self._watches(leaf)]
         if not read and not written:
             return
         index = len(self.ops)
@@ -223,7 +225,7 @@ class Recorder(TorchDispatchMode):
                 call=call,
                 source=source_line() if phase is Phase.FORWARD else "",
                 flops=counter(*args, **kwargs, out_val=out) if counter else 0,
-                moved_bytes=0 if traits.is_view else moved_bytes(op, read, written),
+                moved_bytes=0 if traits.is_view else moved_bytes(op, read, (*written, *changed)),
                 dtype=dtype_name(read, written),
                 is_view=traits.is_view,
                 step=self.step,

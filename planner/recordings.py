@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from planner.child import Child
-from planner.decisions import Accumulation, ChunkedLoss, Decision, Optimizer, StepInBackward
+from planner.decisions import Accumulation, ChunkedLoss, Decision, Optimizer, OptimizerKernel, StepInBackward
 from planner.grafting import can_be_grafted, graft_update
 from planner.options import Split
 from planner.scaling import BASE_SIZES, extrapolate
@@ -22,6 +22,10 @@ StartUpdate = Callable[[tuple[Decision, ...]], Child]
 
 _Key = tuple[tuple[Decision, ...], tuple[int, ...]]
 """Decisions and micro-batch sizes; no sizes: the update alone."""
+
+
+_UPDATES = (Optimizer, OptimizerKernel)
+"""Decisions that change nothing but the update."""
 
 
 class Recordings:
@@ -100,10 +104,10 @@ def _accumulated(choice: tuple[Decision, ...], size: int, last: int | None = Non
 
 
 def _parts(key: _Key) -> tuple[_Key, _Key | None]:
-    """What to record: the step with the optimizer as it is, and the update of the one that takes its place."""
+    """What to record: the step with the optimizer as it is, and the update that takes the place of its own."""
     decisions, sizes = key
     kinds = {type(decision) for decision in decisions}
-    if Optimizer not in kinds or StepInBackward in kinds:
+    if kinds.isdisjoint(_UPDATES) or StepInBackward in kinds:
         return key, None
-    as_it_is = tuple(decision for decision in decisions if not isinstance(decision, Optimizer))
+    as_it_is = tuple(decision for decision in decisions if not isinstance(decision, _UPDATES))
     return (as_it_is, sizes), (tuple(d for d in decisions if not isinstance(d, (Accumulation, ChunkedLoss))), ())

@@ -14,10 +14,21 @@ from planner import cost
 from planner.cases import Cases, optimizer_ns
 from planner.certificates import Certificates
 from planner.child import Child
-from planner.choose import Bounds, Choice, Chooser
-from planner.decisions import Checkpoint, ChunkedLoss, Decision, Freeze, Replay, StepInBackward, micro_batches_of
+from planner.choose import Bounds, Choice, Chooser, LeastUpdate
+from planner.decisions import (
+    Checkpoint,
+    ChunkedLoss,
+    Decision,
+    Freeze,
+    Optimizer,
+    OptimizerKernel,
+    Replay,
+    StepInBackward,
+    micro_batches_of,
+)
 from planner.footprint import Measured, measure, smallest_capacity_bytes
 from planner.heads import chunked_loss
+from planner.optimizers import kind_of, moves_all_its_state
 from planner.options import Offer, Rules, Trained, floor_bytes, offer
 from planner.recordings import Recordings
 from planner.step_graph import Category, Op, Phase, StepGraph
@@ -127,14 +138,11 @@ class Trials:
         graph = self.baseline_graph
         times = cost.op_times_ns(graph, self.card, 1)
         forward_ns = sum(ns for op, ns in zip(graph.ops, times, strict=True) if op.phase is Phase.FORWARD)
-        state_bytes = 0 if frozen else self._trained.eight_bit_state_bytes(self.work.model)
-        moved_bytes = 0 if frozen else state_bytes + sum(2 * p.numel() * p.itemsize for p in self._trained.with_state)
         bounds = Bounds(
             step_ns=forward_ns if frozen else sum(times),
             optimizer_ns=0 if frozen else optimizer_ns(graph, times),
             loss_ns=sum(ns for op, ns in zip(graph.ops, times, strict=True) if _is_of_logits(graph, op)),
-            eight_bit_ns=cost.transfer_ns(moved_bytes, self.card),
-            eight_bit_bytes=state_bytes,
+            updates=self._least_updates(frozen),
             floor_bytes=self.floor_bytes,
         )
         chooser = Chooser(
@@ -147,6 +155,24 @@ class Trials:
         )
         self._choosers.append((rules, chooser))
         return chooser
+
+    def _least_updates(self, frozen: bool) -> dict[type[Decision], LeastUpdate]:
+        """Nothing is said where a prefix is frozen: how much of it is trained differs."""
+        if frozen:
+            return {Optimizer: LeastUpdate(ns=0, state_bytes=0), OptimizerKernel: LeastUpdate(ns=0, state_bytes=None)}
+        eight_bit_bytes = self._trained.eight_bit_state_bytes(self.work.model)
+        whole = moves_all_its_state(kind_of(self.work.optimizer))
+        as_it_is_bytes = whole * self.baseline_graph.bytes_of(Category.OPTIMIZER_STATE)
+        once = sum(3 * p.numel() * p.itemsize for p in self._trained.with_state)
+
+        def ns(state_bytes: int) -> int:
+            """State is read and written, gradients are read, parameters both."""
+            return cost.transfer_ns(once + 2 * state_bytes, self.card)
+
+        return {
+            Optimizer: LeastUpdate(ns=ns(eight_bit_bytes), state_bytes=eight_bit_bytes),
+            OptimizerKernel: LeastUpdate(ns=ns(as_it_is_bytes), state_bytes=None),
+        }
 
     def quick_enough(self, certified: Certified, rules: Rules) -> bool:
         """Whether its rehearsed step keeps the slowdown that the rules allow."""

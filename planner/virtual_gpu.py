@@ -170,6 +170,16 @@ def _register_kernels(target: Target) -> None:
 
     for name in ONE_KERNEL_ON_CUDA:
         aten.impl(name, like_last, "PrivateUse1")
+    for name in _fused_steps_without_a_fake():
+        aten.impl(name, lambda *arguments, **options: None, "Meta")
+
+
+def _fused_steps_without_a_fake() -> list[str]:
+    """Fused optimizer kernels write in place and return nothing; torch says so for some of them (torch 2.13: Adam)."""
+    steps = (getattr(torch.ops.aten, f"_fused_{name}_") for name in ("adam", "adamw", "sgd", "adagrad"))
+    names = [getattr(step, overload)._schema for step in steps for overload in step.overloads()]
+    full = [f"{schema.name}.{schema.overload_name}".removesuffix(".") for schema in names]
+    return [name for name in full if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta")]
 
 
 def _let_optimizers_choose_as_for_real_tensors() -> None:

@@ -38,7 +38,7 @@ def source(plan: Plan, *, file_name: str = "train_step.py") -> str:
         _rewrite(plan, fragments),
         *dict.fromkeys(function for fragment in fragments for function in fragment.functions),
         *model.functions,
-        next((fragment.optimizer for fragment in fragments if fragment.optimizer), _optimizer(plan)),
+        next((fragment.optimizer for fragment in fragments if fragment.optimizer), _optimizer(plan, fragments)),
         _training_step(plan, fragments, model),
         *([batch_source(plan, model), _main(plan, model, scaled=scaled)] if model.build else [_guidance(file_name)]),
     ]
@@ -77,15 +77,16 @@ for module in model.modules():
 """
 
 
-def _optimizer(plan: Plan) -> str:
+def _optimizer(plan: Plan, fragments: list[Fragment]) -> str:
     name = plan.workload.optimizer
+    options = [option for fragment in fragments for option in fragment.optimizer_options]
     parameters = "[parameter for parameter in model.parameters() if parameter.requires_grad]"
     if name.startswith("torch.optim."):
         return (
             "def make_optimizer(model):\n"
             '    """With torch\'s own hyperparameters: set those that the plan was made with."""\n'
             f"    parameters = {parameters}\n"
-            f"    return torch.optim.{name.rpartition('.')[2]}(parameters)\n"
+            f"    return torch.optim.{name.rpartition('.')[2]}({', '.join(['parameters', *options])})\n"
         )
     if name not in OPTIMIZERS:
         return (
@@ -94,7 +95,8 @@ def _optimizer(plan: Plan) -> str:
             f'    raise NotImplementedError("make_optimizer: return the {name} that the plan was made with")\n'
         )
     chosen = OPTIMIZERS[name]
-    arguments = ", ".join(f"{key}={literal(value)}" for key, value in chosen.hyperparameters.items())
+    given = [f"{key}={literal(value)}" for key, value in chosen.hyperparameters.items()]
+    arguments = ", ".join([*given, *options])
     return (
         "def make_optimizer(model):\n"
         f"    parameters = {parameters}\n"

@@ -28,6 +28,8 @@ class Fragment:
     """Expression over `batch` that yields (part, weight)."""
     optimizer: str = ""
     """The function `make_optimizer(model)`."""
+    optimizer_options: tuple[str, ...] = ()
+    """Keyword arguments beside the hyperparameters, where torch's own optimizer is made."""
 
 
 def assignment(name: str, value: object) -> str:

@@ -10,7 +10,16 @@ import torch
 
 from benchmarks.card import models
 from benchmarks.card.models import Build
-from planner.decisions import Accumulation, Checkpoint, ChunkedLoss, Decision, Optimizer, Precision, StepInBackward
+from planner.decisions import (
+    Accumulation,
+    Checkpoint,
+    ChunkedLoss,
+    Decision,
+    Optimizer,
+    OptimizerKernel,
+    Precision,
+    StepInBackward,
+)
 from planner.workload import OptimizerSpec, Workload, workload
 
 
@@ -24,6 +33,8 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     "adamw-fused": adamw_fused,
     "sgd-momentum": "sgd-momentum",
     "adamw-8bit": "adamw",
+    "adamw-kernel-fused": "adamw",
+    "adamw-kernel-for-loop": "adamw",
 }
 """By the name that rows show; 'adamw' is torch's default on a card, foreach."""
 
@@ -63,6 +74,8 @@ class Case:
             found.append(Precision(dtype=self.precision))
         if self.optimizer == "adamw-8bit":
             found.append(Optimizer())
+        if self.optimizer.startswith("adamw-kernel-"):
+            found.append(OptimizerKernel(kernel=self.optimizer.removeprefix("adamw-kernel-")))
         if self.chunked_head is not None:
             found.append(ChunkedLoss(module=self.chunked_head, chunks=8))
         if self.micro_batches > 1:
@@ -100,6 +113,8 @@ def _language() -> tuple[Case, ...]:
         Case(name="roberta-bf16", build=roberta, precision="bf16"),
         Case(name="roberta-fp16", build=roberta, precision="fp16"),
         Case(name="roberta-fp32-fused", build=roberta, optimizer="adamw-fused"),
+        Case(name="roberta-fp32-kernel-for-loop", build=roberta, optimizer="adamw-kernel-for-loop"),
+        Case(name="roberta-fp16-kernel-fused", build=roberta, precision="fp16", optimizer="adamw-kernel-fused"),
         Case(name="roberta-fp32-sgd-momentum", build=roberta, optimizer="sgd-momentum"),
         Case(name="roberta-fp32-8bit", build=roberta, optimizer="adamw-8bit"),
         Case(name="roberta-fp32-checkpoint", build=roberta, checkpoint="RobertaLayer"),
@@ -115,6 +130,8 @@ def _language() -> tuple[Case, ...]:
         Case(name="gpt2-bf16-8bit", build=gpt2, precision="bf16", optimizer="adamw-8bit"),
         Case(name="gpt2-bf16-chunked-loss", build=gpt2, precision="bf16", chunked_head="lm_head"),
         Case(name="gpt2-bf16-step-in-backward", build=gpt2, precision="bf16", step_in_backward=True),
+        Case(name="gpt2-bf16-step-in-backward-kernel-fused", build=gpt2, precision="bf16",
+             optimizer="adamw-kernel-fused", step_in_backward=True),
         Case(name="gpt2-bf16-checkpoint", build=gpt2, precision="bf16", checkpoint="GPT2Block"),
         Case(name="gpt2-bf16-checkpoint-keeps-products", build=gpt2, precision="bf16", checkpoint="GPT2Block",
              kept=(0, 2, 3)),

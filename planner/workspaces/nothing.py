@@ -11,6 +11,7 @@ _DEFAULT = (
     "_amp_update_scale_",
     "_embedding_bag",
     "_euclidean_dist",
+    "_fused_adagrad_",
     "_fused_adam_",
     "_fused_adamw_",
     "_fused_sgd_",

@@ -11,6 +11,7 @@ from planner.decisions import (
     Decision,
     Freeze,
     Optimizer,
+    OptimizerKernel,
     Precision,
     Replay,
     StepInBackward,
@@ -20,6 +21,7 @@ from rewrite.rules.checkpoint import checkpoint, checkpoint_source
 from rewrite.rules.chunked_loss import chunked_loss, chunked_loss_source
 from rewrite.rules.freeze import freeze, freeze_source
 from rewrite.rules.optimizer import optimizer, optimizer_source
+from rewrite.rules.optimizer_kernel import optimizer_kernel, optimizer_kernel_source
 from rewrite.rules.precision import precision, precision_source
 from rewrite.rules.replay import replay, replay_source
 from rewrite.rules.step_in_backward import step_in_backward, step_in_backward_source
@@ -28,6 +30,7 @@ RULES: dict[type[Decision], Callable] = {
     Freeze: freeze,
     Precision: precision,
     Optimizer: optimizer,
+    OptimizerKernel: optimizer_kernel,
     ChunkedLoss: chunked_loss,
     Accumulation: accumulation,
     StepInBackward: step_in_backward,
@@ -40,6 +43,7 @@ SOURCES: dict[type[Decision], Callable] = {
     Freeze: freeze_source,
     Precision: precision_source,
     Optimizer: optimizer_source,
+    OptimizerKernel: optimizer_kernel_source,
     ChunkedLoss: chunked_loss_source,
     Accumulation: accumulation_source,
     StepInBackward: step_in_backward_source,

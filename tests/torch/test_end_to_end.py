@@ -67,7 +67,7 @@ def test_under_a_checkpointing_plan_losses_and_gradients_are_those_of_the_origin
         loss_fn=mean_square,
         gpu="bare",
         fidelity="exact",
-        forbid=("accumulation",),
+        forbid=("accumulation", "optimizer-kernel"),
     )
     assert plan.fits
     assert [type(decision) for decision in plan.decisions] == [Checkpoint]

@@ -7,13 +7,17 @@ import pytest
 import torch
 from planner_cases import BARE, example, transformer, what_if
 
-from planner.decisions import Accumulation, Freeze, Optimizer, Precision
+from planner.decisions import Accumulation, Freeze, Optimizer, OptimizerKernel, Precision
 from planner.grafting import can_be_grafted, graft_update
 from planner.step_graph import Category, Phase, StepGraph
 from planner.workload import workload
 from rewrite.certify import start_update
 
-EIGHT_BIT = Optimizer()
+UPDATES = {
+    "8 bits": Optimizer(),
+    "fused": OptimizerKernel(kernel="fused"),
+    "loop": OptimizerKernel(kernel="for-loop"),
+}
 
 
 class Idle(torch.nn.Module):
@@ -52,6 +56,7 @@ def from_the_forward_on(graph: StepGraph) -> np.ndarray:
     return graph.live_bytes()[first:]
 
 
+@pytest.mark.parametrize("other", UPDATES.values(), ids=UPDATES)
 @pytest.mark.parametrize("sizes", [(4,), (2, 2)], ids=["whole", "accumulated"])
 @pytest.mark.parametrize(
     ("name", "decisions"),
@@ -63,13 +68,13 @@ def from_the_forward_on(graph: StepGraph) -> np.ndarray:
         ("idle", (Precision(dtype="fp16"),)),
     ],
 )
-def test_the_grafted_recording_is_the_recorded_one(name, decisions, sizes):
+def test_the_grafted_recording_is_the_recorded_one(name, decisions, sizes, other):
     work = WORKLOADS[name]()
     split = (Accumulation(micro_batch_size=sizes[0], micro_batches=2),) if len(sizes) > 1 else ()
     step = what_if(work, (*decisions, *split), sizes=sizes)
-    update = start_update(work, (*decisions, EIGHT_BIT), BARE, step.trained).result()
+    update = start_update(work, (*decisions, other), BARE, step.trained).result()
     assert can_be_grafted(step)
-    grafted, full = graft_update(step, update), what_if(work, (*decisions, EIGHT_BIT, *split), sizes=sizes)
+    grafted, full = graft_update(step, update), what_if(work, (*decisions, other, *split), sizes=sizes)
 
     ops, all_ops = (
         [(op.name, op.phase, op.moved_bytes, op.flops) for op in graph.ops if op.phase is not Phase.SETUP]

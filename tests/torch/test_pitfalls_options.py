@@ -26,7 +26,7 @@ def mean_square(output, batch):
 
 
 def rules(*forced: str) -> Rules:
-    return Rules(fidelity=Fidelity.ROUNDED, forced=forced, forbidden=())
+    return Rules(fidelity=Fidelity.ROUNDED, forced=forced, forbidden=("optimizer-kernel",))
 
 
 # ---- statistics over the batch -----------------------------------------------------------------------------------

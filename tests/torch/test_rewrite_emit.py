@@ -24,7 +24,16 @@ from rewrite_cases import (
 )
 
 from planner.calling import Calling
-from planner.decisions import Accumulation, Checkpoint, ChunkedLoss, Freeze, Optimizer, Precision, StepInBackward
+from planner.decisions import (
+    Accumulation,
+    Checkpoint,
+    ChunkedLoss,
+    Freeze,
+    Optimizer,
+    OptimizerKernel,
+    Precision,
+    StepInBackward,
+)
 from planner.errors import PlanFileError
 from rewrite import apply, emit, source
 
@@ -40,6 +49,9 @@ PLANS = {
     "chunked loss": (ChunkedLoss(module="lm_head.decoder", chunks=3), Checkpoint(modules=LAYERS[:1])),
     "step in backward": (Precision(dtype="bf16"), StepInBackward(), Checkpoint(modules=LAYERS)),
     "step in backward, 8 bits": (Optimizer(), StepInBackward()),
+    "fused": (Precision(dtype="fp16"), OptimizerKernel(kernel="fused"), ACCUMULATION),
+    "fused in backward": (OptimizerKernel(kernel="fused"), StepInBackward(), Checkpoint(modules=LAYERS)),
+    "loop": (OptimizerKernel(kernel="for-loop"),),
     "freeze": (Freeze(modules=("roberta.embeddings", *LAYERS[:1])), Checkpoint(modules=LAYERS[1:])),
     "everything": (
         Freeze(modules=("roberta.embeddings.position_embeddings",)),

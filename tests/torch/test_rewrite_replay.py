@@ -206,7 +206,7 @@ def test_what_is_saved_must_not_change_in_the_forward():
         if decisions and decisions[0].stretches == ((0, 2),):
             result.step(batch)  # what it was before the change is made again: the gradient is right
         else:
-            with pytest.raises(RuntimeError, match="inplace operation|changed in place"):
+            with pytest.raises(RuntimeError, match=r"inplace operation|changed in place"):
                 result.step(batch)
 
 

@@ -265,7 +265,7 @@ def test_it_is_not_offered_where_it_cannot_be(monkeypatch):
         planner.plan(model, batch, optimizer=Custom(model.parameters(), lr=0.1), force="step-in-backward", **options)
     with pytest.raises(DecisionError, match="both are forced"):
         planner.plan(model, batch, force=["step-in-backward", "accumulation"], **options)
-    options["forbid"] = ["optimizer"]
+    options["forbid"] = ["optimizer", "optimizer-kernel"]
     forced = planner.plan(model, batch, force=["step-in-backward"], **{**options, "gpu": "rtx-2060"})
     assert forced.decisions == IN_BACKWARD, "fp16 and its scaler are left out"
     with pytest.raises(DecisionError, match="both are forced"):
@@ -283,7 +283,6 @@ def test_what_is_pruned_before_it_is_recorded_would_not_have_been_chosen(monkeyp
     def counting(self, *arguments, **options) -> bool:
         nonlocal pruned
         answer = could_pay(self, *arguments, **options)
-        assert options["state_bytes"] is not None or not options["gradients"], "it leaves something out"
         pruned += not answer
         return answer
 
