@@ -246,12 +246,15 @@ class Replay(Decision):
         return found
 
     def describe(self) -> str:
-        parts = []
+        alike: dict[tuple[tuple[int, int, tuple[int, ...]], ...], list[str]] = {}
         for module, stretches in self.by_module.items():
-            ranges = _ranges_of_ops(stretches)
+            alike.setdefault(stretches, []).append(module)
+        parts = []
+        for stretches, modules in alike.items():
             kept = sum(len(kept) for *_, kept in stretches)
             but = f" but for {_counted(kept, 'result')}" if kept else ""
-            parts.append(f"ops {ranges} of {f'{module!r}' if module else 'the forward'}{but}")
+            whose = _listing(tuple(modules)) if all(modules) else "the model's forward"
+            parts.append(f"ops {_ranges_of_ops(stretches)} of {whose}{but}")
         return f"replay in backward: {'; '.join(parts)}"
 
 

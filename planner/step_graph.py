@@ -87,7 +87,7 @@ class Op:
     @property
     def makes_or_changes(self) -> bool:
         """Whether it makes a storage or changes one: such ops are numbered in a replay."""
-        return self.writes or not set(self.outputs) <= set(self.inputs)
+        return not self.is_view and (self.writes or not set(self.outputs) <= set(self.inputs))
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

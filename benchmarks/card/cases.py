@@ -18,6 +18,7 @@ from planner.decisions import (
     Optimizer,
     OptimizerKernel,
     Precision,
+    Replay,
     StepInBackward,
 )
 from planner.workload import OptimizerSpec, Workload, workload
@@ -52,6 +53,8 @@ class Case:
     """Class of the modules that are recomputed in backward, each by itself."""
     kept: tuple[int, ...] = ()
     """Products whose results those modules keep, as a forward of one numbers them."""
+    stretches: tuple[tuple[int, int], ...] = ()
+    """Ops of the model's own forward that run again in backward."""
     chunked_head: str | None = None
     """The linear layer whose logits go to the loss in 8 chunks."""
     micro_batches: int = 1
@@ -86,6 +89,9 @@ class Case:
         if self.checkpoint is not None:
             modules = tuple(n for n, m in work.model.named_modules() if type(m).__name__ == self.checkpoint)
             found.append(Checkpoint(modules=modules, kept=(self.kept,) * len(modules) if self.kept else ()))
+        if self.stretches:
+            number = len(self.stretches)
+            found.append(Replay(modules=("",) * number, stretches=self.stretches, kept=((),) * number))
         return tuple(found)
 
 
@@ -178,6 +184,7 @@ def _vision_and_others() -> tuple[Case, ...]:
         Case(name="unet-fp32-accumulate2-fused", build=unet, optimizer="adamw-fused", micro_batches=2),
         Case(name="mlp-batchnorm-bf16", build=models.mlp_batchnorm, precision="bf16"),
         Case(name="mlp-batchnorm-fp32-sgd-momentum", build=models.mlp_batchnorm, optimizer="sgd-momentum"),
+        Case(name="flat-fp32-replay", build=models.flat, stretches=tuple((n, n + 4) for n in range(1, 289, 4))),
         Case(name="sequential-fp32", build=models.sequential),
         Case(name="sequential-bf16-checkpoint", build=models.sequential, precision="bf16", checkpoint="GELU"),
         Case(name="whisper-tiny-fp32", build=models.whisper_tiny),

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from examples import convnet as convnet_example
+from examples import flat as flat_example
 from examples import sequential as sequential_example
 from examples import unet as unet_example
 from planner.calling import LossFn
@@ -107,6 +108,11 @@ def unet(batch: int = 16) -> Built:
 
 def convnet(batch: int = 32) -> Built:
     return convnet_example.build(batch_size=batch)
+
+
+def flat(batch: int = 2) -> Built:
+    """A function of 43 M parameters without modules, in stretches of norm, activation, convolution and sum."""
+    return flat_example.build(batch_size=batch)
 
 
 def sequential(batch: int = 4096) -> Built:

@@ -23,11 +23,11 @@ from typing import NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from planner.decisions import Replay
 from planner.plan_file import Plan
-from rewrite.forwards import detached, forward_function, modules_to_run_again, written_by
+from rewrite.forwards import detached, forward_function, modules_to_run_again
 from rewrite.fragment import Fragment, assignment
 from rewrite.rewriting import Rewriting
 
@@ -80,28 +80,41 @@ class Tape(TorchDispatchMode):
         self.device, self.ahead = device, list(reversed(stretches))
         self.count, self.sequence, self.is_paused = 0, None, False
         self.stop, self.kept, self.stretch, self.stretches = 0, (), None, []
+        self.known = {}  # a storage that is known here has its number for itself as long as its reference lives
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if self.is_paused:
+        is_view, written_at, draws = traits_of(op)
+        if is_view or self.is_paused:
             return op(*args, **kwargs)
-        stretch = self.stretch_at(self.count)
-        written = storages(written_by(op, args, kwargs), self.device) if op._schema.is_mutable else {}
-        for key, tensor in written.items():
-            for other in self.stretches:
-                other.before_write(key, tensor)
-        random = random_numbers(op, args, kwargs, self.device) if stretch else None
+        stretch, written = self.stretch_at(self.count), {}
+        if written_at:
+            written = self.storages([args[n] if n < len(args) else kwargs.get(name) for n, name in written_at])
+            for key, tensor in written.items():
+                for other in self.stretches:
+                    other.before_write(key, tensor)
+        random = random_numbers(args, kwargs, self.device) if stretch and draws else None
         result = op(*args, **kwargs)
-        made, given = storages(result, self.device), storages((args, kwargs), self.device)
-        made = {key: tensor for key, tensor in made.items() if key not in given}
+        given = set(map(key_of, tensors_in([*args, *kwargs.values()])))
+        made = {key: tensor for key, tensor in self.storages(result).items() if key not in given}
         if made or written:
             if stretch and self.count in self.kept and not written:
-                stretch.starts |= {key: start_of(detached(tensor)) for key, tensor in made.items()}
+                for key, tensor in made.items():
+                    stretch.start_from(key, detached(tensor))
             elif stretch:
                 stretch.note(op, args, kwargs, result, made, written, random)
             self.count += 1
             self.sequence = torch.autograd._get_sequence_nr()
         return result
+
+    def storages(self, values):
+        """The tensors on the device, by their storages."""
+        on_device = (tensor for tensor in tensors_in(values) if tensor.device.type == self.device.type)
+        return {key: tensor for tensor in on_device for key in [key_of(tensor)] if key is not None}
+
+    def know(self, key, tensor):
+        if key not in self.known:
+            self.known[key] = StorageWeakRef(tensor.untyped_storage())
 
     def __exit__(self, *raised):
         super().__exit__(*raised)
@@ -147,12 +160,15 @@ class Stretch:
 
     def note(self, op, args, kwargs, result, made, written, random):
         read = set()
-        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: self.piece(tensor, read), (args, kwargs))
-        self.made.update(made)
-        self.blank -= written.keys()
+        args, kwargs = mapped(torch.Tensor, lambda tensor: self.piece(tensor, read), [args, kwargs])
+        for key, tensor in made.items():
+            self.tape.know(key, tensor)
+            self.made.add(key)
+        if self.blank:
+            self.blank -= written.keys()
         if op.__name__.startswith(("empty", "new_empty")):
             self.blank.update(made)
-        outputs = [key_of(leaf) for leaf in tree_leaves(result)]
+        outputs = [key_of(tensor) for tensor in tensors_in(result)]
         self.ops.append(Noted(op, args, kwargs, outputs, read, made.keys() | written.keys(), random))
 
     def piece(self, tensor, read):
@@ -163,18 +179,24 @@ class Stretch:
         if key in self.blank:
             self.made.discard(key)
         if key not in self.made and key not in self.starts:
-            self.starts[key] = start_of(tensor)
+            self.start_from(key, tensor)
         read.add(key)
         return Piece(key, tensor)
+
+    def start_from(self, key, tensor):
+        """Hold what was there before, apart from the graph, with the number of times that it was written to."""
+        self.tape.know(key, tensor)
+        tensor = detached(tensor) if tensor.requires_grad else tensor
+        self.starts[key] = tensor, tensor._version
 
     def before_write(self, key, tensor):
         """What was there before, and is about to change, is copied."""
         if not self.is_complete:
             self.writes[key] += 1
         if not self.is_complete and key not in self.made and key not in self.starts:
-            self.starts[key] = start_of(tensor)
+            self.start_from(key, tensor)
         if key in self.starts:
-            self.starts[key] = start_of(self.starts[key][0].clone())
+            self.start_from(key, self.starts[key][0].clone())
 
     def saved(self, tensor):
         """Stands for a tensor that the stretch makes again; None for others."""
@@ -241,21 +263,28 @@ class Noted(NamedTuple):
 
     def again(self, values):
         """The storages that it makes or changes when it runs again; running statistics are left alone."""
-        args, kwargs = tree_map_only(Piece, lambda piece: piece.of(values[piece.key]), (self.args, self.kwargs))
+        args, kwargs = mapped(Piece, lambda piece: piece.of(values[piece.key]), [self.args, self.kwargs])
         given = dict(zip((a.name for a in self.op._schema.arguments), args, strict=False)) | kwargs
         if given.get("training") and not self.op._schema.is_mutable:  # batch norms that write to them and do not say so
             for name in {"running_mean", "running_var"} & given.keys():
                 given[name] = None if given[name] is None else given[name].clone()
         with contextlib.nullcontext() if self.random is None else numbers_again(*self.random):
             result = self.op(**given)
-        leaves = zip(self.outputs, tree_leaves(result), strict=True)
-        return {key: leaf for key, leaf in leaves if key in self.changed}
+        pairs = zip(self.outputs, tensors_in(result), strict=True)
+        return {key: tensor for key, tensor in pairs if key in self.changed}
 
 
-def random_numbers(op, args, kwargs, device):
-    """How to draw the same random numbers again: the generator's setter and getter, and its state; None if none are."""
-    if torch.Tag.nondeterministic_seeded not in op.tags:
-        return None
+@functools.cache
+def traits_of(op):
+    """Whether an op returns a view and writes nothing; where its arguments are that it writes; whether it draws."""
+    aliases = [(n, argument.name, argument.alias_info) for n, argument in enumerate(op._schema.arguments)]
+    written = tuple((n, name) for n, name, alias in aliases if alias is not None and alias.is_write)
+    is_view = not written and any(result.alias_info is not None for result in op._schema.returns)
+    return is_view, written, torch.Tag.nondeterministic_seeded in op.tags
+
+
+def random_numbers(args, kwargs, device):
+    """How to draw the same random numbers again: the generator's setter and getter, and its state."""
     leaves = tree_leaves((args, kwargs))
     for generator in leaves:
         if isinstance(generator, torch.Generator):
@@ -311,7 +340,7 @@ class Held:
     """A saved tensor that is kept."""
 
     def __init__(self, tensor):
-        self.held, self.version = tensor.detach(), tensor._version
+        self.held, self.version = tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
 
     def tensor(self):
         refuse_change(self.version, self.held._version)
@@ -324,31 +353,36 @@ def refuse_change(before, now):
 
 
 def key_of(tensor):
-    """Of a tensor's storage, as long as anything knows the key; None where a layout alone does not make the tensor."""
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+    """The number of a tensor's storage; None where a layout alone does not make the tensor."""
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
         return None
-    if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or is_traceable_wrapper_subclass(tensor):
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and is_traceable_wrapper_subclass(tensor):
         return None
     storage = tensor.untyped_storage()
-    return StorageWeakRef(storage) if storage.nbytes() else None
+    return storage._cdata if storage.nbytes() else None
 
 
-def storages(tree, device):
-    """The tensors on a type of device by their storages."""
-    tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.device.type == device.type)
-    return {key: tensor for tensor in tensors for key in [key_of(tensor)] if key is not None}
+def tensors_in(values):
+    if isinstance(values, torch.Tensor):
+        return [values]
+    return [tensor for value in values for tensor in tensors_in(value)] if isinstance(values, (list, tuple)) else []
 
 
-def start_of(tensor):
-    """Held apart from the graph, with the number of times that it was written to."""
-    tensor = detached(tensor) if tensor.requires_grad else tensor
-    return tensor, tensor._version
+def mapped(kind, function, values):
+    """The same lists, tuples and dicts with a function of all that is of a kind."""
+    if isinstance(values, kind):
+        return function(values)
+    if isinstance(values, (list, tuple)):
+        return [mapped(kind, function, value) for value in values]
+    if isinstance(values, dict):
+        return {name: mapped(kind, function, value) for name, value in values.items()}
+    return values
 
 
 def replay_source(plan: Plan, decision: Replay) -> Fragment:
     parts = (
-        replayed, Tape, Stretch, Noted, random_numbers, numbers_again, Piece, Later, Held, refuse_change, key_of,
-        storages, start_of, detached, written_by,
+        replayed, Tape, Stretch, Noted, traits_of, random_numbers, numbers_again, Piece, Later, Held, refuse_change,
+        key_of, tensors_in, mapped, detached,
     )  # fmt: skip
     rewriting = """\
 for name, stretches in REPLAYED.items():
@@ -365,7 +399,7 @@ for name, stretches in REPLAYED.items():
             "from typing import NamedTuple",
             "from torch.multiprocessing.reductions import StorageWeakRef",
             "from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass",
-            "from torch.utils._pytree import tree_leaves, tree_map_only",
+            "from torch.utils._pytree import tree_leaves",
         ),
         constants=(
             "# Ops of a forward that run again in backward: the first, the one after the last, and those that do not.\n"

@@ -96,7 +96,7 @@ def test_the_search_foresees_what_it_chooses(monkeypatch):
 
     monkeypatch.setattr(Certificates, "_child", child)
     work = example("sequential.py:build", 256)
-    rules = Rules(fidelity=BF16[0].fidelity, forced=("precision",), forbidden=("optimizer",))
+    rules = Rules(fidelity=BF16[0].fidelity, forced=("precision",), forbidden=("optimizer", "optimizer-kernel"))
     plan = plan_workload(work, CARD, vram_bytes=8 << 30, rules=rules)
     assert plan.decisions == BF16
     assert begun == [((), False), (BF16, True)]

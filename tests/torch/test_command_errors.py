@@ -222,7 +222,7 @@ def saved(tmp_path_factory) -> dict:
     """A plan with every decision that depends on the batch or the model."""
     folder = tmp_path_factory.mktemp("saved")
     (folder / "net.py").write_text(MODEL)
-    forced = ("--force", "accumulation", "--force", "checkpoint", "--fidelity", "exact")
+    forced = ("--force", "accumulation", "--force", "checkpoint", "--forbid", "optimizer-kernel", "--fidelity", "exact")
     given = (f"{folder}/net.py:build", "--vram", "1GiB", "--gpu", "bare", *forced, "--save", f"{folder}/p.json")
     assert main(list(given)) == 0
     plan = Plan.load(folder / "p.json")

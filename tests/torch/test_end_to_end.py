@@ -9,7 +9,7 @@ import torch
 
 import planner
 import rewrite
-from planner.decisions import Accumulation, Checkpoint
+from planner.decisions import Accumulation, Checkpoint, Replay
 from planner.errors import PlanFileError
 
 
@@ -58,7 +58,8 @@ def train(step, batch, steps: int = 10) -> list[float]:
     return [step(batch).item() for _ in range(steps)]
 
 
-def test_under_a_checkpointing_plan_losses_and_gradients_are_those_of_the_original_and_the_loss_falls(task):
+@pytest.mark.parametrize("kind", [Checkpoint, Replay], ids=lambda kind: kind.kind)
+def test_under_a_recomputing_plan_losses_and_gradients_are_those_of_the_original_and_the_loss_falls(task, kind):
     model, batch = task
     plan = planner.plan(
         model,
@@ -67,10 +68,10 @@ def test_under_a_checkpointing_plan_losses_and_gradients_are_those_of_the_origin
         loss_fn=mean_square,
         gpu="bare",
         fidelity="exact",
-        forbid=("accumulation", "optimizer-kernel"),
+        only=kind.kind,
     )
     assert plan.fits
-    assert [type(decision) for decision in plan.decisions] == [Checkpoint]
+    assert [type(decision) for decision in plan.decisions] == [kind]
 
     original = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(original.parameters(), lr=1e-3)

@@ -16,11 +16,12 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 SMALL_BUILDS = {
     "convnet": {"batch_size": 2, "image_size": 32, "width": 8, "classes": 10},
+    "flat": {"batch_size": 2, "image_size": 8, "width": 16, "depth": 3},
     "sequential": {"batch_size": 4, "features": 16, "width": 32, "depth": 24},
     "unet": {"batch_size": 2, "image_size": 16, "channels": 16, "multipliers": (1, 2, 2)},
 }
 
-BUILD_PARAMETERS = {"convnet": 11_689_512, "sequential": 23_673_866, "unet": 23_986_563}
+BUILD_PARAMETERS = {"convnet": 11_689_512, "flat": 42_518_016, "sequential": 23_673_866, "unet": 23_986_563}
 
 CONFIG_PARAMETERS = {
     "gpt2": 124_439_808,

@@ -314,7 +314,7 @@ def test_the_emitted_file_loses_the_same(tmp_path):
 def test_it_is_saved_and_told():
     decision = replay_of([(0, 8, (1,)), (8, 16, ())])
     assert decision_from_json(decision.to_json()) == decision
-    assert decision.describe() == "replay in backward: ops 0-7, 8-15 of the forward but for 1 result"
+    assert decision.describe() == "replay in backward: ops 0-7, 8-15 of the model's forward but for 1 result"
 
 
 @pytest.mark.parametrize(
