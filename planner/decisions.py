@@ -209,6 +209,10 @@ class Checkpoint(Decision):
         return f"recompute {'; '.join(parts)}"
 
 
+Stretch = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+"""Of a forward: the first op, the one after the last, ops whose results are kept, ops that divide it."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Replay(Decision):
     """Run stretches of long forwards again in backward, op by op, instead of keeping their activations."""
@@ -222,39 +226,50 @@ class Replay(Decision):
     make a tensor on the module's device or change one."""
     kept: tuple[tuple[int, ...], ...]
     """For each stretch: numbers of ops whose results are kept."""
+    stops: tuple[tuple[int, ...], ...] = ()
+    """For each stretch: numbers of ops that divide it into parts, each of which runs again by itself. The tensors that
+    a part starts from are made on the way to it: few of them are there at a time. Empty where none is divided."""
 
     def __post_init__(self) -> None:
         if not self.modules:
             raise DecisionError("replay without stretches: leave the decision out")
-        if not len(self.modules) == len(self.stretches) == len(self.kept):
+        if not len(self.modules) == len(self.stretches) == len(self.kept) == len(self.stops or self.kept):
             raise DecisionError(
-                f"replay of {len(self.stretches)} stretches names {len(self.modules)} modules, and what is kept of "
-                f"{len(self.kept)}: give one of each"
+                f"replay of {len(self.stretches)} stretches names {len(self.modules)} modules, what is kept of "
+                f"{len(self.kept)} and stops of {len(self.stops)}: give one of each"
             )
         for stretches in self.by_module.values():
-            numbers = [number for start, stop, kept in stretches for number in (start, *kept, stop)]
+            ranges = [number for start, stop, _, _ in stretches for number in (start, stop)]
+            inside = [(start, n, stop - 1) for start, stop, kept, stops in stretches for n in (*kept, *stops)]
+            numbers = [*ranges, *(number for numbers in inside for number in numbers)]
             whole = all(type(number) is int and number >= 0 for number in numbers)
-            if not whole or any(start >= stop for start, stop, _ in stretches) or numbers != sorted(numbers):
+            lists = [list(numbers) for _, _, kept, stops in stretches for numbers in (kept, stops)]
+            lists += [ranges, *map(list, inside)]
+            empty = any(start >= stop or start in stops for start, stop, _, stops in stretches)
+            if not whole or empty or any(numbers != sorted(numbers) for numbers in lists):
                 raise DecisionError(f"replay of stretches {stretches!r}: give ranges of ops in rising order")
 
     @property
-    def by_module(self) -> dict[str, tuple[tuple[int, int, tuple[int, ...]], ...]]:
-        """(first op, op after the last, ops that are kept) of each stretch, by module."""
-        found: dict[str, tuple[tuple[int, int, tuple[int, ...]], ...]] = {}
-        for module, (start, stop), kept in zip(self.modules, self.stretches, self.kept, strict=True):
-            found[module] = (*found.get(module, ()), (start, stop, kept))
+    def by_module(self) -> dict[str, tuple[Stretch, ...]]:
+        """Stretches by module."""
+        found: dict[str, tuple[Stretch, ...]] = {}
+        each = zip(self.modules, self.stretches, self.kept, self.stops or ((),) * len(self.modules), strict=True)
+        for module, (start, stop), kept, stops in each:
+            found[module] = (*found.get(module, ()), (start, stop, kept, stops))
         return found
 
     def describe(self) -> str:
-        alike: dict[tuple[tuple[int, int, tuple[int, ...]], ...], list[str]] = {}
+        alike: dict[tuple[Stretch, ...], list[str]] = {}
         for module, stretches in self.by_module.items():
             alike.setdefault(stretches, []).append(module)
         parts = []
         for stretches, modules in alike.items():
-            kept = sum(len(kept) for *_, kept in stretches)
+            kept = sum(len(kept) for _, _, kept, _ in stretches)
             but = f" but for {_counted(kept, 'result')}" if kept else ""
             whose = _listing(tuple(modules)) if all(modules) else "the model's forward"
-            parts.append(f"ops {_ranges_of_ops(stretches)} of {whose}{but}")
+            divided = sum(len(stops) + 1 for *_, stops in stretches if stops)
+            each = f", in {divided} parts that start from each other" if divided else ""
+            parts.append(f"ops {_ranges_of_ops(stretches)} of {whose}{but}{each}")
         return f"replay in backward: {'; '.join(parts)}"
 
 
@@ -333,8 +348,8 @@ def _listing(names: tuple[str, ...], most: int = 6) -> str:
     return ", ".join(shown) if len(shown) <= most else f"{', '.join(shown[:most])} and {len(shown) - most} kinds more"
 
 
-def _ranges_of_ops(stretches: tuple[tuple[int, int, tuple[int, ...]], ...], most: int = 4) -> str:
-    shown = [f"{start}-{stop - 1}" for start, stop, _ in stretches]
+def _ranges_of_ops(stretches: tuple[Stretch, ...], most: int = 4) -> str:
+    shown = [f"{start}-{stop - 1}" for start, stop, _, _ in stretches]
     return ", ".join(shown) if len(shown) <= most else f"{', '.join(shown[:most])} and {len(shown) - most} more ranges"
 
 

@@ -13,11 +13,11 @@ from planner.step_graph import Call
 if TYPE_CHECKING:
     from planner.recorder import Recorder
 
-_COMPILED = "it runs compiled, or inside of what is compiled"
+COMPILED = "it runs compiled, or inside of what is compiled"
 _WITHOUT_FORWARD = "its class has no forward of its own"
 _WITHOUT_GRADIENTS = "it runs without gradients"
 TAKES_GRADIENTS = "its parent takes gradients of it in its own forward"
-NO_REPLAY = frozenset({_COMPILED, _WITHOUT_FORWARD, _WITHOUT_GRADIENTS, TAKES_GRADIENTS})
+NO_REPLAY = frozenset({COMPILED, _WITHOUT_FORWARD, _WITHOUT_GRADIENTS, TAKES_GRADIENTS})
 """Obstacles even where ops are run again and Python is not."""
 
 
@@ -82,8 +82,8 @@ class ModuleCalls:
 
     def _obstacle(self, module: torch.nn.Module, parent: int | None) -> str | None:
         """What is known before the call."""
-        if is_compiled(module) or (parent is not None and self.all[parent].obstacle == _COMPILED):
-            return _COMPILED
+        if is_compiled(module) or (parent is not None and self.all[parent].obstacle == COMPILED):
+            return COMPILED
         if getattr(type(module).forward, "__name__", "") == "_forward_unimplemented":
             return _WITHOUT_FORWARD
         return None if torch.is_grad_enabled() else _WITHOUT_GRADIENTS

@@ -7,6 +7,8 @@ that lead to a saved tensor, and what they make dies with its last use among the
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from bisect import bisect
 from collections import defaultdict
 
 import numpy as np
@@ -14,7 +16,7 @@ import numpy as np
 from planner.op_schema import WRITE_STATISTICS
 from planner.products import Kept
 from planner.step_graph import Save, StepGraph
-from planner.stretches import ops_in
+from planner.stretches import ops_in, place_of
 
 
 @dataclasses.dataclass(slots=True)
@@ -30,17 +32,21 @@ class Window:
 class Rerun:
     """Of one call, as one unit does it."""
 
-    back: int
-    """When the second run begins: backward asks for the first of those tensors that it makes again."""
+    backs: dict[int, int] | int
+    """When backward asks for the first of the tensors that run again together: by the tick of each save, or of all."""
     frees: frozenset[int] | None
     """Storages that are made again, of those saved in the call; None: all but `kept`."""
     kept: frozenset[int]
     """Storages of results that are kept."""
     holds: tuple[tuple[int, int, int], ...]
-    """(storage, first tick, tick after the last): what is held for the second run."""
+    """(storage, first tick, tick after the last): what is held for a second run, or by one for others."""
     cost_ns: int
-    extra_bytes: int
-    """The most that is alive at once in the second run, beside what is held."""
+    peaks: tuple[tuple[int, int], ...]
+    """(tick, bytes): the most that is alive at once in each second run, beside what is held."""
+
+    def back(self, save: Save) -> int:
+        """When a saved tensor is made again."""
+        return self.backs if isinstance(self.backs, int) else self.backs[save.pack]
 
     def keeps(self, storage: int) -> bool:
         """Whether a storage that is saved in the call stays there until backward asks for it."""
@@ -80,12 +86,12 @@ class Reruns:
             is_saved = np.array([storage in self._saved for storage in numbers])
             born, held = np.where(is_kept, call.start, born), np.where(is_kept & is_saved, 0, held)
         return Rerun(
-            back=int(window.back),
+            backs=int(window.back),
             frees=None,
             kept=kept.storages,
             holds=tuple(holds),
             cost_ns=int(self._elapsed[last_op] - self._elapsed[first_op]) - sum(self._op_ns[op] for op in kept.ops),
-            extra_bytes=_highest(born, np.minimum(self._deaths[inside], window.last_pack), held),
+            peaks=((int(window.back) - 1, _highest(born, np.minimum(self._deaths[inside], window.last_pack), held)),),
         )
 
 
@@ -135,33 +141,62 @@ class Replays:
             self._ops[call] = self._ops[owner][start:stop]
         return self._ops[call]
 
-    def of_stretch(self, index: int, kept: Kept) -> Rerun | None:
+    def of_stretch(self, index: int, kept: Kept, stops: tuple[int, ...]) -> Rerun | None:
         """Those ops of a stretch that lead to what it saved; None where there is nothing to free.
 
         None as well where something that they read is changed later.
         """
-        graph = self._graph
-        ops = [op for op in self.ops_of(index) if op not in kept.ops]
+        graph, numbered = self._graph, self.ops_of(index)
+        ops = [op for op in numbered if op not in kept.ops]
         made = self._made(ops)
         saves = [save for save in self._saves[index] if save.storage in made]
-        back = min((save.unpack for save in saves if save.unpack is not None), default=None)
-        if back is None:
-            return None
         wanted = frozenset(save.storage for save in saves)
-        program = self._leading_to(wanted, ops)
+        first = self._calls[index].stretch[0]
+        bounds = [0, *(stop - first for stop in stops), len(numbered)]
+        ticks = [graph.ops[op].tick for op in numbered]
+        part_of = {save.pack: bisect(stops, first + place_of(save, ticks)) for save in saves}
+        parts = [
+            _Part(
+                ops=[op for op in numbered[start:stop] if op not in kept.ops],
+                saves=[save for save in saves if part_of[save.pack] == number],
+            )
+            for number, (start, stop) in enumerate(itertools.pairwise(bounds))
+        ]
+        if all(part.back is None for part in parts):
+            return None
+        self._trace(parts)
+        program = [op for part in parts for op in sorted({*part.to_make, *part.to_pass})]
         starts = self._first_reads(program, made)
         if any(tick > starts[storage] for storage in starts for tick in self._writes[storage]):
             return None
+        if stops and any(self._writes[storage] for part in parts for storage in part.crossing):
+            return None
         release, end = max(graph.ticks if s.release is None else s.release for s in saves), graph.calls[index].end
         births = {storage: graph.storages[storage].lives[0][0] for storage in kept.storages}
-        holds = tuple(
+        held = [
             (storage, tick, release if storage in starts else end)
             for storage, tick in (self._first_reads(ops, made) | births).items()
             if graph.storages[storage].op is not None
+        ]
+        run = _Run(self, parts)
+        return Rerun(
+            backs={save.pack: graph.ticks if (b := parts[part_of[save.pack]].back) is None else b for save in saves},
+            frees=wanted,
+            kept=kept.storages,
+            holds=(*held, *run.holds),
+            cost_ns=run.cost_ns,
+            peaks=tuple(run.peaks),
         )
-        cost_ns = sum(self._op_ns[op] for op in program)
-        extra_bytes = self._highest(program, wanted)
-        return Rerun(back=back, frees=wanted, kept=kept.storages, holds=holds, cost_ns=cost_ns, extra_bytes=extra_bytes)
+
+    def _trace(self, parts: list[_Part]) -> None:
+        """What leads to what, from the last part to the first."""
+        made = [self._made(part.ops) for part in parts]
+        before = list(itertools.accumulate(made, set.union, initial=set()))[:-1]
+        after: set[int] = set()
+        for part, made_before in reversed(list(zip(parts, before, strict=True))):
+            part.to_make, reads = self._leading_to(part.wanted, part.ops)
+            part.to_pass, also_reads = self._leading_to(after, part.ops)
+            after = part.crossing = (reads | also_reads) & made_before
 
     def _first_reads(self, ops: list[int], made: set[int]) -> dict[int, int]:
         """When each storage that was there before is first read."""
@@ -172,13 +207,14 @@ class Replays:
         graph = self._graph
         return {storage for op in ops for storage in graph.ops[op].outputs if graph.storages[storage].op == op}
 
-    def _leading_to(self, wanted: frozenset[int], ops: list[int]) -> list[int]:
+    def _leading_to(self, wanted: set[int], ops: list[int]) -> tuple[list[int], set[int]]:
+        """Those ops that lead to storages, and all that they and the storages need."""
         needed, found = set(wanted), []
         for op in reversed(ops):
             if not needed.isdisjoint(self._graph.ops[op].outputs):
                 needed.update(self._graph.ops[op].inputs)
                 found.append(op)
-        return found[::-1]
+        return found[::-1], needed
 
     def _statistics_bytes(self, op: int) -> int:
         """Of a norm's running statistics: another run updates a copy of them."""
@@ -187,16 +223,78 @@ class Replays:
             return 0
         return sum(self._sizes[storage] for storage in record.inputs[-2:] if self._graph.storages[storage].op is None)
 
-    def _highest(self, program: list[int], wanted: frozenset[int]) -> int:
+    def run(self, program: list[int], values: set[int], to_keep: set[int]) -> tuple[set[int], int]:
+        """Run ops on values that count, in bytes, and find those that are left, and the most that was there at once."""
         last_use = {s: op for op in program for s in (*self._graph.ops[op].inputs, *self._graph.ops[op].outputs)}
-        alive = highest = 0
-        values: set[int] = set()
+        values = {storage for storage in values if storage in last_use or storage in to_keep}
+        alive = highest = sum(self._sizes[storage] for storage in values)
         for op in program:
-            born = self._born[op]
+            born = set(self._born[op]) - values
             alive += sum(self._sizes[storage] for storage in born)
             highest = max(highest, alive + self._statistics_bytes(op))
-            values.update(born)
-            over = {s for s in values if s not in wanted and last_use.get(s, op) == op}
+            values |= born
+            over = {s for s in values if s not in to_keep and last_use.get(s, op) == op}
             alive -= sum(self._sizes[storage] for storage in over)
             values -= over
-        return highest
+        return values, highest
+
+    def bytes_of(self, storages: set[int]) -> int:
+        return sum(self._sizes[storage] for storage in storages)
+
+    def ns_of(self, ops: list[int]) -> int:
+        return sum(self._op_ns[op] for op in ops)
+
+
+@dataclasses.dataclass(slots=True)
+class _Part:
+    """Of a stretch: its ops and saves; which ops make what it saved, which what later parts read, and what it reads."""
+
+    ops: list[int]
+    saves: list[Save]
+    to_make: list[int] = dataclasses.field(default_factory=list)
+    to_pass: list[int] = dataclasses.field(default_factory=list)
+    crossing: set[int] = dataclasses.field(default_factory=set)
+
+    @property
+    def wanted(self) -> set[int]:
+        return {save.storage for save in self.saves}
+
+    @property
+    def back(self) -> int | None:
+        """When backward first asks for something that it saved."""
+        return min((save.unpack for save in self.saves if save.unpack is not None), default=None)
+
+
+class _Run:
+    """All second runs of a stretch, in the order in which backward asks for its parts (`rewrite/rules/replay.py`)."""
+
+    def __init__(self, replays: Replays, parts: list[_Part]) -> None:
+        self._replays, self._parts = replays, parts
+        self._on_the_way: dict[int, set[int]] = {}
+        self.holds: list[tuple[int, int, int]] = []
+        self.peaks: list[tuple[int, int]] = []
+        self.cost_ns = 0
+        for number in sorted((n for n, part in enumerate(parts) if part.back is not None), key=lambda n: parts[n].back):
+            self._make(number)
+
+    def _make(self, wanted: int) -> None:
+        replays, parts, back = self._replays, self._parts, self._parts[wanted].back
+        at = max((number for number in self._on_the_way if number <= wanted), default=0)
+        counted: set[int] = set()  # of the values, those that are not counted already where they are held
+        held_bytes = highest = 0
+        middle = (at + wanted + 1) // 2
+        for number in range(at, wanted):
+            counted, peak = replays.run(parts[number].to_pass, counted, parts[number + 1].crossing)
+            highest = max(highest, held_bytes + peak)
+            self.cost_ns += replays.ns_of(parts[number].to_pass)
+            if number + 1 == middle < wanted:
+                self._on_the_way[middle] = set(parts[middle].crossing)
+                until = parts[middle].back
+                self.holds += [(s, back, until) for s in parts[middle].crossing if until is not None and until > back]
+                held_bytes += replays.bytes_of(counted)
+                counted = set()
+                middle = (middle + wanted + 1) // 2
+        self._on_the_way.pop(wanted, None)
+        _, peak = replays.run(parts[wanted].to_make, counted, parts[wanted].wanted)
+        self.cost_ns += replays.ns_of(parts[wanted].to_make)
+        self.peaks.append((back - 1, max(highest, held_bytes + peak)))

@@ -133,6 +133,10 @@ class Call:
     """Whether ops of the user's forward hooks are among those of the call; a rewritten forward does not hold them."""
     stretch: tuple[int, int] | None = None
     """For a stretch of a module's forward: the first op and the one after the last (`planner.stretches`)."""
+    stops: tuple[int, ...] = ()
+    """Ops that may divide the stretch."""
+    only_divided: bool = False
+    """Whether the stretch is of no use undivided."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -55,6 +55,8 @@ class Unit:
     """Numbers of its first op and of the one after the last; None: the whole module."""
     kept: tuple[int, ...]
     """Numbers of products; in a stretch, of ops."""
+    stops: tuple[int, ...] = ()
+    """Numbers of ops that divide a stretch into parts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,8 @@ class Units:
             decisions.append(Checkpoint(modules=names, kept=kept if any(kept) else ()))
         if stretches:
             names, ranges = tuple(unit.module for unit in stretches), tuple(unit.stretch for unit in stretches)
-            decisions.append(Replay(modules=names, stretches=ranges, kept=tuple(unit.kept for unit in stretches)))
+            kept, stops = tuple(unit.kept for unit in stretches), tuple(unit.stops for unit in stretches)
+            decisions.append(Replay(modules=names, stretches=ranges, kept=kept, stops=stops if any(stops) else ()))
         return tuple(decisions)
 
 
@@ -110,8 +113,9 @@ def units_of(
         fixed_bytes=fixed,
         holds=holds,
         recomputes=tuple(
-            Recompute(unit=option.unit, at=option.rerun.back - 1, extra_bytes=option.rerun.extra_bytes)
+            Recompute(unit=option.unit, at=tick, extra_bytes=extra_bytes)
             for option in itertools.chain.from_iterable(options.values())
+            for tick, extra_bytes in option.rerun.peaks
         ),
         cost_ns=_costs(options, len(units)),
         paths=_paths(graph, options),
@@ -172,15 +176,19 @@ def _choices(
             results = keepable.choices({call: windows[call].last_pack for call in calls})
         else:
             results = keepable.choices_among({call: replays.ops_of(call) for call in calls}, first=stretch[0])
-        for kept in (dict.fromkeys(calls, NOTHING), *results):
+        nothing, first = dict.fromkeys(calls, NOTHING), graph.calls[calls[0]]
+        choices = [] if first.only_divided else [(kept, ()) for kept in (nothing, *results)]
+        if first.stops:
+            choices.append((nothing, first.stops))
+        for kept, stops in choices:
             if stretch is None:
                 found = {call: reruns.of_module(call, windows[call], kept[call]) for call in calls}
             else:
-                found = {call: replays.of_stretch(call, kept[call]) for call in calls}
+                found = {call: replays.of_stretch(call, kept[call], stops) for call in calls}
             if None not in found.values():
                 for call, rerun in found.items():
                     options[call] = (*options.get(call, ()), _Option(unit=len(units), rerun=rerun))
-                units.append(Unit(module=module, stretch=stretch, kept=kept[calls[0]].numbers))
+                units.append(Unit(module=module, stretch=stretch, kept=kept[calls[0]].numbers, stops=stops))
     return tuple(units), options
 
 
@@ -198,7 +206,9 @@ def _holds(graph: StepGraph, options: _Options, sizes: list[int]) -> tuple[np.nd
             continue
         start, release = save.pack, graph.ticks if save.release is None else save.release
         chosen = [option for call in _ancestry(graph, save.call) for option in options.get(call, ())]
-        backs = [(min(option.rerun.back, release), option) for option in chosen if not option.rerun.keeps(save.storage)]
+        backs = [
+            (min(option.rerun.back(save), release), option) for option in chosen if not option.rerun.keeps(save.storage)
+        ]
         for back in sorted({back for back, _ in backs if back > start}):  # what brings it back later frees it longer
             units = _units(option for later, option in backs if later >= back)
             pieces[save.storage].append((start, back, "unless", units))

@@ -17,6 +17,7 @@ import functools
 import inspect
 import itertools
 import types
+from bisect import bisect
 from collections import Counter
 from typing import NamedTuple
 
@@ -49,8 +50,8 @@ def replay(rewriting: Rewriting, decision: Replay) -> None:
 def replayed(forward, stretches):
     """A forward that keeps nothing of its stretches but their starts for backward; unchanged without gradients.
 
-    A stretch is (first op, op after the last, ops whose results are kept). Ops are numbered as a call runs them: those
-    that make a tensor on the module's device, or change one.
+    A stretch is (first op, op after the last, ops whose results are kept, ops at which it is divided). Ops are numbered
+    as a call runs them: those that make a tensor on the module's device, or change one.
     """
 
     @functools.wraps(forward)
@@ -79,7 +80,7 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self.device, self.ahead = device, list(reversed(stretches))
         self.count, self.sequence, self.is_paused = 0, None, False
-        self.stop, self.kept, self.stretch, self.stretches = 0, (), None, []
+        self.stop, self.kept, self.stops, self.stretch, self.stretches = 0, (), (), None, []
         self.known = {}  # a storage that is known here has its number for itself as long as its reference lives
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
@@ -102,7 +103,7 @@ class Tape(TorchDispatchMode):
                 for key, tensor in made.items():
                     stretch.start_from(key, detached(tensor))
             elif stretch:
-                stretch.note(op, args, kwargs, result, made, written, random)
+                stretch.note(op, args, kwargs, result, made, written, random, bisect(self.stops, self.count))
             self.count += 1
             self.sequence = torch.autograd._get_sequence_nr()
         return result
@@ -128,8 +129,8 @@ class Tape(TorchDispatchMode):
             self.stretch.complete()
             self.stretch = None
         if not self.stretch and self.ahead and self.ahead[-1][0] <= number:
-            _, self.stop, self.kept = self.ahead.pop()
-            self.stretch = Stretch(self)
+            _, self.stop, self.kept, self.stops = self.ahead.pop()
+            self.stretch = Stretch(self, parts=len(self.stops) + 1)
             self.stretches.append(self.stretch)
             return self.stretch_at(number)
         return self.stretch
@@ -146,19 +147,25 @@ class Tape(TorchDispatchMode):
     def pack(self, tensor):
         """What autograd keeps: for the op that comes if its node is there already, else for the one that just ran."""
         comes = torch.autograd._get_sequence_nr() != self.sequence
-        stretch = self.stretch_at(self.count if comes else self.count - 1)
-        return (stretch and stretch.saved(tensor)) or Held(tensor)
+        number = self.count if comes else self.count - 1
+        stretch = self.stretch_at(number)
+        return (stretch and stretch.saved(tensor, bisect(self.stops, number))) or Held(tensor)
 
 
 class Stretch:
-    """Ops that can run again, and what they read of what was there before them."""
+    """Ops that can run again, and what they read of what was there before them.
 
-    def __init__(self, tape):
-        self.tape, self.ops, self.starts, self.made, self.blank = tape, [], {}, set(), set()
-        self.is_complete, self.wanted, self.results, self.pending = False, Counter(), {}, Counter()
-        self.writes = Counter()
+    A part of a stretch starts from tensors that parts before it make. Of these few are there at a time: on the way to a
+    part, those at half of the way are held, at half of the rest, and so on.
+    """
 
-    def note(self, op, args, kwargs, result, made, written, random):
+    def __init__(self, tape, parts):
+        self.tape, self.ops, self.starts, self.made, self.blank = tape, [[] for _ in range(parts)], {}, set(), set()
+        self.wanted, self.writes, self.is_complete = [Counter() for _ in range(parts)], Counter(), False
+        self.to_make, self.to_pass, self.crossing, self.on_the_way = [], [], [], {}
+        self.results, self.pending = {}, Counter()
+
+    def note(self, op, args, kwargs, result, made, written, random, part):
         read = set()
         args, kwargs = mapped(torch.Tensor, lambda tensor: self.piece(tensor, read), [args, kwargs])
         for key, tensor in made.items():
@@ -169,7 +176,7 @@ class Stretch:
         if op.__name__.startswith(("empty", "new_empty")):
             self.blank.update(made)
         outputs = [key_of(tensor) for tensor in tensors_in(result)]
-        self.ops.append(Noted(op, args, kwargs, outputs, read, made.keys() | written.keys(), random))
+        self.ops[part].append(Noted(op, args, kwargs, outputs, read, set(made), {*made, *written}, random))
 
     def piece(self, tensor, read):
         """Stands for an argument. One that is still blank was written by nobody seen here: it is kept as it is."""
@@ -198,66 +205,101 @@ class Stretch:
         if key in self.starts:
             self.start_from(key, self.starts[key][0].clone())
 
-    def saved(self, tensor):
+    def saved(self, tensor, part):
         """Stands for a tensor that the stretch makes again; None for others."""
         key = key_of(tensor)
         if key not in self.made or key in self.blank:
             return None
-        self.wanted[key] += 1
-        return Later(self, Piece(key, tensor), self.writes[key])
+        self.wanted[part][key] += 1
+        return Later(self, part, Piece(key, tensor), self.writes[key])
 
     def complete(self):
         """Leave out ops that lead to no saved tensor, and let go of what only they need."""
-        self.ops, self.is_complete = self.needed(), True
-        read = set().union(*(noted.read for noted in self.ops))
+        self.plan()
+        read = set().union(*(noted.read for ops in self.to_make + self.to_pass for noted in ops))
         self.starts = {key: start for key, start in self.starts.items() if key in read}
+        self.ops, self.is_complete = None, True
 
-    def needed(self):
-        needed, found = set(self.wanted), []
-        for noted in reversed(self.ops):
-            if not needed.isdisjoint(noted.changed):
-                needed |= noted.read
-                found.append(noted)
-        return found[::-1]
+    def plan(self):
+        """By part: ops that make what is saved in it, ops that make what later parts read, what comes from before."""
+        self.to_make, self.to_pass, self.crossing, after = [], [], [], set()
+        changed = [set().union(*(noted.changed for noted in ops)) for ops in self.ops]
+        before = list(itertools.accumulate(changed, set.union, initial=set()))[:-1]
+        for ops, wanted, changed_before in reversed(list(zip(self.ops, self.wanted, before, strict=True))):
+            make, reads = leading_to(wanted, ops)
+            on, also_reads = leading_to(after, ops)
+            after = (reads | also_reads) & changed_before
+            self.to_make.insert(0, make)
+            self.to_pass.insert(0, on)
+            self.crossing.insert(0, after)
 
     def value(self, later):
-        """A tensor that was saved; the first one that is asked for runs the stretch again."""
-        key = later.piece.key
-        refuse_change(later.writes, self.writes[key])
+        """A tensor that was saved; the first one of a part that is asked for runs the part again."""
+        key = later.part, later.piece.key
+        refuse_change(later.writes, self.writes[later.piece.key])
         if key not in self.results:
-            self.run()
+            self.run(later.part)
         tensor = self.results[key]
         self.pending[key] -= 1
         if not self.pending[key]:
             del self.results[key]
         return later.piece.of(tensor)
 
-    def run(self):
-        ops = self.needed()
-        changed = set().union(*(noted.changed for noted in ops))
+    def run(self, part):
+        if not self.is_complete:
+            self.plan()
+        at = max((number for number in self.on_the_way if number <= part), default=0)
+        values = dict(self.on_the_way.get(at, {}))
+        middle = (at + part + 1) // 2
+        with self.tape.pause(), torch.enable_grad(), torch.autocast(self.tape.device.type, enabled=False):
+            for number in range(at, part):
+                self.again(self.to_pass[number], values, self.crossing[number + 1])
+                if number + 1 == middle < part:
+                    self.on_the_way[middle] = dict(values)
+                    middle = (middle + part + 1) // 2
+            self.on_the_way.pop(part, None)
+            self.again(self.to_make[part], values, self.wanted[part].keys())
+        for key, times in self.wanted[part].items():
+            self.results[part, key], self.pending[part, key] = values[key], times
+
+    def again(self, ops, values, to_keep):
+        """Run ops on values by storage, which become those to keep."""
         last_use = {key: noted for noted in ops for key in noted.read | noted.changed}
-        values = {}
-        for key, (tensor, version) in self.starts.items():
+        for key in values.keys() - last_use.keys() - to_keep:
+            del values[key]
+        changed = set().union(*(noted.changed - noted.made for noted in ops))
+        for key in values.keys() & changed:
+            values[key] = values[key].clone()
+        for key in (last_use.keys() & self.starts.keys()) - values.keys():
+            tensor, version = self.starts[key]
             refuse_change(version, tensor._version)
             values[key] = tensor.clone() if key in changed else tensor
-        with self.tape.pause(), torch.enable_grad(), torch.autocast(self.tape.device.type, enabled=False):
-            for noted in ops:
-                values |= noted.again(values)
-                for key in (noted.read | noted.changed) - self.wanted.keys():
-                    if last_use[key] is noted:
-                        values.pop(key, None)
-        self.results = {key: values[key] for key in self.wanted}
-        self.pending = Counter(self.wanted)
+        for noted in ops:
+            values |= noted.again(values)
+            for key in (noted.read | noted.changed) - to_keep:
+                if last_use[key] is noted:
+                    values.pop(key, None)
+
+
+def leading_to(wanted, ops):
+    """Those ops that lead to storages, and all that they and the storages need."""
+    needed, found = set(wanted), []
+    for noted in reversed(ops):
+        if not needed.isdisjoint(noted.changed):
+            needed |= noted.read
+            found.append(noted)
+    return found[::-1], needed
 
 
 class Noted(NamedTuple):
-    """An op that ran: with pieces in the place of tensors, and by storage what it returned, read, and made or wrote."""
+    """An op that ran, with pieces in the place of tensors; by storage: what it returned, read, made, made or wrote."""
 
     op: object
     args: tuple
     kwargs: dict
     outputs: list
     read: set
+    made: set
     changed: set
     random: object
 
@@ -329,8 +371,8 @@ class Piece:
 class Later:
     """Stands for a saved tensor until backward asks for it."""
 
-    def __init__(self, stretch, piece, writes):
-        self.stretch, self.piece, self.writes = stretch, piece, writes
+    def __init__(self, stretch, part, piece, writes):
+        self.stretch, self.part, self.piece, self.writes = stretch, part, piece, writes
 
     def tensor(self):
         return self.stretch.value(self)
@@ -381,8 +423,8 @@ def mapped(kind, function, values):
 
 def replay_source(plan: Plan, decision: Replay) -> Fragment:
     parts = (
-        replayed, Tape, Stretch, Noted, traits_of, random_numbers, numbers_again, Piece, Later, Held, refuse_change,
-        key_of, tensors_in, mapped, detached,
+        replayed, Tape, Stretch, leading_to, Noted, traits_of, random_numbers, numbers_again, Piece, Later, Held,
+        refuse_change, key_of, tensors_in, mapped, detached,
     )  # fmt: skip
     rewriting = """\
 for name, stretches in REPLAYED.items():
@@ -395,6 +437,7 @@ for name, stretches in REPLAYED.items():
             "import functools",
             "import itertools",
             "import types",
+            "from bisect import bisect",
             "from collections import Counter",
             "from typing import NamedTuple",
             "from torch.multiprocessing.reductions import StorageWeakRef",

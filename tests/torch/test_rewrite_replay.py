@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import random
 import subprocess
@@ -40,7 +41,9 @@ def some_stretches(ops: int, chance: random.Random) -> Replay:
     cuts = sorted(chance.sample(range(ops + 1), 2 * chance.randint(1, 4)))
     ranges = tuple(zip(cuts[::2], cuts[1::2], strict=True))
     kept = tuple(tuple(n for n in range(*r) if chance.random() < 0.2) for r in ranges)
-    return Replay(modules=("",) * len(ranges), stretches=ranges, kept=kept)
+    often = chance.choice((0.0, 0.2, 0.6))
+    stops = tuple(tuple(n for n in range(r[0] + 1, r[1]) if chance.random() < often) for r in ranges)
+    return Replay(modules=("",) * len(ranges), stretches=ranges, kept=kept, stops=stops)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -218,8 +221,8 @@ def test_nothing_outlives_its_use():
     made: list[weakref.ref] = []
     before = RULE.Stretch.__init__
 
-    def noting(self, *args) -> None:
-        before(self, *args)
+    def noting(self, *args, **options) -> None:
+        before(self, *args, **options)
         made.append(weakref.ref(self))
 
     gc.collect()
@@ -301,7 +304,7 @@ def test_the_emitted_file_loses_the_same(tmp_path):
         model, batch = net.build()
     finally:
         sys.path.remove(str(tmp_path))
-    decision = replay_of([(0, 8, (1,)), (8, 16, ())])
+    decision = dataclasses.replace(replay_of([(0, 8, (1,)), (8, 16, ())]), stops=((), (10, 13)))
     losses = []
     for decisions in ((), (decision,)):
         plan = plan_for(model, batch, *decisions, reference=f"{tmp_path / 'net.py'}:build")
@@ -314,7 +317,11 @@ def test_the_emitted_file_loses_the_same(tmp_path):
 def test_it_is_saved_and_told():
     decision = replay_of([(0, 8, (1,)), (8, 16, ())])
     assert decision_from_json(decision.to_json()) == decision
-    assert decision.describe() == "replay in backward: ops 0-7, 8-15 of the model's forward but for 1 result"
+    told = "replay in backward: ops 0-7, 8-15 of the model's forward but for 1 result"
+    assert decision.describe() == told
+    divided = dataclasses.replace(decision, stops=((), (10, 13)))
+    assert decision_from_json(divided.to_json()) == divided
+    assert divided.describe() == f"{told}, in 3 parts that start from each other"
 
 
 @pytest.mark.parametrize(
@@ -326,6 +333,9 @@ def test_it_is_saved_and_told():
         {"modules": ("", ""), "stretches": ((0, 4), (3, 6)), "kept": ((), ())},
         {"modules": ("",), "stretches": ((0, 4),), "kept": ((5,),)},
         {"modules": ("",), "stretches": ((-1, 4),), "kept": ((),)},
+        {"modules": ("",), "stretches": ((0, 4),), "kept": ((),), "stops": ((0,),)},
+        {"modules": ("",), "stretches": ((0, 4),), "kept": ((),), "stops": ((3, 2),)},
+        {"modules": ("",), "stretches": ((0, 4),), "kept": ((),), "stops": ((1,), (2,))},
     ],
     ids=str,
 )
