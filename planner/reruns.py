@@ -149,7 +149,8 @@ class Replays:
         graph, numbered = self._graph, self.ops_of(index)
         ops = [op for op in numbered if op not in kept.ops]
         made = self._made(ops)
-        saves = [save for save in self._saves[index] if save.storage in made]
+        end = graph.calls[index].end  # what is dropped before that is not made again
+        saves = [s for s in self._saves[index] if s.storage in made and (s.release is None or s.release > end)]
         wanted = frozenset(save.storage for save in saves)
         first = self._calls[index].stretch[0]
         bounds = [0, *(stop - first for stop in stops), len(numbered)]
@@ -167,11 +168,11 @@ class Replays:
         self._trace(parts)
         program = [op for part in parts for op in sorted({*part.to_make, *part.to_pass})]
         starts = self._first_reads(program, made)
-        if any(tick > starts[storage] for storage in starts for tick in self._writes[storage]):
+        if any(tick >= starts[storage] for storage in starts for tick in self._writes[storage]):
             return None
         if stops and any(self._writes[storage] for part in parts for storage in part.crossing):
             return None
-        release, end = max(graph.ticks if s.release is None else s.release for s in saves), graph.calls[index].end
+        release = max(graph.ticks if save.release is None else save.release for save in saves)
         births = {storage: graph.storages[storage].lives[0][0] for storage in kept.storages}
         held = [
             (storage, tick, release if storage in starts else end)

@@ -22,7 +22,7 @@ from planner.step_graph import Call, Phase, Save, StepGraph
 
 _OWN_SHARE = 0.1
 """Of all that is saved for backward: calls that save so much by themselves, beside their submodules, are cut."""
-_SMALLEST_SHARE = 1 / 200
+_SMALLEST_SHARE = 1 / 100
 """Of all that is saved for backward: what saves less is not cut any more."""
 _MANY = 8
 """Calls of a module that is cut between them, into halves and quarters."""
@@ -175,12 +175,12 @@ class _Cuts:
         return begins
 
     def _minima(self) -> set[int]:
-        """Places between ops where fewer bytes cross than before, and no more than after."""
+        """Places between ops where no more bytes cross than before and after."""
         crossing = self._crossing
         return {
             place
             for place in range(1, len(crossing) - 1)
-            if crossing[place] < crossing[place - 1] and crossing[place] <= crossing[place + 1]
+            if crossing[place] <= crossing[place - 1] and crossing[place] <= crossing[place + 1]
         }
 
     def _in_submodules(self, graph: StepGraph, call: int, ticks: np.ndarray) -> set[int]:

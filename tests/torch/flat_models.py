@@ -135,3 +135,71 @@ class Interrupted(Flat):
                 factor = (grad * grad).mean().sqrt().clamp(max=2.0)
             x = y * factor + x.sin()
         return F.linear(x, self.head)
+
+
+class Written(Flat):
+    """Slices filled one by one, views of what changes, memory that is filled late, shapes that change in place."""
+
+    def __init__(self) -> None:
+        super().__init__(weight=(16, 16))
+        self.register_buffer("log", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in range(self.depth):
+            (weight,) = self.of(number, "weight")
+            whole = F.linear(x, weight) + 0
+            self.log.copy_(whole[:, :8].detach().mean(1))
+            part = whole[:2, :8].exp().sin()
+            whole.add_(1)
+            x = torch.cat([part, part], 1).repeat(len(x) // 2, 1) * whole.tanh()
+            filled = torch.empty_like(x)
+            for column in range(0, 16, 4):
+                filled[:, column : column + 4] = torch.sigmoid(x[:, column : column + 4]) * column
+            column = F.linear(x, weight).sum(1) + 0
+            spread = column[:, None].expand(len(x), 16)
+            mixed = (spread + x).tanh()
+            column.mul_(2)
+            x = mixed + filled + column[:, None]
+            late = x.new_empty(len(x), 1).bernoulli_(0.8) * torch.empty_like(x).copy_(x).sin()
+            flat = torch.tanh(x).unsqueeze(1).neg()
+            flat.squeeze_(1)
+            x = torch.mul(late, 2, out=torch.empty_like(late)) if not late.requires_grad else late * flat.sin()
+            with torch.inference_mode():
+                fixed = (x.detach() @ weight.detach()).tanh()
+            x = x * fixed.clone().cos()
+        return F.linear(x, self.head)
+
+
+class Complex(Flat):
+    """Conjugates and negatives that are only marked so, of memory that is written later."""
+
+    def __init__(self) -> None:
+        super().__init__(weight=(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in range(self.depth):
+            (weight,) = self.of(number, "weight")
+            z = torch.complex(F.linear(x, weight), x)
+            c = z.conj() @ torch.eye(16, dtype=torch.complex64)
+            z.mul_(2)
+            n = torch.complex(x, F.linear(x, weight)).conj().imag.sin()
+            x = c.imag.tanh() + z.real + torch.fft.ifft(torch.fft.fft(x).conj()).imag.exp() + n
+        return F.linear(x, self.head)
+
+
+class Statistics(Flat):
+    """Running statistics that are read before a batch norm changes them, and after."""
+
+    def __init__(self) -> None:
+        super().__init__(weight=(16, 16))
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("var", torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in range(self.depth):
+            (weight,) = self.of(number, "weight")
+            y = F.linear(x, weight)
+            ratio = (y.std(0) / self.var.sqrt()).detach()
+            z = F.batch_norm(torch.tanh(y * (1 + self.mean)), self.mean, self.var, training=True)
+            x = (z * ratio).tanh() * torch.exp(self.mean * y)
+        return F.linear(x, self.head)

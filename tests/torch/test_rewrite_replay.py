@@ -12,7 +12,17 @@ import weakref
 
 import pytest
 import torch
-from flat_models import Attention, Convolutions, Flat, Interrupted, Odd, Perceptron
+from flat_models import (
+    Attention,
+    Complex,
+    Convolutions,
+    Flat,
+    Interrupted,
+    Odd,
+    Perceptron,
+    Statistics,
+    Written,
+)
 from planner_cases import BARE, CARD, plain, units, what_if
 from rewrite_cases import cross_entropy, differences, images, plan_for, rewritten, seeded, train, vectors
 from torch import nn
@@ -20,20 +30,18 @@ from torch import nn
 from planner.decisions import Accumulation, Precision, Replay, decision_from_json
 from planner.errors import DecisionError
 from planner.workload import workload
-from rewrite import emit
+from rewrite import emit, tape
 
-RULE = sys.modules["rewrite.rules.replay"]
 MODELS = {
     model.__name__: (model, images if model is Convolutions else vectors)
-    for model in (Perceptron, Convolutions, Attention, Odd, Interrupted)
+    for model in (Perceptron, Convolutions, Attention, Odd, Interrupted, Written, Complex, Statistics)
 }
 
 
 def op_count(model: nn.Module, batch: tuple) -> int:
-    tape = RULE.Tape((), torch.device("cpu"))
-    with tape:
+    with tape.Tape((), torch.device("cpu")) as ops:
         copy.deepcopy(model)(batch[0])
-    return tape.count
+    return ops.count
 
 
 def some_stretches(ops: int, chance: random.Random) -> Replay:
@@ -219,7 +227,7 @@ def test_nothing_outlives_its_use():
     result = rewritten(model, replay_of([(0, 9, ()), (9, 14, ())]), batch=batch, loss_fn=cross_entropy)
     cross_entropy(result.module(batch[0]), batch).backward()
     made: list[weakref.ref] = []
-    before = RULE.Stretch.__init__
+    before = tape.Stretch.__init__
 
     def noting(self, *args, **options) -> None:
         before(self, *args, **options)
@@ -229,7 +237,7 @@ def test_nothing_outlives_its_use():
     gc.disable()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(RULE.Stretch, "__init__", noting)
+            patch.setattr(tape.Stretch, "__init__", noting)
             output = result.module(batch[0])
             held = [stretch() is not None for stretch in made]
             del output
