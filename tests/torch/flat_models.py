@@ -147,7 +147,7 @@ class Written(Flat):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number in range(self.depth):
             (weight,) = self.of(number, "weight")
-            whole = F.linear(x, weight) + 0
+            whole = F.linear(torch.tanh(x), weight) + 0
             self.log.copy_(whole[:, :8].detach().mean(1))
             part = whole[:2, :8].exp().sin()
             whole.add_(1)

@@ -9,7 +9,7 @@ from planner_cases import BARE, certifying_graph, plain, transformer, what_if
 
 import planner
 from planner import heads
-from planner.decisions import Accumulation, Checkpoint, ChunkedLoss, Precision
+from planner.decisions import Accumulation, Checkpoint, ChunkedLoss, Precision, Replay
 from planner.errors import DecisionError
 from planner.step_graph import Category
 from planner.workload import workload
@@ -127,7 +127,7 @@ def test_a_plan_prefers_chunks_to_recompute_and_says_so():
     without = planner.plan(
         model, batch, vram=int(0.75 * whole.total_bytes), gpu="bare", fidelity="exact", forbid=["chunked-loss"]
     )
-    assert {type(decision) for decision in without.decisions} <= {Checkpoint, Accumulation}
+    assert {type(decision) for decision in without.decisions} <= {Checkpoint, Replay, Accumulation}
 
 
 class Unusual(torch.nn.Module):
