@@ -22,6 +22,8 @@ from planner.step_graph import Call, Phase, Save, StepGraph
 
 _OWN_SHARE = 0.1
 """Of all that is saved for backward: calls that save so much by themselves, beside their submodules, are cut."""
+_LONG = 8
+"""Ops of its own, beside those of its submodules, from which on a forward is cut."""
 _SMALLEST_SHARE = 1 / 100
 """Of all that is saved for backward: what saves less is not cut any more."""
 _MANY = 8
@@ -73,7 +75,7 @@ def place_of(save: Save, ticks: list[int]) -> int:
 
 def _long_calls(graph: StepGraph) -> set[int]:
     """Calls of modules that save much by themselves, all of one type together."""
-    own_bytes = _saved_bytes(graph)
+    own_bytes, own_ops = _saved_bytes(graph), _own_ops(graph)
     by_type: dict[str, int] = defaultdict(int)
     for index, call in enumerate(graph.calls):
         by_type[graph.module_types[call.module]] += own_bytes.get(index, 0)
@@ -81,8 +83,16 @@ def _long_calls(graph: StepGraph) -> set[int]:
     return {
         index
         for index, call in enumerate(graph.calls)
-        if own_bytes.get(index, 0) > 0 and by_type[graph.module_types[call.module]] > enough and _can_run_again(call)
+        if own_ops[index] >= _LONG and by_type[graph.module_types[call.module]] > enough and _can_run_again(call)
     }
+
+
+def _own_ops(graph: StepGraph) -> dict[int | None, int]:
+    found: dict[int | None, int] = defaultdict(int)
+    for op in graph.ops:
+        if op.phase is Phase.FORWARD and op.makes_or_changes:
+            found[op.call] += 1
+    return found
 
 
 def _calls_of_many(graph: StepGraph) -> set[int]:

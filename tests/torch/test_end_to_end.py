@@ -26,7 +26,7 @@ class Block(torch.nn.Module):
 
 
 class Regression(torch.nn.Module):
-    def __init__(self, width: int = 32, depth: int = 6) -> None:
+    def __init__(self, width: int = 32, depth: int = 8) -> None:
         super().__init__()
         self.blocks = torch.nn.ModuleList(Block(width) for _ in range(depth))
         self.head = torch.nn.Linear(width, 1)

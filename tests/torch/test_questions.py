@@ -68,7 +68,7 @@ def test_only_forbids_everything_else(folder, capsys):
     code, data = run("--gpu", "bare", "--vram", "4MiB", "--only", "checkpoint,accumulation", capsys=capsys)
     assert code == 0
     assert {decision["kind"] for decision in data["decisions"]} <= {"checkpoint", "accumulation"}
-    others = {"freeze", "precision", "optimizer", "optimizer-kernel", "chunked-loss", "step-in-backward"}
+    others = {"freeze", "precision", "optimizer", "optimizer-kernel", "chunked-loss", "step-in-backward", "replay"}
     assert set(data["forbidden"]) == others
 
 
