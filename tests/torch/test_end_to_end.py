@@ -112,7 +112,7 @@ def test_under_an_accumulating_plan_the_gradients_are_those_of_the_full_batch(ta
         loss_fn=mean_square,
         gpu="bare",
         fidelity="exact",
-        forbid=("checkpoint",),
+        forbid=("checkpoint", "replay"),
     )
     assert plan.decision(Accumulation) is not None
     original = copy.deepcopy(model)
