@@ -25,7 +25,7 @@ from rich.table import Table
 
 import profiles
 from planner.decisions import Checkpoint, Fidelity
-from planner.options import Rules
+from planner.options import Rules, given_rules
 from planner.pipeline import plan_workload, versions
 from planner.references import load_workload
 from planner.synthetic import synthetic_batch
@@ -192,7 +192,7 @@ def recompute_at_half(console: Console) -> None:
         "status",
     ):
         table.add_column(column)
-    rules = Rules(fidelity=Fidelity.EXACT, forced=(), forbidden=("accumulation", "chunked-loss", "step-in-backward"))
+    rules = given_rules(fidelity="exact", force=(), forbid=(), only=("checkpoint",))
     for attention, optimizer in (("sdpa", "adamw"), ("eager", "adamw"), ("eager", "sgd")):
         work = roberta_12(attention, optimizer)
         whole = plan_workload(work, profiles.bare(), vram_bytes=None, rules=rules).baseline

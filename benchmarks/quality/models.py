@@ -127,6 +127,18 @@ def _roberta() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return Loss(RobertaForMaskedLM(config)), (ids, ids)
 
 
+def _llama80() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """As deep as the largest, and narrow enough for a CPU: what counts here is the search."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    ids = torch.randint(1000, (2, 128))
+    config = LlamaConfig(
+        vocab_size=1000, hidden_size=128, intermediate_size=352, num_hidden_layers=80, num_attention_heads=4,
+        num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+    return Loss(LlamaForCausalLM(config)), (ids, ids)
+
+
 def _unet() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     spec = importlib.util.spec_from_file_location("unet", EXAMPLES / "unet.py")
     module = importlib.util.module_from_spec(spec)
@@ -157,6 +169,7 @@ CASES = {
     "GPT, 24 layers of 256, 4 x 256": Case(build=_gpt24, is_block=lambda module: isinstance(module, Block)),
     "GPT-2 small, 2 x 256": Case(build=_gpt2, is_block=_is("GPT2Block")),
     "RoBERTa, 12 layers, 4 x 128": Case(build=_roberta, is_block=_is("RobertaLayer")),
+    "Llama, 80 layers of 128, 2 x 128": Case(build=_llama80, is_block=_is("LlamaDecoderLayer")),
     "U-Net, 4 images": Case(build=_unet, is_block=_is("ResidualBlock")),
     "flat function, 1024 x 256": Case(build=_flat, is_block=lambda module: False),
 }
