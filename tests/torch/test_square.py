@@ -102,7 +102,7 @@ def test_the_promised_peak_of_any_selection_is_that_of_the_rehearsed_rewritten_s
         assert problem.peak(chosen) == rehearsed, decisions[0].describe()
 
 
-@pytest.mark.parametrize("share", [0.85, 0.65])
+@pytest.mark.parametrize("share", [0.75, 0.6])
 def test_a_plan_that_only_checkpoints_keeps_its_budget_and_its_promise(work, share):
     baseline = plan_workload(work, BARE, vram_bytes=None, rules=_rules())
     budget = int(share * baseline.baseline.total_bytes)
@@ -116,7 +116,7 @@ def test_a_plan_that_only_checkpoints_keeps_its_budget_and_its_promise(work, sha
         assert plan.peak.total_bytes > budget
 
 
-@pytest.mark.parametrize("share", [0.65])
+@pytest.mark.parametrize("share", [0.6])
 def test_a_plan_with_every_lever_keeps_its_budget_and_its_promise_on_a_real_card(work, share):
     baseline = plan_workload(work, CARD, vram_bytes=None, rules=_rules())
     fixed = CARD.context_bytes
