@@ -179,7 +179,7 @@ class Replays:
             for storage, tick in (self._first_reads(ops, made) | births).items()
             if graph.storages[storage].op is not None
         ]
-        run = _Run(self, parts)
+        run = _Run(self, parts, release)
         return Rerun(
             backs={save.pack: graph.ticks if (b := parts[part_of[save.pack]].back) is None else b for save in saves},
             frees=wanted,
@@ -265,13 +265,18 @@ class _Part:
         """When backward first asks for something that it saved."""
         return min((save.unpack for save in self.saves if save.unpack is not None), default=None)
 
+    def can_be_asked_for(self, tick: int) -> bool:
+        """Whether autograd still holds on to something that it saved."""
+        return any(save.release is None or save.release > tick for save in self.saves)
+
 
 class _Run:
     """All second runs of a stretch, in the order in which backward asks for its parts (`rewrite/rules/replay.py`)."""
 
-    def __init__(self, replays: Replays, parts: list[_Part]) -> None:
-        self._replays, self._parts = replays, parts
+    def __init__(self, replays: Replays, parts: list[_Part], release: int) -> None:
+        self._replays, self._parts, self._release = replays, parts, release
         self._on_the_way: dict[int, set[int]] = {}
+        self._parts_run: set[int] = set()
         self.holds: list[tuple[int, int, int]] = []
         self.peaks: list[tuple[int, int]] = []
         self.cost_ns = 0
@@ -281,21 +286,28 @@ class _Run:
     def _make(self, wanted: int) -> None:
         replays, parts, back = self._replays, self._parts, self._parts[wanted].back
         at = max((number for number in self._on_the_way if number <= wanted), default=0)
+        between = (number for number in range(at + 1, wanted) if number not in self._parts_run)
+        to_hold = _halves([number for number in between if parts[number].can_be_asked_for(back)])
+        self._parts_run.add(wanted)
         counted: set[int] = set()  # of the values, those that are not counted already where they are held
         held_bytes = highest = 0
-        middle = (at + wanted + 1) // 2
         for number in range(at, wanted):
             counted, peak = replays.run(parts[number].to_pass, counted, parts[number + 1].crossing)
             highest = max(highest, held_bytes + peak)
             self.cost_ns += replays.ns_of(parts[number].to_pass)
-            if number + 1 == middle < wanted:
-                self._on_the_way[middle] = set(parts[middle].crossing)
-                until = parts[middle].back
-                self.holds += [(s, back, until) for s in parts[middle].crossing if until is not None and until > back]
+            if number + 1 in to_hold:
+                crossing, until = parts[number + 1].crossing, parts[number + 1].back or self._release
+                self._on_the_way[number + 1] = set(crossing)
+                self.holds += [(storage, back, until) for storage in crossing]
                 held_bytes += replays.bytes_of(counted)
                 counted = set()
-                middle = (middle + wanted + 1) // 2
         self._on_the_way.pop(wanted, None)
         _, peak = replays.run(parts[wanted].to_make, counted, parts[wanted].wanted)
         self.cost_ns += replays.ns_of(parts[wanted].to_make)
         self.peaks.append((back - 1, max(highest, held_bytes + peak)))
+
+
+def _halves(parts: list[int]) -> set[int]:
+    """The part in the middle, the one in the middle of those after it, and so on."""
+    middle = len(parts) // 2
+    return {parts[middle], *_halves(parts[middle + 1 :])} if parts else set()

@@ -157,14 +157,14 @@ class Stretch:
     """Ops that can run again, and what they read of what was there before them.
 
     A part of a stretch starts from tensors that parts before it make. Of these few are there at a time: on the way to a
-    part, those at half of the way are held, at half of the rest, and so on.
+    part, those at half of the parts that backward has yet to ask for are held, at half of the rest, and so on.
     """
 
     def __init__(self, tape, parts):
         self.tape, self.ops, self.starts, self.made, self.blank = tape, [[] for _ in range(parts)], {}, set(), set()
         self.wanted, self.writes, self.is_complete = [Counter() for _ in range(parts)], Counter(), False
         self.to_make, self.to_pass, self.crossing, self.on_the_way = [], [], [], {}
-        self.results, self.pending = {}, Counter()
+        self.results, self.pending, self.parts_run = {}, Counter(), set()
 
     def note(self, op, args, kwargs, written, random):
         """An op that is about to run."""
@@ -264,13 +264,13 @@ class Stretch:
             self.plan()
         at = max((number for number in self.on_the_way if number <= part), default=0)
         values = dict(self.on_the_way.get(at, {}))
-        middle = (at + part + 1) // 2
+        to_hold = halves([n for n in range(at + 1, part) if self.wanted[n] and n not in self.parts_run])
+        self.parts_run.add(part)
         with self.tape.pause(), torch.enable_grad(), torch.autocast(self.tape.device.type, enabled=False):
             for number in range(at, part):
                 self.again(self.to_pass[number], values, self.crossing[number + 1])
-                if number + 1 == middle < part:
-                    self.on_the_way[middle] = dict(values)
-                    middle = (middle + part + 1) // 2
+                if number + 1 in to_hold:
+                    self.on_the_way[number + 1] = dict(values)
             self.on_the_way.pop(part, None)
             self.again(self.to_make[part], values, self.wanted[part].keys())
         for key, times in self.wanted[part].items():
@@ -293,6 +293,11 @@ class Stretch:
             for key in (noted.read | noted.changed) - to_keep:
                 if last_use[key] is noted:
                     values.pop(key, None)
+
+
+def halves(parts):
+    """The part in the middle, the one in the middle of those after it, and so on."""
+    return {parts[len(parts) // 2], *halves(parts[len(parts) // 2 + 1 :])} if parts else set()
 
 
 def leading_to(wanted, ops):

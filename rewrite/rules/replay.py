@@ -39,6 +39,7 @@ def replay_source(plan: Plan, decision: Replay) -> Fragment:
         tape.replayed,
         tape.Tape,
         tape.Stretch,
+        tape.halves,
         tape.leading_to,
         tape.Noted,
         pieces.traits_of,

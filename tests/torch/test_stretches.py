@@ -31,6 +31,51 @@ class Deep(Flat):
         return F.linear(x, self.head)
 
 
+class Skips(Flat):
+    """Down and up again; between layers ops of which nothing is saved, and a condition that every layer takes."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth=2 * depth, up=(64, 16), down=(16, 64), shift=(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        condition, kept = torch.sigmoid(x), []
+        for number in range(self.depth):
+            up, down, shift = self.of(number, "up", "down", "shift")
+            hidden = torch.tanh(F.linear(x, up))
+            x = x + F.linear(hidden, down) + F.linear(condition, shift)
+            if number < self.depth // 2:
+                kept.append(x)
+                x = x * 2 + 1
+            else:
+                x = (x + kept.pop()) / 2 - 1
+        return F.linear(x, self.head)
+
+
+class Wide(Flat):
+    """Wide tensors that nothing saves, one result that is dropped at the end and one that never meets the loss."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth=depth, mix=(16, 16))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for number in range(self.depth):
+            (mix,) = self.of(number, "mix")
+            x = torch.tanh(F.linear(x, mix)) * 2
+            x = x + torch.cat([x] * 32, 1).unflatten(1, (32, 16)).mean(1)
+            if number == self.depth // 2:
+                dropped = torch.sigmoid(x)
+                x = torch.cat([x] * 32, 1).unflatten(1, (32, 16)).mean(1)
+                returned = torch.sigmoid(x)
+                x = torch.cat([x] * 32, 1).unflatten(1, (32, 16)).mean(1)
+        logits = F.linear(x, self.head)
+        del dropped
+        return logits, returned
+
+
+def first_cross_entropy(outputs: tuple[torch.Tensor, torch.Tensor], batch) -> torch.Tensor:
+    return cross_entropy(outputs[0], batch)
+
+
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +98,8 @@ class Stack(nn.Module):
 
 
 def work_of(model: nn.Module, samples: int = 256):
-    return workload(model, vectors(samples), loss_fn=cross_entropy, optimizer="sgd")
+    loss_fn = first_cross_entropy if isinstance(model, Wide) else cross_entropy
+    return workload(model, vectors(samples), loss_fn=loss_fn, optimizer="sgd")
 
 
 def test_cuts_are_where_the_fewest_bytes_cross():
@@ -92,6 +138,17 @@ def test_parts_that_start_from_each_other_go_below_one_level(build):
     parameters = sum(2 * parameter.nbytes for parameter in work.model.parameters())
     held = least - parameters - sum(tensor.nbytes for tensor in work.batch)
     assert held < (depth.bit_length() + 18) * bytes_of_layer
+
+
+@pytest.mark.parametrize(("build", "depth"), [(Skips, 2), (Wide, 4), (Stack, 9)])
+def test_the_promise_for_every_division_is_what_its_rehearsal_takes(build, depth):
+    work = work_of(build(depth), samples=64)
+    found, curve = units(what_if(work))
+    divided = [number for number, unit in enumerate(found.units) if unit.stops]
+    assert divided
+    for number in divided:
+        rehearsed = plain(work, found.decisions((number,)), card=BARE).live_bytes().max()
+        assert curve.peak((number,)) == rehearsed, found.units[number]
 
 
 def test_a_plan_says_so_and_keeps_its_promise():
