@@ -3,12 +3,17 @@
 Results on the virtual GPU depend on what the arguments look like, not on what they hold. `FakeTensorMode` remembers
 results too, for every kind of tensor and with symbolic shapes; for plain strided tensors of fixed shape a smaller key
 says as much and is made in a fraction of the time. Whatever is not plain is left to `FakeTensorMode`.
+
+What one child process found out is handed back (`fresh`, `remember`), and those that are forked later begin with it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import io
+import itertools
+import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -73,12 +78,17 @@ class _Result:
     tensors: tuple[_Made | None, ...] = ()
 
 
+_results: dict[tuple, _Result | None] = {}
+"""Of calls by their keys, in this process and those that it was forked from."""
+_MOST_VALUES = 2_000_000
+"""In the keys that are kept, about 100 bytes each."""
+
+
 class CallMemo:
     """Of one fake mode, which makes the tensors."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
-        self._results: dict[tuple, _Result | None] = {}
 
     def __call__(
         self,
@@ -94,11 +104,11 @@ class CallMemo:
             key = self._key(func, args, kwargs)
         except _NotPlainError:
             return run()
-        if key not in self._results:
+        if key not in _results:
             out = run()
-            self._results[key] = self._describe(out, args, kwargs)
+            _results[key] = self._describe(out, args, kwargs)
             return out
-        result = self._results[key]
+        result = _results[key]
         if result is None:
             return run()
         if result.kind is type(None):
@@ -172,6 +182,41 @@ class CallMemo:
         view = torch.empty(0, dtype=made.dtype, device="meta")
         view.set_(args[made.argument].untyped_storage(), made.offset, made.shape, made.stride)
         return FakeTensor(self._mode, view, made.device)
+
+
+def known() -> int:
+    """How many calls are known."""
+    return len(_results)
+
+
+def fresh(*, since: int) -> bytes:
+    """The calls that became known after so many, for `remember` in another process."""
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(list(itertools.islice(_results.items(), since, None)))
+    return buffer.getvalue()
+
+
+def remember(calls: bytes) -> None:
+    """Take over what a child process found out, for children to come."""
+    _results.update(pickle.loads(calls))
+    if sum(map(len, _results)) > _MOST_VALUES:
+        _results.clear()
+
+
+class _Pickler(pickle.Pickler):
+    """Knows ops by name, and the virtual GPU by the name that its device has where it is not installed."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch._ops.OpOverload):
+            packet = value.overloadpacket
+            return _op, (value.namespace, packet.__name__, value._overloadname)
+        if isinstance(value, torch.device) and value.type == torch._C._get_privateuse1_backend_name():
+            return torch.device, ("privateuseone", value.index)
+        return NotImplemented
+
+
+def _op(namespace: str, name: str, overload: str) -> torch._ops.OpOverload:
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 
 def _described(out: FakeTensor, args: Sequence[Any]) -> _Made:

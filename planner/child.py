@@ -26,12 +26,13 @@ Refuse = Callable[[PlannerError], NoReturn]
 
 
 class Child:
-    """A forked process that computes `function(refuse)`. `result` waits for it.
+    """A forked process that computes `function(refuse)`. `result` waits for it, and hands its value to `receive`.
 
     Where an error cannot be raised (through C++ code that does not survive it), the function calls `refuse` with it.
     """
 
-    def __init__(self, function: Callable[[Refuse], Any]) -> None:
+    def __init__(self, function: Callable[[Refuse], Any], receive: Callable[[Any], Any] = lambda value: value) -> None:
+        self._receive = receive
         if not hasattr(os, "fork"):
             raise RehearsalProcessError(
                 f"this system ({sys.platform}) cannot fork, and a rehearsal needs a child process: use Linux or macOS"
@@ -57,7 +58,7 @@ class Child:
         os.waitpid(self._pid, 0)
 
     def result(self) -> Any:
-        """The value of `function()`. A `PlannerError` it raised is raised here, another as `RehearsalProcessError`."""
+        """The value of `function()`, received. A `PlannerError` it raised is raised here, another as `RehearsalProcessError`."""
         try:
             with os.fdopen(self._reader, "rb", closefd=False) as pipe:
                 answer = pipe.read()
@@ -70,7 +71,7 @@ class Child:
             raise RehearsalProcessError(f"the rehearsing process ended without an answer ({_cause(status)})")
         kind, value = pickle.loads(answer)
         if kind == "value":
-            return value
+            return self._receive(value)
         raise value
 
 

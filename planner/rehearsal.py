@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from planner import cuda_kernels, recurrent, virtual_gpu
+from planner import call_memo, cuda_kernels, recurrent, virtual_gpu
 from planner.child import Child, Refuse
 from planner.errors import PlannerError, WorkloadError
 from planner.hook_errors import HookErrors
@@ -50,7 +50,7 @@ class Rehearsal:
     def start(self) -> Child:
         """Begin in a child process; `.result()` is a `StepGraph`."""
         importlib.import_module("torch._dynamo")  # every fake mode asks for it: once here, not once in each child
-        return Child(lambda refuse: _rehearse(self, refuse))
+        return Child(lambda refuse: _rehearse(self, refuse), receive=_received)
 
 
 def rehearse(rehearsal: Rehearsal) -> StepGraph:
@@ -89,14 +89,22 @@ def on_virtual_gpu(target: virtual_gpu.Target, refuse: Refuse, *, what_if: bool)
         yield recorder
 
 
-def _rehearse(rehearsal: Rehearsal, refuse: Refuse) -> StepGraph:
+def _received(answer: tuple[StepGraph, bytes]) -> StepGraph:
+    graph, calls = answer
+    call_memo.remember(calls)
+    return graph
+
+
+def _rehearse(rehearsal: Rehearsal, refuse: Refuse) -> tuple[StepGraph, bytes]:
+    """The recording, and the calls that nobody had made before."""
+    known_calls = call_memo.known()
     with on_virtual_gpu(rehearsal.target, refuse, what_if=rehearsal.what_if) as recorder:
         make_virtual(rehearsal.model, virtual_gpu.NAME, recorder.answers.known)
         wanted_size = sum(rehearsal.micro_batch_sizes)
         batch = virtual_batch(rehearsal.batch, rehearsal.batch_size, wanted_size, virtual_gpu.NAME)
         for path, tensor in tensors_of(batch):
             assume_full(recorder.answers.known, path, tensor)
-        return record_steps(
+        graph = record_steps(
             recorder,
             rehearsal.model,
             batch,
@@ -106,6 +114,7 @@ def _rehearse(rehearsal: Rehearsal, refuse: Refuse) -> StepGraph:
             micro_batch_sizes=rehearsal.micro_batch_sizes,
             trained=rehearsal.trained,
         )
+        return graph, call_memo.fresh(since=known_calls)
 
 
 def record_steps(

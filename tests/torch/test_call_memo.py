@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import pickle
 
 import pytest
 import torch
 from planner_cases import CARD, certifying_graph, example, transformer
 
+from planner import call_memo
 from planner.call_memo import CallMemo
 from planner.child import run_in_child
 from planner.decisions import Accumulation, Checkpoint, Decision, Precision
@@ -114,7 +116,9 @@ def test_a_remembered_result_looks_like_the_first(without_memory):
     assert remembered == called(times=3)
 
 
-def test_calls_are_remembered():
+def test_calls_are_remembered(monkeypatch):
+    monkeypatch.setattr(call_memo, "_results", {})
+
     def run() -> tuple[int, int]:
         install(Target(compute_capability=(8, 0)))
         runs = 0
@@ -132,6 +136,34 @@ def test_calls_are_remembered():
         return runs, len({result.untyped_storage()._cdata for result in results})
 
     assert run_in_child(run) == (1, 5)
+
+
+def test_children_begin_with_what_those_before_them_found_out(monkeypatch):
+    monkeypatch.setattr(call_memo, "_results", {})
+
+    def run() -> tuple[bytes, int, object]:
+        install(Target(compute_capability=(8, 0)))
+        since = call_memo.known()
+        with torch.no_grad(), VirtualGpuMode():
+            x = torch.empty(4, 4, device="vgpu")
+            found = [looks(out, x) for out in (x.add(1), x.t(), *x.bfloat16().split(2), x.sum(1, keepdim=True).cpu())]
+        return call_memo.fresh(since=since), call_memo.known() - since, found
+
+    calls, count, found = run_in_child(run)
+    assert count > 5
+    assert call_memo.known() == 0  # what a child knows is its own until it is handed over
+    call_memo.remember(calls)
+    assert call_memo.known() == count
+    assert run_in_child(run)[1:] == (0, found)
+
+
+def test_what_is_remembered_has_a_limit(monkeypatch):
+    monkeypatch.setattr(call_memo, "_results", {})
+    monkeypatch.setattr(call_memo, "_MOST_VALUES", 3)
+    call_memo.remember(pickle.dumps([((1, 2, 3), None)]))
+    assert call_memo.known() == 1
+    call_memo.remember(pickle.dumps([((4,), None)]))
+    assert call_memo.known() == 0
 
 
 def test_inference_tensors_stay_what_they_are():
@@ -201,6 +233,6 @@ def gqa():
 )
 def test_a_recording_is_the_same_without_memory(make, decisions, without_memory):
     work = make()
-    remembered = written_down(work, decisions)
+    remembered = [written_down(work, decisions) for _ in range(2)]  # the second child knows what the first found out
     without_memory()
-    assert written_down(work, decisions) == remembered
+    assert [written_down(work, decisions)] * 2 == remembered
