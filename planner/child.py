@@ -58,7 +58,7 @@ class Child:
         os.waitpid(self._pid, 0)
 
     def result(self) -> Any:
-        """The value of `function()`, received. A `PlannerError` it raised is raised here, another as `RehearsalProcessError`."""
+        """What `receive` makes of the value. A `PlannerError` is raised here, another as `RehearsalProcessError`."""
         try:
             with os.fdopen(self._reader, "rb", closefd=False) as pipe:
                 answer = pipe.read()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -23,6 +24,9 @@ from planner.search.problem import Selection
 
 TIE = 1.05
 """Predicted times closer than this factor say nothing about which is faster."""
+
+_AT_ONCE = max(2, min(os.cpu_count() or 2, 4))
+"""Outer choices that are recorded at a time, where it is clear that they will be asked for."""
 
 _SPARING = (Optimizer, OptimizerKernel, ChunkedLoss, StepInBackward)
 _SUBSETS = tuple(itertools.chain.from_iterable(itertools.combinations(_SPARING, n) for n in (1, 2, 3)))
@@ -122,11 +126,18 @@ class Chooser:
 
     def _fastest(self, budget_bytes: int) -> Choice | None:
         found: list[Choice] = []
-        for outer in self._outer_choices():
+        outers = [outer for outer in self._outer_choices() if self._bounds.floor_bytes(outer) <= budget_bytes]
+        for number, outer in enumerate(outers):
             limit_ns = self._limit_ns(outer, found)
-            if self._bounds.floor_bytes(outer) > budget_bytes or self._bound_ns(outer) >= limit_ns:
+            if self._bound_ns(outer) >= limit_ns:
                 continue
             if self._could_pay(outer, budget_bytes, limit_ns):
+                if number and not found:  # it will hardly be this one, and all that follow are looked at
+                    self._certificates.forget()
+                    for soon in outers[number : number + _AT_ONCE]:
+                        self._cases.prefetch(soon, self._splits(soon)[:1])
+                else:
+                    self._foresee(outer)
                 choices = self._fastest_of(outer, budget_bytes, limit_ns)
                 found += [choice for choice in choices if choice.step_ns < self._above_ns]
         if not found:
@@ -139,10 +150,10 @@ class Chooser:
             (outer for outer in self._outer_choices() if not self._has_better(outer)), key=self._bounds.floor_bytes
         )
         found: list[Choice] = []
-        for outer, following in itertools.zip_longest(outers, outers[1:]):
+        for number, outer in enumerate(outers):
             smallest_bytes = min((choice.peak_bytes for choice in found), default=math.inf)
-            for soon in (outer, following):  # there are two cores at least
-                if soon is not None and self._bounds.floor_bytes(soon) < smallest_bytes:
+            for soon in outers[number : number + _AT_ONCE]:
+                if self._bounds.floor_bytes(soon) < smallest_bytes:
                     self._cases.prefetch(soon, self._splits_to_the_smallest(soon))
             for split in self._splits_to_the_smallest(outer):
                 smallest_bytes = min((choice.peak_bytes for choice in found), default=math.inf)
@@ -263,9 +274,6 @@ class Chooser:
             if tight:
                 self._certificates.forget()  # it needs more than this choice, and the cores are wanted
                 self._cases.prefetch(outer, splits)
-            elif self._cases.known(outer, split) is None:
-                self._cases.prefetch(outer, splits[:1])
-                self._certificates.foresee((*outer, *splits[0].decisions()))
             case = self._case(outer, split)
             if case is None:
                 continue
@@ -283,6 +291,13 @@ class Chooser:
             if (selection := self._solve(case, budget_bytes, below_ns)) is not None:
                 best = [_choice(case, selection)]
         return best
+
+    def _foresee(self, outer: tuple[Decision, ...]) -> None:
+        """Record it as it is, and certify it beside: it may be all that is needed."""
+        for split in self._splits(outer)[:1]:
+            if self._cases.known(outer, split) is None:
+                self._cases.prefetch(outer, (split,))
+                self._certificates.foresee((*outer, *split.decisions()))
 
     # ---- one case -----------------------------------------------------------------------------------------------
 

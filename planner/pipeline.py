@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import importlib.metadata
 import platform
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -114,7 +116,7 @@ def plan_workload(work: Workload, card: DeviceProfile, *, vram_bytes: int | None
     """
     began = time.perf_counter()
     usable_bytes, about_card = within_card(card, vram_bytes)
-    with contextlib.closing(_trials(work, card, usable_bytes)) as trials:
+    with _trials(work, card, usable_bytes) as trials:
         if vram_bytes is None:
             return _plan(trials, trials.baseline, rules, vram_bytes, shortfall=None, notes=(), began=began)
         trials.expect(rules)
@@ -132,7 +134,7 @@ def plan_that_fits(work: Workload, card: DeviceProfile, *, vram_bytes: int, rule
     """The plan of `plan_workload` where there is one that fits; None, quickly, where there is none."""
     began = time.perf_counter()
     usable_bytes, about_card = within_card(card, vram_bytes)
-    with contextlib.closing(_trials(work, card, usable_bytes)) as trials:
+    with _trials(work, card, usable_bytes) as trials:
         offered = trials.offer(rules)
         found = fitting.best(trials, offered, rules)
         if found is None or not trials.quick_enough(found, rules):
@@ -149,7 +151,7 @@ def smallest_way(
     Quicker than the smallest plan, for which the allocator's slack is looked at, too.
     """
     usable_bytes, _ = within_card(card, vram_bytes)
-    with contextlib.closing(_trials(work, card, usable_bytes)) as trials:
+    with _trials(work, card, usable_bytes) as trials:
         found = trials.certify(trials.chooser(trials.offer(rules), rules).smallest())
         return trials.needed_bytes(found), found.choice.decisions
 
@@ -159,7 +161,7 @@ def way_within(
 ) -> tuple[int, tuple[Decision, ...]]:
     """Total and decisions of the plan of `plan_workload`, which looks for more than the smallest way."""
     usable_bytes, _ = within_card(card, vram_bytes)
-    with contextlib.closing(_trials(work, card, usable_bytes)) as trials:
+    with _trials(work, card, usable_bytes) as trials:
         offered = trials.offer(rules)
         found = fitting.best(trials, offered, rules) or fitting.nearest(trials, offered, rules)
         return found.measured.footprint.total_bytes, found.choice.decisions
@@ -181,7 +183,7 @@ def tradeoff_workload(
     """
     began = time.perf_counter()
     usable_bytes, about_card = within_card(card, vram_bytes)
-    with contextlib.closing(_trials(work, card, None)) as trials:
+    with _trials(work, card, None) as trials:
         trials.expect(rules)
         found = front(trials, rules, vram_bytes=usable_bytes, seconds=seconds)
         budgets = [total_bytes(point) for point in found.points]
@@ -234,32 +236,48 @@ def replan(saved: Plan, *, vram: str | None, gpu: str | None) -> Plan:
         max_slowdown=saved.max_slowdown,
     )
     usable_bytes, notes = within_card(card, vram_bytes)
-    trials = _trials(work, card, usable_bytes)
-    found = trials.certify(Choice(decisions=saved.decisions, peak_bytes=0, step_ns=0, status="not needed", gap=0.0))
-    found = found if vram_bytes is None else trials.tightly(found)
-    fits = vram_bytes is None or (found.measured.fits and trials.quick_enough(found, rules))
-    promised = dataclasses.replace(found.choice, peak_bytes=found.measured.curve_bytes)
-    found = dataclasses.replace(found, choice=promised)
-    short = None if fits else fitting.shortfall(trials, found, ())
-    return _plan(trials, found, rules, vram_bytes, shortfall=short, notes=notes, began=began)
+    with _trials(work, card, usable_bytes) as trials:
+        found = trials.certify(Choice(decisions=saved.decisions, peak_bytes=0, step_ns=0, status="not needed", gap=0.0))
+        found = found if vram_bytes is None else trials.tightly(found)
+        fits = vram_bytes is None or (found.measured.fits and trials.quick_enough(found, rules))
+        promised = dataclasses.replace(found.choice, peak_bytes=found.measured.curve_bytes)
+        found = dataclasses.replace(found, choice=promised)
+        short = None if fits else fitting.shortfall(trials, found, ())
+        return _plan(trials, found, rules, vram_bytes, shortfall=short, notes=notes, began=began)
 
 
-def _trials(work: Workload, card: DeviceProfile, vram_bytes: int | None) -> Trials:
+@contextlib.contextmanager
+def _trials(work: Workload, card: DeviceProfile, vram_bytes: int | None) -> Iterator[Trials]:
     """Where planner and rewriter meet: what is rehearsed is the step that the rewriter makes of the decisions."""
-    work = with_held(work, card)
-    return Trials(
-        work,
-        card,
-        vram_bytes=vram_bytes,
-        start_what_if=lambda decisions, sizes: start_rehearsal(
-            work, decisions, card, sizes=sizes, steps=1, primed=True, what_if=True
-        ),
-        start_update=lambda decisions, trained: start_update(work, decisions, card, trained),
-        certificates=Certificates(
-            lambda decisions: start_certificate(work, decisions, card),
-            lambda graph: finish_certificate(graph, work, card),
-        ),
-    )
+    with _without_collector():
+        work = with_held(work, card)
+        trials = Trials(
+            work,
+            card,
+            vram_bytes=vram_bytes,
+            start_what_if=lambda decisions, sizes: start_rehearsal(
+                work, decisions, card, sizes=sizes, steps=1, primed=True, what_if=True
+            ),
+            start_update=lambda decisions, trained: start_update(work, decisions, card, trained),
+            certificates=Certificates(
+                lambda decisions: start_certificate(work, decisions, card),
+                lambda graph: finish_certificate(graph, work, card),
+            ),
+        )
+        with contextlib.closing(trials):
+            yield trials
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Recordings are many objects without cycles; to look for some again and again takes a quarter of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def within_card(card: DeviceProfile, vram_bytes: int | None) -> tuple[int | None, tuple[str, ...]]:
