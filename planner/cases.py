@@ -32,8 +32,9 @@ class Case:
         *,
         recompute: tuple[type[Decision], ...],
     ) -> None:
-        self.outer, self.split, self._recompute = outer, split, recompute
+        self.outer, self.split, self._kinds = outer, split, recompute
         self._graph, self._granularity_bytes = graph, granularity_bytes(card)
+        self._host_copies = cost.HostCopies(card=card, repeats=cost.repetitions(graph, split.micro_batches))
         self._op_ns = cost.op_times_ns(graph, card, split.micro_batches)
         self.step_ns = sum(self._op_ns)
         """Without any recompute: no plan of this case is faster."""
@@ -46,7 +47,13 @@ class Case:
 
     @functools.cached_property
     def units(self) -> Units:
-        return units_of(self._graph, self._op_ns, granularity_bytes=self._granularity_bytes, kinds=self._recompute)
+        return units_of(
+            self._graph,
+            self._op_ns,
+            granularity_bytes=self._granularity_bytes,
+            kinds=self._kinds,
+            host_copies=self._host_copies,
+        )
 
     @functools.cached_property
     def search(self) -> milp.Search:

@@ -273,6 +273,37 @@ class Replay(Decision):
         return f"replay in backward: {'; '.join(parts)}"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Offload(Decision):
+    """Hold in the host's memory, from forward to backward, what these module calls keep for backward."""
+
+    kind: ClassVar[str] = "offload"
+    fidelity: ClassVar[Fidelity] = Fidelity.EXACT
+    modules: tuple[str, ...]
+    inputs_of: tuple[str, ...]
+    """Those of them that run again in backward: of these it is the inputs. Of the others, what they made and save."""
+    from_bytes: int
+    """Smaller storages stay where they are."""
+
+    def __post_init__(self) -> None:
+        if not self.modules or not set(self.inputs_of) <= set(self.modules):
+            raise DecisionError(
+                f"offload names {_counted(len(self.modules), 'module')} and inputs of {list(self.inputs_of)}: "
+                "name at least one, and those whose inputs are meant among them"
+            )
+        if type(self.from_bytes) is not int or self.from_bytes < 1:
+            raise DecisionError(f"offload from {self.from_bytes!r} bytes on: give a whole number from 1 on")
+
+    def describe(self) -> str:
+        saved = tuple(module for module in self.modules if module not in self.inputs_of)
+        parts = [
+            f"{what} {_counted(len(modules), 'module')}: {_listing(modules)}"
+            for what, modules in (("what is saved in", saved), ("the inputs of", self.inputs_of))
+            if modules
+        ]
+        return f"hold in pinned host memory {'; '.join(parts)}"
+
+
 KINDS: dict[str, type[Decision]] = {
     decision.kind: decision
     for decision in (
@@ -285,6 +316,7 @@ KINDS: dict[str, type[Decision]] = {
         StepInBackward,
         Checkpoint,
         Replay,
+        Offload,
     )
 }
 """Every kind of decision, in the order in which their rules are applied."""

@@ -64,13 +64,16 @@ class ModuleCalls:
             if not self._stack:
                 self._recorder.enters_model()
             storage_of = self._recorder.storage_of
-            inputs = {storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            inputs = {storage_of(tensor) for tensor in tensors}
+            made = {storage_of(tensor) for tensor in tensors if tensor.grad_fn is not None}
             call = Call(
                 module=name,
                 parent=parent,
                 start=self._recorder.next_tick(),
                 end=0,
                 inputs=tuple(sorted(inputs - {None})),
+                made_inputs=tuple(sorted(made - {None})),
                 obstacle=self._obstacle(module, parent),
                 has_hooks=max(len(module._forward_pre_hooks), len(module._forward_hooks)) > 1,  # one is ours
             )

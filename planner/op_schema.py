@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -131,6 +131,9 @@ _WRITTEN_IN_PART = {_aten.scatter_, _aten.scatter_add_, _aten.index_put_, _aten.
 """Ops that write as many elements of their first argument as they are given."""
 
 
+_COPIES = {_aten.copy_, _aten._to_copy}
+
+
 def changed_arguments(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> list[object]:
     """What an op writes in place that it does not return: foreach, fused and other lists are arguments alone.
 
@@ -153,6 +156,13 @@ def moved_bytes(op: torch._ops.OpOverload, read: Sequence[torch.Tensor], written
     if packet in _WRITTEN_IN_PART and len(read) > 1:
         return sum(map(_nbytes, read[1:])) + 2 * max(map(_nbytes, read[1:]))
     return sum(map(_nbytes, (*read, *written)))
+
+
+def host_bytes(op: torch._ops.OpOverload, on_device: Sequence[torch.Tensor], tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes that the op copies between the device and the host; of its tensors, only one lies on the device then."""
+    if op.overloadpacket not in _COPIES or not any(tensor.device.type == "cpu" and tensor.dim() for tensor in tensors):
+        return 0
+    return max(map(_nbytes, on_device))
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

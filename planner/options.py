@@ -17,6 +17,7 @@ from planner.decisions import (
     Decision,
     Fidelity,
     Freeze,
+    Offload,
     Optimizer,
     OptimizerKernel,
     Precision,
@@ -302,10 +303,13 @@ def _updates(work: Workload, rules: Rules, notes: list[str]) -> tuple[tuple[Deci
 
 def _recompute(rules: Rules) -> tuple[type[Decision], ...]:
     """One that is forced stands alone: then what is recomputed is recomputed so."""
-    allowed = tuple(kind for kind in (Checkpoint, Replay) if rules.allow(kind))
+    allowed = tuple(kind for kind in (Checkpoint, Replay, Offload) if rules.allow(kind))
     forced = tuple(kind for kind in allowed if rules.force(kind))
     if len(forced) > 1:
-        raise DecisionError("checkpoint and replay are both forced, and each is a way to recompute: force one of them")
+        names = " and ".join(kind.kind for kind in forced)
+        raise DecisionError(
+            f"{names} are both forced, and each is a way to do without saved tensors: force one of them"
+        )
     return forced or allowed
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from planner import fitting
 from planner.choose import fidelity_of
-from planner.decisions import KINDS, Accumulation, Checkpoint, Decision, Fidelity, Freeze, Replay
+from planner.decisions import KINDS, Accumulation, Checkpoint, Decision, Fidelity, Freeze, Offload, Replay
 from planner.errors import DecisionError
 from planner.options import Offer, Rules
 from planner.plan_file import NextStep, Relaxation
@@ -74,7 +74,7 @@ def _found(
 
 def _using(offered: Offer, kind: type[Decision]) -> Offer | None:
     """Only what makes use of a technique; None if nothing does. What to recompute or freeze is chosen later."""
-    if kind in (Checkpoint, Replay, Freeze):
+    if kind in (Checkpoint, Replay, Offload, Freeze):
         return offered
     if kind is Accumulation:
         splits = tuple(split for split in offered.splits if split.micro_batches > 1)

@@ -33,6 +33,7 @@ def extrapolate(two: StepGraph, three: StepGraph, samples: int) -> StepGraph | N
     for op, other in zip(ops, three.ops, strict=True):
         op.flops = _affine(op.flops, other.flops, samples)
         op.moved_bytes = _affine(op.moved_bytes, other.moved_bytes, samples)
+        op.host_bytes = _affine(op.host_bytes, other.host_bytes, samples)
         op.kernel = _scaled(op.kernel, other.kernel, samples)
     if any(storage.size_bytes <= 0 for storage in storages) or any(op.flops < 0 or op.moved_bytes < 0 for op in ops):
         return None

@@ -62,6 +62,8 @@ class Op:
     flops: int
     moved_bytes: int
     """Read plus written; 0 for views, which launch nothing."""
+    host_bytes: int
+    """Of those, bytes that cross the link between the device and the host."""
     dtype: str
     """Compute dtype: 'fp32', 'bf16', 'fp16', ..."""
     is_view: bool
@@ -127,6 +129,8 @@ class Call:
     end: int
     inputs: tuple[int, ...]
     """Storages of the tensors among its arguments."""
+    made_inputs: tuple[int, ...]
+    """Those of them that were made by differentiable ops: a second run of the call, and nothing else, needs them."""
     obstacle: str | None
     """Why this call must not be run twice; None if nothing was seen that speaks against it."""
     has_hooks: bool = False

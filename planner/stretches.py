@@ -238,6 +238,7 @@ def _with_calls(
                     start=ticks[stretch.start],
                     end=ticks[stretch.stop],
                     inputs=(),
+                    made_inputs=(),
                     obstacle=None,
                     stretch=(stretch.start, stretch.stop),
                     stops=stretch.stops,

@@ -20,6 +20,7 @@ from planner.decisions import (
     ChunkedLoss,
     Decision,
     Freeze,
+    Offload,
     Optimizer,
     OptimizerKernel,
     Replay,
@@ -150,7 +151,7 @@ class Trials:
             self._cases.under(offered.recompute),
             bounds,
             self._certificates,
-            force_recompute=rules.force(Checkpoint) or rules.force(Replay),
+            force_recompute=any(rules.force(kind) for kind in (Checkpoint, Replay, Offload)),
             slowest_ns=self._slowest_ns(rules),
         )
         self._choosers.append((rules, chooser))

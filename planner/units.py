@@ -11,7 +11,8 @@ all its calls. `torch.utils.checkpoint` (non-reentrant) then behaves so:
 - results of products that are kept stay until that second run, which takes them instead of running the product.
 
 A replay does the same for a stretch, but for what it runs and holds (`planner.reruns`): a tensor that the stretch saves
-and did not make stays saved.
+and did not make stays saved. An offload runs nothing again: what is saved in the call, or the inputs of one that is
+recomputed, lies in the host's memory meanwhile (`planner.offloads`).
 
 Source: torch/utils/checkpoint.py, `_CheckpointFrame`, `_recomputation_hook`, `_CachingTorchDispatchMode`.
 """
@@ -26,7 +27,10 @@ from collections.abc import Container, Iterable
 
 import numpy as np
 
-from planner.decisions import Checkpoint, Decision, Replay
+from planner.cost import HostCopies
+from planner.decisions import Checkpoint, Decision, Offload, Replay
+from planner.module_calls import NO_REPLAY
+from planner.offloads import FROM_BYTES, Offloads
 from planner.products import NOTHING, Keepable
 from planner.reruns import Replays, Rerun, Reruns, Window
 from planner.search.problem import CheckpointProblem, Hold, Recompute
@@ -57,6 +61,9 @@ class Unit:
     """Numbers of products; in a stretch, of ops."""
     stops: tuple[int, ...] = ()
     """Numbers of ops that divide a stretch into parts."""
+    runs_again: bool = True
+    on_host: bool = False
+    """Whether the host holds its inputs, if it runs again, or else what it saves."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,14 +76,16 @@ class Units:
     @property
     def modules(self) -> tuple[str, ...]:
         """Modules that may be recomputed, each once."""
-        return tuple(unit.module for unit in self.units if unit.stretch is None and not unit.kept)
+        plain = (unit for unit in self.units if unit.stretch is None and unit.runs_again and not unit.on_host)
+        return tuple(unit.module for unit in plain if not unit.kept)
 
-    def decisions(self, numbers: Iterable[int]) -> tuple[Checkpoint | Replay, ...]:
-        """What a plan says when the units with these numbers are recomputed; nothing if there are none."""
+    def decisions(self, numbers: Iterable[int]) -> tuple[Checkpoint | Replay | Offload, ...]:
+        """What a plan says when the units with these numbers are chosen; nothing if there are none."""
         chosen = [self.units[number] for number in sorted(numbers)]
-        modules = [unit for unit in chosen if unit.stretch is None]
+        modules = [unit for unit in chosen if unit.stretch is None and unit.runs_again]
         stretches = sorted((u for u in chosen if u.stretch is not None), key=lambda unit: (unit.module, unit.stretch))
-        decisions: list[Checkpoint | Replay] = []
+        on_host = [unit for unit in chosen if unit.on_host]
+        decisions: list[Checkpoint | Replay | Offload] = []
         if modules:
             kept = tuple(unit.kept for unit in modules)
             names = tuple(unit.module for unit in modules)
@@ -85,6 +94,10 @@ class Units:
             names, ranges = tuple(unit.module for unit in stretches), tuple(unit.stretch for unit in stretches)
             kept, stops = tuple(unit.kept for unit in stretches), tuple(unit.stops for unit in stretches)
             decisions.append(Replay(modules=names, stretches=ranges, kept=kept, stops=stops if any(stops) else ()))
+        if on_host:
+            inputs_of = tuple(unit.module for unit in on_host if unit.runs_again)
+            names = tuple(unit.module for unit in on_host)
+            decisions.append(Offload(modules=names, inputs_of=inputs_of, from_bytes=FROM_BYTES))
         return tuple(decisions)
 
 
@@ -94,6 +107,7 @@ def units_of(
     *,
     granularity_bytes: int,
     kinds: Container[type[Decision]] = (Checkpoint, Replay),
+    host_copies: HostCopies | None = None,
 ) -> Units:
     """The checkpoint problem of a what-if recording.
 
@@ -101,13 +115,15 @@ def units_of(
         graph: recorded with `what_if=True`.
         op_ns: time that each op stands for, as `cost.op_times_ns` gives it.
         granularity_bytes: sizes are rounded up to this (512 for CUDA's allocator, 1 for counted bytes).
-        kinds: decisions that may be made of units, `Checkpoint` of modules and `Replay` of stretches.
+        kinds: decisions that may be made of units, `Checkpoint` and `Offload` of modules and `Replay` of stretches.
+        host_copies: what those of an offload take; without it there are none.
     """
     if Replay in kinds:
         graph = with_stretches(graph)
     windows = _windows(graph)
     sizes = [round_up(storage.size_bytes, granularity_bytes) for storage in graph.storages]
-    units, options = _choices(graph, windows, op_ns, sizes, kinds)
+    offloads = None if host_copies is None or Offload not in kinds else Offloads(graph, host_copies, sizes)
+    units, options = _choices(graph, windows, op_ns, sizes, kinds, offloads)
     fixed, holds = _holds(graph, options, sizes)
     problem = CheckpointProblem(
         fixed_bytes=fixed,
@@ -160,17 +176,38 @@ def _candidates(
     return {key: found[key] for key in sorted(found, key=lambda key: (key[0], key[1] or ())) if key not in unusable}
 
 
+def _callable(graph: StepGraph) -> dict[str, list[int]]:
+    """Calls by module, where hooks for what is saved may be set in all of them."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for index, call in enumerate(graph.calls):
+        if call.stretch is None:
+            found[call.module].append(index)
+    return {
+        module: calls
+        for module, calls in sorted(found.items())
+        if module and not any(graph.calls[call].obstacle in NO_REPLAY for call in calls)
+    }
+
+
 def _choices(
     graph: StepGraph,
     windows: dict[int, Window],
     op_ns: list[int],
     sizes: list[int],
     kinds: Container[type[Decision]],
+    offloads: Offloads | None,
 ) -> tuple[tuple[Unit, ...], _Options]:
     """Every unit, and by call the units that run it again."""
     keepable, reruns, replays = Keepable(graph, op_ns, sizes), Reruns(graph, op_ns, sizes), Replays(graph, op_ns, sizes)
     units: list[Unit] = []
     options: dict[int, tuple[_Option, ...]] = {}
+
+    def add(unit: Unit, found: dict[int, Rerun | None]) -> None:
+        if None not in found.values():
+            for call, rerun in found.items():
+                options[call] = (*options.get(call, ()), _Option(unit=len(units), rerun=rerun))
+            units.append(unit)
+
     for (module, stretch), calls in _candidates(graph, windows, kinds).items():
         if stretch is None:
             results = keepable.choices({call: windows[call].last_pack for call in calls})
@@ -185,10 +222,13 @@ def _choices(
                 found = {call: reruns.of_module(call, windows[call], kept[call]) for call in calls}
             else:
                 found = {call: replays.of_stretch(call, kept[call], stops) for call in calls}
-            if None not in found.values():
-                for call, rerun in found.items():
-                    options[call] = (*options.get(call, ()), _Option(unit=len(units), rerun=rerun))
-                units.append(Unit(module=module, stretch=stretch, kept=kept[calls[0]].numbers, stops=stops))
+            add(Unit(module=module, stretch=stretch, kept=kept[calls[0]].numbers, stops=stops), found)
+            if offloads is not None and stretch is None and kept is nothing:
+                on_host = {call: offloads.of_inputs(call, rerun) for call, rerun in found.items()}
+                add(Unit(module=module, stretch=None, kept=(), on_host=True), on_host)
+    for module, calls in {} if offloads is None else _callable(graph).items():
+        on_host = {call: offloads.of_saved(call) for call in calls}
+        add(Unit(module=module, stretch=None, kept=(), runs_again=False, on_host=True), on_host)
     return tuple(units), options
 
 

@@ -72,6 +72,22 @@ class Piece:
         return torch._neg_view(tensor) if self.is_neg else tensor
 
 
+class Held:
+    """A saved tensor that is kept."""
+
+    def __init__(self, tensor):
+        self.held, self.version = tensor if tensor.grad_fn is None else tensor.detach(), version_of(tensor)
+
+    def tensor(self):
+        refuse_change(self.version, version_of(self.held))
+        return self.held
+
+
+def refuse_change(before, now):
+    if before != now:
+        raise RuntimeError("a tensor that is needed for the gradients was changed in place after it was used")
+
+
 def key_of(tensor):
     """The number of a tensor's storage; None where a layout alone does not make the tensor."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:

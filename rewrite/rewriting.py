@@ -53,6 +53,8 @@ class Rewriting:
         self.backward: Callable[[], contextlib.AbstractContextManager] | None = None
         """Context of a backward that updates the parameters itself."""
         self.changes: list[Change] = []
+        self._latest: dict[tuple[int, str], object] = {}
+        """Attributes as the last of those rules left them that set them."""
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._choice = optimizer
         self._optimizer: torch.optim.Optimizer | None = None
@@ -98,7 +100,10 @@ class Rewriting:
                 setattr(owner, name, before)
 
         setattr(owner, name, value)
-        self.changes.append(Change(place=place, intact=lambda: own.get(name) is value, restore=restore))
+        self._latest[id(owner), name] = value
+        self.changes.append(
+            Change(place=place, intact=lambda: own.get(name) is self._latest[id(owner), name], restore=restore)
+        )
 
     def turn_cache_off(self) -> None:
         """No `config.use_cache` (transformers): training fills a cache of keys and values for nothing."""

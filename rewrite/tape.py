@@ -19,12 +19,14 @@ from torch.utils._pytree import tree_leaves
 
 from rewrite.forwards import detached
 from rewrite.pieces import (
+    Held,
     Piece,
     copy_of,
     key_of,
     mapped,
     numbers_again,
     random_numbers,
+    refuse_change,
     tensors_in,
     traits_of,
     version_of,
@@ -347,19 +349,3 @@ class Later:
         wanted[self.piece.key] -= 1
         if not wanted[self.piece.key]:  # nobody can ask for it any more
             del wanted[self.piece.key]
-
-
-class Held:
-    """A saved tensor that is kept."""
-
-    def __init__(self, tensor):
-        self.held, self.version = tensor if tensor.grad_fn is None else tensor.detach(), version_of(tensor)
-
-    def tensor(self):
-        refuse_change(self.version, version_of(self.held))
-        return self.held
-
-
-def refuse_change(before, now):
-    if before != now:
-        raise RuntimeError("a tensor that is needed for the gradients was changed in place after it was used")

@@ -10,6 +10,7 @@ from planner.decisions import (
     ChunkedLoss,
     Decision,
     Freeze,
+    Offload,
     Optimizer,
     OptimizerKernel,
     Precision,
@@ -20,6 +21,7 @@ from rewrite.rules.accumulation import accumulation, accumulation_source
 from rewrite.rules.checkpoint import checkpoint, checkpoint_source
 from rewrite.rules.chunked_loss import chunked_loss, chunked_loss_source
 from rewrite.rules.freeze import freeze, freeze_source
+from rewrite.rules.offload import offload, offload_source
 from rewrite.rules.optimizer import optimizer, optimizer_source
 from rewrite.rules.optimizer_kernel import optimizer_kernel, optimizer_kernel_source
 from rewrite.rules.precision import precision, precision_source
@@ -36,6 +38,7 @@ RULES: dict[type[Decision], Callable] = {
     StepInBackward: step_in_backward,
     Checkpoint: checkpoint,
     Replay: replay,
+    Offload: offload,
 }
 """Rule by decision, in the order in which they are applied: `rule(rewriting, decision)`."""
 
@@ -49,5 +52,6 @@ SOURCES: dict[type[Decision], Callable] = {
     StepInBackward: step_in_backward_source,
     Checkpoint: checkpoint_source,
     Replay: replay_source,
+    Offload: offload_source,
 }
 """The emitted counterpart of each rule: `source(plan, decision)` -> `Fragment`."""

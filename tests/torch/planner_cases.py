@@ -8,6 +8,8 @@ import pathlib
 import torch
 
 import profiles
+from planner.cost import HostCopies
+from planner.decisions import Checkpoint, Offload, Replay
 from planner.references import load_workload
 from planner.search.curve import CompiledProblem
 from planner.step_graph import StepGraph
@@ -52,8 +54,9 @@ def plain(work: Workload, decisions=(), *, sizes: tuple[int, ...] | None = None,
     return start_rehearsal(work, decisions, card, sizes=sizes, steps=1, primed=True, what_if=False).result()
 
 
-def units(graph: StepGraph) -> tuple[Units, CompiledProblem]:
-    found = units_of(graph, [1] * len(graph.ops), granularity_bytes=1)
+def units(graph: StepGraph, *, kinds=(Checkpoint, Replay, Offload)) -> tuple[Units, CompiledProblem]:
+    copies = HostCopies(card=CARD, repeats=(1,))
+    found = units_of(graph, [1] * len(graph.ops), granularity_bytes=1, kinds=kinds, host_copies=copies)
     return found, CompiledProblem(found.problem)
 
 
