@@ -8,6 +8,7 @@ Where others hold on to the same storage for longer a copy frees nothing, and su
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -28,6 +29,7 @@ class Offloads:
 
     def __init__(self, graph: StepGraph, copies: HostCopies, sizes: list[int]) -> None:
         self._graph, self._copies, self._sizes = graph, copies, sizes
+        self._ticks = [op.tick for op in graph.ops]
         self._saves: dict[int, dict[int, list[Save]]] = defaultdict(lambda: defaultdict(list))
         self._all_saves: dict[int, list[Save]] = defaultdict(list)
         for save in graph.saves:
@@ -86,6 +88,6 @@ class Offloads:
         return any(save.release is None or save.release > back for save in others)
 
     def _cost_ns(self, call: int, storages: Iterable[int]) -> int:
-        op = self._graph.op_at(self._graph.calls[call].end)
+        op = self._graph.ops[max(bisect(self._ticks, self._graph.calls[call].end) - 1, 0)]
         sizes = (self._graph.storages[storage].size_bytes for storage in storages)
         return sum(self._copies.ns(size, op.micro_batch) for size in sizes)

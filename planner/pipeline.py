@@ -23,7 +23,7 @@ from planner.calling import LossFn
 from planner.cards import GENERIC, resolve_card
 from planner.certificates import Certificates
 from planner.choose import Choice
-from planner.decisions import Accumulation, Decision, Fidelity
+from planner.decisions import Accumulation, Decision, Fidelity, Offload
 from planner.errors import PlanFileError, SizeError
 from planner.footprint import smallest_capacity_bytes
 from planner.front import front, total_bytes
@@ -33,6 +33,7 @@ from planner.plan_file import Plan, Shortfall, SolverFacts
 from planner.references import load_workload
 from planner.relaxations import relaxations
 from planner.sizes import format_size, parse_size
+from planner.step_graph import Phase
 from planner.tradeoff_result import Tradeoff
 from planner.trials import Certified, Trials
 from planner.workload import OptimizerSpec, Workload, workload
@@ -300,7 +301,12 @@ def _plan(
 ) -> Plan:
     if trials.undecided:
         notes += (f"{trials.undecided} programs hit their time limit without an answer: a faster plan may exist",)
-    notes += (*trials.dropped(rules), *found.graph.assumptions, *_about_scratch(found, trials.card))
+    notes += (
+        *trials.dropped(rules),
+        *found.graph.assumptions,
+        *_about_host(found),
+        *_about_scratch(found, trials.card),
+    )
     return Plan(
         model=trials.work.model_facts(),
         workload=trials.work.facts(),
@@ -328,6 +334,18 @@ def _plan(
         versions=versions(),
         seconds=time.perf_counter() - began,
     )
+
+
+def _about_host(found: Certified) -> tuple[str, ...]:
+    """What an offload takes of the host's memory."""
+    graph = found.graph
+    if not any(isinstance(decision, Offload) for decision in found.choice.decisions):
+        return ()
+    copied: dict[int, int] = {}
+    for op in graph.ops:
+        if op.host_bytes and op.phase is Phase.FORWARD and op.step == graph.steps - 1:
+            copied[op.micro_batch] = copied.get(op.micro_batch, 0) + op.host_bytes
+    return (f"{format_size(max(copied.values(), default=0))} of the host's memory are pinned for what is offloaded",)
 
 
 def _about_scratch(found: Certified, card: DeviceProfile) -> tuple[str, ...]:

@@ -201,6 +201,7 @@ def _choices(
     keepable, reruns, replays = Keepable(graph, op_ns, sizes), Reruns(graph, op_ns, sizes), Replays(graph, op_ns, sizes)
     units: list[Unit] = []
     options: dict[int, tuple[_Option, ...]] = {}
+    to_run_again: dict[str, int] = {}
 
     def add(unit: Unit, found: dict[int, Rerun | None]) -> None:
         if None not in found.values():
@@ -224,12 +225,19 @@ def _choices(
                 found = {call: replays.of_stretch(call, kept[call], stops) for call in calls}
             add(Unit(module=module, stretch=stretch, kept=kept[calls[0]].numbers, stops=stops), found)
             if offloads is not None and stretch is None and kept is nothing:
+                to_run_again[module] = sum(rerun.cost_ns for rerun in found.values())
                 on_host = {call: offloads.of_inputs(call, rerun) for call, rerun in found.items()}
                 add(Unit(module=module, stretch=None, kept=(), on_host=True), on_host)
     for module, calls in {} if offloads is None else _callable(graph).items():
         on_host = {call: offloads.of_saved(call) for call in calls}
-        add(Unit(module=module, stretch=None, kept=(), runs_again=False, on_host=True), on_host)
+        if _cost_ns(on_host) <= to_run_again.get(module, math.inf):  # else it is better made again
+            add(Unit(module=module, stretch=None, kept=(), runs_again=False, on_host=True), on_host)
     return tuple(units), options
+
+
+def _cost_ns(reruns: dict[int, Rerun | None]) -> float:
+    """Of all calls of a unit; infinite where it is none."""
+    return math.inf if None in reruns.values() else sum(rerun.cost_ns for rerun in reruns.values())
 
 
 def _costs(options: _Options, n_units: int) -> tuple[int, ...]:

@@ -15,12 +15,14 @@ from planner.decisions import (
     Checkpoint,
     ChunkedLoss,
     Decision,
+    Offload,
     Optimizer,
     OptimizerKernel,
     Precision,
     Replay,
     StepInBackward,
 )
+from planner.offloads import FROM_BYTES
 from planner.workload import OptimizerSpec, Workload, workload
 
 
@@ -53,6 +55,8 @@ class Case:
     """Class of the modules that are recomputed in backward, each by itself."""
     kept: tuple[int, ...] = ()
     """Products whose results those modules keep, as a forward of one numbers them."""
+    offload: bool = False
+    """Whether the inputs of what is checkpointed lie on the host."""
     stretches: tuple[tuple[int, int], ...] = ()
     """Ops of the model's own forward that run again in backward."""
     chunked_head: str | None = None
@@ -73,6 +77,7 @@ class Case:
     def decisions(self, work: Workload) -> tuple[Decision, ...]:
         """As a plan would state them, in their order."""
         found: list[Decision] = []
+        offloads: list[Decision] = []
         if self.precision is not None:
             found.append(Precision(dtype=self.precision))
         if self.optimizer == "adamw-8bit":
@@ -89,10 +94,12 @@ class Case:
         if self.checkpoint is not None:
             modules = tuple(n for n, m in work.model.named_modules() if type(m).__name__ == self.checkpoint)
             found.append(Checkpoint(modules=modules, kept=(self.kept,) * len(modules) if self.kept else ()))
+            if self.offload:
+                offloads.append(Offload(modules=modules, inputs_of=modules, from_bytes=FROM_BYTES))
         if self.stretches:
             number = len(self.stretches)
             found.append(Replay(modules=("",) * number, stretches=self.stretches, kept=((),) * number))
-        return tuple(found)
+        return (*found, *offloads)
 
 
 def _core() -> tuple[Case, ...]:
@@ -124,6 +131,7 @@ def _language() -> tuple[Case, ...]:
         Case(name="roberta-fp32-sgd-momentum", build=roberta, optimizer="sgd-momentum"),
         Case(name="roberta-fp32-8bit", build=roberta, optimizer="adamw-8bit"),
         Case(name="roberta-fp32-checkpoint", build=roberta, checkpoint="RobertaLayer"),
+        Case(name="roberta-fp32-checkpoint-offload", build=roberta, checkpoint="RobertaLayer", offload=True),
         Case(name="roberta-fp32-checkpoint-attention", build=roberta, checkpoint="RobertaAttention"),
         Case(name="roberta-fp32-accumulate4", build=roberta, micro_batches=4),
         Case(name="roberta-bf16-checkpoint-accumulate2", build=roberta, precision="bf16", checkpoint="RobertaLayer",

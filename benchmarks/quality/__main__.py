@@ -4,8 +4,8 @@
 
 Peak: bytes alive in one step (forward, backward, SGD) above what is alive before it, so gradients count. Both columns
 are relative to the eager step of the same model, counted in the same process. Ours may use every exact lever but
-accumulation; it is given a budget and a card that counts bytes and FLOPs and nothing else, and plans without having
-seen the step run.
+accumulation, and offload, since all of the memory here is the host's; it is given a budget and a card that counts bytes
+and FLOPs and nothing else, and plans without having seen the step run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def known(module: nn.Module, batch: tuple[torch.Tensor, ...]) -> list[torch.Tens
 CARD = dataclasses.replace(profiles.bare(), launch_ns=1, memory_bandwidth_bytes_per_s=10**16)
 """On which only FLOPs take time: what is counted here is what is then minimised."""
 NO_RULES = Rules(fidelity=Fidelity.EXACT, forced=(), forbidden=())
-RULES = Rules(fidelity=Fidelity.EXACT, forced=("step-in-backward",), forbidden=("accumulation",))
+RULES = Rules(fidelity=Fidelity.EXACT, forced=("step-in-backward",), forbidden=("accumulation", "offload"))
 """SGD steps as well in the backward as after it; it is forced, since a plan without it counts as simpler."""
 
 

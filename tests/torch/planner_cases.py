@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pathlib
 
@@ -55,7 +56,7 @@ def plain(work: Workload, decisions=(), *, sizes: tuple[int, ...] | None = None,
 
 
 def units(graph: StepGraph, *, kinds=(Checkpoint, Replay, Offload)) -> tuple[Units, CompiledProblem]:
-    copies = HostCopies(card=CARD, repeats=(1,))
+    copies = HostCopies(card=dataclasses.replace(CARD, host_link_bytes_per_s=10**18, launch_ns=0), repeats=(1,))
     found = units_of(graph, [1] * len(graph.ops), granularity_bytes=1, kinds=kinds, host_copies=copies)
     return found, CompiledProblem(found.problem)
 

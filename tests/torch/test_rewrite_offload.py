@@ -1,0 +1,329 @@
+"""Offload: the same training to the bit, saved tensors on the host meanwhile, and a promise that holds to the byte."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import importlib
+import random
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+from planner_cases import BARE, CARD, plain, transformer, units, what_if
+from rewrite_cases import (
+    Convolutional,
+    Perceptron,
+    cross_entropy,
+    differences,
+    gpt2,
+    images,
+    plan_for,
+    rewritten,
+    roberta,
+    seeded,
+    tokens,
+    vectors,
+)
+from torch import nn
+
+import planner
+from planner.decisions import (
+    Accumulation,
+    Checkpoint,
+    Offload,
+    Precision,
+    Replay,
+    StepInBackward,
+    decision_from_json,
+)
+from planner.errors import DecisionError
+from planner.workload import workload
+from rewrite import emit
+
+rule = importlib.import_module("rewrite.rules.offload")
+
+
+@pytest.fixture
+def copies(monkeypatch) -> list[rule.Copy]:
+    """On the CPU nothing is copied, since all lies on the host; here it is, and the copies are noted."""
+    made: list[rule.Copy] = []
+
+    class Noted(rule.Copy):
+        def __init__(self, tensor: torch.Tensor) -> None:
+            super().__init__(tensor)
+            made.append(self)
+
+    monkeypatch.setattr(rule, "is_on_host", lambda tensor: False)
+    monkeypatch.setattr(rule, "Copy", Noted)
+    return made
+
+
+def offload(*modules: str, inputs_of: tuple[str, ...] = ()) -> Offload:
+    return Offload(modules=modules, inputs_of=inputs_of, from_bytes=1)
+
+
+LAYERS = tuple(f"layers.{number}" for number in range(4))
+CASES = {
+    "what is saved in layers": (seeded(Perceptron), vectors, (offload(*LAYERS),)),
+    "of the whole model": (seeded(Perceptron), vectors, (offload("layers", "head"),)),
+    "inputs of checkpoints": (
+        seeded(Perceptron),
+        vectors,
+        (Checkpoint(modules=LAYERS), offload(*LAYERS, inputs_of=LAYERS)),
+    ),
+    "around checkpoints": (seeded(Perceptron), vectors, (Checkpoint(modules=LAYERS[1:3]), offload("layers"))),
+    "beside a replay": (
+        seeded(Perceptron),
+        vectors,
+        (Replay(modules=("layers.0",), stretches=((0, 3),), kept=((),)), offload("layers.1", "layers")),
+    ),
+    "convolutions, called twice": (seeded(Convolutional), images, (offload("first", "twice"),)),
+    "convolutions, called twice, inputs": (
+        seeded(Convolutional),
+        images,
+        (Checkpoint(modules=("twice",)), offload("first", "twice", inputs_of=("twice",))),
+    ),
+    "in micro-batches": (
+        seeded(Perceptron, dropout=0.0),
+        vectors,
+        (offload(*LAYERS),),
+        (Accumulation(micro_batch_size=3, micro_batches=3),),
+    ),
+    "in bf16": (seeded(Perceptron), vectors, (offload(*LAYERS),), (Precision(dtype="bf16"),)),
+    "with steps in backward": (seeded(Perceptron), vectors, (offload(*LAYERS),), (StepInBackward(),)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_the_same_to_the_bit(name, copies):
+    model, make, decisions, *beside = CASES[name]
+    batches = [make(seed=seed) for seed in range(2)]
+    results = []
+    for chosen in ((), decisions):
+        result = rewritten(
+            copy.deepcopy(model), *(beside[0] if beside else ()), *chosen, batch=batches[0], loss_fn=cross_entropy
+        )
+        torch.manual_seed(1)
+        results.append(([result.step(batch) for batch in batches], result.module.state_dict()))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    assert copies
+
+
+@pytest.mark.parametrize("build", [gpt2, roberta])
+def test_transformers_with_dropout_train_to_the_same_bits(build, copies):
+    model = seeded(build, use_cache=False)
+    names = [name for name, module in model.named_modules() if name.split(".")[-1] in ("0", "1")]
+    decisions = Checkpoint(modules=(names[0],)), offload(*names, inputs_of=(names[0],))
+    assert not differences(model, *decisions, batches=[tokens(seed=seed) for seed in range(2)])
+    assert copies
+
+
+class Views(nn.Module):
+    """Saves parts of one storage, a transposed view, an integer mask, a complex conjugate, and writes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.sin())
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 48))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x @ self.weight).split(16, dim=1)
+        scores = torch.softmax(q @ k.t(), dim=-1)
+        out = (scores @ v).where(v > 0, v * 0.5)
+        turned = torch.view_as_complex(out.reshape(-1, 8, 2)).conj()
+        out = torch.view_as_real(turned * turned.exp()).reshape(-1, 16)
+        out = torch.exp(out / 8)
+        changed = torch.tanh(out) + 1
+        changed.mul_(out)
+        return nn.functional.max_pool1d(changed, 4, return_indices=True)[0][:, :3]
+
+
+def test_parts_of_a_storage_are_copied_once_and_come_back_as_they_were(copies):
+    assert not differences(seeded(Views), offload("inner"), batches=[vectors()], loss_fn=cross_entropy)
+    storages = [copied.known for copied in copies]
+    assert len({storage.cdata for storage in storages}) == len(storages) > 5
+
+
+def test_arguments_weights_and_buffers_stay_where_they_are(copies):
+    model = nn.Sequential(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)), nn.Linear(16, 3))
+    result = rewritten(model, offload("0", "1"), batch=vectors(), loss_fn=cross_entropy)
+    result.step(vectors())
+    shapes = [copied.host.numel() for copied in copies]
+    assert sorted(shapes) == [16, 16, 8 * 16]  # statistics of the batch, and what the norm was given
+
+
+def test_small_tensors_stay_where_they_are(copies):
+    decision = dataclasses.replace(offload("0"), from_bytes=8 * 16 * 4)
+    model = nn.Sequential(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)), nn.Linear(16, 3))
+    rewritten(model, decision, batch=vectors(), loss_fn=cross_entropy).step(vectors())
+    assert [copied.host.numel() for copied in copies] == [8 * 16]
+
+
+def test_nothing_is_left_after_a_step(copies):
+    result = rewritten(seeded(Perceptron), offload(*LAYERS), batch=vectors(), loss_fn=cross_entropy)
+    result.step(vectors())
+    left = [weakref.ref(copied.host) for copied in copies]
+    copies.clear()
+    gc.collect()
+    assert left and not any(host() is not None for host in left)
+
+
+def test_a_backward_may_be_run_twice_and_in_part(copies):
+    model = seeded(Perceptron, dropout=0.0)
+    rewritten(model, offload("layers"), batch=vectors(), loss_fn=cross_entropy)
+    x, _ = vectors()
+    gradients = []
+    loss = model(x).square().sum()
+    for _ in range(2):
+        gradients.append(torch.autograd.grad(loss, list(model.parameters()), retain_graph=True))
+    (alone,) = torch.autograd.grad(loss, [model.layers[2][0].weight])
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
+    assert torch.equal(alone, gradients[0][4])
+
+
+def test_without_gradients_nothing_is_copied_and_undo_restores(copies):
+    model = seeded(Perceptron)
+    result = rewritten(
+        model, Checkpoint(modules=LAYERS), offload(*LAYERS, inputs_of=LAYERS), batch=vectors(), loss_fn=cross_entropy
+    )
+    with torch.no_grad():
+        model(vectors()[0])
+    assert not copies
+    result.undo()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def big_batches():
+    return transformer(
+        "llama", "LlamaForCausalLM", batch_size=32, seq_len=128, num_hidden_layers=4, hidden_size=128,
+        intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, vocab_size=128,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", [(), (Precision(dtype="bf16"),)], ids=["fp32", "bf16"])
+def test_the_promise_of_any_selection_is_what_its_rehearsal_takes(precision):
+    work = big_batches()
+    found, curve = units(what_if(work, precision))
+    generator, baseline = random.Random(0), curve.peak(())
+    on_host = [number for number, unit in enumerate(found.units) if unit.on_host]
+    peaks = []
+    for pool, share in ((on_host, 1.0), (on_host, 0.4), (range(len(found.units)), 1.0)):
+        chosen: list[int] = []
+        for unit in generator.sample(list(pool), len(pool)):
+            nested = any({unit, other} <= set(path) for other in chosen for path in found.problem.paths)
+            if not nested and generator.random() < share:
+                chosen.append(unit)
+        decisions = found.decisions(chosen)
+        assert any(isinstance(decision, Offload) for decision in decisions)
+        peaks.append(curve.peak(chosen))
+        assert peaks[-1] == plain(work, (*precision, *decisions), card=BARE).live_bytes().max()
+    assert min(peaks) < 0.65 * baseline
+
+
+class Deep(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(depth))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def test_below_what_recompute_reaches_a_plan_holds_inputs_on_the_host():
+    with torch.device("meta"):
+        model, batch = Deep(24), (torch.zeros(1 << 15, 16), torch.zeros(1 << 15, dtype=torch.long))
+    options = {"gpu": "bare", "loss_fn": cross_entropy, "optimizer": "sgd", "fidelity": "exact"}
+    without = planner.plan(model, batch, vram=1 << 20, only=("checkpoint", "replay"), **options)
+    plan = planner.plan(model, batch, vram=1 << 20, only=("checkpoint", "replay", "offload"), **options)
+    assert not plan.fits and plan.decision(Offload) is not None
+    assert plan.peak.allocated_bytes < 0.8 * without.peak.allocated_bytes
+    again = planner.plan(model, batch, vram=plan.peak.total_bytes, only=("checkpoint", "offload"), **options)
+    assert again.fits and again.solver.promised_bytes == again.solver.certified_bytes
+
+
+def test_its_time_is_that_of_the_link():
+    with torch.device("meta"):
+        model, batch = Deep(2), (torch.zeros(1 << 15, 16), torch.zeros(1 << 15, dtype=torch.long))
+    work = workload(model, batch, loss_fn=cross_entropy, optimizer="sgd")
+    graph = plain(work, (Offload(modules=("layers.0",), inputs_of=(), from_bytes=1 << 20),), card=CARD)
+    copied = [op for op in graph.ops if op.host_bytes]
+    # what the tanh made is saved by it and by the layer after it: one copy there, one back
+    assert [op.host_bytes for op in copied] == [(1 << 15) * 64 * 4] * 2
+
+
+MODEL = """\
+import torch
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(16, 16)) for _ in range(4))
+
+    def forward(self, x, _):
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x.square().mean()
+
+
+def build():
+    return Net(), (torch.randn(8, 16), torch.zeros(8))
+"""
+
+
+def test_the_emitted_file_loses_the_same(tmp_path):
+    (tmp_path / "net.py").write_text(MODEL)
+    sys.path.insert(0, str(tmp_path))
+    try:
+        import net
+
+        torch.manual_seed(0)
+        model, batch = net.build()
+    finally:
+        sys.path.remove(str(tmp_path))
+    chosen = Checkpoint(modules=("layers.1",)), offload("layers.0", "layers.1", inputs_of=("layers.1",))
+    losses = []
+    for decisions in ((), chosen):
+        plan = plan_for(model, batch, *decisions, reference=f"{tmp_path / 'net.py'}:build")
+        emit(plan, tmp_path / "train.py")
+        text = (tmp_path / "train.py").read_text().replace('return tensor.device.type == "cpu"', "return False")
+        (tmp_path / "train.py").write_text(text)
+        ran = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+        losses.append(ran.stdout)
+    assert "return False" in text
+    assert losses[0] == losses[1] and losses[0].count("loss") == 3
+
+
+def test_it_is_saved_and_told():
+    decision = offload("a.0", "a.1", "b", inputs_of=("b",))
+    assert decision_from_json(decision.to_json()) == decision
+    told = "hold in pinned host memory what is saved in 2 modules: a.{0-1}; the inputs of 1 module: b"
+    assert decision.describe() == told
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"modules": (), "inputs_of": (), "from_bytes": 1},
+        {"modules": ("a",), "inputs_of": ("b",), "from_bytes": 1},
+        {"modules": ("a",), "inputs_of": (), "from_bytes": 0},
+        {"modules": ("a",), "inputs_of": (), "from_bytes": 1.5},
+    ],
+)
+def test_what_contradicts_itself_is_refused(fields):
+    with pytest.raises(DecisionError, match="offload"):
+        Offload(**fields)
