@@ -1,0 +1,335 @@
+"""Verify: the planned step is run beside the plain one, and what comes out is compared.
+
+Each comparison holds one kind of decision against the sharpest thing that it can be held against:
+
+| comparison | planned side | plain side | bound |
+|---|---|---|---|
+| as planned | the whole plan, dropout and all | a plain loop with the plan's rounding and order of sums | every bit |
+| freeze | the first step of the plan | the same loop, training everything | every bit |
+| in double | the plan without what rounds | the untouched step on the full batch | order of sums |
+| rounding | the plan's first update | the untouched step | roundings of the lower precision |
+| 8-bit state | the first update alone | the untouched optimizer | one quantization |
+
+What runs in the same order gives the same bits: recompute, replay, the step in backward, an optimizer's loop, a frozen
+prefix. Accumulation, a loss in chunks and a fused kernel only change the order of sums, which `parity.TERMS` roundings
+bound; in double that is below 1e-12, and mistakes cannot hide in it. So the plain side of 'as planned' has those three
+and the lower precision as well, and 'in double' and 'rounding' hold these against the step without any of them.
+
+In double, an optimizer that divides by the size of a gradient makes a rounding error of a gradient that vanishes larger
+by up to 1/eps of the optimizer: parameters and state have the bound times that, for gradients of the size found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from planner.calling import LossFn
+from planner.decisions import (
+    Accumulation,
+    ChunkedLoss,
+    Decision,
+    Freeze,
+    Optimizer,
+    OptimizerKernel,
+    Precision,
+)
+from planner.errors import DecisionError, PlanFileError, WorkloadError
+from planner.optimizers import has_step_hooks
+from planner.plan_file import Plan
+from planner.workload import batch_size_of
+from rewrite.apply import matched
+from rewrite.optimizers import OptimizerChoice
+from rewrite.parity import TERMS, Parity, Row, compare, failed, held, largest, module_scales, norm
+from rewrite.plain_step import Comparable, Narrowing, Run, deterministic, random_state_kept
+from rewrite.rewriting import LossWeight
+from rewrite.rules.accumulation import map_tensors
+from rewrite.sides import Given, lower_dtype
+
+ROUNDINGS = 16
+"""Of a lower precision, in the norm of a gradient: each op rounds once, and independent errors add as the square root
+of their number, so that this is enough for some 256 ops between a weight and the loss and back. Where a
+gradient jumps (ReLU, max), what is within four roundings of the jump may fall on the other side: 4 eps of all entries,
+in the norm twice eps' root."""
+
+LOOSEST = 0.01
+"""A larger bound of how far parameters move would hold nothing, and is not claimed."""
+
+
+def verify(
+    plan: Plan,
+    model: torch.nn.Module,
+    batch: Any,
+    *,
+    loss_fn: LossFn | None = None,
+    optimizer: OptimizerChoice | None = None,
+    max_grad_norm: float | None = None,
+    loss_weight: LossWeight | None = None,
+    device: torch.device | str | None = None,
+    steps: int = 3,
+) -> Parity:
+    """Train copies of `model` by the plan and without it, and compare losses, gradients, weights, buffers and state.
+
+    Needs memory for a second model and the step as it is, in double for plans that change the order of sums: where the
+    card has not got it, give `device="cpu"`. Sides run one after the other, and what was seen lies in host memory. The
+    model, its optimizer and the random state stay as they are. Where the batch is split, what depends on how it is
+    split is compared with plain micro-batches (dropout, batch normalisation), and left out against the full batch.
+
+    Args:
+        plan: made for a model with these parameters.
+        batch: with as many samples as planned.
+        loss_fn, optimizer, max_grad_norm, loss_weight: as `apply` takes them.
+        device: where to run; None: where the model is.
+        steps: updates to compare.
+
+    Returns:
+        A `Parity` with one row for each quantity. A side that raises, gives no gradient, or is not finite, fails.
+
+    Raises:
+        PlanFileError: for another model or another batch size.
+        WorkloadError: for another loss function or optimizer, and for a model without weights.
+        DecisionError: when the model is rewritten already, or `steps` is not positive.
+    """
+    optimizer = matched(plan, model, optimizer, loss_fn)
+    if steps < 1:
+        raise DecisionError(f"verify over {steps} steps compares nothing: give at least 1")
+    if batch_size_of(batch) != plan.workload.batch_size:
+        raise PlanFileError(
+            f"the plan is for batches of {plan.workload.batch_size} samples, this one has {batch_size_of(batch)}"
+        )
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise WorkloadError(f"{type(model).__name__} has no weights (device meta): load them, then verify")
+    _refuse_a_rewritten_model(model)
+    device = next(model.parameters()).device if device is None else torch.device(device)
+    given = Given(
+        plan=plan, model=model, batch=map_tensors(lambda t: t.to(device), batch), device=device, loss_fn=loss_fn,
+        optimizer=optimizer, max_grad_norm=max_grad_norm, loss_weight=loss_weight, steps=steps,
+    )  # fmt: skip
+    rows, notes = [], []
+    if isinstance(optimizer, torch.optim.Optimizer) and has_step_hooks(optimizer):
+        notes.append(f"the step hooks of {type(optimizer).__name__} did not run")
+    with random_state_kept(device), deterministic(device), _gradients_kept(model, rows):
+        for name, comparison in _comparisons(plan).items():
+            try:
+                rows += comparison(name, given, notes)
+            except Exception as error:  # a comparison that cannot be made is one that failed, whatever the reason
+                rows.append(failed(name, "run", "comparison", f"could not run: {_first_line(error)}"))
+    return Parity(rows=tuple(rows), notes=tuple(dict.fromkeys(notes)))
+
+
+Comparison = Callable[[str, Given, list[str]], list[Row]]
+"""Of its name and what was given: rows, after notes were added to."""
+
+
+def _comparisons(plan: Plan) -> dict[str, Comparison]:
+    """Those that this plan asks for, by name."""
+    found: dict[str, Comparison] = {"as planned": as_planned}
+    if plan.decision(Freeze) is not None:
+        found["freeze"] = freeze
+    if any(_reorders(decision) for decision in plan.decisions):
+        found["in double"] = in_double
+    if plan.decision(Precision) is not None:
+        found["rounding"] = rounding
+    if plan.decision(Optimizer) is not None:
+        found["8-bit state"] = eight_bit_state
+    return found
+
+
+def _reorders(decision: Decision) -> bool:
+    fused = isinstance(decision, OptimizerKernel) and decision.kernel == "fused"
+    return fused or isinstance(decision, (Accumulation, ChunkedLoss))
+
+
+def as_planned(name: str, given: Given, notes: list[str]) -> list[Row]:
+    """Everything, for every step, to the bit."""
+    decisions = given.plan.decisions
+    order = tuple(decision for decision in decisions if _reorders(decision) or isinstance(decision, Optimizer))
+    plain = given.plain(order, precision=given.plan.decision(Precision), updates=given.steps)
+    planned = given.planned(decisions, updates=given.steps)
+    rows = _updates(name, plain, planned, given.steps)
+    for kind in ("loss", "gradient", "parameter", "buffer", "state"):
+        rows += compare(name, kind, _of(kind, plain), _of(kind, planned), bound=0.0)
+    for parameter in (each for each in planned.before if _is_frozen(each, given.plan)):
+        moved = not torch.equal(planned.before[parameter], planned.after[parameter])
+        got = parameter in planned.times or (parameter in planned.left and parameter not in plain.left)
+        why = "it changed" if moved else "it got a gradient" if got else ""
+        rows.append(held(name, "frozen", parameter, why))
+    return rows
+
+
+def freeze(name: str, given: Given, notes: list[str]) -> list[Row]:
+    """What stays trained gets the gradient that it had; later steps differ, since the prefix stays where it was."""
+    given = dataclasses.replace(given, max_grad_norm=None)  # the norm of all gradients is another one
+    decisions = given.plan.decisions
+    order = tuple(decision for decision in decisions if _reorders(decision))
+    plain = given.plain(order, precision=given.plan.decision(Precision), trained=True, updates=1)
+    planned = given.planned(decisions, updates=1)
+    kept = {name: gradient for name, gradient in plain.gradients.items() if not _is_frozen(name, given.plan)}
+    rows = compare(name, "loss", plain.losses, planned.losses, bound=0.0)
+    return rows + compare(name, "gradient", kept, planned.gradients, bound=0.0)
+
+
+def in_double(name: str, given: Given, notes: list[str]) -> list[Row]:
+    """Only the order of sums differs from the untouched step on the full batch."""
+    decisions = tuple(d for d in given.plan.decisions if not isinstance(d, (Precision, Optimizer)))
+    split = given.plan.decision(Accumulation) is not None
+    if split:
+        notes.append(f"{name}: dropout is off, and batch normalisation takes its running statistics")
+    comparable = functools.partial(Comparable, dropout=not split)
+    narrowing = Narrowing()
+    try:
+        with narrowing, comparable(double=True):
+            plain = given.plain(double=True, split=split, updates=given.steps)
+        double, eps = True, narrowing.eps
+    except Exception as error:  # the untouched step: no fault of the plan's
+        notes.append(f"{name}: the step as it is cannot run in double ({_first_line(error)}): it is compared as it is")
+        with comparable(double=False):
+            plain = given.plain(split=split, updates=given.steps)
+        double = False
+        eps = max(torch.finfo(p.dtype).eps for p in given.model.parameters() if p.requires_grad)
+    with comparable(double=double):
+        planned = given.planned(decisions, double=double, split=split, updates=given.steps)
+    if split and plain.drew:
+        notes.append(f"{name}: the model draws random numbers that are not dropout's")
+    if eps > torch.finfo(torch.float64).eps:
+        notes.append(f"{name}: not all of it is double, rounding is {eps:.2g}")
+    bound = TERMS * eps
+    rows = _updates(name, plain, planned, given.steps)
+    for kind in ("loss", "gradient", "buffer"):
+        rows += compare(name, kind, _of(kind, plain), _of(kind, planned), bound=bound)
+    growth = plain.growth()
+    if growth * bound > LOOSEST:
+        notes.append(f"{name}: parameters and state are left out, rounding errors grow too large in this optimizer")
+        return rows
+    bound *= growth
+    moved = module_scales({key: largest(plain.after[key] - before) for key, before in plain.before.items()})
+    for key, value in plain.after.items():
+        moved[key] += largest(value) * eps * given.steps / bound
+    rows += compare(name, "parameter", plain.after, planned.after, bound=bound, scales=moved)
+    return rows + compare(name, "state", plain.state, planned.state, bound=bound, scales=_state_scales(plain.state))
+
+
+def rounding(name: str, given: Given, notes: list[str]) -> list[Row]:
+    """The lower precision's gradients, held loosely against those of the untouched step."""
+    notes.append(f"{name}: dropout is off, which draws other masks in another precision")
+    split = given.plan.decision(Accumulation) is not None
+    with Comparable(dropout=False, double=False):
+        plain = given.plain(split=split, updates=1)
+        planned = given.planned(given.plan.decisions, split=split, updates=1)
+    eps = torch.finfo(lower_dtype(given.plan.decision(Precision))).eps
+    rows = compare(name, "loss", {"1": plain.losses["1"]}, {"1": planned.losses["1"]}, bound=ROUNDINGS * eps)
+    bound = ROUNDINGS * eps + 2 * eps**0.5
+    return rows + compare(name, "gradient", plain.gradients, planned.gradients, bound=bound, size=norm)
+
+
+def eight_bit_state(name: str, given: Given, notes: list[str]) -> list[Row]:
+    """The first update is made from state that is not quantized yet; after it, the state is what was quantized."""
+    plain = given.plain(updates=1)
+    decisions = tuple(decision for decision in given.plan.decisions if isinstance(decision, (Freeze, Optimizer)))
+    planned = given.planned(decisions, updates=1)
+    bound = TERMS * torch.finfo(torch.float32).eps
+    moved = module_scales({key: largest(plain.after[key] - before) for key, before in plain.before.items()})
+    rows = compare(name, "parameter", plain.after, planned.after, bound=bound, scales=moved)
+    averages = {key: value for key, value in plain.state.items() if key.endswith((".exp_avg", ".exp_avg_sq"))}
+    found, bounds = dequantized(planned.state)
+    for key in dict.fromkeys([*averages, *found]):
+        one, other = ({key: each[key]} if key in each else {} for each in (averages, found))
+        rows += compare(name, "state", one, other, bound=bounds.get(key, bound))
+    return rows
+
+
+def dequantized(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Averages of an 8-bit Adam by torch's names, and the largest relative difference that quantizing them makes.
+
+    Each number becomes the nearest of a block's 256: half the largest gap between two of them, of the block's largest,
+    and as much as the averages differ before that.
+    """
+    from bitsandbytes.functional import dequantize_blockwise
+
+    averages, bounds = {}, {}
+    for key, value in state.items():
+        owner, _, part = key.rpartition(".")
+        if part not in ("state1", "state2"):
+            continue
+        name = f"{owner}.{'exp_avg' if part == 'state1' else 'exp_avg_sq'}"
+        averages[name] = value
+        if value.dtype is torch.uint8:
+            code, absmax = state[f"{owner}.qmap{part[-1]}"], state[f"{owner}.absmax{part[-1]}"]
+            averages[name] = dequantize_blockwise(value, absmax=absmax, code=code, blocksize=256)
+            bounds[name] = (code.diff().max() / 2).item() + TERMS * torch.finfo(torch.float32).eps
+    return averages, bounds
+
+
+def _updates(comparison: str, plain: Run, planned: Run, steps: int) -> list[Row]:
+    """Whether there were as many updates as steps, of each parameter as many as without the plan, from gradients."""
+    rows = []
+    for side, run in (("plain", plain), ("planned", planned)):
+        why = f"{run.updates} updates instead of {steps}" if run.updates != steps else ""
+        rows.append(held(comparison, "updates", f"of the {side} step", why or ("" if run.gradients else "no gradient")))
+    for name in dict.fromkeys([*plain.times, *planned.times]):
+        ours, theirs = planned.times.get(name, 0), plain.times.get(name, 0)
+        rows.append(held(comparison, "updates", name, "" if ours == theirs else f"{ours} updates instead of {theirs}"))
+    for name in sorted({*plain.left} ^ {*planned.left}):
+        rows.append(failed(comparison, "updates", name, "a gradient is left after the step, on one side only"))
+    return rows
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def _of(kind: str, run: Run) -> dict[str, Any]:
+    found = {
+        "loss": run.losses,
+        "gradient": run.gradients,
+        "parameter": run.after,
+        "buffer": run.buffers,
+        "state": run.state,
+    }
+    return found[kind]
+
+
+def _state_scales(state: dict[str, Any]) -> dict[str, float]:
+    """As for gradients, for each kind of state."""
+    by_part: dict[str, dict[str, float]] = {}
+    for key, value in state.items():
+        name, _, part = key.rpartition(".")
+        by_part.setdefault(part, {})[name] = largest(torch.as_tensor(value))
+    return {f"{name}.{part}": scale for part, sizes in by_part.items() for name, scale in module_scales(sizes).items()}
+
+
+def _is_frozen(parameter: str, plan: Plan) -> bool:
+    frozen = plan.decision(Freeze)
+    return frozen is not None and any(not name or parameter.startswith(f"{name}.") for name in frozen.modules)
+
+
+@contextlib.contextmanager
+def _gradients_kept(model: torch.nn.Module, rows: list[Row]) -> Iterator[None]:
+    """A loss function or hook that holds on to the model itself trains that, not the copies: told, and taken back."""
+    before = [parameter.grad for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = None
+    try:
+        yield
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                why = "the model itself got a gradient: its loss function or a hook reads it, not what it is given"
+                rows.append(failed("as planned", "run", name, why))
+    finally:
+        for parameter, gradient in zip(model.parameters(), before, strict=True):
+            parameter.grad = gradient
+
+
+def _refuse_a_rewritten_model(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        function = getattr(vars(module).get("forward"), "__func__", None)
+        if isinstance(function, types.FunctionType) and function.__globals__["__name__"].startswith("rewrite."):
+            raise DecisionError(
+                f"the forward of '{name}' is rewritten already: undo() first, verify applies the plan to copies"
+            )
