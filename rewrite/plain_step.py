@@ -209,7 +209,7 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """Kernels that add up in another order each time would differ from themselves; torch warns where it has no other."""
+    """Without kernels that add up in another order each time; torch warns where it has no other."""
     if device.type == "cpu":
         yield
         return
