@@ -54,6 +54,9 @@ def apply(
 ) -> Rewritten:
     """Rewrite `model` in place as the plan says.
 
+    A pickle or a deep copy can be made of it at any time: the copy is rewritten too, the pickle is not, and takes the
+    plan anew. What `save_pretrained` writes is the model with `use_cache` as it is while rewritten: off.
+
     Args:
         plan: made for a model with these parameter names, shapes and dtypes.
         model: its class, parameters, hooks and `state_dict` keys stay as they are.
@@ -156,6 +159,7 @@ def apply_decisions(
             scaler=rewriting.scaler,
             split=rewriting.split,
             backward=rewriting.backward,
+            decisions=tuple(by_kind.values()),
         )
     except BaseException:
         rewriting.restore()
