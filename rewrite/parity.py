@@ -98,7 +98,7 @@ def compare(
     plain: Mapping[str, object],
     planned: Mapping[str, object],
     *,
-    bound: float,
+    bound: float | Mapping[str, float],
     size: Callable[[torch.Tensor], float] = largest,
     scales: Mapping[str, float] | None = None,
 ) -> list[Row]:
@@ -106,6 +106,7 @@ def compare(
 
     Args:
         plain, planned: tensors or numbers by name.
+        bound: of all, or by name.
         size: of a difference and of a tensor, the largest entry or the norm.
         scales: what differences are relative to, by name; else the size of the tensors of the same module.
     """
@@ -115,11 +116,12 @@ def compare(
         scales = module_scales({name: size(_wide(value)) for name, value in plain.items()})
     rows = []
     for name in dict.fromkeys([*plain, *planned]):
+        limit = bound if isinstance(bound, float) else bound.get(name, 0.0)
         if name not in planned or name not in plain:
             why = f"only the {'planned' if name in planned else 'plain'} step has one"
-            rows.append(failed(comparison, kind, name, why, bound=bound))
+            rows.append(failed(comparison, kind, name, why, bound=limit))
         else:
-            rows.append(_compared(comparison, kind, name, plain[name], planned[name], bound, size, scales[name]))
+            rows.append(_compared(comparison, kind, name, plain[name], planned[name], limit, size, scales[name]))
     return rows
 
 

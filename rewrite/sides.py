@@ -30,6 +30,8 @@ class Given:
     model: torch.nn.Module
     batch: Any
     device: torch.device
+    is_moved: bool
+    """Whether copies go to the device as a whole; else they stay where the model lies, on one device or several."""
     loss_fn: LossFn | None
     optimizer: OptimizerChoice
     max_grad_norm: float | None
@@ -40,7 +42,8 @@ class Given:
         self, decisions: tuple[Decision, ...], *, double: bool = False, trained: bool = True
     ) -> tuple[torch.nn.Module, Rewritten]:
         """A copy of the model, and it rewritten by decisions. `trained=False`: frozen as planned, but by hand."""
-        model = copy.deepcopy(self.model).to(self.device)
+        model = copy.deepcopy(self.model)
+        model = model.to(self.device) if self.is_moved else model
         model.zero_grad()
         model = model.double() if double else model
         for module in model.modules():

@@ -24,6 +24,7 @@ from rewrite_cases import (
 )
 from torch import nn
 
+import planner
 import rewrite
 from planner.decisions import (
     Accumulation,
@@ -112,6 +113,7 @@ CLEAN = {
     "bf16": (CAUSAL, (BF16, UNEVEN, Checkpoint(modules=("transformer.h.1",)), FUSED)),
     "fp16": (CAUSAL, (FP16, UNEVEN, ChunkedLoss(module="lm_head", chunks=3))),
     "fp16 and batch norm": (IMAGES, (FP16, BLOCKS)),
+    "bf16 and batch norm": (IMAGES, (BF16, Checkpoint(modules=("twice",)))),
     "everything": (IMAGES, (Freeze(modules=("first",)), BF16, UNEVEN, BLOCKS, FUSED)),
 }
 
@@ -160,6 +162,15 @@ def test_every_gradient_of_micro_batches_is_that_of_the_full_batch_below_1e_12()
     assert len(gradients) == len(list(gpt2().parameters()))
     assert max(row.bound for row in gradients) < 1e-12
     assert max(row.measured for row in gradients) < 1e-13
+
+
+def test_a_plan_of_the_planner_passes():
+    model, batch = seeded(roberta), tokens()
+    forced = ("checkpoint", "accumulation")
+    plan = planner.plan(model, batch, vram="1GiB", gpu="bare", force=forced, fidelity="exact")
+    assert {type(decision) for decision in plan.decisions} >= {Accumulation, Checkpoint}
+    found = rewrite.verify(plan, model, batch, device="cpu", steps=2)
+    assert found.passed, str(found)
 
 
 # ---- planted faults: what is patched, the plan it is planted in, and what must be told -------------------------------
@@ -294,6 +305,10 @@ FAULTS = {
     "a chunk's gradient off": (
         MASKED, (ChunkedLoss(module="lm_head.decoder", chunks=3),),
         (CHUNKED, "unscaled", lambda product, scale: product * (1 + 1e-9)), "gradient",
+    ),
+    "a chunk's gradient in half precision left scaled": (
+        CAUSAL, (FP16, ChunkedLoss(module="lm_head", chunks=3)), (CHUNKED, "unscaled", lambda product, scale: product),
+        "gradient",
     ),
     "no autocast": (VECTORS, (BF16,), (RULES, Precision, lambda *_: None), "loss"),
     "a fused step at another rate": (
