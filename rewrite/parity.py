@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -182,8 +182,3 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 def _wide(value: object) -> torch.Tensor:
     tensor = _dense(_tensor(value))
     return tensor.to(torch.promote_types(tensor.dtype, torch.float64))
-
-
-def names_of(rows: Iterable[Row]) -> set[str]:
-    """Kinds and names, for messages and tests: 'gradient head.weight'."""
-    return {f"{row.kind} {row.name}" for row in rows}

@@ -224,7 +224,10 @@ def deterministic(device: torch.device) -> Iterator[None]:
 
 
 class Comparable(TorchFunctionMode):
-    """Without dropout, whose masks depend on how a batch is split, and in double where a model asks for float."""
+    """Without dropout, whose masks depend on how a batch is split, and in double where a model asks for float.
+
+    What is made as float from nothing stays so, such as an optimizer's step numbers, which kernels want as float.
+    """
 
     _DROPOUTS = (
         F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
@@ -250,7 +253,8 @@ class Comparable(TorchFunctionMode):
                     return type(value).__torch_function__(function, types, args, kwargs)
         if not self.dropout:
             args, kwargs = self._without_dropout(function, args, kwargs)
-        if self.double:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        if self.double and any(t.dtype is torch.float64 or not t.is_floating_point() for t in tensors):
             function = torch.Tensor.double if function is torch.Tensor.float else function
             args = tuple(torch.float64 if value is torch.float32 else value for value in args)
             kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
