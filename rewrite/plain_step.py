@@ -240,11 +240,8 @@ class Comparable(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        plain_backward = len(args) == 1 and isinstance(args[0], torch.Tensor) and not any(kwargs.values())
-        if (
-            function is torch.Tensor.backward and plain_backward
-        ):  # it would run without this mode, and forwards in it too
-            with self:
+        if function is torch.Tensor.backward and all(value in (None, False) for value in kwargs.values()):
+            with self:  # it would run without this mode, and the forwards that run again in it too
                 one = (torch.ones_like(args[0]),)
                 return _engine_run_backward(args, one, False, False, (), allow_unreachable=True, accumulate_grad=True)
         for value in args:

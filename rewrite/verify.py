@@ -5,7 +5,7 @@ Each comparison holds one kind of decision against the sharpest thing that it ca
 | comparison | planned side | plain side | bound |
 |---|---|---|---|
 | as planned | the whole plan, dropout and all | a plain loop with the plan's rounding and order of sums | every bit |
-| freeze | the first step of the plan | the same loop, training everything | every bit |
+| freeze | the plan's first step, in double | the same loop, training everything | order of sums |
 | in double | the plan without what rounds | the untouched step on the full batch | order of sums |
 | rounding | the plan's first update | the untouched step | twice what autocast alone is off by |
 | 8-bit state | the first update alone | the untouched optimizer | one quantization |
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import types
 from collections.abc import Callable, Iterator
@@ -78,7 +77,8 @@ def verify(
     Needs memory for a second model and the step as it is, in double for plans that change the order of sums: where the
     card has not got it, give `device="cpu"`. Sides run one after the other, and what was seen lies in host memory. The
     model, its optimizer and the random state stay as they are. Where the batch is split, what depends on how it is
-    split is compared with plain micro-batches (dropout, batch normalisation), and left out against the full batch.
+    split is compared with plain micro-batches (dropout, batch normalisation), and left out against the full batch;
+    another buffer that a forward changes by what it sees of the batch is held against the full batch, and fails.
 
     Args:
         plan: made for a model with these parameters.
@@ -164,15 +164,39 @@ def as_planned(name: str, given: Given, notes: list[str]) -> list[Row]:
 
 
 def freeze(name: str, given: Given, notes: list[str]) -> list[Row]:
-    """What stays trained gets the gradient that it had; later steps differ, since the prefix stays where it was."""
+    """What stays trained gets the gradient that it had; later steps differ, since the prefix stays where it was.
+
+    In double, since some kernels look at whether a gradient is wanted, and add up in another order without (recurrent).
+    """
     given = dataclasses.replace(given, max_grad_norm=None)  # the norm of all gradients is another one
-    decisions = given.plan.decisions
+    decisions = tuple(d for d in given.plan.decisions if not isinstance(d, (Precision, Optimizer)))
     order = tuple(decision for decision in decisions if _reorders(decision))
-    plain = given.plain(order, precision=given.plan.decision(Precision), trained=True, updates=1)
-    planned = given.planned(decisions, updates=1)
+    plain, double, eps = _in_double(
+        name, given, notes, dropout=True, run=lambda double: given.plain(order, trained=True, double=double, updates=1)
+    )
+    with Comparable(dropout=True, double=double):
+        planned = given.planned(decisions, double=double, updates=1)
     kept = {name: gradient for name, gradient in plain.gradients.items() if not _is_frozen(name, given.plan)}
-    rows = compare(name, "loss", plain.losses, planned.losses, bound=0.0)
-    return rows + compare(name, "gradient", kept, planned.gradients, bound=0.0)
+    rows = compare(name, "loss", plain.losses, planned.losses, bound=TERMS * eps)
+    return rows + compare(name, "gradient", kept, planned.gradients, bound=TERMS * eps)
+
+
+def _in_double(
+    name: str, given: Given, notes: list[str], *, dropout: bool, run: Callable[[bool], Run]
+) -> tuple[Run, bool, float]:
+    """A run of the plain step in double, or where it has none as it is; which of them; eps of its lowest precision."""
+    narrowing = Narrowing()
+    try:
+        with narrowing, Comparable(dropout=dropout, double=True):
+            found = run(True)
+    except Exception as error:  # the untouched step: no fault of the plan's
+        notes.append(f"{name}: the step as it is cannot run in double ({_first_line(error)}): it is compared as it is")
+        with Comparable(dropout=dropout, double=False):
+            found = run(False)
+        return found, False, max(torch.finfo(p.dtype).eps for p in given.model.parameters() if p.requires_grad)
+    if narrowing.eps > torch.finfo(torch.float64).eps:
+        notes.append(f"{name}: not all of it is double, rounding is {narrowing.eps:.2g}")
+    return found, True, narrowing.eps
 
 
 def in_double(name: str, given: Given, notes: list[str]) -> list[Row]:
@@ -181,24 +205,14 @@ def in_double(name: str, given: Given, notes: list[str]) -> list[Row]:
     split = given.plan.decision(Accumulation) is not None
     if split:
         notes.append(f"{name}: dropout is off, and batch normalisation takes its running statistics")
-    comparable = functools.partial(Comparable, dropout=not split)
-    narrowing = Narrowing()
-    try:
-        with narrowing, comparable(double=True):
-            plain = given.plain(double=True, split=split, updates=given.steps)
-        double, eps = True, narrowing.eps
-    except Exception as error:  # the untouched step: no fault of the plan's
-        notes.append(f"{name}: the step as it is cannot run in double ({_first_line(error)}): it is compared as it is")
-        with comparable(double=False):
-            plain = given.plain(split=split, updates=given.steps)
-        double = False
-        eps = max(torch.finfo(p.dtype).eps for p in given.model.parameters() if p.requires_grad)
-    with comparable(double=double):
+    plain, double, eps = _in_double(
+        name, given, notes, dropout=not split,
+        run=lambda double: given.plain(double=double, split=split, updates=given.steps),
+    )  # fmt: skip
+    with Comparable(dropout=not split, double=double):
         planned = given.planned(decisions, double=double, split=split, updates=given.steps)
     if split and plain.drew:
         notes.append(f"{name}: the model draws random numbers that are not dropout's")
-    if eps > torch.finfo(torch.float64).eps:
-        notes.append(f"{name}: not all of it is double, rounding is {eps:.2g}")
     bound = TERMS * eps
     rows = _updates(name, plain, planned, given.steps)
     for kind in ("loss", "gradient", "buffer"):
