@@ -1,12 +1,16 @@
-"""The identity of a model's architecture: what a plan remembers so that it is never applied to another model."""
+"""The identity of a model's architecture, and of what a plan does to it: neither is ever taken for another one."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+    from planner.decisions import Decision
 
 
 def fingerprint(model: torch.nn.Module) -> str:
@@ -19,3 +23,10 @@ def fingerprint(model: torch.nn.Module) -> str:
         for name, tensor in tensors:
             digest.update(f"{kind} {name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
     return digest.hexdigest()
+
+
+def plan_fingerprint(decisions: Iterable[Decision], model: torch.nn.Module) -> str:
+    """SHA-256 (hex) over decisions, in any order, and the fingerprint of the model that they are for."""
+    listed = sorted((decision.to_json() for decision in decisions), key=lambda decision: str(decision["kind"]))
+    text = json.dumps({"decisions": listed, "model": fingerprint(model)}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

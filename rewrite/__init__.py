@@ -1,6 +1,7 @@
 """Do what a plan says: `rewrite.apply(plan, model)` for live objects, `rewrite.emit(plan, path)` for a Python file.
 
-`rewrite.certify(plan, model, batch)` rehearses the rewritten step without a GPU.
+`rewrite.certify(plan, model, batch)` rehearses the rewritten step without a GPU; `rewrite.verify(plan, model, batch)`
+runs it beside the plain one, and compares what comes out.
 """
 
 from __future__ import annotations
@@ -8,5 +9,7 @@ from __future__ import annotations
 from rewrite.apply import Rewritten, apply, apply_decisions
 from rewrite.certify import Certificate, certify
 from rewrite.emit import emit, source
+from rewrite.parity import Parity
+from rewrite.verify import verify
 
-__all__ = ["Certificate", "Rewritten", "apply", "apply_decisions", "certify", "emit", "source"]
+__all__ = ["Certificate", "Parity", "Rewritten", "apply", "apply_decisions", "certify", "emit", "source", "verify"]

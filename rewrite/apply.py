@@ -54,6 +54,9 @@ def apply(
 ) -> Rewritten:
     """Rewrite `model` in place as the plan says.
 
+    A pickle or a deep copy can be made of it at any time: the copy is rewritten too, the pickle is not, and takes the
+    plan anew. What `save_pretrained` writes is the model with `use_cache` as it is while rewritten: off.
+
     Args:
         plan: made for a model with these parameter names, shapes and dtypes.
         model: its class, parameters, hooks and `state_dict` keys stay as they are.
@@ -70,21 +73,9 @@ def apply(
         WorkloadError: when the loss function or the optimizer is not what was planned.
         DecisionError: when a decision cannot be applied. The model is then as it was.
     """
-    _refuse_another_model(plan, model)
+    optimizer = matched(plan, model, optimizer, loss_fn)
     if not plan.fits:
         warnings.warn("the plan does not fit its budget (plan.fits is False): it is applied all the same", stacklevel=2)
-    if plan.workload.has_loss_fn != (loss_fn is not None):
-        raise WorkloadError(
-            "the plan was made with a loss function: give loss_fn=..."
-            if plan.workload.has_loss_fn
-            else "the plan was made without a loss function: leave loss_fn out, or make the plan again with it"
-        )
-    if optimizer is None:
-        if plan.workload.optimizer not in OPTIMIZERS:
-            raise WorkloadError(
-                f"the plan was made with optimizer '{plan.workload.optimizer}', which is no name: give optimizer=..."
-            )
-        optimizer = plan.workload.optimizer
     rewritten = apply_decisions(
         plan.decisions,
         model,
@@ -98,6 +89,26 @@ def apply(
     if turns_cache_off(plan):
         rewritten._rewriting.turn_cache_off()
     return rewritten
+
+
+def matched(
+    plan: Plan, model: torch.nn.Module, optimizer: OptimizerChoice | None, loss_fn: LossFn | None
+) -> OptimizerChoice:
+    """The optimizer that was given or planned. Raises as `apply` does for another model, loss function or optimizer."""
+    _refuse_another_model(plan, model)
+    if plan.workload.has_loss_fn != (loss_fn is not None):
+        raise WorkloadError(
+            "the plan was made with a loss function: give loss_fn=..."
+            if plan.workload.has_loss_fn
+            else "the plan was made without a loss function: leave loss_fn out, or make the plan again with it"
+        )
+    if optimizer is not None:
+        return optimizer
+    if plan.workload.optimizer not in OPTIMIZERS:
+        raise WorkloadError(
+            f"the plan was made with optimizer '{plan.workload.optimizer}', which is no name: give optimizer=..."
+        )
+    return plan.workload.optimizer
 
 
 def turns_cache_off(plan: Plan) -> bool:
@@ -148,6 +159,7 @@ def apply_decisions(
             scaler=rewriting.scaler,
             split=rewriting.split,
             backward=rewriting.backward,
+            decisions=tuple(by_kind.values()),
         )
     except BaseException:
         rewriting.restore()

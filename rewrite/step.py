@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
 
 from planner.calling import Calling, LossFn, loss_of
+from planner.decisions import Decision
 from planner.errors import DecisionError
+from rewrite import resume
 
 Split = Callable[[Any], Iterator[tuple[Any, "torch.Tensor | float | None"]]]
 """A batch -> its parts, each with the weight of its loss (None: the part is the whole batch)."""
@@ -36,6 +38,7 @@ class TrainingStep:
         scaler: torch.amp.GradScaler | None = None,
         split: Split | None = None,
         backward: Callable[[], contextlib.AbstractContextManager] | None = None,
+        decisions: Sequence[Decision] = (),
     ) -> None:
         self.module = module
         self.optimizer = optimizer
@@ -46,11 +49,11 @@ class TrainingStep:
         self.scaler = scaler
         self._split = split
         self._backward = backward
+        self._decisions = tuple(decisions)
         self._closed = False
 
     def __call__(self, batch: Any) -> torch.Tensor:
-        if self._closed:
-            raise DecisionError("this training step was undone: apply the plan again to get a new one")
+        self._refuse_if_closed()
         total = None
         for part, weight in self._parts(batch):
             loss = self._loss(part)
@@ -76,9 +79,40 @@ class TrainingStep:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What is needed to go on, for `torch.save`: optimizer state, gradient scaler, and which plan they belong to.
+
+        Not in it: the model's weights (`model.state_dict()`), learning-rate schedules, and the random state, which
+        dropout goes on from (`torch.get_rng_state()`, `torch.cuda.get_rng_state()`). With all of them, training goes
+        on to the same bits. As with torch's optimizers the tensors are the live ones, and go on to change.
+
+        Raises:
+            DecisionError: after `undo`.
+        """
+        self._refuse_if_closed()
+        return resume.saved(self.module, self.optimizer, self.scaler, self._decisions)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken, by the same plan for the same model.
+
+        Load it with `torch.load(path, map_location="cpu")`: each tensor is then moved to its parameter by itself, and
+        the card holds the optimizer's state once, as the plan promises. The state that was there is dropped first. What
+        lies on the card already stays there as long as `state` does.
+
+        Raises:
+            PlanFileError: for a state of another plan, model or optimizer. Nothing is changed then.
+            DecisionError: after `undo`.
+        """
+        self._refuse_if_closed()
+        resume.load(state, self.module, self.optimizer, self.scaler, self._decisions)
+
     def close(self) -> None:
         """Refuse further calls: the module is no longer rewritten."""
         self._closed = True
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise DecisionError("this training step was undone: apply the plan again to get a new one")
 
     def _parts(self, batch: Any) -> Iterator[tuple[Any, torch.Tensor | float | None]]:
         return iter(((batch, None),)) if self._split is None else self._split(batch)

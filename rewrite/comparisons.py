@@ -1,0 +1,243 @@
+"""The comparisons that `rewrite.verify` makes, each of a planned run with a plain one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from planner.decisions import (
+    Accumulation,
+    ChunkedLoss,
+    Decision,
+    Freeze,
+    Optimizer,
+    OptimizerKernel,
+    Precision,
+)
+from planner.plan_file import Plan
+from rewrite.parity import TERMS, Row, compare, failed, held, largest, module_scales, norm
+from rewrite.plain_step import Comparable, Narrowing, Run
+from rewrite.sides import Given, lower_dtype
+
+ROUNDINGS = 16
+"""Of a lower precision, in the norm of a gradient: each op rounds once, and independent errors add as the square root
+of their number, so that this is enough for some 256 ops between a weight and the loss and back."""
+
+LOOSEST = 0.01
+"""A larger bound of how far parameters move would hold nothing, and is not claimed."""
+
+Comparison = Callable[[str, Given, list[str]], list[Row]]
+"""Of its name and what was given: rows, after notes were added to."""
+
+
+def comparisons(plan: Plan) -> dict[str, Comparison]:
+    """Those that this plan asks for, by name."""
+    found: dict[str, Comparison] = {"as planned": as_planned}
+    if plan.decision(Freeze) is not None:
+        found["freeze"] = freeze
+    if any(_reorders(decision) for decision in plan.decisions):
+        found["in double"] = in_double
+    if plan.decision(Precision) is not None:
+        found["rounding"] = rounding
+    if plan.decision(Optimizer) is not None:
+        found["8-bit state"] = eight_bit_state
+    return found
+
+
+def _reorders(decision: Decision) -> bool:
+    fused = isinstance(decision, OptimizerKernel) and decision.kernel == "fused"
+    return fused or isinstance(decision, (Accumulation, ChunkedLoss))
+
+
+def as_planned(name: str, given: Given, notes: list[str]) -> list[Row]:
+    """Everything, for every step, to the bit."""
+    decisions = given.plan.decisions
+    order = tuple(decision for decision in decisions if _reorders(decision) or isinstance(decision, Optimizer))
+    plain = given.plain(order, precision=given.plan.decision(Precision), updates=given.steps)
+    planned = given.planned(decisions, updates=given.steps)
+    rows = _updates(name, plain, planned, given.steps)
+    for kind in ("loss", "gradient", "parameter", "buffer", "state"):
+        rows += compare(name, kind, _of(kind, plain), _of(kind, planned), bound=0.0)
+    for parameter in (each for each in planned.before if _is_frozen(each, given.plan)):
+        moved = not torch.equal(planned.before[parameter], planned.after[parameter])
+        got = parameter in planned.times or (parameter in planned.left and parameter not in plain.left)
+        why = "it changed" if moved else "it got a gradient" if got else ""
+        rows.append(held(name, "frozen", parameter, why))
+    return rows
+
+
+def freeze(name: str, given: Given, notes: list[str]) -> list[Row]:
+    """What stays trained gets the gradient that it had; later steps differ, since the prefix stays where it was.
+
+    In double, since some kernels look at whether a gradient is wanted, and add up in another order without (recurrent).
+    """
+    given = dataclasses.replace(given, max_grad_norm=None)  # the norm of all gradients is another one
+    decisions = tuple(d for d in given.plan.decisions if not isinstance(d, (Precision, Optimizer)))
+    order = tuple(decision for decision in decisions if _reorders(decision))
+    plain, double, eps = _in_double(
+        name, given, notes, dropout=True, run=lambda double: given.plain(order, trained=True, double=double, updates=1)
+    )
+    with Comparable(dropout=True, double=double):
+        planned = given.planned(decisions, double=double, updates=1)
+    kept = {name: gradient for name, gradient in plain.gradients.items() if not _is_frozen(name, given.plan)}
+    rows = compare(name, "loss", plain.losses, planned.losses, bound=TERMS * eps)
+    return rows + compare(name, "gradient", kept, planned.gradients, bound=TERMS * eps)
+
+
+def _in_double(
+    name: str, given: Given, notes: list[str], *, dropout: bool, run: Callable[[bool], Run]
+) -> tuple[Run, bool, float]:
+    """A run of the plain step in double, or where it has none as it is; which of them; eps of its lowest precision."""
+    narrowing = Narrowing()
+    try:
+        with narrowing, Comparable(dropout=dropout, double=True):
+            found = run(True)
+    except Exception as error:  # the untouched step: no fault of the plan's
+        notes.append(f"{name}: the step as it is cannot run in double ({first_line(error)}): it is compared as it is")
+        with Comparable(dropout=dropout, double=False):
+            found = run(False)
+        return found, False, max(torch.finfo(p.dtype).eps for p in given.model.parameters() if p.requires_grad)
+    if narrowing.eps > torch.finfo(torch.float64).eps:
+        notes.append(f"{name}: not all of it is double, rounding is {narrowing.eps:.2g}")
+    return found, True, narrowing.eps
+
+
+def in_double(name: str, given: Given, notes: list[str]) -> list[Row]:
+    """Only the order of sums differs from the untouched step on the full batch."""
+    decisions = tuple(d for d in given.plan.decisions if not isinstance(d, (Precision, Optimizer)))
+    split = given.plan.decision(Accumulation) is not None
+    if split:
+        notes.append(f"{name}: dropout is off, and batch normalisation takes its running statistics")
+    plain, double, eps = _in_double(
+        name, given, notes, dropout=not split,
+        run=lambda double: given.plain(double=double, split=split, updates=given.steps),
+    )  # fmt: skip
+    with Comparable(dropout=not split, double=double):
+        planned = given.planned(decisions, double=double, split=split, updates=given.steps)
+    if split and plain.drew:
+        notes.append(f"{name}: the model draws random numbers that are not dropout's")
+    bound = TERMS * eps
+    rows = _updates(name, plain, planned, given.steps)
+    for kind in ("loss", "gradient", "buffer"):
+        rows += compare(name, kind, _of(kind, plain), _of(kind, planned), bound=bound)
+    growth = plain.growth()
+    if growth * bound > LOOSEST:
+        notes.append(f"{name}: parameters and state are left out, rounding errors grow too large in this optimizer")
+        return rows
+    bound *= growth
+    moved = module_scales({key: largest(plain.after[key] - before) for key, before in plain.before.items()})
+    for key, value in plain.after.items():
+        moved[key] += largest(value) * eps * given.steps / bound
+    rows += compare(name, "parameter", plain.after, planned.after, bound=bound, scales=moved)
+    return rows + compare(name, "state", plain.state, planned.state, bound=bound, scales=_state_scales(plain.state))
+
+
+def rounding(name: str, given: Given, notes: list[str]) -> list[Row]:
+    """Off from the untouched step by no more than twice what autocast alone is off by, and some roundings.
+
+    What a lower precision does to a model is the model's: where a gradient jumps (ReLU) and where batches are
+    normalised it may be much. Whatever else the plan does must not add to it.
+    """
+    notes.append(f"{name}: dropout is off, which draws other masks in another precision")
+    precision, split = given.plan.decision(Precision), given.plan.decision(Accumulation) is not None
+    with Comparable(dropout=False, double=False):
+        plain = given.plain(split=split, updates=1)
+        alone = given.plain(precision=precision, split=split, updates=1)
+        planned = given.planned(given.plan.decisions, split=split, updates=1)
+    rows, eps = [], torch.finfo(lower_dtype(precision)).eps
+    for kind, size in (("loss", largest), ("gradient", norm)):
+        exact, rounded, ours = (_of(kind, run) for run in (plain, alone, planned))
+        if kind == "loss":  # of later steps, a scaler may have skipped some
+            exact, rounded, ours = ({"1": losses["1"]} for losses in (exact, rounded, ours))
+        off = {row.name: row.measured for row in compare(name, kind, exact, rounded, bound=math.inf, size=size)}
+        bounds = {key: ROUNDINGS * eps + 2 * measured for key, measured in off.items()}
+        rows += compare(name, kind, exact, ours, bound=bounds, size=size)
+        worst = max(off, key=off.get, default=None)
+        if worst is not None and off[worst] > ROUNDINGS * eps:
+            notes.append(f"{name}: autocast alone moves the {kind} of {worst} by {off[worst]:.2g} of its size")
+    return rows
+
+
+def eight_bit_state(name: str, given: Given, notes: list[str]) -> list[Row]:
+    """The first update is made from state that is not quantized yet; after it, the state is what was quantized."""
+    plain = given.plain(updates=1)
+    decisions = tuple(decision for decision in given.plan.decisions if isinstance(decision, (Freeze, Optimizer)))
+    planned = given.planned(decisions, updates=1)
+    bound = TERMS * torch.finfo(torch.float32).eps
+    moved = module_scales({key: largest(plain.after[key] - before) for key, before in plain.before.items()})
+    rows = compare(name, "parameter", plain.after, planned.after, bound=bound, scales=moved)
+    averages = {key: value for key, value in plain.state.items() if key.endswith((".exp_avg", ".exp_avg_sq"))}
+    found, bounds = dequantized(planned.state)
+    for key in dict.fromkeys([*averages, *found]):
+        one, other = ({key: each[key]} if key in each else {} for each in (averages, found))
+        rows += compare(name, "state", one, other, bound=bounds.get(key, bound))
+    return rows
+
+
+def dequantized(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Averages of an 8-bit Adam by torch's names, and the largest relative difference that quantizing them makes.
+
+    Each number becomes the nearest of a block's 256: half the largest gap between two of them, of the block's largest,
+    and as much as the averages differ before that.
+    """
+    from bitsandbytes.functional import dequantize_blockwise
+
+    averages, bounds = {}, {}
+    for key, value in state.items():
+        owner, _, part = key.rpartition(".")
+        if part not in ("state1", "state2"):
+            continue
+        name = f"{owner}.{'exp_avg' if part == 'state1' else 'exp_avg_sq'}"
+        averages[name] = value
+        if value.dtype is torch.uint8:
+            code, absmax = state[f"{owner}.qmap{part[-1]}"], state[f"{owner}.absmax{part[-1]}"]
+            averages[name] = dequantize_blockwise(value, absmax=absmax, code=code, blocksize=256)
+            bounds[name] = (code.diff().max() / 2).item() + TERMS * torch.finfo(torch.float32).eps
+    return averages, bounds
+
+
+def _updates(comparison: str, plain: Run, planned: Run, steps: int) -> list[Row]:
+    """Whether there were as many updates as steps, of each parameter as many as without the plan, from gradients."""
+    rows = []
+    for side, run in (("plain", plain), ("planned", planned)):
+        why = f"{run.updates} updates instead of {steps}" if run.updates != steps else ""
+        rows.append(held(comparison, "updates", f"of the {side} step", why or ("" if run.gradients else "no gradient")))
+    for name in dict.fromkeys([*plain.times, *planned.times]):
+        ours, theirs = planned.times.get(name, 0), plain.times.get(name, 0)
+        rows.append(held(comparison, "updates", name, "" if ours == theirs else f"{ours} updates instead of {theirs}"))
+    for name in sorted({*plain.left} ^ {*planned.left}):
+        rows.append(failed(comparison, "updates", name, "a gradient is left after the step, on one side only"))
+    return rows
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def _of(kind: str, run: Run) -> dict[str, Any]:
+    found = {
+        "loss": run.losses,
+        "gradient": run.gradients,
+        "parameter": run.after,
+        "buffer": run.buffers,
+        "state": run.state,
+    }
+    return found[kind]
+
+
+def _state_scales(state: dict[str, Any]) -> dict[str, float]:
+    """As for gradients, for each kind of state."""
+    by_part: dict[str, dict[str, float]] = {}
+    for key, value in state.items():
+        name, _, part = key.rpartition(".")
+        by_part.setdefault(part, {})[name] = largest(torch.as_tensor(value))
+    return {f"{name}.{part}": scale for part, sizes in by_part.items() for name, scale in module_scales(sizes).items()}
+
+
+def _is_frozen(parameter: str, plan: Plan) -> bool:
+    frozen = plan.decision(Freeze)
+    return frozen is not None and any(not name or parameter.startswith(f"{name}.") for name in frozen.modules)
