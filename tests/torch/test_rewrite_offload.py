@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import gc
 import importlib
+import itertools
 import random
 import subprocess
 import sys
@@ -203,6 +204,100 @@ def test_without_gradients_nothing_is_copied_and_undo_restores(copies):
     assert not copies
     result.undo()
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+class Changed(nn.Module):
+    """Saves a tensor for nothing, changes it in place, and saves it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = ChangedInside()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.sin())
+
+
+class ChangedInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product = x @ self.weight
+        self.square = (product * product).detach()
+        unused = product * product
+        product.add_(1)
+        return product.sin()[:, :3] + 0 * unused.detach()[:, :3]
+
+
+def test_what_was_written_to_is_copied_again(copies):
+    assert not differences(seeded(Changed), offload("inner"), batches=[vectors()], loss_fn=cross_entropy)
+    assert len({copied.known.cdata for copied in copies}) < len(copies)
+
+
+class Widths(nn.Module):
+    """Wide and narrow layers; activations whose result is saved by two modules; results used twice."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        pairs = list(itertools.pairwise((16, *widths)))
+        self.blocks = nn.ModuleList(Block(*pair) for pair in pairs)
+        self.head = nn.Linear(widths[-1], 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Block(nn.Module):
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        self.linear, self.act, self.out = nn.Linear(before, after), nn.ReLU(), nn.Linear(after, after)
+        self.gate = nn.Sigmoid()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.act(self.linear(x))
+        product = self.out(y) * self.gate(y)
+        return product.sigmoid() if product.shape == x.shape else product
+
+
+@pytest.mark.parametrize("widths", [(64, 16, 16), (16, 128, 8), (8, 8, 96), (48, 48, 48)])
+def test_the_promise_holds_for_each_unit_and_for_many_together(widths):
+    work = workload(
+        Widths(widths), (torch.zeros(1 << 15, 16), torch.zeros(1 << 15, dtype=torch.long)), loss_fn=cross_entropy,
+        optimizer="sgd",
+    )  # fmt: skip
+    found, curve = units(what_if(work), kinds=(Checkpoint, Offload))
+    generator = random.Random(0)
+    on_host = [number for number, unit in enumerate(found.units) if unit.on_host]
+    selections = [[number] for number in on_host]
+    for share in (1.0, 1.0, 1.0, 0.5, 0.5, 0.5):
+        chosen: list[int] = []
+        for unit in generator.sample(on_host, len(on_host)):
+            nested = any({unit, other} <= set(path) for other in chosen for path in found.problem.paths)
+            if not nested and generator.random() < share:
+                chosen.append(unit)
+        selections.append(chosen)
+    assert {found.units[number].runs_again for number in on_host} == {True, False}
+    for chosen in filter(None, selections):
+        decisions = found.decisions(chosen)
+        assert curve.peak(chosen) == plain(work, decisions, card=BARE).live_bytes().max(), decisions
+
+
+def test_what_comes_back_is_there_before_the_second_run_or_from_the_first_to_the_last_use():
+    samples, wide = 1 << 15, 64
+    model, batch = Widths((wide, wide)), (torch.zeros(samples, 16), torch.zeros(samples, dtype=torch.long))
+    problem = units(what_if(workload(model, batch, loss_fn=cross_entropy, optimizer="sgd")))[0]
+    block = [number for number, unit in enumerate(problem.units) if unit.module == "blocks.1" and not unit.kept]
+    again, from_host, saved = block
+    extra = {r.unit: r.extra_bytes for r in problem.problem.recomputes}
+    assert extra[from_host] == extra[again] + samples * wide * 4
+    assert saved not in extra
+    held = [hold for hold in problem.problem.holds if saved in hold.when]
+    # what the activation returned, which three ops save: asked for by the last one first
+    assert {hold.size_bytes for hold in held} == {samples * wide * 4}
+    assert sum(hold.stop - hold.start for hold in held) > 2
 
 
 def big_batches():
