@@ -30,7 +30,7 @@ def test_a_rehearsal_is_what_really_happens_op_by_op_and_byte_by_byte(name):
 
 
 def _comparable(op: Op) -> Op:
-    """A constant becomes a tensor by this op: a new one in a rehearsal, really the same. No link is crossed on a CPU."""
+    """A constant becomes a tensor by this op: a new one in a rehearsal, really the same. A CPU has no link to cross."""
     op = dataclasses.replace(op, host_bytes=0)
     return dataclasses.replace(op, inputs=()) if op.name == "aten.lift_fresh.default" else op
 
