@@ -66,7 +66,8 @@ class ModuleCalls:
             storage_of = self._recorder.storage_of
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             inputs = {storage_of(tensor) for tensor in tensors}
-            made = {storage_of(tensor) for tensor in tensors if tensor.grad_fn is not None}
+            given_once = len(set(map(id, tensors))) == len(tensors)  # a second run may ask which of them are the same
+            made = {storage_of(tensor) for tensor in tensors if tensor.grad_fn is not None and given_once}
             call = Call(
                 module=name,
                 parent=parent,

@@ -130,7 +130,7 @@ class Call:
     inputs: tuple[int, ...]
     """Storages of the tensors among its arguments."""
     made_inputs: tuple[int, ...]
-    """Those of them that were made by differentiable ops: a second run of the call, and nothing else, needs them."""
+    """Those of them that were made by differentiable ops; none where one tensor is given twice."""
     obstacle: str | None
     """Why this call must not be run twice; None if nothing was seen that speaks against it."""
     has_hooks: bool = False

@@ -48,6 +48,8 @@ def in_host_memory(forward, of_inputs, from_bytes):
         if not torch.is_grad_enabled():
             return forward(module, *args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if of_inputs and len(set(map(id, given))) < len(given):
+            return forward(module, *args, **kwargs)  # what comes back is never the same object twice
         if of_inputs:
             keys = {key_of(tensor) for tensor in given if tensor.grad_fn is not None}
         else:
@@ -69,9 +71,10 @@ class HostMemory:
 
     def pack(self, tensor):
         key = key_of(tensor)
-        if key is None or is_on_host(tensor) or not self.is_wanted(key):
+        if key is None or is_on_host(tensor) or not self.is_wanted(key) or not is_plain(tensor):
             return Held(tensor)
-        if tensor.untyped_storage().nbytes() < self.from_bytes:
+        size_bytes = tensor.untyped_storage().nbytes()
+        if size_bytes < self.from_bytes or size_bytes % tensor.itemsize:
             return Held(tensor)
         version = key, version_of(tensor)
         if version not in self.copies:
@@ -119,6 +122,11 @@ def is_on_host(tensor):
     return tensor.device.type == "cpu"
 
 
+def is_plain(tensor):
+    """Not of a class of somebody's own, which a part of a storage could not be made again as."""
+    return type(tensor).__module__.partition(".")[0] == "torch"
+
+
 def offload_source(plan: Plan, decision: Offload) -> Fragment:
     parts = (
         in_host_memory,
@@ -126,6 +134,7 @@ def offload_source(plan: Plan, decision: Offload) -> Fragment:
         Copy,
         Part,
         is_on_host,
+        is_plain,
         pieces.Piece,
         pieces.Held,
         pieces.refuse_change,

@@ -157,6 +157,73 @@ def test_parts_of_a_storage_are_copied_once_and_come_back_as_they_were(copies):
     assert len({storage.cdata for storage in storages}) == len(storages) > 5
 
 
+class Same(nn.Module):
+    """Does something else where it is given one tensor twice, as `torch.nn.MultiheadAttention` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * (2.0 if z is x else 1.0)).sin()
+
+
+class GivenTwice(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.first, self.inner, self.head = nn.Linear(16, 16), inner, nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.head(self.inner(x, x))
+
+
+def test_a_module_that_is_given_one_tensor_twice_keeps_its_inputs(copies):
+    decisions = Checkpoint(modules=("inner",)), offload("inner", inputs_of=("inner",))
+    assert not differences(seeded(GivenTwice, Same()), *decisions, batches=[vectors()], loss_fn=cross_entropy)
+    assert not copies
+    with torch.device("meta"):
+        model, batch = GivenTwice(Same()), (torch.zeros(1 << 15, 16), torch.zeros(1 << 15, dtype=torch.long))
+    found, _ = units(what_if(workload(model, batch, loss_fn=cross_entropy, optimizer="sgd")))
+    assert not any(unit.module == "inner" and unit.runs_again and unit.on_host for unit in found.units)
+
+
+class Kept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, *saved):
+        ctx.save_for_backward(*saved)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        first, last = ctx.saved_tensors
+        factor = 3.0 if isinstance(first, OfItsOwn) else 1.0
+        return grad * factor * first.sum().item() * last[-1].item(), None, None
+
+
+class OfItsOwn(torch.Tensor):
+    pass
+
+
+class Odd(nn.Module):
+    """Saves a tensor of a class of its own, and parts of a storage whose size is no multiple of theirs."""
+
+    def __init__(self, *, own_class: bool) -> None:
+        super().__init__()
+        self.own_class = own_class
+
+    def forward(self, x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        whole = torch.arange(1, 18, dtype=torch.uint8)
+        part = whole[:16].view(torch.float32).fill_(1.0)
+        return Kept.apply(x, torch.ones(3).as_subclass(OfItsOwn) if self.own_class else part, whole)
+
+
+@pytest.mark.parametrize("own_class", [False, True])
+def test_what_could_not_come_back_as_it_was_stays(own_class, copies):
+    model = seeded(GivenTwice, Odd(own_class=own_class))
+    assert not differences(model, offload("inner"), batches=[vectors()], loss_fn=cross_entropy)
+
+
 def test_arguments_weights_and_buffers_stay_where_they_are(copies):
     model = nn.Sequential(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)), nn.Linear(16, 3))
     result = rewritten(model, offload("0", "1"), batch=vectors(), loss_fn=cross_entropy)
