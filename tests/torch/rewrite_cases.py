@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.util
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -11,7 +16,7 @@ from torch import nn
 from planner.calling import Calling
 from planner.fingerprint import fingerprint
 from planner.plan_file import Footprint, ModelFacts, Plan, SolverFacts, WorkloadFacts
-from rewrite import apply_decisions
+from rewrite import apply_decisions, emit
 
 
 class Convolutional(nn.Module):
@@ -186,3 +191,23 @@ def plan_for(model: nn.Module, batch, *decisions, loss_fn=None, optimizer="adamw
         shortfall=None, notes=("the card runs nothing else",), versions={"torch": torch.__version__}, seconds=1.0,
     )  # fmt: skip
     return dataclasses.replace(plan, **changes)
+
+
+def printed_by_emitted_files(
+    folder: pathlib.Path, model_source: str, *choices: tuple, edit: Callable[[str], str] = lambda text: text
+) -> list[str]:
+    """What a file prints that is emitted for the model that `build` of a source makes, by each choice of decisions."""
+    path = folder / "net.py"
+    path.write_text(model_source)
+    spec = importlib.util.spec_from_file_location("net", path)
+    net = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(net)  # not among sys.modules: other tests have a net of their own
+    torch.manual_seed(0)
+    model, batch = net.build()
+    printed = []
+    for decisions in choices:
+        emit(plan_for(model, batch, *decisions, reference=f"{path}:build"), folder / "train.py")
+        (folder / "train.py").write_text(edit((folder / "train.py").read_text()))
+        ran = subprocess.run([sys.executable, "train.py"], cwd=folder, capture_output=True, text=True, check=True)
+        printed.append(ran.stdout)
+    return printed

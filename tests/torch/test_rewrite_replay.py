@@ -6,8 +6,6 @@ import copy
 import dataclasses
 import gc
 import random
-import subprocess
-import sys
 import weakref
 
 import pytest
@@ -24,13 +22,22 @@ from flat_models import (
     Written,
 )
 from planner_cases import BARE, CARD, plain, units, what_if
-from rewrite_cases import cross_entropy, differences, images, plan_for, rewritten, seeded, train, vectors
+from rewrite_cases import (
+    cross_entropy,
+    differences,
+    images,
+    printed_by_emitted_files,
+    rewritten,
+    seeded,
+    train,
+    vectors,
+)
 from torch import nn
 
 from planner.decisions import Accumulation, Precision, Replay, decision_from_json
 from planner.errors import DecisionError
 from planner.workload import workload
-from rewrite import emit, tape
+from rewrite import tape
 
 MODELS = {
     model.__name__: (model, images if model is Convolutions else vectors)
@@ -302,22 +309,8 @@ def build():
 
 
 def test_the_emitted_file_loses_the_same(tmp_path):
-    (tmp_path / "net.py").write_text(MODEL)
-    sys.path.insert(0, str(tmp_path))
-    try:
-        import net
-
-        torch.manual_seed(0)
-        model, batch = net.build()
-    finally:
-        sys.path.remove(str(tmp_path))
     decision = dataclasses.replace(replay_of([(0, 8, (1,)), (8, 16, ())]), stops=((), (10, 13)))
-    losses = []
-    for decisions in ((), (decision,)):
-        plan = plan_for(model, batch, *decisions, reference=f"{tmp_path / 'net.py'}:build")
-        emit(plan, tmp_path / "train.py")
-        ran = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
-        losses.append(ran.stdout)
+    losses = printed_by_emitted_files(tmp_path, MODEL, (), (decision,))
     assert losses[0] == losses[1] and losses[0].count("loss") == 3
 
 
