@@ -48,7 +48,7 @@ class VirtualGpuMode(FakeTensorMode):
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.cache_enabled = not _takes_lists(func)
+        self.cache_enabled = not _is_left_out_of_the_cache(func)
         kwargs = kwargs or {}
         return self._memo(func, args, kwargs, lambda: self.dispatch(func, types, args, kwargs))
 
@@ -58,9 +58,14 @@ class VirtualGpuMode(FakeTensorMode):
 
 
 @functools.cache
-def _takes_lists(func: torch._ops.OpOverload) -> bool:
-    """Over hundreds of tensors: to look such a call up among those made before takes longer than to make it."""
-    return func._schema.name.startswith("aten::_foreach")
+def _is_left_out_of_the_cache(func: torch._ops.OpOverload) -> bool:
+    """The cache of `FakeTensorMode`.
+
+    Over hundreds of tensors, to look such a call up takes longer than to make it. A storage among the arguments would
+    be a part of the key, and so never die.
+    """
+    takes_storage = any(str(argument.type) == "Storage" for argument in func._schema.arguments)
+    return takes_storage or func._schema.name.startswith("aten::_foreach")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

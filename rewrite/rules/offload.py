@@ -73,8 +73,7 @@ class HostMemory:
         key = key_of(tensor)
         if key is None or is_on_host(tensor) or not self.is_wanted(key) or not is_plain(tensor):
             return Held(tensor)
-        size_bytes = tensor.untyped_storage().nbytes()
-        if size_bytes < self.from_bytes or size_bytes % tensor.itemsize:
+        if tensor.untyped_storage().nbytes() < self.from_bytes:
             return Held(tensor)
         version = key, version_of(tensor)
         if version not in self.copies:
@@ -88,14 +87,15 @@ class Copy:
     def __init__(self, tensor):
         self.known = StorageWeakRef(tensor.untyped_storage())  # no other storage has its number as long as this lives
         self.device, self.parts, self.pending, self.back = tensor.device, 0, 0, None
-        size = tensor.untyped_storage().nbytes() // tensor.itemsize
-        self.host = torch.empty(size, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        with torch.no_grad():
-            self.host.copy_(without_bits(tensor).as_strided((size,), (1,), 0), non_blocking=True)
+        size = tensor.untyped_storage().nbytes()
+        self.host = torch.empty(size, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+        with torch.no_grad():  # views alone: a tape around this one counts what makes or changes tensors
+            whole = without_bits(tensor).as_strided((1,), (1,), 0).view(torch.uint8).as_strided((size,), (1,), 0)
+            self.host.copy_(whole, non_blocking=True)
 
     def tensor(self):
         if self.back is None:
-            empty = torch.empty(self.host.shape, dtype=self.host.dtype, device=self.device)
+            empty = torch.empty_like(self.host, device=self.device)
             self.back, self.pending = empty.copy_(self.host, non_blocking=True), self.parts
         back = self.back
         self.pending -= 1

@@ -130,6 +130,23 @@ def test_a_parent_that_has_run_a_backward_can_still_rehearse():
     assert plain(work).ops
 
 
+class IntoStorage(torch.nn.Module):
+    def forward(self, x):
+        halves = x.exp()
+        whole = torch.empty(0, dtype=torch.uint8, device=x.device)
+        whole = whole.set_(halves.untyped_storage(), 0, (halves.untyped_storage().nbytes(),), (1,))
+        return x * whole[:64, None].float()
+
+
+def test_a_tensor_that_was_set_to_a_storage_does_not_keep_it():
+    model = torch.nn.Sequential(torch.nn.Linear(32, 1), IntoStorage())
+    graph = plain(workload(model, (torch.zeros(64, 32), torch.zeros(64, 1)), loss_fn=mean_square))
+    made = next(op for op in graph.ops if op.name == "aten.exp.default").outputs[0]
+    product = next(op for op in graph.ops if op.name == "aten.mul.Tensor")
+    assert graph.storages[made].lives[0][1] < graph.ticks - 1
+    assert graph.storages[made].lives[0][1] <= product.tick + 10
+
+
 class Branching(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -203,7 +203,7 @@ class OfItsOwn(torch.Tensor):
 
 
 class Odd(nn.Module):
-    """Saves a tensor of a class of its own, and parts of a storage whose size is no multiple of theirs."""
+    """Saves a tensor of a class of its own, or parts of a storage whose size is no multiple of theirs."""
 
     def __init__(self, *, own_class: bool) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize("own_class", [False, True])
-def test_what_could_not_come_back_as_it_was_stays(own_class, copies):
+def test_odd_sizes_come_back_and_classes_of_somebodys_own_stay(own_class, copies):
     model = seeded(GivenTwice, Odd(own_class=own_class))
     assert not differences(model, offload("inner"), batches=[vectors()], loss_fn=cross_entropy)
 
@@ -225,15 +225,15 @@ def test_arguments_weights_and_buffers_stay_where_they_are(copies):
     model = nn.Sequential(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)), nn.Linear(16, 3))
     result = rewritten(model, offload("0", "1"), batch=vectors(), loss_fn=cross_entropy)
     result.step(vectors())
-    shapes = [copied.host.numel() for copied in copies]
-    assert sorted(shapes) == [16, 16, 8 * 16]  # statistics of the batch, and what the norm was given
+    sizes = [copied.host.nbytes for copied in copies]
+    assert sorted(sizes) == [4 * 16, 4 * 16, 4 * 8 * 16]  # statistics of the batch, and what the norm was given
 
 
 def test_small_tensors_stay_where_they_are(copies):
     decision = dataclasses.replace(offload("0"), from_bytes=8 * 16 * 4)
     model = nn.Sequential(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)), nn.Linear(16, 3))
     rewritten(model, decision, batch=vectors(), loss_fn=cross_entropy).step(vectors())
-    assert [copied.host.numel() for copied in copies] == [8 * 16]
+    assert [copied.host.nbytes for copied in copies] == [4 * 8 * 16]
 
 
 def test_nothing_is_left_after_a_step(copies):
@@ -347,6 +347,30 @@ def test_the_promise_holds_for_each_unit_and_for_many_together(widths):
     for chosen in filter(None, selections):
         decisions = found.decisions(chosen)
         assert curve.peak(chosen) == plain(work, decisions, card=BARE).live_bytes().max(), decisions
+
+
+class TwoDtypes(nn.Module):
+    """Saves parts of one storage in two dtypes; it is no multiple of the larger one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = torch.zeros(x.numel() * 4 + 1, dtype=torch.uint8, device=x.device)
+        y = (self.linear(x) * whole[:-1].view(torch.float32).view_as(x)).tanh()
+        return y + (y * whole[: len(x), None]).sin()
+
+
+def test_the_promise_holds_for_a_storage_seen_in_two_dtypes():
+    samples = 1 << 15
+    model = nn.Sequential(nn.Linear(16, 16), TwoDtypes(), TwoDtypes(), nn.Linear(16, 3))
+    batch = torch.zeros(samples, 16), torch.zeros(samples, dtype=torch.long)
+    work = workload(model, batch, loss_fn=cross_entropy, optimizer="sgd")
+    found, curve = units(what_if(work), kinds=(Offload,))
+    chosen = [number for number, unit in enumerate(found.units) if unit.module in ("1", "2")]
+    assert len(chosen) == 2
+    assert curve.peak(chosen) == plain(work, found.decisions(chosen), card=BARE).live_bytes().max() < curve.peak(())
 
 
 def test_what_comes_back_is_there_before_the_second_run_or_from_the_first_to_the_last_use():
