@@ -67,7 +67,7 @@ def fastest(trials: Trials, offered: Offer, rules: Rules) -> Certified | None:
     """Choose, certify, and choose again with less where the allocator's slack did not fit.
 
     Goes down by what was missing, then back up by halves: where less left nothing to choose, and where it cost more
-    time than a tie.
+    time than a tie with what was chosen with the least that did not fit.
     """
     chooser, finest_bytes = trials.chooser(offered, rules), trials.budget_bytes // _FINEST_STEP
     budget_bytes = trials.budget_bytes
@@ -85,6 +85,7 @@ def fastest(trials: Trials, offered: Offer, rules: Rules) -> Certified | None:
             high_bytes = min(budget_bytes, choice.peak_bytes)
             short_bytes = trials.needed_bytes(certified) - trials.vram_bytes
             budget_bytes = high_bytes - max(short_bytes, finest_bytes * 2**attempt)
+            best_ns = max(best_ns, choice.step_ns)
         else:
             low_bytes = budget_bytes
             found = _quicker(found, certified)
