@@ -62,6 +62,9 @@ def uses_batch_statistics(op: torch._ops.OpOverload, args: tuple, kwargs: dict) 
     return bool(in_training) and args[0].shape[0] > 1
 
 
+_TAKE_NONE = frozenset({torch.Tag.pointwise, torch.Tag.inplace_view})
+
+
 @functools.cache
 def traits_of(op: torch._ops.OpOverload) -> OpTraits:
     schema = op._schema
@@ -73,7 +76,7 @@ def traits_of(op: torch._ops.OpOverload) -> OpTraits:
     )
     is_view = any(result.alias_info is not None for result in schema.returns) and not written
     takes_tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
-    known = is_view or not takes_tensors or torch.Tag.pointwise in op.tags or is_known(str(op))
+    known = is_view or not takes_tensors or not _TAKE_NONE.isdisjoint(op.tags) or is_known(str(op))
     asks_values = torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags
     return OpTraits(is_view=is_view, written=written, scratch_known=known, asks_values=asks_values)
 
@@ -150,6 +153,8 @@ def changed_arguments(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> l
 def moved_bytes(op: torch._ops.OpOverload, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> int:
     """Bytes that the op reads and writes; 0 for sparse tensors, which are counted as their parts."""
     packet = op.overloadpacket
+    if torch.Tag.inplace_view in op.tags:
+        return 0
     if packet in _READ_IN_PART and len(read) > 1:
         picked = written if packet is not _aten.nll_loss_forward else read[1:]
         return sum(map(_nbytes, picked)) + sum(map(_nbytes, (*read[1:], *written)))
