@@ -68,7 +68,7 @@ class Case:
         """The cheapest units to recompute for a peak inside the budget, if they cost less than `below_ns`."""
         return self.search.solve(budget_bytes, tolerance_ns=self.step_ns // RECOMPUTE_TOLERANCE, below_ns=below_ns)
 
-    def could_pay(self, budget_bytes: int, *, state_bytes: int | None, gradients: bool, below_ns: int) -> bool:
+    def could_pay(self, budget_bytes: int, *, state_bytes: int | None, gradients: bool, below_ns: int | None) -> bool:
         """Whether some units, or none, could be enough and cost less than `below_ns`, if the optimizer kept less.
 
         False is certain: the relaxed problem leaves out all that another optimizer would need during its update.
@@ -77,8 +77,8 @@ class Case:
             state_bytes: at least what the other optimizer keeps; None: as it is.
             gradients: whether they are kept until the update.
         """
-        if below_ns <= 0 or self._graph.update_tick is None:
-            return below_ns > 0
+        if self._graph.update_tick is None:
+            return True
         fixed = self.units.problem.fixed_bytes.copy()
         if state_bytes is not None:
             fixed -= max(self._graph.bytes_of(Category.OPTIMIZER_STATE) - state_bytes, 0)
@@ -89,7 +89,8 @@ class Case:
         fixed[self._graph.update_tick :] = 0
         relaxed = milp.Search(dataclasses.replace(self.units.problem, fixed_bytes=fixed))
         try:
-            return relaxed.solve(budget_bytes, tolerance_ns=below_ns, below_ns=below_ns) is not None
+            tolerance_ns = self.step_ns if below_ns is None else below_ns
+            return relaxed.solve(budget_bytes, tolerance_ns=tolerance_ns, below_ns=below_ns) is not None
         except milp.SearchTimeout:
             return True
 

@@ -131,11 +131,13 @@ class Chooser:
             limit_ns = self._limit_ns(outer, found)
             if self._bound_ns(outer) >= limit_ns:
                 continue
+            if number and not found:  # it will hardly be this one, and all that follow are looked at
+                self._certificates.forget()
+                for soon in outers[number : number + _AT_ONCE]:
+                    self._cases.prefetch(self._simpler(soon), self._splits(soon)[:1])
             if self._could_pay(outer, budget_bytes, limit_ns):
-                if number and not found:  # it will hardly be this one, and all that follow are looked at
-                    self._certificates.forget()
-                    for soon in outers[number : number + _AT_ONCE]:
-                        self._cases.prefetch(soon, self._splits(soon)[:1])
+                if number and not found:
+                    self._cases.prefetch(outer, self._splits(outer)[:1])
                 else:
                     self._foresee(outer)
                 choices = self._fastest_of(outer, budget_bytes, limit_ns)
@@ -243,24 +245,28 @@ class Chooser:
         updates = self._bounds.updates
         return next((updates[type(decision)] for decision in decisions if type(decision) in updates), None)
 
+    def _simpler(self, outer: tuple[Decision, ...]) -> tuple[Decision, ...]:
+        """The outer choice with the update as it is, after the backward: its case bounds those of other updates."""
+        return tuple(d for d in outer if type(d) not in self._bounds.updates and not isinstance(d, StepInBackward))
+
     def _could_pay(self, outer: tuple[Decision, ...], budget_bytes: int, limit_ns: float) -> bool:
         """Whether another update, or a step in backward, can be of use; True if the cases without do not tell."""
-        kinds = {type(decision) for decision in outer} & {*self._bounds.updates, StepInBackward}
-        simpler = tuple(decision for decision in outer if type(decision) not in kinds)
-        if not kinds or math.isinf(limit_ns):
+        simpler, least = self._simpler(outer), self._least_update(outer)
+        if simpler == outer:
             return True
-        for split in self._splits(outer):
-            case = self._cases.known(simpler, split)
+        for number, split in enumerate(self._splits(outer)):
+            case = self._cases.known(simpler, split) if number else self._case(simpler, split)
             if case is None:
                 return True
-            below_ns = math.floor(limit_ns) - (case.step_ns - self._spared_ns(outer, case.optimizer_ns))
-            if below_ns <= 0:
-                return False  # and later splits take longer still
+            below_ns = None
+            if not math.isinf(limit_ns):
+                below_ns = math.floor(limit_ns) - (case.step_ns - self._spared_ns(outer, case.optimizer_ns))
+                if below_ns <= 0:
+                    return False  # and later splits take longer still
             if self._has_better(outer):
                 below_ns = 1  # only as it is, without recompute
-            least = self._least_update(outer)
             state_bytes = None if least is None else least.state_bytes
-            gradients = StepInBackward not in kinds
+            gradients = not any(isinstance(decision, StepInBackward) for decision in outer)
             if case.could_pay(budget_bytes, state_bytes=state_bytes, gradients=gradients, below_ns=below_ns):
                 return True
         return False
