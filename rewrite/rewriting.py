@@ -112,6 +112,13 @@ class Rewriting:
             if getattr(config, "use_cache", None) is True:
                 self.replace(config, "use_cache", False, place=f"config.use_cache of '{name}'")
 
+    def undo(self) -> None:
+        """Take back every change, unless one was changed again. Raises `DecisionError` then, and nothing is changed."""
+        for change in self.changes:
+            if not change.intact():
+                raise DecisionError(f"{change.place} was replaced after the plan was applied: undo that first")
+        self.restore()
+
     def restore(self) -> None:
         """Take back every change, the latest first."""
         while self.changes:
