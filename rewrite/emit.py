@@ -31,9 +31,9 @@ def source(plan: Plan, *, file_name: str = "train_step.py") -> str:
     fragments = [emitted(plan, by_kind[kind]) for kind, emitted in SOURCES.items() if kind in by_kind]
     model = model_source(plan)
     scaled = any(fragment.scaled for fragment in fragments)
-    constants = [*model.constants, *(line for fragment in fragments for line in fragment.constants)]
+    constants = ["\n".join(group) for group in (model.constants, *(each.constants for each in fragments)) if group]
     sections = [
-        _imports(fragments, model) + ("\n\n" + "\n".join(constants) if constants else ""),
+        _imports(fragments, model) + ("\n\n" + "\n\n".join(constants) if constants else ""),
         *([model.build] if model.build else []),
         _rewrite(plan, fragments),
         *dict.fromkeys(function for fragment in fragments for function in fragment.functions),
@@ -99,6 +99,7 @@ def _optimizer(plan: Plan, fragments: list[Fragment]) -> str:
     arguments = ", ".join([*given, *options])
     return (
         "def make_optimizer(model):\n"
+        '    """Set the hyperparameters that you train with: what was planned does not depend on them."""\n'
         f"    parameters = {parameters}\n"
         f"    return torch.optim.{chosen.class_name}(parameters, {arguments})\n"
     )

@@ -16,10 +16,11 @@ gradients that are as many times too large as there are micro-batches. Models th
 micro-batches had as many labels. Here the number never reaches the model: the mean that it returns is weighted by its
 share of the labels, so that any model trains as the Trainer would on the whole batch (`rewrite/loss_share.py`).
 
-What the Trainer holds beyond what the plan counts: the norm of each gradient and what their kernel reduces them in
-(also without clipping; when no activation is alive), one micro-batch that its loader reads ahead, its running loss, and
-for bf16 and fp16 a copy in fp32 of all that the model returns in them (of logits: as large as the one that the loss has
-made and freed by then). Evaluation is not planned: it makes the logits of a whole evaluation batch.
+What the Trainer holds beyond what the plan counts: the norms of the gradients, which it takes also where it does not
+clip, when no activation is alive (rehearsed, `examples/roberta_84m` at 8 x 32 has the same peaks with them); one
+micro-batch that its loader reads ahead; its running loss; and for bf16 and fp16 a copy in fp32 of all that the model
+returns in them (of logits: as large as the one that the loss has made and freed by then). Evaluation is not planned:
+it makes the logits of a whole evaluation batch.
 """
 
 from __future__ import annotations
