@@ -34,6 +34,7 @@ class LossShare:
         """The Trainer's count, from before a forward to after it."""
         self._seen: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         """Labels of each micro-batch and of its batch, while they are watched."""
+        self._was_not_told = False
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> LossShare:
@@ -49,14 +50,20 @@ class LossShare:
 
     def watch(self, wanted: bool) -> None:
         """From now on keep the counts for `refuse_another_count`, or no longer."""
-        self._seen = [] if wanted else None
+        self._seen, self._was_not_told = ([] if wanted else None), False
 
     def refuse_another_count(self) -> None:
         """Look at the micro-batches that were watched since the last look: those of one step.
 
         Raises:
-            DecisionError: where the model's loss is a mean over another number of labels than the Trainer counted.
+            DecisionError: where the model's loss is a mean over another number of labels than the Trainer counted, or
+                the model was called with labels and without their number.
         """
+        if self._was_not_told:
+            raise DecisionError(
+                f"the model was called with labels and without {COUNT}, by which micro-batches are weighted: pass "
+                "it on in a compute_loss of your own, or plan with accumulation forbidden"
+            )
         if not self._seen:
             return
         ours, theirs = sum(part.item() for part, _ in self._seen), self._seen[-1][1].item()
@@ -74,11 +81,15 @@ class LossShare:
     def _after(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         of_batch, self._of_batch = self._of_batch, None
         labels = kwargs.get("labels")
-        if of_batch is None or labels is None:
+        if not isinstance(labels, torch.Tensor):
+            return output
+        is_watched = self._seen is not None and model.training and torch.is_grad_enabled()
+        if of_batch is None:
+            self._was_not_told |= is_watched
             return output
         of_part = self._count(labels)
         of_batch = torch.as_tensor(of_batch, device=labels.device)
-        if self._seen is not None and model.training and torch.is_grad_enabled():
+        if is_watched:
             self._seen.append((of_part, of_batch))
         return _with_weight(output, of_part / of_batch)
 

@@ -105,6 +105,10 @@ class Rewriting:
             Change(place=place, intact=lambda: own.get(name) is self._latest[id(owner), name], restore=restore)
         )
 
+    def is_latest(self, owner: object, name: str, value: object) -> bool:
+        """Whether it was `value` that the last rule to replace this attribute set it to."""
+        return self._latest.get((id(owner), name)) is value
+
     def turn_cache_off(self) -> None:
         """No `config.use_cache` (transformers): training fills a cache of keys and values for nothing."""
         for name, module in self.model.named_modules():

@@ -16,11 +16,11 @@ gradients that are as many times too large as there are micro-batches. Models th
 micro-batches had as many labels. Here the number never reaches the model: the mean that it returns is weighted by its
 share of the labels, so that any model trains as the Trainer would on the whole batch (`rewrite/loss_share.py`).
 
-What the Trainer holds beyond what the plan counts: the norms of the gradients, which it takes also where it does not
-clip, when no activation is alive (rehearsed, `examples/roberta_84m` at 8 x 32 has the same peaks with them); one
-micro-batch that its loader reads ahead; its running loss; and for bf16 and fp16 a copy in fp32 of all that the model
-returns in them (of logits: as large as the one that the loss has made and freed by then). Evaluation is not planned:
-it makes the logits of a whole evaluation batch.
+What the Trainer holds beyond what the plan counts: its running loss and other single numbers, a block of 512 B each; a
+byte for each label, where they are counted; the norms of the gradients, which it takes also where it does not clip,
+when no activation is alive (rehearsed, `examples/roberta_84m` at 8 x 32 has the same peaks with them); and for bf16 and
+fp16 a copy in fp32 of all that the model returns in them (of logits: as large as the one that the loss has made and
+freed by then). Evaluation is not planned: it makes the logits of a whole evaluation batch.
 """
 
 from __future__ import annotations
@@ -89,11 +89,16 @@ class RewrittenForTrainer:
     def undo(self) -> None:
         """Restore forwards, hooks, flags and configuration as they were. Twice is once.
 
+        For bf16 and fp16 accelerate puts a forward of its own around that of the whole model, and leaves it there.
+        Where the plan has one too, which then lies inside, both are taken off.
+
         Raises:
-            DecisionError: when something was replaced after `apply_for_trainer`. Nothing is changed then. accelerate
-                replaces the forward of the whole model for bf16 and fp16, and gives it back by
-                `trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)`.
+            DecisionError: when something was replaced after `apply_for_trainer`. Nothing is changed then.
         """
+        own = vars(self.module)
+        inside = own.get("_original_forward")
+        if inside is not None and self._rewriting.is_latest(self.module, "forward", inside):
+            self.module.forward = own.pop("_original_forward")
         self._rewriting.undo()
         self.is_applied = False
 
@@ -267,7 +272,8 @@ def trainer_callback(
     When training begins it refuses arguments, a model or an optimizer that were not planned, and in the first steps
     batches that are larger than planned or whose labels the Trainer counts otherwise than the model's loss. After them
     it says in one line of the log (`rewrite.plan_callback`; `.promise` is the same as an object) whether the card
-    took more than promised; without CUDA, that it could not be measured.
+    took more than promised; without CUDA, that it could not be measured. Let the Trainer evaluate later than that: what
+    it takes then was not promised.
 
     Args:
         steps: how many optimizer steps are looked at; at least 2, since the optimizer's state is made in the first.

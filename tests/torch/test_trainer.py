@@ -214,6 +214,37 @@ def test_undo_gives_the_model_back(tmp_path):
     assert not model._forward_pre_hooks
 
 
+def test_undo_takes_off_what_accelerate_put_around_the_whole_model(tmp_path):
+    model = seeded(Regression)
+    data = rows({name: tensor.float() for name, tensor in numbers().items()})
+    plan = plan_for(
+        model, transformers.default_data_collator(data), Checkpoint(modules=("",)), Precision(dtype="bf16")
+    )  # fmt: skip
+    rewritten = rewrite.apply_for_trainer(plan, model)
+    arguments = rewrite.training_arguments(plan, **settings(tmp_path))
+    trained(model, arguments, data, [rewrite.trainer_callback(rewritten)])
+    assert "_original_forward" in vars(model)
+    rewritten.undo()
+    assert "forward" not in vars(model)
+
+
+def test_a_training_goes_on_from_the_trainers_checkpoint_to_the_same_bits(tmp_path):
+    plan = plan_for(seeded(roberta), tokens(), IN_TWO, Optimizer(), Checkpoint(modules=("roberta.encoder.layer.1",)))
+    found = []
+    for resumed in (None, str(tmp_path / "checkpoint-2")):
+        torch.manual_seed(5 if resumed else 0)
+        model = roberta()
+        rewritten = rewrite.apply_for_trainer(plan, model)
+        changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+        args = transformers.TrainingArguments(**rewrite.training_arguments(plan, **settings(tmp_path, **changes)))
+        callbacks = [rewrite.trainer_callback(rewritten, steps=2)]
+        data = rows(tokens(4 * SAMPLES))
+        trainer = transformers.Trainer(model=model, args=args, train_dataset=data, callbacks=callbacks)
+        trainer.train(resume_from_checkpoint=resumed)
+        found.append(model)
+    assert largest_difference(*found) == 0.0
+
+
 # ---- arguments ---------------------------------------------------------------------------------------------------
 
 
@@ -423,6 +454,20 @@ def test_tensors_that_were_not_planned_are_told(tmp_path, caplog):
     assert "attention_mask, input_ids, labels, token_type_ids" in told[0]
 
 
+class WithoutCount(transformers.Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs).loss
+
+
+def test_a_loss_that_is_not_told_the_count_of_labels_is_refused(tmp_path):
+    model = seeded(roberta)
+    rewritten = rewrite.apply_for_trainer(plan_for(model, tokens(), IN_TWO), model)
+    args = transformers.TrainingArguments(**rewrite.training_arguments(rewritten.plan, **settings(tmp_path)))
+    callbacks = [rewrite.trainer_callback(rewritten)]
+    with pytest.raises(DecisionError, match="without num_items_in_batch"):
+        WithoutCount(model=model, args=args, train_dataset=rows(tokens()), callbacks=callbacks).train()
+
+
 def test_labels_that_are_counted_otherwise_than_averaged_are_refused(tmp_path):
     """As the Trainer counts -100 where the model leaves out another label."""
     model = seeded(roberta)
@@ -434,13 +479,16 @@ def test_labels_that_are_counted_otherwise_than_averaged_are_refused(tmp_path):
 
 
 PROMISED = (300 << 20, 320 << 20)
+OWN = 2**16 + SAMPLES * 10
+"""What the Trainer allocates beside the plan: single numbers, and a byte a label."""
 
 
 @pytest.mark.parametrize(
     ("peaks", "level", "told"),
     [
         (PROMISED, "INFO", "promise was kept: 300.0 MiB allocated of 300.0 MiB, 320.0 MiB reserved of 320.0 MiB"),
-        ((PROMISED[0] + 1, PROMISED[1]), "WARNING", "promise was broken: 300.0 MiB allocated"),
+        ((PROMISED[0] + OWN, PROMISED[1] + 2**21), "INFO", "promise was kept: 300.1 MiB allocated of 300.0 MiB, 322.0"),
+        ((PROMISED[0] + OWN + 1, PROMISED[1]), "WARNING", "promise was broken: 300.1 MiB allocated of 300.0 MiB"),
         ((PROMISED[0], 400 << 20), "WARNING", "promise was broken: 300.0 MiB allocated of 300.0 MiB, 400.0 MiB"),
         (None, "WARNING", "could not be measured: there is no CUDA device here"),
     ],
