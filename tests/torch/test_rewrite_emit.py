@@ -261,6 +261,27 @@ def test_a_live_model_with_its_own_loss_trains_from_the_file(tmp_path):
     assert_same_training(plan, emitted, model, seeded(roberta), [tokens(seed=seed) for seed in range(3)])
 
 
+class Lookup(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = torch.nn.Embedding(9, 3, sparse=True)
+        self.head = torch.nn.Linear(3, 3)
+
+    def forward(self, numbers):
+        return self.head(self.rows(numbers))
+
+
+def test_sparse_gradients_are_clipped_by_the_file_as_well(tmp_path):
+    model = seeded(Lookup)
+    batches = [(torch.tensor([seed, 1, 1, 5]), torch.tensor([0, 1, 2, seed])) for seed in range(3)]
+    emit(plan_for(model, batches[0], loss_fn=cross_entropy, optimizer="sgd"), tmp_path / "step.py")
+    options = {"loss_fn": cross_entropy, "max_grad_norm": 0.1}
+    assert_same_training(
+        plan_for(model, batches[0], loss_fn=cross_entropy, optimizer="sgd"),
+        imported(tmp_path / "step.py"), model, seeded(Lookup), batches, **options,
+    )  # fmt: skip
+
+
 def test_an_optimizer_without_a_name_is_left_to_the_user(tmp_path):
     _, path = emitted_roberta(tmp_path, optimizer="mine.Lion")
     with pytest.raises(NotImplementedError, match=r"mine\.Lion"):
