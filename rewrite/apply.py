@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
@@ -36,10 +36,7 @@ class Rewritten:
             DecisionError: when something was replaced again after `apply`: restoring would silently drop it.
                 Nothing is changed then.
         """
-        for change in self._rewriting.changes:
-            if not change.intact():
-                raise DecisionError(f"{change.place} was replaced after the plan was applied: undo that first")
-        self._rewriting.restore()
+        self._rewriting.undo()
         self.step.close()
 
 
@@ -95,7 +92,7 @@ def matched(
     plan: Plan, model: torch.nn.Module, optimizer: OptimizerChoice | None, loss_fn: LossFn | None
 ) -> OptimizerChoice:
     """The optimizer that was given or planned. Raises as `apply` does for another model, loss function or optimizer."""
-    _refuse_another_model(plan, model)
+    refuse_another_model(plan, model)
     if plan.workload.has_loss_fn != (loss_fn is not None):
         raise WorkloadError(
             "the plan was made with a loss function: give loss_fn=..."
@@ -144,11 +141,7 @@ def apply_decisions(
         model, optimizer=optimizer, calling=calling, batch_size=batch_size, loss_fn=loss_fn, loss_weight=loss_weight
     )
     try:
-        for kind, rule in RULES.items():
-            if kind in by_kind:
-                rule(rewriting, by_kind[kind])
-        if by_kind:
-            rewriting.turn_cache_off()
+        change_by_rules(rewriting, by_kind)
         step = TrainingStep(
             model,
             rewriting.optimizer,
@@ -165,6 +158,15 @@ def apply_decisions(
         rewriting.restore()
         raise
     return Rewritten(rewriting, step)
+
+
+def change_by_rules(rewriting: Rewriting, by_kind: Mapping[type[Decision], Decision]) -> None:
+    """Let the rule of each decision do its part, in the order of the rules."""
+    for kind, rule in RULES.items():
+        if kind in by_kind:
+            rule(rewriting, by_kind[kind])
+    if by_kind:
+        rewriting.turn_cache_off()
 
 
 def one_of_each_kind(decisions: Sequence[Decision]) -> dict[type[Decision], Decision]:
@@ -184,7 +186,8 @@ def one_of_each_kind(decisions: Sequence[Decision]) -> dict[type[Decision], Deci
     return by_kind
 
 
-def _refuse_another_model(plan: Plan, model: torch.nn.Module) -> None:
+def refuse_another_model(plan: Plan, model: torch.nn.Module) -> None:
+    """Raises `PlanFileError`, and says what differs, unless the plan was made for this model."""
     if fingerprint(model) == plan.model.fingerprint:
         return
     name = type(model).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pathlib
 import textwrap
 
@@ -13,6 +14,7 @@ from rewrite.emitted_model import ModelSource, batch_source, model_source
 from rewrite.fragment import Fragment, literal
 from rewrite.optimizers import OPTIMIZERS
 from rewrite.rules import SOURCES
+from rewrite.step import clip_gradients
 
 
 def emit(plan: Plan, path: str | pathlib.Path) -> None:
@@ -31,13 +33,14 @@ def source(plan: Plan, *, file_name: str = "train_step.py") -> str:
     fragments = [emitted(plan, by_kind[kind]) for kind, emitted in SOURCES.items() if kind in by_kind]
     model = model_source(plan)
     scaled = any(fragment.scaled for fragment in fragments)
-    constants = [*model.constants, *(line for fragment in fragments for line in fragment.constants)]
+    constants = ["\n".join(group) for group in (model.constants, *(each.constants for each in fragments)) if group]
     sections = [
-        _imports(fragments, model) + ("\n\n" + "\n".join(constants) if constants else ""),
+        _imports(fragments, model) + ("\n\n" + "\n\n".join(constants) if constants else ""),
         *([model.build] if model.build else []),
         _rewrite(plan, fragments),
         *dict.fromkeys(function for fragment in fragments for function in fragment.functions),
         *model.functions,
+        *([inspect.getsource(clip_gradients)] if _may_be_sparse(fragments, model) else []),
         next((fragment.optimizer for fragment in fragments if fragment.optimizer), _optimizer(plan, fragments)),
         _training_step(plan, fragments, model),
         *([batch_source(plan, model), _main(plan, model, scaled=scaled)] if model.build else [_guidance(file_name)]),
@@ -99,6 +102,7 @@ def _optimizer(plan: Plan, fragments: list[Fragment]) -> str:
     arguments = ", ".join([*given, *options])
     return (
         "def make_optimizer(model):\n"
+        '    """Set the hyperparameters that you train with: what was planned does not depend on them."""\n'
         f"    parameters = {parameters}\n"
         f"    return torch.optim.{chosen.class_name}(parameters, {arguments})\n"
     )
@@ -125,10 +129,9 @@ def _training_step(plan: Plan, fragments: list[Fragment], model: ModelSource) ->
     else:
         compute = forward + backward
     unscale = "    scaler.unscale_(optimizer)\n" if scaled else ""
-    clip = (
-        "if max_grad_norm is not None:\n"
-        f"{unscale}    torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)\n"
-    )
+    sparse = _may_be_sparse(fragments, model)
+    clipping = "clip_gradients(model" if sparse else "torch.nn.utils.clip_grad_norm_(model.parameters()"
+    clip = f"if max_grad_norm is not None:\n{unscale}    {clipping}, max_grad_norm)\n"
     step = "scaler.step(optimizer)\nscaler.update()\n" if scaled else "optimizer.step()\n"
     update = (
         ("" if stepping else clip + step)
@@ -146,6 +149,11 @@ def _training_step(plan: Plan, fragments: list[Fragment], model: ModelSource) ->
         '    """One optimizer step on a batch that is on the model\'s device; returns the batch\'s loss."""\n'
         + textwrap.indent(compute + update, "    ")
     )
+
+
+def _may_be_sparse(fragments: list[Fragment], model: ModelSource) -> bool:
+    """Whether gradients that are clipped may be sparse: those of transformers' models are not."""
+    return not model.returns_model_output and not any(fragment.backward for fragment in fragments)
 
 
 def _loss(plan: Plan, model: ModelSource, part: str) -> str:

@@ -162,7 +162,7 @@ def accumulation_source(plan: Plan, decision: Accumulation) -> Fragment:
         and plan.workload.calling == Calling.KEYWORDS.name
     )
     counting = counted_labels if by_labels else samples_only
-    functions = (micro_batches, samples_between, count_samples, map_tensors, counting, weighted)
+    functions = (micro_batches, samples_between, count_samples, map_tensors, counting)
     arguments = "batch, micro_batch_size=MICRO_BATCH_SIZE, batch_size=BATCH_SIZE"
     constants = [
         assignment("BATCH_SIZE", plan.workload.batch_size),
@@ -179,15 +179,20 @@ def accumulation_source(plan: Plan, decision: Accumulation) -> Fragment:
             "from collections.abc import Mapping",
         ),
         constants=tuple(constants),
-        functions=(*map(inspect.getsource, functions), *([_LOSS_TERMS] if by_labels else [])),
+        functions=(
+            *map(inspect.getsource, functions),
+            *([_LOSS_TERMS] if by_labels else []),
+            inspect.getsource(weighted),
+        ),
         split=f"micro_batches({arguments}, loss_terms={terms})",
     )
 
 
-_LOSS_TERMS = """\
+_LOSS_TERMS = '''\
 def loss_terms(batch, samples):
+    """As this model's loss counts."""
     return counted_labels(batch, samples, shifted=LABELS_SHIFTED, ignored=IGNORED_LABEL)
-"""
+'''
 
 _SHIFTED_COMMENT = "  # whether the model's loss leaves out each sample's first label (next-token losses do)"
 

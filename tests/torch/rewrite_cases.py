@@ -16,7 +16,7 @@ from torch import nn
 from planner.calling import Calling
 from planner.fingerprint import fingerprint
 from planner.plan_file import Footprint, ModelFacts, Plan, SolverFacts, WorkloadFacts
-from rewrite import apply_decisions, emit
+from rewrite import apply, apply_decisions, emit
 
 
 class Convolutional(nn.Module):
@@ -211,3 +211,30 @@ def printed_by_emitted_files(
         ran = subprocess.run([sys.executable, "train.py"], cwd=folder, capture_output=True, text=True, check=True)
         printed.append(ran.stdout)
     return printed
+
+
+def imported(path: pathlib.Path):
+    spec = importlib.util.spec_from_file_location("emitted", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def losses_of_file(emitted, model, batches, scaled: bool, **options) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    optimizer = emitted.make_optimizer(emitted.rewrite(model))
+    if scaled:
+        options["scaler"] = torch.amp.GradScaler("cpu")
+    return [emitted.training_step(model, optimizer, batch, **options) for batch in batches]
+
+
+def assert_same_training(plan, emitted, model, other, batches, **options) -> None:
+    result = apply(plan, model, **options)
+    options.pop("optimizer", None)
+    torch.manual_seed(1)
+    losses = [result.step(batch) for batch in batches]
+    other_losses = losses_of_file(emitted, other, batches, result.step.scaler is not None, **options)
+    assert all(torch.equal(a, b) for a, b in zip(losses, other_losses, strict=True)), (losses, other_losses)
+    state, other_state = model.state_dict(), other.state_dict()
+    assert list(state) == list(other_state)
+    assert [name for name in state if not torch.equal(state[name], other_state[name])] == []
