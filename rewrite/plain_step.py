@@ -97,6 +97,8 @@ class Run:
     updates: int
     drew: bool
     """Whether the first step drew random numbers."""
+    numbers: torch.Tensor
+    """State of the generator of random numbers after all steps, which others go on from."""
     kind: type[torch.optim.Optimizer]
     eps: float | None
     """Smallest number that the optimizer adds to what it divides by."""
@@ -123,7 +125,7 @@ def watch(
     names = {parameter: name for name, parameter in model.named_parameters()}
     run = Run(
         losses={}, gradients={}, times={}, before=_on_host(model.named_parameters()), after={}, buffers={}, state={},
-        left=(), updates=0, drew=False, kind=type(optimizer), eps=_eps(optimizer),
+        left=(), updates=0, drew=False, numbers=torch.empty(0), kind=type(optimizer), eps=_eps(optimizer),
     )  # fmt: skip
     shown: set[str] = set()
 
@@ -155,6 +157,7 @@ def watch(
     finally:
         hook.remove()
     run.after, run.buffers = _on_host(model.named_parameters()), _on_host(model.named_buffers())
+    run.numbers = _host(_numbers(device))
     run.left = tuple(name for parameter, name in names.items() if parameter.grad is not None)
     for parameter, state in optimizer.state.items():
         name = names.get(parameter, "?")
@@ -226,12 +229,18 @@ def deterministic(device: torch.device) -> Iterator[None]:
 class Comparable(TorchFunctionMode):
     """Without dropout, whose masks depend on how a batch is split, and in double where a model asks for float.
 
+    Without dropout, numbers that a model draws by itself are all the same: they would be others for another split.
     What is made as float from nothing stays so, such as an optimizer's step numbers, which kernels want as float.
     """
 
     _DROPOUTS = (
         F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
         F.multi_head_attention_forward,
+    )  # fmt: skip
+
+    _DRAWS = (
+        torch.rand, torch.rand_like, torch.randn, torch.randn_like, torch.normal, torch.bernoulli,
+        torch.Tensor.uniform_, torch.Tensor.normal_, torch.Tensor.bernoulli_, torch.Tensor.bernoulli,
     )  # fmt: skip
 
     def __init__(self, *, dropout: bool, double: bool) -> None:
@@ -250,6 +259,8 @@ class Comparable(TorchFunctionMode):
                     return type(value).__torch_function__(function, types, args, kwargs)
         if not self.dropout:
             args, kwargs = self._without_dropout(function, args, kwargs)
+            if function in self._DRAWS:
+                return self._same_number(function, args, kwargs)
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         if self.double and any(t.dtype is torch.float64 or not t.is_floating_point() for t in tensors):
             function = torch.Tensor.double if function is torch.Tensor.float else function
@@ -266,6 +277,17 @@ class Comparable(TorchFunctionMode):
             kwargs = dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), args, strict=False)) | kwargs
             args, kwargs["dropout_p"] = (), 0.0
         return args, kwargs
+
+    def _same_number(self, function, args, kwargs):
+        """Drawn all the same: whether there are random numbers to go on from must not change."""
+        drawn, value = function(*args, **kwargs), 0.5
+        if "bernoulli" in function.__name__:
+            value = 1.0
+        elif function is torch.Tensor.uniform_:
+            ends = dict(zip(("from", "to"), args[1:], strict=False)) | kwargs
+            value = (ends.get("from", 0.0) + ends.get("to", 1.0)) / 2
+        drawn.detach().fill_(value)
+        return drawn
 
 
 class Narrowing(TorchDispatchMode):

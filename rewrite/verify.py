@@ -5,6 +5,8 @@ Each comparison holds one kind of decision against the sharpest thing that it ca
 | comparison | planned side | plain side | bound |
 |---|---|---|---|
 | as planned | the whole plan, dropout and all | a plain loop with the plan's rounding and order of sums | every bit |
+| kept | the model while rewritten, and after `undo` | the model as it was | every object, key, mode and hook |
+| overflow | a step in fp16 whose gradients are not finite | the same of the plain loop | every bit |
 | freeze | the plan's first step, in double | the same loop, training everything | order of sums |
 | in double | the plan without what rounds | the untouched step on the full batch | order of sums |
 | rounding | the plan's first update | the untouched step | twice what autocast alone is off by |

@@ -16,7 +16,7 @@ from torch import nn
 from planner.calling import Calling
 from planner.fingerprint import fingerprint
 from planner.plan_file import Footprint, ModelFacts, Plan, SolverFacts, WorkloadFacts
-from rewrite import apply_decisions, emit
+from rewrite import Parity, apply_decisions, emit, verify
 
 
 class Convolutional(nn.Module):
@@ -191,6 +191,13 @@ def plan_for(model: nn.Module, batch, *decisions, loss_fn=None, optimizer="adamw
         shortfall=None, notes=("the card runs nothing else",), versions={"torch": torch.__version__}, seconds=1.0,
     )  # fmt: skip
     return dataclasses.replace(plan, **changes)
+
+
+def verified(build, batch, *decisions, loss_fn=None, optimizer="adamw", **options) -> Parity:
+    """A plan of these decisions, held against the plain step."""
+    model = seeded(build)
+    plan = plan_for(model, batch, *decisions, loss_fn=loss_fn)
+    return verify(plan, model, batch, loss_fn=loss_fn, optimizer=optimizer, **options)
 
 
 def printed_by_emitted_files(
