@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 import torch
 
@@ -350,6 +350,11 @@ def _splits(work: Workload, rules: Rules, batch_statistics: tuple[str, ...], not
         why_not = f"'{batch_statistics[0]}' normalises over the micro-batch, so that parts of a batch are not the batch"
     elif work.batch_size < 2:
         why_not = "the batch is a single sample"
+    elif _balances_experts(work):
+        why_not = (
+            "the model balances its experts over all tokens of a batch (output_router_logits), which parts of it would "
+            "each do by themselves"
+        )
     single, several = Split(micro_batches=1, size=work.batch_size), tuple(splits_of(work.batch_size))
     if rules.force(Accumulation):
         if why_not and work.batch_size < 2:
@@ -362,6 +367,13 @@ def _splits(work: Workload, rules: Rules, batch_statistics: tuple[str, ...], not
             notes.append(f"no accumulation: {why_not}")
         return (single,)
     return (single, *several) if rules.allow(Accumulation) else (single,)
+
+
+def _balances_experts(work: Workload) -> bool:
+    """Whether a model of transformers adds a term to its loss that is no mean over tokens."""
+    stated = work.batch.get("output_router_logits") if isinstance(work.batch, Mapping) else None
+    config = getattr(work.model, "config", None)
+    return bool(getattr(config, "output_router_logits", False) if stated is None else stated)
 
 
 def _choices(

@@ -66,7 +66,8 @@ def apply(
         loss_fn: `loss_fn(output, batch)`, where the plan was made with one.
         max_grad_norm: clip the norm of all gradients to this before the optimizer steps.
         loss_weight: how many terms the mean loss of a batch is taken over, for accumulation over losses that are
-            means over something else than samples or counted `labels`.
+            means over something else than samples or counted `labels`; 1 for losses that are sums. Without it, the
+            first step holds its own weights against the means that `torch.nn.functional` takes in the loss.
 
     Raises:
         PlanFileError: when the plan was made for another model.
@@ -86,6 +87,8 @@ def apply(
         max_grad_norm=max_grad_norm,
         loss_weight=loss_weight,
     )
+    if loss_weight is None:
+        rewritten.step.hold_weights()
     if turns_cache_off(plan):
         rewritten._rewriting.turn_cache_off()
     return rewritten

@@ -139,6 +139,7 @@ def _training_step(plan: Plan, fragments: list[Fragment], model: ModelSource) ->
         *(["scaler"] if scaled else []),
         *(["loss_fn"] if plan.workload.has_loss_fn else []),
         *([] if stepping else ["max_grad_norm=None"]),
+        *(option for fragment in fragments for option in fragment.options),
     ]
     parameters = ", ".join(["model", "optimizer", "batch", *(["*", *named] if named else [])])
     return (

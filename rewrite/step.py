@@ -12,6 +12,7 @@ from planner.calling import Calling, LossFn, loss_of
 from planner.decisions import Decision
 from planner.errors import DecisionError
 from rewrite import resume
+from rewrite.means import MeansTaken
 
 Split = Callable[[Any], Iterator[tuple[Any, "torch.Tensor | float | None"]]]
 """A batch -> its parts, each with the weight of its loss (None: the part is the whole batch)."""
@@ -51,20 +52,48 @@ class TrainingStep:
         self._backward = backward
         self._decisions = tuple(decisions)
         self._closed = False
+        self._means: MeansTaken | None = None
 
     def __call__(self, batch: Any) -> torch.Tensor:
+        """Train by a batch.
+
+        Raises:
+            DecisionError: after `undo`, and in a first step whose micro-batches are weighted by other shares than the
+                loss has terms (`hold_weights`). Nothing is trained then.
+        """
         self._refuse_if_closed()
+        means, self._means = self._means, None
         total = None
         for part, weight in self._parts(batch):
-            loss = self._loss(part)
+            loss = self._loss(part) if means is None or weight is None else self._watched_loss(part, weight, means)
             if weight is not None:
                 loss = weighted(loss, weight)
             with contextlib.nullcontext() if self._backward is None else self._backward():
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             total = loss.detach() if total is None else total + loss.detach()
             del loss
+        if means is not None:
+            self._hold(means)
         self.update()
         return total
+
+    def hold_weights(self) -> None:
+        """Hold the weights of micro-batches against what the loss is a mean over, in the next step."""
+        self._means = MeansTaken()
+
+    def _watched_loss(self, part: Any, weight: torch.Tensor | float, means: MeansTaken) -> torch.Tensor:
+        with means.part(weight) as note:
+            loss = self._loss(part)
+        note(loss)
+        return loss
+
+    def _hold(self, means: MeansTaken) -> None:
+        try:
+            means.refuse_other_weights()
+        except DecisionError:
+            self.optimizer.zero_grad(set_to_none=True)
+            self._means = MeansTaken()
+            raise
 
     def update(self) -> None:
         """Train by the gradients that the parameters have, and drop them. Part of every call."""
