@@ -169,7 +169,10 @@ def largest_relative_error(model: nn.Module, *decisions, batches, **options) -> 
 
 
 def plan_for(model: nn.Module, batch, *decisions, loss_fn=None, optimizer="adamw", reference=None, **changes) -> Plan:
-    named = batch if isinstance(batch, dict) else dict(enumerate(batch))
+    if dataclasses.is_dataclass(batch):
+        named = vars(batch)
+    else:
+        named = batch if isinstance(batch, dict) else dict(enumerate(batch))
     shapes = tuple((str(k), tuple(t.shape), str(t.dtype).removeprefix("torch.")) for k, t in named.items())
     footprint = Footprint(
         allocated_bytes=300 << 20, reserved_bytes=320 << 20, total_bytes=720 << 20, phase="backward", module="head",

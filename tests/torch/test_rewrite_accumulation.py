@@ -15,6 +15,7 @@ from rewrite_cases import (
     gpt2,
     images,
     largest_relative_error,
+    printed_by_emitted_files,
     rewritten,
     roberta,
     seeded,
@@ -24,6 +25,8 @@ from rewrite_cases import (
 )
 from torch import nn
 
+import planner
+import rewrite
 from planner.decisions import Accumulation
 from planner.errors import DecisionError
 
@@ -141,6 +144,7 @@ def test_a_smaller_last_batch_is_split_by_its_own_size():
 class Sample:
     image: torch.Tensor
     name: str
+    more: dict | None = None
 
 
 Pair = collections.namedtuple("Pair", ["left", "right"])
@@ -167,6 +171,46 @@ def test_every_nesting_is_split_and_everything_else_is_shared():
     assert type(last["ordered"]) is collections.OrderedDict
     assert last["ordered"]["a"] is scalar
     assert len(batch["list"][0]) == 5
+
+
+def test_a_dataclass_trains_as_a_batch_live_and_from_a_file(tmp_path):
+    """Nested, with a tensor without samples, in parts that do not divide it; whole, in parts, and emitted."""
+    source = """
+import dataclasses
+import torch
+from torch import nn
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+    y: torch.Tensor
+    scale: torch.Tensor
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, batch):
+        return nn.functional.cross_entropy(self.head(batch.x) * batch.scale, batch.y)
+
+def build():
+    return Net(), Batch(torch.ones(5, 4), torch.arange(5) % 3, torch.tensor(2.0))
+"""
+    whole, parts = printed_by_emitted_files(tmp_path, source, (), (Accumulation(micro_batch_size=2, micro_batches=3),))
+    assert whole.count("loss") == 3
+    assert whole == parts
+
+    class Net(Perceptron):
+        def forward(self, batch):
+            return cross_entropy(super().forward(batch.image) * batch.more["scale"], (batch.more["goal"][0],))
+
+    x, y = vectors(6)
+    batch = Sample(image=x, name="name", more={"scale": torch.tensor(2.0), "goal": [y]})
+    model = seeded(Net)
+    plan = planner.plan(model, batch, vram="1GiB", gpu="bare", force=("accumulation",), only=("accumulation",))
+    found = rewrite.verify(plan, model, batch)
+    assert found.passed, str(found)
 
 
 def test_transformers_outputs_and_encodings_are_split():
