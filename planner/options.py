@@ -26,7 +26,14 @@ from planner.decisions import (
     conflict,
 )
 from planner.errors import DecisionError
-from planner.optimizers import by_parameter, has_step_hooks, kernel_beside_foreach, kind_of, why_no_kernel
+from planner.optimizers import (
+    by_parameter,
+    has_step_hooks,
+    kernel_beside_foreach,
+    kind_of,
+    sparse_lookups,
+    why_no_kernel,
+)
 from planner.workload import Workload, optimizer_name
 from profiles.device import DeviceProfile
 
@@ -327,6 +334,8 @@ def _why_no_eight_bit(work: Workload) -> str | None:
         return "bitsandbytes is not installed (pip install bitsandbytes)"
     if any(p.dtype == torch.float64 for p in work.model.parameters() if p.requires_grad):
         return "trained parameters are float64"
+    if sparse_lookups(work.model):
+        return "an embedding makes sparse gradients"
     optimizer = work.optimizer
     if isinstance(optimizer, str):
         return None if optimizer in _ADAM_NAMES else f"{optimizer} has no 8-bit twin here"

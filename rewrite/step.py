@@ -10,7 +10,8 @@ import torch
 
 from planner.calling import Calling, LossFn, loss_of
 from planner.decisions import Decision
-from planner.errors import DecisionError
+from planner.errors import DecisionError, WorkloadError
+from planner.optimizers import why_not_dense, why_not_sparse
 from rewrite import resume
 from rewrite.means import MeansTaken
 
@@ -96,7 +97,12 @@ class TrainingStep:
             raise
 
     def update(self) -> None:
-        """Train by the gradients that the parameters have, and drop them. Part of every call."""
+        """Train by the gradients that the parameters have, and drop them. Part of every call.
+
+        Raises:
+            WorkloadError: for a sparse gradient that the optimizer cannot take. Nothing is trained then.
+        """
+        refuse_layouts(self.module, self.optimizer)
         if self.max_grad_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
@@ -155,6 +161,24 @@ class TrainingStep:
         if self.autocast_dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(next(self.module.parameters()).device.type, dtype=self.autocast_dtype)
+
+
+def refuse_layouts(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise for gradients that the optimizer cannot take, by name, before it has updated any other parameter."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            sparse = parameter.grad.is_sparse
+            why = why_not_sparse(optimizer, group) if sparse else why_not_dense(optimizer)
+            if why is None:
+                continue
+            name = next((name for name, known in module.named_parameters() if known is parameter), "a parameter")
+            optimizer.zero_grad(set_to_none=True)
+            raise WorkloadError(
+                f"{why}, and '{name}' has a {'sparse' if sparse else 'dense'} one: use SGD or Adagrad "
+                "without weight_decay, which take both, or embeddings with sparse=False"
+            )
 
 
 def weighted(loss: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor:
