@@ -129,9 +129,11 @@ def _training_step(plan: Plan, fragments: list[Fragment], model: ModelSource) ->
         "if max_grad_norm is not None:\n"
         f"{unscale}    torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)\n"
     )
-    step = "scaler.step(optimizer)\nscaler.update()\n" if scaled else "optimizer.step()\n"
+    step = _SCALED_STEP if scaled else "optimizer.step()\n"
+    skipped = " and scaler.get_scale() >= scale" if scaled else ""
     update = (
         ("" if stepping else clip + step)
+        + f"if scheduler is not None{skipped}:\n    scheduler.step()\n"
         + "optimizer.zero_grad(set_to_none=True)\n"
         + ("return total\n" if split else "return loss.detach()\n")
     )
@@ -139,14 +141,22 @@ def _training_step(plan: Plan, fragments: list[Fragment], model: ModelSource) ->
         *(["scaler"] if scaled else []),
         *(["loss_fn"] if plan.workload.has_loss_fn else []),
         *([] if stepping else ["max_grad_norm=None"]),
+        "scheduler=None",
         *(option for fragment in fragments for option in fragment.options),
     ]
-    parameters = ", ".join(["model", "optimizer", "batch", *(["*", *named] if named else [])])
+    parameters = ", ".join(["model", "optimizer", "batch", "*", *named])
     return (
         f"def training_step({parameters}):\n"
         '    """One optimizer step on a batch that is on the model\'s device; returns the batch\'s loss."""\n'
         + textwrap.indent(compute + update, "    ")
     )
+
+
+_SCALED_STEP = """\
+scale = None if scheduler is None else scaler.get_scale()
+scaler.step(optimizer)
+scaler.update()  # a lower scale: a gradient was not finite, and the step was skipped
+"""
 
 
 def _loss(plan: Plan, model: ModelSource, part: str) -> str:

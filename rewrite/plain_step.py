@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.autograd.graph import _engine_run_backward
+from torch.optim.lr_scheduler import LRScheduler
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -35,6 +36,7 @@ class PlainStep:
     max_grad_norm: float | None
     autocast_dtype: torch.dtype | None = None
     scaler: torch.amp.GradScaler | None = None
+    scheduler: LRScheduler | None = None
     parts: Callable[[Any], Iterator[tuple[Any, Any]]] | None = None
 
     def __call__(self, batch: Any) -> torch.Tensor:
@@ -53,6 +55,7 @@ class PlainStep:
                 loss = loss * (weight.to(loss.dtype) if isinstance(weight, torch.Tensor) else weight)
             (self.scaler.scale(loss) if self.scaler else loss).backward()
             losses.append(loss.detach())
+        trains = self.scaler is None or all(torch.isfinite(gradient).all() for gradient in self._gradients())
         if self.scaler:
             if self.max_grad_norm is not None:
                 self.scaler.unscale_(self.optimizer)
@@ -63,8 +66,15 @@ class PlainStep:
             if self.max_grad_norm is not None:
                 self._clip()
             self.optimizer.step()
+        if self.scheduler and trains:
+            self.scheduler.step()
         self.optimizer.zero_grad()
         return functools.reduce(torch.add, losses)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """Whole, or the values of sparse ones."""
+        found = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        return [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in found]
 
     def _clip(self) -> None:
         trained = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
@@ -165,6 +175,8 @@ def watch(
         run.state |= {
             key: _host(value) for key, value in tensors.items() if isinstance(value, (torch.Tensor, float, int))
         }
+    for number, group in enumerate(optimizer.param_groups):
+        run.state[f"group {number}.lr"] = float(group["lr"])
     if scaler is not None:
         run.state |= {f"scaler.{key}": value for key, value in scaler.state_dict().items()}
     return run

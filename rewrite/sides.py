@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from planner.calling import Calling, LossFn
 from planner.decisions import Decision, Freeze, Precision
@@ -36,6 +38,7 @@ class Given:
     optimizer: OptimizerChoice
     max_grad_norm: float | None
     loss_weight: LossWeight | None
+    scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None
     steps: int
 
     def copied(self, *, double: bool = False, trained: bool = True) -> torch.nn.Module:
@@ -64,7 +67,7 @@ class Given:
         return apply_decisions(
             decisions, model, optimizer=optimizer, calling=Calling[self.plan.workload.calling],
             batch_size=self.plan.workload.batch_size, loss_fn=self.loss_fn, max_grad_norm=self.max_grad_norm,
-            loss_weight=self.loss_weight,
+            loss_weight=self.loss_weight, scheduler=self.scheduler,
         )  # fmt: skip
 
     def fresh(self, *, double: bool = False) -> Any:
@@ -113,7 +116,7 @@ class Given:
         step = PlainStep(
             model=model, optimizer=rewritten.optimizer, calling=Calling[self.plan.workload.calling],
             loss_fn=self.loss_fn, max_grad_norm=self.max_grad_norm, scaler=scaler, parts=rewritten.step._split,
-            autocast_dtype=lower_dtype(precision) if precision else None,
+            autocast_dtype=lower_dtype(precision) if precision else None, scheduler=rewritten.step.scheduler,
         )  # fmt: skip
         return self._watched(step, model, rewritten.optimizer, scaler, scale, double=double, updates=updates)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from planner.calling import Calling, LossFn, loss_of
 from planner.decisions import Decision
@@ -24,7 +25,8 @@ class TrainingStep:
     """Call it with a batch on the model's device; the loss of that batch comes back, detached, as a 0-dim tensor.
 
     Order: split the batch; for each part forward and loss (under autocast), weight, scale, backward; then
-    unscale, clip, optimizer step, scaler update, zero (zero alone, where backward takes the optimizer's steps).
+    unscale, clip, optimizer step, scaler update, scheduler, zero (where backward takes the optimizer's steps: scheduler
+    and zero alone). A step whose gradients are not finite is skipped by the scaler, and the scheduler with it.
     Outputs die before backward, and nothing but gradients and the running loss lives from one part to the next.
     """
 
@@ -38,6 +40,7 @@ class TrainingStep:
         max_grad_norm: float | None = None,
         autocast_dtype: torch.dtype | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        scheduler: LRScheduler | None = None,
         split: Split | None = None,
         backward: Callable[[], contextlib.AbstractContextManager] | None = None,
         decisions: Sequence[Decision] = (),
@@ -49,6 +52,7 @@ class TrainingStep:
         self.max_grad_norm = max_grad_norm
         self.autocast_dtype = autocast_dtype
         self.scaler = scaler
+        self.scheduler = scheduler
         self._split = split
         self._backward = backward
         self._decisions = tuple(decisions)
@@ -107,25 +111,31 @@ class TrainingStep:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
             clip_gradients(self.module, self.max_grad_norm)
+        stepped = True
         if self.scaler is not None:
+            scale = None if self.scheduler is None else self.scaler.get_scale()
             self.scaler.step(self.optimizer)
             self.scaler.update()
+            stepped = scale is not None and self.scaler.get_scale() >= scale
         elif self._backward is None:
             self.optimizer.step()
+        if self.scheduler is not None and stepped:
+            self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is needed to go on, for `torch.save`: optimizer state, gradient scaler, and which plan they belong to.
+        """What is needed to go on, for `torch.save`: optimizer state, gradient scaler, scheduler, and of which plan.
 
-        Not in it: the model's weights (`model.state_dict()`), learning-rate schedules, and the random state, which
-        dropout goes on from (`torch.get_rng_state()`, `torch.cuda.get_rng_state()`). With all of them, training goes
-        on to the same bits. As with torch's optimizers the tensors are the live ones, and go on to change.
+        Not in it: the model's weights (`model.state_dict()`), schedules that `apply` was not given, and the random
+        state, which dropout goes on from (`torch.get_rng_state()`, `torch.cuda.get_rng_state()`). With all of them,
+        training goes on to the same bits. As with torch's optimizers the tensors are the live ones, and go on to
+        change.
 
         Raises:
             DecisionError: after `undo`.
         """
         self._refuse_if_closed()
-        return resume.saved(self.module, self.optimizer, self.scaler, self._decisions)
+        return resume.saved(self.module, self.optimizer, self.scaler, self.scheduler, self._decisions)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, by the same plan for the same model.
@@ -139,7 +149,7 @@ class TrainingStep:
             DecisionError: after `undo`.
         """
         self._refuse_if_closed()
-        resume.load(state, self.module, self.optimizer, self.scaler, self._decisions)
+        resume.load(state, self.module, self.optimizer, self.scaler, self.scheduler, self._decisions)
 
     def close(self) -> None:
         """Refuse further calls: the module is no longer rewritten."""
