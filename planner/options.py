@@ -34,6 +34,7 @@ from planner.optimizers import (
     sparse_lookups,
     why_no_kernel,
 )
+from planner.processes import several_processes
 from planner.workload import Workload, optimizer_name
 from profiles.device import DeviceProfile
 
@@ -296,6 +297,8 @@ def _updates(work: Workload, rules: Rules, notes: list[str]) -> tuple[tuple[Deci
         why_not = "the gradients of several batches are added up before the optimizer may use them"
         if rules.allow(StepInBackward):
             notes.append(f"no step in backward: {why_not}")
+    elif several_processes():
+        why_not = "gradients of several processes are added up before the optimizer may use them"
     elif isinstance(optimizer, str):
         why_not = None
     elif not isinstance(optimizer, torch.optim.Optimizer):

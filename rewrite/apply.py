@@ -91,6 +91,7 @@ def apply(
         loss_weight=loss_weight,
         scheduler=scheduler,
     )
+    rewritten.step.ask_for_wrapper()
     if loss_weight is None:
         rewritten.step.hold_weights()
     if turns_cache_off(plan):

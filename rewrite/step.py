@@ -13,6 +13,7 @@ from planner.calling import Calling, LossFn, loss_of
 from planner.decisions import Decision
 from planner.errors import DecisionError, WorkloadError
 from planner.optimizers import why_not_dense, why_not_sparse
+from planner.processes import several_processes
 from rewrite import resume
 from rewrite.means import MeansTaken
 
@@ -58,29 +59,65 @@ class TrainingStep:
         self._decisions = tuple(decisions)
         self._closed = False
         self._means: MeansTaken | None = None
+        self._called = module
+        self._asks_for_wrapper = False
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Train by a batch.
 
         Raises:
-            DecisionError: after `undo`, and in a first step whose micro-batches are weighted by other shares than the
-                loss has terms (`hold_weights`). Nothing is trained then.
+            DecisionError: after `undo`; in a first step whose micro-batches are weighted by other shares than the
+                loss has terms (`hold_weights`); among several processes that nothing brings together (`through`).
+                Nothing is trained then.
         """
         self._refuse_if_closed()
+        if self._asks_for_wrapper and several_processes():
+            raise DecisionError(
+                "several processes train here, and this step would train the model of each by its own gradients: "
+                "step.through(torch.nn.parallel.DistributedDataParallel(rewritten.module)) adds them up; "
+                "step.through(rewritten.module) trains each by itself, or as something else brings them together"
+            )
         means, self._means = self._means, None
         total = None
-        for part, weight in self._parts(batch):
-            loss = self._loss(part) if means is None or weight is None else self._watched_loss(part, weight, means)
-            if weight is not None:
-                loss = weighted(loss, weight)
-            with contextlib.nullcontext() if self._backward is None else self._backward():
-                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        for part, weight, together in self._parts(batch):
+            with together:
+                loss = self._loss(part) if means is None or weight is None else self._watched_loss(part, weight, means)
+                if weight is not None:
+                    loss = weighted(loss, weight)
+                with contextlib.nullcontext() if self._backward is None else self._backward():
+                    (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             total = loss.detach() if total is None else total + loss.detach()
             del loss
         if means is not None:
             self._hold(means)
         self.update()
         return total
+
+    def through(self, wrapper: torch.nn.Module) -> None:
+        """Call the model through a wrapper from now on, such as `DistributedDataParallel(rewritten.module)`.
+
+        What has `no_sync`, as that has, is asked for the gradients of all processes once, with the last micro-batch.
+        The model itself as a wrapper: each process trains by itself, as far as the step knows.
+
+        Raises:
+            DecisionError: for what does not wrap this model, and under a plan with a step in backward, which uses a
+                gradient before those of other processes are added to it.
+        """
+        if wrapper is not self.module and getattr(wrapper, "module", None) is not self.module:
+            raise DecisionError(
+                f"this {type(wrapper).__name__} does not wrap the rewritten {type(self.module).__name__}: give what "
+                "was made of rewritten.module"
+            )
+        if wrapper is not self.module and self._backward is not None:
+            raise DecisionError(
+                f"step-in-backward uses each gradient before {type(wrapper).__name__} has added up those of all "
+                "processes: plan with step-in-backward forbidden"
+            )
+        self._called, self._asks_for_wrapper = wrapper, False
+
+    def ask_for_wrapper(self) -> None:
+        """Refuse to step among several processes until `through` has said what brings them together."""
+        self._asks_for_wrapper = True
 
     def hold_weights(self) -> None:
         """Hold the weights of micro-batches against what the loss is a mean over, in the next step."""
@@ -159,12 +196,24 @@ class TrainingStep:
         if self._closed:
             raise DecisionError("this training step was undone: apply the plan again to get a new one")
 
-    def _parts(self, batch: Any) -> Iterator[tuple[Any, torch.Tensor | float | None]]:
-        return iter(((batch, None),)) if self._split is None else self._split(batch)
+    def _parts(
+        self, batch: Any
+    ) -> Iterator[tuple[Any, torch.Tensor | float | None, contextlib.AbstractContextManager]]:
+        """Parts, weights, and the context of forward and backward."""
+        parts = iter(((batch, None),)) if self._split is None else self._split(batch)
+        if self._called is self.module or not hasattr(self._called, "no_sync"):
+            for part, weight in parts:
+                yield part, weight, contextlib.nullcontext()
+            return
+        before = next(parts)
+        for following in parts:
+            yield *before, self._called.no_sync()
+            before = following
+        yield *before, contextlib.nullcontext()
 
     def _loss(self, batch: Any) -> torch.Tensor:
         with self._autocast():
-            loss = loss_of(self.calling.call(self.module, batch), batch, self.loss_fn)
+            loss = loss_of(self.calling.call(self._called, batch), batch, self.loss_fn)
         return loss.reshape(()) if loss.dim() else loss
 
     def _autocast(self) -> contextlib.AbstractContextManager:

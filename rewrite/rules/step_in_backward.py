@@ -11,6 +11,8 @@ import contextlib
 import functools
 import inspect
 
+import torch
+
 from planner.decisions import Optimizer, StepInBackward
 from planner.errors import DecisionError
 from planner.optimizers import by_parameter, sparse_lookups, why_not_sparse
@@ -56,6 +58,9 @@ def stepping_in_backward(optimizer, *, by_position=False):
     groups = [(group, group["params"]) for group in optimizer.param_groups]
     group_of = {parameter: group for group, parameters in groups for parameter in parameters}
     updated = set()
+    together = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if together and torch.distributed.get_world_size() > 1:
+        raise RuntimeError("a step in backward uses gradients before those of other processes are added to them")
     if any(parameter.grad is not None for parameter in group_of):
         raise RuntimeError("a gradient is left from before the step, which would be lost: optimizer.zero_grad() first")
 
