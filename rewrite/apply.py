@@ -13,7 +13,7 @@ from planner.decisions import Checkpoint, Decision, StepInBackward, conflict
 from planner.errors import DecisionError, PlanFileError, WorkloadError
 from planner.fingerprint import fingerprint
 from planner.plan_file import Plan
-from rewrite.optimizers import OPTIMIZERS, OptimizerChoice, SchedulerChoice, make_scheduler
+from rewrite.optimizers import OPTIMIZERS, OptimizerChoice, SchedulerChoice, make_scheduler, refuse_closure
 from rewrite.rewriting import LossWeight, Rewriting
 from rewrite.rules import RULES
 from rewrite.step import TrainingStep
@@ -158,6 +158,7 @@ def apply_decisions(
                 rule(rewriting, by_kind[kind])
         if by_kind:
             rewriting.turn_cache_off()
+        refuse_closure(rewriting.optimizer)
         step = TrainingStep(
             model,
             rewriting.optimizer,

@@ -36,8 +36,8 @@ class MeansTaken(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._weights: list[torch.Tensor | float] = []
-        self._means: list[list[tuple[str, torch.Tensor]]] = []
-        """By part: names of the functions, and over how many terms they took a mean."""
+        self._means: list[list[tuple[Callable, torch.Tensor]]] = []
+        """By part: functions, and over how many terms they took a mean."""
         self._sums: list[list[torch.Tensor]] = []
         self._losses: list[torch.Tensor] = []
 
@@ -68,7 +68,7 @@ class MeansTaken(TorchFunctionMode):
         elif reduction == "mean":
             terms = _labels(given) if function in _BY_LABEL else given["input"].numel()
             terms = torch.as_tensor(terms, dtype=torch.float64, device=result.device)
-            self._means[-1].append((function.__name__, terms))
+            self._means[-1].append((function, terms))
 
     def refuse_other_weights(self) -> None:
         """Raise `DecisionError` if the weights make another loss of the parts than the whole batch has.
@@ -89,13 +89,15 @@ class MeansTaken(TorchFunctionMode):
         if len(set(map(len, self._means))) != 1:
             return
         for calls in zip(*self._means, strict=True):
-            terms = [float(number) for _, number in calls]
+            function, terms = calls[0][0], [float(number) for _, number in calls]
+            if function in _BY_ELEMENT and len(set(terms)) == 1 and abs(sum(weights) - 1.0) < _TOLERANCE:
+                continue  # over what is no part of the batch, such as a weight's decay: shares of it add up to it
             shares = [number / sum(terms) for number in terms] if sum(terms) else weights
             if any(abs(share - weight) > _TOLERANCE for share, weight in zip(shares, weights, strict=True)):
                 raise DecisionError(
-                    f"accumulation weighs the losses of the micro-batches by {_told(weights)}, but {calls[0][0]} is a "
-                    f"mean over {_told(terms)} terms: {_WAY_OUT} the number of terms, or forbid accumulation where a "
-                    "loss is made of several means"
+                    f"accumulation weighs the losses of the micro-batches by {_told(weights)}, but "
+                    f"{function.__name__} is a mean over {_told(terms)} terms: {_WAY_OUT} the number of terms, or "
+                    "forbid accumulation where a loss is made of several means"
                 )
 
 

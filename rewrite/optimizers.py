@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable
 
 import torch
@@ -69,6 +70,16 @@ def make_optimizer(choice: OptimizerChoice, model: torch.nn.Module) -> torch.opt
             "make it from model.parameters(), after the model was moved or loaded"
         )
     return optimizer
+
+
+def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `WorkloadError` for an optimizer that cannot step by gradients alone."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise WorkloadError(
+            f"{type(optimizer).__name__} runs the model again inside of its own step (closure), which is then another "
+            "one than what is planned: use an optimizer that steps by the gradients that are there"
+        )
 
 
 def make_scheduler(choice: SchedulerChoice, optimizer: torch.optim.Optimizer) -> LRScheduler:

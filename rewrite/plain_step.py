@@ -82,7 +82,7 @@ class PlainStep:
             if parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
         values = [p.grad.values().detach() if p.grad.is_sparse else p.grad for p in trained]
-        total = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(value) for value in values]))
+        total = torch.nn.utils.get_total_norm(values)  # torch's, which adds up by dtype and device
         for value in values:
             value.mul_((self.max_grad_norm / (total + 1e-6)).clamp(max=1.0))
 

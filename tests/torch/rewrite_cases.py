@@ -170,7 +170,7 @@ def largest_relative_error(model: nn.Module, *decisions, batches, **options) -> 
 
 def plan_for(model: nn.Module, batch, *decisions, loss_fn=None, optimizer="adamw", reference=None, **changes) -> Plan:
     if dataclasses.is_dataclass(batch):
-        named = vars(batch)
+        named = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
     else:
         named = batch if isinstance(batch, dict) else dict(enumerate(batch))
     shapes = tuple((str(k), tuple(t.shape), str(t.dtype).removeprefix("torch.")) for k, t in named.items())

@@ -15,7 +15,7 @@ from rewrite_cases import (
     gpt2,
     images,
     largest_relative_error,
-    printed_by_emitted_files,
+    plan_for,
     rewritten,
     roberta,
     seeded,
@@ -143,7 +143,7 @@ def test_a_smaller_last_batch_is_split_by_its_own_size():
 @dataclasses.dataclass(frozen=True)
 class Sample:
     image: torch.Tensor
-    name: str
+    name: str | torch.Tensor
     more: dict | None = None
 
 
@@ -174,32 +174,24 @@ def test_every_nesting_is_split_and_everything_else_is_shared():
 
 
 def test_a_dataclass_trains_as_a_batch_live_and_from_a_file(tmp_path):
-    """Nested, with a tensor without samples, in parts that do not divide it; whole, in parts, and emitted."""
-    source = """
-import dataclasses
-import torch
-from torch import nn
+    """Nested, with a tensor without samples, in parts that do not divide it."""
+    path = tmp_path / "net.py"
+    path.write_text("from torch import nn\n\ndef build():\n    return nn.Linear(4, 3)\n")
+    pair = Sample(image=torch.ones(5, 4), name=torch.tensor(2.0))
+    thirds = Accumulation(micro_batch_size=2, micro_batches=3)
+    file: dict = {}
+    exec(compile(rewrite.source(plan_for(nn.Linear(4, 3), pair, thirds, reference=f"{path}:build")), "f", "exec"), file)
+    made, parts = file["synthetic_batch"]("cpu"), []
+    assert (made.image.shape, made.name.shape) == ((5, 4), ())
 
-@dataclasses.dataclass
-class Batch:
-    x: torch.Tensor
-    y: torch.Tensor
-    scale: torch.Tensor
+    def model(batch):
+        parts.append(len(batch.image))
+        return (batch.image * weight * batch.name).mean()
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, batch):
-        return nn.functional.cross_entropy(self.head(batch.x) * batch.scale, batch.y)
-
-def build():
-    return Net(), Batch(torch.ones(5, 4), torch.arange(5) % 3, torch.tensor(2.0))
-"""
-    whole, parts = printed_by_emitted_files(tmp_path, source, (), (Accumulation(micro_batch_size=2, micro_batches=3),))
-    assert whole.count("loss") == 3
-    assert whole == parts
+    weight = torch.ones((), requires_grad=True)
+    file["training_step"](model, torch.optim.SGD([weight], lr=1.0), made)
+    assert parts == [2, 2, 1]
+    torch.testing.assert_close(weight.detach(), 1.0 - (made.image * made.name).mean())
 
     class Net(Perceptron):
         def forward(self, batch):

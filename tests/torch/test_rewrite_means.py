@@ -30,6 +30,9 @@ UNEVEN = Accumulation(micro_batch_size=4, micro_batches=2)
 """For batches of 6 samples: 4, then 2."""
 
 
+PAIR = (torch.zeros(5), torch.ones(5))
+
+
 class Tagger(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -108,6 +111,7 @@ def test_a_stated_weight_makes_them_the_full_batch(case):
         (Perceptron, vectors(6), squared),
         (Perceptron, vectors(6), lambda output, batch: F.cross_entropy(output, output.detach().softmax(1))),
         (Perceptron, vectors(6), lambda output, batch: output.square().mean()),
+        (Perceptron, vectors(6), lambda output, batch: cross_entropy(output, batch) + F.mse_loss(*PAIR)),
         (roberta, tokens(), None),
         (gpt2, tokens(), None),
     ],

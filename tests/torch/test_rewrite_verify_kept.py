@@ -221,6 +221,20 @@ def test_odd_models_that_train_alike_pass(case):
     assert torch.equal(batch[0], before)
 
 
+def test_gradients_of_several_dtypes_are_clipped_alike():
+    class Several(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.waves = nn.Parameter(torch.randn(16, 8, dtype=torch.cfloat))
+            self.wide, self.head = nn.Linear(8, 8).double(), nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.wide((x.to(self.waves.dtype) @ self.waves).abs().double()).float())
+
+    found = verified(Several, vectors(6), HEAD, loss_fn=cross_entropy, max_grad_norm=0.1)
+    assert found.passed, str(found)
+
+
 def test_a_sparse_gradient_with_momentum_passes():
     class Bag(nn.Module):
         def __init__(self) -> None:
