@@ -79,9 +79,9 @@ def _regresses(model: torch.nn.Module) -> bool:
     return problem == "regression" or (problem is None and one)
 
 
-def _stated_terms(batch: Any, samples: int, *, loss_weight: LossWeight) -> torch.Tensor:
-    """In double: a quotient of whole numbers would be rounded to the default dtype."""
-    return torch.as_tensor(loss_weight(batch), dtype=torch.float64)
+def _stated_terms(batch: Any, samples: int, *, loss_weight: LossWeight) -> float:
+    """As a number on the host: whole ones on a device have a quotient in fp32, and zero must be seen to be left out."""
+    return float(loss_weight(batch))
 
 
 def _class_divides(kind: type) -> bool:
@@ -125,10 +125,14 @@ def micro_batches(batch, *, micro_batch_size, batch_size, loss_terms):
         yield batch, None
         return
     terms = loss_terms(batch, samples)
+    if not isinstance(terms, torch.Tensor) and terms == 0:
+        raise ValueError("the loss of this batch is a mean over no term at all: leave the batch out")
     for start in range(0, samples, micro_batch_size):
         stop = min(start + micro_batch_size, samples)
         part = samples_between(start, stop, batch, samples)
-        yield part, loss_terms(part, stop - start) / terms
+        share = loss_terms(part, stop - start) / terms
+        if isinstance(share, torch.Tensor) or share != 0:  # a mean over nothing has gradients that are not finite
+            yield part, share
 
 
 def samples_between(start, stop, batch, samples):

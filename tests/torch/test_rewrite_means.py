@@ -104,6 +104,18 @@ def test_a_stated_weight_makes_them_the_full_batch(case):
     step_of(build, batch, loss_fn, loss_weight=STATED[case]).step(batch)
 
 
+def test_a_part_over_which_the_mean_is_0_over_0_is_left_out():
+    def masked(output, batch):
+        return (output.square().mean(1) * batch[-1]).sum() / batch[-1].sum()
+
+    options = {"loss_fn": masked, "loss_weight": lambda batch: batch[-1].sum()}
+    batch = (vectors(6)[0], torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0]))
+    found = verified(Perceptron, batch, UNEVEN, **options)
+    assert found.passed, str(found)
+    with pytest.raises(ValueError, match="a mean over no term at all"):
+        step_of(Perceptron, batch, **options).step((batch[0], torch.zeros(6)))
+
+
 @pytest.mark.parametrize(
     ("build", "batch", "loss_fn"),
     [
