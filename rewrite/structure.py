@@ -38,9 +38,11 @@ def structure(model: torch.nn.Module) -> Structure:
 
 
 def switches(model: torch.nn.Module) -> Structure:
-    """What a rule may change as long as it is applied: forwards, and what is trained."""
+    """What a rule may change as long as it is applied: forwards, what is trained, and how a model is configured."""
+    configured = {name: module.config for name, module in model.named_modules() if hasattr(module, "config")}
     return {
         "forwards": {name: id(vars(module).get("forward")) for name, module in model.named_modules()},
+        "configurations": {name: repr(getattr(config, "__dict__", config)) for name, config in configured.items()},
         "flags": {name: parameter.requires_grad for name, parameter in model.named_parameters()},
     }
 

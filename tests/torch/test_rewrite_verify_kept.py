@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 import warnings
 
 import pytest
@@ -32,6 +33,14 @@ class Watched(Perceptron):
         self.layers[1].register_forward_hook(lambda module, inputs, output: None)
 
 
+class Configured(Perceptron):
+    """With a configuration, as models of transformers have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = types.SimpleNamespace(hidden_dropout_prob=0.1)
+
+
 def other_parameters(rewriting, decision) -> None:
     for module in rewriting.model.modules():
         for name, parameter in module._parameters.items():
@@ -59,6 +68,10 @@ def not_undone(rewriting, decision) -> None:
     rewriting.model.head.forward = rewriting.model.head.forward
 
 
+def configured(rewriting, decision) -> None:
+    rewriting.model.config.hidden_dropout_prob = 0.5
+
+
 @pytest.mark.parametrize(
     ("build", "rule", "told"),
     [
@@ -68,6 +81,7 @@ def not_undone(rewriting, decision) -> None:
         (Watched, hooks_dropped, "kept: applied hooks: changed at 'layers.1._forward_hooks'"),
         (Watched, hook_left, "kept: undone hooks: changed at 'head.weight._post_accumulate_grad_hooks'"),
         (Watched, not_undone, "kept: undone forwards: changed at 'head'"),
+        (Configured, configured, "kept: undone configurations: changed at ''"),
     ],
 )
 def test_a_model_that_is_not_kept_as_it_was_is_told(build, rule, told, monkeypatch):
