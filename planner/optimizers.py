@@ -99,6 +99,12 @@ def sparse_lookups(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: m.weight for name, m in lookups.items() if m.sparse and m.weight.requires_grad}
 
 
+def may_take_sparse(name: str) -> bool:
+    """Whether an optimizer of this name, ours or torch's with its module, takes sparse gradients."""
+    kind = _CLASSES.get(name)
+    return (name.removeprefix("torch.optim.") if kind is None else kind.__name__) in _TAKING_SPARSE
+
+
 def why_not_dense(optimizer: torch.optim.Optimizer) -> str | None:
     """What keeps an optimizer from taking a dense gradient; None if nothing does."""
     return "SparseAdam does not support dense gradients" if type(optimizer) is torch.optim.SparseAdam else None

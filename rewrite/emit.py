@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import pathlib
 import textwrap
 
 from planner.calling import Calling
+from planner.optimizers import may_take_sparse
 from planner.plan_file import Plan, write_text_atomically
 from rewrite.apply import one_of_each_kind, turns_cache_off
 from rewrite.emitted_header import header
@@ -13,6 +15,7 @@ from rewrite.emitted_model import ModelSource, batch_source, model_source
 from rewrite.fragment import Fragment, literal
 from rewrite.optimizers import OPTIMIZERS
 from rewrite.rules import SOURCES
+from rewrite.step import clip_gradients
 
 
 def emit(plan: Plan, path: str | pathlib.Path) -> None:
@@ -38,6 +41,7 @@ def source(plan: Plan, *, file_name: str = "train_step.py") -> str:
         _rewrite(plan, fragments),
         *dict.fromkeys(function for fragment in fragments for function in fragment.functions),
         *model.functions,
+        *([inspect.getsource(clip_gradients)] if _clips_sparse(plan, fragments) else []),
         next((fragment.optimizer for fragment in fragments if fragment.optimizer), _optimizer(plan, fragments)),
         _training_step(plan, fragments, model),
         *([batch_source(plan, model), _main(plan, model, scaled=scaled)] if model.build else [_guidance(file_name)]),
@@ -125,10 +129,10 @@ def _training_step(plan: Plan, fragments: list[Fragment], model: ModelSource) ->
     else:
         compute = forward + backward
     unscale = "    scaler.unscale_(optimizer)\n" if scaled else ""
-    clip = (
-        "if max_grad_norm is not None:\n"
-        f"{unscale}    torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)\n"
-    )
+    clipped = "clip_gradients(model, max_grad_norm)"
+    if not _clips_sparse(plan, fragments):
+        clipped = "torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)"
+    clip = f"if max_grad_norm is not None:\n{unscale}    {clipped}\n"
     step = _SCALED_STEP if scaled else "optimizer.step()\n"
     skipped = " and scaler.get_scale() >= scale" if scaled else ""
     update = (
@@ -150,6 +154,12 @@ def _training_step(plan: Plan, fragments: list[Fragment], model: ModelSource) ->
         '    """One optimizer step on a batch that is on the model\'s device; returns the batch\'s loss."""\n'
         + textwrap.indent(compute + update, "    ")
     )
+
+
+def _clips_sparse(plan: Plan, fragments: list[Fragment]) -> bool:
+    """Whether there may be sparse gradients, which torch's function does not clip."""
+    replaced = any(fragment.backward or fragment.optimizer for fragment in fragments)
+    return may_take_sparse(plan.workload.optimizer) and not replaced
 
 
 _SCALED_STEP = """\

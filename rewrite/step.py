@@ -240,6 +240,9 @@ def refuse_layouts(module: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
             )
 
 
+# ---- below: the text that runs here is the text that is emitted -------------------------------------------------
+
+
 def weighted(loss: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor:
     """The part's share of the batch's loss. A part without any counted term has loss 0/0 and weight 0: share 0."""
     if not isinstance(weight, torch.Tensor):
@@ -261,4 +264,4 @@ def clip_gradients(module: torch.nn.Module, max_norm: float) -> None:
     norm = torch.nn.utils.get_total_norm(values)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for value in values:
-        value.mul_(factor)
+        value.mul_(factor.to(value.device))

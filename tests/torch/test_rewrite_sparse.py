@@ -7,12 +7,13 @@ import functools
 
 import pytest
 import torch
-from rewrite_cases import cross_entropy, rewritten, seeded, train, verified
+from rewrite_cases import cross_entropy, plan_for, rewritten, seeded, train, verified
 from torch import nn
 
 import planner
 from planner.decisions import Accumulation, Optimizer, Precision, StepInBackward
 from planner.errors import DecisionError, WorkloadError
+from rewrite import source
 
 UNEVEN = Accumulation(micro_batch_size=4, micro_batches=2)
 """For batches of 6 samples: 4, then 2."""
@@ -91,6 +92,17 @@ def test_they_stay_sparse_and_are_clipped_by_the_norm_of_what_they_add_up_to(bui
     for name, gradient in found[0].items():
         assert gradient.is_sparse == (name not in ("head.weight", "head.bias"))
         torch.testing.assert_close(gradient.to_dense(), plain[0][name] / 2, **tolerance)
+
+
+def test_a_file_clips_them_to_the_same_bits():
+    live, in_file, batch = seeded(Mixed), seeded(Mixed), words()
+    rewritten(live, UNEVEN, batch=batch, loss_fn=cross_entropy, optimizer=sgd, max_grad_norm=0.01).step(batch)
+    file: dict = {}
+    plan = plan_for(in_file, batch, UNEVEN, loss_fn=cross_entropy, optimizer="sgd")
+    exec(compile(source(plan), "train_step.py", "exec"), file)
+    options = {"loss_fn": cross_entropy, "max_grad_norm": 0.01}
+    file["training_step"](file["rewrite"](in_file), sgd(in_file.parameters()), batch, **options)
+    assert all(torch.equal(a, b) for a, b in zip(live.parameters(), in_file.parameters(), strict=True))
 
 
 REFUSED = {
