@@ -12,7 +12,7 @@ from planner.plan_file import Plan, write_text_atomically
 from rewrite.apply import one_of_each_kind, turns_cache_off
 from rewrite.emitted_header import header
 from rewrite.emitted_model import ModelSource, batch_source, model_source
-from rewrite.fragment import Fragment, literal
+from rewrite.fragment import WIDTH, Fragment, literal
 from rewrite.optimizers import OPTIMIZERS
 from rewrite.rules import SOURCES
 from rewrite.step import clip_gradients
@@ -149,8 +149,11 @@ def _training_step(plan: Plan, fragments: list[Fragment], model: ModelSource) ->
         *(option for fragment in fragments for option in fragment.options),
     ]
     parameters = ", ".join(["model", "optimizer", "batch", "*", *named])
+    signature = f"def training_step({parameters}):\n"
+    if len(signature) > WIDTH + 1:
+        signature = f"def training_step(\n    {parameters}\n):\n"
     return (
-        f"def training_step({parameters}):\n"
+        f"{signature}"
         '    """One optimizer step on a batch that is on the model\'s device; returns the batch\'s loss."""\n'
         + textwrap.indent(compute + update, "    ")
     )
