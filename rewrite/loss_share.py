@@ -8,14 +8,13 @@ whose loss leaves it out); for all others the mean over the labels of the batch,
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any, final
 
 import torch
 
 from planner.errors import DecisionError
-from rewrite.rules.accumulation import counted_labels, ignored_label, shifts_labels
+from rewrite.rules.accumulation import counted_labels, divides_by_count, ignored_label, shifts_labels
 from rewrite.step import weighted
 
 COUNT = "num_items_in_batch"
@@ -106,17 +105,3 @@ def _with_weight(output: Any, weight: torch.Tensor) -> Any:
     if output.get("loss") is not None:
         output["loss"] = weighted(output["loss"], weight)
     return output
-
-
-def divides_by_count(kind: type) -> bool:
-    """Whether the forward that makes the loss passes all that it is called with on to transformers' loss functions."""
-    for base in kind.__mro__:
-        if "forward" not in vars(base):
-            continue
-        try:
-            text = inspect.getsource(vars(base)["forward"])
-        except (OSError, TypeError):
-            continue
-        if "self.loss_function(" in text:
-            return "**kwargs" in text.partition("self.loss_function(")[2]
-    return False

@@ -16,7 +16,7 @@ from torch import nn
 from planner.calling import Calling
 from planner.fingerprint import fingerprint
 from planner.plan_file import Footprint, ModelFacts, Plan, SolverFacts, WorkloadFacts
-from rewrite import apply, apply_decisions, emit
+from rewrite import Parity, apply, apply_decisions, emit, verify
 
 
 class Convolutional(nn.Module):
@@ -169,7 +169,10 @@ def largest_relative_error(model: nn.Module, *decisions, batches, **options) -> 
 
 
 def plan_for(model: nn.Module, batch, *decisions, loss_fn=None, optimizer="adamw", reference=None, **changes) -> Plan:
-    named = batch if isinstance(batch, dict) else dict(enumerate(batch))
+    if dataclasses.is_dataclass(batch):
+        named = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+    else:
+        named = batch if isinstance(batch, dict) else dict(enumerate(batch))
     shapes = tuple((str(k), tuple(t.shape), str(t.dtype).removeprefix("torch.")) for k, t in named.items())
     footprint = Footprint(
         allocated_bytes=300 << 20, reserved_bytes=320 << 20, total_bytes=720 << 20, phase="backward", module="head",
@@ -191,6 +194,13 @@ def plan_for(model: nn.Module, batch, *decisions, loss_fn=None, optimizer="adamw
         shortfall=None, notes=("the card runs nothing else",), versions={"torch": torch.__version__}, seconds=1.0,
     )  # fmt: skip
     return dataclasses.replace(plan, **changes)
+
+
+def verified(build, batch, *decisions, loss_fn=None, optimizer="adamw", **options) -> Parity:
+    """A plan of these decisions, held against the plain step."""
+    model = seeded(build)
+    plan = plan_for(model, batch, *decisions, loss_fn=loss_fn)
+    return verify(plan, model, batch, loss_fn=loss_fn, optimizer=optimizer, **options)
 
 
 def printed_by_emitted_files(

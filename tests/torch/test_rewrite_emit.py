@@ -12,6 +12,7 @@ import pytest
 import torch
 from rewrite_cases import (
     Convolutional,
+    Perceptron,
     assert_same_training,
     cross_entropy,
     gpt2,
@@ -22,6 +23,7 @@ from rewrite_cases import (
     roberta_config,
     seeded,
     tokens,
+    vectors,
 )
 
 from planner.calling import Calling
@@ -120,10 +122,21 @@ def ran(path: pathlib.Path, *arguments: str, cwd: pathlib.Path) -> subprocess.Co
 
 @each_plan
 def test_a_file_passes_the_linter_and_the_formatter(tmp_path, decisions):
+    assert_well_formed(emitted_roberta(tmp_path, *decisions)[1])
+
+
+def test_a_step_with_many_arguments_and_an_optimizer_that_takes_sparse_gradients_is_formatted_too(tmp_path):
+    plan = plan_for(
+        Perceptron(), vectors(6), Precision(dtype="fp16"), ACCUMULATION, loss_fn=cross_entropy, optimizer="sgd"
+    )
+    emit(plan, tmp_path / "step.py")
+    assert_well_formed(tmp_path / "step.py")
+
+
+def assert_well_formed(path: pathlib.Path) -> None:
     ruff = pathlib.Path(sys.executable).with_name("ruff")
     if not ruff.exists():
         pytest.skip("ruff is not installed")
-    _, path = emitted_roberta(tmp_path, *decisions)
     rules = "E,F,I,B,UP,SIM,C4"
     for command in (["check", "--select", rules], ["format", "--check", "--diff"]):
         options = ["--isolated", "--line-length", "120", "--target-version", "py311"]
