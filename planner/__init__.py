@@ -39,7 +39,7 @@ def plan(
 
     Args:
         model: any module; its weights may be on the CPU or on the meta device. It is left untouched.
-        batch: a dict of keyword arguments, a tuple, or a tensor; dimension 0 of its tensors is the sample.
+        batch: a dict of keyword arguments, a dataclass, a tuple, or a tensor; dimension 0 of its tensors is the sample.
         vram: a size such as "6GiB" or "80%" (of the card), or bytes; None rehearses without choosing.
         loss_fn: `loss_fn(output, batch)`; None where the model returns a loss.
         gpu: a profile's name such as "rtx-2060", or "bare"; None takes the CUDA card at hand, else a generic one.

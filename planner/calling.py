@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,18 +25,19 @@ class Calling(enum.Enum):
     ALL_BUT_LAST = "model(*batch[:-1])"
     """The batch is a tuple ending in the targets, and a loss function is given."""
     SINGLE = "model(batch)"
-    """The batch is one tensor."""
+    """The batch is one tensor, or a dataclass that the model takes as it is."""
 
     @classmethod
     def of(cls, batch: Any, loss_fn: LossFn | None) -> Calling:
         if isinstance(batch, Mapping):
             return cls.KEYWORDS
-        if isinstance(batch, torch.Tensor):
+        if isinstance(batch, torch.Tensor) or (dataclasses.is_dataclass(batch) and not isinstance(batch, type)):
             return cls.SINGLE
         if isinstance(batch, (tuple, list)):
             return cls.POSITIONAL if loss_fn is None or len(batch) < 2 else cls.ALL_BUT_LAST
         raise WorkloadError(
-            f"batch of type {type(batch).__name__} cannot be used: give a dict of keyword arguments, a tuple, a tensor"
+            f"batch of type {type(batch).__name__} cannot be used: give a dict of keyword arguments, a dataclass, a "
+            "tuple, or a tensor"
         )
 
     def call(self, model: torch.nn.Module, batch: Any) -> Any:

@@ -37,3 +37,7 @@ class RehearsalProcessError(PlannerError):
 
 class SnapshotError(PlannerError):
     """A record of the caching allocator that cannot be read, or that cannot be replayed."""
+
+
+class PromiseError(PlannerError):
+    """A training step that took more memory than its plan promised."""

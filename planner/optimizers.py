@@ -78,7 +78,7 @@ def why_no_kernel(kernel: str, optimizer: object, model: torch.nn.Module) -> str
         return f"{kind.__name__} is not known to be able to step in another way than it does"
     if kernel == "fused" and best != "fused":
         return f"{kind.__name__} has no fused kernel"
-    if any(getattr(module, "sparse", False) is True for module in model.modules() if isinstance(module, _LOOKUPS)):
+    if sparse_lookups(model):
         return "an embedding makes sparse gradients"
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -93,9 +93,40 @@ def why_no_kernel(kernel: str, optimizer: object, model: torch.nn.Module) -> str
     return f"a parameter is {odd[0]}, not floating point" if odd else None
 
 
+def sparse_lookups(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Names and weights of the trained embeddings that make sparse gradients."""
+    lookups = {name: module for name, module in model.named_modules() if isinstance(module, _LOOKUPS)}
+    return {name: m.weight for name, m in lookups.items() if m.sparse and m.weight.requires_grad}
+
+
+def may_take_sparse(name: str) -> bool:
+    """Whether an optimizer of this name, ours or torch's with its module, takes sparse gradients."""
+    kind = _CLASSES.get(name)
+    return (name.removeprefix("torch.optim.") if kind is None else kind.__name__) in _TAKING_SPARSE
+
+
+def why_not_dense(optimizer: torch.optim.Optimizer) -> str | None:
+    """What keeps an optimizer from taking a dense gradient; None if nothing does."""
+    return "SparseAdam does not support dense gradients" if type(optimizer) is torch.optim.SparseAdam else None
+
+
+def why_not_sparse(optimizer: torch.optim.Optimizer, group: dict) -> str | None:
+    """What keeps an optimizer from taking a sparse gradient in a group; None if nothing is known to do so."""
+    name = type(optimizer).__name__
+    if type(optimizer).__module__.partition(".")[0] not in ("torch", "bitsandbytes"):
+        return None  # somebody's own, who knows
+    if not any(type(optimizer) is getattr(torch.optim, kind) for kind in _TAKING_SPARSE):
+        return f"{name} does not support sparse gradients"
+    decays = group.get("weight_decay", 0) != 0
+    return f"{name} does not support sparse gradients together with weight_decay" if decays else None
+
+
 def moves_all_its_state(kind: type[torch.optim.Optimizer] | None) -> bool:
     """Whether each update is known to read and write all state; ASGD leaves its average alone until it is wanted."""
     return kind is not None and kernel_beside_foreach(kind) is not None and kind is not torch.optim.ASGD
 
+
+_TAKING_SPARSE = ("Adagrad", "SGD", "SparseAdam")
+"""Those of `torch.optim` that take sparse gradients, the last one no others."""
 
 _LOOKUPS = (torch.nn.Embedding, torch.nn.EmbeddingBag)

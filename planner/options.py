@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 import torch
 
@@ -26,7 +26,15 @@ from planner.decisions import (
     conflict,
 )
 from planner.errors import DecisionError
-from planner.optimizers import by_parameter, has_step_hooks, kernel_beside_foreach, kind_of, why_no_kernel
+from planner.optimizers import (
+    by_parameter,
+    has_step_hooks,
+    kernel_beside_foreach,
+    kind_of,
+    sparse_lookups,
+    why_no_kernel,
+)
+from planner.processes import several_processes
 from planner.workload import Workload, optimizer_name
 from profiles.device import DeviceProfile
 
@@ -289,6 +297,8 @@ def _updates(work: Workload, rules: Rules, notes: list[str]) -> tuple[tuple[Deci
         why_not = "the gradients of several batches are added up before the optimizer may use them"
         if rules.allow(StepInBackward):
             notes.append(f"no step in backward: {why_not}")
+    elif several_processes():
+        why_not = "gradients of several processes are added up before the optimizer may use them"
     elif isinstance(optimizer, str):
         why_not = None
     elif not isinstance(optimizer, torch.optim.Optimizer):
@@ -327,6 +337,8 @@ def _why_no_eight_bit(work: Workload) -> str | None:
         return "bitsandbytes is not installed (pip install bitsandbytes)"
     if any(p.dtype == torch.float64 for p in work.model.parameters() if p.requires_grad):
         return "trained parameters are float64"
+    if sparse_lookups(work.model):
+        return "an embedding makes sparse gradients"
     optimizer = work.optimizer
     if isinstance(optimizer, str):
         return None if optimizer in _ADAM_NAMES else f"{optimizer} has no 8-bit twin here"
@@ -350,6 +362,11 @@ def _splits(work: Workload, rules: Rules, batch_statistics: tuple[str, ...], not
         why_not = f"'{batch_statistics[0]}' normalises over the micro-batch, so that parts of a batch are not the batch"
     elif work.batch_size < 2:
         why_not = "the batch is a single sample"
+    elif _balances_experts(work):
+        why_not = (
+            "the model balances its experts over all tokens of a batch (output_router_logits), which parts of it would "
+            "each do by themselves"
+        )
     single, several = Split(micro_batches=1, size=work.batch_size), tuple(splits_of(work.batch_size))
     if rules.force(Accumulation):
         if why_not and work.batch_size < 2:
@@ -362,6 +379,13 @@ def _splits(work: Workload, rules: Rules, batch_statistics: tuple[str, ...], not
             notes.append(f"no accumulation: {why_not}")
         return (single,)
     return (single, *several) if rules.allow(Accumulation) else (single,)
+
+
+def _balances_experts(work: Workload) -> bool:
+    """Whether a model of transformers adds a term to its loss that is no mean over tokens."""
+    stated = work.batch.get("output_router_logits") if isinstance(work.batch, Mapping) else None
+    config = getattr(work.model, "config", None)
+    return bool(getattr(config, "output_router_logits", False) if stated is None else stated)
 
 
 def _choices(

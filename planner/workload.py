@@ -13,6 +13,7 @@ import torch
 from planner.calling import Calling, LossFn
 from planner.errors import WorkloadError
 from planner.fingerprint import fingerprint
+from planner.optimizers import sparse_lookups
 from planner.plan_file import ModelFacts, WorkloadFacts
 
 OptimizerSpec = str | torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -87,9 +88,7 @@ def workload(
         raise WorkloadError(
             f"{type(model).__name__} has no parameter that requires a gradient: there is nothing to train"
         )
-    if gradients_alive and any(
-        isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse for module in model.modules()
-    ):
+    if gradients_alive and sparse_lookups(model):
         raise WorkloadError(
             "gradients cannot be alive before the step where an embedding makes sparse ones: each batch adds rows, so "
             "that their size is not known; use sparse=False"

@@ -1,7 +1,8 @@
 """Do what a plan says: `rewrite.apply(plan, model)` for live objects, `rewrite.emit(plan, path)` for a Python file.
 
 `rewrite.certify(plan, model, batch)` rehearses the rewritten step without a GPU; `rewrite.verify(plan, model, batch)`
-runs it beside the plain one, and compares what comes out.
+runs it beside the plain one, and compares what comes out. `rewrite.apply_for_trainer(plan, model)` leaves the step to
+transformers' `Trainer`, with `training_arguments` and a `trainer_callback`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,21 @@ from rewrite.apply import Rewritten, apply, apply_decisions
 from rewrite.certify import Certificate, certify
 from rewrite.emit import emit, source
 from rewrite.parity import Parity
+from rewrite.trainer import RewrittenForTrainer, apply_for_trainer, trainer_callback, training_arguments
 from rewrite.verify import verify
 
-__all__ = ["Certificate", "Parity", "Rewritten", "apply", "apply_decisions", "certify", "emit", "source", "verify"]
+__all__ = [
+    "Certificate",
+    "Parity",
+    "Rewritten",
+    "RewrittenForTrainer",
+    "apply",
+    "apply_decisions",
+    "apply_for_trainer",
+    "certify",
+    "emit",
+    "source",
+    "trainer_callback",
+    "training_arguments",
+    "verify",
+]

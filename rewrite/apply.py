@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
@@ -13,7 +13,7 @@ from planner.decisions import Checkpoint, Decision, StepInBackward, conflict
 from planner.errors import DecisionError, PlanFileError, WorkloadError
 from planner.fingerprint import fingerprint
 from planner.plan_file import Plan
-from rewrite.optimizers import OPTIMIZERS, OptimizerChoice
+from rewrite.optimizers import OPTIMIZERS, OptimizerChoice, SchedulerChoice, make_scheduler, refuse_closure
 from rewrite.rewriting import LossWeight, Rewriting
 from rewrite.rules import RULES
 from rewrite.step import TrainingStep
@@ -36,10 +36,7 @@ class Rewritten:
             DecisionError: when something was replaced again after `apply`: restoring would silently drop it.
                 Nothing is changed then.
         """
-        for change in self._rewriting.changes:
-            if not change.intact():
-                raise DecisionError(f"{change.place} was replaced after the plan was applied: undo that first")
-        self._rewriting.restore()
+        self._rewriting.undo()
         self.step.close()
 
 
@@ -51,6 +48,7 @@ def apply(
     loss_fn: LossFn | None = None,
     max_grad_norm: float | None = None,
     loss_weight: LossWeight | None = None,
+    scheduler: SchedulerChoice | None = None,
 ) -> Rewritten:
     """Rewrite `model` in place as the plan says.
 
@@ -62,15 +60,18 @@ def apply(
         model: its class, parameters, hooks and `state_dict` keys stay as they are.
         optimizer: a torch optimizer over the model's parameters, a function from parameters to one, or a name;
             None takes the one the plan was made with. A plan with 8-bit state makes a new one from its groups:
-            give learning-rate schedulers `Rewritten.optimizer`.
+            give learning-rate schedulers `Rewritten.optimizer`, or a function as `scheduler`.
         loss_fn: `loss_fn(output, batch)`, where the plan was made with one.
         max_grad_norm: clip the norm of all gradients to this before the optimizer steps.
         loss_weight: how many terms the mean loss of a batch is taken over, for accumulation over losses that are
-            means over something else than samples or counted `labels`.
+            means over something else than samples or counted `labels`; 1 for losses that are sums. Without it, the
+            first step holds its own weights against the means that `torch.nn.functional` takes in the loss.
+        scheduler: a learning-rate scheduler over the optimizer, or a function from the optimizer to one. It is stepped
+            once after each step that trained: in fp16 not after one that the gradient scaler skipped.
 
     Raises:
         PlanFileError: when the plan was made for another model.
-        WorkloadError: when the loss function or the optimizer is not what was planned.
+        WorkloadError: when the loss function or the optimizer is not what was planned, or the scheduler not over it.
         DecisionError: when a decision cannot be applied. The model is then as it was.
     """
     optimizer = matched(plan, model, optimizer, loss_fn)
@@ -85,7 +86,11 @@ def apply(
         loss_fn=loss_fn,
         max_grad_norm=max_grad_norm,
         loss_weight=loss_weight,
+        scheduler=scheduler,
     )
+    rewritten.step.ask_for_wrapper()
+    if loss_weight is None:
+        rewritten.step.hold_weights()
     if turns_cache_off(plan):
         rewritten._rewriting.turn_cache_off()
     return rewritten
@@ -95,7 +100,7 @@ def matched(
     plan: Plan, model: torch.nn.Module, optimizer: OptimizerChoice | None, loss_fn: LossFn | None
 ) -> OptimizerChoice:
     """The optimizer that was given or planned. Raises as `apply` does for another model, loss function or optimizer."""
-    _refuse_another_model(plan, model)
+    refuse_another_model(plan, model)
     if plan.workload.has_loss_fn != (loss_fn is not None):
         raise WorkloadError(
             "the plan was made with a loss function: give loss_fn=..."
@@ -128,6 +133,7 @@ def apply_decisions(
     loss_fn: LossFn | None = None,
     max_grad_norm: float | None = None,
     loss_weight: LossWeight | None = None,
+    scheduler: SchedulerChoice | None = None,
 ) -> Rewritten:
     """Rewrite `model` in place by these decisions; without any, the step is the plain one.
 
@@ -144,11 +150,8 @@ def apply_decisions(
         model, optimizer=optimizer, calling=calling, batch_size=batch_size, loss_fn=loss_fn, loss_weight=loss_weight
     )
     try:
-        for kind, rule in RULES.items():
-            if kind in by_kind:
-                rule(rewriting, by_kind[kind])
-        if by_kind:
-            rewriting.turn_cache_off()
+        change_by_rules(rewriting, by_kind)
+        refuse_closure(rewriting.optimizer)
         step = TrainingStep(
             model,
             rewriting.optimizer,
@@ -157,6 +160,7 @@ def apply_decisions(
             max_grad_norm=max_grad_norm,
             autocast_dtype=rewriting.autocast_dtype,
             scaler=rewriting.scaler,
+            scheduler=None if scheduler is None else make_scheduler(scheduler, rewriting.optimizer),
             split=rewriting.split,
             backward=rewriting.backward,
             decisions=tuple(by_kind.values()),
@@ -165,6 +169,15 @@ def apply_decisions(
         rewriting.restore()
         raise
     return Rewritten(rewriting, step)
+
+
+def change_by_rules(rewriting: Rewriting, by_kind: Mapping[type[Decision], Decision]) -> None:
+    """Let the rule of each decision do its part, in the order of the rules."""
+    for kind, rule in RULES.items():
+        if kind in by_kind:
+            rule(rewriting, by_kind[kind])
+    if by_kind:
+        rewriting.turn_cache_off()
 
 
 def one_of_each_kind(decisions: Sequence[Decision]) -> dict[type[Decision], Decision]:
@@ -184,7 +197,8 @@ def one_of_each_kind(decisions: Sequence[Decision]) -> dict[type[Decision], Deci
     return by_kind
 
 
-def _refuse_another_model(plan: Plan, model: torch.nn.Module) -> None:
+def refuse_another_model(plan: Plan, model: torch.nn.Module) -> None:
+    """Raises `PlanFileError`, and says what differs, unless the plan was made for this model."""
     if fingerprint(model) == plan.model.fingerprint:
         return
     name = type(model).__name__

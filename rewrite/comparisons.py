@@ -19,9 +19,10 @@ from planner.decisions import (
     Precision,
 )
 from planner.plan_file import Plan
-from rewrite.parity import TERMS, Row, compare, failed, held, largest, module_scales, norm
+from rewrite.parity import TERMS, Row, compare, dense, failed, held, largest, module_scales, norm
 from rewrite.plain_step import Comparable, Narrowing, Run
 from rewrite.sides import Given, lower_dtype
+from rewrite.structure import difference, structure, switches
 
 ROUNDINGS = 16
 """Of a lower precision, in the norm of a gradient: each op rounds once, and independent errors add as the square root
@@ -30,13 +31,18 @@ of their number, so that this is enough for some 256 ops between a weight and th
 LOOSEST = 0.01
 """A larger bound of how far parameters move would hold nothing, and is not claimed."""
 
+LARGEST_SCALE = 2.0**120
+"""Of a loss, such that gradients overflow in fp16 and the loss in fp32 does not."""
+
 Comparison = Callable[[str, Given, list[str]], list[Row]]
 """Of its name and what was given: rows, after notes were added to."""
 
 
 def comparisons(plan: Plan) -> dict[str, Comparison]:
     """Those that this plan asks for, by name."""
-    found: dict[str, Comparison] = {"as planned": as_planned}
+    found: dict[str, Comparison] = {"as planned": as_planned, "kept": kept}
+    if (precision := plan.decision(Precision)) is not None and precision.dtype == "fp16":
+        found["overflow"] = overflow
     if plan.decision(Freeze) is not None:
         found["freeze"] = freeze
     if any(_reorders(decision) for decision in plan.decisions):
@@ -60,7 +66,7 @@ def as_planned(name: str, given: Given, notes: list[str]) -> list[Row]:
     plain = given.plain(order, precision=given.plan.decision(Precision), updates=given.steps)
     planned = given.planned(decisions, updates=given.steps)
     rows = _updates(name, plain, planned, given.steps)
-    for kind in ("loss", "gradient", "parameter", "buffer", "state"):
+    for kind in ("loss", "gradient", "parameter", "buffer", "state", "random"):
         rows += compare(name, kind, _of(kind, plain), _of(kind, planned), bound=0.0)
     for parameter in (each for each in planned.before if _is_frozen(each, given.plan)):
         moved = not torch.equal(planned.before[parameter], planned.after[parameter])
@@ -68,6 +74,35 @@ def as_planned(name: str, given: Given, notes: list[str]) -> list[Row]:
         why = "it changed" if moved else "it got a gradient" if got else ""
         rows.append(held(name, "frozen", parameter, why))
     return rows
+
+
+def kept(name: str, given: Given, notes: list[str]) -> list[Row]:
+    """The objects, keys, modes and hooks of the model while it is rewritten, and with its forwards after `undo`."""
+    model = given.copied()
+    first = given.rewritten(model, ())  # in its first step a model may set itself up
+    first.step(given.fresh())
+    first.undo()
+    before, settings = structure(model), switches(model)
+    rewritten = given.rewritten(model, given.plan.decisions)
+    found = {"applied": difference(before, structure(model))}
+    rewritten.step(given.fresh())
+    rewritten.undo()
+    found["undone"] = difference(before | settings, structure(model) | switches(model))
+    return [held(name, when, aspect, why) for when, aspects in found.items() for aspect, why in aspects.items()]
+
+
+def overflow(name: str, given: Given, notes: list[str]) -> list[Row]:
+    """A step whose gradients are not finite trains nothing, and lowers the scale."""
+    decisions = given.plan.decisions
+    order = tuple(decision for decision in decisions if _reorders(decision) or isinstance(decision, Optimizer))
+    precision = given.plan.decision(Precision)
+    plain = given.plain(order, precision=precision, scale=LARGEST_SCALE, updates=1)
+    planned = given.planned(decisions, scale=LARGEST_SCALE, updates=1)
+    if plain.updates:
+        notes.append(f"{name}: no gradient is so large that it overflows at a scale of {LARGEST_SCALE:.2g}")
+    rows = compare(name, "parameter", plain.after, planned.after, bound=0.0)
+    rows += compare(name, "buffer", plain.buffers, planned.buffers, bound=0.0)
+    return rows + compare(name, "state", plain.state, planned.state, bound=0.0)
 
 
 def freeze(name: str, given: Given, notes: list[str]) -> list[Row]:
@@ -119,7 +154,7 @@ def in_double(name: str, given: Given, notes: list[str]) -> list[Row]:
     with Comparable(dropout=not split, double=double):
         planned = given.planned(decisions, double=double, split=split, updates=given.steps)
     if split and plain.drew:
-        notes.append(f"{name}: the model draws random numbers that are not dropout's")
+        notes.append(f"{name}: the model draws random numbers that are not dropout's: they are all the same here")
     bound = TERMS * eps
     rows = _updates(name, plain, planned, given.steps)
     for kind in ("loss", "gradient", "buffer"):
@@ -175,6 +210,10 @@ def eight_bit_state(name: str, given: Given, notes: list[str]) -> list[Row]:
     for key in dict.fromkeys([*averages, *found]):
         one, other = ({key: each[key]} if key in each else {} for each in (averages, found))
         rows += compare(name, "state", one, other, bound=bounds.get(key, bound))
+    for owner, module in given.model.named_modules():
+        for part, weight in module.named_parameters(owner, recurse=False) if type(module) is torch.nn.Embedding else ():
+            eight = [key for key in bounds if key.rpartition(".")[0] == part and weight.requires_grad]
+            rows.append(held(name, "embedding", part, f"{eight[0]} is in 8 bits" if eight else ""))
     return rows
 
 
@@ -225,6 +264,7 @@ def _of(kind: str, run: Run) -> dict[str, Any]:
         "parameter": run.after,
         "buffer": run.buffers,
         "state": run.state,
+        "random": {"numbers": run.numbers},
     }
     return found[kind]
 
@@ -234,7 +274,7 @@ def _state_scales(state: dict[str, Any]) -> dict[str, float]:
     by_part: dict[str, dict[str, float]] = {}
     for key, value in state.items():
         name, _, part = key.rpartition(".")
-        by_part.setdefault(part, {})[name] = largest(torch.as_tensor(value))
+        by_part.setdefault(part, {})[name] = largest(dense(torch.as_tensor(value)))
     return {f"{name}.{part}": scale for part, sizes in by_part.items() for name, scale in module_scales(sizes).items()}
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import pathlib
 import textwrap
 
 from planner.calling import Calling
+from planner.optimizers import may_take_sparse
 from planner.plan_file import Plan, write_text_atomically
 from rewrite.apply import one_of_each_kind, turns_cache_off
 from rewrite.emitted_header import header
 from rewrite.emitted_model import ModelSource, batch_source, model_source
-from rewrite.fragment import Fragment, literal
+from rewrite.fragment import WIDTH, Fragment, literal
 from rewrite.optimizers import OPTIMIZERS
 from rewrite.rules import SOURCES
+from rewrite.step import clip_gradients
 
 
 def emit(plan: Plan, path: str | pathlib.Path) -> None:
@@ -31,13 +34,14 @@ def source(plan: Plan, *, file_name: str = "train_step.py") -> str:
     fragments = [emitted(plan, by_kind[kind]) for kind, emitted in SOURCES.items() if kind in by_kind]
     model = model_source(plan)
     scaled = any(fragment.scaled for fragment in fragments)
-    constants = [*model.constants, *(line for fragment in fragments for line in fragment.constants)]
+    constants = ["\n".join(group) for group in (model.constants, *(each.constants for each in fragments)) if group]
     sections = [
-        _imports(fragments, model) + ("\n\n" + "\n".join(constants) if constants else ""),
+        _imports(fragments, model) + ("\n\n" + "\n\n".join(constants) if constants else ""),
         *([model.build] if model.build else []),
         _rewrite(plan, fragments),
         *dict.fromkeys(function for fragment in fragments for function in fragment.functions),
         *model.functions,
+        *([inspect.getsource(clip_gradients)] if _clips_sparse(plan, fragments) else []),
         next((fragment.optimizer for fragment in fragments if fragment.optimizer), _optimizer(plan, fragments)),
         _training_step(plan, fragments, model),
         *([batch_source(plan, model), _main(plan, model, scaled=scaled)] if model.build else [_guidance(file_name)]),
@@ -99,6 +103,7 @@ def _optimizer(plan: Plan, fragments: list[Fragment]) -> str:
     arguments = ", ".join([*given, *options])
     return (
         "def make_optimizer(model):\n"
+        '    """Set the hyperparameters that you train with: what was planned does not depend on them."""\n'
         f"    parameters = {parameters}\n"
         f"    return torch.optim.{chosen.class_name}(parameters, {arguments})\n"
     )
@@ -125,13 +130,15 @@ def _training_step(plan: Plan, fragments: list[Fragment], model: ModelSource) ->
     else:
         compute = forward + backward
     unscale = "    scaler.unscale_(optimizer)\n" if scaled else ""
-    clip = (
-        "if max_grad_norm is not None:\n"
-        f"{unscale}    torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)\n"
-    )
-    step = "scaler.step(optimizer)\nscaler.update()\n" if scaled else "optimizer.step()\n"
+    clipped = "clip_gradients(model, max_grad_norm)"
+    if not _clips_sparse(plan, fragments):
+        clipped = "torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)"
+    clip = f"if max_grad_norm is not None:\n{unscale}    {clipped}\n"
+    step = _SCALED_STEP if scaled else "optimizer.step()\n"
+    skipped = " and scaler.get_scale() >= scale" if scaled else ""
     update = (
         ("" if stepping else clip + step)
+        + f"if scheduler is not None{skipped}:\n    scheduler.step()\n"
         + "optimizer.zero_grad(set_to_none=True)\n"
         + ("return total\n" if split else "return loss.detach()\n")
     )
@@ -139,13 +146,31 @@ def _training_step(plan: Plan, fragments: list[Fragment], model: ModelSource) ->
         *(["scaler"] if scaled else []),
         *(["loss_fn"] if plan.workload.has_loss_fn else []),
         *([] if stepping else ["max_grad_norm=None"]),
+        "scheduler=None",
+        *(option for fragment in fragments for option in fragment.options),
     ]
-    parameters = ", ".join(["model", "optimizer", "batch", *(["*", *named] if named else [])])
+    parameters = ", ".join(["model", "optimizer", "batch", "*", *named])
+    signature = f"def training_step({parameters}):\n"
+    if len(signature) > WIDTH + 1:
+        signature = f"def training_step(\n    {parameters}\n):\n"
     return (
-        f"def training_step({parameters}):\n"
+        f"{signature}"
         '    """One optimizer step on a batch that is on the model\'s device; returns the batch\'s loss."""\n'
         + textwrap.indent(compute + update, "    ")
     )
+
+
+def _clips_sparse(plan: Plan, fragments: list[Fragment]) -> bool:
+    """Whether there may be sparse gradients, which torch's function does not clip."""
+    replaced = any(fragment.backward or fragment.optimizer for fragment in fragments)
+    return may_take_sparse(plan.workload.optimizer) and not replaced
+
+
+_SCALED_STEP = """\
+scale = None if scheduler is None else scaler.get_scale()
+scaler.step(optimizer)
+scaler.update()  # a lower scale: a gradient was not finite, and the step was skipped
+"""
 
 
 def _loss(plan: Plan, model: ModelSource, part: str) -> str:

@@ -114,7 +114,7 @@ def _callable_source(plan: Plan, place: str, name: str) -> ModelSource:
     return ModelSource(
         build=f'def build():\n    """From {place}:{name}, which returns {wanted}."""\n{load}    return {result}\n',
         functions=_loss_functions(plan),
-        imports=(*imports, *_loss_imports(plan)),
+        imports=(*imports, *_loss_imports(plan), *(["import dataclasses"] if _takes_dataclass(plan) else [])),
         own_imports=own_imports,
         target="model, loss_fn" if loss_fn else "model",
     )
@@ -144,9 +144,18 @@ def batch_source(plan: Plan, model: ModelSource) -> str:
         for parent in parents:
             place = place.setdefault(parent, {})
         place[last] = _tensor(last, tuple(shape), dtype.removeprefix("torch."), plan, model)
-    text = batch[""] if list(batch) == [""] else _container(batch, plan.workload.calling == Calling.KEYWORDS.name)
+    if list(batch) == [""]:
+        text = batch[""]
+    elif _takes_dataclass(plan):
+        text = f'dataclasses.make_dataclass("Batch", {literal(list(batch))})(**{_container(batch, True)})'
+    else:
+        text = _container(batch, plan.workload.calling == Calling.KEYWORDS.name)
     docstring = '"""Random data of the planned shapes: put yours here."""'
     return f"def synthetic_batch(device):\n    {docstring}\n    return {text}\n"
+
+
+def _takes_dataclass(plan: Plan) -> bool:
+    return plan.workload.calling == Calling.SINGLE.name and plan.workload.batch[0][0] != ""
 
 
 def _container(items: dict[str, object], mapping: bool, indent: int = 4) -> str:

@@ -26,6 +26,8 @@ class Fragment:
     """Context of a backward that takes the optimizer's steps itself."""
     split: str = ""
     """Expression over `batch` that yields (part, weight)."""
+    options: tuple[str, ...] = ()
+    """Keyword arguments of the step that `split` needs, with their defaults."""
     optimizer: str = ""
     """The function `make_optimizer(model)`."""
     optimizer_options: tuple[str, ...] = ()

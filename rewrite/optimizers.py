@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from planner.errors import DecisionError, WorkloadError
 
 OptimizerChoice = torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer] | str
 """A torch optimizer over the model's parameters, a function from parameters to one, or a name of `OPTIMIZERS`."""
+
+
+SchedulerChoice = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
+"""A learning-rate scheduler over the optimizer of the step, or a function from that optimizer to one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,3 +70,33 @@ def make_optimizer(choice: OptimizerChoice, model: torch.nn.Module) -> torch.opt
             "make it from model.parameters(), after the model was moved or loaded"
         )
     return optimizer
+
+
+def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `WorkloadError` for an optimizer that cannot step by gradients alone."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise WorkloadError(
+            f"{type(optimizer).__name__} runs the model again inside of its own step (closure), which is then another "
+            "one than what is planned: use an optimizer that steps by the gradients that are there"
+        )
+
+
+def make_scheduler(choice: SchedulerChoice, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """The scheduler over this optimizer; a given scheduler is returned as it is.
+
+    Raises:
+        WorkloadError: for one over another optimizer, and for one that steps by a metric.
+    """
+    scheduler = choice if isinstance(choice, LRScheduler) else choice(optimizer)
+    kind = type(scheduler).__name__
+    if not isinstance(scheduler, LRScheduler):
+        raise WorkloadError(f"scheduler made a {kind}: it must return a torch.optim.lr_scheduler.LRScheduler")
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise WorkloadError(f"{kind} steps by a metric that the training step does not have: step it yourself")
+    if scheduler.optimizer is not optimizer:
+        raise WorkloadError(
+            f"{kind} is over another optimizer than this {type(optimizer).__name__}: give a function from the "
+            "optimizer to a scheduler, scheduler=lambda optimizer: ..."
+        )
+    return scheduler

@@ -25,9 +25,10 @@ class Row:
     """One quantity of the planned step, compared with that of the plain one."""
 
     comparison: str
-    """Of which comparison: 'as planned', 'in double', 'freeze', 'rounding', '8-bit state'."""
+    """Of which comparison: 'as planned', 'kept', 'overflow', 'in double', 'freeze', 'rounding', '8-bit state'."""
     kind: str
-    """'loss', 'gradient', 'parameter', 'buffer', 'state', 'frozen', 'updates' or 'run'."""
+    """'loss', 'gradient', 'parameter', 'buffer', 'state', 'random', 'frozen', 'updates', 'embedding', 'applied',
+    'undone' or 'run'."""
     name: str
     bound: float
     """Largest relative difference that passes; 0.0: every bit must be equal."""
@@ -158,7 +159,7 @@ def _compared(comparison, kind, name, plain, planned, bound, size, scale) -> Row
         ours, theirs = getattr(planned, what), getattr(plain, what)
         if ours != theirs:
             return failed(comparison, kind, name, f"{what} is {ours} instead of {theirs}", bound=bound)
-    plain, planned = _dense(plain), _dense(planned)
+    plain, planned = dense(plain), dense(planned)
     if not (torch.isfinite(plain).all() and torch.isfinite(planned).all()):
         return failed(comparison, kind, name, "is not finite", bound=bound)
     equal = torch.equal(plain, planned)
@@ -175,10 +176,10 @@ def _tensor(value: object) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=torch.float64)
 
 
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
+def dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_dense() if tensor.layout is not torch.strided else tensor
 
 
 def _wide(value: object) -> torch.Tensor:
-    tensor = _dense(_tensor(value))
+    tensor = dense(_tensor(value))
     return tensor.to(torch.promote_types(tensor.dtype, torch.float64))

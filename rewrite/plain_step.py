@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.autograd.graph import _engine_run_backward
+from torch.optim.lr_scheduler import LRScheduler
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -35,6 +36,7 @@ class PlainStep:
     max_grad_norm: float | None
     autocast_dtype: torch.dtype | None = None
     scaler: torch.amp.GradScaler | None = None
+    scheduler: LRScheduler | None = None
     parts: Callable[[Any], Iterator[tuple[Any, Any]]] | None = None
 
     def __call__(self, batch: Any) -> torch.Tensor:
@@ -53,6 +55,7 @@ class PlainStep:
                 loss = loss * (weight.to(loss.dtype) if isinstance(weight, torch.Tensor) else weight)
             (self.scaler.scale(loss) if self.scaler else loss).backward()
             losses.append(loss.detach())
+        trains = self.scaler is None or all(torch.isfinite(gradient).all() for gradient in self._gradients())
         if self.scaler:
             if self.max_grad_norm is not None:
                 self.scaler.unscale_(self.optimizer)
@@ -63,8 +66,15 @@ class PlainStep:
             if self.max_grad_norm is not None:
                 self._clip()
             self.optimizer.step()
+        if self.scheduler and trains:
+            self.scheduler.step()
         self.optimizer.zero_grad()
         return functools.reduce(torch.add, losses)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """Whole, or the values of sparse ones."""
+        found = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        return [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in found]
 
     def _clip(self) -> None:
         trained = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
@@ -72,7 +82,7 @@ class PlainStep:
             if parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
         values = [p.grad.values().detach() if p.grad.is_sparse else p.grad for p in trained]
-        total = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(value) for value in values]))
+        total = torch.nn.utils.get_total_norm(values)  # torch's, which adds up by dtype and device
         for value in values:
             value.mul_((self.max_grad_norm / (total + 1e-6)).clamp(max=1.0))
 
@@ -97,6 +107,8 @@ class Run:
     updates: int
     drew: bool
     """Whether the first step drew random numbers."""
+    numbers: torch.Tensor
+    """State of the generator of random numbers after all steps, which others go on from."""
     kind: type[torch.optim.Optimizer]
     eps: float | None
     """Smallest number that the optimizer adds to what it divides by."""
@@ -123,7 +135,7 @@ def watch(
     names = {parameter: name for name, parameter in model.named_parameters()}
     run = Run(
         losses={}, gradients={}, times={}, before=_on_host(model.named_parameters()), after={}, buffers={}, state={},
-        left=(), updates=0, drew=False, kind=type(optimizer), eps=_eps(optimizer),
+        left=(), updates=0, drew=False, numbers=torch.empty(0), kind=type(optimizer), eps=_eps(optimizer),
     )  # fmt: skip
     shown: set[str] = set()
 
@@ -155,6 +167,7 @@ def watch(
     finally:
         hook.remove()
     run.after, run.buffers = _on_host(model.named_parameters()), _on_host(model.named_buffers())
+    run.numbers = _host(_numbers(device))
     run.left = tuple(name for parameter, name in names.items() if parameter.grad is not None)
     for parameter, state in optimizer.state.items():
         name = names.get(parameter, "?")
@@ -162,6 +175,8 @@ def watch(
         run.state |= {
             key: _host(value) for key, value in tensors.items() if isinstance(value, (torch.Tensor, float, int))
         }
+    for number, group in enumerate(optimizer.param_groups):
+        run.state[f"group {number}.lr"] = float(group["lr"])
     if scaler is not None:
         run.state |= {f"scaler.{key}": value for key, value in scaler.state_dict().items()}
     return run
@@ -226,12 +241,18 @@ def deterministic(device: torch.device) -> Iterator[None]:
 class Comparable(TorchFunctionMode):
     """Without dropout, whose masks depend on how a batch is split, and in double where a model asks for float.
 
+    Without dropout, numbers that a model draws by itself are all the same: they would be others for another split.
     What is made as float from nothing stays so, such as an optimizer's step numbers, which kernels want as float.
     """
 
     _DROPOUTS = (
         F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
         F.multi_head_attention_forward,
+    )  # fmt: skip
+
+    _DRAWS = (
+        torch.rand, torch.rand_like, torch.randn, torch.randn_like, torch.normal, torch.bernoulli,
+        torch.Tensor.uniform_, torch.Tensor.normal_, torch.Tensor.bernoulli_, torch.Tensor.bernoulli,
     )  # fmt: skip
 
     def __init__(self, *, dropout: bool, double: bool) -> None:
@@ -250,6 +271,8 @@ class Comparable(TorchFunctionMode):
                     return type(value).__torch_function__(function, types, args, kwargs)
         if not self.dropout:
             args, kwargs = self._without_dropout(function, args, kwargs)
+            if function in self._DRAWS:
+                return self._same_number(function, args, kwargs)
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         if self.double and any(t.dtype is torch.float64 or not t.is_floating_point() for t in tensors):
             function = torch.Tensor.double if function is torch.Tensor.float else function
@@ -266,6 +289,17 @@ class Comparable(TorchFunctionMode):
             kwargs = dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), args, strict=False)) | kwargs
             args, kwargs["dropout_p"] = (), 0.0
         return args, kwargs
+
+    def _same_number(self, function, args, kwargs):
+        """Drawn all the same: whether there are random numbers to go on from must not change."""
+        drawn, value = function(*args, **kwargs), 0.5
+        if "bernoulli" in function.__name__:
+            value = 1.0
+        elif function is torch.Tensor.uniform_:
+            ends = dict(zip(("from", "to"), args[1:], strict=False)) | kwargs
+            value = (ends.get("from", 0.0) + ends.get("to", 1.0)) / 2
+        drawn.detach().fill_(value)
+        return drawn
 
 
 class Narrowing(TorchDispatchMode):

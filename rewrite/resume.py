@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from planner.decisions import Decision, decision_from_json
 from planner.errors import DecisionError, PlanFileError
@@ -18,6 +19,7 @@ def saved(
     module: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler | None,
+    scheduler: LRScheduler | None,
     decisions: Sequence[Decision],
 ) -> dict[str, Any]:
     """Plain values and the live tensors of the optimizer's state."""
@@ -27,6 +29,7 @@ def saved(
         "optimizer_class": _class_of(optimizer),
         "optimizer": optimizer.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
     }
 
 
@@ -35,6 +38,7 @@ def load(
     module: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler | None,
+    scheduler: LRScheduler | None,
     decisions: Sequence[Decision],
 ) -> None:
     """Take over what `saved` gave. Raises `PlanFileError` for anything else, and nothing is changed then."""
@@ -56,11 +60,17 @@ def load(
         raise PlanFileError(
             f"the state is of an optimizer over groups of {found} parameters, this one has {sizes}: give the same"
         )
+    schedule = state.get("scheduler")
+    if (schedule is None) is not (scheduler is None):
+        has, wants = ("no", "one") if schedule is None else ("a", "none")
+        raise PlanFileError(f"the state is of a step with {has} scheduler, this one has {wants}: give apply the same")
     optimizer.state.clear()  # or the old state would be there beside the new one
     optimizer.load_state_dict(given)
     _apart_from(given, optimizer)
     if scaler is not None:
         scaler.load_state_dict(state["scaler"])
+    if scheduler is not None:
+        scheduler.load_state_dict(schedule)
 
 
 def _apart_from(given: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:

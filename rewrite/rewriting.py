@@ -105,12 +105,23 @@ class Rewriting:
             Change(place=place, intact=lambda: own.get(name) is self._latest[id(owner), name], restore=restore)
         )
 
+    def is_latest(self, owner: object, name: str, value: object) -> bool:
+        """Whether it was `value` that the last rule to replace this attribute set it to."""
+        return self._latest.get((id(owner), name)) is value
+
     def turn_cache_off(self) -> None:
         """No `config.use_cache` (transformers): training fills a cache of keys and values for nothing."""
         for name, module in self.model.named_modules():
             config = getattr(module, "config", None)
             if getattr(config, "use_cache", None) is True:
                 self.replace(config, "use_cache", False, place=f"config.use_cache of '{name}'")
+
+    def undo(self) -> None:
+        """Take back every change, unless one was changed again. Raises `DecisionError` then, and nothing is changed."""
+        for change in self.changes:
+            if not change.intact():
+                raise DecisionError(f"{change.place} was replaced after the plan was applied: undo that first")
+        self.restore()
 
     def restore(self) -> None:
         """Take back every change, the latest first."""

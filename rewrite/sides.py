@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from planner.calling import Calling, LossFn
 from planner.decisions import Decision, Freeze, Precision
@@ -36,13 +38,12 @@ class Given:
     optimizer: OptimizerChoice
     max_grad_norm: float | None
     loss_weight: LossWeight | None
+    scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None
     steps: int
 
-    def side(
-        self, decisions: tuple[Decision, ...], *, double: bool = False, trained: bool = True
-    ) -> tuple[torch.nn.Module, Rewritten]:
-        """A copy of the model, and it rewritten by decisions. `trained=False`: frozen as planned, but by hand."""
-        model = copy.deepcopy(self.model)
+    def copied(self, *, double: bool = False, trained: bool = True) -> torch.nn.Module:
+        """A copy of the model on the device. `trained=False`: frozen as planned, but by hand."""
+        model = copy.deepcopy(self.model, _made_by_forwards(self.model))
         model = model.to(self.device) if self.is_moved else model
         model.zero_grad()
         model = model.double() if double else model
@@ -53,31 +54,47 @@ class Given:
         if freeze is not None and not trained:
             for name in freeze.modules:
                 model.get_submodule(name).requires_grad_(False)
+        return model
+
+    def rewritten(self, model: torch.nn.Module, decisions: tuple[Decision, ...]) -> Rewritten:
+        """A copy rewritten by decisions, with a copy of the optimizer."""
         optimizer = self.optimizer
         if isinstance(optimizer, torch.optim.Optimizer):
             state = copy.deepcopy(optimizer.state_dict())
             optimizer = OptimizerBlueprint.of(optimizer, self.model).over(model)
             if state["state"]:
                 optimizer.load_state_dict(state)
-        rewritten = apply_decisions(
+        return apply_decisions(
             decisions, model, optimizer=optimizer, calling=Calling[self.plan.workload.calling],
             batch_size=self.plan.workload.batch_size, loss_fn=self.loss_fn, max_grad_norm=self.max_grad_norm,
-            loss_weight=self.loss_weight,
+            loss_weight=self.loss_weight, scheduler=self.scheduler,
         )  # fmt: skip
-        return model, rewritten
+
+    def fresh(self, *, double: bool = False) -> Any:
+        """A copy of the batch: a model may write to its inputs, and the other side must not see it."""
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            copy = tensor.detach().clone()
+            copy = copy.double() if double and copy.is_floating_point() else copy
+            return copy.requires_grad_(tensor.requires_grad)
+
+        return map_tensors(copied, self.batch)
 
     def planned(
-        self, decisions: tuple[Decision, ...], *, double: bool = False, split: bool = False, updates: int
+        self,
+        decisions: tuple[Decision, ...],
+        *,
+        double: bool = False,
+        split: bool = False,
+        scale: float | None = None,
+        updates: int,
     ) -> Run:
         """The rewritten step. `split`: the batch is, so that no sample may depend on others."""
-        model, rewritten = self.side(decisions, double=double)
+        model = self.copied(double=double)
+        rewritten = self.rewritten(model, decisions)
         _take_apart(model, split)
-        batch = _in_double(self.batch) if double else self.batch
         scaler = rewritten.step.scaler
-        return watch(
-            rewritten.step, model, rewritten.optimizer, batch, updates=updates,
-            calls=updates + (OVERFLOWS if scaler else 0), scaler=scaler,
-        )  # fmt: skip
+        return self._watched(rewritten.step, model, rewritten.optimizer, scaler, scale, double=double, updates=updates)
 
     def plain(
         self,
@@ -87,29 +104,41 @@ class Given:
         trained: bool = False,
         double: bool = False,
         split: bool = False,
+        scale: float | None = None,
         updates: int,
     ) -> Run:
         """The plain loop over the model with decisions that change the order of sums, and under a precision."""
-        model, rewritten = self.side(decisions, double=double, trained=trained)
+        model = self.copied(double=double, trained=trained)
+        rewritten = self.rewritten(model, decisions)
         _take_apart(model, split)
         fp16 = precision is not None and precision.dtype == "fp16"
         scaler = torch.amp.GradScaler(self.device.type) if fp16 else None
         step = PlainStep(
             model=model, optimizer=rewritten.optimizer, calling=Calling[self.plan.workload.calling],
             loss_fn=self.loss_fn, max_grad_norm=self.max_grad_norm, scaler=scaler, parts=rewritten.step._split,
-            autocast_dtype=lower_dtype(precision) if precision else None,
+            autocast_dtype=lower_dtype(precision) if precision else None, scheduler=rewritten.step.scheduler,
         )  # fmt: skip
-        batch = _in_double(self.batch) if double else self.batch
+        return self._watched(step, model, rewritten.optimizer, scaler, scale, double=double, updates=updates)
+
+    def _watched(self, step, model, optimizer, scaler, scale, *, double: bool, updates: int) -> Run:
+        """`scale`: take one step at this scale of the loss, instead of as many as make the updates."""
         calls = updates + (OVERFLOWS if scaler else 0)
-        return watch(step, model, rewritten.optimizer, batch, updates=updates, calls=calls, scaler=scaler)
+        if scale is not None:
+            scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
+            calls = 1
+        batch = self.fresh(double=double)
+        return watch(step, model, optimizer, batch, updates=updates, calls=calls, scaler=scaler)
 
 
 def lower_dtype(precision: Precision) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}[precision.dtype]
 
 
-def _in_double(batch: Any) -> Any:
-    return map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
+def _made_by_forwards(model: torch.nn.Module) -> dict[int, torch.Tensor]:
+    """For `copy.deepcopy`, which refuses tensors with a graph: what `torch.nn.utils.weight_norm` leaves on modules."""
+    values = (value for module in model.modules() for value in vars(module).values())
+    made = (value for value in values if isinstance(value, torch.Tensor) and not value.is_leaf)
+    return {id(value): value.detach().clone() for value in made}
 
 
 def _take_apart(model: torch.nn.Module, split: bool) -> None:

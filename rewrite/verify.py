@@ -5,6 +5,8 @@ Each comparison holds one kind of decision against the sharpest thing that it ca
 | comparison | planned side | plain side | bound |
 |---|---|---|---|
 | as planned | the whole plan, dropout and all | a plain loop with the plan's rounding and order of sums | every bit |
+| kept | the model while rewritten, and after `undo` | the model as it was | every object, key, mode and hook |
+| overflow | a step in fp16 whose gradients are not finite | the same of the plain loop | every bit |
 | freeze | the plan's first step, in double | the same loop, training everything | order of sums |
 | in double | the plan without what rounds | the untouched step on the full batch | order of sums |
 | rounding | the plan's first update | the untouched step | twice what autocast alone is off by |
@@ -23,10 +25,11 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from planner.calling import LossFn
 from planner.errors import DecisionError, PlanFileError, WorkloadError
@@ -52,6 +55,7 @@ def verify(
     optimizer: OptimizerChoice | None = None,
     max_grad_norm: float | None = None,
     loss_weight: LossWeight | None = None,
+    scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
     device: torch.device | str | None = None,
     steps: int = 3,
 ) -> Parity:
@@ -67,6 +71,7 @@ def verify(
         plan: made for a model with these parameters.
         batch: with as many samples as planned.
         loss_fn, optimizer, max_grad_norm, loss_weight: as `apply` takes them.
+        scheduler: as `apply` takes it, as a function: each side has an optimizer of its own.
         device: where to run; None: where the model is.
         steps: updates to compare.
 
@@ -88,11 +93,15 @@ def verify(
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise WorkloadError(f"{type(model).__name__} has no weights (device meta): load them, then verify")
     _refuse_a_rewritten_model(model)
+    if isinstance(scheduler, LRScheduler):
+        raise WorkloadError(
+            f"{type(scheduler).__name__} is over one optimizer: give a function from one to a scheduler"
+        )
     target, device = device, next(model.parameters()).device if device is None else torch.device(device)
     given = Given(
         plan=plan, model=model, batch=map_tensors(lambda t: t.to(device), batch), device=device, loss_fn=loss_fn,
         is_moved=target is not None, optimizer=optimizer, max_grad_norm=max_grad_norm, loss_weight=loss_weight,
-        steps=steps,
+        scheduler=scheduler, steps=steps,
     )  # fmt: skip
     rows, notes = [], []
     if isinstance(optimizer, torch.optim.Optimizer) and has_step_hooks(optimizer):

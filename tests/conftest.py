@@ -10,6 +10,10 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a model hub
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rewrite-fixtures", action="store_true", help="write tests/fixtures/emitted anew")
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> pathlib.Path:
     """Other people's measurements, read where they lie: the folder that PLANNER_SHARED_DATA names."""

@@ -8,11 +8,13 @@ What looks across samples differs too: batch normalisation sees the micro-batch,
 
 from __future__ import annotations
 
+import ast
 import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,9 +38,12 @@ def accumulation(rewriting: Rewriting, decision: Accumulation) -> None:
         )
     if rewriting.loss_weight is not None:
         loss_terms = functools.partial(_stated_terms, loss_weight=rewriting.loss_weight)
-    elif rewriting.loss_fn is None and rewriting.calling is Calling.KEYWORDS:
+    elif rewriting.loss_fn is None and rewriting.calling is Calling.KEYWORDS and not _regresses(rewriting.model):
         loss_terms = functools.partial(
-            counted_labels, shifted=shifts_labels(rewriting.model), ignored=ignored_label(rewriting.model)
+            counted_labels,
+            shifted=shifts_labels(rewriting.model),
+            ignored=ignored_label(rewriting.model),
+            divides=divides_by_count(type(rewriting.model)),
         )
     else:
         loss_terms = samples_only
@@ -66,18 +71,43 @@ def ignored_label(model: torch.nn.Module) -> int:
     return -100
 
 
-def _stated_terms(batch: Any, samples: int, *, loss_weight: LossWeight) -> torch.Tensor | float:
-    return loss_weight(batch)
+def _regresses(model: torch.nn.Module) -> bool:
+    """Whether whole numbers among the labels are no classes: -100 is one like others then."""
+    config = getattr(model, "config", None)
+    problem = getattr(config, "problem_type", None)
+    one = getattr(config, "num_labels", None) == 1 and "SequenceClassification" in type(model).__name__
+    return problem == "regression" or (problem is None and one)
+
+
+def _stated_terms(batch: Any, samples: int, *, loss_weight: LossWeight) -> float:
+    """As a number on the host: whole ones on a device have a quotient in fp32, and zero must be seen to be left out."""
+    return float(loss_weight(batch))
+
+
+def divides_by_count(kind: type) -> bool:
+    """Whether the loss is a sum over `num_items_in_batch` where a batch has that (transformers' loss functions)."""
+    for text in _forwards(kind):
+        if "self.loss_function(" in text:
+            calls = [node for node in ast.walk(ast.parse(textwrap.dedent(text))) if isinstance(node, ast.Call)]
+            losses = [call for call in calls if getattr(call.func, "attr", "") == "loss_function"]
+            return any(keyword.arg in (None, "num_items_in_batch") for call in losses for keyword in call.keywords)
+        if "num_items_in_batch" in text:
+            return True
+    return False
+
+
+def _forwards(kind: type) -> Iterator[str]:
+    """Sources of the forwards of a class and of those that it inherits from."""
+    for base in kind.__mro__:
+        if "forward" in vars(base):
+            try:
+                yield inspect.getsource(vars(base)["forward"])
+            except (OSError, TypeError):
+                continue
 
 
 def _class_shifts_labels(kind: type, loss_function_name: Callable[[], str]) -> bool:
-    for base in kind.__mro__:
-        if "forward" not in vars(base):
-            continue
-        try:
-            text = inspect.getsource(vars(base)["forward"])
-        except (OSError, TypeError):
-            continue
+    for text in _forwards(kind):
         if "labels[..., 1:]" in text or "labels[:, 1:]" in text:
             return True
         if "self.loss_function(" in text:
@@ -95,10 +125,14 @@ def micro_batches(batch, *, micro_batch_size, batch_size, loss_terms):
         yield batch, None
         return
     terms = loss_terms(batch, samples)
+    if not isinstance(terms, torch.Tensor) and terms == 0:
+        raise ValueError("the loss of this batch is a mean over no term at all: leave the batch out")
     for start in range(0, samples, micro_batch_size):
         stop = min(start + micro_batch_size, samples)
         part = samples_between(start, stop, batch, samples)
-        yield part, loss_terms(part, stop - start) / terms
+        share = loss_terms(part, stop - start) / terms
+        if isinstance(share, torch.Tensor) or share != 0:  # a mean over nothing has gradients that are not finite
+            yield part, share
 
 
 def samples_between(start, stop, batch, samples):
@@ -140,29 +174,34 @@ def map_tensors(function, batch):
 
 
 def samples_only(batch, samples):
-    """The loss is a mean over samples."""
+    """The loss is a mean over samples. For one over other terms count those of the batch, for a sum return 1."""
     return samples
 
 
-def counted_labels(batch, samples, *, shifted, ignored):
-    """The loss is a mean over the labels that count, on the device of the labels; over samples without such labels."""
+def counted_labels(batch, samples, *, shifted, ignored, divides=False):
+    """The loss is a mean over the labels that count, on the device of the labels; over samples without such labels.
+
+    Where the batch says by which number the model divides a sum instead, the losses of its parts are summed up.
+    """
+    if divides and batch.get("num_items_in_batch") is not None:
+        return 1.0
     labels = batch.get("labels")
-    if not isinstance(labels, torch.Tensor) or labels.dim() < 2 or labels.is_floating_point():
+    if not isinstance(labels, torch.Tensor) or labels.dim() < 1 or labels.is_floating_point():
         return samples
-    return (labels[..., 1:] if shifted else labels).ne(ignored).sum(dtype=torch.float64)
+    return (labels[..., 1:] if shifted and labels.dim() > 1 else labels).ne(ignored).sum(dtype=torch.float64)
 
 
 def accumulation_source(plan: Plan, decision: Accumulation) -> Fragment:
     labels = next((entry for entry in plan.workload.batch if entry[0] == "labels"), None)
     by_labels = (
         labels is not None
-        and len(labels[1]) > 1
+        and len(labels[1]) > 0
         and "int" in labels[2]
         and not plan.workload.has_loss_fn
         and plan.workload.calling == Calling.KEYWORDS.name
     )
     counting = counted_labels if by_labels else samples_only
-    functions = (micro_batches, samples_between, count_samples, map_tensors, counting, weighted)
+    functions = (micro_batches, samples_between, count_samples, map_tensors, counting)
     arguments = "batch, micro_batch_size=MICRO_BATCH_SIZE, batch_size=BATCH_SIZE"
     constants = [
         assignment("BATCH_SIZE", plan.workload.batch_size),
@@ -171,7 +210,7 @@ def accumulation_source(plan: Plan, decision: Accumulation) -> Fragment:
     if by_labels:
         constants.append(assignment("LABELS_SHIFTED", _named_class_shifts_labels(plan.model.name)) + _SHIFTED_COMMENT)
         constants.append(assignment("IGNORED_LABEL", 255 if "SemanticSegmentation" in plan.model.name else -100))
-    terms = "loss_terms" if by_labels else "samples_only"
+        constants.append(assignment("LOSS_DIVIDES", _named_class_divides(plan.model.name)) + _DIVIDES_COMMENT)
     return Fragment(
         imports=(
             "import copy",
@@ -179,28 +218,50 @@ def accumulation_source(plan: Plan, decision: Accumulation) -> Fragment:
             "from collections.abc import Mapping",
         ),
         constants=tuple(constants),
-        functions=(*map(inspect.getsource, functions), *([_LOSS_TERMS] if by_labels else [])),
-        split=f"micro_batches({arguments}, loss_terms={terms})",
+        functions=(
+            *map(inspect.getsource, functions),
+            *([_LOSS_TERMS] if by_labels else []),
+            inspect.getsource(weighted),
+        ),
+        split=f"micro_batches({arguments}, loss_terms=loss_terms)",
+        options=() if by_labels else ("loss_terms=samples_only",),
     )
 
 
-_LOSS_TERMS = """\
+_LOSS_TERMS = '''\
 def loss_terms(batch, samples):
-    return counted_labels(batch, samples, shifted=LABELS_SHIFTED, ignored=IGNORED_LABEL)
-"""
+    """As this model's loss counts."""
+    return counted_labels(batch, samples, shifted=LABELS_SHIFTED, ignored=IGNORED_LABEL, divides=LOSS_DIVIDES)
+'''
 
 _SHIFTED_COMMENT = "  # whether the model's loss leaves out each sample's first label (next-token losses do)"
 
 
-def _named_class_shifts_labels(name: str) -> bool:
-    """The same for a class of transformers by its name; a class that is not there is taken not to shift."""
+_DIVIDES_COMMENT = "  # whether the model's loss is a sum divided by num_items_in_batch, where a batch has that"
+
+
+def _named_class(name: str) -> type:
+    """A class of transformers by its name; `object` for one that is not there."""
     try:
         import transformers
     except ImportError:
-        return False
+        return object
     kind = getattr(transformers, name, None)
-    if not isinstance(kind, type):
-        return False
-    groups = [group for group in transformers.modeling_utils.LOSS_MAPPING if group in name]
-    loss = transformers.modeling_utils.LOSS_MAPPING[groups[0] if groups else "ForCausalLM"]
-    return _class_shifts_labels(kind, lambda: loss.__name__)
+    return kind if isinstance(kind, type) else object
+
+
+def _named_class_divides(name: str) -> bool:
+    return divides_by_count(_named_class(name))
+
+
+def _named_class_shifts_labels(name: str) -> bool:
+    """A class that is not there is taken not to shift."""
+    return _class_shifts_labels(_named_class(name), lambda: _named_loss(name))
+
+
+def _named_loss(name: str) -> str:
+    """What a class of transformers takes for its loss, as it finds it by its own name."""
+    from transformers.modeling_utils import LOSS_MAPPING
+
+    groups = [group for group in LOSS_MAPPING if group in name]
+    return LOSS_MAPPING[groups[0] if groups else "ForCausalLM"].__name__

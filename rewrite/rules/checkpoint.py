@@ -176,8 +176,9 @@ def checkpoint_source(plan: Plan, decision: Checkpoint) -> Fragment:
     if keeps:
         listed = "".join(f"    torch.ops.aten.{name}.default: {at},\n" for name, at in products.PRODUCTS.items())
         constants = (
-            f"# With the position of attention's dropout_p.\nPRODUCTS = {{\n{listed}}}",
-            "# Which results of these are kept, by module: numbered in the order in which a forward runs them.\n"
+            "# Ops whose results may be kept: products, and attention with the position of its dropout_p.\n"
+            f"PRODUCTS = {{\n{listed}}}",
+            "# Modules that run again in backward, but for results of these ops: numbered as a forward runs them.\n"
             + assignment("RECOMPUTED", decision.by_module),
         )
         rewriting = """\

@@ -146,7 +146,8 @@ def offload_source(plan: Plan, decision: Offload) -> Fragment:
     rewriting = """\
 for name, of_inputs in OFFLOADED.items():
     module = model.get_submodule(name)
-    module.forward = types.MethodType(in_host_memory(forward_as_it_is(module), of_inputs, OFFLOADED_FROM_BYTES), module)
+    forward = in_host_memory(forward_as_it_is(module), of_inputs, OFFLOADED_FROM_BYTES)
+    module.forward = types.MethodType(forward, module)
 """
     return Fragment(
         imports=(
@@ -157,7 +158,7 @@ for name, of_inputs in OFFLOADED.items():
             "from torch.utils._pytree import tree_leaves",
         ),
         constants=(
-            "# Modules of which what is saved lies in the host's memory, or the inputs alone.\n"
+            "# Modules of which what is saved for backward lies in the host's memory; True: their inputs alone.\n"
             + assignment("OFFLOADED", {name: name in decision.inputs_of for name in decision.modules}),
             assignment("OFFLOADED_FROM_BYTES", decision.from_bytes),
         ),
@@ -167,5 +168,5 @@ for name, of_inputs in OFFLOADED.items():
 
 
 def forward_as_it_is(module):
-    """Perhaps one that runs again in backward."""
+    """The module's forward, which may be one that runs again in backward by now."""
     return vars(module)["forward"].__func__ if "forward" in vars(module) else type(module).forward

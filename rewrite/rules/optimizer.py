@@ -13,7 +13,7 @@ import torch
 
 from planner.decisions import Optimizer
 from planner.errors import DecisionError
-from planner.optimizers import has_step_hooks
+from planner.optimizers import has_step_hooks, sparse_lookups
 from planner.plan_file import Plan
 from rewrite.fragment import Fragment
 from rewrite.optimizers import OPTIMIZERS
@@ -26,10 +26,15 @@ def optimizer(rewriting: Rewriting, decision: Optimizer) -> None:
     """Replace AdamW or Adam by `bitsandbytes.optim.AdamW8bit` with the same groups and hyperparameters.
 
     Raises:
-        DecisionError: without bitsandbytes, for another optimizer, for options that 8-bit AdamW does not have,
-            and for an optimizer that has already stepped (its state would be lost).
+        DecisionError: without bitsandbytes, for another optimizer, for options that 8-bit AdamW does not have, for
+            sparse gradients, and for an optimizer that has already stepped (its state would be lost).
     """
     given = rewriting.optimizer
+    for lookup in sparse_lookups(rewriting.model):
+        raise DecisionError(
+            f"optimizer adamw8bit does not support sparse gradients, which '{lookup}' makes: use sparse=False, or "
+            "forbid optimizer"
+        )
     _refuse_what_cannot_be_taken_over(given)
     bitsandbytes = _bitsandbytes()
     groups = [_group(group, given.defaults) for group in given.param_groups]

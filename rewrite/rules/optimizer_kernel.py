@@ -20,7 +20,7 @@ from planner.plan_file import Plan
 from rewrite.fragment import Fragment
 from rewrite.rewriting import Change, Rewriting
 
-_OPTIONS = {"fused": ("fused", True), "for-loop": ("foreach", False)}
+OPTIONS = {"fused": ("fused", True), "for-loop": ("foreach", False)}
 """By kernel: what torch's optimizers call it, in their groups and when they are made."""
 
 
@@ -34,7 +34,7 @@ def optimizer_kernel(rewriting: Rewriting, decision: OptimizerKernel) -> None:
     why_not = why_no_kernel(decision.kernel, optimizer, rewriting.model)
     if why_not is not None:
         raise DecisionError(f"optimizer-kernel {decision.kernel} cannot be set: {why_not}; or forbid optimizer-kernel")
-    option, value = _OPTIONS[decision.kernel]
+    option, value = OPTIONS[decision.kernel]
     before = optimizer.defaults.get(option)
 
     def choose(_: torch.optim.Optimizer) -> None:
@@ -79,5 +79,5 @@ def _move_step_numbers(optimizer: torch.optim.Optimizer, group: dict) -> None:
 
 
 def optimizer_kernel_source(plan: Plan, decision: OptimizerKernel) -> Fragment:
-    option, value = _OPTIONS[decision.kernel]
+    option, value = OPTIONS[decision.kernel]
     return Fragment(optimizer_options=(f"{option}={value}",))

@@ -31,4 +31,12 @@ def precision_source(plan: Plan, decision: Precision) -> Fragment:
     return Fragment(
         autocast=f"torch.autocast(next(model.parameters()).device.type, dtype={_DTYPES[decision.dtype]})",
         scaled=decision.dtype == "fp16",
+        rewriting=(_MASTER_WEIGHTS,),
     )
+
+
+_MASTER_WEIGHTS = """\
+for name, parameter in model.named_parameters():
+    if parameter.requires_grad and parameter.dtype != torch.float32:
+        raise TypeError(f"{name} is {parameter.dtype}: autocast needs fp32 weights to train, model.float()")
+"""

@@ -76,7 +76,8 @@ for name, stretches in REPLAYED.items():
             "from torch.utils._pytree import tree_leaves",
         ),
         constants=(
-            "# Ops of a forward that run again in backward: the first, the one after the last, and those that do not.\n"
+            "# Stretches of a module's forward that run again in backward: the first op, the one after the last,\n"
+            "# ops whose results are kept, ops at which the stretch is divided.\n"
             + assignment("REPLAYED", decision.by_module),
         ),
         functions=tuple(map(inspect.getsource, parts)),

@@ -11,9 +11,11 @@ import contextlib
 import functools
 import inspect
 
+import torch
+
 from planner.decisions import Optimizer, StepInBackward
 from planner.errors import DecisionError
-from planner.optimizers import by_parameter
+from planner.optimizers import by_parameter, sparse_lookups, why_not_sparse
 from planner.plan_file import Plan
 from rewrite.fragment import Fragment
 from rewrite.rewriting import Rewriting
@@ -23,7 +25,8 @@ def step_in_backward(rewriting: Rewriting, decision: StepInBackward) -> None:
     """Let the step's backward update the parameters.
 
     Raises:
-        DecisionError: for an optimizer whose step looks at all gradients together, or may do so.
+        DecisionError: for an optimizer whose step looks at all gradients together, or may do so, or that cannot take
+            a sparse gradient which the model makes.
     """
     optimizer = rewriting.optimizer
     eight_bit = type(optimizer).__module__.partition(".")[0] == "bitsandbytes"
@@ -33,6 +36,12 @@ def step_in_backward(rewriting: Rewriting, decision: StepInBackward) -> None:
             f"{type(optimizer).__name__} that is not known: use one of torch.optim, but for LBFGS and Muon, without "
             "step hooks, or forbid step-in-backward"
         )
+    for name, weight in sparse_lookups(rewriting.model).items():  # in the middle of a backward it would be too late
+        groups = (group for group in optimizer.param_groups if any(each is weight for each in group["params"]))
+        if (why := next((why_not_sparse(optimizer, group) for group in groups), None)) is not None:
+            raise DecisionError(
+                f"{why}, which '{name}' makes: use SGD or Adagrad without weight_decay, or sparse=False"
+            )
     rewriting.backward = functools.partial(stepping_in_backward, optimizer, by_position=eight_bit)
 
 
@@ -49,6 +58,9 @@ def stepping_in_backward(optimizer, *, by_position=False):
     groups = [(group, group["params"]) for group in optimizer.param_groups]
     group_of = {parameter: group for group, parameters in groups for parameter in parameters}
     updated = set()
+    together = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if together and torch.distributed.get_world_size() > 1:
+        raise RuntimeError("a step in backward uses gradients before those of other processes are added to them")
     if any(parameter.grad is not None for parameter in group_of):
         raise RuntimeError("a gradient is left from before the step, which would be lost: optimizer.zero_grad() first")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -38,3 +41,29 @@ def test_allocated_memory_of_a_rewritten_step_is_what_was_promised():
     measured = torch.cuda.max_memory_allocated()
     assert measured <= 1.01 * plan.peak.allocated_bytes
     assert measured >= 0.95 * plan.peak.allocated_bytes
+
+
+def test_a_trainer_takes_what_was_promised(tmp_path):
+    """As above, by transformers' Trainer, whose callback measures. Planned in a process of its own, for the fork."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+    config = transformers.RobertaConfig(num_hidden_layers=4, max_position_embeddings=130)
+    model = transformers.RobertaForMaskedLM(config)
+    tokens = torch.randint(3, config.vocab_size, (32, 128))
+    config.architectures = ["RobertaForMaskedLM"]
+    config.save_pretrained(tmp_path)
+    options = "--vram 6GiB --batch-size 32 --seq-len 128 --forbid step-in-backward --force accumulation".split()
+    command = [sys.executable, "-m", "planner.cli", str(tmp_path), *options, "--save", str(tmp_path / "plan.json")]
+    subprocess.run(command, check=True, timeout=300)
+    plan = planner.Plan.load(tmp_path / "plan.json")
+    rewritten = rewrite.apply_for_trainer(plan, model)
+    arguments = rewrite.training_arguments(plan, output_dir=str(tmp_path), max_steps=3, report_to="none")
+    callback = rewrite.trainer_callback(rewritten)
+    transformers.Trainer(
+        model=model,
+        args=transformers.TrainingArguments(**arguments),
+        train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
+        callbacks=[callback],
+    ).train()
+    assert callback.promise.kept is not None
+    assert 0.95 <= callback.promise.allocated_bytes / plan.peak.allocated_bytes <= 1.01

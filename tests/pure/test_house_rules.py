@@ -13,6 +13,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 OURS = ("planner", "rewrite", "profiles")
 COMPOSITION_ROOT = {"planner/__init__.py", "planner/pipeline.py", "planner/cli.py"}
 """The only files of the planner that know the rewriter."""
+EXTRAS = ("accelerate", "bitsandbytes", "transformers")
+"""What a bare install lacks."""
+NEEDS_EXTRAS = "rewrite.plan_callback"
+"""The only module that is imported where it is used, and not before."""
 WITHOUT_TORCH = (
     "planner",
     "planner.allocator",
@@ -61,6 +65,17 @@ def test_the_search_works_on_numbers_alone(path):
     assert not uses(path, "torch")
     ours = {name for name in imports(path) if name.split(".")[0] in OURS}
     assert all(name.startswith("planner.search") or name == "planner.errors" for name in ours)
+
+
+@pytest.mark.parametrize("path", sources(*OURS), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_bare_install_can_import_everything(path):
+    """But one module, which none imports when it is itself imported."""
+    named = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    statements = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    found = {alias.name for node in statements if isinstance(node, ast.Import) for alias in node.names}
+    found |= {node.module for node in statements if isinstance(node, ast.ImportFrom)}
+    assert NEEDS_EXTRAS not in found
+    assert named == NEEDS_EXTRAS or not {name.split(".")[0] for name in found} & set(EXTRAS)
 
 
 @pytest.mark.parametrize("module", [*WITHOUT_TORCH, "planner.search.milp"])

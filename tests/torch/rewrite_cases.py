@@ -16,7 +16,7 @@ from torch import nn
 from planner.calling import Calling
 from planner.fingerprint import fingerprint
 from planner.plan_file import Footprint, ModelFacts, Plan, SolverFacts, WorkloadFacts
-from rewrite import apply_decisions, emit
+from rewrite import Parity, apply, apply_decisions, emit, verify
 
 
 class Convolutional(nn.Module):
@@ -169,7 +169,10 @@ def largest_relative_error(model: nn.Module, *decisions, batches, **options) -> 
 
 
 def plan_for(model: nn.Module, batch, *decisions, loss_fn=None, optimizer="adamw", reference=None, **changes) -> Plan:
-    named = batch if isinstance(batch, dict) else dict(enumerate(batch))
+    if dataclasses.is_dataclass(batch):
+        named = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+    else:
+        named = batch if isinstance(batch, dict) else dict(enumerate(batch))
     shapes = tuple((str(k), tuple(t.shape), str(t.dtype).removeprefix("torch.")) for k, t in named.items())
     footprint = Footprint(
         allocated_bytes=300 << 20, reserved_bytes=320 << 20, total_bytes=720 << 20, phase="backward", module="head",
@@ -193,6 +196,13 @@ def plan_for(model: nn.Module, batch, *decisions, loss_fn=None, optimizer="adamw
     return dataclasses.replace(plan, **changes)
 
 
+def verified(build, batch, *decisions, loss_fn=None, optimizer="adamw", **options) -> Parity:
+    """A plan of these decisions, held against the plain step."""
+    model = seeded(build)
+    plan = plan_for(model, batch, *decisions, loss_fn=loss_fn)
+    return verify(plan, model, batch, loss_fn=loss_fn, optimizer=optimizer, **options)
+
+
 def printed_by_emitted_files(
     folder: pathlib.Path, model_source: str, *choices: tuple, edit: Callable[[str], str] = lambda text: text
 ) -> list[str]:
@@ -211,3 +221,30 @@ def printed_by_emitted_files(
         ran = subprocess.run([sys.executable, "train.py"], cwd=folder, capture_output=True, text=True, check=True)
         printed.append(ran.stdout)
     return printed
+
+
+def imported(path: pathlib.Path):
+    spec = importlib.util.spec_from_file_location("emitted", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def losses_of_file(emitted, model, batches, scaled: bool, **options) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    optimizer = emitted.make_optimizer(emitted.rewrite(model))
+    if scaled:
+        options["scaler"] = torch.amp.GradScaler("cpu")
+    return [emitted.training_step(model, optimizer, batch, **options) for batch in batches]
+
+
+def assert_same_training(plan, emitted, model, other, batches, **options) -> None:
+    result = apply(plan, model, **options)
+    options.pop("optimizer", None)
+    torch.manual_seed(1)
+    losses = [result.step(batch) for batch in batches]
+    other_losses = losses_of_file(emitted, other, batches, result.step.scaler is not None, **options)
+    assert all(torch.equal(a, b) for a, b in zip(losses, other_losses, strict=True)), (losses, other_losses)
+    state, other_state = model.state_dict(), other.state_dict()
+    assert list(state) == list(other_state)
+    assert [name for name in state if not torch.equal(state[name], other_state[name])] == []

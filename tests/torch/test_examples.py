@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -78,7 +79,12 @@ def assert_trains(model: torch.nn.Module, loss: torch.Tensor) -> None:
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
 
 
+LOOPS = {"plain_loop": None, "trainer": "accelerate", "lightning_module": "lightning"}
+"""With what they need beside us."""
+
+
 def test_every_example_is_tested_here() -> None:
+    assert {path.stem for path in (EXAMPLES / "loops").glob("*.py")} == set(LOOPS)
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(SMALL_BUILDS) == set(BUILD_PARAMETERS)
     configs = {path.parent.name for path in EXAMPLES.glob("*/config.json")}
     assert configs == set(SMALL_CONFIGS) == set(CONFIG_PARAMETERS)
@@ -114,6 +120,23 @@ def test_a_small_version_of_a_config_trains_on_the_processor(name: str) -> None:
     model = configured(name, **SMALL_CONFIGS[name]).train()
     batch = text_or_image_batch(model)
     assert_trains(model, loss_of(Calling.of(batch, None).call(model, batch), batch, None))
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_plans_and_trains_on_the_processor(name: str, capsys: pytest.CaptureFixture) -> None:
+    if LOOPS[name] is not None:
+        pytest.importorskip(LOOPS[name], reason=f"examples/loops/{name}.py needs {LOOPS[name]}")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        example(f"loops/{name}").main()
+    finally:
+        torch.set_num_threads(threads)
+    printed = capsys.readouterr().out
+    assert printed.startswith("- "), "the budget asks for no decision"
+    losses = [float(loss) for loss in re.findall(r"\bloss'?:? '?([0-9.]+)", printed)]
+    assert losses
+    assert losses[-1] <= losses[0]
 
 
 @pytest.mark.parametrize("name", ["llama_1b", "llama_8b"])

@@ -15,6 +15,7 @@ from rewrite_cases import (
     gpt2,
     images,
     largest_relative_error,
+    plan_for,
     rewritten,
     roberta,
     seeded,
@@ -24,6 +25,8 @@ from rewrite_cases import (
 )
 from torch import nn
 
+import planner
+import rewrite
 from planner.decisions import Accumulation
 from planner.errors import DecisionError
 
@@ -140,7 +143,8 @@ def test_a_smaller_last_batch_is_split_by_its_own_size():
 @dataclasses.dataclass(frozen=True)
 class Sample:
     image: torch.Tensor
-    name: str
+    name: str | torch.Tensor
+    more: dict | None = None
 
 
 Pair = collections.namedtuple("Pair", ["left", "right"])
@@ -167,6 +171,38 @@ def test_every_nesting_is_split_and_everything_else_is_shared():
     assert type(last["ordered"]) is collections.OrderedDict
     assert last["ordered"]["a"] is scalar
     assert len(batch["list"][0]) == 5
+
+
+def test_a_dataclass_trains_as_a_batch_live_and_from_a_file(tmp_path):
+    """Nested, with a tensor without samples, in parts that do not divide it."""
+    path = tmp_path / "net.py"
+    path.write_text("from torch import nn\n\ndef build():\n    return nn.Linear(4, 3)\n")
+    pair = Sample(image=torch.ones(5, 4), name=torch.tensor(2.0))
+    thirds = Accumulation(micro_batch_size=2, micro_batches=3)
+    file: dict = {}
+    exec(compile(rewrite.source(plan_for(nn.Linear(4, 3), pair, thirds, reference=f"{path}:build")), "f", "exec"), file)
+    made, parts = file["synthetic_batch"]("cpu"), []
+    assert (made.image.shape, made.name.shape) == ((5, 4), ())
+
+    def model(batch):
+        parts.append(len(batch.image))
+        return (batch.image * weight * batch.name).mean()
+
+    weight = torch.ones((), requires_grad=True)
+    file["training_step"](model, torch.optim.SGD([weight], lr=1.0), made)
+    assert parts == [2, 2, 1]
+    torch.testing.assert_close(weight.detach(), 1.0 - (made.image * made.name).mean())
+
+    class Net(Perceptron):
+        def forward(self, batch):
+            return cross_entropy(super().forward(batch.image) * batch.more["scale"], (batch.more["goal"][0],))
+
+    x, y = vectors(6)
+    batch = Sample(image=x, name="name", more={"scale": torch.tensor(2.0), "goal": [y]})
+    model = seeded(Net)
+    plan = planner.plan(model, batch, vram="1GiB", gpu="bare", force=("accumulation",), only=("accumulation",))
+    found = rewrite.verify(plan, model, batch)
+    assert found.passed, str(found)
 
 
 def test_transformers_outputs_and_encodings_are_split():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import pathlib
@@ -13,14 +12,18 @@ import pytest
 import torch
 from rewrite_cases import (
     Convolutional,
+    Perceptron,
+    assert_same_training,
     cross_entropy,
     gpt2,
     images,
+    imported,
     plan_for,
     roberta,
     roberta_config,
     seeded,
     tokens,
+    vectors,
 )
 
 from planner.calling import Calling
@@ -35,7 +38,7 @@ from planner.decisions import (
     StepInBackward,
 )
 from planner.errors import PlanFileError
-from rewrite import apply, emit, source
+from rewrite import emit, source
 
 LAYERS = ("roberta.encoder.layer.0", "roberta.encoder.layer.1")
 ACCUMULATION = Accumulation(micro_batch_size=4, micro_batches=2)
@@ -65,13 +68,6 @@ PLANS = {
 each_plan = pytest.mark.parametrize("decisions", PLANS.values(), ids=PLANS)
 
 
-def imported(path: pathlib.Path):
-    spec = importlib.util.spec_from_file_location("emitted", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def emitted_roberta(tmp_path: pathlib.Path, *decisions, **changes) -> tuple:
     config = tmp_path / "model" / "config.json"
     config.parent.mkdir()
@@ -81,26 +77,6 @@ def emitted_roberta(tmp_path: pathlib.Path, *decisions, **changes) -> tuple:
     path = tmp_path / "train_step.py"
     emit(plan, path)
     return plan, path
-
-
-def losses_of_file(emitted, model, batches, scaled: bool, **options) -> list[torch.Tensor]:
-    torch.manual_seed(1)
-    optimizer = emitted.make_optimizer(emitted.rewrite(model))
-    if scaled:
-        options["scaler"] = torch.amp.GradScaler("cpu")
-    return [emitted.training_step(model, optimizer, batch, **options) for batch in batches]
-
-
-def assert_same_training(plan, emitted, model, other, batches, **options) -> None:
-    result = apply(plan, model, **options)
-    options.pop("optimizer", None)
-    torch.manual_seed(1)
-    losses = [result.step(batch) for batch in batches]
-    other_losses = losses_of_file(emitted, other, batches, result.step.scaler is not None, **options)
-    assert all(torch.equal(a, b) for a, b in zip(losses, other_losses, strict=True)), (losses, other_losses)
-    state, other_state = model.state_dict(), other.state_dict()
-    assert list(state) == list(other_state)
-    assert [name for name in state if not torch.equal(state[name], other_state[name])] == []
 
 
 @each_plan
@@ -146,10 +122,21 @@ def ran(path: pathlib.Path, *arguments: str, cwd: pathlib.Path) -> subprocess.Co
 
 @each_plan
 def test_a_file_passes_the_linter_and_the_formatter(tmp_path, decisions):
+    assert_well_formed(emitted_roberta(tmp_path, *decisions)[1])
+
+
+def test_a_step_with_many_arguments_and_an_optimizer_that_takes_sparse_gradients_is_formatted_too(tmp_path):
+    plan = plan_for(
+        Perceptron(), vectors(6), Precision(dtype="fp16"), ACCUMULATION, loss_fn=cross_entropy, optimizer="sgd"
+    )
+    emit(plan, tmp_path / "step.py")
+    assert_well_formed(tmp_path / "step.py")
+
+
+def assert_well_formed(path: pathlib.Path) -> None:
     ruff = pathlib.Path(sys.executable).with_name("ruff")
     if not ruff.exists():
         pytest.skip("ruff is not installed")
-    _, path = emitted_roberta(tmp_path, *decisions)
     rules = "E,F,I,B,UP,SIM,C4"
     for command in (["check", "--select", rules], ["format", "--check", "--diff"]):
         options = ["--isolated", "--line-length", "120", "--target-version", "py311"]
@@ -285,6 +272,27 @@ def test_a_live_model_with_its_own_loss_trains_from_the_file(tmp_path):
     emit(plan, tmp_path / "step.py")
     emitted = imported(tmp_path / "step.py")
     assert_same_training(plan, emitted, model, seeded(roberta), [tokens(seed=seed) for seed in range(3)])
+
+
+class Lookup(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = torch.nn.Embedding(9, 3, sparse=True)
+        self.head = torch.nn.Linear(3, 3)
+
+    def forward(self, numbers):
+        return self.head(self.rows(numbers))
+
+
+def test_sparse_gradients_are_clipped_by_the_file_as_well(tmp_path):
+    model = seeded(Lookup)
+    batches = [(torch.tensor([seed, 1, 1, 5]), torch.tensor([0, 1, 2, seed])) for seed in range(3)]
+    emit(plan_for(model, batches[0], loss_fn=cross_entropy, optimizer="sgd"), tmp_path / "step.py")
+    options = {"loss_fn": cross_entropy, "max_grad_norm": 0.1}
+    assert_same_training(
+        plan_for(model, batches[0], loss_fn=cross_entropy, optimizer="sgd"),
+        imported(tmp_path / "step.py"), model, seeded(Lookup), batches, **options,
+    )  # fmt: skip
 
 
 def test_an_optimizer_without_a_name_is_left_to_the_user(tmp_path):

@@ -1,0 +1,215 @@
+"""Which weights micro-batches have is held against what the loss is a mean over, and derived where a batch tells."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rewrite_cases import (
+    Perceptron,
+    cross_entropy,
+    gpt2,
+    largest_relative_error,
+    plan_for,
+    roberta,
+    roberta_config,
+    seeded,
+    sgd,
+    tokens,
+    vectors,
+    verified,
+)
+from torch import nn
+
+import planner
+import rewrite
+from planner.decisions import Accumulation, ChunkedLoss
+from planner.errors import DecisionError
+
+UNEVEN = Accumulation(micro_batch_size=4, micro_batches=2)
+"""For batches of 6 samples: 4, then 2."""
+
+
+PAIR = (torch.zeros(5), torch.ones(5))
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(60, 8)
+        self.head = nn.Linear(8, 60)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(ids))
+
+
+def of_tokens(output: torch.Tensor, batch: tuple) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, 1), batch[-1].flatten())
+
+
+def of_classes(output: torch.Tensor, batch: tuple) -> torch.Tensor:
+    return nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 25.0], dtype=output.dtype))(output, batch[-1])
+
+
+def summed(output: torch.Tensor, batch: tuple) -> torch.Tensor:
+    return F.cross_entropy(output, batch[-1], reduction="sum")
+
+
+def squared(output: torch.Tensor, batch: tuple) -> torch.Tensor:
+    return F.mse_loss(output, F.one_hot(batch[-1], 3).to(output.dtype))
+
+
+def token_pairs() -> tuple[torch.Tensor, torch.Tensor]:
+    return tokens()["input_ids"], tokens()["labels"]
+
+
+def step_of(build, batch, loss_fn=None, **options):
+    model = seeded(build)
+    plan = plan_for(model, batch, UNEVEN, loss_fn=loss_fn, optimizer="sgd")
+    return rewrite.apply(plan, model, loss_fn=loss_fn, **options)
+
+
+REFUSED = {
+    "labels that do not count": (Tagger, token_pairs(), of_tokens, r"cross_entropy is a mean over \d+, \d+ terms"),
+    "class weights": (Perceptron, vectors(6), of_classes, r"cross_entropy is a mean over [\d.]+, [\d.]+ terms"),
+    "a sum": (Perceptron, vectors(6), summed, r"by 0.6667, 0.3333, but the loss is a sum: .* to 1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_weights_that_make_another_loss_are_refused_before_anything_is_trained(case):
+    build, batch, loss_fn, message = REFUSED[case]
+    result = step_of(build, batch, loss_fn)
+    before = [parameter.clone() for parameter in result.module.parameters()]
+    for _ in range(2):
+        with pytest.raises(DecisionError, match=message):
+            result.step(batch)
+    assert all(torch.equal(a, b) for a, b in zip(before, result.module.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in result.module.parameters())
+    assert not result.optimizer.state
+
+
+STATED = {
+    "labels that do not count": lambda batch: (batch[-1] != -100).sum(),
+    "class weights": lambda batch: torch.tensor([1.0, 5.0, 25.0])[batch[-1]].sum(),
+    "a sum": lambda batch: 1,
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_stated_weight_makes_them_the_full_batch(case):
+    build, batch, loss_fn, _ = REFUSED[case]
+    found = verified(build, batch, UNEVEN, loss_fn=loss_fn, loss_weight=STATED[case])
+    assert found.passed, str(found)
+    step_of(build, batch, loss_fn, loss_weight=STATED[case]).step(batch)
+
+
+def test_a_part_over_which_the_mean_is_0_over_0_is_left_out():
+    def masked(output, batch):
+        return (output.square().mean(1) * batch[-1]).sum() / batch[-1].sum()
+
+    options = {"loss_fn": masked, "loss_weight": lambda batch: batch[-1].sum()}
+    batch = (vectors(6)[0], torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0]))
+    found = verified(Perceptron, batch, UNEVEN, **options)
+    assert found.passed, str(found)
+    with pytest.raises(ValueError, match="a mean over no term at all"):
+        step_of(Perceptron, batch, **options).step((batch[0], torch.zeros(6)))
+
+
+@pytest.mark.parametrize(
+    ("build", "batch", "loss_fn"),
+    [
+        (Perceptron, vectors(6), cross_entropy),
+        (Perceptron, vectors(6), squared),
+        (Perceptron, vectors(6), lambda output, batch: F.cross_entropy(output, output.detach().softmax(1))),
+        (Perceptron, vectors(6), lambda output, batch: output.square().mean()),
+        (Perceptron, vectors(6), lambda output, batch: cross_entropy(output, batch) + F.mse_loss(*PAIR)),
+        (roberta, tokens(), None),
+        (gpt2, tokens(), None),
+    ],
+)
+def test_weights_that_are_right_are_looked_at_once(build, batch, loss_fn):
+    result = step_of(build, batch, loss_fn)
+    assert result.step._means is not None
+    result.step(batch)
+    assert result.step._means is None
+
+
+def test_a_loss_in_chunks_is_seen_too():
+    model, batch = seeded(gpt2), tokens()
+    decisions = (UNEVEN, ChunkedLoss(module="lm_head", chunks=3))
+    rewrite.apply(plan_for(model, batch, *decisions, optimizer="sgd"), model).step(batch)
+
+
+# ---- what transformers' batches tell ---------------------------------------------------------------------------------
+
+
+def bert(kind: str, **options) -> nn.Module:
+    import transformers
+
+    return getattr(transformers, kind)(transformers.BertConfig(**roberta_config(**options)))
+
+
+def two_losses() -> nn.Module:
+    return bert("BertForPreTraining")
+
+
+def test_a_loss_of_several_means_is_refused():
+    batch = {**tokens(), "next_sentence_label": torch.arange(6) % 2}
+    result = step_of(two_losses, batch)
+    with pytest.raises(DecisionError, match="forbid accumulation where a loss is made of several means"):
+        result.step(batch)
+
+
+def classifier(**options) -> nn.Module:
+    return bert("BertForSequenceClassification", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **options)
+
+
+def test_labels_of_samples_count_unless_they_are_ignored_or_numbers():
+    classes = {**tokens(), "labels": torch.tensor([0, 1, -100, 2, 0, -100])}
+    model = seeded(classifier, num_labels=3).double()
+    assert largest_relative_error(model, UNEVEN, batches=[classes]) < 1e-12
+    step_of(lambda: classifier(num_labels=3), classes).step(classes)
+    numbers = {**tokens(), "labels": torch.tensor([0.0, 1.0, -100.0, 2.0, 0.0, -100.0], dtype=torch.float64)}
+    assert largest_relative_error(seeded(classifier, num_labels=1).double(), UNEVEN, batches=[numbers]) < 1e-12
+
+
+def test_a_loss_that_a_batch_divides_by_a_number_is_summed_up():
+    batch = {**tokens(), "num_items_in_batch": torch.tensor(37)}
+    found = verified(gpt2, batch, UNEVEN)
+    assert found.passed, str(found)
+    step_of(gpt2, batch).step({**batch, "num_items_in_batch": 37})
+
+
+def test_models_that_leave_the_number_of_items_alone_are_weighted_by_labels():
+    batch = {**tokens(), "num_items_in_batch": torch.tensor(37)}
+    model = seeded(roberta, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0).double()
+    assert largest_relative_error(model, UNEVEN, batches=[batch]) < 1e-12
+
+
+def test_experts_that_are_balanced_over_the_batch_are_not_split():
+    import transformers
+
+    config = {**roberta_config(), "num_key_value_heads": 2, "num_local_experts": 4}
+    for balanced in (False, True):
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**config, output_router_logits=balanced))
+        options = {"vram": "1GiB", "gpu": "bare", "optimizer": "sgd", "only": ("accumulation",)}
+        plan = planner.plan(model, tokens(), **options)
+        told = "balances its experts over all tokens of a batch" in " ".join(plan.notes)
+        assert told is balanced
+
+
+# ---- the emitted file ------------------------------------------------------------------------------------------------
+
+
+def test_a_file_takes_other_weights():
+    plan = plan_for(Perceptron(), vectors(6), UNEVEN, loss_fn=summed)
+    namespace: dict = {}
+    exec(compile(rewrite.source(plan), "train_step.py", "exec"), namespace)
+    weights = {}
+    for name, terms in (("samples", {}), ("sum", {"loss_terms": lambda batch, samples: 1})):
+        model = namespace["rewrite"](seeded(Perceptron, dropout=0.0))
+        weights[name] = namespace["training_step"](model, sgd(model.parameters()), vectors(6), loss_fn=summed, **terms)
+    whole = summed(seeded(Perceptron, dropout=0.0)(vectors(6)[0]), vectors(6))
+    torch.testing.assert_close(weights["sum"], whole.detach())
+    assert abs(weights["samples"] - whole) > 0.1 * whole
