@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 COMPILED = "it runs compiled, or inside of what is compiled"
 _WITHOUT_FORWARD = "its class has no forward of its own"
 _WITHOUT_GRADIENTS = "it runs without gradients"
+OWN_GENERATOR = "it draws from a generator of its own, which a second run would find moved on"
 TAKES_GRADIENTS = "its parent takes gradients of it in its own forward"
 NO_REPLAY = frozenset({COMPILED, _WITHOUT_FORWARD, _WITHOUT_GRADIENTS, TAKES_GRADIENTS})
 """Obstacles even where ops are run again and Python is not."""

@@ -36,7 +36,7 @@ from planner.classify import classify, note_obstacles
 from planner.cuda_kernels import KERNELS
 from planner.in_place import InPlaceRule
 from planner.known_values import tensors_in
-from planner.module_calls import ModuleCalls
+from planner.module_calls import OWN_GENERATOR, ModuleCalls
 from planner.op_schema import (
     OpTraits,
     changed_arguments,
@@ -159,6 +159,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused or op.namespace in _IGNORED_NAMESPACES:
             return op(*args, **kwargs)
+        if kwargs.get("generator") is not None:
+            self.calls.note_obstacle(self.calls.innermost[1], OWN_GENERATOR)
         if not self.virtual:
             return self._really(op, args, kwargs)
         if op is torch.ops.aten._local_scalar_dense.default and (value := self._scalar(args[0])) is not None:

@@ -3,7 +3,8 @@
 Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016, by `torch.utils.checkpoint` (non-reentrant); what is
 kept beside the inputs are results of products (`planner.products`), by its selective contexts.
 The recompute draws the same dropout masks. Batch and instance normalisation must not count a batch twice; other
-modules that change buffers of their own in forward (spectral norm) would do so twice, and should not be named.
+modules that change buffers of their own in forward (spectral norm) would do so twice, and those that draw from a
+generator of their own would draw other numbers: they should not be named, and the planner does not.
 A cache of keys and values is turned off; without its copies attention reads another memory layout, and its last
 bit may differ from the plain step that filled the cache.
 """

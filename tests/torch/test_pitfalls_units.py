@@ -93,6 +93,15 @@ class NumpyNumber(Plain):
         return super().forward(x) * float(numpy.random.rand())
 
 
+class OwnGenerator(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x):
+        return super().forward(x) * torch.rand(WIDTH, generator=self.generator).to(x.device)
+
+
 class Around(torch.nn.Module):
     """Changes nothing itself, but holds a module that does."""
 
@@ -132,6 +141,7 @@ STATEFUL = {
     GrowingList: "changes its attribute 'seen'",
     RandomNumber: "changes Python's random state",
     NumpyNumber: "changes numpy's random state",
+    OwnGenerator: "draws from a generator of its own",
     Around: "changes its attribute 'calls'",
 }
 REPEATABLE = (Plain, Dropout, Normalised)
