@@ -19,8 +19,10 @@ from planner.errors import PlannerError, WorkloadError
 from planner.hook_errors import HookErrors
 from planner.in_place import InPlaceRule
 from planner.known_values import KnownValues, assume_full, learn_buffer
+from planner.optimizers import sparse_lookups
 from planner.recorder import Recorder
 from planner.source_lines import is_model_code
+from planner.sparse import no_rows_of
 from planner.step_graph import Category, StepGraph
 from planner.workload import map_tensors, tensors_of
 
@@ -180,18 +182,12 @@ def _place(error: BaseException, model: torch.nn.Module) -> str:
 
 def _prime(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Let the optimizer make its state, as if a step had been taken before."""
-    lookups = [m for m in model.modules() if isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and m.sparse]
-    with_rows = {id(module.weight) for module in lookups}
+    with_rows = {id(weight) for weight in sparse_lookups(model).values()}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.grad = _no_rows_of(parameter) if id(parameter) in with_rows else torch.empty_like(parameter)
+            parameter.grad = no_rows_of(parameter) if id(parameter) in with_rows else torch.empty_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-
-
-def _no_rows_of(table: torch.Tensor) -> torch.Tensor:
-    indices = torch.empty(1, 0, dtype=torch.long, device=table.device)
-    return torch.sparse_coo_tensor(indices, table.detach().new_empty(0, *table.shape[1:]), table.shape)
 
 
 def make_virtual(model: torch.nn.Module, device: str, known: KnownValues | None = None) -> None:

@@ -8,8 +8,12 @@ gradients in between (coalescing, updates of rows) is therefore not seen, which 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
+
+from planner.answers import Answers
+from planner.cuda_kernels import Made, cuda_kernel
 
 ASSUMED_TEMPORARIES = "temporaries of ops on sparse gradients are small"
 
@@ -22,6 +26,18 @@ def hold_parts(made: torch.Tensor, given: Iterable[torch.Tensor]) -> None:
     for tensor in given:
         parts += parts_of(tensor) if tensor.is_sparse else [tensor]
     setattr(made, _PARTS, parts)
+
+
+def no_rows_of(table: torch.Tensor) -> torch.Tensor:
+    """A sparse tensor of the shape of a table, with none of its rows."""
+    indices = torch.empty(1, 0, dtype=torch.long, device=table.device)
+    return torch.sparse_coo_tensor(indices, table.detach().new_empty(0, *table.shape[1:]), table.shape)
+
+
+@cuda_kernel(torch.ops.aten.sparse_mask.default)
+def _sparse_mask(answers: Answers, op: Any, table: torch.Tensor, mask: torch.Tensor) -> Made:
+    """Rows of a table: as all of an update by rows a temporary, and not counted."""
+    return no_rows_of(table), []
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -219,7 +219,10 @@ def test_sparse_gradients_are_planned_where_the_optimizer_takes_them(kind):
     def loss_fn(output, batch):
         return output.square().mean()
 
-    plan = planner.plan(model, batch, vram=None, loss_fn=loss_fn, optimizer="sgd", gpu="bare")
-    assert any("sparse gradients" in note for note in plan.notes)
+    for optimizer, copies in ("sgd", 1), ("adagrad", 2):  # weights, and a dense sum of squares
+        plan = planner.plan(model, batch, vram=None, loss_fn=loss_fn, optimizer=optimizer, gpu="bare")
+        assert any("sparse gradients" in note for note in plan.notes)
+        held_bytes = plan.peak.breakdown["parameters"] + plan.peak.breakdown.get("optimizer state", 0)
+        assert held_bytes == copies * 4 * sum(p.numel() for p in model.parameters())
     with pytest.raises(WorkloadError, match="does not support sparse gradients"):
         planner.plan(model, batch, vram=None, loss_fn=loss_fn, optimizer="adamw", gpu="bare")
