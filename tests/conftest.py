@@ -8,6 +8,7 @@ import pathlib
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a model hub
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are small here: more threads only wait for each other
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
