@@ -105,6 +105,8 @@ class Chooser:
         """Choices, with their split, that could not be rehearsed, and why."""
         self._unchunked: set[tuple[Decision, ...]] = set()
         """Kinds of updates beside which the loss cannot be taken in chunks, although that is offered."""
+        self._without_case: set[tuple[Decision, ...]] = set()
+        """Choices that could not be rehearsed as bounds of others."""
         self.undecided = 0
         """Programs that hit their time limit without an answer."""
 
@@ -122,6 +124,8 @@ class Chooser:
             try:
                 return search()
             except _ChunksRefusedError as refused:
+                if refused.update in self._unchunked:
+                    raise
                 self._unchunked.add(refused.update)
 
     def _fastest(self, budget_bytes: int) -> Choice | None:
@@ -255,7 +259,7 @@ class Chooser:
         if simpler == outer:
             return True
         for number, split in enumerate(self._splits(outer)):
-            case = self._cases.known(simpler, split) if number else self._case(simpler, split)
+            case = self._cases.known(simpler, split) if number else self._bounding(simpler, split)
             if case is None:
                 return True
             below_ns = None
@@ -270,6 +274,16 @@ class Chooser:
             if case.could_pay(budget_bytes, state_bytes=state_bytes, gradients=gradients, below_ns=below_ns):
                 return True
         return False
+
+    def _bounding(self, simpler: tuple[Decision, ...], split: Split) -> Case | None:
+        """A case that others are bounded by; None if it is not offered, or cannot be rehearsed."""
+        if simpler in self._without_case or simpler not in self._outer_choices():
+            return None
+        try:
+            return self._cases.of(simpler, split)
+        except PlannerError:  # told when it is looked at for itself
+            self._without_case.add(simpler)
+            return None
 
     def _fastest_of(self, outer: tuple[Decision, ...], budget_bytes: int, limit_ns: float) -> list[Choice]:
         """The best plan of one outer choice: first without recompute, which then bounds what recompute may cost."""
