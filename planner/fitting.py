@@ -7,6 +7,8 @@ not fit, choose again with less. A frozen prefix is the last resort: only if not
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 from collections.abc import Sequence
 
 from planner.allocator_settings import SMALL_SEGMENT_BYTES
@@ -63,11 +65,14 @@ def with_prefix(trials: Trials, offered: Offer, rules: Rules, *, roughly: bool =
     return fastest(trials, frozen_offer(narrow if roughly else offered, candidates[shortest]), rules)
 
 
-def fastest(trials: Trials, offered: Offer, rules: Rules) -> Certified | None:
+def fastest(trials: Trials, offered: Offer, rules: Rules, *, until: float = math.inf) -> Certified | None:
     """Choose, certify, and choose again with less where the allocator's slack did not fit.
 
     Goes down by what was missing, then back up by halves: where less left nothing to choose, and where it cost more
     time than a tie with what was chosen with the least that did not fit.
+
+    Args:
+        until: when to stop at what is found by then (`time.perf_counter`).
     """
     chooser, finest_bytes = trials.chooser(offered, rules), trials.budget_bytes // _FINEST_STEP
     budget_bytes = trials.budget_bytes
@@ -91,7 +96,7 @@ def fastest(trials: Trials, offered: Offer, rules: Rules) -> Certified | None:
             found = _quicker(found, certified)
         if found is not None and found.choice.step_ns <= TIE * best_ns:
             return found
-        if high_bytes - low_bytes <= finest_bytes:
+        if high_bytes - low_bytes <= finest_bytes or time.perf_counter() > until:
             return found
         if budget_bytes <= low_bytes:
             budget_bytes = (low_bytes + high_bytes) // 2
@@ -105,19 +110,19 @@ def _quicker(one: Certified | None, other: Certified | None) -> Certified | None
     return min(one, other, key=lambda certified: certified.choice.step_ns)
 
 
-def smallest(trials: Trials, offered: Offer, rules: Rules) -> Certified:
+def smallest(trials: Trials, offered: Offer, rules: Rules, *, until: float = math.inf) -> Certified:
     """The plan that gets through in the smallest total that was found, and a fast one among those.
 
     It begins with the smallest promise. Where the allocator's slack is a large part of it, quicker plans may need no
-    more, or even less. What comes back may fit after all.
+    more, or even less: these are looked for `until` then (`time.perf_counter`). What comes back may fit after all.
     """
     found = trials.tightly(trials.certify(trials.chooser(offered, rules).smallest()))
     for less_bytes in (0, *[SMALL_SEGMENT_BYTES] * _DESCENTS):
         slack_bytes = found.measured.footprint.reserved_bytes - found.choice.peak_bytes
         total_bytes = found.measured.footprint.total_bytes
-        if found.measured.fits or slack_bytes <= _LARGE_SLACK * total_bytes:
+        if found.measured.fits or slack_bytes <= _LARGE_SLACK * total_bytes or time.perf_counter() > until:
             return found
-        again = fastest(trials.under(total_bytes - less_bytes), offered, rules)
+        again = fastest(trials.under(total_bytes - less_bytes), offered, rules, until=until)
         if again is None and less_bytes:
             break
         found = found if again is None else trials.tightly(again)

@@ -32,6 +32,8 @@ _ALIKE = 1.01
 """Between plans whose times are closer than this factor nothing is looked for."""
 _SEARCHING = 0.6
 """Share of the time for searching; the rest is for rehearsals."""
+_DESCENDING = 0.3
+"""Share of the time after which the smallest end is left as it is."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,11 +59,12 @@ def front(trials: Trials, rules: Rules, *, vram_bytes: int | None, seconds: floa
     """
     if rules.force(Freeze):
         raise DecisionError("a trade-off asks for many plans, and each frozen prefix makes others: do not force freeze")
-    until = time.perf_counter() + _SEARCHING * seconds
+    began = time.perf_counter()
+    until = began + _SEARCHING * seconds
     largest_bytes = max(total_bytes(trials.baseline), vram_bytes or 0)
     answers = {trials.under(largest_bytes).budget_bytes: _fastest(trials, rules, largest_bytes)}
     at_budget = None if vram_bytes is None else _at_budget(trials, rules, vram_bytes)
-    smallest = _smallest(trials, rules)
+    smallest = _smallest(trials, rules, until=began + _DESCENDING * seconds)
     if smallest is None:
         answers[0] = None
     for known in (at_budget, smallest):
@@ -94,16 +97,16 @@ def _at_budget(trials: Trials, rules: Rules, vram_bytes: int) -> Certified | Non
     return fitting.best(under, under.offer(rules), rules)
 
 
-def _smallest(trials: Trials, rules: Rules) -> Certified | None:
+def _smallest(trials: Trials, rules: Rules, *, until: float) -> Certified | None:
     """The fastest in the total of the smallest plan, frozen prefixes apart; None if it is slower than allowed.
 
     The smallest promise may be much slower than others that the allocator gives as many segments.
     """
     under = trials.under(_least_bytes(trials, trials.under(total_bytes(trials.baseline)).offer(rules)))
-    found = fitting.smallest(under, under.offer(rules), rules)
-    if trials.card.allocator:
+    found = fitting.smallest(under, under.offer(rules), rules, until=until)
+    if trials.card.allocator and time.perf_counter() < until:
         under = trials.under(total_bytes(found))
-        quicker = fitting.fastest(under, under.offer(rules), rules)
+        quicker = fitting.fastest(under, under.offer(rules), rules, until=until)
         found = min((found, quicker or found), key=_step_ns)
     return found if trials.quick_enough(found, rules) else None
 
