@@ -166,15 +166,15 @@ def test_what_asks_for_all_logits_or_changes_them_is_refused(loss):
         trained(Tagger().double(), loss, chunks=3)
 
 
-@pytest.mark.parametrize("ignored", [2, 4], ids=["in one micro-batch", "everywhere"])
-def test_where_no_label_counts_nothing_is_trained(ignored):
+def steps_in_parts(ignored: int):
+    """A step in chunks and one without, of a batch whose first samples have no label that counts."""
     torch.manual_seed(1)
     inputs, labels = tokens()
     labels[:ignored] = -100
     models = [Tagger().double()]
     models.append(copy.deepcopy(models[0]))
     for model, decisions in zip(models, ([], [ChunkedLoss(module="head", chunks=2)]), strict=True):
-        apply_decisions(
+        yield model, apply_decisions(
             [*decisions, Accumulation(micro_batch_size=2, micro_batches=2)],
             model,
             optimizer="sgd",
@@ -182,10 +182,23 @@ def test_where_no_label_counts_nothing_is_trained(ignored):
             batch_size=4,
             loss_fn=lambda output, part: flat(output, part[1]),
             loss_weight=lambda part: (part[1] != -100).sum(),
-        ).step((inputs, labels))
+        ), (inputs, labels)  # fmt: skip
+
+
+def test_a_micro_batch_in_which_no_label_counts_trains_nothing():
+    models = []
+    for model, result, batch in steps_in_parts(ignored=2):
+        result.step(batch)
+        models.append(model)
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         assert one.isfinite().all()
         torch.testing.assert_close(other, one)
+
+
+def test_a_batch_in_which_no_label_counts_is_refused():
+    for _, result, batch in steps_in_parts(ignored=4):
+        with pytest.raises(ValueError, match="a mean over no term at all"):
+            result.step(batch)
 
 
 class Surrounded(Tagger):
