@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import time
 
 from planner import fitting
@@ -76,6 +77,8 @@ def front(trials: Trials, rules: Rules, *, vram_bytes: int | None, seconds: floa
         below = answers.get(max((size for size in answers if size < asked_bytes), default=0))
         answers[asked_bytes] = _quicker(_fastest(trials, rules, asked_bytes + trials.card.context_bytes), below)
     points = _certified(trials, [choice for choice in answers.values() if choice is not None], rules)
+    if smallest is not None and time.perf_counter() < until:
+        points.append(_no_larger(trials, rules, smallest, until=until))
     if at_budget is not None and trials.quick_enough(at_budget, rules):
         points.append(at_budget)  # it is known to get through there; the smallest totals are rounded up
     return Front(points=_undominated(points), complete=asked_bytes is None)
@@ -98,17 +101,24 @@ def _at_budget(trials: Trials, rules: Rules, vram_bytes: int) -> Certified | Non
 
 
 def _smallest(trials: Trials, rules: Rules, *, until: float) -> Certified | None:
-    """The fastest in the total of the smallest plan, frozen prefixes apart; None if it is slower than allowed.
+    """The smallest plan, frozen prefixes apart; None if it is slower than allowed."""
+    under = trials.under(_least_bytes(trials, trials.under(total_bytes(trials.baseline)).offer(rules)))
+    found = fitting.smallest(under, under.offer(rules), rules, until=until)
+    if not trials.quick_enough(found, rules):
+        found = _no_larger(trials, rules, found)
+    return found if trials.quick_enough(found, rules) else None
+
+
+def _no_larger(trials: Trials, rules: Rules, found: Certified, *, until: float = math.inf) -> Certified:
+    """The fastest in the total of this one.
 
     The smallest promise may be much slower than others that the allocator gives as many segments.
     """
-    under = trials.under(_least_bytes(trials, trials.under(total_bytes(trials.baseline)).offer(rules)))
-    found = fitting.smallest(under, under.offer(rules), rules, until=until)
-    if trials.card.allocator and time.perf_counter() < until:
-        under = trials.under(total_bytes(found))
-        quicker = fitting.fastest(under, under.offer(rules), rules, until=until)
-        found = min((found, quicker or found), key=_step_ns)
-    return found if trials.quick_enough(found, rules) else None
+    if not trials.card.allocator:
+        return found
+    under = trials.under(total_bytes(found))
+    quicker = fitting.fastest(under, under.offer(rules), rules, until=until)
+    return min((found, quicker or found), key=_step_ns)
 
 
 def _least_bytes(trials: Trials, offered: Offer) -> int:
