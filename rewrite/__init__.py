@@ -11,7 +11,9 @@ from rewrite.apply import Rewritten, apply, apply_decisions
 from rewrite.certify import Certificate, certify
 from rewrite.emit import emit, source
 from rewrite.parity import Parity
-from rewrite.trainer import RewrittenForTrainer, apply_for_trainer, trainer_callback, training_arguments
+from rewrite.trainer import RewrittenForTrainer, apply_for_trainer
+from rewrite.trainer_arguments import training_arguments
+from rewrite.trainer_watch import trainer_callback
 from rewrite.verify import verify
 
 __all__ = [

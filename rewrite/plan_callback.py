@@ -17,7 +17,8 @@ from planner.sizes import format_size
 from planner.workload import described, optimizer_name
 from rewrite.loss_share import COUNT
 from rewrite.optimizers import OPTIMIZERS
-from rewrite.trainer import RewrittenForTrainer, arguments_of, micro_batches, refuse_contradictions
+from rewrite.trainer import RewrittenForTrainer
+from rewrite.trainer_arguments import arguments_of, micro_batches, refuse_contradictions
 
 logger = logging.getLogger(__name__)
 
