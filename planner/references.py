@@ -166,7 +166,7 @@ def _call(function: Callable[..., Any], arguments: dict[str, int], reference: st
     try:
         with torch.device("meta"):
             return function(**arguments)
-    except Exception:
+    except Exception:  # whatever it was on meta: the second try decides, and its error is told
         try:
             return function(**arguments)
         except Exception as error:
