@@ -25,9 +25,9 @@ from rich.table import Table
 
 import profiles
 from planner.decisions import Checkpoint, Fidelity
-from planner.options import Rules, given_rules
 from planner.pipeline import plan_workload, versions
 from planner.references import load_workload
+from planner.rules import Rules, given_rules
 from planner.synthetic import synthetic_batch
 from planner.workload import Workload, workload
 

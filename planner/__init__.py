@@ -58,8 +58,8 @@ def plan(
     Raises:
         planner.errors.PlannerError: for input that cannot be used; the message says what to change.
     """
-    from planner.options import given_rules
     from planner.pipeline import plan_live_model
+    from planner.rules import given_rules
 
     rules = given_rules(fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown)
     return plan_live_model(
@@ -100,8 +100,8 @@ def tradeoff(
     Raises:
         planner.errors.PlannerError: for input that cannot be used; the message says what to change.
     """
-    from planner.options import given_rules
     from planner.pipeline import tradeoff_of_live_model
+    from planner.rules import given_rules
 
     rules = given_rules(fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown)
     return tradeoff_of_live_model(

@@ -8,10 +8,10 @@ import functools
 from planner import cost
 from planner.decisions import Decision
 from planner.footprint import granularity_bytes, with_whole_batch
-from planner.options import Split
 from planner.recordings import Recordings
 from planner.search import milp
 from planner.search.problem import Selection
+from planner.splits import Split
 from planner.step_graph import Category, Phase, StepGraph
 from planner.units import Units, units_of
 from profiles.device import DeviceProfile

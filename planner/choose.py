@@ -18,9 +18,10 @@ from planner.cases import Case, Cases
 from planner.certificates import Certificates
 from planner.decisions import ChunkedLoss, Decision, Optimizer, OptimizerKernel, Precision, StepInBackward, conflict
 from planner.errors import DecisionError, PlannerError
-from planner.options import Offer, Split
+from planner.options import Offer
 from planner.search import milp
 from planner.search.problem import Selection
+from planner.splits import Split
 
 TIE = 1.05
 """Predicted times closer than this factor say nothing about which is faster."""

@@ -10,9 +10,9 @@ import pathlib
 from planner import pipeline, questions
 from planner.cli_options import names
 from planner.errors import PlanFileError, WorkloadError
-from planner.options import given_rules
 from planner.plan_file import Plan
 from planner.references import load_workload
+from planner.rules import given_rules
 from planner.tradeoff_result import DEFAULT_SECONDS, Tradeoff
 
 _SAID_BY_A_PLAN = (

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from planner.allocator_settings import SMALL_SEGMENT_BYTES
 from planner.choose import TIE, Choice
 from planner.decisions import Freeze, Optimizer, OptimizerKernel, Precision, StepInBackward
-from planner.options import Offer, Rules, frozen_offer, only
+from planner.options import Offer, frozen_offer, only
 from planner.plan_file import Relaxation, Shortfall
 from planner.prefixes import prefixes
+from planner.rules import Rules
 from planner.search.threshold import first_true
 from planner.step_graph import Category
 from planner.trials import Certified, Trials

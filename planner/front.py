@@ -22,7 +22,8 @@ from planner import fitting
 from planner.choose import Choice
 from planner.decisions import Freeze
 from planner.errors import DecisionError
-from planner.options import Offer, Rules
+from planner.options import Offer
+from planner.rules import Rules
 from planner.trials import Certified, Trials
 
 _STEP = 1 / 12

@@ -28,10 +28,10 @@ from planner.errors import PlanFileError, SizeError
 from planner.footprint import smallest_capacity_bytes
 from planner.front import front, total_bytes
 from planner.fx_graph import to_fx
-from planner.options import Rules
 from planner.plan_file import Plan, Shortfall, SolverFacts
 from planner.references import load_workload
 from planner.relaxations import relaxations
+from planner.rules import Rules
 from planner.sizes import format_size, parse_size
 from planner.step_graph import Phase
 from planner.tradeoff_result import Tradeoff

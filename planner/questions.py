@@ -9,8 +9,8 @@ import profiles
 from planner import pipeline
 from planner.decisions import Accumulation, Decision, Freeze
 from planner.errors import DecisionError, PlannerError, WorkloadError
-from planner.options import Rules
 from planner.plan_file import Plan
+from planner.rules import Rules
 from planner.sizes import format_size
 from planner.workload import Workload
 from profiles.device import DeviceProfile

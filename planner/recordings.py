@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from planner.child import Child
 from planner.decisions import Accumulation, ChunkedLoss, Decision, Optimizer, OptimizerKernel, StepInBackward
 from planner.grafting import can_be_grafted, graft_update
-from planner.options import Split
 from planner.scaling import BASE_SIZES, extrapolate
+from planner.splits import Split
 from planner.step_graph import StepGraph
 
 Start = Callable[[tuple[Decision, ...], tuple[int, ...]], Child]

@@ -10,8 +10,9 @@ from planner import fitting
 from planner.choose import fidelity_of
 from planner.decisions import KINDS, Accumulation, Checkpoint, Decision, Fidelity, Freeze, Offload, Replay
 from planner.errors import DecisionError
-from planner.options import Offer, Rules
+from planner.options import Offer
 from planner.plan_file import NextStep, Relaxation
+from planner.rules import Rules
 from planner.trials import Certified, Trials
 
 _SECONDS = 10

@@ -27,11 +27,14 @@ from planner.decisions import (
     StepInBackward,
     micro_batches_of,
 )
+from planner.eight_bit import least_state_bytes
+from planner.floors import Trained, floor_bytes
 from planner.footprint import Measured, measure, smallest_capacity_bytes
 from planner.heads import chunked_loss
 from planner.optimizers import kind_of, moves_all_its_state
-from planner.options import Offer, Rules, Trained, floor_bytes, offer
+from planner.options import Offer, offer
 from planner.recordings import Recordings
+from planner.rules import Rules
 from planner.step_graph import Category, Op, Phase, StepGraph
 from planner.workload import Workload
 from planner.workspaces.stream import with_workspaces
@@ -161,7 +164,7 @@ class Trials:
         """Nothing is said where a prefix is frozen: how much of it is trained differs."""
         if frozen:
             return {Optimizer: LeastUpdate(ns=0, state_bytes=0), OptimizerKernel: LeastUpdate(ns=0, state_bytes=None)}
-        eight_bit_bytes = self._trained.eight_bit_state_bytes(self.work.model)
+        eight_bit_bytes = least_state_bytes(self.work.model, self._trained.with_state)
         whole = moves_all_its_state(kind_of(self.work.optimizer))
         as_it_is_bytes = whole * self.baseline_graph.bytes_of(Category.OPTIMIZER_STATE)
         once = sum(3 * p.numel() * p.itemsize for p in self._trained.with_state)

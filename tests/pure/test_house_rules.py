@@ -100,7 +100,7 @@ def test_every_decision_is_a_choice_of_the_search():
 
     names = {
         node.func.id
-        for path in (ROOT / "planner" / f"{name}.py" for name in ("options", "prefixes", "heads", "units"))
+        for path in (ROOT / "planner" / f"{name}.py" for name in ("options", "splits", "prefixes", "heads", "units"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }

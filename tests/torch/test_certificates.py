@@ -10,8 +10,8 @@ from planner_cases import CARD, example
 from planner.certificates import Certificates
 from planner.decisions import Checkpoint, Decision, Precision
 from planner.errors import RehearsalError
-from planner.options import Rules
 from planner.pipeline import plan_workload
+from planner.rules import Rules
 
 BF16, FP16 = (Precision(dtype="bf16"),), (Precision(dtype="fp16"),)
 

@@ -18,9 +18,9 @@ from planner.choose import Chooser
 from planner.decisions import Accumulation, Fidelity, Optimizer, OptimizerKernel, Precision, StepInBackward
 from planner.errors import DecisionError
 from planner.optimizers import kernel_beside_foreach, kind_of
-from planner.options import Rules
 from planner.pipeline import plan_workload
 from planner.recordings import Recordings
+from planner.rules import Rules
 from planner.step_graph import Category, Phase, StepGraph
 from planner.workload import workload
 from rewrite.optimizers import OPTIMIZERS

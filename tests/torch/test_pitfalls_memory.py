@@ -15,8 +15,8 @@ from planner.cases import Cases
 from planner.child import Child
 from planner.decisions import Accumulation, Decision
 from planner.footprint import with_whole_batch
-from planner.options import Split
 from planner.recordings import Recordings
+from planner.splits import Split
 from planner.step_graph import Category, Phase, StepGraph
 from planner.workload import Workload, resized, tensors_of, workload
 from rewrite.certify import start_rehearsal, start_update

@@ -12,7 +12,8 @@ from planner_cases import BARE, plain
 import planner
 from planner.decisions import Accumulation, Fidelity, Optimizer
 from planner.errors import DecisionError, WorkloadError
-from planner.options import Offer, Rules, offer
+from planner.options import Offer, offer
+from planner.rules import Rules
 from planner.workload import workload
 from rewrite.certify import start_rehearsal
 

@@ -274,8 +274,8 @@ def test_it_is_not_offered_where_it_cannot_be(monkeypatch):
 
 def test_what_is_pruned_before_it_is_recorded_would_not_have_been_chosen(monkeypatch):
     from planner.cases import Case
-    from planner.options import Rules
     from planner.pipeline import plan_workload
+    from planner.rules import Rules
 
     pruned = 0
     could_pay = Case.could_pay

@@ -10,8 +10,8 @@ import torch
 from planner_cases import BARE, CARD, example, plain, transformer, units, what_if
 
 from planner.decisions import KINDS, Checkpoint, Fidelity, Precision, Replay
-from planner.options import Rules
 from planner.pipeline import plan_workload
+from planner.rules import Rules
 from planner.workload import workload
 
 
