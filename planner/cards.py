@@ -8,7 +8,7 @@ import torch
 
 import profiles
 from planner.child import run_in_child
-from planner.errors import DeviceProfileError
+from planner.errors import DeviceProfileError, MeasurementError
 from profiles.device import DeviceProfile, ProfileError
 
 
@@ -35,16 +35,31 @@ def resolve_card(gpu: str | None, vram_bytes: int | None) -> DeviceProfile:
 GENERIC = "generic"
 
 
+def refuse_without_cuda() -> None:
+    """Raises `MeasurementError` where there is no CUDA card."""
+    if _name_and_memory_here() is None:
+        build = "has a build without CUDA" if torch.version.cuda is None else "sees none"
+        raise MeasurementError(
+            f"--verify trains on a CUDA card, and torch {torch.__version__} here {build}: leave it out, the plan is "
+            "certified by rehearsal"
+        )
+
+
 def _present_card() -> DeviceProfile | None:
-    """The first CUDA card of this machine. A child asks, because a process that has used CUDA cannot be forked."""
-    if torch.version.cuda is None:
-        return None
-    found = _name_and_memory() if torch.cuda.is_initialized() else run_in_child(_name_and_memory)
+    """The first CUDA card of this machine, as a profile knows it."""
+    found = _name_and_memory_here()
     if found is None:
         return None
     name, total_bytes = found
     known = profiles.matching(name)
     return None if known is None else dataclasses.replace(known, vram_bytes=total_bytes)
+
+
+def _name_and_memory_here() -> tuple[str, int] | None:
+    """A child asks, because a process that has used CUDA cannot be forked."""
+    if torch.version.cuda is None:
+        return None
+    return _name_and_memory() if torch.cuda.is_initialized() else run_in_child(_name_and_memory)
 
 
 def _name_and_memory() -> tuple[str, int] | None:

@@ -1,6 +1,7 @@
 """The `plan` command. One JSON object or a report on standard output, everything else on standard error.
 
-Exit code 0: the plan fits; 1: no plan fits; 2: could not be run.
+Exit code 0: the plan fits, and keeps its promise where that is verified; 1: no plan fits, or the promise is broken;
+2: could not be run.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 
@@ -21,6 +22,9 @@ from planner.cli_options import parser, refuse_to_overwrite, refuse_what_does_no
 from planner.errors import PlannerError, WorkloadError
 from planner.plan_file import SCHEMA_VERSION, Plan, write_text_atomically
 from planner.tradeoff_result import Tradeoff
+
+if TYPE_CHECKING:
+    from rewrite.verification import Verification
 
 FITS, DOES_NOT_FIT, COULD_NOT_RUN = 0, 1, 2
 
@@ -37,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _standard_output_to_error():  # what a model prints is not our answer
             made = _answer(options)
             _write(made, options)
+            verified = _verified(made, options)
     except PlannerError as error:
         return _refuse(error, as_json=options.json, out=out)
     except KeyboardInterrupt:
@@ -51,16 +56,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return _refuse(PlannerError(" ".join(message.split())), as_json=options.json, out=out)
     if options.json:
-        print(json.dumps(made.to_json(), indent=2), file=out)
+        verification = {} if verified is None else {"verification": verified.to_json()}
+        print(json.dumps({**made.to_json(), **verification}, indent=2), file=out)
     else:
-        _print(made, out)
+        _print(made, verified, out)
         for path in (options.save, options.emit, options.report, options.svg):
             if path is not None:
                 print(f"wrote {path}", file=sys.stderr)
-    return FITS if made.fits else DOES_NOT_FIT
+    return FITS if made.fits and (verified is None or verified.kept) else DOES_NOT_FIT
 
 
-def _print(made: Plan | Tradeoff, out: TextIO) -> None:
+def _print(made: Plan | Tradeoff, verified: Verification | None, out: TextIO) -> None:
     if isinstance(made, Plan):
         from planner.report import render
 
@@ -69,6 +75,10 @@ def _print(made: Plan | Tradeoff, out: TextIO) -> None:
         from planner.tradeoff_report import render_tradeoff
 
         Console(file=out).print(render_tradeoff(made))
+    if verified is not None:
+        from rewrite.verification_report import render_verification
+
+        Console(file=out).print(render_verification(verified))
 
 
 def _answer(options: argparse.Namespace) -> Plan | Tradeoff:
@@ -78,8 +88,21 @@ def _answer(options: argparse.Namespace) -> Plan | Tradeoff:
         logging.getLogger(library).setLevel(logging.ERROR)
     with _working("loading torch"):
         from planner import cli_commands
+        from planner.cards import refuse_without_cuda
+    if options.verify:
+        refuse_without_cuda()
     with _working("rehearsing and searching"):
         return cli_commands.answer(options)
+
+
+def _verified(made: Plan | Tradeoff, options: argparse.Namespace) -> Verification | None:
+    """What became of the plan on the card; None where that was not asked for, or nothing fits."""
+    if not options.verify or not made.fits:
+        return None
+    from rewrite.verification import verification
+
+    with _working("training on the card"):
+        return verification(made)
 
 
 def _write(made: Plan | Tradeoff, options: argparse.Namespace) -> None:

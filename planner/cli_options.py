@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
         prog="plan",
         description="Plan a PyTorch training step that fits a card, without a GPU and without weights.",
         epilog="Sizes: GiB and MiB are binary, GB and MB decimal, % is of the card. "
-        "Exit code 0: fits, 1: no plan fits, 2: could not be run.",
+        "Exit code 0: fits (and keeps its promise, with --verify), 1: it does not, 2: could not be run.",
     )
     made.add_argument(
         "model",
@@ -74,6 +74,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--emit", type=pathlib.Path, metavar="train_step.py", help="write the training step as a Python file"
     )
+    made.add_argument(
+        "--verify", action="store_true", help="train by the plan on the CUDA card here, under the budget, and compare"
+    )
     made.add_argument("--report", type=pathlib.Path, metavar="report.html", help="write the report as a page")
     return made
 
@@ -118,7 +121,7 @@ def refuse_what_does_not_go_together(options: argparse.Namespace) -> None:
 
 _MANY_PLANS = "it makes many plans; make the one you choose with --vram"
 _QUESTIONS = {
-    "tradeoff": dict.fromkeys(("save", "emit", "report"), _MANY_PLANS),
+    "tradeoff": dict.fromkeys(("save", "emit", "report", "verify"), _MANY_PLANS),
     "largest_batch": {
         "batch_size": "that is what it looks for",
         "max_slowdown": "it asks for the largest batch at any speed",

@@ -41,3 +41,7 @@ class SnapshotError(PlannerError):
 
 class PromiseError(PlannerError):
     """A training step that took more memory than its plan promised."""
+
+
+class MeasurementError(PlannerError):
+    """A card that is not there, or a measuring process that failed; the text is the end of what it said."""

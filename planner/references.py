@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -24,15 +25,31 @@ FORMS = "config.json, a model folder or hub id, path/file.py:name, package.modul
 
 
 def load_workload(
-    reference: str, *, batch_size: int | None, seq_len: int | None, optimizer: str, gradients_alive: bool = False
+    reference: str,
+    *,
+    batch_size: int | None,
+    seq_len: int | None,
+    optimizer: str,
+    gradients_alive: bool = False,
+    with_weights: bool = False,
 ) -> Workload:
     """The workload that `reference` names. Models are built on the meta device where they let themselves be.
+
+    Args:
+        with_weights: make random weights and a random batch on the CPU, to train with.
 
     Raises:
         WorkloadError: nothing of that name, or it fails; the message quotes it.
     """
+    asked = _Asked(
+        batch_size=batch_size,
+        seq_len=seq_len,
+        optimizer=optimizer,
+        gradients_alive=gradients_alive,
+        device="cpu" if with_weights else "meta",
+    )
     if ":" in reference and not pathlib.Path(reference).exists():
-        return _from_callable(reference, batch_size, seq_len, optimizer, gradients_alive)
+        return _from_callable(reference, asked)
     path = pathlib.Path(reference)
     if not path.exists() and (path.suffix == ".json" or (path.parent != pathlib.Path() and path.parent.is_dir())):
         raise WorkloadError(f"'{reference}' does not exist: give {FORMS}")
@@ -41,37 +58,47 @@ def load_workload(
             f"'{reference}' names a file but nothing in it: write {reference}:name of a function or class"
         )
     if path.is_file() or path.is_dir() or not reference.startswith((".", "/")):
-        return _from_transformers(reference, batch_size, seq_len, optimizer, gradients_alive)
+        return _from_transformers(reference, asked)
     raise WorkloadError(f"model '{reference}' does not exist: give {FORMS}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What of the workload does not come from the reference."""
+
+    batch_size: int | None
+    seq_len: int | None
+    optimizer: str
+    gradients_alive: bool
+    device: str
+    """Where model and batch are made."""
 
 
 # ---- transformers --------------------------------------------------------------------------------------------------
 
 
-def _from_transformers(
-    reference: str, batch_size: int | None, seq_len: int | None, optimizer: str, gradients_alive: bool
-) -> Workload:
+def _from_transformers(reference: str, asked: _Asked) -> Workload:
     config = _config(reference)
     model_class = _model_class(config, reference)
     if hasattr(config, "use_cache"):
         config.use_cache = False  # training has no use for key-value caches
     try:
-        with torch.device("meta"):
+        with torch.device(asked.device):
             model = model_class(config)
     except Exception as error:
         raise WorkloadError(f"model '{reference}' cannot be built from its config: {_first_line(error)}") from error
     model.train()
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or DEFAULT_SEQ_LEN
-    seq_len = seq_len or min(DEFAULT_SEQ_LEN, limit)
-    batch = synthetic_batch(model, batch_size=batch_size or 1, seq_len=seq_len)
+    seq_len = asked.seq_len or min(DEFAULT_SEQ_LEN, limit)
+    batch = synthetic_batch(model, batch_size=asked.batch_size or 1, seq_len=seq_len, device=asked.device)
     takes_tokens = "input_ids" in batch or ("labels" in batch and batch["labels"].dim() == 2)
     return workload(
         model,
         batch,
-        optimizer=optimizer,
+        optimizer=asked.optimizer,
         seq_len=seq_len if takes_tokens else None,
         reference=reference,
-        gradients_alive=gradients_alive,
+        gradients_alive=asked.gradients_alive,
     )
 
 
@@ -124,9 +151,7 @@ def _model_class(config: Any, reference: str) -> type[torch.nn.Module]:
 # ---- Python callables ----------------------------------------------------------------------------------------------
 
 
-def _from_callable(
-    reference: str, batch_size: int | None, seq_len: int | None, optimizer: str, gradients_alive: bool
-) -> Workload:
+def _from_callable(reference: str, asked: _Asked) -> Workload:
     function = _callable(reference)
     try:
         accepted = inspect.signature(function).parameters
@@ -134,37 +159,37 @@ def _from_callable(
         raise WorkloadError(f"'{reference}' cannot be called to make a model: {error}") from error
     arguments = {
         name: value
-        for name, value in (("batch_size", batch_size), ("seq_len", seq_len))
+        for name, value in (("batch_size", asked.batch_size), ("seq_len", asked.seq_len))
         if value is not None and name in accepted
     }
-    answer = _call(function, arguments, reference)
+    answer = _call(function, arguments, reference, asked.device)
     if isinstance(answer, tuple) and not 1 <= len(answer) <= 3:
         raise WorkloadError(
             f"'{reference}' returned {len(answer)} things: return model, (model, batch) or (model, batch, loss_fn)"
         )
     model, batch, loss_fn = (*answer, None, None)[:3] if isinstance(answer, tuple) else (answer, None, None)
     if batch is None and hasattr(model, "main_input_name"):
-        batch = synthetic_batch(model, batch_size=batch_size or 1, seq_len=seq_len or DEFAULT_SEQ_LEN)
+        seq_len = asked.seq_len or DEFAULT_SEQ_LEN
+        batch = synthetic_batch(model, batch_size=asked.batch_size or 1, seq_len=seq_len, device=asked.device)
     if batch is None:
         raise WorkloadError(f"'{reference}' returned no batch: return (model, batch) or (model, batch, loss_fn)")
-    if batch_size is not None and batch_size_of(batch) != batch_size:
-        batch = resized(batch, batch_size)
-    seq_len = seq_len if "seq_len" in accepted else None
+    if asked.batch_size is not None and batch_size_of(batch) != asked.batch_size:
+        batch = resized(batch, asked.batch_size, device=asked.device)
     return workload(
         model,
         batch,
         loss_fn=loss_fn,
-        optimizer=optimizer,
-        seq_len=seq_len,
+        optimizer=asked.optimizer,
+        seq_len=asked.seq_len if "seq_len" in accepted else None,
         reference=reference,
-        gradients_alive=gradients_alive,
+        gradients_alive=asked.gradients_alive,
     )
 
 
-def _call(function: Callable[..., Any], arguments: dict[str, int], reference: str) -> Any:
-    """Call it on the meta device, so that no weights are made; on the CPU if it needs real numbers."""
+def _call(function: Callable[..., Any], arguments: dict[str, int], reference: str, device: str) -> Any:
+    """Call it on the device: on meta no weights are made. On the CPU if it needs real numbers."""
     try:
-        with torch.device("meta"):
+        with torch.device(device):
             return function(**arguments)
     except Exception:  # whatever it was on meta: the second try decides, and its error is told
         try:

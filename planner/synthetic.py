@@ -1,4 +1,4 @@
-"""Batches for transformers models, made from what their `forward` takes. Only shapes and dtypes matter."""
+"""Batches for transformers models, made from what their `forward` takes: the right shapes, and random numbers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ _SECONDS_OF_SOUND = 10
 _SAMPLES_PER_SECOND = 16_000
 
 
-def synthetic_batch(model: torch.nn.Module, *, batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
-    """Inputs and labels for one training step, on the meta device.
+def synthetic_batch(
+    model: torch.nn.Module, *, batch_size: int, seq_len: int, device: str = "meta"
+) -> dict[str, torch.Tensor]:
+    """Inputs and labels for one training step; on the meta device only their shapes and dtypes.
 
     Token models get `input_ids` and `labels` [batch, seq]; vision models `pixel_values`; audio models features or
     samples. No attention mask is given: sequences are full.
@@ -24,39 +26,41 @@ def synthetic_batch(model: torch.nn.Module, *, batch_size: int, seq_len: int) ->
     """
     main = getattr(model, "main_input_name", "input_ids")
     accepted = set(inspect.signature(model.forward).parameters)
-    labels = _labels(model, accepted, batch_size, seq_len)
-    return {**_inputs(model, main, batch_size, seq_len), **labels}
+    with torch.device(device):
+        labels = _labels(model, accepted, batch_size, seq_len)
+        return {**_inputs(model, main, batch_size, seq_len), **labels}
 
 
 def _inputs(model: Any, main: str, batch: int, seq_len: int) -> dict[str, torch.Tensor]:
     config = model.config
     match main:
         case "input_ids":
-            return {"input_ids": _integers(batch, seq_len)}
+            return {"input_ids": torch.randint(_vocabulary(model), (batch, seq_len))}
         case "pixel_values":
             vision = getattr(config, "vision_config", config)
             height, width = _pair(getattr(vision, "image_size", 224))
-            return {"pixel_values": _floats(batch, getattr(vision, "num_channels", 3), height, width)}
+            return {"pixel_values": torch.randn(batch, getattr(vision, "num_channels", 3), height, width)}
         case "input_features":
             frames = 2 * getattr(config, "max_source_positions", 1500)
-            return {"input_features": _floats(batch, getattr(config, "num_mel_bins", 80), frames)}
+            return {"input_features": torch.randn(batch, getattr(config, "num_mel_bins", 80), frames)}
         case "input_values":
-            return {"input_values": _floats(batch, _SECONDS_OF_SOUND * _SAMPLES_PER_SECOND)}
+            return {"input_values": torch.randn(batch, _SECONDS_OF_SOUND * _SAMPLES_PER_SECOND)}
     raise _unknown(model, f"takes '{main}'")
 
 
 def _labels(model: Any, accepted: set[str], batch: int, seq_len: int) -> dict[str, torch.Tensor]:
     name = type(model).__name__
     if {"start_positions", "end_positions"} <= accepted:
-        return {"start_positions": _integers(batch), "end_positions": _integers(batch)}
+        return {name: torch.randint(seq_len, (batch,)) for name in ("start_positions", "end_positions")}
     if "labels" not in accepted:
         raise _unknown(model, "has no 'labels' and so computes no loss")
     if any(part in name for part in ("SequenceClassification", "ImageClassification", "AudioClassification")):
-        return {"labels": _integers(batch)}
+        return {"labels": torch.randint(model.config.num_labels, (batch,))}
     if any(
         part in name for part in ("LM", "ConditionalGeneration", "TokenClassification", "CTC", "Seq2Seq", "PreTraining")
     ):
-        return {"labels": _integers(batch, seq_len)}
+        tokens = model.config.num_labels if "TokenClassification" in name else _vocabulary(model)
+        return {"labels": torch.randint(tokens, (batch, seq_len))}
     raise _unknown(model, "takes labels of a shape that its name does not tell")
 
 
@@ -67,12 +71,10 @@ def _unknown(model: Any, why: str) -> WorkloadError:
     )
 
 
-def _integers(*shape: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.long, device="meta")
-
-
-def _floats(*shape: int) -> torch.Tensor:
-    return torch.zeros(shape, device="meta")
+def _vocabulary(model: Any) -> int:
+    """Numbers below this are tokens."""
+    config = model.config
+    return getattr(config.get_text_config(), "vocab_size", None) or getattr(config, "vocab_size", None) or 1
 
 
 def _pair(size: int | list[int] | tuple[int, int]) -> tuple[int, int]:

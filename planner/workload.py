@@ -116,14 +116,15 @@ def batch_size_of(batch: Any) -> int:
     return sizes.most_common(1)[0][0]
 
 
-def resized(batch: Any, batch_size: int) -> Any:
-    """The same structure on the meta device, with `batch_size` samples."""
+def resized(batch: Any, batch_size: int, *, device: str = "meta") -> Any:
+    """The same structure on another device, with `batch_size` samples: the first ones, again and again if need be."""
     present = batch_size_of(batch)
+    times = -(-batch_size // present)
 
     def resize(tensor: torch.Tensor) -> torch.Tensor:
+        moved = tensor.to(device)
         split = tensor.dim() and tensor.shape[0] == present
-        shape = (batch_size, *tensor.shape[1:]) if split else tuple(tensor.shape)
-        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+        return torch.cat([moved] * times)[:batch_size].clone() if split else moved
 
     return map_tensors(resize, batch)
 

@@ -12,7 +12,7 @@ import pickle
 import sys
 
 from benchmarks.card.cases import CASES
-from benchmarks.card.device import Cuda, Device
+from benchmarks.card.device import Device, RecordingCuda
 from benchmarks.card.environment import hardware
 from benchmarks.card.measuring import measure
 
@@ -33,4 +33,4 @@ def main(name: str, result: pathlib.Path, device: Device) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], pathlib.Path(sys.argv[2]), Cuda()))
+    sys.exit(main(sys.argv[1], pathlib.Path(sys.argv[2]), RecordingCuda()))

@@ -29,14 +29,11 @@ from benchmarks.card.measuring import Measured
 from benchmarks.card.predicting import Prediction, predict
 from benchmarks.card.rows import facts, measured_row, predicted_row
 from planner.cards import resolve_card
+from planner.errors import MeasurementError
 from profiles.device import DeviceProfile
 
 ERROR_LINES = 3
 MEASURE = (sys.executable, "-m", "benchmarks.card.measure_case")
-
-
-class MeasurementError(Exception):
-    """The process that measures failed; the text is the end of what it said."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

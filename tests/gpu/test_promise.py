@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -67,3 +68,18 @@ def test_a_trainer_takes_what_was_promised(tmp_path):
     ).train()
     assert callback.promise.kept is not None
     assert 0.95 <= callback.promise.allocated_bytes / plan.peak.allocated_bytes <= 1.01
+
+
+def test_the_command_verifies_its_plan_under_a_cap(tmp_path):
+    """RoBERTa in less than it takes as it is: exit code 0 says that the promise is kept and that it trains alike."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.RobertaConfig(num_hidden_layers=4, max_position_embeddings=130)
+    config.architectures = ["RobertaForMaskedLM"]
+    config.save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "planner.cli", str(tmp_path), "--vram", "3GiB", "--batch-size", "32"]
+    command += ["--seq-len", "128", "--fidelity", "exact", "--verify", "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    found = json.loads(ended.stdout)["verification"]
+    assert ended.returncode == 0, found
+    assert found["kept"] and found["parity"]["passed"] and not found["out_of_memory"]
+    assert found["planned"]["total_bytes"] <= 3 << 30

@@ -1,0 +1,104 @@
+"""Where memory ran out: the op that asked, its module and phase, and what was alive then."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """Of a training step."""
+
+    phase: str
+    """'forward', 'backward', 'recompute' or 'optimizer'."""
+    module: str
+    """The innermost whose forward runs, or runs again; '' in the rest of the backward."""
+    op: str
+    alive: dict[str, int]
+    """Bytes of tensors: 'parameters' (and buffers), 'gradients', 'optimizer state', 'the rest'."""
+
+
+class LastOp(TorchDispatchMode):
+    """Notes where the first op of a training step runs out of memory, and lets the error go on.
+
+    Under a dispatch mode some ops need a little more (autograd adds up gradients out of place): it is for a run of its
+    own, after one that ran out.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, allocated_bytes: Callable[[], int]
+    ) -> None:
+        super().__init__()
+        self.place: Place | None = None
+        self._model, self._optimizer, self._allocated_bytes = model, optimizer, allocated_bytes
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._running: list[str] = []
+        self._updates = False
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """With it, and with hooks that say what runs."""
+        hooks = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+            self._optimizer.register_step_pre_hook(lambda *_: self._update(True)),
+            self._optimizer.register_step_post_hook(lambda *_: self._update(False)),
+        ]
+        try:
+            with self:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        try:
+            return op(*args, **(kwargs or {}))
+        except torch.OutOfMemoryError:
+            if self.place is None:
+                self.place = self._here(str(op))
+            raise
+
+    def _here(self, op: str) -> Place:
+        alive = {
+            "parameters": _size_of((*self._model.parameters(), *self._model.buffers())),
+            "gradients": _size_of(p.grad for p in self._model.parameters() if p.grad is not None),
+            "optimizer state": _size_of(tree_leaves(list(self._optimizer.state.values()))),
+        }
+        alive["the rest"] = max(self._allocated_bytes() - sum(alive.values()), 0)
+        return Place(phase=self._phase(), module=self._running[-1] if self._running else "", op=op, alive=alive)
+
+    def _phase(self) -> str:
+        if self._updates:
+            return "optimizer"
+        if torch._C._current_graph_task_id() == -1:
+            return "forward"
+        return "recompute" if self._running else "backward"
+
+    def _enter(self, module: torch.nn.Module, _: object) -> None:
+        if id(module) in self._names:
+            self._running.append(self._names[id(module)])
+
+    def _leave(self, module: torch.nn.Module, *_: object) -> None:
+        if id(module) in self._names and self._running:
+            self._running.pop()
+
+    def _update(self, begins: bool) -> None:
+        self._updates = begins
+
+
+def _size_of(values: Iterable[object]) -> int:
+    """Of the storages of tensors that are on a device of their own, each once."""
+    storages = {
+        value.untyped_storage()._cdata: value.untyped_storage().nbytes()
+        for value in values
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided
+    }
+    return sum(storages.values())

@@ -1,0 +1,100 @@
+"""A card that is none: the CPU, with every storage counted and a limit. Also runs as a process.
+
+python counting_device.py PLAN.json RESULT.json ...     like rewrite.run_on_card
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from profiles.process_memory import ProcessMemory
+from rewrite import run_on_card
+
+
+class _Counting(TorchDispatchMode):
+    """Bytes of storages that are alive; raises as CUDA's allocator does where they would be more than the cap."""
+
+    def __init__(self, cap_bytes: int | None) -> None:
+        super().__init__()
+        self._cap_bytes = cap_bytes
+        self._seen: set[int] = set()
+        self.live_bytes = self.peak_bytes = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+                self.note(leaf)
+        return out
+
+    def note(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        if self._cap_bytes is not None and self.live_bytes + size > self._cap_bytes:
+            raise torch.OutOfMemoryError(f"made up: tried to allocate {size} bytes\n with {self.live_bytes} in use")
+        self._seen.add(key)
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.live_bytes -= size
+
+
+class CountingCpu:
+    """As `rewrite.cuda.Device`. What lives already is there when it begins, as after a move to a card.
+
+    Args:
+        beside_bytes: what the process seems to hold beside its tensors.
+        grows_bytes: by which what is counted seems to be more than it is.
+    """
+
+    name = "cpu"
+
+    def __init__(self, *, beside_bytes: int = 0, grows_bytes: int = 0) -> None:
+        self._beside_bytes, self._grows_bytes = beside_bytes, grows_bytes
+
+    def begin(self, cap_bytes: int | None = None) -> None:
+        self._mode = _Counting(cap_bytes)
+        gc.collect()
+        for tensor in [found for found in gc.get_objects() if isinstance(found, torch.Tensor) and not found.is_meta]:
+            self._mode.note(tensor)
+        self._mode.__enter__()
+
+    def end(self) -> None:
+        self._mode.__exit__(None, None, None)
+
+    def title(self) -> str:
+        return "a CPU that counts"
+
+    def peaks(self) -> tuple[int, int]:
+        return self._mode.peak_bytes + self._grows_bytes, self._mode.peak_bytes + self._grows_bytes
+
+    def allocated_bytes(self) -> int:
+        return self._mode.live_bytes
+
+    def reserved_bytes(self) -> int:
+        return self._mode.peak_bytes
+
+    def process_memory(self) -> ProcessMemory:
+        return ProcessMemory(process_bytes=self._mode.peak_bytes + self._beside_bytes, source="counted")
+
+    def milliseconds(self, function: Callable[[], object]) -> float:
+        began = time.perf_counter()
+        function()
+        return (time.perf_counter() - began) * 1e3
+
+
+if __name__ == "__main__":
+    sys.exit(run_on_card.main(sys.argv[1:], CountingCpu()))
