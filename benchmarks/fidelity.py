@@ -14,26 +14,22 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import contextlib
 import dataclasses
 import json
 import os
 import pathlib
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import BinaryIO
 
 from benchmarks.card import results
 from benchmarks.card.cases import CASES
+from benchmarks.card.environment import card_name
 from benchmarks.card.history import append_stream, write_history
-from planner.cards import GENERIC, resolve_card
+from benchmarks.card.processes import PROCESSES, end_with_this_process
 
 MIB = 1 << 20
-ROOT = pathlib.Path(__file__).parents[1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,36 +48,6 @@ class Settings:
     def rows(self) -> pathlib.Path:
         return self.out / ("predicted.jsonl" if self.predict_only else "fidelity.jsonl")
 
-
-class Processes:
-    """Cases in processes of their own, each with those that it started: they are ended together."""
-
-    def __init__(self) -> None:
-        self._running: set[subprocess.Popen] = set()
-
-    def run(self, command: list[str], *, output: BinaryIO, seconds: float) -> int | None:
-        """The exit code; None: it took longer and was ended."""
-        process = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT, start_new_session=True)
-        self._running.add(process)
-        try:
-            return process.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            self._end(process)
-            return None
-        finally:
-            self._running.discard(process)
-
-    def end_all(self) -> None:
-        for process in tuple(self._running):
-            self._end(process)
-
-    def _end(self, process: subprocess.Popen) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it ended by itself just now
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-PROCESSES = Processes()
 
 RunCase = Callable[[str, Settings, pathlib.Path], dict]
 """(case, settings, folder for files in between) -> the answer of `benchmarks.card.run_case` as data."""
@@ -160,22 +126,6 @@ def chosen(options: argparse.Namespace) -> list[str]:
     return options.cases or [name for name, case in CASES.items() if case.core or not options.core]
 
 
-def card_name(gpu: str | None) -> str:
-    """The profile to predict for: the one named, or that of the card at hand."""
-    if gpu is not None and gpu.endswith(".toml"):
-        return str(pathlib.Path(gpu).resolve())
-    name = gpu or resolve_card(None, None).name
-    if name == GENERIC:
-        raise SystemExit("no CUDA card with a profile is here: name one, such as --gpu h100")
-    return name
-
-
-def _give_up(*_: object) -> None:
-    """Asked to end: nothing may stay on the card."""
-    PROCESSES.end_all()
-    os._exit(128 + signal.SIGTERM)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path)
@@ -194,7 +144,7 @@ def main() -> None:
         return
     if options.out is None:
         raise SystemExit("--out DIR says where the rows go")
-    signal.signal(signal.SIGTERM, _give_up)
+    end_with_this_process()
     settings = Settings(
         out=options.out,
         gpu=card_name(options.gpu),

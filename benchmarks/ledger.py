@@ -1,9 +1,9 @@
 """Take measured rows over into the ledger, without what only serves to find mistakes.
 
-    python -m benchmarks.ledger DIR/fidelity.jsonl
+    python -m benchmarks.ledger DIR/fidelity.jsonl | DIR/promise.jsonl
 
-Rows go to profiles/ledger/CARD.jsonl. A case that the ledger has with the same versions and date is not added again;
-rows with an error are left out and named.
+Rows go to profiles/ledger/CARD.jsonl and profiles/ledger/promise-CARD.jsonl. A case that the ledger has with the same
+versions and date is not added again; rows with an error, or of budgets that hold no plan, are left out and named.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ SHOWN_DIFFERENCES = 3
 
 def brief(row: results.Row) -> results.Row:
     """A row without long lists."""
+    if "stream" not in row:
+        return row
     stream = dict(row["stream"])
     if "differences" in stream:
         stream["differences"] = stream["differences"][:SHOWN_DIFFERENCES]
@@ -28,7 +30,14 @@ def brief(row: results.Row) -> results.Row:
 
 def identity(row: results.Row) -> tuple:
     """What makes two rows the same measurement."""
-    return tuple(row[key] for key in ("case", "card", "date", "torch", "driver"))
+    return (row.get("pair", row["case"]), *(row[key] for key in ("card", "date", "torch", "driver")))
+
+
+def why_left_out(row: results.Row) -> str | None:
+    """None: it is a measurement."""
+    if row["error"] is not None:
+        return row["error"]
+    return None if row.get("fits", True) else "no plan fits"
 
 
 def take_over(measured: pathlib.Path, ledger: pathlib.Path) -> list[str]:
@@ -36,13 +45,14 @@ def take_over(measured: pathlib.Path, ledger: pathlib.Path) -> list[str]:
     said, added = [], {}
     known = {identity(row) for path in ledger.glob("*.jsonl") for row in results.rows(path)}
     for row in results.rows(measured):
-        if row["error"] is not None:
-            said.append(f"left out: {row['case']}: {row['error']}")
+        name = f"promise-{row['card']}" if "pair" in row and "card" in row else row.get("card")
+        if (why := why_left_out(row)) is not None:
+            said.append(f"left out: {row.get('pair', row['case'])}: {why}")
         elif identity(row) not in known:
             known.add(identity(row))
-            results.append(ledger / f"{row['card']}.jsonl", brief(row))
-            added[row["card"]] = added.get(row["card"], 0) + 1
-    return [*said, *(f"{count} rows added to {card}.jsonl" for card, count in added.items())]
+            results.append(ledger / f"{name}.jsonl", brief(row))
+            added[name] = added.get(name, 0) + 1
+    return [*said, *(f"{count} rows added to {name}.jsonl" for name, count in added.items())]
 
 
 def main() -> None:

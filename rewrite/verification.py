@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import profiles
 from planner.errors import MeasurementError
@@ -29,6 +29,7 @@ RUN_ON_CARD = (sys.executable, "-m", "rewrite.run_on_card")
 _ERROR_LINES = 3
 _OUT_OF_MEMORY = "OutOfMemoryError"
 
+Execute = Callable[[list[str], BinaryIO], "int | None"]
 Run = Callable[[Plan, Sequence[str]], Outcome]
 """A plan and the options of `rewrite.run_on_card` -> what came of it."""
 
@@ -177,21 +178,29 @@ def _promised(name: str, promised: int, measured: int | None) -> Quantity:
     return Quantity(name=name, promised=promised, measured=measured, kept=kept)
 
 
-def run_in_process(plan: Plan, options: Sequence[str], *, command: Sequence[str] = RUN_ON_CARD) -> Outcome:
+def run_in_process(
+    plan: Plan, options: Sequence[str], *, command: Sequence[str] = RUN_ON_CARD, execute: Execute | None = None
+) -> Outcome:
     """Run `rewrite.run_on_card` in a process of its own.
 
     Args:
         command: what takes the arguments that it takes.
+        execute: runs a command with its output in a file; returns the exit code, or None where it was ended.
 
     Raises:
         MeasurementError: it ended without a result.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path, result = pathlib.Path(folder) / "plan.json", pathlib.Path(folder) / "result.json"
+        path, result, said = (pathlib.Path(folder) / name for name in ("plan.json", "result.json", "said"))
         plan.save(path)
-        arguments = [*command, str(path), str(result), *options]
-        ended = subprocess.run(arguments, capture_output=True, text=True, errors="replace", check=False)
-        if ended.returncode != 0:
-            said = ended.stderr.strip().splitlines()
-            raise MeasurementError(" | ".join(said[-_ERROR_LINES:]) or f"it ended with exit code {ended.returncode}")
-        return outcome_from_json(json.loads(result.read_text()))
+        with said.open("wb") as output:
+            code = (execute or _execute)([*command, str(path), str(result), *options], output)
+        if code == 0:
+            return outcome_from_json(json.loads(result.read_text()))
+        last = [line for line in said.read_text(errors="replace").splitlines() if line.strip()][-_ERROR_LINES:]
+        why = "it took too long" if code is None else f"it ended with exit code {code}"
+        raise MeasurementError(" | ".join(last) or why)
+
+
+def _execute(command: list[str], output: BinaryIO) -> int:
+    return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False).returncode

@@ -5,11 +5,12 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import pathlib
 import sys
 
 import torch
 
-from planner.cards import resolve_card
+from planner.cards import GENERIC, resolve_card
 from planner.pipeline import versions
 from profiles.process_memory import driver_version
 
@@ -41,6 +42,16 @@ def hardware() -> dict[str, object]:
         "driver": driver_version(),
         "cudnn": torch.backends.cudnn.version(),
     }
+
+
+def card_name(gpu: str | None) -> str:
+    """The profile to predict for: the one named, or that of the card at hand."""
+    if gpu is not None and gpu.endswith(".toml"):
+        return str(pathlib.Path(gpu).resolve())
+    name = gpu or resolve_card(None, None).name
+    if name == GENERIC:
+        raise SystemExit("no CUDA card with a profile is here: name one, such as --gpu h100")
+    return name
 
 
 def main() -> None:

@@ -29,31 +29,31 @@ Build = Callable[[], Built]
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 
-def _tokens(vocabulary: int, batch: int, length: int) -> dict[str, torch.Tensor]:
-    """Inputs and labels [batch, length]; the lowest ids are left out, some of them mean padding."""
-    return {name: torch.randint(5, vocabulary, (batch, length)) for name in ("input_ids", "labels")}
+def tokens(vocabulary: int, batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
+    """Inputs and labels [batch, tokens]; the lowest ids are left out, some of them mean padding."""
+    return {name: torch.randint(5, vocabulary, (batch_size, seq_len)) for name in ("input_ids", "labels")}
 
 
-def _from_example(name: str, kind: str) -> nn.Module:
+def from_example(name: str, kind: str) -> nn.Module:
     config = transformers.AutoConfig.for_model(**json.loads((EXAMPLES / name / "config.json").read_text()))
     if hasattr(config, "use_cache"):
         config.use_cache = False
     return getattr(transformers, kind)(config).train()
 
 
-def roberta_84m(batch: int = 64, length: int = 128) -> Built:
-    return _from_example("roberta_84m", "RobertaForMaskedLM"), _tokens(52_000, batch, length), None
+def roberta_84m(batch_size: int = 64, seq_len: int = 128) -> Built:
+    return from_example("roberta_84m", "RobertaForMaskedLM"), tokens(52_000, batch_size, seq_len), None
 
 
-def gpt2(batch: int = 8, length: int = 512) -> Built:
-    return _from_example("gpt2", "GPT2LMHeadModel"), _tokens(50_257, batch, length), None
+def gpt2(batch_size: int = 8, seq_len: int = 512) -> Built:
+    return from_example("gpt2", "GPT2LMHeadModel"), tokens(50_257, batch_size, seq_len), None
 
 
-def llama_1b(batch: int = 2, length: int = 1024) -> Built:
-    return _from_example("llama_1b", "LlamaForCausalLM"), _tokens(128_000, batch, length), None
+def llama_1b(batch_size: int = 2, seq_len: int = 1024) -> Built:
+    return from_example("llama_1b", "LlamaForCausalLM"), tokens(128_000, batch_size, seq_len), None
 
 
-def llama_300m(batch: int = 4, length: int = 1024) -> Built:
+def llama_300m(batch_size: int = 4, seq_len: int = 1024) -> Built:
     """336 M parameters: 24 layers, 16 heads of which groups of 4 share keys and values."""
     config = transformers.LlamaConfig(
         vocab_size=32_000,
@@ -64,29 +64,29 @@ def llama_300m(batch: int = 4, length: int = 1024) -> Built:
         num_key_value_heads=4,
         use_cache=False,
     )
-    return transformers.LlamaForCausalLM(config).train(), _tokens(32_000, batch, length), None
+    return transformers.LlamaForCausalLM(config).train(), tokens(32_000, batch_size, seq_len), None
 
 
-def vit_base(batch: int = 32) -> Built:
-    model = _from_example("vit_base", "ViTForImageClassification")
-    labels = torch.randint(model.config.num_labels, (batch,))
-    return model, {"pixel_values": torch.randn(batch, 3, 224, 224), "labels": labels}, None
+def vit_base(batch_size: int = 32) -> Built:
+    model = from_example("vit_base", "ViTForImageClassification")
+    labels = torch.randint(model.config.num_labels, (batch_size,))
+    return model, {"pixel_values": torch.randn(batch_size, 3, 224, 224), "labels": labels}, None
 
 
-def t5_small(batch: int = 16, length: int = 128) -> Built:
+def t5_small(batch_size: int = 16, seq_len: int = 128) -> Built:
     config = transformers.T5Config(
         d_model=512, d_ff=2048, num_layers=6, num_heads=8, vocab_size=32_128, decoder_start_token_id=0, use_cache=False
     )
-    return transformers.T5ForConditionalGeneration(config).train(), _tokens(32_128, batch, length), None
+    return transformers.T5ForConditionalGeneration(config).train(), tokens(32_128, batch_size, seq_len), None
 
 
-def bert_eager(batch: int = 16, length: int = 256) -> Built:
+def bert_eager(batch_size: int = 16, seq_len: int = 256) -> Built:
     """BERT-base that keeps its attention probabilities."""
     config = transformers.BertConfig(attn_implementation="eager")
-    return transformers.BertForMaskedLM(config).train(), _tokens(30_522, batch, length), None
+    return transformers.BertForMaskedLM(config).train(), tokens(30_522, batch_size, seq_len), None
 
 
-def whisper_tiny(batch: int = 8, length: int = 64) -> Built:
+def whisper_tiny(batch_size: int = 8, seq_len: int = 64) -> Built:
     config = transformers.WhisperConfig(
         d_model=384,
         encoder_layers=4,
@@ -98,25 +98,25 @@ def whisper_tiny(batch: int = 8, length: int = 64) -> Built:
         use_cache=False,
     )
     model = transformers.WhisperForConditionalGeneration(config).train()
-    labels = torch.randint(5, 50_000, (batch, length))
-    return model, {"input_features": torch.randn(batch, 80, 3000), "labels": labels}, None
+    labels = torch.randint(5, 50_000, (batch_size, seq_len))
+    return model, {"input_features": torch.randn(batch_size, 80, 3000), "labels": labels}, None
 
 
-def unet(batch: int = 16) -> Built:
-    return unet_example.build(batch_size=batch)
+def unet(batch_size: int = 16) -> Built:
+    return unet_example.build(batch_size=batch_size)
 
 
-def convnet(batch: int = 32) -> Built:
-    return convnet_example.build(batch_size=batch)
+def convnet(batch_size: int = 32) -> Built:
+    return convnet_example.build(batch_size=batch_size)
 
 
-def flat(batch: int = 2) -> Built:
+def flat(batch_size: int = 2) -> Built:
     """A function of 43 M parameters without modules, in stretches of norm, activation, convolution and sum."""
-    return flat_example.build(batch_size=batch)
+    return flat_example.build(batch_size=batch_size)
 
 
-def sequential(batch: int = 4096) -> Built:
-    return sequential_example.build(batch_size=batch)
+def sequential(batch_size: int = 4096) -> Built:
+    return sequential_example.build(batch_size=batch_size)
 
 
 class Bottleneck(nn.Module):
@@ -141,7 +141,7 @@ class Bottleneck(nn.Module):
         return self.last(self.widen(self.across(self.narrow(x))) + self.shortcut(x))
 
 
-def resnet50(batch: int = 32, image: int = 224) -> Built:
+def resnet50(batch_size: int = 32, image: int = 224) -> Built:
     """ResNet-50, 25.6 M parameters."""
     layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False), nn.BatchNorm2d(64), nn.ReLU(True)]
     layers.append(nn.MaxPool2d(3, stride=2, padding=1))
@@ -151,21 +151,21 @@ def resnet50(batch: int = 32, image: int = 224) -> Built:
             layers.append(Bottleneck(inputs, 64 << stage, stride=2 if stage and not block else 1))
             inputs = 256 << stage
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 1000))
-    batch_of = (torch.randn(batch, 3, image, image), torch.randint(1000, (batch,)))
-    return model, batch_of, convnet_example.classification_loss
+    batch = (torch.randn(batch_size, 3, image, image), torch.randint(1000, (batch_size,)))
+    return model, batch, convnet_example.classification_loss
 
 
-def mlp_batchnorm(batch: int = 4096, width: int = 2048, depth: int = 8) -> Built:
+def mlp_batchnorm(batch_size: int = 4096, width: int = 2048, depth: int = 8) -> Built:
     widths = [512] + [width] * depth
     layers: list[nn.Module] = []
     for inputs, outputs in itertools.pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.BatchNorm1d(outputs), nn.ReLU(), nn.Dropout(0.1)]
     model = nn.Sequential(*layers, nn.Linear(width, 100))
-    return model, (torch.randn(batch, 512), torch.randint(100, (batch,))), convnet_example.classification_loss
+    return model, (torch.randn(batch_size, 512), torch.randint(100, (batch_size,))), convnet_example.classification_loss
 
 
 class Recurrent(nn.Module):
-    """A language model around a two-layer LSTM: tokens [batch, length] -> logits [batch, vocabulary, length]."""
+    """A language model around a two-layer LSTM: tokens [batch, tokens] -> logits [batch, vocabulary, tokens]."""
 
     def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__()
@@ -181,6 +181,6 @@ def _next_tokens(logits: torch.Tensor, batch: Any) -> torch.Tensor:
     return F.cross_entropy(logits, batch[-1])
 
 
-def lstm(batch: int = 64, length: int = 64, vocabulary: int = 10_000, width: int = 1024) -> Built:
-    tokens = tuple(torch.randint(vocabulary, (batch, length)) for _ in range(2))
-    return Recurrent(vocabulary, width), tokens, _next_tokens
+def lstm(batch_size: int = 64, seq_len: int = 64, vocabulary: int = 10_000, width: int = 1024) -> Built:
+    batch = tuple(torch.randint(vocabulary, (batch_size, seq_len)) for _ in range(2))
+    return Recurrent(vocabulary, width), batch, _next_tokens

@@ -47,10 +47,19 @@ def problems(row: dict) -> list[str]:
     return found
 
 
-def rows_of_the_ledger() -> list[tuple[str, dict]]:
+PROMISE = {
+    "pair": str, "case": str, "budget": str, "card": str, "card_source": str, "driver": str,
+    "date": str, "torch": str, "model": str, "parameters": int, "plan": list, "promised": dict, "kept": bool,
+    "seconds": (int, float),
+}  # fmt: skip
+
+
+def rows_of_the_ledger(*, promises: bool = False) -> list[tuple[str, dict]]:
+    """Rows of one kind, with their places."""
     rows = [
         (f"{path.name}:{number}", json.loads(line))
         for path in sorted(LEDGER.glob("*.jsonl"))
+        if path.name.startswith("promise-") is promises
         for number, line in enumerate(path.read_text().splitlines(), 1)
     ]
     if not rows:
@@ -101,3 +110,40 @@ def test_a_row_that_lacks_something_or_contradicts_itself_is_refused():
     assert problems({key: value for key, value in row.items() if key != "driver"}) == ["'driver' is None"]
     assert problems({**row, "errors": {**row["errors"], "allocated_bytes": 0.5}})
     assert problems({**row, "measured": {**row["measured"], "reserved_bytes": 1}})
+
+
+def unexplained(rows: list[tuple[str, dict]]) -> list[str]:
+    """Promises that a card broke, or that rows contradict, and of which nobody has written down why ('explained')."""
+    found = []
+    for place, row in rows:
+        if lacking := [key for key, kind in PROMISE.items() if not isinstance(row.get(key), kind)]:
+            found.append(f"{place}: {lacking[0]} is {row.get(lacking[0])!r}")
+            continue
+        measured, promised = row["measured"], row["promised"]
+        names = ("allocated_bytes", "reserved_bytes", "total_bytes")
+        over = measured is None or any(measured[name] > 1.01 * promised[name] for name in names)
+        if row["kept"] and over:
+            found.append(f"{place} {row['pair']}: it says kept, and its numbers say otherwise")
+        if not row["kept"] and not row.get("explained"):
+            found.append(f"{place} {row['pair']}: broken, and not explained")
+    return found
+
+
+def test_every_broken_promise_of_the_ledger_is_explained():
+    assert unexplained(rows_of_the_ledger(promises=True)) == []
+
+
+def promise_row(**changes) -> dict:
+    made = {key: (kind if isinstance(kind, type) else kind[0])() for key, kind in PROMISE.items()}
+    half = {"allocated_bytes": 100, "reserved_bytes": 200, "total_bytes": 300}
+    return {**made, "promised": half, "measured": half, "kept": True, **changes}
+
+
+def test_a_broken_promise_needs_an_explanation_and_a_kept_one_numbers_that_agree():
+    more = {"allocated_bytes": 102, "reserved_bytes": 200, "total_bytes": 300}
+    good, explained = promise_row(), promise_row(kept=False, measured=more, explained="a driver that takes more")
+    assert unexplained([("a:1", good), ("a:2", explained)]) == []
+    assert unexplained([("a:1", promise_row(kept=False, measured=more))])
+    assert unexplained([("a:1", promise_row(kept=False, measured=None))])
+    assert unexplained([("a:1", promise_row(measured=more))])
+    assert unexplained([("a:1", {**good, "driver": None})])

@@ -20,6 +20,7 @@ from benchmarks.card.cases import CASES
 from benchmarks.card.comparing import compare_steps
 from benchmarks.card.measuring import STEPS, measure
 from benchmarks.card.predicting import predict
+from benchmarks.card.processes import Processes
 from planner.allocator_replay import replay
 from planner.allocator_settings import AllocatorSettings
 from planner.decisions import Checkpoint
@@ -187,7 +188,7 @@ def test_no_case_is_begun_when_the_time_is_over(tmp_path):
 
 
 def test_a_case_that_takes_too_long_is_ended_and_says_so(tmp_path):
-    processes = fidelity.Processes()
+    processes = Processes()
     with (tmp_path / "output").open("wb") as output:
         assert processes.run(["sleep", "30"], output=output, seconds=0.2) is None
         assert processes.run(["true"], output=output, seconds=20) == 0

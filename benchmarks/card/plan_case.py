@@ -1,0 +1,49 @@
+"""Plan for one model and budget of `benchmarks.card.budgets`, in a process that does not use the card.
+
+    python -m benchmarks.card.plan_case NAME BUDGET PLAN.json --gpu h100
+
+BUDGET is a size, a share of what the step takes as it is, or 'as-it-is' for a plan without any decision.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+
+from benchmarks.card.budgets import CASES, Case
+from planner import pipeline
+from planner.plan_file import Plan
+from planner.references import load_workload
+from planner.rules import given_rules
+
+AS_IT_IS = "as-it-is"
+
+
+def planned(case: Case, budget: str, gpu: str) -> Plan:
+    """The plan, whether it fits or not.
+
+    Raises:
+        PlannerError: the case is refused.
+    """
+    work = load_workload(case.reference, batch_size=case.batch_size, seq_len=case.seq_len, optimizer="adamw")
+    rules = given_rules(fidelity=case.fidelity, force=(), forbid=())
+    card, vram_bytes = pipeline.card_and_budget(gpu, None if budget == AS_IT_IS or budget.endswith("%") else budget)
+    if budget.endswith("%"):
+        whole = pipeline.plan_workload(work, card, vram_bytes=None, rules=rules)
+        vram_bytes = int(float(budget.removesuffix("%")) / 100 * whole.baseline.total_bytes)
+    return pipeline.plan_workload(work, card, vram_bytes=vram_bytes, rules=rules)
+
+
+def main() -> None:
+    """Save the plan."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=list(CASES))
+    parser.add_argument("budget")
+    parser.add_argument("plan", type=pathlib.Path)
+    parser.add_argument("--gpu", required=True)
+    options = parser.parse_args()
+    planned(CASES[options.name], options.budget, options.gpu).save(options.plan)
+
+
+if __name__ == "__main__":
+    main()
