@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from planner import fitting
 from planner.choose import fidelity_of
 from planner.decisions import KINDS, Accumulation, Checkpoint, Decision, Fidelity, Freeze, Offload, Replay
-from planner.errors import DecisionError
+from planner.errors import PlannerError
 from planner.options import Offer, Rules
 from planner.plan_file import NextStep, Relaxation
 from planner.trials import Certified, Trials
@@ -53,7 +53,7 @@ def _tried(trials: Trials, words: str, kind: type[Decision] | None, relaxed: Rul
         if kind is not None and (offered := _using(offered, kind)) is None:
             return _closed(words, False, "it cannot be used here")
         certified = _found(trials, offered, kind, relaxed, before)
-    except DecisionError as error:
+    except PlannerError as error:
         return _closed(words, False, str(error))
     if certified is None:
         return _closed(words, False, "not enough by itself")
