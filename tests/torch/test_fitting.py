@@ -156,3 +156,23 @@ def test_what_is_forced_and_leaves_nothing_to_choose_from_is_refused(vram):
     options = {"gpu": "bare", "optimizer": "rmsprop", "loss_fn": loss_fn}
     with pytest.raises(DecisionError, match="nothing is left to choose from: step-in-backward takes one parameter"):
         planner.plan(*layers(), vram=vram, force=("optimizer-kernel", "step-in-backward"), **options)
+
+
+def test_a_loss_in_more_chunks_than_the_budget_asks_for_is_tried_before_nothing_fits():
+    """The smallest plan has 64 chunks, and the budget that it needs asks for 32."""
+    with torch.device("meta"):
+        model, tokens = torch.nn.Sequential(torch.nn.Embedding(64, 64), torch.nn.Linear(64, 8000)), (4, 128)
+        batch = torch.zeros(tokens, dtype=torch.int64), torch.zeros(tokens, dtype=torch.int64)
+
+    def loss(out, batch):
+        return torch.nn.functional.cross_entropy(out.flatten(0, 1), batch[1].flatten())
+
+    options = {"loss_fn": loss, "gpu": "bare", "fidelity": "exact"}
+    chunks = {"only": "chunked-loss", **options}
+    smallest = planner.plan(model, batch, vram=1, **chunks)
+    vram = smallest.peak.total_bytes
+    assert planner.plan(model, batch, vram=vram, **chunks).fits
+    less = planner.plan(model, batch, vram=vram - 1, **chunks)
+    assert not less.fits and less.shortfall.missing_bytes == 1
+    closed = planner.plan(model, batch, vram=vram, only=(), **options)
+    assert {one.relax: one.opens for one in closed.shortfall.relaxations}["allow chunked-loss"]
