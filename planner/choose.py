@@ -170,7 +170,7 @@ class Chooser:
                 if case is not None and case.floor_bytes < smallest_bytes:
                     found.append(self._smallest_of(case))
         if not found:
-            raise next(iter(self.dropped.values()))
+            raise next(iter(self.dropped.values()), DecisionError(f"nothing is left to choose from: {self._clash()}"))
         if self._force_recompute and not any(case.units.units for case in self._cases.made()):
             raise DecisionError(
                 f"{self._offer.recompute[0].kind} is forced, but nothing in this model can be recomputed so: "
@@ -202,6 +202,13 @@ class Chooser:
                 outer = (*precision, *loss, *optimizer, *update)
                 if conflict(outer) is None and not (loss and update in self._unchunked):
                     yield outer
+
+    def _clash(self) -> str | None:
+        """Why what is offered cannot be done together."""
+        offer = self._offer
+        chosen = itertools.product(offer.optimizers, offer.updates, offer.precisions, offer.losses)
+        pairs = itertools.product((tuple(itertools.chain(*kinds)) for kinds in chosen), offer.splits)
+        return next(filter(None, (conflict((*outer, *split.decisions())) for outer, split in pairs)), None)
 
     def _splits(self, outer: tuple[Decision, ...]) -> tuple[Split, ...]:
         """Where the loss could be taken in chunks, without them only the batch as it is: chunks spare more for less."""

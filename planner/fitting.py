@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from planner.allocator_settings import SMALL_SEGMENT_BYTES
 from planner.choose import TIE, Choice
-from planner.decisions import Freeze, Optimizer, OptimizerKernel, Precision, StepInBackward
+from planner.decisions import ChunkedLoss, Freeze, Optimizer, OptimizerKernel, Precision, StepInBackward
 from planner.options import Offer, frozen_offer, only
 from planner.plan_file import Relaxation, Shortfall
 from planner.prefixes import prefixes
@@ -35,7 +35,7 @@ _DESCENTS = 2
 def best(trials: Trials, offered: Offer, rules: Rules) -> Certified | None:
     """The fastest certified plan among what is offered; None if nothing fits."""
     if not rules.force(Freeze):
-        found = fastest(trials, offered, rules)
+        found = fastest_in_chunks(trials, offered, rules)
         if found is not None or not rules.allow(Freeze):
             return found
     return with_prefix(trials, offered, rules)
@@ -47,6 +47,7 @@ def with_prefix(trials: Trials, offered: Offer, rules: Rules, *, roughly: bool =
     Args:
         roughly: the plan need not be the fastest, only one that fits.
     """
+    offered = trials.finest(offered) or offered
     candidates = frozen_prefixes(trials)
     smallest_choice = trials.chooser(offered, rules).smallest()
     narrow = only(offered, smallest_choice.decisions)  # how short a prefix may be is asked of the smallest way alone
@@ -64,6 +65,14 @@ def with_prefix(trials: Trials, offered: Offer, rules: Rules, *, roughly: bool =
     if shortest == len(candidates):
         return None
     return fastest(trials, frozen_offer(narrow if roughly else offered, candidates[shortest]), rules)
+
+
+def fastest_in_chunks(trials: Trials, offered: Offer, rules: Rules) -> Certified | None:
+    """The fastest, with the loss in as many chunks as the budget asks for; where nothing fits so, as many as can be."""
+    found = fastest(trials, offered, rules)
+    if found is None and (finer := trials.finest(offered)) is not None:
+        return fastest(trials, finer, rules)
+    return found
 
 
 def fastest(trials: Trials, offered: Offer, rules: Rules, *, until: float = math.inf) -> Certified | None:
@@ -117,7 +126,7 @@ def smallest(trials: Trials, offered: Offer, rules: Rules, *, until: float = mat
     It begins with the smallest promise. Where the allocator's slack is a large part of it, quicker plans may need no
     more, or even less: these are looked for `until` then (`time.perf_counter`). What comes back may fit after all.
     """
-    found = trials.tightly(trials.certify(trials.chooser(offered, rules).smallest()))
+    found = trials.tightly(trials.certify(_smallest_promise(trials, offered, rules)))
     for less_bytes in (0, *[SMALL_SEGMENT_BYTES] * _DESCENTS):
         slack_bytes = found.measured.footprint.reserved_bytes - found.choice.peak_bytes
         total_bytes = found.measured.footprint.total_bytes
@@ -128,6 +137,15 @@ def smallest(trials: Trials, offered: Offer, rules: Rules, *, until: float = mat
             break
         found = found if again is None else trials.tightly(again)
     return found
+
+
+def _smallest_promise(trials: Trials, offered: Offer, rules: Rules) -> Choice:
+    """Among equals the one whose loss is in no more chunks than the budget asks for."""
+    choice, finer = trials.chooser(offered, rules).smallest(), trials.finest(offered)
+    if finer is None or not any(isinstance(decision, ChunkedLoss) for decision in choice.decisions):
+        return choice
+    narrow = dataclasses.replace(only(offered, choice.decisions), losses=tuple(filter(None, finer.losses)))
+    return min(choice, trials.chooser(narrow, rules).smallest(), key=lambda choice: choice.peak_bytes)
 
 
 def nearest(trials: Trials, offered: Offer, rules: Rules) -> Certified:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from planner import fitting
 from planner.choose import fidelity_of
 from planner.decisions import KINDS, Accumulation, Checkpoint, Decision, Fidelity, Freeze, Offload, Replay
-from planner.errors import DecisionError
+from planner.errors import PlannerError
 from planner.options import Offer
 from planner.plan_file import NextStep, Relaxation
 from planner.rules import Rules
@@ -54,7 +54,7 @@ def _tried(trials: Trials, words: str, kind: type[Decision] | None, relaxed: Rul
         if kind is not None and (offered := _using(offered, kind)) is None:
             return _closed(words, False, "it cannot be used here")
         certified = _found(trials, offered, kind, relaxed, before)
-    except DecisionError as error:
+    except PlannerError as error:
         return _closed(words, False, str(error))
     if certified is None:
         return _closed(words, False, "not enough by itself")
@@ -67,7 +67,7 @@ def _found(
     certified = None
     freezes = relaxed.allow(Freeze) and not before.allow(Freeze)
     if kind is not Freeze and not (freezes and before.fidelity + 1 == relaxed.fidelity):
-        certified = fitting.fastest(trials, offered, relaxed)
+        certified = fitting.fastest_in_chunks(trials, offered, relaxed)
     if certified is None and relaxed.allow(Freeze):
         certified = fitting.with_prefix(trials, offered, relaxed, roughly=True)
     return certified

@@ -93,6 +93,17 @@ class Trials:
             chunked_loss=chunked_loss(graph, self.work.model, vram_bytes=self.vram_bytes),
         )
 
+    def finest(self, offered: Offer) -> Offer | None:
+        """The same with the loss in as many chunks as it can be; None if that is nothing new.
+
+        A budget has as many as it needs for a chunk to be a small part of it, so that a smaller budget has more: what
+        fits that one must not be out of reach here.
+        """
+        most = chunked_loss(self.baseline_graph, self.work.model, vram_bytes=0)
+        if most is None or not any(offered.losses) or (most,) in offered.losses:
+            return None
+        return dataclasses.replace(offered, losses=tuple((most,) if loss else () for loss in offered.losses))
+
     def expect(self, rules: Rules) -> None:
         """Begin the recording that is most likely needed first, beside the baseline's."""
         if rules.force(ChunkedLoss) or rules.force(StepInBackward):

@@ -129,6 +129,7 @@ def install(target: Target) -> Autocast:
         autocast = Autocast(NAME)
         autocast.register(library)
         _register_kernels(target)
+    _let_autocast_of_cuda_be_that_of_this_device()
     return autocast
 
 
@@ -214,3 +215,20 @@ def _let_bitsandbytes_make_its_tables() -> None:
             fill_with_real_numbers(self)
 
     optimizer.Optimizer8bit.fill_qmap = fill_qmap
+
+
+def _let_autocast_of_cuda_be_that_of_this_device() -> None:
+    """Models name it: `torch.autocast("cuda")`, `torch.cuda.amp.autocast()`, and `torch.is_autocast_enabled()`."""
+
+    def here(device_type: str) -> str:
+        return NAME if device_type == "cuda" else device_type
+
+    enabled, dtype_of, make = torch.is_autocast_enabled, torch.get_autocast_dtype, torch.amp.autocast.__init__
+
+    def init(self: torch.amp.autocast, device_type: str, *arguments: object, **options: object) -> None:
+        make(self, here(device_type), *arguments, **options)
+
+    torch.amp.autocast.__init__ = init
+    torch.is_autocast_enabled = lambda device_type="cuda": enabled(here(device_type))
+    torch.get_autocast_dtype = lambda device_type: dtype_of(here(device_type))
+    torch.get_autocast_gpu_dtype = lambda: dtype_of(NAME)

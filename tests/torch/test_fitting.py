@@ -9,6 +9,7 @@ import torch
 
 import planner
 from planner.decisions import micro_batches_of
+from planner.errors import DecisionError
 
 MIB = 1 << 20
 
@@ -116,3 +117,62 @@ def test_the_smallest_split_without_recompute_need_not_be_an_extreme():
     again = planner.plan(model, batch, vram=smallest.peak.total_bytes, **options)
     less = planner.plan(model, batch, vram=int(0.99 * smallest.peak.total_bytes), **options)
     assert not smallest.fits and again.fits and not less.fits
+
+
+def layers(*, whole_only: bool = False) -> tuple[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    """A model of a few layers; one that takes no part of its batch, if told so."""
+
+    class Whole(torch.nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(x) < 8:
+                raise RuntimeError("no part of a batch")
+            return super().forward(x)
+
+    batch = torch.zeros(8, 16), torch.zeros(8, dtype=torch.int64)
+    return (Whole if whole_only else torch.nn.Sequential)(torch.nn.Linear(16, 16), torch.nn.Linear(16, 10)), batch
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"force": "step-in-backward", "forbid": "accumulation"}, "drops each gradient at once"),
+        ({"force": "step-in-backward", "forbid": "precision", "gpu": "t4"}, "fp16's gradient scaler"),
+        ({"whole_only": True, "forbid": "accumulation"}, "no part of a batch"),
+    ],
+    ids=("accumulation", "scaler", "refused"),
+)
+def test_a_way_out_that_cannot_be_taken_is_told_with_the_reason(options, why):
+    """Also where a frozen prefix would be looked for with it."""
+    options = {"gpu": "bare", "fidelity": "partial", "loss_fn": loss_fn, "whole_only": False, **options}
+    model, batch = layers(whole_only=options.pop("whole_only"))
+    plan = planner.plan(model, batch, vram=64, **options)
+    (told,) = plan.shortfall.relaxations
+    assert not plan.fits and told.opens is False and why in told.why
+
+
+@pytest.mark.parametrize("vram", [64, 1 << 30])
+def test_what_is_forced_and_leaves_nothing_to_choose_from_is_refused(vram):
+    """RMSprop has no fused kernel, and its loop is what a step in backward does anyway."""
+    options = {"gpu": "bare", "optimizer": "rmsprop", "loss_fn": loss_fn}
+    with pytest.raises(DecisionError, match="nothing is left to choose from: step-in-backward takes one parameter"):
+        planner.plan(*layers(), vram=vram, force=("optimizer-kernel", "step-in-backward"), **options)
+
+
+def test_a_loss_in_more_chunks_than_the_budget_asks_for_is_tried_before_nothing_fits():
+    """The smallest plan has 64 chunks, and the budget that it needs asks for 32."""
+    with torch.device("meta"):
+        model, tokens = torch.nn.Sequential(torch.nn.Embedding(64, 64), torch.nn.Linear(64, 8000)), (4, 128)
+        batch = torch.zeros(tokens, dtype=torch.int64), torch.zeros(tokens, dtype=torch.int64)
+
+    def loss(out, batch):
+        return torch.nn.functional.cross_entropy(out.flatten(0, 1), batch[1].flatten())
+
+    options = {"loss_fn": loss, "gpu": "bare", "fidelity": "exact"}
+    chunks = {"only": "chunked-loss", **options}
+    smallest = planner.plan(model, batch, vram=1, **chunks)
+    vram = smallest.peak.total_bytes
+    assert planner.plan(model, batch, vram=vram, **chunks).fits
+    less = planner.plan(model, batch, vram=vram - 1, **chunks)
+    assert not less.fits and less.shortfall.missing_bytes == 1
+    closed = planner.plan(model, batch, vram=vram, only=(), **options)
+    assert {one.relax: one.opens for one in closed.shortfall.relaxations}["allow chunked-loss"]

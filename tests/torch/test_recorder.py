@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from planner_cases import BARE, CARD, certifying_graph, plain, transformer, what_if
@@ -71,6 +73,44 @@ def test_dropout_and_attention_are_the_kernels_of_the_card():
     assert "aten._scaled_dot_product_efficient_attention.default" in names
     halves = {op.name for op in plain(work, (Precision(dtype="bf16"),), card=CARD).ops}
     assert "aten._scaled_dot_product_flash_attention.default" in halves
+
+
+class OwnRegion(torch.nn.Module):
+    """Its forward names CUDA: an autocast region of its own, and a question about the one around it."""
+
+    def __init__(self, region: Callable[[], torch.autocast] | None = None) -> None:
+        super().__init__()
+        self.linear, self.region = torch.nn.Linear(64, 64), region
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.region is not None:
+            with self.region():
+                return torch.tanh(self.linear(x))
+        assert torch.is_autocast_enabled() is torch.is_autocast_enabled("cuda")
+        return torch.tanh(self.linear(x)) if torch.is_autocast_enabled() else self.linear(x).exp().exp()
+
+
+@pytest.mark.parametrize(
+    "region",
+    [lambda: torch.autocast("cuda", dtype=torch.bfloat16), lambda: torch.cuda.amp.autocast(dtype=torch.bfloat16)],
+    ids=["torch.autocast", "torch.cuda.amp"],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.cuda.amp.autocast.*:FutureWarning")
+def test_an_autocast_region_of_cuda_is_one_in_the_rehearsal(region):
+    ops = _forward_ops(OwnRegion(region), ())
+    assert [op.dtype for op in ops if op.name in ("aten.addmm.default", "aten.tanh.default")] == ["bf16", "bf16"]
+
+
+def test_a_model_that_asks_whether_cuda_casts_is_told_so():
+    names = [op.name for op in _forward_ops(OwnRegion(), (Precision(dtype="bf16"),))]
+    assert "aten.tanh.default" in names and "aten.exp.default" not in names
+    names = [op.name for op in _forward_ops(OwnRegion(), ())]
+    assert "aten.exp.default" in names and "aten.tanh.default" not in names
+
+
+def _forward_ops(model, decisions):
+    work = workload(model, (torch.ones(8, 64),), loss_fn=lambda output, batch: output.float().sum())
+    return [op for op in plain(work, decisions).ops if op.phase is Phase.FORWARD]
 
 
 def test_autocast_keeps_one_cast_of_each_weight_until_the_forward_ends():
