@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -103,6 +103,16 @@ class Rewriting:
         self._latest[id(owner), name] = value
         self.changes.append(
             Change(place=place, intact=lambda: own.get(name) is self._latest[id(owner), name], restore=restore)
+        )
+
+    def add_hooks(self, handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
+        """Have hooks of the model removed when all is taken back; twice is once."""
+        self.changes.append(
+            Change(
+                place="hooks of the model",
+                intact=lambda: True,
+                restore=lambda: [handle.remove() for handle in handles],
+            )
         )
 
     def is_latest(self, owner: object, name: str, value: object) -> bool:
