@@ -15,7 +15,10 @@ from typing import Any, final
 
 import torch
 
+from planner.decisions import ChunkedLoss, Precision
 from planner.errors import DecisionError
+from planner.plan_file import Plan
+from rewrite.apart import refuse_coupled_samples
 from rewrite.means import MeansTaken
 from rewrite.rules.accumulation import (
     count_samples,
@@ -26,6 +29,7 @@ from rewrite.rules.accumulation import (
     takes_the_loss,
 )
 from rewrite.step import weighted
+from rewrite.trainer_arguments import micro_batches
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +45,9 @@ class LossShare:
     have to be of one size.
     """
 
-    def __init__(self, *, shifted: bool, ignored: int, divides: bool, labelled: bool, size: int) -> None:
+    def __init__(
+        self, *, shifted: bool, ignored: int, divides: bool, labelled: bool, size: int, rough: bool, in_chunks: bool
+    ) -> None:
         self.shifted, self.ignored = shifted, ignored
         self.divides = divides
         """Whether the model itself divides by the number that it is called with."""
@@ -49,12 +55,18 @@ class LossShare:
         """Whether the planned batch has labels."""
         self.size = size
         """Samples of a whole micro-batch."""
+        self.rough = rough
+        """Whether the loss is computed in a lower precision."""
+        self.in_chunks = in_chunks
+        """Whether logits are never held whole."""
         self._of_batch: Any = None
         """The Trainer's count, from before a forward to after it."""
         self._seen: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         """Labels of each micro-batch and of its batch, while they are watched."""
         self._means: MeansTaken | None = None
         """What the losses of a step were means over, while they are watched."""
+        self._is_first = False
+        """Whether the next micro-batch is the first that is watched."""
         self._forward = contextlib.ExitStack()
         """Closed after each forward."""
         self._note_loss: Callable[[torch.Tensor], None] | None = None
@@ -65,10 +77,15 @@ class LossShare:
         """Micro-batches since the last look."""
 
     @classmethod
-    def of(cls, model: torch.nn.Module, *, labelled: bool, size: int) -> LossShare:
-        divides = divides_by_count(type(takes_the_loss(model)))
+    def of(cls, model: torch.nn.Module, plan: Plan) -> LossShare:
         return cls(
-            shifted=shifts_labels(model), ignored=ignored_label(model), divides=divides, labelled=labelled, size=size
+            shifted=shifts_labels(model),
+            ignored=ignored_label(model),
+            divides=divides_by_count(type(takes_the_loss(model))),
+            labelled=any(path.partition(".")[0] == "labels" for path, _, _ in plan.workload.batch),
+            size=micro_batches(plan)[0],
+            rough=plan.decision(Precision) is not None,
+            in_chunks=plan.decision(ChunkedLoss) is not None,
         )
 
     def hooks_on(self, model: torch.nn.Module) -> list[Any]:
@@ -82,6 +99,7 @@ class LossShare:
         """From now on keep what `refuse_another_loss` looks at, or no longer."""
         self._seen, self._was_not_told = ([] if wanted else None), False
         self._means = MeansTaken(may_be_stated=False) if wanted else None
+        self._is_first = wanted and not self.in_chunks
         self._samples, self.untrained = [], 0
 
     def refuse_another_loss(self) -> None:
@@ -119,10 +137,22 @@ class LossShare:
 
     def _before(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         self._of_batch = kwargs.get(COUNT)
+        kwargs = {name: value for name, value in kwargs.items() if name != COUNT}
         takes_loss = self._of_batch is None or kwargs.get("labels") is not None
         if self._means is not None and takes_loss and _trains(model):
+            if self._is_first:
+                self._is_first = False
+                self._try_samples_apart(model, kwargs)
             self._note_loss = self._forward.enter_context(self._means.part(None))
-        return args, {name: value for name, value in kwargs.items() if name != COUNT}
+        return args, kwargs
+
+    def _try_samples_apart(self, model: torch.nn.Module, batch: dict[str, Any]) -> None:
+        refuse_coupled_samples(
+            model, batch, batch_size=self.size, micro_batch_size=self.size, rough=self.rough,
+            loss_of=lambda part: _loss_in(model.forward(**part)),  # past these hooks
+            terms_of=lambda part, samples: self._count(part["labels"]) if "labels" in part else samples,
+            way_out="plan with accumulation forbidden",
+        )  # fmt: skip
 
     def _after(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         """Called after a forward that failed as well, without an output."""

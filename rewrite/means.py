@@ -49,6 +49,10 @@ class MeansTaken(TorchFunctionMode):
         self._sums: list[list[torch.Tensor]] = []
         self._losses: list[torch.Tensor] = []
 
+    @property
+    def has_parts(self) -> bool:
+        return bool(self._weights)
+
     @contextlib.contextmanager
     def part(self, weight: torch.Tensor | float | None) -> Iterator[Callable[[torch.Tensor], None]]:
         """Watch what computes the loss of a part with this weight; give the loss to what is yielded.

@@ -50,6 +50,8 @@ class Rewriting:
         self.autocast_dtype: torch.dtype | None = None
         self.scaler: torch.amp.GradScaler | None = None
         self.split: Callable[[Any], Any] | None = None
+        self.loss_terms: Callable[[Any, int], torch.Tensor | float] | None = None
+        """From a part of a batch and its samples, over how many terms its loss is taken to be a mean."""
         self.backward: Callable[[], contextlib.AbstractContextManager] | None = None
         """Context of a backward that updates the parameters itself."""
         self.changes: list[Change] = []

@@ -38,7 +38,7 @@ from rewrite.loss_share import LossShare
 from rewrite.rewriting import Rewriting
 from rewrite.rules.accumulation import takes_the_loss
 from rewrite.rules.optimizer_kernel import OPTIONS, optimizer_kernel
-from rewrite.trainer_arguments import micro_batches, refuse_what_trainers_cannot_do
+from rewrite.trainer_arguments import refuse_what_trainers_cannot_do
 
 _OF_THE_OPTIMIZER = (Optimizer, OptimizerKernel, StepInBackward)
 
@@ -127,8 +127,7 @@ def accumulates(plan: Plan) -> bool:
 
 def _weighted_by_share(rewriting: Rewriting, plan: Plan) -> LossShare:
     """By hooks, which accelerate's autocast, a forward of its own, leaves alone."""
-    labelled = any(path.partition(".")[0] == "labels" for path, _, _ in plan.workload.batch)
-    share = LossShare.of(rewriting.model, labelled=labelled, size=micro_batches(plan)[0])
+    share = LossShare.of(rewriting.model, plan)
     for model in {rewriting.model: None, takes_the_loss(rewriting.model): None}:
         rewriting.replace(model, "accepts_loss_kwargs", True, place="accepts_loss_kwargs of the model")
     rewriting.add_hooks(share.hooks_on(rewriting.model))

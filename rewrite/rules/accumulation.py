@@ -47,6 +47,7 @@ def accumulation(rewriting: Rewriting, decision: Accumulation) -> None:
         )
     else:
         loss_terms = samples_only
+    rewriting.loss_terms = loss_terms
     rewriting.split = functools.partial(
         micro_batches,
         micro_batch_size=decision.micro_batch_size,

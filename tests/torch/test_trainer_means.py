@@ -86,6 +86,17 @@ class Sum(Classifier):
         return F.cross_entropy(logits, labels, reduction="sum")
 
 
+class ByHand(Classifier):
+    def loss(self, logits, labels):
+        weight = 1.0 + logits.detach()[:, 0].square()
+        return (F.cross_entropy(logits, labels, reduction="none") * weight).sum() / weight.sum()
+
+
+class Contrastive(Classifier):
+    def loss(self, logits, labels):
+        return F.cross_entropy(logits @ logits.T, torch.arange(len(logits)))
+
+
 class Autoencoder(Classifier):
     def forward(self, inputs):
         return (F.mse_loss(self.layer(inputs), inputs[:, :3]),)
@@ -141,7 +152,9 @@ def causal() -> nn.Module:
 
 REFUSED = {
     "class weights": (OfClasses, classified, r"cross_entropy is a mean over [\d., ]+ terms: plan with accumulation"),
-    "a sum": (Sum, classified, "but the loss is a sum: plan with accumulation forbidden"),
+    "a sum": (Sum, classified, r"the first 2 samples .* or is a sum, .*; plan with accumulation forbidden"),
+    "a mean by hand": (ByHand, classified, "the loss of the first 2 samples is .* as micro-batches are"),
+    "samples that are compared": (Contrastive, classified, "it compares samples"),
     "two means": (lambda: bert("BertForPreTraining"), pairs, r"is a mean over [\d, ]+ terms"),
     "a shift that is not told": (lambda: Shifting(causal()), tokens, "cross_entropy is a mean over 11, 10, 9 terms"),
 }
