@@ -72,7 +72,7 @@ class LossShare:
         self._note_loss: Callable[[torch.Tensor], None] | None = None
         self._samples: list[int] | None = None
         """Of the micro-batches without labels of a step, once somebody looks."""
-        self._was_not_told = False
+        self._was_not_told = self._warns_of_own_loss = False
         self.untrained = 0
         """Micro-batches since the last look."""
 
@@ -99,6 +99,7 @@ class LossShare:
         """From now on keep what `refuse_another_loss` looks at, or no longer."""
         self._seen, self._was_not_told = ([] if wanted else None), False
         self._means = MeansTaken(may_be_stated=False) if wanted else None
+        self._warns_of_own_loss = wanted
         self._is_first = wanted and not self.in_chunks
         self._samples, self.untrained = [], 0
 
@@ -169,7 +170,8 @@ class LossShare:
                 self._was_not_told |= self._seen is not None
             elif self._samples is not None:
                 self._samples.append(count_samples(kwargs, self.size))
-        elif labels is None and self._seen is not None and _trains(model):
+        elif labels is None and self._warns_of_own_loss and _trains(model):
+            self._warns_of_own_loss = False
             logger.warning("the loss is taken outside of the model: it has to be a sum that is divided by %s", COUNT)
         if of_batch is None or loss is None or not isinstance(labels, torch.Tensor):
             return output
