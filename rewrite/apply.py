@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import torch
 
 from planner.calling import Calling, LossFn
-from planner.decisions import Checkpoint, Decision, StepInBackward, conflict
+from planner.decisions import Accumulation, Checkpoint, ChunkedLoss, Decision, StepInBackward, conflict
 from planner.errors import DecisionError, PlanFileError, WorkloadError
 from planner.fingerprint import fingerprint
 from planner.plan_file import Plan
+from rewrite.apart import refuse_coupled_samples
 from rewrite.optimizers import OPTIMIZERS, OptimizerChoice, SchedulerChoice, make_scheduler, refuse_closure
 from rewrite.rewriting import LossWeight, Rewriting
 from rewrite.rules import RULES
@@ -90,10 +92,21 @@ def apply(
     )
     rewritten.step.ask_for_wrapper()
     if loss_weight is None:
-        rewritten.step.hold_weights()
+        rewritten.step.hold_weights(_tries_samples_apart(plan, rewritten._rewriting))
     if turns_cache_off(plan):
         rewritten._rewriting.turn_cache_off()
     return rewritten
+
+
+def _tries_samples_apart(plan: Plan, rewriting: Rewriting) -> Callable[..., None] | None:
+    """Not where a loss is taken in chunks, which needs all logits in evaluation; it is a mean over labels."""
+    split = plan.decision(Accumulation)
+    if split is None or rewriting.loss_terms is None or plan.decision(ChunkedLoss) is not None:
+        return None
+    return functools.partial(
+        refuse_coupled_samples, batch_size=rewriting.batch_size, micro_batch_size=split.micro_batch_size,
+        terms_of=rewriting.loss_terms,
+    )  # fmt: skip
 
 
 def matched(

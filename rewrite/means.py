@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -27,23 +27,38 @@ _BY_ELEMENT = (
 _TOLERANCE = 1e-6
 """Of a share of the batch. Shares are quotients of whole numbers, or of sums of class weights in fp32."""
 
-_WAY_OUT = "give apply loss_weight=..., a function from a batch to"
+_FORBID = "plan with accumulation forbidden"
+_STATE = "give apply loss_weight=..., a function from a batch to"
+_STATE_SUM = f"{_STATE} 1"
+_STATE_TERMS = f"{_STATE} the number of terms, or forbid accumulation where a loss is made of several means"
 
 
 class MeansTaken(TorchFunctionMode):
-    """Around the forward and loss of each part of a batch: `part` for each, then `refuse_other_weights`."""
+    """Around the forward and loss of each part of a batch: `part` for each, then `refuse_other_weights`.
 
-    def __init__(self) -> None:
+    Args:
+        may_be_stated: whether another weight than the usual one could have been given.
+    """
+
+    def __init__(self, *, may_be_stated: bool = True) -> None:
         super().__init__()
+        self._may_be_stated = may_be_stated
         self._weights: list[torch.Tensor | float] = []
         self._means: list[list[tuple[Callable, torch.Tensor]]] = []
         """By part: functions, and over how many terms they took a mean."""
         self._sums: list[list[torch.Tensor]] = []
         self._losses: list[torch.Tensor] = []
 
+    @property
+    def has_parts(self) -> bool:
+        return bool(self._weights)
+
     @contextlib.contextmanager
-    def part(self, weight: torch.Tensor | float) -> Iterator[Callable[[torch.Tensor], None]]:
-        """Watch what computes the loss of a part with this weight; give the loss to what is yielded."""
+    def part(self, weight: torch.Tensor | float | None) -> Iterator[Callable[[torch.Tensor], None]]:
+        """Watch what computes the loss of a part with this weight; give the loss to what is yielded.
+
+        The weight is None where it is known only when all parts have been seen.
+        """
         self._weights.append(weight)
         self._means.append([])
         self._sums.append([])
@@ -70,21 +85,25 @@ class MeansTaken(TorchFunctionMode):
             terms = torch.as_tensor(terms, dtype=torch.float64, device=result.device)
             self._means[-1].append((function, terms))
 
-    def refuse_other_weights(self) -> None:
+    def refuse_other_weights(self, weights: Sequence[float] | None = None) -> None:
         """Raise `DecisionError` if the weights make another loss of the parts than the whole batch has.
+
+        Args:
+            weights: instead of those that came with the parts.
 
         Nothing is said of a loss that takes no mean that is seen, nor of one that takes it in some parts only.
         """
         tensors = [terms for means in self._means for _, terms in means] + self._losses
         if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
             return
-        weights = [float(weight) for weight in self._weights]
-        for sums in map(list, zip(*self._sums, strict=True) if len(set(map(len, self._sums))) == 1 else ()):
+        weights = [float(weight) for weight in (self._weights if weights is None else weights)]
+        are_comparable = len(set(map(len, self._sums))) == 1 and len(self._losses) == len(weights)
+        for sums in map(list, zip(*self._sums, strict=True) if are_comparable else ()):
             is_sum = all(torch.equal(one, loss) for one, loss in zip(sums, self._losses, strict=True))
             if is_sum and any(abs(weight - 1.0) > _TOLERANCE for weight in weights):
                 raise DecisionError(
                     f"accumulation weighs the losses of the micro-batches by {_told(weights)}, but the loss is a sum: "
-                    f"{_WAY_OUT} 1"
+                    f"{_STATE_SUM if self._may_be_stated else _FORBID}"
                 )
         if len(set(map(len, self._means))) != 1:
             return
@@ -96,8 +115,8 @@ class MeansTaken(TorchFunctionMode):
             if any(abs(share - weight) > _TOLERANCE for share, weight in zip(shares, weights, strict=True)):
                 raise DecisionError(
                     f"accumulation weighs the losses of the micro-batches by {_told(weights)}, but "
-                    f"{function.__name__} is a mean over {_told(terms)} terms: {_WAY_OUT} the number of terms, or "
-                    "forbid accumulation where a loss is made of several means"
+                    f"{function.__name__} is a mean over {_told(terms)} terms: "
+                    f"{_STATE_TERMS if self._may_be_stated else _FORBID}"
                 )
 
 

@@ -15,7 +15,7 @@ from planner.errors import DecisionError, PlanFileError, PromiseError, WorkloadE
 from planner.plan_file import Plan
 from planner.sizes import format_size
 from planner.workload import described, optimizer_name
-from rewrite.loss_share import COUNT
+from rewrite.loss_share import COUNT, told_uneven
 from rewrite.optimizers import OPTIMIZERS
 from rewrite.trainer import RewrittenForTrainer
 from rewrite.trainer_arguments import arguments_of, micro_batches, refuse_contradictions
@@ -91,6 +91,7 @@ class PlanCallback(TrainerCallback):
         *,
         model: torch.nn.Module,
         optimizer: Any,
+        train_dataloader: Any = None,
         **_: Any,
     ) -> None:
         plan = self.rewritten.plan
@@ -108,18 +109,25 @@ class PlanCallback(TrainerCallback):
         self._told.clear()
         self._remove_hooks()
         self._hooks = [model.register_forward_pre_hook(self._look_at_batch, with_kwargs=True)]
+        self.rewritten.add_hook(self._hooks[0])
         if self.rewritten.share is not None:
+            if not self.rewritten.share.labelled:
+                refuse_uneven_parts(args, state, train_dataloader)
             self.rewritten.share.watch(True)
         if args.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(args.device)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if self.rewritten.share is not None:
+            self.rewritten.share.refuse_another_loss()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._seen_steps >= self.steps:
             return
         self._seen_steps += 1
         share = self.rewritten.share
-        if share is not None:
-            share.refuse_another_count()
         if self._seen_steps < self.steps:
             return
         if share is not None:
@@ -131,6 +139,16 @@ class PlanCallback(TrainerCallback):
             logger.warning("%s", self.promise)
         else:
             self._broken(f"{self.promise}; plan with less than the budget of {_budget(self.rewritten.plan)}")
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Streams may end within a batch: the Trainer keeps the gradients of what it has of it for the next epoch."""
+        share = self.rewritten.share
+        if share is not None and share.untrained and state.global_step < state.max_steps:
+            raise DecisionError(
+                f"an epoch ended after {share.untrained} of the {args.gradient_accumulation_steps} micro-batches of a "
+                "step, and the Trainer would add their gradients to those of the next one: let the stream have as "
+                "many samples as make up whole batches, or plan with accumulation forbidden"
+            )
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._remove_hooks()
@@ -178,6 +196,21 @@ class PlanCallback(TrainerCallback):
         if text not in self._told:
             self._told.add(text)
             logger.warning("%s", text)
+
+
+def refuse_uneven_parts(args: TrainingArguments, state: TrainerState, loader: Any) -> None:
+    """Raises `DecisionError` where the last batch of an epoch would be cut into parts of several sizes.
+
+    Of data whose length is not known that is seen when it comes.
+    """
+    try:
+        samples, parts = len(loader.dataset), len(loader)
+    except (AttributeError, TypeError):
+        return
+    size, several = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    left, in_last = samples % size, parts % several or several
+    if parts == -(-samples // size) and left and in_last > 1 and state.max_steps >= -(-parts // several):
+        raise DecisionError(told_uneven([size] * (in_last - 1) + [left]))
 
 
 def measured(plan: Plan, device: torch.device) -> Promise:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -50,6 +50,8 @@ class Rewriting:
         self.autocast_dtype: torch.dtype | None = None
         self.scaler: torch.amp.GradScaler | None = None
         self.split: Callable[[Any], Any] | None = None
+        self.loss_terms: Callable[[Any, int], torch.Tensor | float] | None = None
+        """From a part of a batch and its samples, over how many terms its loss is taken to be a mean."""
         self.backward: Callable[[], contextlib.AbstractContextManager] | None = None
         """Context of a backward that updates the parameters itself."""
         self.changes: list[Change] = []
@@ -103,6 +105,16 @@ class Rewriting:
         self._latest[id(owner), name] = value
         self.changes.append(
             Change(place=place, intact=lambda: own.get(name) is self._latest[id(owner), name], restore=restore)
+        )
+
+    def add_hooks(self, handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
+        """Have hooks of the model removed when all is taken back; twice is once."""
+        self.changes.append(
+            Change(
+                place="hooks of the model",
+                intact=lambda: True,
+                restore=lambda: [handle.remove() for handle in handles],
+            )
         )
 
     def is_latest(self, owner: object, name: str, value: object) -> bool:

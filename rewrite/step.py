@@ -59,6 +59,7 @@ class TrainingStep:
         self._decisions = tuple(decisions)
         self._closed = False
         self._means: MeansTaken | None = None
+        self._try_apart: Callable[..., None] | None = None
         self._called = module
         self._asks_for_wrapper = False
 
@@ -89,7 +90,7 @@ class TrainingStep:
             total = loss.detach() if total is None else total + loss.detach()
             del loss
         if means is not None:
-            self._hold(means)
+            self._hold(means, batch)
         self.update()
         return total
 
@@ -119,9 +120,13 @@ class TrainingStep:
         """Refuse to step among several processes until `through` has said what brings them together."""
         self._asks_for_wrapper = True
 
-    def hold_weights(self) -> None:
-        """Hold the weights of micro-batches against what the loss is a mean over, in the next step."""
-        self._means = MeansTaken()
+    def hold_weights(self, try_apart: Callable[..., None] | None = None) -> None:
+        """Hold the weights of micro-batches against what the loss is a mean over, in the next step that has any.
+
+        Args:
+            try_apart: refuses a batch whose parts do not add up to its loss.
+        """
+        self._means, self._try_apart = MeansTaken(), try_apart
 
     def _watched_loss(self, part: Any, weight: torch.Tensor | float, means: MeansTaken) -> torch.Tensor:
         with means.part(weight) as note:
@@ -129,9 +134,14 @@ class TrainingStep:
         note(loss)
         return loss
 
-    def _hold(self, means: MeansTaken) -> None:
+    def _hold(self, means: MeansTaken, batch: Any) -> None:
+        if not means.has_parts:  # a batch so small that it was not split
+            self._means = means
+            return
         try:
             means.refuse_other_weights()
+            if self._try_apart is not None:
+                self._try_apart(self.module, batch, loss_of=self._loss_alone, rough=self.autocast_dtype is not None)
         except DecisionError:
             self.optimizer.zero_grad(set_to_none=True)
             self._means = MeansTaken()
@@ -212,8 +222,15 @@ class TrainingStep:
         yield *before, contextlib.nullcontext()
 
     def _loss(self, batch: Any) -> torch.Tensor:
+        return self._loss_of(self._called, batch)
+
+    def _loss_alone(self, batch: Any) -> torch.Tensor:
+        """Past what brings several processes together."""
+        return self._loss_of(self.module, batch)
+
+    def _loss_of(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
         with self._autocast():
-            loss = loss_of(self.calling.call(self._called, batch), batch, self.loss_fn)
+            loss = loss_of(self.calling.call(model, batch), batch, self.loss_fn)
         return loss.reshape(()) if loss.dim() else loss
 
     def _autocast(self) -> contextlib.AbstractContextManager:

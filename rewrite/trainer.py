@@ -35,7 +35,8 @@ from planner.decisions import Accumulation, Optimizer, OptimizerKernel, StepInBa
 from planner.plan_file import Plan
 from rewrite.apply import change_by_rules, one_of_each_kind, refuse_another_model, turns_cache_off
 from rewrite.loss_share import LossShare
-from rewrite.rewriting import Change, Rewriting
+from rewrite.rewriting import Rewriting
+from rewrite.rules.accumulation import takes_the_loss
 from rewrite.rules.optimizer_kernel import OPTIONS, optimizer_kernel
 from rewrite.trainer_arguments import refuse_what_trainers_cannot_do
 
@@ -69,6 +70,10 @@ class RewrittenForTrainer:
             self.module.forward = own.pop("_original_forward")
         self._rewriting.undo()
         self.is_applied = False
+
+    def add_hook(self, handle: torch.utils.hooks.RemovableHandle) -> None:
+        """Let `undo` remove a hook of the model too, where training ended before it was removed."""
+        self._rewriting.add_hooks([handle])
 
     def use_kernel(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the Trainer's optimizer step as planned, where the Trainer itself did not choose so. Undone by `undo`.
@@ -109,7 +114,7 @@ def apply_for_trainer(plan: Plan, model: torch.nn.Module) -> RewrittenForTrainer
         change_by_rules(rewriting, {kind: by_kind[kind] for kind in by_kind if kind not in _OF_THE_OPTIMIZER})
         if turns_cache_off(plan):
             rewriting.turn_cache_off()
-        share = _weighted_by_share(rewriting) if accumulates(plan) else None
+        share = _weighted_by_share(rewriting, plan) if accumulates(plan) else None
     except BaseException:
         rewriting.restore()
         raise
@@ -120,12 +125,10 @@ def accumulates(plan: Plan) -> bool:
     return plan.decision(Accumulation) is not None or plan.workload.gradients_alive
 
 
-def _weighted_by_share(rewriting: Rewriting) -> LossShare:
+def _weighted_by_share(rewriting: Rewriting, plan: Plan) -> LossShare:
     """By hooks, which accelerate's autocast, a forward of its own, leaves alone."""
-    share = LossShare.of(rewriting.model)
-    rewriting.replace(rewriting.model, "accepts_loss_kwargs", True, place="accepts_loss_kwargs of the model")
-    handles = share.hooks_on(rewriting.model)
-    rewriting.changes.append(
-        Change(place="hooks of the model", intact=lambda: True, restore=lambda: [handle.remove() for handle in handles])
-    )
+    share = LossShare.of(rewriting.model, plan)
+    for model in {rewriting.model: None, takes_the_loss(rewriting.model): None}:
+        rewriting.replace(model, "accepts_loss_kwargs", True, place="accepts_loss_kwargs of the model")
+    rewriting.add_hooks(share.hooks_on(rewriting.model))
     return share

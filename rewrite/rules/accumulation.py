@@ -43,10 +43,11 @@ def accumulation(rewriting: Rewriting, decision: Accumulation) -> None:
             counted_labels,
             shifted=shifts_labels(rewriting.model),
             ignored=ignored_label(rewriting.model),
-            divides=divides_by_count(type(rewriting.model)),
+            divides=divides_by_count(type(takes_the_loss(rewriting.model))),
         )
     else:
         loss_terms = samples_only
+    rewriting.loss_terms = loss_terms
     rewriting.split = functools.partial(
         micro_batches,
         micro_batch_size=decision.micro_batch_size,
@@ -55,17 +56,25 @@ def accumulation(rewriting: Rewriting, decision: Accumulation) -> None:
     )
 
 
+def takes_the_loss(model: torch.nn.Module) -> torch.nn.Module:
+    """The model whose forward takes the loss: that inside of PEFT's, which pass labels on to it."""
+    base = getattr(model, "get_base_model", None)
+    return base() if callable(base) else model
+
+
 def shifts_labels(model: torch.nn.Module) -> bool:
     """Whether the model's own loss leaves out each sample's first label, as next-token losses do.
 
     Read from the forward that makes the loss: class names do not tell (`XLNetLMHeadModel` and `BartForCausalLM` do
     not shift, `GPT2LMHeadModel` does).
     """
+    model = takes_the_loss(model)
     return _class_shifts_labels(type(model), lambda: getattr(model.loss_function, "__name__", ""))
 
 
 def ignored_label(model: torch.nn.Module) -> int:
     """The label that the model's own loss leaves out."""
+    model = takes_the_loss(model)
     if "SemanticSegmentation" in type(model).__name__:
         return getattr(getattr(model, "config", None), "semantic_loss_ignore_index", 255)
     return -100
@@ -73,6 +82,7 @@ def ignored_label(model: torch.nn.Module) -> int:
 
 def _regresses(model: torch.nn.Module) -> bool:
     """Whether whole numbers among the labels are no classes: -100 is one like others then."""
+    model = takes_the_loss(model)
     config = getattr(model, "config", None)
     problem = getattr(config, "problem_type", None)
     one = getattr(config, "num_labels", None) == 1 and "SequenceClassification" in type(model).__name__

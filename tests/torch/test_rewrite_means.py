@@ -89,6 +89,99 @@ def test_weights_that_make_another_loss_are_refused_before_anything_is_trained(c
     assert not result.optimizer.state
 
 
+def contrastive(output: torch.Tensor, batch: tuple) -> torch.Tensor:
+    return F.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+
+def over_pairs(output: torch.Tensor, batch: tuple) -> torch.Tensor:
+    is_pair = (batch[-1].unsqueeze(0) == batch[-1].unsqueeze(1)).fill_diagonal_(False)
+    return -(output @ output.T).log_softmax(1)[is_pair].mean()
+
+
+def by_hand(output: torch.Tensor, batch: tuple) -> torch.Tensor:
+    weight = 1.0 + batch[-1]
+    return (F.cross_entropy(output, batch[-1], reduction="none") * weight).sum() / weight.sum()
+
+
+def sum_of_squares(output: torch.Tensor, batch: tuple) -> torch.Tensor:
+    return output.square().sum()
+
+
+@pytest.mark.parametrize("loss_fn", [contrastive, over_pairs, by_hand, sum_of_squares])
+def test_a_loss_that_parts_do_not_add_up_to_is_refused_before_anything_is_trained(loss_fn):
+    result = step_of(Perceptron, vectors(6), loss_fn)
+    before = [parameter.clone() for parameter in result.module.parameters()]
+    modes, state = [module.training for module in result.module.modules()], torch.get_rng_state()
+    for _ in range(2):
+        with pytest.raises(DecisionError, match=r"the loss of the first 4 samples is .* as micro-batches are"):
+            result.step(vectors(6))
+    assert all(torch.equal(a, b) for a, b in zip(before, result.module.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in result.module.parameters())
+    assert modes == [module.training for module in result.module.modules()]
+    assert not torch.equal(state, torch.get_rng_state())  # dropout's, of the micro-batches
+
+
+class Merging(Perceptron):
+    """As adapters do, which add themselves to a weight for evaluation."""
+
+    def train(self, mode: bool = True):
+        if mode != self.training:
+            with torch.no_grad():
+                self.head.weight.add_(-1.0 if mode else 1.0)
+        return super().train(mode)
+
+
+def test_a_model_that_changes_for_evaluation_is_not_asked_to():
+    result, plain = (step_of(build, vectors(6), cross_entropy, optimizer=sgd) for build in (Merging, Perceptron))
+    for each in (result, plain):
+        torch.manual_seed(3)
+        each.step(vectors(6))
+    assert torch.equal(result.module.head.weight, plain.module.head.weight)
+
+
+def test_a_loss_that_is_random_is_not_tried_and_draws_what_it_would():
+    def noisy(output, batch):
+        return (output + torch.randn_like(output)).square().mean()
+
+    drawn = []
+    for tried in (True, False):
+        result = step_of(Perceptron, vectors(6), noisy)
+        if not tried:
+            result.step.hold_weights(None)
+        torch.manual_seed(3)
+        drawn.append((result.step(vectors(6)), torch.get_rng_state()))
+    assert torch.equal(drawn[0][0], drawn[1][0])
+    assert torch.equal(drawn[0][1], drawn[1][1])
+
+
+def clip() -> nn.Module:
+    import transformers
+
+    layers = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return transformers.CLIPModel(
+        transformers.CLIPConfig(
+            text_config={**layers, "vocab_size": 60, "max_position_embeddings": 16, "eos_token_id": 2},
+            vision_config={**layers, "image_size": 8, "patch_size": 4}, projection_dim=8,
+        )
+    )  # fmt: skip
+
+
+def test_a_model_that_compares_texts_with_images_is_refused():
+    images = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": tokens()["input_ids"], "pixel_values": images}
+    model = seeded(clip)
+    result = rewrite.apply(plan_for(model, batch, UNEVEN), model)
+    with pytest.raises(DecisionError, match="it compares samples"):
+        result.step({**batch, "return_loss": True})
+
+
+def test_a_first_batch_that_is_not_split_leaves_the_look_to_the_next():
+    result = step_of(Perceptron, vectors(6), of_classes)
+    result.step(vectors(3))
+    with pytest.raises(DecisionError, match="cross_entropy is a mean over"):
+        result.step(vectors(6))
+
+
 STATED = {
     "labels that do not count": lambda batch: (batch[-1] != -100).sum(),
     "class weights": lambda batch: torch.tensor([1.0, 5.0, 25.0])[batch[-1]].sum(),
