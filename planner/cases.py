@@ -6,8 +6,9 @@ import dataclasses
 import functools
 
 from planner import cost
-from planner.decisions import Decision
+from planner.decisions import ChunkedLoss, Decision
 from planner.footprint import granularity_bytes, with_whole_batch
+from planner.heads import LossInChunks
 from planner.recordings import Recordings
 from planner.search import milp
 from planner.search.problem import Selection
@@ -39,6 +40,8 @@ class Case:
         self.step_ns = sum(self._op_ns)
         """Without any recompute: no plan of this case is faster."""
         self.optimizer_ns = optimizer_ns(graph, self._op_ns)
+        self._cheapest: dict[tuple[int, int | None], Selection | None] = {}
+        self._could_pay: dict[tuple[int, int | None, bool, int | None], bool] = {}
 
     @functools.cached_property
     def peak_bytes(self) -> int:
@@ -66,7 +69,11 @@ class Case:
 
     def cheapest(self, budget_bytes: int, *, below_ns: int | None) -> Selection | None:
         """The cheapest units to recompute for a peak inside the budget, if they cost less than `below_ns`."""
-        return self.search.solve(budget_bytes, tolerance_ns=self.step_ns // RECOMPUTE_TOLERANCE, below_ns=below_ns)
+        asked = (budget_bytes, below_ns)
+        if asked not in self._cheapest:
+            tolerance_ns = self.step_ns // RECOMPUTE_TOLERANCE
+            self._cheapest[asked] = self.search.solve(budget_bytes, tolerance_ns=tolerance_ns, below_ns=below_ns)
+        return self._cheapest[asked]
 
     def could_pay(self, budget_bytes: int, *, state_bytes: int | None, gradients: bool, below_ns: int | None) -> bool:
         """Whether some units, or none, could be enough and cost less than `below_ns`, if the optimizer kept less.
@@ -77,6 +84,14 @@ class Case:
             state_bytes: at least what the other optimizer keeps; None: as it is.
             gradients: whether they are kept until the update.
         """
+        asked = (budget_bytes, state_bytes, gradients, below_ns)
+        if asked not in self._could_pay:
+            self._could_pay[asked] = self._has_relaxed_plan(*asked)
+        return self._could_pay[asked]
+
+    def _has_relaxed_plan(
+        self, budget_bytes: int, state_bytes: int | None, gradients: bool, below_ns: int | None
+    ) -> bool:
         if self._graph.update_tick is None:
             return True
         fixed = self.units.problem.fixed_bytes.copy()
@@ -153,6 +168,34 @@ class Cases:
     def known(self, outer: tuple[Decision, ...], split: Split) -> Case | None:
         """The case, if it has been made already."""
         return self._made.get((outer, split))
+
+
+class CasesInChunks:
+    """The same cases, by outer choices in which the loss is in as many chunks as the whole batch needs."""
+
+    def __init__(self, cases: Cases, chunks: LossInChunks | None) -> None:
+        self._cases, self._chunks = cases, chunks
+
+    def outer(self, outer: tuple[Decision, ...], split: Split) -> tuple[Decision, ...]:
+        """The outer choice with the number of chunks that a micro-batch needs; without them where it needs none."""
+        if self._chunks is None or not any(isinstance(decision, ChunkedLoss) for decision in outer):
+            return outer
+        part = self._chunks.of_part(split.micro_batches)
+        replaced = (part if isinstance(decision, ChunkedLoss) else decision for decision in outer)
+        return tuple(decision for decision in replaced if decision is not None)
+
+    def prefetch(self, outer: tuple[Decision, ...], splits: tuple[Split, ...]) -> None:
+        for found in dict.fromkeys(self.outer(outer, split) for split in splits):
+            self._cases.prefetch(found, tuple(split for split in splits if self.outer(outer, split) == found))
+
+    def of(self, outer: tuple[Decision, ...], split: Split) -> Case:
+        return self._cases.of(self.outer(outer, split), split)
+
+    def known(self, outer: tuple[Decision, ...], split: Split) -> Case | None:
+        return self._cases.known(self.outer(outer, split), split)
+
+    def made(self) -> tuple[Case, ...]:
+        return self._cases.made()
 
 
 def optimizer_ns(graph: StepGraph, op_times_ns: list[int]) -> int:

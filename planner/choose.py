@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from planner.cases import Case, Cases
+from planner.cases import Case, CasesInChunks
 from planner.certificates import Certificates
 from planner.decisions import ChunkedLoss, Decision, Optimizer, OptimizerKernel, Precision, StepInBackward, conflict
 from planner.errors import DecisionError, PlannerError
@@ -28,6 +28,9 @@ TIE = 1.05
 
 _AT_ONCE = max(2, min(os.cpu_count() or 2, 4))
 """Outer choices that are recorded at a time, where it is clear that they will be asked for."""
+
+Budget = Callable[[tuple[Decision, ...]], int]
+"""An outer choice -> bytes that its plans may promise."""
 
 _SPARING = (Optimizer, OptimizerKernel, ChunkedLoss, StepInBackward)
 _SUBSETS = tuple(itertools.chain.from_iterable(itertools.combinations(_SPARING, n) for n in (1, 2, 3)))
@@ -44,6 +47,8 @@ class Choice:
     status: str
     gap: float
     """Share of the step time by which another selection of units could at most be quicker."""
+    outer: tuple[Decision, ...] = ()
+    """The outer choice that it is a plan of, as offered."""
 
     @property
     def rank(self) -> tuple[int, int, int]:
@@ -90,7 +95,7 @@ class Chooser:
     def __init__(
         self,
         offer: Offer,
-        cases: Cases,
+        cases: CasesInChunks,
         bounds: Bounds,
         certificates: Certificates,
         *,
@@ -111,9 +116,15 @@ class Chooser:
         self.undecided = 0
         """Programs that hit their time limit without an answer."""
 
-    def fastest(self, budget_bytes: int) -> Choice | None:
-        """The fastest choice whose promised peak is at most `budget_bytes`; None if there is none."""
-        return self._or_without_chunks(lambda: self._fastest(budget_bytes))
+    def fastest(self, budget: int | Budget, *, below_ns: float = math.inf) -> Choice | None:
+        """The fastest choice whose promised peak is inside the budget; None if there is none.
+
+        Args:
+            budget: in bytes, of all or by the outer choice.
+            below_ns: only plans that take less.
+        """
+        budget_of = budget if callable(budget) else lambda outer: budget
+        return self._or_without_chunks(lambda: self._fastest(budget_of, min(self._above_ns, below_ns)))
 
     def smallest(self) -> Choice:
         """The choice with the smallest promised peak; cases that cannot be smaller than the best are not solved."""
@@ -129,24 +140,24 @@ class Chooser:
                     raise
                 self._unchunked.add(refused.update)
 
-    def _fastest(self, budget_bytes: int) -> Choice | None:
+    def _fastest(self, budget_of: Budget, above_ns: float) -> Choice | None:
         found: list[Choice] = []
-        outers = [outer for outer in self._outer_choices() if self._bounds.floor_bytes(outer) <= budget_bytes]
+        outers = [outer for outer in self._outer_choices() if self._bounds.floor_bytes(outer) <= budget_of(outer)]
         for number, outer in enumerate(outers):
-            limit_ns = self._limit_ns(outer, found)
+            limit_ns = self._limit_ns(outer, found, above_ns)
             if self._bound_ns(outer) >= limit_ns:
                 continue
             if number and not found:  # it will hardly be this one, and all that follow are looked at
                 self._certificates.forget()
                 for soon in outers[number : number + _AT_ONCE]:
                     self._cases.prefetch(self._simpler(soon), self._splits(soon)[:1])
-            if self._could_pay(outer, budget_bytes, limit_ns):
+            if self._could_pay(outer, budget_of(outer), limit_ns):
                 if number and not found:
                     self._cases.prefetch(outer, self._splits(outer)[:1])
                 else:
                     self._foresee(outer)
-                choices = self._fastest_of(outer, budget_bytes, limit_ns)
-                found += [choice for choice in choices if choice.step_ns < self._above_ns]
+                choices = self._fastest_of(outer, budget_of(outer), limit_ns)
+                found += [dataclasses.replace(one, outer=outer) for one in choices if one.step_ns < above_ns]
         if not found:
             return None
         quickest = min(choice.step_ns for choice in found)
@@ -168,7 +179,7 @@ class Chooser:
                     continue
                 case = self._case(outer, split)
                 if case is not None and case.floor_bytes < smallest_bytes:
-                    found.append(self._smallest_of(case))
+                    found.append(dataclasses.replace(self._smallest_of(case), outer=outer))
         if not found:
             raise next(iter(self.dropped.values()), DecisionError(f"nothing is left to choose from: {self._clash()}"))
         if self._force_recompute and not any(case.units.units for case in self._cases.made()):
@@ -223,13 +234,13 @@ class Chooser:
         chunked = any(isinstance(decision, ChunkedLoss) for decision in outer)
         return len(self._offer.losses) > 1 and not chunked and _update_of(outer) not in self._unchunked
 
-    def _limit_ns(self, outer: tuple[Decision, ...], found: list[Choice]) -> float:
+    def _limit_ns(self, outer: tuple[Decision, ...], found: list[Choice], above_ns: float) -> float:
         """Plans of this outer choice that take longer are of no use: a tie is one only if it is more faithful."""
         if not found:
-            return self._above_ns
+            return above_ns
         quickest = min(choice.step_ns for choice in found)
         more_faithful = fidelity_of(outer) < min(choice.rank[0] for choice in found)
-        return min(self._above_ns, quickest * TIE if more_faithful else quickest / TIE)
+        return min(above_ns, quickest * TIE if more_faithful else quickest / TIE)
 
     def _bound_ns(self, outer: tuple[Decision, ...]) -> int:
         """Time that no plan of this outer choice can go below, from what is known already."""
@@ -325,7 +336,7 @@ class Chooser:
         for split in self._splits(outer)[:1]:
             if self._cases.known(outer, split) is None:
                 self._cases.prefetch(outer, (split,))
-                self._certificates.foresee((*outer, *split.decisions()))
+                self._certificates.foresee((*self._cases.outer(outer, split), *split.decisions()))
 
     # ---- one case -----------------------------------------------------------------------------------------------
 

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from planner.allocator_settings import SMALL_SEGMENT_BYTES
 from planner.choose import TIE, Choice
 from planner.decisions import ChunkedLoss, Freeze, Optimizer, OptimizerKernel, Precision, StepInBackward
-from planner.options import Offer, frozen_offer, only
+from planner.descent import Descent, settle
+from planner.options import Offer, finest_offer, frozen_offer, only
 from planner.plan_file import Relaxation, Shortfall
 from planner.prefixes import prefixes
 from planner.rules import Rules
@@ -47,10 +48,10 @@ def with_prefix(trials: Trials, offered: Offer, rules: Rules, *, roughly: bool =
     Args:
         roughly: the plan need not be the fastest, only one that fits.
     """
-    offered = trials.finest(offered) or offered
+    offered = finest_offer(offered) or offered
     candidates = frozen_prefixes(trials)
     smallest_choice = trials.chooser(offered, rules).smallest()
-    narrow = only(offered, smallest_choice.decisions)  # how short a prefix may be is asked of the smallest way alone
+    narrow = only(offered, smallest_choice.outer)  # how short a prefix may be is asked of the smallest way alone
 
     def promises(number: int) -> bool:
         chooser = trials.chooser(frozen_offer(narrow, candidates[number]), rules)
@@ -70,54 +71,35 @@ def with_prefix(trials: Trials, offered: Offer, rules: Rules, *, roughly: bool =
 def fastest_in_chunks(trials: Trials, offered: Offer, rules: Rules) -> Certified | None:
     """The fastest, with the loss in as many chunks as the budget asks for; where nothing fits so, as many as can be."""
     found = fastest(trials, offered, rules)
-    if found is None and (finer := trials.finest(offered)) is not None:
+    if found is None and (finer := finest_offer(offered)) is not None:
         return fastest(trials, finer, rules)
     return found
 
 
 def fastest(trials: Trials, offered: Offer, rules: Rules, *, until: float = math.inf) -> Certified | None:
-    """Choose, certify, and choose again with less where the allocator's slack did not fit.
-
-    Goes down by what was missing, then back up by halves: where less left nothing to choose, and where it cost more
-    time than a tie with what was chosen with the least that did not fit.
+    """Choose, certify, and choose again with less where the allocator's slack did not fit (`planner.descent`).
 
     Args:
         until: when to stop at what is found by then (`time.perf_counter`).
     """
-    chooser, finest_bytes = trials.chooser(offered, rules), trials.budget_bytes // _FINEST_STEP
-    budget_bytes = trials.budget_bytes
-    choice = chooser.fastest(budget_bytes)
-    if choice is None and budget_bytes < trials.capacity_bytes:
+    chooser, budget_bytes = trials.chooser(offered, rules), trials.budget_bytes
+    if chooser.fastest(budget_bytes) is None:
         budget_bytes = trials.capacity_bytes  # the slack may be less than the first guess of it
-        choice = chooser.fastest(budget_bytes)
-    if choice is None:
-        return None
-    best_ns, found = choice.step_ns, None
-    low_bytes, high_bytes = 0, None
-    for attempt in range(_ATTEMPTS):
-        certified = None if choice is None else trials.certify(choice)
-        if certified is not None and not certified.measured.fits:
-            high_bytes = min(budget_bytes, choice.peak_bytes)
-            short_bytes = trials.needed_bytes(certified) - trials.vram_bytes
-            budget_bytes = high_bytes - max(short_bytes, finest_bytes * 2**attempt)
-            best_ns = max(best_ns, choice.step_ns)
-        else:
-            low_bytes = budget_bytes
-            found = _quicker(found, certified)
-        if found is not None and found.choice.step_ns <= TIE * best_ns:
-            return found
-        if high_bytes - low_bytes <= finest_bytes or time.perf_counter() > until:
-            return found
-        if budget_bytes <= low_bytes:
-            budget_bytes = (low_bytes + high_bytes) // 2
-        choice = chooser.fastest(budget_bytes)
-    return found
+    tried: dict[Choice, Certified] = {}
 
+    def short_bytes_of(choice: Choice) -> int:
+        tried[choice] = certified = trials.certify(choice)
+        return 0 if certified.measured.fits else max(trials.needed_bytes(certified) - trials.vram_bytes, 1)
 
-def _quicker(one: Certified | None, other: Certified | None) -> Certified | None:
-    if one is None or other is None:
-        return one or other
-    return min(one, other, key=lambda certified: certified.choice.step_ns)
+    found = settle(
+        lambda budget, below_ns: chooser.fastest(budget, below_ns=below_ns),
+        short_bytes_of,
+        descent=Descent(budget_bytes, finest_bytes=trials.budget_bytes // _FINEST_STEP, tie=TIE),
+        tie=TIE,
+        attempts=_ATTEMPTS,
+        is_over=lambda: time.perf_counter() > until,
+    )
+    return None if found is None else tried[found]
 
 
 def smallest(trials: Trials, offered: Offer, rules: Rules, *, until: float = math.inf) -> Certified:
@@ -141,10 +123,12 @@ def smallest(trials: Trials, offered: Offer, rules: Rules, *, until: float = mat
 
 def _smallest_promise(trials: Trials, offered: Offer, rules: Rules) -> Choice:
     """Among equals the one whose loss is in no more chunks than the budget asks for."""
-    choice, finer = trials.chooser(offered, rules).smallest(), trials.finest(offered)
+    choice, finer = trials.chooser(offered, rules).smallest(), finest_offer(offered)
     if finer is None or not any(isinstance(decision, ChunkedLoss) for decision in choice.decisions):
         return choice
-    narrow = dataclasses.replace(only(offered, choice.decisions), losses=tuple(filter(None, finer.losses)))
+    narrow = dataclasses.replace(
+        only(offered, choice.outer), losses=tuple(filter(None, finer.losses)), chunks=finer.chunks
+    )
     return min(choice, trials.chooser(narrow, rules).smallest(), key=lambda choice: choice.peak_bytes)
 
 

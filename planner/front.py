@@ -80,9 +80,10 @@ def front(trials: Trials, rules: Rules, *, vram_bytes: int | None, seconds: floa
     points = _certified(trials, [choice for choice in answers.values() if choice is not None], rules)
     if smallest is not None and time.perf_counter() < until:
         points.append(_no_larger(trials, rules, smallest, until=until))
+    in_time = time.perf_counter() < until
     if at_budget is not None and trials.quick_enough(at_budget, rules):
         points.append(at_budget)  # it is known to get through there; the smallest totals are rounded up
-    return Front(points=_undominated(points), complete=asked_bytes is None)
+    return Front(points=_undominated(points), complete=asked_bytes is None and in_time)
 
 
 def total_bytes(point: Certified) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from planner.decisions import ChunkedLoss
@@ -20,8 +22,34 @@ _MOST_CHUNKS = 64
 _SMALLEST_LOGITS_BYTES = 1 << 20
 
 
-def chunked_loss(graph: StepGraph, model: torch.nn.Module, *, vram_bytes: int) -> ChunkedLoss | None:
-    """The decision that takes the loss in chunks; None where no linear layer's output goes straight to cross entropy.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossInChunks:
+    """How the loss can be taken in chunks."""
+
+    module: str
+    """The linear layer that makes the logits."""
+    chunks: int
+    """Of the whole batch."""
+    always: bool = False
+    """Whether micro-batches that are small enough by themselves are taken in chunks, too."""
+
+    def of_part(self, micro_batches: int) -> ChunkedLoss | None:
+        """The decision for one of so many micro-batches; None where it is no larger than a chunk of the whole batch.
+
+        Between the two all have half as many chunks: their recordings are good for all numbers of micro-batches.
+        """
+        if micro_batches >= self.chunks and not self.always:
+            return None
+        chunks = self.chunks if micro_batches == 1 or self.always else max(self.chunks // 2, 2)
+        return ChunkedLoss(module=self.module, chunks=chunks)
+
+    def finest(self) -> LossInChunks:
+        """In as many as there may be, in every micro-batch."""
+        return dataclasses.replace(self, chunks=_MOST_CHUNKS, always=True)
+
+
+def loss_in_chunks(graph: StepGraph, model: torch.nn.Module, *, vram_bytes: int) -> LossInChunks | None:
+    """How the loss is taken in chunks; None where no linear layer's output goes straight to cross entropy.
 
     Args:
         graph: of the step as it is.
@@ -43,7 +71,7 @@ def chunked_loss(graph: StepGraph, model: torch.nn.Module, *, vram_bytes: int) -
             chunks = 2
             while chunks < min(_MOST_CHUNKS, rows) and logits_bytes > chunks * _CHUNK_SHARE * vram_bytes:
                 chunks *= 2
-            return ChunkedLoss(module=head.module, chunks=chunks)
+            return LossInChunks(module=head.module, chunks=chunks)
     return None
 
 

@@ -23,6 +23,7 @@ from planner.decisions import (
 )
 from planner.eight_bit import why_not_eight_bit
 from planner.errors import DecisionError
+from planner.heads import LossInChunks
 from planner.optimizers import by_parameter, has_step_hooks, kernel_beside_foreach, kind_of, why_no_kernel
 from planner.processes import several_processes
 from planner.rules import Rules
@@ -43,6 +44,8 @@ class Offer:
     splits: tuple[Split, ...]
     recompute: tuple[type[Decision], ...]
     """How what is needed in backward may be made again; the search chooses of what."""
+    chunks: LossInChunks | None
+    """How many chunks the loss of a micro-batch has, where `losses` says how many that of the whole batch has."""
     notes: tuple[str, ...]
 
 
@@ -52,13 +55,13 @@ def offer(
     rules: Rules,
     *,
     batch_statistics: tuple[str, ...],
-    chunked_loss: ChunkedLoss | None,
+    chunks: LossInChunks | None,
 ) -> Offer:
     """List the outer choices that the user allows and the workload and card permit.
 
     Args:
         batch_statistics: modules that normalise over the batch, as recorded.
-        chunked_loss: how the loss can be taken in chunks, as recorded; None if it cannot.
+        chunks: how the loss can be taken in chunks, as recorded; None if it cannot.
 
     Raises:
         DecisionError: something is forced that this workload or card cannot do.
@@ -71,12 +74,13 @@ def offer(
         losses=_choices(
             rules,
             ChunkedLoss,
-            None if chunked_loss is None else (chunked_loss,),
+            None if chunks is None else (chunks.of_part(1),),
             "no linear layer's output of some size goes straight into a cross entropy",
         ),
         updates=_updates(work, rules, notes),
         splits=offered_splits(work, rules, batch_statistics, notes),
         recompute=_recompute(rules),
+        chunks=None if chunks is None else dataclasses.replace(chunks, always=rules.force(ChunkedLoss)),
         notes=tuple(notes),
     )
 
@@ -86,8 +90,22 @@ def frozen_offer(offered: Offer, frozen: Freeze) -> Offer:
     return dataclasses.replace(offered, precisions=tuple((frozen, *choice) for choice in offered.precisions))
 
 
+def finest_offer(offered: Offer) -> Offer | None:
+    """The same with the loss in as many chunks as it can be; None if that is nothing new.
+
+    A budget has as many as it needs for a chunk to be a small part of it, so that a smaller budget has more: what
+    fits that one must not be out of reach here.
+    """
+    if offered.chunks is None or not any(offered.losses) or offered.chunks == offered.chunks.finest():
+        return None
+    most = offered.chunks.finest()
+    return dataclasses.replace(
+        offered, chunks=most, losses=tuple((most.of_part(1),) if loss else () for loss in offered.losses)
+    )
+
+
 def only(offered: Offer, decisions: Sequence[Decision]) -> Offer:
-    """The same splits and modules, with the precision, optimizer, loss and update of these decisions alone."""
+    """The same splits and modules, with the precision, optimizer, loss and update of this outer choice alone."""
 
     def chosen(choices: tuple[tuple[Decision, ...], ...]) -> tuple[tuple[Decision, ...], ...]:
         return (max((choice for choice in choices if set(choice) <= set(decisions)), key=len),)

@@ -17,7 +17,7 @@ class Tradeoff:
     as_it_is: Plan
     """The step without any decision: what sizes and times are to be compared with."""
     points: tuple[Plan, ...]
-    """From the fastest to the smallest; each is the plan for a budget of exactly its total."""
+    """From the fastest to the smallest; each fits a budget of exactly its total."""
     vram_bytes: int | None
     """The budget that was given; None: there is nothing to mark."""
     usable_bytes: int | None

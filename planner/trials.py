@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from planner import cost
-from planner.cases import Cases, optimizer_ns
+from planner.cases import Cases, CasesInChunks, optimizer_ns
 from planner.certificates import Certificates
 from planner.child import Child
 from planner.choose import Bounds, Choice, Chooser, LeastUpdate
@@ -30,7 +30,7 @@ from planner.decisions import (
 from planner.eight_bit import least_state_bytes
 from planner.floors import Trained, floor_bytes
 from planner.footprint import Measured, measure, smallest_capacity_bytes
-from planner.heads import chunked_loss
+from planner.heads import loss_in_chunks
 from planner.optimizers import kind_of, moves_all_its_state
 from planner.options import Offer, offer
 from planner.recordings import Recordings
@@ -90,25 +90,14 @@ class Trials:
             self.card,
             rules,
             batch_statistics=graph.batch_statistics,
-            chunked_loss=chunked_loss(graph, self.work.model, vram_bytes=self.vram_bytes),
+            chunks=loss_in_chunks(graph, self.work.model, vram_bytes=self.vram_bytes),
         )
-
-    def finest(self, offered: Offer) -> Offer | None:
-        """The same with the loss in as many chunks as it can be; None if that is nothing new.
-
-        A budget has as many as it needs for a chunk to be a small part of it, so that a smaller budget has more: what
-        fits that one must not be out of reach here.
-        """
-        most = chunked_loss(self.baseline_graph, self.work.model, vram_bytes=0)
-        if most is None or not any(offered.losses) or (most,) in offered.losses:
-            return None
-        return dataclasses.replace(offered, losses=tuple((most,) if loss else () for loss in offered.losses))
 
     def expect(self, rules: Rules) -> None:
         """Begin the recording that is most likely needed first, beside the baseline's."""
         if rules.force(ChunkedLoss) or rules.force(StepInBackward):
             return  # nothing is known of the one, and the other is not for every choice
-        offered = offer(self.work, self.card, rules, batch_statistics=(), chunked_loss=None)
+        offered = offer(self.work, self.card, rules, batch_statistics=(), chunks=None)
         self._cases.prefetch(offered.precisions[-1], offered.splits[:1])
 
     def close(self) -> None:
@@ -162,7 +151,7 @@ class Trials:
         )
         chooser = Chooser(
             offered,
-            self._cases.under(offered.recompute),
+            CasesInChunks(self._cases.under(offered.recompute), offered.chunks),
             bounds,
             self._certificates,
             force_recompute=any(rules.force(kind) for kind in (Checkpoint, Replay, Offload)),

@@ -77,18 +77,18 @@ def test_a_norm_over_each_sample_of_images_may_be_accumulated():
 
 def test_accumulation_is_not_offered_over_recorded_batch_statistics_but_may_be_forced():
     work = task(model_with())
-    assert len(offer(work, BARE, rules(), batch_statistics=(), chunked_loss=None).splits) > 1
-    offered = offer(work, BARE, rules(), batch_statistics=("norm",), chunked_loss=None)
+    assert len(offer(work, BARE, rules(), batch_statistics=(), chunks=None).splits) > 1
+    offered = offer(work, BARE, rules(), batch_statistics=("norm",), chunks=None)
     assert [split.micro_batches for split in offered.splits] == [1]
     assert "no accumulation: 'norm' normalises over the micro-batch" in " ".join(offered.notes)
-    forced = offer(work, BARE, rules("accumulation"), batch_statistics=("norm",), chunked_loss=None)
+    forced = offer(work, BARE, rules("accumulation"), batch_statistics=("norm",), chunks=None)
     assert min(split.micro_batches for split in forced.splits) == 2
     assert "accumulation is forced although 'norm' normalises over the micro-batch" in " ".join(forced.notes)
 
 
 def test_accumulation_of_a_single_sample_cannot_be_forced():
     with pytest.raises(DecisionError, match="accumulation is forced, but the batch is a single sample"):
-        offer(task(model_with(), samples=1), BARE, rules("accumulation"), batch_statistics=(), chunked_loss=None)
+        offer(task(model_with(), samples=1), BARE, rules("accumulation"), batch_statistics=(), chunks=None)
 
 
 def test_a_plan_over_a_functional_batch_norm_splits_the_batch_only_when_told_to_and_says_so():
@@ -145,7 +145,7 @@ REPLACED = {
 def offered_for(optimizer, *forced: str, dtype: torch.dtype = torch.float32) -> Offer:
     model = model_with().to(dtype)
     live = optimizer if isinstance(optimizer, str) else optimizer(model.parameters())
-    return offer(task(model, dtype=dtype, optimizer=live), BARE, rules(*forced), batch_statistics=(), chunked_loss=None)
+    return offer(task(model, dtype=dtype, optimizer=live), BARE, rules(*forced), batch_statistics=(), chunks=None)
 
 
 @needs_bitsandbytes
@@ -177,7 +177,7 @@ def test_parameters_in_double_precision_keep_their_state():
 @needs_bitsandbytes
 def test_frozen_parameters_in_double_precision_do_not_matter():
     model = model_with(torch.nn.Linear(8, 8).double().requires_grad_(False))
-    assert offer(task(model), BARE, rules(), batch_statistics=(), chunked_loss=None).optimizers == ((), (Optimizer(),))
+    assert offer(task(model), BARE, rules(), batch_statistics=(), chunks=None).optimizers == ((), (Optimizer(),))
 
 
 @needs_bitsandbytes
