@@ -133,7 +133,9 @@ class Descent:
             return True
         for known in self._each.values():
             known.low_bytes = max(known.low_bytes, known.asked_bytes)
-        left = [one for one in self._each.values() if self._is_wide(one) and self._could_be_quicker(one.step_ns, found_ns)]
+        left = [
+            one for one in self._each.values() if self._is_wide(one) and self._could_be_quicker(one.step_ns, found_ns)
+        ]
         if left:
             min(left, key=lambda known: known.step_ns).halve()
         return bool(left)

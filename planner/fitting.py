@@ -82,6 +82,13 @@ def fastest(trials: Trials, offered: Offer, rules: Rules, *, until: float = math
     Args:
         until: when to stop at what is found by then (`time.perf_counter`).
     """
+    return _settled(trials, offered, rules, until=until)[0]
+
+
+def _settled(
+    trials: Trials, offered: Offer, rules: Rules, *, until: float
+) -> tuple[Certified | None, tuple[Certified, ...]]:
+    """The fastest, and everything that was certified on the way."""
     chooser, budget_bytes = trials.chooser(offered, rules), trials.budget_bytes
     if chooser.fastest(budget_bytes) is None:
         budget_bytes = trials.capacity_bytes  # the slack may be less than the first guess of it
@@ -99,7 +106,7 @@ def fastest(trials: Trials, offered: Offer, rules: Rules, *, until: float = math
         attempts=_ATTEMPTS,
         is_over=lambda: time.perf_counter() > until,
     )
-    return None if found is None else tried[found]
+    return None if found is None else tried[found], tuple(tried.values())
 
 
 def smallest(trials: Trials, offered: Offer, rules: Rules, *, until: float = math.inf) -> Certified:
@@ -114,10 +121,12 @@ def smallest(trials: Trials, offered: Offer, rules: Rules, *, until: float = mat
         total_bytes = found.measured.footprint.total_bytes
         if found.measured.fits or slack_bytes <= _LARGE_SLACK * total_bytes or time.perf_counter() > until:
             return found
-        again = fastest(trials.under(total_bytes - less_bytes), offered, rules, until=until)
+        again, tried = _settled(trials.under(total_bytes - less_bytes), offered, rules, until=until)
         if again is None and less_bytes:
             break
-        found = found if again is None else trials.tightly(again)
+        if tried:
+            least = min(tried, key=lambda one: (one.measured.footprint.total_bytes, one.choice.step_ns))
+            found = min((trials.tightly(least), found), key=lambda one: one.measured.footprint.total_bytes)
     return found
 
 
