@@ -5,7 +5,7 @@
 #
 # Run it again with the same DIR to go on where it stopped. SECONDS (570): no stage runs longer than what is left.
 # Seconds expected on an H100 with 16 cores: environment 10, core cases 80, workspaces 90, calibration 25,
-# promises 1300 (three runs), other cases 270, tests 60. PYTHON names the interpreter (python3).
+# promises 1300 and speed 900 (some runs), other cases 270, tests 60. PYTHON names the interpreter (python3).
 set -uo pipefail
 [ $# -ge 1 ] || { echo "usage: benchmarks/gpu.sh DIR [SECONDS]" >&2; exit 2; }
 mkdir -p "$1"
@@ -46,6 +46,7 @@ stage "core cases" 240 "$python" -m benchmarks.fidelity --out "$out" --gpu "$car
 stage workspaces 180 "$python" -m benchmarks.workspaces_gpu --out "$out" --gpu "$card" --seconds @SECONDS@
 [ -s "$out/$card.toml" ] || stage calibration 90 "$python" -m profiles.calibrate --out "$out/$card.toml"
 stage promises 420 "$python" -m benchmarks.promise --out "$out" --gpu "$card" --seconds @SECONDS@
+stage speed 420 "$python" -m benchmarks.speed --out "$out" --gpu "$card" --seconds @SECONDS@
 stage "all cases" 480 "$python" -m benchmarks.fidelity --out "$out" --gpu "$card" --seconds @SECONDS@
 stage tests 180 "$python" -m pytest -p no:cacheprovider tests/gpu
 echo "done after $SECONDS s; $(cat "$out/fidelity.jsonl" 2>/dev/null | wc -l) rows in fidelity.jsonl" | tee -a "$log"

@@ -5,6 +5,7 @@ python counting_device.py PLAN.json RESULT.json ...     like rewrite.run_on_card
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import time
@@ -64,16 +65,19 @@ class CountingCpu:
 
     def __init__(self, *, beside_bytes: int = 0, grows_bytes: int = 0) -> None:
         self._beside_bytes, self._grows_bytes = beside_bytes, grows_bytes
+        self._until_it_ends = contextlib.ExitStack()
 
     def begin(self, cap_bytes: int | None = None) -> None:
         self._mode = _Counting(cap_bytes)
         gc.collect()
-        for tensor in [found for found in gc.get_objects() if isinstance(found, torch.Tensor) and not found.is_meta]:
-            self._mode.note(tensor)
-        self._mode.__enter__()
+        tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+        for tensor in tensors:
+            if not tensor.is_meta:
+                self._mode.note(tensor)
+        self._until_it_ends.enter_context(self._mode)
 
     def end(self) -> None:
-        self._mode.__exit__(None, None, None)
+        self._until_it_ends.close()
 
     def title(self) -> str:
         return "a CPU that counts"
