@@ -28,7 +28,7 @@ from planner.errors import PlanFileError, SizeError
 from planner.footprint import smallest_capacity_bytes
 from planner.front import front, total_bytes
 from planner.fx_graph import to_fx
-from planner.plan_file import Plan, Shortfall, SolverFacts
+from planner.plan_file import Plan, Shortfall, SolverFacts, WorkloadFacts
 from planner.references import load_workload
 from planner.relaxations import relaxations
 from planner.rules import Rules
@@ -47,6 +47,7 @@ from rewrite.certify import (
     start_update,
     with_held,
 )
+from rewrite.rules.accumulation import own_loss
 
 
 def plan_live_model(
@@ -309,7 +310,7 @@ def _plan(
     )
     return Plan(
         model=trials.work.model_facts(),
-        workload=trials.work.facts(),
+        workload=_workload_facts(trials.work),
         card=trials.card.name,
         card_source=trials.card.source,
         vram_bytes=vram_bytes,
@@ -334,6 +335,11 @@ def _plan(
         versions=versions(),
         seconds=time.perf_counter() - began,
     )
+
+
+def _workload_facts(work: Workload) -> WorkloadFacts:
+    """With what a loss that the model takes by itself is a mean over."""
+    return dataclasses.replace(work.facts(), own_loss=own_loss(work.model, work.calling, work.loss_fn))
 
 
 def _about_host(found: Certified) -> tuple[str, ...]:

@@ -69,6 +69,18 @@ class ModelFacts:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnLoss:
+    """What a loss that the model takes by itself, of `labels`, is a mean over."""
+
+    shifted: bool
+    """Whether each sample's first label is left out, as next-token losses do."""
+    ignored: int
+    """The label that is left out."""
+    divides: bool
+    """Whether it is a sum divided by `num_items_in_batch`, where a batch has that."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkloadFacts:
     """What one optimizer step consumes."""
 
@@ -83,6 +95,8 @@ class WorkloadFacts:
     """'adamw', 'sgd', ... or the qualified name of the user's own."""
     gradients_alive: bool = False
     """Whether the step finds gradients of earlier batches, and adds to them."""
+    own_loss: OwnLoss | None = None
+    """None: a loss function is given, or the loss is not a mean over labels."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,9 +217,7 @@ class Plan:
             shortfall = data["shortfall"]
             return cls(
                 model=ModelFacts(**data["model"]),
-                workload=WorkloadFacts(
-                    **{**data["workload"], "batch": tuple((p, tuple(s), d) for p, s, d in data["workload"]["batch"])}
-                ),
+                workload=_workload_from_json(data["workload"]),
                 baseline=Footprint.from_json(data["baseline"]),
                 peak=Footprint.from_json(data["plan"]),
                 decisions=tuple(decision_from_json(d) for d in data["decisions"]),
@@ -273,6 +285,11 @@ def _check_types(data: dict) -> None:
             raise TypeError(f"{name} is {data[name]!r}, not a text")
     if not isinstance(data["workload"]["optimizer"], str):
         raise TypeError(f"workload.optimizer is {data['workload']['optimizer']!r}, not a text")
+
+
+def _workload_from_json(data: dict) -> WorkloadFacts:
+    batch, own_loss = tuple((p, tuple(s), d) for p, s, d in data["batch"]), data["own_loss"]
+    return WorkloadFacts(**{**data, "batch": batch, "own_loss": None if own_loss is None else OwnLoss(**own_loss)})
 
 
 def _shortfall_from_json(data: dict) -> Shortfall:

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from planner.calling import Calling
+from planner.calling import Calling, LossFn
 from planner.decisions import Accumulation
 from planner.errors import DecisionError
-from planner.plan_file import Plan
+from planner.plan_file import OwnLoss, Plan
 from rewrite.fragment import Fragment, assignment
 from rewrite.rewriting import LossWeight, Rewriting
 from rewrite.step import weighted
@@ -38,15 +38,9 @@ def accumulation(rewriting: Rewriting, decision: Accumulation) -> None:
         )
     if rewriting.loss_weight is not None:
         loss_terms = functools.partial(_stated_terms, loss_weight=rewriting.loss_weight)
-    elif rewriting.loss_fn is None and rewriting.calling is Calling.KEYWORDS and not _regresses(rewriting.model):
-        loss_terms = functools.partial(
-            counted_labels,
-            shifted=shifts_labels(rewriting.model),
-            ignored=ignored_label(rewriting.model),
-            divides=divides_by_count(type(takes_the_loss(rewriting.model))),
-        )
     else:
-        loss_terms = samples_only
+        own = own_loss(rewriting.model, rewriting.calling, rewriting.loss_fn)
+        loss_terms = samples_only if own is None else functools.partial(counted_labels, **dataclasses.asdict(own))
     rewriting.loss_terms = loss_terms
     rewriting.split = functools.partial(
         micro_batches,
@@ -60,6 +54,17 @@ def takes_the_loss(model: torch.nn.Module) -> torch.nn.Module:
     """The model whose forward takes the loss: that inside of PEFT's, which pass labels on to it."""
     base = getattr(model, "get_base_model", None)
     return base() if callable(base) else model
+
+
+def own_loss(model: torch.nn.Module, calling: Calling, loss_fn: LossFn | None) -> OwnLoss | None:
+    """What a loss that the model takes of its `labels` is a mean over; None where it is no mean over labels."""
+    if loss_fn is not None or calling is not Calling.KEYWORDS or _regresses(model):
+        return None
+    return OwnLoss(
+        shifted=shifts_labels(model),
+        ignored=ignored_label(model),
+        divides=divides_by_count(type(takes_the_loss(model))),
+    )
 
 
 def shifts_labels(model: torch.nn.Module) -> bool:
@@ -203,13 +208,7 @@ def counted_labels(batch, samples, *, shifted, ignored, divides=False):
 
 def accumulation_source(plan: Plan, decision: Accumulation) -> Fragment:
     labels = next((entry for entry in plan.workload.batch if entry[0] == "labels"), None)
-    by_labels = (
-        labels is not None
-        and len(labels[1]) > 0
-        and "int" in labels[2]
-        and not plan.workload.has_loss_fn
-        and plan.workload.calling == Calling.KEYWORDS.name
-    )
+    by_labels = labels is not None and len(labels[1]) > 0 and "int" in labels[2] and plan.workload.own_loss is not None
     counting = counted_labels if by_labels else samples_only
     functions = (micro_batches, samples_between, count_samples, map_tensors, counting)
     arguments = "batch, micro_batch_size=MICRO_BATCH_SIZE, batch_size=BATCH_SIZE"
@@ -218,9 +217,10 @@ def accumulation_source(plan: Plan, decision: Accumulation) -> Fragment:
         assignment("MICRO_BATCH_SIZE", decision.micro_batch_size),
     ]
     if by_labels:
-        constants.append(assignment("LABELS_SHIFTED", _named_class_shifts_labels(plan.model.name)) + _SHIFTED_COMMENT)
-        constants.append(assignment("IGNORED_LABEL", 255 if "SemanticSegmentation" in plan.model.name else -100))
-        constants.append(assignment("LOSS_DIVIDES", _named_class_divides(plan.model.name)) + _DIVIDES_COMMENT)
+        own = plan.workload.own_loss
+        constants.append(assignment("LABELS_SHIFTED", own.shifted) + _SHIFTED_COMMENT)
+        constants.append(assignment("IGNORED_LABEL", own.ignored))
+        constants.append(assignment("LOSS_DIVIDES", own.divides) + _DIVIDES_COMMENT)
     return Fragment(
         imports=(
             "import copy",
@@ -248,30 +248,3 @@ _SHIFTED_COMMENT = "  # whether the model's loss leaves out each sample's first 
 
 
 _DIVIDES_COMMENT = "  # whether the model's loss is a sum divided by num_items_in_batch, where a batch has that"
-
-
-def _named_class(name: str) -> type:
-    """A class of transformers by its name; `object` for one that is not there."""
-    try:
-        import transformers
-    except ImportError:
-        return object
-    kind = getattr(transformers, name, None)
-    return kind if isinstance(kind, type) else object
-
-
-def _named_class_divides(name: str) -> bool:
-    return divides_by_count(_named_class(name))
-
-
-def _named_class_shifts_labels(name: str) -> bool:
-    """A class that is not there is taken not to shift."""
-    return _class_shifts_labels(_named_class(name), lambda: _named_loss(name))
-
-
-def _named_loss(name: str) -> str:
-    """What a class of transformers takes for its loss, as it finds it by its own name."""
-    from transformers.modeling_utils import LOSS_MAPPING
-
-    groups = [group for group in LOSS_MAPPING if group in name]
-    return LOSS_MAPPING[groups[0] if groups else "ForCausalLM"].__name__

@@ -17,6 +17,7 @@ from planner.calling import Calling
 from planner.fingerprint import fingerprint
 from planner.plan_file import Footprint, ModelFacts, Plan, SolverFacts, WorkloadFacts
 from rewrite import Parity, apply, apply_decisions, emit, verify
+from rewrite.rules.accumulation import own_loss
 
 
 class Convolutional(nn.Module):
@@ -187,6 +188,7 @@ def plan_for(model: nn.Module, batch, *decisions, loss_fn=None, optimizer="adamw
         workload=WorkloadFacts(
             batch_size=shapes[0][1][0], seq_len=None, batch=shapes, calling=Calling.of(batch, loss_fn).name,
             has_loss_fn=loss_fn is not None, optimizer=optimizer,
+            own_loss=own_loss(model, Calling.of(batch, loss_fn), loss_fn),
         ),
         card="rtx-2060", card_source="datasheet", vram_bytes=6 << 30, fidelity="partial", forced=(), forbidden=(),
         baseline=footprint, peak=footprint, decisions=tuple(decisions), fits=True, certified=True,

@@ -38,6 +38,7 @@ from planner.decisions import (
     StepInBackward,
 )
 from planner.errors import PlanFileError
+from planner.plan_file import Plan
 from rewrite import emit, source
 
 LAYERS = ("roberta.encoder.layer.0", "roberta.encoder.layer.1")
@@ -97,6 +98,31 @@ def test_another_loss_weight_in_the_file_would_be_seen(tmp_path):
     emitted.LABELS_SHIFTED = True
     with pytest.raises(AssertionError):
         assert_same_training(plan, emitted, seeded(roberta), seeded(roberta), [tokens()] * 3)
+
+
+class OwnCausal(torch.nn.Module):
+    """A causal model of somebody's own, which is no class of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(50, 8), torch.nn.Linear(8, 50)
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.embedding(input_ids))
+        return {"loss": cross_entropy(logits[:, :-1].flatten(0, 1), [labels[:, 1:].flatten()])}
+
+
+def test_how_the_loss_of_a_model_of_ones_own_counts_is_in_the_emitted_file(tmp_path):
+    torch.manual_seed(0)
+    model, other = OwnCausal(), OwnCausal()
+    batch = {"input_ids": torch.randint(50, (8, 6)), "labels": torch.randint(50, (8, 6))}
+    batch["labels"][:3, 2:] = -100
+    plan = plan_for(model, batch, Accumulation(micro_batch_size=3, micro_batches=3))
+    emit(Plan.from_json(json.loads(json.dumps(plan.to_json()))), tmp_path / "step.py")
+    emitted = imported(tmp_path / "step.py")
+    assert emitted.LABELS_SHIFTED is True
+    other.load_state_dict(model.state_dict())
+    assert_same_training(plan, emitted, model, other, [batch] * 3)
 
 
 @pytest.mark.parametrize("decisions", [PLANS["plain"], PLANS["everything"]], ids=["plain", "everything"])
