@@ -9,6 +9,7 @@ import torch
 
 from planner.decisions import Decision, Freeze, Optimizer, OptimizerKernel, StepInBackward
 from planner.eight_bit import least_state_bytes
+from planner.optimizers import keeps_alike, kind_of
 from planner.workload import Workload
 
 
@@ -66,9 +67,16 @@ def floor_bytes(
         return least_bytes + least_state_bytes(work.model, still.with_state)
     if len(trained.with_state) < len(trained.with_gradient):
         return least_bytes
-    if held and isinstance(work.optimizer, torch.optim.Optimizer) and len(work.optimizer.param_groups) > 1:
-        return least_bytes  # groups may differ in the state that they keep
+    if held and not _keeps_alike(work, trained):
+        return least_bytes
     share = sum(p.numel() for p in still.with_state) / sum(p.numel() for p in trained.with_state)
     if without_temporaries:
         return least_bytes + int(0.99 * share * state_bytes)
     return parameter_bytes + int(0.99 * share * (optimizer_peak_bytes - parameter_bytes))
+
+
+def _keeps_alike(work: Workload, trained: Trained) -> bool:
+    """Whether the state of a part of the parameters is known to be that share of all state."""
+    groups = getattr(work.optimizer, "param_groups", ())  # groups may differ in the state that they keep
+    dtypes = {parameter.dtype for parameter in trained.with_state}
+    return keeps_alike(kind_of(work.optimizer)) and len(groups) < 2 and len(dtypes) == 1

@@ -126,6 +126,12 @@ def moves_all_its_state(kind: type[torch.optim.Optimizer] | None) -> bool:
     return kind is not None and kernel_beside_foreach(kind) is not None and kind is not torch.optim.ASGD
 
 
+def keeps_alike(kind: type[torch.optim.Optimizer] | None) -> bool:
+    """Whether it is known to keep as many bytes for each element; Adafactor keeps those of rows and columns."""
+    elementwise = (name for name in _BY_PARAMETER if name not in ("Adafactor", "SparseAdam"))
+    return any(kind is getattr(torch.optim, name, None) for name in elementwise)
+
+
 _TAKING_SPARSE = ("Adagrad", "SGD", "SparseAdam")
 """Those of `torch.optim` that take sparse gradients, the last one no others."""
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import planner
-from planner.decisions import micro_batches_of
+from planner.decisions import Freeze, StepInBackward, micro_batches_of
 from planner.errors import DecisionError
+from planner.floors import Trained, floor_bytes
+from planner.workload import workload
 
 MIB = 1 << 20
 
@@ -176,3 +178,24 @@ def test_a_loss_in_more_chunks_than_the_budget_asks_for_is_tried_before_nothing_
     assert not less.fits and less.shortfall.missing_bytes == 1
     closed = planner.plan(model, batch, vram=vram, only=(), **options)
     assert {one.relax: one.opens for one in closed.shortfall.relaxations}["allow chunked-loss"]
+
+
+@pytest.mark.parametrize("update", [(), (StepInBackward(),)], ids=["after the backward", "inside of it"])
+def test_an_optimizer_that_keeps_more_for_some_elements_than_for_others_has_no_higher_floor_than_it_needs(update):
+    """Adafactor keeps a number for each row and column: nearly all of it belongs to the small frozen layer."""
+    model = torch.nn.Sequential(torch.nn.Linear(1, 4000, bias=False), torch.nn.Linear(4000, 50, bias=False))
+    optimizer = torch.optim.Adafactor(model.parameters())
+    model(torch.ones(2, 1)).sum().backward()
+    optimizer.step()
+    state_bytes = {p: sum(t.nbytes for t in state.values() if t is not None) for p, state in optimizer.state.items()}
+    work = workload(model, (torch.ones(2, 1),), loss_fn=lambda output, batch: output.sum(), optimizer=optimizer)
+    parameter_bytes, still = sum(p.nbytes for p in model.parameters()), model[1].weight
+    whole_bytes = sum(state_bytes.values())
+    floor = floor_bytes(
+        work,
+        Trained.of(work, [name for name, _ in model.named_parameters()]),
+        optimizer_peak_bytes=2 * parameter_bytes + whole_bytes,
+        state_bytes=whole_bytes,
+        outer=(Freeze(modules=("0",)), *update),
+    )
+    assert floor <= parameter_bytes + (0 if update else still.nbytes) + state_bytes[still]
