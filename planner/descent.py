@@ -30,17 +30,27 @@ Try = Callable[[Any], int]
 
 
 def settle(
-    ask: Ask, short_bytes_of: Try, *, descent: Descent, tie: float, attempts: int, is_over: Callable[[], bool]
+    ask: Ask,
+    short_bytes_of: Try,
+    *,
+    descent: Descent,
+    tie: float,
+    attempts: int,
+    hopeless: int,
+    is_over: Callable[[], bool],
 ) -> Promise | None:
     """The fastest plan that was found to fit; None if none was.
 
     Args:
         attempts: so many plans are tried at most.
+        hopeless: so many that do not fit before the first that does.
         is_over: asked after each of them, whether to stop at what is found.
     """
     found: Promise | None = None
     choice = ask(descent.budget_of, math.inf)
-    for _ in range(attempts):
+    for attempt in range(attempts):
+        if found is None and attempt == hopeless:
+            break
         below_ns = math.inf if found is None else found.step_ns / tie
         while choice is None:
             if not descent.look_on(None if found is None else found.step_ns):

@@ -23,8 +23,10 @@ from planner.search.threshold import first_true
 from planner.step_graph import Category
 from planner.trials import Certified, Trials
 
-_ATTEMPTS = 10
-"""Rounds of choosing and certifying until the allocator's slack is paid for."""
+_ATTEMPTS, _FEW_ATTEMPTS = 10, 4
+"""Plans that are certified until the allocator's slack is paid for: the few where any that fits will do."""
+_HOPELESS = 6
+"""So many that do not fit, and none is taken to."""
 _FINEST_STEP = 512
 """The budget for tensors goes down by at least its share of one in this, and by twice as much each round."""
 _LARGE_SLACK = 0.05
@@ -68,25 +70,33 @@ def with_prefix(trials: Trials, offered: Offer, rules: Rules, *, roughly: bool =
     return fastest(trials, frozen_offer(narrow if roughly else offered, candidates[shortest]), rules)
 
 
-def fastest_in_chunks(trials: Trials, offered: Offer, rules: Rules) -> Certified | None:
+def fastest_in_chunks(trials: Trials, offered: Offer, rules: Rules, *, attempts: int = _ATTEMPTS) -> Certified | None:
     """The fastest, with the loss in as many chunks as the budget asks for; where nothing fits so, as many as can be."""
-    found = fastest(trials, offered, rules)
+    found = fastest(trials, offered, rules, attempts=attempts)
     if found is None and (finer := finest_offer(offered)) is not None:
-        return fastest(trials, finer, rules)
+        return fastest(trials, finer, rules, attempts=_FEW_ATTEMPTS)
     return found
 
 
-def fastest(trials: Trials, offered: Offer, rules: Rules, *, until: float = math.inf) -> Certified | None:
+def roughly_fastest(trials: Trials, offered: Offer, rules: Rules) -> Certified | None:
+    """One that fits, and a fast one among the first of those; None if nothing fits."""
+    return fastest_in_chunks(trials, offered, rules, attempts=_FEW_ATTEMPTS)
+
+
+def fastest(
+    trials: Trials, offered: Offer, rules: Rules, *, attempts: int = _ATTEMPTS, until: float = math.inf
+) -> Certified | None:
     """Choose, certify, and choose again with less where the allocator's slack did not fit (`planner.descent`).
 
     Args:
+        attempts: so many plans are certified at most.
         until: when to stop at what is found by then (`time.perf_counter`).
     """
-    return _settled(trials, offered, rules, until=until)[0]
+    return _settled(trials, offered, rules, attempts=attempts, until=until)[0]
 
 
 def _settled(
-    trials: Trials, offered: Offer, rules: Rules, *, until: float
+    trials: Trials, offered: Offer, rules: Rules, *, attempts: int, until: float
 ) -> tuple[Certified | None, tuple[Certified, ...]]:
     """The fastest, and everything that was certified on the way."""
     chooser, budget_bytes = trials.chooser(offered, rules), trials.budget_bytes
@@ -103,7 +113,8 @@ def _settled(
         short_bytes_of,
         descent=Descent(budget_bytes, finest_bytes=trials.budget_bytes // _FINEST_STEP, tie=TIE),
         tie=TIE,
-        attempts=_ATTEMPTS,
+        attempts=attempts,
+        hopeless=_HOPELESS,
         is_over=lambda: time.perf_counter() > until,
     )
     return None if found is None else tried[found], tuple(tried.values())
@@ -121,7 +132,8 @@ def smallest(trials: Trials, offered: Offer, rules: Rules, *, until: float = mat
         total_bytes = found.measured.footprint.total_bytes
         if found.measured.fits or slack_bytes <= _LARGE_SLACK * total_bytes or time.perf_counter() > until:
             return found
-        again, tried = _settled(trials.under(total_bytes - less_bytes), offered, rules, until=until)
+        under = trials.under(total_bytes - less_bytes)
+        again, tried = _settled(under, offered, rules, attempts=_FEW_ATTEMPTS, until=until)
         if again is None and less_bytes:
             break
         if tried:

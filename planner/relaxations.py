@@ -67,7 +67,7 @@ def _found(
     certified = None
     freezes = relaxed.allow(Freeze) and not before.allow(Freeze)
     if kind is not Freeze and not (freezes and before.fidelity + 1 == relaxed.fidelity):
-        certified = fitting.fastest_in_chunks(trials, offered, relaxed)
+        certified = fitting.roughly_fastest(trials, offered, relaxed)
     if certified is None and relaxed.allow(Freeze):
         certified = fitting.with_prefix(trials, offered, relaxed, roughly=True)
     return certified

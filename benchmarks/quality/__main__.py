@@ -2,10 +2,11 @@
 
     python -m benchmarks.quality [--only TEXT] [--shares 0.7 0.5 ...] [--without-peers]
 
-Peak: bytes alive in one step (forward, backward, SGD) above what is alive before it, so gradients count. Both columns
-are relative to the eager step of the same model, counted in the same process. Ours may use every exact lever but
-accumulation, and offload, since all of the memory here is the host's; it is given a budget and a card that counts bytes
-and FLOPs and nothing else, and plans without having seen the step run.
+Peak: bytes alive in one step (forward, backward, SGD) above what is alive before it, so gradients count: counted op by
+op, and as the CPU's allocator tells it, which knows scratch memory of kernels too. All columns are relative to the
+eager step of the same model, counted in the same process. Ours may use every exact lever but accumulation, and offload,
+since all of the memory here is the host's; it is given a budget and a card that counts bytes and FLOPs and nothing
+else, and plans without having seen the step run.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def rows(case: Case, shares: tuple[float, ...], with_peers: bool) -> Iterator[tu
         except Exception as error:  # whatever keeps one way from running belongs in the table, beside the others
             if eager is None:
                 raise
-            yield name, "-", "-", "", f"did not run: {type(error).__name__}: {str(error).splitlines()[0]}"
+            yield name, "-", "-", "-", "", f"did not run: {type(error).__name__}: {str(error).splitlines()[0]}"
             continue
         eager = eager or found
         yield (name, *relative(found, eager), "", "")
@@ -86,8 +87,9 @@ def rows(case: Case, shares: tuple[float, ...], with_peers: bool) -> Iterator[tu
             break
 
 
-def relative(found: Counted, eager: Counted) -> tuple[str, str]:
-    return f"{found.peak_bytes / eager.peak_bytes:.3f}", f"{found.flops / eager.flops - 1:+.1%}"
+def relative(found: Counted, eager: Counted) -> tuple[str, str, str]:
+    allocator = f"{found.allocator_bytes / eager.allocator_bytes:.3f}"
+    return f"{found.peak_bytes / eager.peak_bytes:.3f}", allocator, f"{found.flops / eager.flops - 1:+.1%}"
 
 
 def main() -> None:
@@ -102,8 +104,9 @@ def main() -> None:
         if options.only not in name:
             continue
         table = Table(title=name)
-        for column in ("way", "peak", "FLOPs", "search s", "levers"):
-            table.add_column(column, justify="right" if column in ("peak", "FLOPs") else "left", overflow="fold")
+        for column in ("way", "peak", "allocator's", "FLOPs", "search s", "levers"):
+            numbers = column in ("peak", "allocator's", "FLOPs")
+            table.add_column(column, justify="right" if numbers else "left", overflow="fold")
         for row in rows(case, tuple(options.shares), not options.without_peers):
             table.add_row(*row)
         console.print(table)

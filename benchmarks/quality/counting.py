@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Callable, Iterable
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
@@ -64,12 +66,15 @@ class Counted:
 
     peak_bytes: int
     """Above what was alive before the step; no gradients were."""
+    allocator_bytes: int
+    """The same as the CPU's allocator tells it, scratch memory of kernels included, without a dispatch mode: under one
+    autograd adds up the gradients of a tied weight out of place."""
     flops: int
     loss: float
 
 
 def counted(step: Callable[[], torch.Tensor], known: Iterable[torch.Tensor]) -> Counted:
-    """Run the step twice: torch's FLOP counter holds on to tensors of recomputed modules, so it has a step of its own.
+    """Run the step for each count: torch's FLOP counter holds on to tensors of recomputed modules.
 
     Args:
         known: tensors that are alive before.
@@ -78,4 +83,18 @@ def counted(step: Callable[[], torch.Tensor], known: Iterable[torch.Tensor]) -> 
         loss = step()
     with FlopCounterMode(display=False, custom_mapping=ATTENTION_ON_CPU) as flops:
         step()
-    return Counted(peak_bytes=memory.peak_bytes, flops=flops.get_total_flops(), loss=float(loss))
+    return Counted(
+        peak_bytes=memory.peak_bytes,
+        allocator_bytes=allocator_peak_bytes(step),
+        flops=flops.get_total_flops(),
+        loss=float(loss),
+    )
+
+
+def allocator_peak_bytes(step: Callable[[], torch.Tensor]) -> int:
+    """Largest number of bytes that the CPU's allocator gave out during a step and did not get back."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        step()
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(changes), default=0)

@@ -35,9 +35,17 @@ class World:
         self.tried.append(plan)
         return plan.peak_bytes + plan.slack_bytes - self.capacity_bytes
 
-    def settle(self, attempts: int = 10) -> Plan | None:
+    def settle(self, attempts: int = 10, hopeless: int | None = None) -> Plan | None:
         descent = Descent(self.capacity_bytes, finest_bytes=self.capacity_bytes // 512, tie=TIE)
-        return settle(self.ask, self.short_bytes_of, descent=descent, tie=TIE, attempts=attempts, is_over=lambda: False)
+        return settle(
+            self.ask,
+            self.short_bytes_of,
+            descent=descent,
+            tie=TIE,
+            attempts=attempts,
+            hopeless=hopeless or attempts,
+            is_over=lambda: False,
+        )
 
     def fitting(self) -> list[Plan]:
         return [plan for plan in self.plans if plan.peak_bytes + plan.slack_bytes <= self.capacity_bytes]
@@ -78,6 +86,8 @@ def test_where_nothing_fits_with_less_all_is_asked_again_for_the_others():
 def test_none_is_said_where_nothing_fits_and_after_a_bounded_number_of_tries():
     world = World([*curve("a", 800, cost=1.0), *curve("b", 900, cost=2.0)], 1000)
     assert world.settle() is None and len(world.tried) <= 10
+    world.tried.clear()
+    assert world.settle(hopeless=3) is None and len(world.tried) == 3
     assert World([], 1000).settle() is None
 
 
