@@ -2,7 +2,8 @@
 
 A loss of somebody's own does not say what it averages. Most end in a function of `torch.nn.functional`, which does: by
 its target, the label that it ignores, its class weights. In the first step these are watched, and weights that make
-another mean of the batch are refused before anything is trained by them.
+another mean of the batch are refused before anything is trained by them. A mean over what labels say may be another one
+in any later batch: a loss function that takes one is watched in all steps.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ class MeansTaken(TorchFunctionMode):
 
     Args:
         may_be_stated: whether another weight than the usual one could have been given.
+        first: whether nothing is known of the loss yet.
     """
 
-    def __init__(self, *, may_be_stated: bool = True) -> None:
+    def __init__(self, *, may_be_stated: bool = True, first: bool = True) -> None:
         super().__init__()
-        self._may_be_stated = may_be_stated
+        self._may_be_stated, self.first = may_be_stated, first
+        self._by_label = False
         self._weights: list[torch.Tensor | float] = []
         self._means: list[list[tuple[Callable, torch.Tensor]]] = []
         """By part: functions, and over how many terms they took a mean."""
@@ -52,6 +55,11 @@ class MeansTaken(TorchFunctionMode):
     @property
     def has_parts(self) -> bool:
         return bool(self._weights)
+
+    @property
+    def go_by_labels(self) -> bool:
+        """Whether a mean was taken over what labels say, and the weights are not made of them."""
+        return self._by_label and not any(isinstance(weight, torch.Tensor) for weight in self._weights)
 
     @contextlib.contextmanager
     def part(self, weight: torch.Tensor | float | None) -> Iterator[Callable[[torch.Tensor], None]]:
@@ -81,6 +89,7 @@ class MeansTaken(TorchFunctionMode):
         if reduction == "sum":
             self._sums[-1].append(result.detach())
         elif reduction == "mean":
+            self._by_label |= function in _BY_LABEL and not given["target"].is_floating_point()
             terms = _labels(given) if function in _BY_LABEL else given["input"].numel()
             terms = torch.as_tensor(terms, dtype=torch.float64, device=result.device)
             self._means[-1].append((function, terms))
@@ -131,7 +140,7 @@ def _labels(given: dict) -> torch.Tensor | float:
     if target.is_floating_point():  # a distribution for each row
         return target.numel() / target.shape[1 if target.dim() > 1 else 0]
     counted = target != given["ignore_index"]
-    return counted.sum() if weight is None else weight[target.where(counted, 0)][counted].double().sum()
+    return counted.sum() if weight is None else weight[target.where(counted, 0)].double().mul(counted).sum()
 
 
 def _told(numbers: list[float]) -> str:

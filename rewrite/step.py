@@ -59,6 +59,8 @@ class TrainingStep:
         self._decisions = tuple(decisions)
         self._closed = False
         self._means: MeansTaken | None = None
+        self._goes_by_labels = False
+        """Whether the labels of any later batch may make its loss a mean over other terms."""
         self._try_apart: Callable[..., None] | None = None
         self._called = module
         self._asks_for_wrapper = False
@@ -67,9 +69,9 @@ class TrainingStep:
         """Train by a batch.
 
         Raises:
-            DecisionError: after `undo`; in a first step whose micro-batches are weighted by other shares than the
-                loss has terms (`hold_weights`); among several processes that nothing brings together (`through`).
-                Nothing is trained then.
+            DecisionError: after `undo`; where micro-batches are weighted by other shares than the loss has terms
+                (`hold_weights`); among several processes that nothing brings together (`through`). Nothing is
+                trained then.
         """
         self._refuse_if_closed()
         if self._asks_for_wrapper and several_processes():
@@ -78,19 +80,21 @@ class TrainingStep:
                 "step.through(torch.nn.parallel.DistributedDataParallel(rewritten.module)) adds them up; "
                 "step.through(rewritten.module) trains each by itself, or as something else brings them together"
             )
-        means, self._means = self._means, None
+        watch, self._means = self._means, None
+        if watch is None and self._goes_by_labels:
+            watch = MeansTaken(first=False)
         total = None
         for part, weight, together in self._parts(batch):
             with together:
-                loss = self._loss(part) if means is None or weight is None else self._watched_loss(part, weight, means)
+                loss = self._loss(part) if watch is None or weight is None else self._watched_loss(part, weight, watch)
                 if weight is not None:
                     loss = weighted(loss, weight)
                 with contextlib.nullcontext() if self._backward is None else self._backward():
                     (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             total = loss.detach() if total is None else total + loss.detach()
             del loss
-        if means is not None:
-            self._hold(means, batch)
+        if watch is not None:
+            self._hold(watch, batch)
         self.update()
         return total
 
@@ -123,14 +127,22 @@ class TrainingStep:
     def hold_weights(self, try_apart: Callable[..., None] | None = None) -> None:
         """Hold the weights of micro-batches against what the loss is a mean over, in the next step that has any.
 
+        Where that is by labels, in a loss function, each later step is held against it too.
+
         Args:
             try_apart: refuses a batch whose parts do not add up to its loss.
         """
         self._means, self._try_apart = MeansTaken(), try_apart
 
     def _watched_loss(self, part: Any, weight: torch.Tensor | float, means: MeansTaken) -> torch.Tensor:
-        with means.part(weight) as note:
-            loss = self._loss(part)
+        if means.first:
+            with means.part(weight) as note:
+                loss = self._loss(part)
+        else:  # only the loss function: to watch a whole forward takes the host some time
+            with self._autocast():
+                output = self.calling.call(self._called, part)
+                with means.part(weight) as note:
+                    loss = _scalar(loss_of(output, part, self.loss_fn))
         note(loss)
         return loss
 
@@ -140,12 +152,13 @@ class TrainingStep:
             return
         try:
             means.refuse_other_weights()
-            if self._try_apart is not None:
+            if means.first and self._try_apart is not None:
                 self._try_apart(self.module, batch, loss_of=self._loss_alone, rough=self.autocast_dtype is not None)
         except DecisionError:
             self.optimizer.zero_grad(set_to_none=True)
             self._means = MeansTaken()
             raise
+        self._goes_by_labels = self.loss_fn is not None and means.go_by_labels
 
     def update(self) -> None:
         """Train by the gradients that the parameters have, and drop them. Part of every call.
@@ -230,13 +243,16 @@ class TrainingStep:
 
     def _loss_of(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
         with self._autocast():
-            loss = loss_of(self.calling.call(model, batch), batch, self.loss_fn)
-        return loss.reshape(()) if loss.dim() else loss
+            return _scalar(loss_of(self.calling.call(model, batch), batch, self.loss_fn))
 
     def _autocast(self) -> contextlib.AbstractContextManager:
         if self.autocast_dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(next(self.module.parameters()).device.type, dtype=self.autocast_dtype)
+
+
+def _scalar(loss: torch.Tensor) -> torch.Tensor:
+    return loss.reshape(()) if loss.dim() else loss
 
 
 def refuse_layouts(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

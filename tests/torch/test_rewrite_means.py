@@ -182,6 +182,28 @@ def test_a_first_batch_that_is_not_split_leaves_the_look_to_the_next():
         result.step(vectors(6))
 
 
+LATER = {
+    "padding": (Tagger, lambda ids, labels: (ids, labels.clamp(min=0)), token_pairs, of_tokens),
+    "class weights": (Perceptron, lambda x, y: (x, torch.ones_like(y)), lambda: vectors(6), of_classes),
+}
+
+
+@pytest.mark.parametrize("case", LATER)
+def test_labels_that_make_another_mean_of_a_later_batch_are_refused_there(case):
+    build, alike, uneven, loss_fn = LATER[case]
+    batch = uneven()
+    result = step_of(build, batch, loss_fn)
+    for _ in range(2):
+        result.step(alike(*batch))
+    before = [parameter.clone() for parameter in result.module.parameters()]
+    for _ in range(2):
+        with pytest.raises(DecisionError, match=r"cross_entropy is a mean over [\d.]+, [\d.]+ terms"):
+            result.step(batch)
+    assert all(torch.equal(a, b) for a, b in zip(before, result.module.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in result.module.parameters())
+    result.step(alike(*batch))
+
+
 STATED = {
     "labels that do not count": lambda batch: (batch[-1] != -100).sum(),
     "class weights": lambda batch: torch.tensor([1.0, 5.0, 25.0])[batch[-1]].sum(),
@@ -226,6 +248,8 @@ def test_weights_that_are_right_are_looked_at_once(build, batch, loss_fn):
     assert result.step._means is not None
     result.step(batch)
     assert result.step._means is None
+    assert result.step._goes_by_labels or loss_fn is not cross_entropy
+    assert not result.step._goes_by_labels or loss_fn is not None
 
 
 def test_a_loss_in_chunks_is_seen_too():
