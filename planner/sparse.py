@@ -31,7 +31,9 @@ def hold_parts(made: torch.Tensor, given: Iterable[torch.Tensor]) -> None:
 def no_rows_of(table: torch.Tensor) -> torch.Tensor:
     """A sparse tensor of the shape of a table, with none of its rows."""
     indices = torch.empty(1, 0, dtype=torch.long, device=table.device)
-    return torch.sparse_coo_tensor(indices, table.detach().new_empty(0, *table.shape[1:]), table.shape)
+    return torch.sparse_coo_tensor(
+        indices, table.detach().new_empty(0, *table.shape[1:]), table.shape, check_invariants=False
+    )
 
 
 @cuda_kernel(torch.ops.aten.sparse_mask.default)
