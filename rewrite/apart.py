@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -82,8 +84,11 @@ def refuse_coupled_samples(
 
 @contextlib.contextmanager
 def _looked_at(model: torch.nn.Module, devices: set[torch.device]) -> Iterator[None]:
-    """In evaluation, without gradients; modes and random numbers are afterwards as they were."""
+    """In evaluation, without gradients; modes, buffers and random numbers are afterwards as they were."""
     modes = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    numpy, numbers = sys.modules.get("numpy"), random.getstate()
+    arrays = None if numpy is None else numpy.random.get_state()
     cards = [device for device in devices if device.type == "cuda"]
     try:
         with torch.no_grad(), torch.random.fork_rng(cards):
@@ -92,5 +97,12 @@ def _looked_at(model: torch.nn.Module, devices: set[torch.device]) -> Iterator[N
             yield
     finally:
         torch.clear_autocast_cache()  # of weights without gradients
+        random.setstate(numbers)
+        if numpy is not None:
+            numpy.random.set_state(arrays)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
         for module, mode in modes:
             module.training = mode

@@ -3,7 +3,7 @@
 A loss of somebody's own does not say what it averages. Most end in a function of `torch.nn.functional`, which does: by
 its target, the label that it ignores, its class weights. In the first step these are watched, and weights that make
 another mean of the batch are refused before anything is trained by them. A mean over what labels say may be another one
-in any later batch: a loss function that takes one is watched in all steps.
+in any later batch: where one is taken, all steps are watched.
 """
 
 from __future__ import annotations
@@ -40,12 +40,15 @@ class MeansTaken(TorchFunctionMode):
     Args:
         may_be_stated: whether another weight than the usual one could have been given.
         first: whether nothing is known of the loss yet.
+        forward_too: whether a forward may take the mean, and not only what is called with its output.
     """
 
-    def __init__(self, *, may_be_stated: bool = True, first: bool = True) -> None:
+    def __init__(self, *, may_be_stated: bool = True, first: bool = True, forward_too: bool = True) -> None:
         super().__init__()
-        self._may_be_stated, self.first = may_be_stated, first
-        self._by_label = False
+        self._may_be_stated, self.first, self.forward_too = may_be_stated, first, forward_too
+        self._in_forward = True
+        self._by_label: set[bool] = set()
+        """Of means over what labels say: whether they were taken in the forward."""
         self._weights: list[torch.Tensor | float] = []
         self._means: list[list[tuple[Callable, torch.Tensor]]] = []
         """By part: functions, and over how many terms they took a mean."""
@@ -56,10 +59,15 @@ class MeansTaken(TorchFunctionMode):
     def has_parts(self) -> bool:
         return bool(self._weights)
 
-    @property
-    def go_by_labels(self) -> bool:
-        """Whether a mean was taken over what labels say, and the weights are not made of them."""
-        return self._by_label and not any(isinstance(weight, torch.Tensor) for weight in self._weights)
+    def forward_is_over(self) -> None:
+        """Of the part that is watched."""
+        self._in_forward = False
+
+    def later(self) -> Callable[[], MeansTaken] | None:
+        """What makes the watch of later steps; None where no mean is over what labels say, or the weights are too."""
+        if not self._by_label or any(isinstance(weight, torch.Tensor) for weight in self._weights):
+            return None  # to watch a whole forward takes the host some time, so that is left out where it can be
+        return functools.partial(MeansTaken, first=False, forward_too=True in self._by_label)
 
     @contextlib.contextmanager
     def part(self, weight: torch.Tensor | float | None) -> Iterator[Callable[[torch.Tensor], None]]:
@@ -70,13 +78,14 @@ class MeansTaken(TorchFunctionMode):
         self._weights.append(weight)
         self._means.append([])
         self._sums.append([])
+        self._in_forward = self.forward_too
         with self:
             yield lambda loss: self._losses.append(loss.detach())
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        if function in (*_BY_LABEL, *_BY_ELEMENT) and torch.is_grad_enabled():
+        if function in (*_BY_LABEL, *_BY_ELEMENT) and _is_trained_by(result):
             given = _signature(function).bind(*args, **kwargs)
             given.apply_defaults()
             self._note(function, given.arguments, result)
@@ -89,7 +98,8 @@ class MeansTaken(TorchFunctionMode):
         if reduction == "sum":
             self._sums[-1].append(result.detach())
         elif reduction == "mean":
-            self._by_label |= function in _BY_LABEL and not given["target"].is_floating_point()
+            if function in _BY_LABEL and not given["target"].is_floating_point():
+                self._by_label.add(self._in_forward)
             terms = _labels(given) if function in _BY_LABEL else given["input"].numel()
             terms = torch.as_tensor(terms, dtype=torch.float64, device=result.device)
             self._means[-1].append((function, terms))
@@ -127,6 +137,12 @@ class MeansTaken(TorchFunctionMode):
                     f"{function.__name__} is a mean over {_told(terms)} terms: "
                     f"{_STATE_TERMS if self._may_be_stated else _FORBID}"
                 )
+
+
+def _is_trained_by(result: object) -> bool:
+    """Whether a loss can be part of what is trained by; inside of `torch.func.vmap` it has no number to ask for."""
+    is_plain = isinstance(result, torch.Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(result)
+    return is_plain and result.requires_grad
 
 
 @functools.cache

@@ -59,8 +59,8 @@ class TrainingStep:
         self._decisions = tuple(decisions)
         self._closed = False
         self._means: MeansTaken | None = None
-        self._goes_by_labels = False
-        """Whether the labels of any later batch may make its loss a mean over other terms."""
+        self._later: Callable[[], MeansTaken] | None = None
+        """What watches later steps, where the labels of any batch may make its loss a mean over other terms."""
         self._try_apart: Callable[..., None] | None = None
         self._called = module
         self._asks_for_wrapper = False
@@ -81,8 +81,23 @@ class TrainingStep:
                 "step.through(rewritten.module) trains each by itself, or as something else brings them together"
             )
         watch, self._means = self._means, None
-        if watch is None and self._goes_by_labels:
-            watch = MeansTaken(first=False)
+        if watch is None and self._later is not None:
+            watch = self._later()
+        try:
+            total = self._backward_of(batch, watch)
+            if watch is not None:
+                self._hold(watch, batch)
+        except BaseException:
+            if watch is not None and watch.first:
+                self._means = MeansTaken()
+            if self._split is not None:  # gradients of some parts
+                self.optimizer.zero_grad(set_to_none=True)
+            raise
+        self.update()
+        return total
+
+    def _backward_of(self, batch: Any, watch: MeansTaken | None) -> torch.Tensor:
+        """Forward and backward of each part; returns the loss of the batch."""
         total = None
         for part, weight, together in self._parts(batch):
             with together:
@@ -93,9 +108,6 @@ class TrainingStep:
                     (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             total = loss.detach() if total is None else total + loss.detach()
             del loss
-        if watch is not None:
-            self._hold(watch, batch)
-        self.update()
         return total
 
     def through(self, wrapper: torch.nn.Module) -> None:
@@ -127,7 +139,7 @@ class TrainingStep:
     def hold_weights(self, try_apart: Callable[..., None] | None = None) -> None:
         """Hold the weights of micro-batches against what the loss is a mean over, in the next step that has any.
 
-        Where that is by labels, in a loss function, each later step is held against it too.
+        Where that is by labels, each later step is held against it too.
 
         Args:
             try_apart: refuses a batch whose parts do not add up to its loss.
@@ -135,14 +147,14 @@ class TrainingStep:
         self._means, self._try_apart = MeansTaken(), try_apart
 
     def _watched_loss(self, part: Any, weight: torch.Tensor | float, means: MeansTaken) -> torch.Tensor:
-        if means.first:
-            with means.part(weight) as note:
-                loss = self._loss(part)
-        else:  # only the loss function: to watch a whole forward takes the host some time
-            with self._autocast():
-                output = self.calling.call(self._called, part)
-                with means.part(weight) as note:
-                    loss = _scalar(loss_of(output, part, self.loss_fn))
+        with self._autocast(), contextlib.ExitStack() as watched:
+            note = None
+            if means.forward_too:
+                note = watched.enter_context(means.part(weight))
+            output = self.calling.call(self._called, part)
+            means.forward_is_over()
+            note = note or watched.enter_context(means.part(weight))
+            loss = _scalar(loss_of(output, part, self.loss_fn))
         note(loss)
         return loss
 
@@ -150,15 +162,10 @@ class TrainingStep:
         if not means.has_parts:  # a batch so small that it was not split
             self._means = means
             return
-        try:
-            means.refuse_other_weights()
-            if means.first and self._try_apart is not None:
-                self._try_apart(self.module, batch, loss_of=self._loss_alone, rough=self.autocast_dtype is not None)
-        except DecisionError:
-            self.optimizer.zero_grad(set_to_none=True)
-            self._means = MeansTaken()
-            raise
-        self._goes_by_labels = self.loss_fn is not None and means.go_by_labels
+        means.refuse_other_weights()
+        if means.first and self._try_apart is not None:
+            self._try_apart(self.module, batch, loss_of=self._loss_alone, rough=self.autocast_dtype is not None)
+        self._later = means.later() or self._later
 
     def update(self) -> None:
         """Train by the gradients that the parameters have, and drop them. Part of every call.

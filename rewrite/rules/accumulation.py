@@ -58,7 +58,7 @@ def takes_the_loss(model: torch.nn.Module) -> torch.nn.Module:
 
 def own_loss(model: torch.nn.Module, calling: Calling, loss_fn: LossFn | None) -> OwnLoss | None:
     """What a loss that the model takes of its `labels` is a mean over; None where it is no mean over labels."""
-    if loss_fn is not None or calling is not Calling.KEYWORDS or _regresses(model):
+    if loss_fn is not None or calling is not Calling.KEYWORDS or _regresses(model) or _aligns(model):
         return None
     return OwnLoss(
         shifted=shifts_labels(model),
@@ -74,7 +74,7 @@ def shifts_labels(model: torch.nn.Module) -> bool:
     not shift, `GPT2LMHeadModel` does).
     """
     model = takes_the_loss(model)
-    return _class_shifts_labels(type(model), lambda: getattr(model.loss_function, "__name__", ""))
+    return _class_shifts_labels(type(model), lambda: getattr(getattr(model, "loss_function", None), "__name__", ""))
 
 
 def ignored_label(model: torch.nn.Module) -> int:
@@ -83,6 +83,11 @@ def ignored_label(model: torch.nn.Module) -> int:
     if "SemanticSegmentation" in type(model).__name__:
         return getattr(getattr(model, "config", None), "semantic_loss_ignore_index", 255)
     return -100
+
+
+def _aligns(model: torch.nn.Module) -> bool:
+    """Whether labels are aligned with what is heard (CTC): a mean then is over samples."""
+    return any("ctc_loss(" in text for text in _forwards(type(takes_the_loss(model))))
 
 
 def _regresses(model: torch.nn.Module) -> bool:
@@ -103,7 +108,11 @@ def divides_by_count(kind: type) -> bool:
     """Whether the loss is a sum over `num_items_in_batch` where a batch has that (transformers' loss functions)."""
     for text in _forwards(kind):
         if "self.loss_function(" in text:
-            calls = [node for node in ast.walk(ast.parse(textwrap.dedent(text))) if isinstance(node, ast.Call)]
+            try:
+                parsed = ast.parse(textwrap.dedent(text))
+            except SyntaxError:  # a text at another column than its code, or no whole statement
+                return "num_items_in_batch" in text
+            calls = [node for node in ast.walk(parsed) if isinstance(node, ast.Call)]
             losses = [call for call in calls if getattr(call.func, "attr", "") == "loss_function"]
             return any(keyword.arg in (None, "num_items_in_batch") for call in losses for keyword in call.keywords)
         if "num_items_in_batch" in text:

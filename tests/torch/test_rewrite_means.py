@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -231,25 +233,113 @@ def test_a_part_over_which_the_mean_is_0_over_0_is_left_out():
         step_of(Perceptron, batch, **options).step((batch[0], torch.zeros(6)))
 
 
+def with_a_metric(output: torch.Tensor, batch: tuple) -> torch.Tensor:
+    """Which is not trained by: its mean is over other terms, and that does not matter."""
+    of_classes(output.detach(), batch)
+    return cross_entropy(output, batch)
+
+
+def each_by_itself(output: torch.Tensor, batch: tuple) -> torch.Tensor:
+    return torch.vmap(F.cross_entropy)(output, batch[-1]).mean()
+
+
 @pytest.mark.parametrize(
-    ("build", "batch", "loss_fn"),
+    ("build", "batch", "loss_fn", "goes_on"),
     [
-        (Perceptron, vectors(6), cross_entropy),
-        (Perceptron, vectors(6), squared),
-        (Perceptron, vectors(6), lambda output, batch: F.cross_entropy(output, output.detach().softmax(1))),
-        (Perceptron, vectors(6), lambda output, batch: output.square().mean()),
-        (Perceptron, vectors(6), lambda output, batch: cross_entropy(output, batch) + F.mse_loss(*PAIR)),
-        (roberta, tokens(), None),
-        (gpt2, tokens(), None),
+        (Perceptron, vectors(6), cross_entropy, True),
+        (Perceptron, vectors(6), with_a_metric, True),
+        (Perceptron, vectors(6), each_by_itself, False),
+        (Perceptron, vectors(6), squared, False),
+        (Perceptron, vectors(6), lambda output, batch: F.cross_entropy(output, output.detach().softmax(1)), False),
+        (Perceptron, vectors(6), lambda output, batch: output.square().mean(), False),
+        (Perceptron, vectors(6), lambda output, batch: cross_entropy(output, batch) + F.mse_loss(*PAIR), True),
+        (roberta, tokens(), None, False),
+        (gpt2, tokens(), None, False),
     ],
 )
-def test_weights_that_are_right_are_looked_at_once(build, batch, loss_fn):
+def test_weights_that_are_right_are_looked_at_again_only_where_labels_may_change_them(build, batch, loss_fn, goes_on):
     result = step_of(build, batch, loss_fn)
     assert result.step._means is not None
     result.step(batch)
     assert result.step._means is None
-    assert result.step._goes_by_labels or loss_fn is not cross_entropy
-    assert not result.step._goes_by_labels or loss_fn is not None
+    assert (result.step._later is not None) is goes_on
+
+
+class OwnLoss(Tagger):
+    """Takes its loss in its forward, and leaves the label 0 out."""
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(super().forward(ids).flatten(0, 1), targets.flatten(), ignore_index=0)
+
+
+def test_padding_of_a_later_batch_is_seen_in_a_forward_that_takes_its_own_loss():
+    ids = tokens()["input_ids"]
+    full, padded = {"ids": ids, "targets": ids.clamp(min=1)}, {"ids": ids, "targets": ids.clamp(min=1)}
+    padded["targets"] = padded["targets"].clone()
+    padded["targets"][4:, 2:] = 0
+    result = step_of(OwnLoss, full)
+    result.step(full)
+    with pytest.raises(DecisionError, match="cross_entropy is a mean over"):
+        result.step(padded)
+
+
+def test_a_batch_whose_loss_takes_no_such_mean_does_not_end_the_watch():
+    calls = []
+
+    def sometimes(output, batch):
+        calls.append(0)
+        return (
+            of_classes(output, batch)
+            if len(calls) > 4
+            else (cross_entropy if len(calls) < 3 else squared)(output, batch)
+        )
+
+    result = step_of(Perceptron, vectors(6), sometimes)
+    result.step.hold_weights()  # without trying it apart, which would call it more often
+    for _ in range(2):
+        result.step(vectors(6))
+    with pytest.raises(DecisionError, match="cross_entropy is a mean over"):
+        result.step(vectors(6))
+
+
+def test_an_error_in_the_first_step_leaves_no_gradient_and_the_look_to_the_next():
+    calls = []
+
+    def fails_once(output, batch):
+        calls.append(0)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("in the second micro-batch")
+        return of_classes(output, batch)
+
+    result = step_of(Perceptron, vectors(6), fails_once)
+    with pytest.raises(torch.OutOfMemoryError):
+        result.step(vectors(6))
+    assert all(parameter.grad is None for parameter in result.module.parameters())
+    with pytest.raises(DecisionError, match="cross_entropy is a mean over"):
+        result.step(vectors(6))
+
+
+class Counting(Perceptron):
+    """Counts its forwards in a buffer, in evaluation too, and draws by Python's own random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        random.random()
+        return super().forward(x)
+
+
+def test_trying_a_loss_apart_changes_neither_buffers_nor_random_numbers():
+    result = step_of(Counting, vectors(6), cross_entropy)
+    random.seed(3)
+    result.step(vectors(6))
+    assert result.module.forwards == 2
+    drawn = random.random()
+    random.seed(3)
+    assert [random.random() for _ in range(3)][-1] == drawn
 
 
 def test_a_loss_in_chunks_is_seen_too():
