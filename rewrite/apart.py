@@ -9,6 +9,7 @@ micro-batch has (or two), which takes less memory than to train by it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import random
 import sys
@@ -20,6 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.errors import DecisionError
 from rewrite.rules.accumulation import count_samples, map_tensors, samples_between
+
+logger = logging.getLogger(__name__)
 
 _SAMPLES = 8
 """At most. More of them differ in more."""
@@ -68,7 +71,8 @@ def refuse_coupled_samples(
             together, again = float(loss_of(whole)), float(loss_of(whole))
             parts = zip((first, others), terms, strict=True)
             added = sum(float(loss_of(part)) * count for part, count in parts if count)
-    except Exception:  # whatever it is, training says it better, where it happens there too
+    except Exception as error:  # of the model or its loss, in evaluation: training may go well all the same
+        logger.warning("the loss could not be tried on parts of a batch (%s: %s)", type(error).__name__, error)
         return
     if together != again or not all_terms:
         return
