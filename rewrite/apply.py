@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
@@ -14,7 +13,7 @@ from planner.decisions import Accumulation, Checkpoint, ChunkedLoss, Decision, S
 from planner.errors import DecisionError, PlanFileError, WorkloadError
 from planner.fingerprint import fingerprint
 from planner.plan_file import Plan
-from rewrite.apart import refuse_coupled_samples
+from rewrite.apart import TriedApart
 from rewrite.optimizers import OPTIMIZERS, OptimizerChoice, SchedulerChoice, make_scheduler, refuse_closure
 from rewrite.rewriting import LossWeight, Rewriting
 from rewrite.rules import RULES
@@ -92,20 +91,20 @@ def apply(
     )
     rewritten.step.ask_for_wrapper()
     if loss_weight is None:
-        rewritten.step.hold_weights(_tries_samples_apart(plan, rewritten._rewriting))
+        rewritten.step.hold_weights(_tried_apart(plan, rewritten._rewriting))
     if turns_cache_off(plan):
         rewritten._rewriting.turn_cache_off()
     return rewritten
 
 
-def _tries_samples_apart(plan: Plan, rewriting: Rewriting) -> Callable[..., None] | None:
+def _tried_apart(plan: Plan, rewriting: Rewriting) -> TriedApart | None:
     """Not where a loss is taken in chunks, which needs all logits in evaluation; it is a mean over labels."""
     split = plan.decision(Accumulation)
-    if split is None or rewriting.loss_terms is None or plan.decision(ChunkedLoss) is not None:
+    if split is None or split.micro_batches == 1 or plan.decision(ChunkedLoss) is not None:
         return None
-    return functools.partial(
-        refuse_coupled_samples, batch_size=rewriting.batch_size, micro_batch_size=split.micro_batch_size,
-        terms_of=rewriting.loss_terms,
+    return TriedApart(
+        batch_size=rewriting.batch_size, micro_batch_size=split.micro_batch_size, terms_of=rewriting.loss_terms,
+        doubled=rewriting.autocast_dtype is not None,
     )  # fmt: skip
 
 

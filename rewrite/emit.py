@@ -44,7 +44,11 @@ def source(plan: Plan, *, file_name: str = "train_step.py") -> str:
         *([inspect.getsource(clip_gradients)] if _clips_sparse(plan, fragments) else []),
         next((fragment.optimizer for fragment in fragments if fragment.optimizer), _optimizer(plan, fragments)),
         _training_step(plan, fragments, model),
-        *([batch_source(plan, model), _main(plan, model, scaled=scaled)] if model.build else [_guidance(file_name)]),
+        *(
+            [batch_source(plan, model), _main(plan, model, fragments, scaled=scaled)]
+            if model.build
+            else [_guidance(file_name)]
+        ),
     ]
     body = "\n\n\n".join(section.strip("\n") for section in sections)
     return f'{header(plan, file_name)}\n\n{body}\n\n\nif __name__ == "__main__":\n    main()\n'
@@ -145,17 +149,20 @@ def _training_step(plan: Plan, fragments: list[Fragment], model: ModelSource) ->
     named = [
         *(["scaler"] if scaled else []),
         *(["loss_fn"] if plan.workload.has_loss_fn else []),
+        *(option for fragment in fragments for option in fragment.options),
         *([] if stepping else ["max_grad_norm=None"]),
         "scheduler=None",
-        *(option for fragment in fragments for option in fragment.options),
     ]
     parameters = ", ".join(["model", "optimizer", "batch", "*", *named])
     signature = f"def training_step({parameters}):\n"
     if len(signature) > WIDTH + 1:
         signature = f"def training_step(\n    {parameters}\n):\n"
+    asks = any("loss_terms" in fragment.options for fragment in fragments)
     return (
         f"{signature}"
-        '    """One optimizer step on a batch that is on the model\'s device; returns the batch\'s loss."""\n'
+        '    """One optimizer step on a batch that is on the model\'s device; returns the batch\'s loss.'
+        + (_LOSS_TERMS if asks else "")
+        + '"""\n'
         + textwrap.indent(compute + update, "    ")
     )
 
@@ -165,6 +172,11 @@ def _clips_sparse(plan: Plan, fragments: list[Fragment]) -> bool:
     replaced = any(fragment.backward or fragment.optimizer for fragment in fragments)
     return may_take_sparse(plan.workload.optimizer) and not replaced
 
+
+_LOSS_TERMS = """
+
+    loss_terms(batch, samples) says over how many terms the loss is a mean: samples_only, or a function of your own.
+    """
 
 _SCALED_STEP = """\
 scale = None if scheduler is None else scaler.get_scale()
@@ -182,9 +194,13 @@ def _loss(plan: Plan, model: ModelSource, part: str) -> str:
     return f"loss_of({call})"
 
 
-def _main(plan: Plan, model: ModelSource, *, scaled: bool) -> str:
-    arguments = ("scaler=scaler, " if scaled else "") + ("loss_fn=loss_fn, " if plan.workload.has_loss_fn else "")
-    call = f"training_step(model, optimizer, batch, {arguments}".removesuffix(", ") + ")"
+def _main(plan: Plan, model: ModelSource, fragments: list[Fragment], scaled: bool) -> str:
+    named = [
+        *(["scaler=scaler"] if scaled else []),
+        *(["loss_fn=loss_fn"] if plan.workload.has_loss_fn else []),
+        *(argument for fragment in fragments for argument in fragment.main_arguments),
+    ]
+    call = f"training_step({', '.join(['model', 'optimizer', 'batch', *named])})"
     lines = [
         "def main():",
         '    parser = argparse.ArgumentParser(description="Train a few steps on random data.")',

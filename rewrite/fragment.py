@@ -27,7 +27,9 @@ class Fragment:
     split: str = ""
     """Expression over `batch` that yields (part, weight)."""
     options: tuple[str, ...] = ()
-    """Keyword arguments of the step that `split` needs, with their defaults."""
+    """Keyword arguments of the step that `split` needs."""
+    main_arguments: tuple[str, ...] = ()
+    """What `main` gives the step for them."""
     optimizer: str = ""
     """The function `make_optimizer(model)`."""
     optimizer_options: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ whose loss leaves it out); for all others the mean over the labels of the batch,
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
@@ -18,16 +19,16 @@ import torch
 from planner.decisions import ChunkedLoss, Precision
 from planner.errors import DecisionError
 from planner.plan_file import Plan
-from rewrite.apart import refuse_coupled_samples
+from rewrite.apart import TriedApart
 from rewrite.means import MeansTaken
 from rewrite.rules.accumulation import (
-    count_samples,
     counted_labels,
     divides_by_count,
     ignored_label,
     shifts_labels,
     takes_the_loss,
 )
+from rewrite.samples import count_samples
 from rewrite.step import weighted
 from rewrite.trainer_arguments import micro_batches
 
@@ -46,7 +47,7 @@ class LossShare:
     """
 
     def __init__(
-        self, *, shifted: bool, ignored: int, divides: bool, labelled: bool, size: int, rough: bool, in_chunks: bool
+        self, *, shifted: bool, ignored: int, divides: bool, labelled: bool, size: int, in_lower: bool, in_chunks: bool
     ) -> None:
         self.shifted, self.ignored = shifted, ignored
         self.divides = divides
@@ -55,18 +56,20 @@ class LossShare:
         """Whether the planned batch has labels."""
         self.size = size
         """Samples of a whole micro-batch."""
-        self.rough = rough
-        """Whether the loss is computed in a lower precision."""
-        self.in_chunks = in_chunks
-        """Whether logits are never held whole."""
+        self._tried: TriedApart | None = None
+        if not in_chunks:  # or else logits are never held whole
+            self._tried = TriedApart(
+                batch_size=size, micro_batch_size=size, terms_of=self._terms, doubled=in_lower,
+                way_out="plan with accumulation forbidden",
+            )  # fmt: skip
         self._of_batch: Any = None
         """The Trainer's count, from before a forward to after it."""
         self._seen: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         """Labels of each micro-batch and of its batch, while they are watched."""
         self._means: MeansTaken | None = None
         """What the losses of a step were means over, while they are watched."""
-        self._is_first = False
-        """Whether the next micro-batch is the first that is watched."""
+        self._first: tuple[torch.nn.Module, dict[str, Any]] | None = None
+        """The model and what it was called with for the first micro-batch of a step."""
         self._forward = contextlib.ExitStack()
         """Closed after each forward."""
         self._note_loss: Callable[[torch.Tensor], None] | None = None
@@ -84,7 +87,7 @@ class LossShare:
             divides=divides_by_count(type(takes_the_loss(model))),
             labelled=any(path.partition(".")[0] == "labels" for path, _, _ in plan.workload.batch),
             size=micro_batches(plan)[0],
-            rough=plan.decision(Precision) is not None,
+            in_lower=plan.decision(Precision) is not None,
             in_chunks=plan.decision(ChunkedLoss) is not None,
         )
 
@@ -100,7 +103,7 @@ class LossShare:
         self._seen, self._was_not_told = ([] if wanted else None), False
         self._means = MeansTaken(may_be_stated=False) if wanted else None
         self._warns_of_own_loss = wanted
-        self._is_first = wanted and not self.in_chunks
+        self._first = None
         self._samples, self.untrained = [], 0
 
     def refuse_another_loss(self) -> None:
@@ -111,6 +114,7 @@ class LossShare:
                 over other terms; where the model was called without labels that there are, or without their number;
                 or where micro-batches of several sizes have no labels.
         """
+        first, self._first = self._first, None
         samples, self._samples, self.untrained = self._samples or [], [], 0
         if len(set(samples)) > 1:
             raise DecisionError(told_uneven(samples))
@@ -120,8 +124,13 @@ class LossShare:
                 "both on in a compute_loss of your own and take the loss that the model returns, or plan with "
                 "accumulation forbidden"
             )
-        if self._seen is None:
-            return
+        if self._seen is not None:
+            self._refuse_other_means(samples)
+        if first is not None and self._tried is not None:
+            self._tried.refuse_coupled_samples(*first, functools.partial(_loss_in_full, first[0]))
+
+    def _refuse_other_means(self, samples: list[int]) -> None:
+        """`samples`: of micro-batches without labels."""
         seen, self._seen = self._seen, []
         means, self._means = self._means, MeansTaken(may_be_stated=False)
         parts = [part.item() for part, _ in seen]
@@ -140,20 +149,14 @@ class LossShare:
         self._of_batch = kwargs.get(COUNT)
         kwargs = {name: value for name, value in kwargs.items() if name != COUNT}
         takes_loss = self._of_batch is None or kwargs.get("labels") is not None
-        if self._means is not None and takes_loss and _trains(model):
-            if self._is_first:
-                self._is_first = False
-                self._try_samples_apart(model, kwargs)
-            self._note_loss = self._forward.enter_context(self._means.part(None))
+        if takes_loss and _trains(model):
+            self._first = self._first or (model, kwargs)
+            if self._means is not None:
+                self._note_loss = self._forward.enter_context(self._means.part(None))
         return args, kwargs
 
-    def _try_samples_apart(self, model: torch.nn.Module, batch: dict[str, Any]) -> None:
-        refuse_coupled_samples(
-            model, batch, batch_size=self.size, micro_batch_size=self.size, rough=self.rough,
-            loss_of=lambda part: _loss_in(model.forward(**part)),  # past these hooks
-            terms_of=lambda part, samples: self._count(part["labels"]) if "labels" in part else samples,
-            way_out="plan with accumulation forbidden",
-        )  # fmt: skip
+    def _terms(self, part: dict[str, Any], samples: int) -> torch.Tensor | int:
+        return self._count(part["labels"]) if "labels" in part else samples
 
     def _after(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         """Called after a forward that failed as well, without an output."""
@@ -198,6 +201,11 @@ def told_uneven(samples: Sequence[int]) -> str:
 
 def _trains(model: torch.nn.Module) -> bool:
     return model.training and torch.is_grad_enabled()
+
+
+def _loss_in_full(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor | None:
+    """Past the hooks on the model, and past the forward in lower precision that accelerate puts around its own."""
+    return _loss_in(vars(model).get("_original_forward", model.forward)(**batch))
 
 
 def _loss_in(output: Any) -> torch.Tensor | None:

@@ -18,7 +18,7 @@ from rewrite.apply import Rewritten, apply_decisions
 from rewrite.optimizers import OptimizerChoice
 from rewrite.plain_step import PlainStep, Run, watch
 from rewrite.rewriting import LossWeight
-from rewrite.rules.accumulation import map_tensors
+from rewrite.samples import map_tensors
 
 OVERFLOWS = 24
 """Steps that a gradient scaler may skip: it begins at 2^16 and halves, and fp16 ends at 2^-24."""

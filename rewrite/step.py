@@ -15,6 +15,7 @@ from planner.errors import DecisionError, WorkloadError
 from planner.optimizers import why_not_dense, why_not_sparse
 from planner.processes import several_processes
 from rewrite import resume
+from rewrite.apart import TriedApart
 from rewrite.means import MeansTaken
 
 Split = Callable[[Any], Iterator[tuple[Any, "torch.Tensor | float | None"]]]
@@ -61,7 +62,7 @@ class TrainingStep:
         self._means: MeansTaken | None = None
         self._later: Callable[[], MeansTaken] | None = None
         """What watches later steps, where the labels of any batch may make its loss a mean over other terms."""
-        self._try_apart: Callable[..., None] | None = None
+        self._tried: TriedApart | None = None
         self._called = module
         self._asks_for_wrapper = False
 
@@ -86,7 +87,9 @@ class TrainingStep:
         try:
             total = self._backward_of(batch, watch)
             if watch is not None:
-                self._hold(watch, batch)
+                self._hold(watch)
+            if self._tried is not None:
+                self._tried.refuse_coupled_samples(self.module, batch, self._loss_in_full)
         except BaseException:
             if watch is not None and watch.first:
                 self._means = MeansTaken()
@@ -136,15 +139,15 @@ class TrainingStep:
         """Refuse to step among several processes until `through` has said what brings them together."""
         self._asks_for_wrapper = True
 
-    def hold_weights(self, try_apart: Callable[..., None] | None = None) -> None:
+    def hold_weights(self, tried: TriedApart | None = None) -> None:
         """Hold the weights of micro-batches against what the loss is a mean over, in the next step that has any.
 
         Where that is by labels, each later step is held against it too.
 
         Args:
-            try_apart: refuses a batch whose parts do not add up to its loss.
+            tried: refuses a batch whose parts do not add up to it.
         """
-        self._means, self._try_apart = MeansTaken(), try_apart
+        self._means, self._tried = MeansTaken(), tried
 
     def _watched_loss(self, part: Any, weight: torch.Tensor | float, means: MeansTaken) -> torch.Tensor:
         with self._autocast(), contextlib.ExitStack() as watched:
@@ -158,13 +161,11 @@ class TrainingStep:
         note(loss)
         return loss
 
-    def _hold(self, means: MeansTaken, batch: Any) -> None:
+    def _hold(self, means: MeansTaken) -> None:
         if not means.has_parts:  # a batch so small that it was not split
             self._means = means
             return
         means.refuse_other_weights()
-        if means.first and self._try_apart is not None:
-            self._try_apart(self.module, batch, loss_of=self._loss_alone, rough=self.autocast_dtype is not None)
         self._later = means.later() or self._later
 
     def update(self) -> None:
@@ -242,15 +243,15 @@ class TrainingStep:
         yield *before, contextlib.nullcontext()
 
     def _loss(self, batch: Any) -> torch.Tensor:
-        return self._loss_of(self._called, batch)
+        with self._autocast():
+            return self._loss_of(self._called, batch)
 
-    def _loss_alone(self, batch: Any) -> torch.Tensor:
-        """Past what brings several processes together."""
+    def _loss_in_full(self, batch: Any) -> torch.Tensor:
+        """In full precision, and past what brings several processes together."""
         return self._loss_of(self.module, batch)
 
     def _loss_of(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        with self._autocast():
-            return _scalar(loss_of(self.calling.call(model, batch), batch, self.loss_fn))
+        return _scalar(loss_of(self.calling.call(model, batch), batch, self.loss_fn))
 
     def _autocast(self) -> contextlib.AbstractContextManager:
         if self.autocast_dtype is None:

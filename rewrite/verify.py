@@ -42,7 +42,7 @@ from rewrite.optimizers import OptimizerChoice
 from rewrite.parity import Parity, Row, failed
 from rewrite.plain_step import deterministic, random_state_kept
 from rewrite.rewriting import LossWeight
-from rewrite.rules.accumulation import map_tensors
+from rewrite.samples import map_tensors
 from rewrite.sides import Given
 
 

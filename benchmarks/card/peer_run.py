@@ -27,7 +27,7 @@ from planner.calling import loss_of
 from planner.references import load_workload
 from planner.workload import Workload, map_tensors
 from rewrite.cuda import Cuda, Device
-from rewrite.rules.accumulation import samples_between
+from rewrite.samples import samples_between
 
 STEPS, TIMED_STEPS = 3, 5
 COMPILE_BUDGETS = (0.7, 0.3)

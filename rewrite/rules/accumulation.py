@@ -9,12 +9,13 @@ What looks across samples differs too: batch normalisation sees the micro-batch,
 from __future__ import annotations
 
 import ast
-import copy
+import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from planner.errors import DecisionError
 from planner.plan_file import OwnLoss, Plan
 from rewrite.fragment import Fragment, assignment
 from rewrite.rewriting import LossWeight, Rewriting
+from rewrite.samples import count_samples, map_tensors, samples_between
 from rewrite.step import weighted
 
 
@@ -82,7 +84,9 @@ def ignored_label(model: torch.nn.Module) -> int:
     model = takes_the_loss(model)
     if "SemanticSegmentation" in type(model).__name__:
         return getattr(getattr(model, "config", None), "semantic_loss_ignore_index", 255)
-    return -100
+    losses = (module for module in model.modules() if isinstance(module, (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)))
+    stated = {loss.ignore_index for loss in losses} or set(_stated(type(model), "ignore_index"))
+    return stated.pop() if len(stated) == 1 else -100
 
 
 def _aligns(model: torch.nn.Module) -> bool:
@@ -108,16 +112,33 @@ def divides_by_count(kind: type) -> bool:
     """Whether the loss is a sum over `num_items_in_batch` where a batch has that (transformers' loss functions)."""
     for text in _forwards(kind):
         if "self.loss_function(" in text:
-            try:
-                parsed = ast.parse(textwrap.dedent(text))
-            except SyntaxError:  # a text at another column than its code, or no whole statement
+            if (calls := _calls(text)) is None:
                 return "num_items_in_batch" in text
-            calls = [node for node in ast.walk(parsed) if isinstance(node, ast.Call)]
             losses = [call for call in calls if getattr(call.func, "attr", "") == "loss_function"]
             return any(keyword.arg in (None, "num_items_in_batch") for call in losses for keyword in call.keywords)
         if "num_items_in_batch" in text:
             return True
     return False
+
+
+def _stated(kind: type, name: str) -> Iterator[int]:
+    """Whole numbers that forwards of a class give by this keyword, as far as they are written out."""
+    for call in itertools.chain.from_iterable(_calls(text) or () for text in _forwards(kind)):
+        for keyword in call.keywords:
+            if keyword.arg == name:
+                with contextlib.suppress(ValueError):  # no literal
+                    value = ast.literal_eval(keyword.value)
+                    if isinstance(value, int):
+                        yield value
+
+
+def _calls(text: str) -> list[ast.Call] | None:
+    """None for a text at another column than its code, or that is no whole statement."""
+    try:
+        parsed = ast.parse(textwrap.dedent(text))
+    except SyntaxError:
+        return None
+    return [node for node in ast.walk(parsed) if isinstance(node, ast.Call)]
 
 
 def _forwards(kind: type) -> Iterator[str]:
@@ -159,46 +180,8 @@ def micro_batches(batch, *, micro_batch_size, batch_size, loss_terms):
             yield part, share
 
 
-def samples_between(start, stop, batch, samples):
-    """The part of a batch with these samples: tensors with a sample dimension are cut, the others are shared."""
-    return map_tensors(lambda t: t[start:stop] if t.dim() and t.shape[0] == samples else t, batch)
-
-
-def count_samples(batch, batch_size):
-    """How many samples the batch has: as planned, or for a smaller last batch what all its tensors agree on."""
-    sizes = set()
-    map_tensors(lambda t: sizes.add(t.shape[0] if t.dim() else 1), batch)
-    if batch_size in sizes:
-        return batch_size
-    found = sizes - {1} or sizes
-    if len(found) != 1:
-        raise ValueError(
-            f"no tensor of the batch has {batch_size} samples, and their first dimensions {sorted(found)} differ: "
-            f"give batches of {batch_size} samples (drop_last=True), with the sample as first dimension"
-        )
-    return found.pop()
-
-
-def map_tensors(function, batch):
-    """Apply a function to every tensor of nested mappings, dataclasses, tuples and lists; share everything else."""
-    if isinstance(batch, torch.Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        mapped = copy.copy(batch)
-        for key, value in batch.items():
-            mapped[key] = map_tensors(function, value)
-        return mapped
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        names = [field.name for field in dataclasses.fields(batch) if field.init]
-        return dataclasses.replace(batch, **{name: map_tensors(function, getattr(batch, name)) for name in names})
-    if isinstance(batch, (tuple, list)):
-        parts = [map_tensors(function, value) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
-
-
 def samples_only(batch, samples):
-    """The loss is a mean over samples. For one over other terms count those of the batch, for a sum return 1."""
+    """For a loss that is a mean over samples. For one over other terms count those of the batch, for a sum return 1."""
     return samples
 
 
@@ -243,7 +226,8 @@ def accumulation_source(plan: Plan, decision: Accumulation) -> Fragment:
             inspect.getsource(weighted),
         ),
         split=f"micro_batches({arguments}, loss_terms=loss_terms)",
-        options=() if by_labels else ("loss_terms=samples_only",),
+        options=() if by_labels else ("loss_terms",),
+        main_arguments=() if by_labels else ("loss_terms=samples_only",),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib.util
+import inspect
 import pathlib
 import subprocess
 import sys
@@ -237,6 +238,8 @@ def losses_of_file(emitted, model, batches, scaled: bool, **options) -> list[tor
     optimizer = emitted.make_optimizer(emitted.rewrite(model))
     if scaled:
         options["scaler"] = torch.amp.GradScaler("cpu")
+    if "loss_terms" in inspect.signature(emitted.training_step).parameters:
+        options.setdefault("loss_terms", emitted.samples_only)
     return [emitted.training_step(model, optimizer, batch, **options) for batch in batches]
 
 

@@ -88,6 +88,7 @@ def of_flat(*decisions: Decision) -> Case:
 CASES = {
     "as_it_is": of_roberta(),
     "accumulation": of_roberta(Accumulation(micro_batch_size=4, micro_batches=2)),
+    "accumulation_of_a_function": of_flat(Accumulation(micro_batch_size=3, micro_batches=3)),
     "checkpoint": of_roberta(Checkpoint(modules=LAYERS)),
     "chunked_loss": of_roberta(ChunkedLoss(module="lm_head.decoder", chunks=3)),
     "eight_bit_state": of_roberta(Optimizer()),

@@ -192,7 +192,7 @@ def test_a_dataclass_trains_as_a_batch_live_and_from_a_file(tmp_path):
         return (batch.image * weight * batch.name).mean()
 
     weight = torch.ones((), requires_grad=True)
-    file["training_step"](model, torch.optim.SGD([weight], lr=1.0), made)
+    file["training_step"](model, torch.optim.SGD([weight], lr=1.0), made, loss_terms=file["samples_only"])
     assert parts == [2, 2, 1]
     torch.testing.assert_close(weight.detach(), 1.0 - (made.image * made.name).mean())
 

@@ -56,6 +56,7 @@ class Emitted:
         if StepInBackward() not in decisions:
             options["max_grad_norm"] = max_grad_norm
         options |= {"loss_fn": cross_entropy, "scheduler": self.scheduler}
+        options |= {"loss_terms": file["samples_only"]} if "samples_only" in file else {}
         self.step: Callable = lambda batch: file["training_step"](self.model, self.optimizer, batch, **options)
 
 

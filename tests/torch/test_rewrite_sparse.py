@@ -100,7 +100,7 @@ def test_a_file_clips_them_to_the_same_bits():
     file: dict = {}
     plan = plan_for(in_file, batch, UNEVEN, loss_fn=cross_entropy, optimizer="sgd")
     exec(compile(source(plan), "train_step.py", "exec"), file)
-    options = {"loss_fn": cross_entropy, "max_grad_norm": 0.01}
+    options = {"loss_fn": cross_entropy, "loss_terms": file["samples_only"], "max_grad_norm": 0.01}
     file["training_step"](file["rewrite"](in_file), sgd(in_file.parameters()), batch, **options)
     assert all(torch.equal(a, b) for a, b in zip(live.parameters(), in_file.parameters(), strict=True))
 

@@ -1,0 +1,48 @@
+"""The samples of a batch of any nesting: how many there are, and a batch of some of them.
+
+The text that runs here is the text that is emitted.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+
+
+def samples_between(start, stop, batch, samples):
+    """The part of a batch with these samples: tensors with a sample dimension are cut, the others are shared."""
+    return map_tensors(lambda t: t[start:stop] if t.dim() and t.shape[0] == samples else t, batch)
+
+
+def count_samples(batch, batch_size):
+    """How many samples the batch has: as planned, or for a smaller last batch what all its tensors agree on."""
+    sizes = set()
+    map_tensors(lambda t: sizes.add(t.shape[0] if t.dim() else 1), batch)
+    if batch_size in sizes:
+        return batch_size
+    found = sizes - {1} or sizes
+    if len(found) != 1:
+        raise ValueError(
+            f"no tensor of the batch has {batch_size} samples, and their first dimensions {sorted(found)} differ: "
+            f"give batches of {batch_size} samples (drop_last=True), with the sample as first dimension"
+        )
+    return found.pop()
+
+
+def map_tensors(function, batch):
+    """Apply a function to every tensor of nested mappings, dataclasses, tuples and lists; share everything else."""
+    if isinstance(batch, torch.Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        mapped = copy.copy(batch)
+        for key, value in batch.items():
+            mapped[key] = map_tensors(function, value)
+        return mapped
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        names = [field.name for field in dataclasses.fields(batch) if field.init]
+        return dataclasses.replace(batch, **{name: map_tensors(function, getattr(batch, name)) for name in names})
+    if isinstance(batch, (tuple, list)):
+        parts = [map_tensors(function, value) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
