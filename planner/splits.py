@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from planner.decisions import Accumulation, Decision
 from planner.errors import DecisionError
 from planner.rules import Rules
-from planner.workload import Workload
+from planner.workload import Workload, has_mapping_for_each_sample
 
 _MICRO_BATCH_STEPS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14)
 """Numbers of micro-batches that are tried: these, and from 16 on four for each doubling."""
@@ -50,6 +50,8 @@ def offered_splits(
             "the model balances its experts over all tokens of a batch (output_router_logits), which parts of it would "
             "each do by themselves"
         )
+    elif work.loss_fn is None and has_mapping_for_each_sample(work.batch):
+        why_not = "the model's own loss is no mean over samples, of which each has a mapping of its own in the batch"
     single, several = Split(micro_batches=1, size=work.batch_size), tuple(splits_of(work.batch_size))
     if rules.force(Accumulation):
         if why_not and work.batch_size < 2:

@@ -107,13 +107,30 @@ def workload(
 
 
 def batch_size_of(batch: Any) -> int:
-    """Number of samples: the most frequent first dimension of the batch's tensors, ties to the first seen."""
-    sizes = Counter(tensor.shape[0] for _, tensor in tensors_of(batch) if tensor.dim())
+    """Number of samples: the most frequent first dimension of the batch's tensors, ties to the first seen.
+
+    Tensors in lists of mappings, such as those that have targets of detection for each sample, count only where there
+    are no others.
+    """
+    sizes: Counter[int] = Counter()
+
+    def count(tensor: torch.Tensor) -> None:
+        sizes.update(tensor.shape[:1])
+
+    map_tensors(count, batch, of_mappings=lambda mappings: mappings)
+    if not sizes:
+        map_tensors(count, batch)
     if not sizes:
         raise WorkloadError(
             "the batch holds no tensor with a first dimension: give tensors whose dimension 0 is the sample"
         )
     return sizes.most_common(1)[0][0]
+
+
+def has_mapping_for_each_sample(batch: Any) -> bool:
+    samples, lengths = batch_size_of(batch), []
+    map_tensors(lambda tensor: None, batch, of_mappings=lambda mappings: lengths.append(len(mappings)))
+    return samples in lengths
 
 
 def resized(batch: Any, batch_size: int, *, device: str = "meta") -> Any:
@@ -126,20 +143,41 @@ def resized(batch: Any, batch_size: int, *, device: str = "meta") -> Any:
         split = tensor.dim() and tensor.shape[0] == present
         return torch.cat([moved] * times)[:batch_size].clone() if split else moved
 
-    return map_tensors(resize, batch)
+    def resize_list(mappings: list[Any]) -> list[Any] | None:
+        if len(mappings) != present:
+            return None
+        again = (mappings * times)[:batch_size]
+        return [map_tensors(lambda tensor: tensor.to(device, copy=True), mapping) for mapping in again]
+
+    return map_tensors(resize, batch, of_mappings=resize_list)
 
 
-def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """A nested batch with a function applied to its tensors. Mappings become plain dicts."""
+def map_tensors(
+    function: Callable[[torch.Tensor], Any],
+    value: Any,
+    *,
+    of_mappings: Callable[[list[Any]], list[Any] | None] | None = None,
+) -> Any:
+    """A nested batch with a function applied to its tensors. Mappings become plain dicts.
+
+    Args:
+        of_mappings: what a list of mappings inside of the batch becomes; None: its tensors are taken as others.
+    """
+
+    def inside(item: Any) -> Any:
+        is_list = isinstance(item, list) and item and all(isinstance(each, Mapping) for each in item)
+        made = of_mappings(item) if is_list and of_mappings is not None else None
+        return map_tensors(function, item, of_mappings=of_mappings) if made is None else made
+
     if isinstance(value, torch.Tensor):
         return function(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field.name for field in dataclasses.fields(value) if field.init]
-        return dataclasses.replace(value, **{name: map_tensors(function, getattr(value, name)) for name in fields})
+        return dataclasses.replace(value, **{name: inside(getattr(value, name)) for name in fields})
     if isinstance(value, Mapping):
-        return {key: map_tensors(function, item) for key, item in value.items()}
+        return {key: inside(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [map_tensors(function, item) for item in value]
+        items = [inside(item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 

@@ -11,14 +11,20 @@ import torch
 
 
 def samples_between(start, stop, batch, samples):
-    """The part of a batch with these samples: tensors with a sample dimension are cut, the others are shared."""
-    return map_tensors(lambda t: t[start:stop] if t.dim() and t.shape[0] == samples else t, batch)
+    """The part of a batch with these samples; what has no sample dimension is shared."""
+    return map_tensors(
+        lambda t: t[start:stop] if t.dim() and t.shape[0] == samples else t,
+        batch,
+        lambda mappings: mappings[start:stop] if len(mappings) == samples else None,
+    )
 
 
 def count_samples(batch, batch_size):
     """How many samples the batch has: as planned, or for a smaller last batch what all its tensors agree on."""
     sizes = set()
-    map_tensors(lambda t: sizes.add(t.shape[0] if t.dim() else 1), batch)
+    map_tensors(lambda t: sizes.add(t.shape[0] if t.dim() else 1), batch, lambda mappings: mappings)
+    if not sizes:  # all of them are in lists of mappings
+        map_tensors(lambda t: sizes.add(t.shape[0] if t.dim() else 1), batch)
     if batch_size in sizes:
         return batch_size
     found = sizes - {1} or sizes
@@ -30,19 +36,29 @@ def count_samples(batch, batch_size):
     return found.pop()
 
 
-def map_tensors(function, batch):
-    """Apply a function to every tensor of nested mappings, dataclasses, tuples and lists; share everything else."""
+def map_tensors(function, batch, of_mappings=None):
+    """Apply a function to every tensor of nested mappings, dataclasses, tuples and lists; share everything else.
+
+    A list of mappings inside of a batch, such as one for each sample, is what `of_mappings` makes of it, unless that is
+    None.
+    """
+
+    def inside(value):
+        is_list = of_mappings and isinstance(value, list) and value and all(isinstance(v, Mapping) for v in value)
+        made = of_mappings(value) if is_list else None
+        return map_tensors(function, value, of_mappings) if made is None else made
+
     if isinstance(batch, torch.Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
         mapped = copy.copy(batch)
         for key, value in batch.items():
-            mapped[key] = map_tensors(function, value)
+            mapped[key] = inside(value)
         return mapped
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         names = [field.name for field in dataclasses.fields(batch) if field.init]
-        return dataclasses.replace(batch, **{name: map_tensors(function, getattr(batch, name)) for name in names})
+        return dataclasses.replace(batch, **{name: inside(getattr(batch, name)) for name in names})
     if isinstance(batch, (tuple, list)):
-        parts = [map_tensors(function, value) for value in batch]
+        parts = [inside(value) for value in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch

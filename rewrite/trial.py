@@ -174,13 +174,17 @@ def amounts_of_padding(batch: Any, samples: int) -> torch.Tensor:
                 amounts.add_(found / most)
         return tensor
 
-    map_tensors(count, batch)
+    map_tensors(count, batch, lambda mappings: mappings if len(mappings) == samples else None)
     return amounts
 
 
 def picked(batch: Any, samples: int, rows: torch.Tensor) -> Any:
     """The part of a batch with these samples, as `samples_between` cuts it."""
-    return map_tensors(lambda t: t.detach()[rows.to(t.device)] if t.dim() and len(t) == samples else t, batch)
+    return map_tensors(
+        lambda t: t.detach()[rows.to(t.device)] if t.dim() and len(t) == samples else t,
+        batch,
+        lambda mappings: [mappings[row] for row in rows.tolist()] if len(mappings) == samples else None,
+    )
 
 
 class _UnsteadyError(Exception):

@@ -17,6 +17,7 @@ from torch import nn
 from planner.calling import Calling
 from planner.fingerprint import fingerprint
 from planner.plan_file import Footprint, ModelFacts, Plan, SolverFacts, WorkloadFacts
+from planner.workload import batch_size_of, described
 from rewrite import Parity, apply, apply_decisions, emit, verify
 from rewrite.rules.accumulation import own_loss
 
@@ -171,11 +172,7 @@ def largest_relative_error(model: nn.Module, *decisions, batches, **options) -> 
 
 
 def plan_for(model: nn.Module, batch, *decisions, loss_fn=None, optimizer="adamw", reference=None, **changes) -> Plan:
-    if dataclasses.is_dataclass(batch):
-        named = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
-    else:
-        named = batch if isinstance(batch, dict) else dict(enumerate(batch))
-    shapes = tuple((str(k), tuple(t.shape), str(t.dtype).removeprefix("torch.")) for k, t in named.items())
+    shapes = tuple(described(batch))
     footprint = Footprint(
         allocated_bytes=300 << 20, reserved_bytes=320 << 20, total_bytes=720 << 20, phase="backward", module="head",
         op="aten.mm", breakdown={"parameter": 100 << 20, "activation": 200 << 20, "cuda context": 420 << 20},
@@ -187,7 +184,7 @@ def plan_for(model: nn.Module, batch, *decisions, loss_fn=None, optimizer="adamw
             parameters=sum(p.numel() for p in model.parameters()),
         ),
         workload=WorkloadFacts(
-            batch_size=shapes[0][1][0], seq_len=None, batch=shapes, calling=Calling.of(batch, loss_fn).name,
+            batch_size=batch_size_of(batch), seq_len=None, batch=shapes, calling=Calling.of(batch, loss_fn).name,
             has_loss_fn=loss_fn is not None, optimizer=optimizer,
             own_loss=own_loss(model, Calling.of(batch, loss_fn), loss_fn),
         ),

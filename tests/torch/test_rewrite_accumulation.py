@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import sys
 
 import pytest
@@ -30,6 +31,7 @@ import planner
 import rewrite
 from planner.decisions import Accumulation
 from planner.errors import DecisionError
+from planner.workload import batch_size_of, resized
 
 RULE = sys.modules["rewrite.rules.accumulation"]
 UNEVEN = Accumulation(micro_batch_size=4, micro_batches=2)
@@ -206,6 +208,62 @@ def test_a_dataclass_trains_as_a_batch_live_and_from_a_file(tmp_path):
     plan = planner.plan(model, batch, vram="1GiB", gpu="bare", force=("accumulation",), only=("accumulation",))
     found = rewrite.verify(plan, model, batch)
     assert found.passed, str(found)
+
+
+def detected(samples: int, each: int = 3) -> dict:
+    """As many boxes in each image as there may be images in a batch."""
+    generator = torch.Generator().manual_seed(0)
+    draw = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
+    return {"image": draw(samples, 8), "boxes": [{"where": draw(each, 3), "name": str(n)} for n in range(samples)]}
+
+
+class Detector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, image: torch.Tensor, boxes: list[dict]) -> torch.Tensor:
+        assert [box["name"] for box in boxes] == sorted(box["name"] for box in boxes)
+        errors = [(one - box["where"]).square().mean() for one, box in zip(self.head(image), boxes, strict=True)]
+        return torch.stack(errors).mean()
+
+
+@pytest.mark.parametrize("each", [1, 2, 4, 6, 7])
+def test_a_list_of_a_mapping_for_each_sample_is_split(each):
+    batch, split = detected(6, each), Accumulation(micro_batch_size=4, micro_batches=2)
+    assert batch_size_of(batch) == 6
+    assert batch_size_of(resized(batch, 9)) == 9
+    assert largest_relative_error(seeded(Detector).double(), split, batches=[batch]) < 1e-12
+    model = seeded(Detector).double()
+    rewrite.apply(plan_for(model, batch, split, optimizer="sgd"), model).step(batch)
+
+
+def test_a_loss_that_a_model_takes_of_such_a_list_is_not_planned_in_parts():
+    """Of the models of transformers that detect, it is divided by the number of boxes of the batch."""
+    model, batch = Detector().double(), detected(6)
+    options = {"gpu": "bare", "optimizer": "sgd", "only": ("accumulation",)}
+    plan = planner.plan(model, batch, vram="1GiB", **options)
+    assert plan.workload.batch_size == 6
+    assert "no mean over samples, of which each has a mapping of its own" in " ".join(plan.notes)
+
+
+def test_a_list_of_views_is_no_list_of_samples():
+    views = [{"image": torch.arange(5)}, {"image": torch.arange(5, 10)}]
+    for batch in ({"views": views}, {"views": views, "labels": torch.arange(5)}):
+        assert batch_size_of(batch) == 5
+        parts = list(RULE.micro_batches(batch, micro_batch_size=3, batch_size=5, loss_terms=RULE.samples_only))
+        assert [[view["image"].tolist() for view in part["views"]] for part, _ in parts] == [
+            [[0, 1, 2], [5, 6, 7]],
+            [[3, 4], [8, 9]],
+        ]
+
+
+def test_the_arguments_of_a_forward_are_no_list_of_samples():
+    """`torch.utils.data.DataLoader` makes a list of what a data set gives as a tuple."""
+    batch = [{"x": torch.ones(5, 2)}, {"y": torch.ones(5)}]
+    assert batch_size_of(batch) == 5
+    parts = list(RULE.micro_batches(batch, micro_batch_size=3, batch_size=5, loss_terms=RULE.samples_only))
+    assert [len(part[1]["y"]) for part, _ in parts] == [3, 2]
 
 
 def test_transformers_outputs_and_encodings_are_split():
