@@ -32,6 +32,8 @@ import torch
 
 from planner.calling import Calling
 from planner.decisions import Accumulation, Optimizer, OptimizerKernel, StepInBackward
+from planner.errors import WorkloadError
+from planner.optimizers import sparse_lookups
 from planner.plan_file import Plan
 from rewrite.apply import change_by_rules, one_of_each_kind, refuse_another_model, turns_cache_off
 from rewrite.loss_share import LossShare
@@ -99,10 +101,15 @@ def apply_for_trainer(plan: Plan, model: torch.nn.Module) -> RewrittenForTrainer
         PlanFileError: when the plan was made for another model.
         DecisionError: when the Trainer cannot do what was planned, or a decision cannot be applied. The model is then
             as it was.
-        WorkloadError: for a plan with a loss function, or for batches that are not passed by keyword.
+        WorkloadError: for a plan with a loss function, batches that are not passed by keyword, or sparse gradients.
     """
     refuse_another_model(plan, model)
     refuse_what_trainers_cannot_do(plan)
+    if lookups := sparse_lookups(model):
+        raise WorkloadError(
+            f"'{next(iter(lookups))}' makes sparse gradients, and the Trainer takes the norm of all by a function that "
+            "cannot: give it sparse=False, or use rewrite.apply"
+        )
     if not plan.fits:
         warnings.warn("the plan does not fit its budget (plan.fits is False): it is applied all the same", stacklevel=2)
     by_kind = one_of_each_kind(plan.decisions)

@@ -353,6 +353,13 @@ def test_other_batches_losses_and_models_are_refused():
         rewrite.apply_for_trainer(a_plan(), seeded(gpt2))
 
 
+def test_sparse_gradients_are_refused():
+    model = seeded(roberta, tie_word_embeddings=False)
+    model.roberta.embeddings.word_embeddings.sparse = True
+    with pytest.raises(WorkloadError, match=r"'roberta\.embeddings\.word_embeddings' makes sparse gradients"):
+        rewrite.apply_for_trainer(plan_for(model, tokens(), optimizer="sgd"), model)
+
+
 def test_micro_batches_that_cannot_be_of_one_size_are_refused():
     plan = a_plan(Accumulation(micro_batch_size=4, micro_batches=2), samples=7)
     with pytest.raises(DecisionError, match=r"2 micro-batches of 4 samples for a batch of 7.*a batch of 8"):
