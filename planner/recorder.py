@@ -27,13 +27,13 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from planner import sparse
 from planner.answers import Answers
 from planner.by_value import run_by_value
 from planner.classify import classify, note_obstacles
 from planner.cuda_kernels import KERNELS
+from planner.flops import flops_of
 from planner.in_place import InPlaceRule
 from planner.known_values import tensors_in
 from planner.module_calls import OWN_GENERATOR, ModuleCalls
@@ -218,7 +218,6 @@ class Recorder(TorchDispatchMode):
             return
         index = len(self.ops)
         phase, module, call, forward_op = self._where(index)
-        counter = flop_registry.get(op.overloadpacket)
         self.ops.append(
             Op(
                 name=str(op),
@@ -227,7 +226,7 @@ class Recorder(TorchDispatchMode):
                 module=module,
                 call=call,
                 source=source_line() if phase is Phase.FORWARD else "",
-                flops=counter(*args, **kwargs, out_val=out) if counter else 0,
+                flops=flops_of(op, args, kwargs, out),
                 moved_bytes=0 if traits.is_view else moved_bytes(op, read, (*written, *changed)),
                 host_bytes=host_bytes(op, (*read, *written), tensors_in((args, out))) if self.virtual else 0,
                 dtype=dtype_name(read, written),
