@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 from collections import Counter
@@ -114,8 +115,9 @@ def batch_size_of(batch: Any) -> int:
     """
     sizes: Counter[int] = Counter()
 
-    def count(tensor: torch.Tensor) -> None:
+    def count(tensor: torch.Tensor) -> torch.Tensor:
         sizes.update(tensor.shape[:1])
+        return tensor
 
     map_tensors(count, batch, of_mappings=lambda mappings: mappings)
     if not sizes:
@@ -129,7 +131,12 @@ def batch_size_of(batch: Any) -> int:
 
 def has_mapping_for_each_sample(batch: Any) -> bool:
     samples, lengths = batch_size_of(batch), []
-    map_tensors(lambda tensor: None, batch, of_mappings=lambda mappings: lengths.append(len(mappings)))
+
+    def note(mappings: list[Any]) -> list[Any]:
+        lengths.append(len(mappings))
+        return mappings
+
+    map_tensors(lambda tensor: tensor, batch, of_mappings=note)
     return samples in lengths
 
 
@@ -172,8 +179,11 @@ def map_tensors(
     if isinstance(value, torch.Tensor):
         return function(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [field.name for field in dataclasses.fields(value) if field.init]
-        return dataclasses.replace(value, **{name: inside(getattr(value, name)) for name in fields})
+        mapped = copy.copy(value)  # past its __init__
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                object.__setattr__(mapped, field.name, inside(getattr(value, field.name)))
+        return mapped
     if isinstance(value, Mapping):
         return {key: inside(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -2,10 +2,8 @@
 
 A loss that compares samples with each other (contrastive ones, such as CLIP's), or a mean over what no label tells,
 looks like any other: its parts have losses too. So the gradient of a few samples taken together is held against that
-of their halves, each with its weight. The samples are those that differ most in how much padding they have, and no more
-than a micro-batch has, so that it takes no more memory than to train by one.
-Where even two samples would take more, the values of the loss are compared instead. That sees less: near its
-initialisation a model's loss is about the same for all samples, however they are weighted.
+of two parts, each with its weight. There are no more samples than a micro-batch has, so that it takes no more memory
+than to train by one. Where even two samples would take more, the values of the loss are compared instead.
 """
 
 from __future__ import annotations
@@ -19,8 +17,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.errors import DecisionError
+from rewrite.rows import halves_of, pairs_of_blocks
 from rewrite.samples import count_samples, map_tensors
-from rewrite.trial import Trial, Tried, precision_of
+from rewrite.trial import Halves, Trial, Tried
 
 logger = logging.getLogger(__name__)
 
@@ -41,65 +40,142 @@ class TriedApart:
     micro_batch_size: int
     terms_of: Callable[[Any, int], torch.Tensor | float]
     """From a batch and its samples: over how many terms its loss is taken to be a mean."""
+    loss_fn: Callable | None = None
+    """What takes the loss, beside the model: nothing that it keeps is changed."""
     doubled: bool = False
     """Whether a loss in full precision takes twice the bytes that it takes in training."""
+    is_stated: bool = False
+    """Whether the weights are the user's own: then what is off is told in the log, and not refused."""
     way_out: str = "forbid accumulation, or give apply loss_weight=... where it is a sum or another mean"
     """What to do instead of splitting."""
     _batches: int = 0
 
     def refuse_coupled_samples(
-        self, model: torch.nn.Module, batch: Any, loss_of: Callable[[Any], torch.Tensor]
+        self, model: torch.nn.Module, batch: Any, loss_of: Callable[[Any], torch.Tensor], *, is_part: bool = False
     ) -> None:
         """Raise `DecisionError` if samples have another gradient than they have in two parts, each with its weight.
 
-        What cannot be tried is told in the log: losses of models that have none in evaluation, that take no single
-        sample, or that draw numbers which depend on the samples.
+        What cannot be tried is told in the log: losses that take no single sample, or that draw numbers which depend on
+        the samples.
 
         Args:
             loss_of: the loss of a batch, from the model.
+            is_part: the batch is no more than a micro-batch.
         """
-        tensors: list[torch.Tensor] = list(model.parameters())
-        map_tensors(tensors.append, batch)
-        if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
+        if not self._can_be_tried(model, batch):
             return
         samples = count_samples(batch, self.batch_size)
-        if samples <= self.micro_batch_size < self.batch_size:  # it was not split
+        if samples <= self.micro_batch_size < self.batch_size and not is_part:  # it was not split
             return
         if self._batches + 1 in _TRIED:
-            trial = Trial(model, batch, samples, loss_of, self.terms_of, precision_of(model, tensors))
-            try:
-                tried = self._tried(trial)
-            except Exception as why:  # of the model or its loss, in evaluation: training may go well all the same
-                logger.warning("the loss could not be tried on parts of a batch (%s: %s)", type(why).__name__, why)
-            else:
-                if tried is not None and tried.is_off and not self._is_right_by_groups(trial):
+            tried = self._tried(model, batch, samples, loss_of)
+            if tried is not None and not self._is_right_in_blocks(model, batch, samples, loss_of):
+                if not self.is_stated:
                     raise DecisionError(f"{tried}; {self.way_out}")
+                logger.warning("%s. Micro-batches are weighted by the loss_weight that was given", tried)
         self._batches += 1
 
-    def _tried(self, trial: Trial) -> Tried | None:
-        """None where there is nothing to compare: a single sample, or a loss of nothing."""
+    def is_right(
+        self,
+        model: torch.nn.Module,
+        batch: Any,
+        loss_of: Callable[[Any], torch.Tensor],
+        parts: tuple[int, int],
+        *,
+        among: int,
+    ) -> bool:
+        """Whether two of so many micro-batches have the gradient together that they have by their weights.
+
+        This takes more memory than was promised, and is asked only where the answer would be a refusal.
+        """
+        if not self._can_be_tried(model, batch):
+            return False
+        samples = count_samples(batch, self.batch_size)
+        blocks = torch.arange(samples).split(self.micro_batch_size)
+        if among != len(blocks):
+            return False
+        return self._all_are_right(model, batch, samples, loss_of, [(blocks[parts[0]], blocks[parts[1]])])
+
+    def _can_be_tried(self, model: torch.nn.Module, batch: Any) -> bool:
+        tensors: list[torch.Tensor] = list(model.parameters())
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            tensors.append(tensor)
+            return tensor
+
+        map_tensors(note, batch)
+        return not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
+
+    def _tried(
+        self, model: torch.nn.Module, batch: Any, samples: int, loss_of: Callable[[Any], torch.Tensor]
+    ) -> Tried | None:
+        """What is off. None where nothing is, which is told in the log where there was nothing to compare."""
         trainable = self.micro_batch_size // (2 if self.doubled else 1)
-        few = min(trial.samples, _SAMPLES, max(2, trainable))
+        few = min(samples, _SAMPLES, max(2, trainable))
         few -= few % 4 if few > 4 else 0  # pairs stay together
         if few < 2:
             return None
-        rows = trial.rows_that_differ(few)
-        halves = rows[: few // 2], rows[few // 2 :]
-        tried = trial.of_gradient(*halves) if few <= trainable else None
-        return trial.of_loss(*halves) if tried is None else tried
+        told, compared, differs_by_numbers = "it is zero, or no number", 0, None
+        for halves in halves_of(batch, samples, few, self.micro_batch_size, self._batches):
+            for trains in (True, False):  # in evaluation, where it cannot be in training
+                trial = Trial(model, batch, samples, loss_of, self.terms_of, loss_fn=self.loss_fn, trains=trains)
+                try:
+                    tried = _of_few(trial, halves, few <= trainable)
+                    if trial.drew and few <= trainable and not (tried is not None and tried.is_off):
+                        own = trial.of_gradient(halves, own_numbers=True)
+                        differs_by_numbers = own if own is not None and own.is_off else differs_by_numbers
+                except Exception as why:  # of the model or its loss: training may go well all the same
+                    told = f"{type(why).__name__}: {why}"
+                    continue
+                if tried is not None and tried.is_off:
+                    return tried
+                compared += tried is not None
+                break
+        if differs_by_numbers is not None:
+            logger.warning("with random numbers of its own for each sample, %s", differs_by_numbers)
+        elif not compared:
+            logger.warning("the loss could not be tried on parts of a batch (%s)", told)
+        return None
 
-    def _is_right_by_groups(self, trial: Trial) -> bool:
-        """Whether two whole micro-batches have the gradient that they have one by one.
+    def _is_right_in_blocks(
+        self, model: torch.nn.Module, batch: Any, samples: int, loss_of: Callable[[Any], torch.Tensor]
+    ) -> bool:
+        """Whether several pairs of whole micro-batches have the gradient together that they have one by one.
 
-        A loss may compare samples within groups of which each micro-batch has whole ones. This takes more memory than
-        was promised, and is asked only where the answer would be a refusal.
+        A loss may compare samples within groups of which each micro-batch has whole ones.
         """
-        size = self.micro_batch_size
-        if trial.samples <= size:
+        if samples <= self.micro_batch_size:
             return False
-        try:
-            tried = trial.of_gradient(*trial.blocks_that_differ(size))
-        except Exception as why:  # no memory, for instance
-            logger.info("two micro-batches could not be taken together (%s: %s)", type(why).__name__, why)
-            return False
-        return tried is not None and not tried.is_off
+        pairs = pairs_of_blocks(batch, samples, self.micro_batch_size)
+        return self._all_are_right(model, batch, samples, loss_of, pairs)
+
+    def _all_are_right(
+        self,
+        model: torch.nn.Module,
+        batch: Any,
+        samples: int,
+        loss_of: Callable[[Any], torch.Tensor],
+        pairs: list[Halves],
+    ) -> bool:
+        trial = Trial(model, batch, samples, loss_of, self.terms_of, loss_fn=self.loss_fn)
+        found = []
+        for pair in pairs:
+            try:
+                found.append(trial.of_gradient(pair))
+            except Exception as why:  # no memory, for instance
+                logger.info("two micro-batches could not be taken together (%s: %s)", type(why).__name__, why)
+                return False
+            if found[-1] is not None and found[-1].is_off:
+                return False
+        return any(tried is not None for tried in found)
+
+
+def _of_few(trial: Trial, halves: Halves, with_gradients: bool) -> Tried | None:
+    tried = trial.of_gradient(halves) if with_gradients else None
+    if tried is not None:
+        return tried
+    tried = trial.of_loss(halves)
+    if tried is not None and tried.is_off:
+        return tried
+    shaken = trial.of_loss(halves, shaken=True)
+    return tried if shaken is None else shaken

@@ -92,6 +92,8 @@ def apply(
     rewritten.step.ask_for_wrapper()
     if loss_weight is None:
         rewritten.step.hold_weights(_tried_apart(plan, rewritten._rewriting))
+    else:
+        rewritten.step.try_apart(_tried_apart(plan, rewritten._rewriting))
     if turns_cache_off(plan):
         rewritten._rewriting.turn_cache_off()
     return rewritten
@@ -104,7 +106,8 @@ def _tried_apart(plan: Plan, rewriting: Rewriting) -> TriedApart | None:
         return None
     return TriedApart(
         batch_size=rewriting.batch_size, micro_batch_size=split.micro_batch_size, terms_of=rewriting.loss_terms,
-        doubled=rewriting.autocast_dtype is not None,
+        loss_fn=rewriting.loss_fn, doubled=rewriting.autocast_dtype is not None,
+        is_stated=rewriting.loss_weight is not None,
     )  # fmt: skip
 
 

@@ -146,18 +146,20 @@ def _training_step(plan: Plan, fragments: list[Fragment], model: ModelSource) ->
         + "optimizer.zero_grad(set_to_none=True)\n"
         + ("return total\n" if split else "return loss.detach()\n")
     )
+    options = [option for fragment in fragments for option in fragment.options]
     named = [
         *(["scaler"] if scaled else []),
         *(["loss_fn"] if plan.workload.has_loss_fn else []),
-        *(option for fragment in fragments for option in fragment.options),
+        *(option for option in options if "=" not in option),
         *([] if stepping else ["max_grad_norm=None"]),
         "scheduler=None",
+        *(option for option in options if "=" in option),
     ]
     parameters = ", ".join(["model", "optimizer", "batch", "*", *named])
     signature = f"def training_step({parameters}):\n"
     if len(signature) > WIDTH + 1:
         signature = f"def training_step(\n    {parameters}\n):\n"
-    asks = any("loss_terms" in fragment.options for fragment in fragments)
+    asks = "loss_terms" in options
     return (
         f"{signature}"
         '    """One optimizer step on a batch that is on the model\'s device; returns the batch\'s loss.'

@@ -47,7 +47,16 @@ class LossShare:
     """
 
     def __init__(
-        self, *, shifted: bool, ignored: int, divides: bool, labelled: bool, size: int, in_lower: bool, in_chunks: bool
+        self,
+        *,
+        shifted: bool,
+        ignored: int,
+        divides: bool,
+        labelled: bool,
+        size: int,
+        batch_size: int,
+        in_lower: bool,
+        in_chunks: bool,
     ) -> None:
         self.shifted, self.ignored = shifted, ignored
         self.divides = divides
@@ -59,7 +68,7 @@ class LossShare:
         self._tried: TriedApart | None = None
         if not in_chunks:  # or else logits are never held whole
             self._tried = TriedApart(
-                batch_size=size, micro_batch_size=size, terms_of=self._terms, doubled=in_lower,
+                batch_size=batch_size, micro_batch_size=size, terms_of=self._terms, doubled=in_lower,
                 way_out="plan with accumulation forbidden",
             )  # fmt: skip
         self._of_batch: Any = None
@@ -68,8 +77,11 @@ class LossShare:
         """Labels of each micro-batch and of its batch, while they are watched."""
         self._means: MeansTaken | None = None
         """What the losses of a step were means over, while they are watched."""
-        self._first: tuple[torch.nn.Module, dict[str, Any]] | None = None
-        """The model and what it was called with for the first micro-batch of a step."""
+        self._model: torch.nn.Module | None = None
+        self._parts: list[dict[str, Any]] = []
+        """What the model was called with for the micro-batches of a step, which the Trainer holds as well."""
+        self._is_right = False
+        """Whether means were seen to be no part of the loss, or of single samples."""
         self._forward = contextlib.ExitStack()
         """Closed after each forward."""
         self._note_loss: Callable[[torch.Tensor], None] | None = None
@@ -87,6 +99,7 @@ class LossShare:
             divides=divides_by_count(type(takes_the_loss(model))),
             labelled=any(path.partition(".")[0] == "labels" for path, _, _ in plan.workload.batch),
             size=micro_batches(plan)[0],
+            batch_size=plan.workload.batch_size,
             in_lower=plan.decision(Precision) is not None,
             in_chunks=plan.decision(ChunkedLoss) is not None,
         )
@@ -103,7 +116,7 @@ class LossShare:
         self._seen, self._was_not_told = ([] if wanted else None), False
         self._means = MeansTaken(may_be_stated=False) if wanted else None
         self._warns_of_own_loss = wanted
-        self._first = None
+        self._parts, self._is_right = [], False
         self._samples, self.untrained = [], 0
 
     def refuse_another_loss(self) -> None:
@@ -114,7 +127,7 @@ class LossShare:
                 over other terms; where the model was called without labels that there are, or without their number;
                 or where micro-batches of several sizes have no labels.
         """
-        first, self._first = self._first, None
+        inputs, self._parts = self._parts, []
         samples, self._samples, self.untrained = self._samples or [], [], 0
         if len(set(samples)) > 1:
             raise DecisionError(told_uneven(samples))
@@ -124,13 +137,16 @@ class LossShare:
                 "both on in a compute_loss of your own and take the loss that the model returns, or plan with "
                 "accumulation forbidden"
             )
+        whole = _joined(inputs)
         if self._seen is not None:
-            self._refuse_other_means(samples)
-        if first is not None and self._tried is not None:
-            self._tried.refuse_coupled_samples(*first, functools.partial(_loss_in_full, first[0]))
+            self._refuse_other_means(samples, whole)
+        if inputs and self._tried is not None:
+            loss_of = functools.partial(_loss_in_full, self._model)
+            batch = inputs[0] if whole is None else whole
+            self._tried.refuse_coupled_samples(self._model, batch, loss_of, is_part=whole is None)
 
-    def _refuse_other_means(self, samples: list[int]) -> None:
-        """`samples`: of micro-batches without labels."""
+    def _refuse_other_means(self, samples: list[int], whole: dict[str, Any] | None) -> None:
+        """`samples`: of micro-batches without labels. `whole`: the batch, where it could be put together."""
         seen, self._seen = self._seen, []
         means, self._means = self._means, MeansTaken(may_be_stated=False)
         parts = [part.item() for part, _ in seen]
@@ -140,17 +156,27 @@ class LossShare:
                 f"over {sum(parts):g} of them: their shares would not add up to one batch; plan with accumulation "
                 "forbidden"
             )
-        if sum(parts):
-            means.refuse_other_weights([part / sum(parts) for part in parts])
-        elif samples:
-            means.refuse_other_weights([1 / len(samples)] * len(samples))
+        weights = [part / sum(parts) for part in parts] if sum(parts) else [1 / len(samples) for _ in samples]
+        if not weights or self._is_right:
+            return
+        try:
+            means.refuse_other_weights(weights)
+        except DecisionError:
+            options = {"parts": means.farthest_off, "among": means.parts}
+            loss_of = functools.partial(_loss_in_full, self._model)
+            if self._tried is None or whole is None:
+                raise
+            if not self._tried.is_right(self._model, whole, loss_of, **options):
+                raise
+            self._is_right = True
 
     def _before(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         self._of_batch = kwargs.get(COUNT)
         kwargs = {name: value for name, value in kwargs.items() if name != COUNT}
         takes_loss = self._of_batch is None or kwargs.get("labels") is not None
         if takes_loss and _trains(model):
-            self._first = self._first or (model, kwargs)
+            self._model = model
+            self._parts.append(kwargs)
             if self._means is not None:
                 self._note_loss = self._forward.enter_context(self._means.part(None))
         return args, kwargs
@@ -189,6 +215,27 @@ class LossShare:
         if labels.dim() < 2 or labels.is_floating_point():
             return labels.ne(-100).sum(dtype=torch.float64)
         return counted_labels({"labels": labels}, len(labels), shifted=self.shifted, ignored=self.ignored)
+
+
+def _joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """One batch of the micro-batches; None where their tensors are of several shapes, or something else differs."""
+    whole: dict[str, Any] = {}
+    for name in parts[0] if parts else ():
+        values = [part.get(name) for part in parts]
+        if all(isinstance(value, torch.Tensor) and value.dim() for value in values):
+            if len({value.shape[1:] for value in values}) > 1:
+                return None
+            whole[name] = torch.cat(values)
+        elif all(isinstance(value, list) for value in values):
+            whole[name] = [item for value in values for item in value]
+        elif (
+            all(value is None or isinstance(value, (bool, int, float, str)) for value in values)
+            and len(set(values)) == 1
+        ):
+            whole[name] = values[0]
+        else:
+            return None
+    return whole or None
 
 
 def told_uneven(samples: Sequence[int]) -> str:

@@ -54,10 +54,13 @@ class MeansTaken(TorchFunctionMode):
         """By part: functions, and over how many terms they took a mean."""
         self._sums: list[list[torch.Tensor]] = []
         self._losses: list[torch.Tensor] = []
+        self.farthest_off = (0, 1)
+        """Numbers of two parts: what was refused weighs the one too much and the other too little."""
 
     @property
-    def has_parts(self) -> bool:
-        return bool(self._weights)
+    def parts(self) -> int:
+        """How many are watched."""
+        return len(self._weights)
 
     def forward_is_over(self) -> None:
         """Of the part that is watched."""
@@ -131,7 +134,9 @@ class MeansTaken(TorchFunctionMode):
             if function in _BY_ELEMENT and len(set(terms)) == 1 and abs(sum(weights) - 1.0) < _TOLERANCE:
                 continue  # over what is no part of the batch, such as a weight's decay: shares of it add up to it
             shares = [number / sum(terms) for number in terms] if sum(terms) else weights
-            if any(abs(share - weight) > _TOLERANCE for share, weight in zip(shares, weights, strict=True)):
+            off = [share - weight for share, weight in zip(shares, weights, strict=True)]
+            if any(abs(each) > _TOLERANCE for each in off):
+                self.farthest_off = (off.index(min(off)), off.index(max(off)))
                 raise DecisionError(
                     f"accumulation weighs the losses of the micro-batches by {_told(weights)}, but "
                     f"{function.__name__} is a mean over {_told(terms)} terms: "

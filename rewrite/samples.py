@@ -22,9 +22,14 @@ def samples_between(start, stop, batch, samples):
 def count_samples(batch, batch_size):
     """How many samples the batch has: as planned, or for a smaller last batch what all its tensors agree on."""
     sizes = set()
-    map_tensors(lambda t: sizes.add(t.shape[0] if t.dim() else 1), batch, lambda mappings: mappings)
+
+    def count(tensor):
+        sizes.add(tensor.shape[0] if tensor.dim() else 1)
+        return tensor
+
+    map_tensors(count, batch, lambda mappings: mappings)
     if not sizes:  # all of them are in lists of mappings
-        map_tensors(lambda t: sizes.add(t.shape[0] if t.dim() else 1), batch)
+        map_tensors(count, batch)
     if batch_size in sizes:
         return batch_size
     found = sizes - {1} or sizes
@@ -56,8 +61,11 @@ def map_tensors(function, batch, of_mappings=None):
             mapped[key] = inside(value)
         return mapped
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        names = [field.name for field in dataclasses.fields(batch) if field.init]
-        return dataclasses.replace(batch, **{name: inside(getattr(batch, name)) for name in names})
+        mapped = copy.copy(batch)  # past its __init__
+        for field in dataclasses.fields(batch):
+            if hasattr(batch, field.name):
+                object.__setattr__(mapped, field.name, inside(getattr(batch, field.name)))
+        return mapped
     if isinstance(batch, (tuple, list)):
         parts = [inside(value) for value in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)

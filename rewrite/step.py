@@ -87,7 +87,7 @@ class TrainingStep:
         try:
             total = self._backward_of(batch, watch)
             if watch is not None:
-                self._hold(watch)
+                self._hold(watch, batch)
             if self._tried is not None:
                 self._tried.refuse_coupled_samples(self.module, batch, self._loss_in_full)
         except BaseException:
@@ -149,6 +149,10 @@ class TrainingStep:
         """
         self._means, self._tried = MeansTaken(), tried
 
+    def try_apart(self, tried: TriedApart | None) -> None:
+        """Look at some batches whether their parts add up to them, whatever means are taken."""
+        self._tried = tried
+
     def _watched_loss(self, part: Any, weight: torch.Tensor | float, means: MeansTaken) -> torch.Tensor:
         with self._autocast(), contextlib.ExitStack() as watched:
             note = None
@@ -161,11 +165,18 @@ class TrainingStep:
         note(loss)
         return loss
 
-    def _hold(self, means: MeansTaken) -> None:
-        if not means.has_parts:  # a batch so small that it was not split
+    def _hold(self, means: MeansTaken, batch: Any) -> None:
+        if not means.parts:  # a batch so small that it was not split
             self._means = means
             return
-        means.refuse_other_weights()
+        try:
+            means.refuse_other_weights()
+        except DecisionError:
+            options = {"parts": means.farthest_off, "among": means.parts}
+            if self._tried is None or not self._tried.is_right(self.module, batch, self._loss_in_full, **options):
+                raise
+            self._later = None  # means that are no part of the loss, or of single samples
+            return
         self._later = means.later() or self._later
 
     def update(self) -> None:

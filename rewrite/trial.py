@@ -1,30 +1,31 @@
-"""A few samples of a batch taken together, and in two parts: their gradients, or the values of their loss.
+"""Some samples of a batch taken together, and in two parts: their gradients, or the values of their loss.
 
-In evaluation, in full precision, and with random numbers that are all alike: nothing but the weights of the parts, or
-that samples depend on each other, makes them differ.
+In full precision, with random numbers that do not depend on the parts, and with running statistics as in evaluation:
+nothing but the weights of the parts, or that samples depend on each other, makes them differ. No trace is left.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 import math
-import random
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
 
 from rewrite.samples import map_tensors
 from rewrite.steady_random import SteadyRandom
+from rewrite.untouched import untouched
 
 logger = logging.getLogger(__name__)
 
 _ELEMENTS = 1 << 20
-"""About how many elements of the gradient are compared: of the smallest parameters, which are of all layers."""
+"""About how many elements of small parameters' gradients are compared, and of those of a few large ones."""
+
+_LARGE = 4
+"""Larger parameters whose gradients are compared, each by itself: in training each is held once more too."""
 
 _BOUNDS = {"full": (1e-3, 3e-5), "tf32": (1e-2, 3e-3), "lower": (5e-2, 5e-2)}
 """Of the norm of gradients, and of the loss, by precision: a sample is not computed as it is beside others."""
@@ -35,85 +36,15 @@ _ROUNDING = 1e-5
 _SMALL = 1e-3
 """A gradient or loss below this may be; then it is another one where samples change places."""
 
+_SHAKEN = 0.5
+"""By how much of their root mean square parameters are changed where values are compared."""
 
-@dataclasses.dataclass(frozen=True)
-class Trial:
-    """Some samples taken together, and apart."""
+Halves = tuple[torch.Tensor, torch.Tensor]
+"""Numbers of the samples of two parts."""
 
-    model: torch.nn.Module
-    batch: Any
-    samples: int
-    loss_of: Callable[[Any], torch.Tensor]
-    terms_of: Callable[[Any, int], torch.Tensor | float]
-    precision: str
 
-    def rows_that_differ(self, few: int) -> torch.Tensor:
-        """Numbers of samples, with the least padding first and the most last, and others evenly between."""
-        order = amounts_of_padding(self.batch, self.samples).argsort(stable=True)
-        return order[torch.linspace(0, self.samples - 1, few).round().long()]
-
-    def blocks_that_differ(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Numbers of the samples of two micro-batches: that with the least padding, and that with the most."""
-        blocks = torch.arange(self.samples).split(size)
-        amounts = amounts_of_padding(self.batch, self.samples).split(size)
-        order = torch.stack([each.mean() for each in amounts]).argsort(stable=True)
-        return blocks[order[0]], blocks[order[-1]]
-
-    def of_gradient(self, *halves: torch.Tensor) -> Tried | None:
-        """None where no gradients can be taken, or they are nothing. `halves`: numbers of samples."""
-        trained = sorted((p for p in self.model.parameters() if p.requires_grad), key=torch.Tensor.numel)
-        ends = itertools.accumulate(parameter.numel() for parameter in trained)
-        compared = [parameter for parameter, end in zip(trained, ends, strict=True) if end <= _ELEMENTS] or trained[:1]
-
-        losses = []
-
-        def taken(part: Any) -> torch.Tensor:
-            loss = self.loss_of(part).reshape(())
-            losses.append(abs(float(loss.detach())))
-            gradients = torch.autograd.grad(loss, compared, allow_unused=True, materialize_grads=True)
-            return torch.cat([(g.to_dense() if g.is_sparse else g).flatten().cpu().double() for g in gradients])
-
-        try:
-            with torch.enable_grad():
-                tried = self._compared("gradient", taken, halves)
-        except RuntimeError as why:  # reentrant checkpoints, no memory, a loss that nothing trained leads to
-            logger.info("gradients of parts of a batch could not be compared (%s)", why)
-            return None
-        return None if tried is None or tried.size <= _ROUNDING * max(1.0, *losses) else tried
-
-    def of_loss(self, *halves: torch.Tensor) -> Tried | None:
-        with torch.no_grad():
-            return self._compared("loss", lambda part: self.loss_of(part).reshape(1).cpu().double(), halves)
-
-    def _compared(
-        self, what: str, taken: Callable[[Any], torch.Tensor], halves: Sequence[torch.Tensor]
-    ) -> Tried | None:
-        """None where all is zero, or the whole is no number.
-
-        Raises:
-            _UnsteadyError: where the same samples in another order are too far off to tell anything.
-        """
-        rows = torch.cat(list(halves))
-        whole, *parts = (picked(self.batch, self.samples, some) for some in (rows, *halves))
-        all_terms = float(self.terms_of(whole, len(rows)))
-        if not all_terms:
-            return None
-        shares = [float(self.terms_of(*half)) / all_terms for half in zip(parts, map(len, halves), strict=True)]
-        with _looked_at(self.model):
-            together, again = taken(whole), taken(whole)
-            weighted = [taken(part) * share for part, share in zip(parts, shares, strict=True) if share]
-            size = max(float(together.norm()), sum(float(one.norm()) for one in weighted))
-            if not size or not together.isfinite().all():
-                return None
-            error = float((together - sum(weighted)).norm()) / size
-            tried = Tried(what, len(rows), math.inf if math.isnan(error) else error, size, self.precision)
-            if tried.is_off and not float((together - again).norm()) <= tried.bound * size:
-                raise _UnsteadyError(f"the same samples have another {what} when they are taken again")
-            if tried.is_off and size < _SMALL:
-                turned = taken(picked(self.batch, self.samples, rows.flip(0)))
-                if not float((together - turned).norm()) <= tried.bound * size:
-                    raise _UnsteadyError(f"the {what} is nothing but rounding")
-        return tried
+class UnsteadyError(Exception):
+    """Of a loss that depends on more than the model and the samples, or is nothing but rounding."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,89 +68,179 @@ class Tried:
         return self.error > self.bound
 
     def __str__(self) -> str:
+        off = f"{self.error:.2%}" if self.error > 1e-3 else f"{self.error:.1e} of itself"
         return (
             f"taken in two parts, as micro-batches are, the {self.what} of {self.few} samples comes out "
-            f"{self.error:.2%} off: the loss compares samples, or is a sum, or a mean over something else than samples "
-            "or labels"
+            f"{off if math.isfinite(self.error) else 'as no number, or far'} off: the loss compares samples, or is a "
+            "sum, or a mean over something else than samples or labels"
         )
 
 
-def precision_of(model: torch.nn.Module, tensors: list[torch.Tensor]) -> str:
+class Trial:
+    """Of one batch. The gradient or loss of two parts, each with its weight, against that of both together.
+
+    Args:
+        loss_of: the loss of a batch, from the model.
+        terms_of: from a batch and its samples: over how many terms its loss is taken to be a mean.
+        loss_fn: what takes the loss, beside the model.
+        trains: whether modules are as they are in training, except for running statistics.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        batch: Any,
+        samples: int,
+        loss_of: Callable[[Any], torch.Tensor],
+        terms_of: Callable[[Any, int], torch.Tensor | float],
+        *,
+        loss_fn: Callable | None = None,
+        trains: bool = True,
+    ) -> None:
+        self.model, self.batch, self.samples, self.loss_of, self.terms_of = model, batch, samples, loss_of, terms_of
+        self.loss_fn, self.trains = loss_fn, trains
+        self.drew = False
+        """Whether random numbers were drawn."""
+        self.precision = _precision_of(model, batch)
+        trained = sorted((p for p in model.parameters() if p.requires_grad), key=torch.Tensor.numel)
+        self._small: list[torch.Tensor] = []
+        for parameter in trained:
+            if sum(p.numel() for p in self._small) + parameter.numel() <= _ELEMENTS:
+                self._small.append(parameter)
+        rest = [p for p in trained if all(p is not small for small in self._small)]
+        places = torch.linspace(0, len(rest) - 1, min(_LARGE, len(rest))).round().long().tolist()
+        self._large = [rest[place] for place in places]
+
+    def of_gradient(self, halves: Halves, *, own_numbers: bool = False) -> Tried | None:
+        """None where no gradients can be taken, or they are nothing. `own_numbers`: random ones belong to samples."""
+        losses = []
+
+        def taken(part: Any) -> torch.Tensor:
+            loss = self.loss_of(part).reshape(())
+            losses.append(abs(float(loss.detach())))
+            options = {"allow_unused": True, "materialize_grads": True, "retain_graph": bool(self._large)}
+            found = list(torch.autograd.grad(loss, self._small, **options)) if self._small else []
+            flat = [_flat(gradient) for gradient in found]
+            for number, parameter in enumerate(self._large):
+                options["retain_graph"] = number + 1 < len(self._large)
+                (gradient,) = torch.autograd.grad(loss, [parameter], **options)
+                flat.append(_flat(gradient)[:: max(1, gradient.numel() * _LARGE // _ELEMENTS)])
+                del gradient
+            return torch.cat(flat)
+
+        try:
+            with torch.enable_grad():
+                tried = self._compared("gradient", taken, halves, own_numbers)
+        except RuntimeError as why:  # reentrant checkpoints, no memory, a loss that nothing trained leads to
+            logger.info("gradients of parts of a batch could not be compared (%s)", why)
+            return None
+        return None if tried is None or tried.size <= _ROUNDING * max(1.0, *losses) else tried
+
+    def of_loss(self, halves: Halves, *, shaken: bool = False) -> Tried | None:
+        """`shaken`: of other parameters. Near its initialisation a model's loss may be the same for all samples."""
+
+        def taken(part: Any) -> torch.Tensor:
+            if shaken:
+                self._shake()
+            return self.loss_of(part).reshape(1).cpu().double()
+
+        with torch.no_grad():
+            return self._compared("loss", taken, halves, False)
+
+    def _compared(
+        self, what: Literal["gradient", "loss"], taken: Callable[[Any], torch.Tensor], halves: Halves, own_numbers: bool
+    ) -> Tried | None:
+        """None where all is zero, or the whole is no number.
+
+        Raises:
+            UnsteadyError: where the same samples are too far off when they are taken again.
+        """
+        rows = torch.cat(halves)
+        all_terms = float(self.terms_of(self._picked(rows), len(rows)))
+        if not all_terms:
+            return None
+        shares = [float(self.terms_of(self._picked(half), len(half))) / all_terms for half in halves]
+
+        def looked(some: torch.Tensor) -> torch.Tensor:
+            with self._as_tried(some if own_numbers else None):
+                return taken(self._picked(some))
+
+        together = looked(rows)
+        weighted = [looked(half) * share for half, share in zip(halves, shares, strict=True) if share]
+        size = max(float(together.norm()), sum(float(one.norm()) for one in weighted))
+        if not size or not together.isfinite().all():
+            return None
+        error = float((together - sum(weighted)).norm()) / size
+        tried = Tried(what, len(rows), math.inf if math.isnan(error) else error, size, self.precision)
+        if tried.is_off and not float((together - looked(rows)).norm()) <= tried.bound * size:
+            raise UnsteadyError(f"the same samples have another {what} when they are taken again")
+        may_be_rounding = tried.is_off and size < _SMALL
+        if may_be_rounding and not float((together - looked(rows.flip(0))).norm()) <= tried.bound * size:
+            raise UnsteadyError(f"the {what} is nothing but rounding")
+        return tried
+
+    @contextlib.contextmanager
+    def _as_tried(self, samples: torch.Tensor | None) -> Iterator[None]:
+        devices = {parameter.device for parameter in self.model.parameters()}
+        fast = torch.backends.mha.get_fastpath_enabled()
+        with contextlib.ExitStack() as stack:
+            stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
+            torch.backends.mha.set_fastpath_enabled(False)  # which leaves zeros at padding
+            stack.enter_context(untouched(self.model, self.loss_fn))
+            for kind in {device.type for device in devices}:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            for module in self.model.modules():  # past a `train` of its own, which may merge weights
+                if not self.trains or _has_running_statistics(module):
+                    module.training = False
+            numbers = None if samples is None else samples.tolist()
+            random = stack.enter_context(SteadyRandom([d for d in devices if d.type == "cuda"], numbers))
+            yield
+            self.drew |= bool(random.draws)
+
+    def _shake(self) -> None:
+        """Change parameters, in place: it is undone as what forwards write is."""
+        noise = torch.linspace(-1.7, 1.7, 1013, dtype=torch.float64).sin().roll(311)
+        noise = torch.cat([noise[torch.arange(1013) * step % 1013] for step in range(1, 1025)]).float()
+        for parameter in self.model.parameters():
+            if parameter.requires_grad and parameter.is_contiguous() and parameter.is_floating_point():
+                size = float(parameter.detach().float().square().mean().sqrt()) or 0.05
+                of_its_kind = noise.to(parameter.device, parameter.dtype)
+                for part in parameter.detach().view(-1).split(len(noise)):
+                    part.add_(of_its_kind[: len(part)], alpha=_SHAKEN * size)
+
+    def _picked(self, rows: torch.Tensor) -> Any:
+        """The part of the batch with these samples, as `samples_between` cuts it."""
+
+        def pick(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.dim() or len(tensor) != self.samples:
+                return tensor
+            return tensor.detach()[rows.to(tensor.device)].requires_grad_(tensor.requires_grad)
+
+        def pick_list(mappings: list[Any]) -> list[Any] | None:
+            return [mappings[row] for row in rows.tolist()] if len(mappings) == self.samples else None
+
+        return map_tensors(pick, self.batch, pick_list)
+
+
+def _flat(gradient: torch.Tensor) -> torch.Tensor:
+    return (gradient.to_dense() if gradient.is_sparse else gradient).flatten().cpu().double()
+
+
+def _has_running_statistics(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.modules.batchnorm._NormBase) and module.track_running_stats
+
+
+def _precision_of(model: torch.nn.Module, batch: Any) -> str:
     """Of a model without autocast."""
+    tensors: list[torch.Tensor] = list(model.parameters())
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    map_tensors(note, batch)
     if any(tensor.is_floating_point() and tensor.itemsize < 4 for tensor in tensors):
         return "lower"
     convolves = any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in model.modules())
     rounds = torch.get_float32_matmul_precision() != "highest" or (convolves and torch.backends.cudnn.allow_tf32)
     return "tf32" if rounds and any(tensor.is_cuda for tensor in tensors) else "full"
-
-
-def amounts_of_padding(batch: Any, samples: int) -> torch.Tensor:
-    """For each sample.
-
-    Padding is what is commonest in a tensor, or zero among numbers that are not whole; samples without a second
-    dimension differ by their value.
-    """
-    amounts = torch.zeros(samples, dtype=torch.float64)
-
-    def count(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() and len(tensor) == samples and not tensor.is_complex():
-            flat = tensor.detach().reshape(samples, -1)
-            if flat.shape[1] > 1:
-                values = flat.int() if flat.dtype == torch.bool else flat
-                commonest = 0 if flat.is_floating_point() else values.flatten().mode().values
-                flat = values == commonest
-            found = flat.double().mean(1).cpu()
-            most = found.abs().max()
-            if math.isfinite(most) and most:
-                amounts.add_(found / most)
-        return tensor
-
-    map_tensors(count, batch, lambda mappings: mappings if len(mappings) == samples else None)
-    return amounts
-
-
-def picked(batch: Any, samples: int, rows: torch.Tensor) -> Any:
-    """The part of a batch with these samples, as `samples_between` cuts it."""
-    return map_tensors(
-        lambda t: t.detach()[rows.to(t.device)] if t.dim() and len(t) == samples else t,
-        batch,
-        lambda mappings: [mappings[row] for row in rows.tolist()] if len(mappings) == samples else None,
-    )
-
-
-class _UnsteadyError(Exception):
-    """Of a loss that depends on more than the model and the samples."""
-
-
-@contextlib.contextmanager
-def _looked_at(model: torch.nn.Module) -> Iterator[None]:
-    """In evaluation, with steady random numbers; modes, buffers and random numbers are afterwards as they were."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    numpy, numbers = sys.modules.get("numpy"), random.getstate()
-    arrays = None if numpy is None else numpy.random.get_state()
-    devices = {parameter.device for parameter in model.parameters()}
-    cards = [device for device in devices if device.type == "cuda"]
-    fast = torch.backends.mha.get_fastpath_enabled()
-    try:
-        torch.backends.mha.set_fastpath_enabled(False)  # which leaves zeros at padding
-        with contextlib.ExitStack() as stack:
-            for kind in {device.type for device in devices}:
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            stack.enter_context(torch.random.fork_rng(cards))
-            stack.enter_context(SteadyRandom(cards))
-            for module, _ in modes:
-                module.training = False  # past a `train` of its own, which may merge weights
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        torch.clear_autocast_cache()  # of weights without gradients
-        random.setstate(numbers)
-        if numpy is not None:
-            numpy.random.set_state(arrays)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
-        for module, mode in modes:
-            module.training = mode

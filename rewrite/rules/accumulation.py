@@ -226,7 +226,7 @@ def accumulation_source(plan: Plan, decision: Accumulation) -> Fragment:
             inspect.getsource(weighted),
         ),
         split=f"micro_batches({arguments}, loss_terms=loss_terms)",
-        options=() if by_labels else ("loss_terms",),
+        options=("loss_terms=loss_terms",) if by_labels else ("loss_terms",),
         main_arguments=() if by_labels else ("loss_terms=samples_only",),
     )
 

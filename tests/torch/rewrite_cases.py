@@ -235,7 +235,8 @@ def losses_of_file(emitted, model, batches, scaled: bool, **options) -> list[tor
     optimizer = emitted.make_optimizer(emitted.rewrite(model))
     if scaled:
         options["scaler"] = torch.amp.GradScaler("cpu")
-    if "loss_terms" in inspect.signature(emitted.training_step).parameters:
+    stated = inspect.signature(emitted.training_step).parameters.get("loss_terms")
+    if stated is not None and stated.default is stated.empty:
         options.setdefault("loss_terms", emitted.samples_only)
     return [emitted.training_step(model, optimizer, batch, **options) for batch in batches]
 

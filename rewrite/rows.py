@@ -1,0 +1,103 @@
+"""Which samples of a batch are tried: those in which a fault of weights or coupling would show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from rewrite.samples import map_tensors
+
+
+def halves_of(
+    batch: Any, samples: int, few: int, micro_batch_size: int, turn: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Numbers of samples of two parts: by padding, from both sides of a cut, and by their commonest labels.
+
+    Args:
+        few: how many samples both parts have together.
+        turn: which cut is looked at; another one in another batch.
+    """
+    half = few // 2
+    order = amounts_of_padding(batch, samples).argsort(stable=True)
+    rows = order[torch.linspace(0, samples - 1, few).round().long()]
+    yield rows[:half], rows[half:]
+    cuts = range(micro_batch_size, samples, micro_batch_size) or [samples // 2]
+    start = min(max(cuts[turn % len(cuts)] - half, 0), samples - few)
+    rows = torch.arange(start, start + few)
+    yield rows[:half], rows[half:]
+    yield from _by_labels(batch, samples, few)
+
+
+def _by_labels(batch: Any, samples: int, few: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Half of them with the commonest label and half with the next one; for two samples, both with the commonest."""
+    labels = [t for t in _tensors(batch) if t.dim() == 1 and len(t) == samples and _is_whole(t)]
+    for tensor in labels[:1]:
+        values, counts = tensor.cpu().unique(return_counts=True)
+        if not 1 < len(values) < samples:
+            continue
+        first, second = values[counts.argsort(descending=True)[:2]]
+        half = few // 2
+        firsts, seconds = ((tensor.cpu() == value).nonzero().flatten() for value in (first, second))
+        if few == 2 and len(firsts) > 1:
+            yield firsts[:1], firsts[1:2]
+        elif len(firsts) >= half and len(seconds) >= few - half:
+            yield firsts[:half], seconds[: few - half]
+
+
+def amounts_of_padding(batch: Any, samples: int) -> torch.Tensor:
+    """For each sample.
+
+    Padding is what is commonest in a tensor, or zero or no number among those that are not whole. Samples without a
+    second dimension differ by their value, unless all of them do.
+    """
+    amounts = torch.zeros(samples, dtype=torch.float64)
+    for tensor in _tensors(batch, samples):
+        if not tensor.dim() or len(tensor) != samples or tensor.is_complex():
+            continue
+        flat = tensor.detach().reshape(samples, -1)
+        if flat.shape[1] > 1:
+            if flat.is_floating_point():
+                found = ((flat == 0) | flat.isnan()).double().mean(1).cpu()
+            else:
+                whole = flat.long()
+                found = (whole == whole.flatten().mode().values).double().mean(1).cpu()
+        elif flat.numel():
+            found = flat[:, 0].double().cpu()
+            if not flat.is_floating_point() and len(found.unique()) == samples > 2:  # names of samples
+                continue
+            found = torch.where(found.isnan(), 2 * found.nan_to_num().abs().max() + 1, found)
+        else:
+            continue
+        most = found.abs().max()
+        if math.isfinite(most) and most:
+            amounts += found / most
+    return amounts
+
+
+def pairs_of_blocks(batch: Any, samples: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Numbers of the samples of some pairs of micro-batches, that with least padding and that with most among them."""
+    blocks = torch.arange(samples).split(size)
+    amounts = torch.stack([each.mean() for each in amounts_of_padding(batch, samples).split(size)])
+    last = len(blocks) - 1
+    order = amounts.argsort(stable=True).tolist()
+    pairs = {(0, 1), (last // 2, last // 2 + 1), (last - 1, last), (0, last), tuple(sorted((order[0], order[-1])))}
+    return [(blocks[a], blocks[b]) for a, b in sorted(pairs) if 0 <= a < b <= last]
+
+
+def _tensors(batch: Any, samples: int | None = None) -> list[torch.Tensor]:
+    """Without those of lists that have a mapping for each sample."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, batch, lambda mappings: mappings if samples in (None, len(mappings)) else None)
+    return found
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
