@@ -10,6 +10,9 @@ import torch
 
 from rewrite.samples import map_tensors
 
+_PAIRS = 12
+"""Of micro-batches beside each other."""
+
 
 def halves_of(
     batch: Any, samples: int, few: int, micro_batch_size: int, turn: int
@@ -78,13 +81,17 @@ def amounts_of_padding(batch: Any, samples: int) -> torch.Tensor:
 
 
 def pairs_of_blocks(batch: Any, samples: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Numbers of the samples of some pairs of micro-batches, that with least padding and that with most among them."""
+    """Numbers of the samples of some pairs of micro-batches, that with least padding and that with most among them.
+
+    Several: over the hardest samples of each, two micro-batches often agree by chance.
+    """
     blocks = torch.arange(samples).split(size)
     amounts = torch.stack([each.mean() for each in amounts_of_padding(batch, samples).split(size)])
     last = len(blocks) - 1
     order = amounts.argsort(stable=True).tolist()
-    pairs = {(0, 1), (last // 2, last // 2 + 1), (last - 1, last), (0, last), tuple(sorted((order[0], order[-1])))}
-    return [(blocks[a], blocks[b]) for a, b in sorted(pairs) if 0 <= a < b <= last]
+    firsts = set(torch.linspace(0, last - 1, min(_PAIRS, last)).long().tolist())
+    pairs = {(first, first + 1) for first in firsts} | {(0, last), (min(order[0], order[-1]), max(order[0], order[-1]))}
+    return [(blocks[a], blocks[b]) for a, b in sorted(pairs) if a < b]
 
 
 def _tensors(batch: Any, samples: int | None = None) -> list[torch.Tensor]:

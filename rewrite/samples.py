@@ -56,9 +56,13 @@ def map_tensors(function, batch, of_mappings=None):
     if isinstance(batch, torch.Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
+        values = dict(batch)
         mapped = copy.copy(batch)
-        for key, value in batch.items():
+        for key, value in values.items():
             mapped[key] = inside(value)
+            if batch[key] is not value:  # a copy that shares what it holds
+                batch[key] = value
+                return {key: inside(value) for key, value in values.items()}
         return mapped
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         mapped = copy.copy(batch)  # past its __init__

@@ -199,8 +199,7 @@ class Trial:
 
     def _shake(self) -> None:
         """Change parameters, in place: it is undone as what forwards write is."""
-        noise = torch.linspace(-1.7, 1.7, 1013, dtype=torch.float64).sin().roll(311)
-        noise = torch.cat([noise[torch.arange(1013) * step % 1013] for step in range(1, 1025)]).float()
+        noise = torch.arange(_ELEMENTS, dtype=torch.float64).mul_(2.4).sin_().float()
         for parameter in self.model.parameters():
             if parameter.requires_grad and parameter.is_contiguous() and parameter.is_floating_point():
                 size = float(parameter.detach().float().square().mean().sqrt()) or 0.05

@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rewrite.forwards import written_by
+from planner.op_schema import traits_of
 
 
 @contextlib.contextmanager
@@ -56,12 +56,13 @@ class _CopiesOfWritten(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if op._schema.is_mutable:
-            for tensor in tree_leaves(written_by(op, args, kwargs)):
-                self._copy(tensor)
+        traits = traits_of(op)
+        for tensor in tree_leaves(traits.written_arguments(args, kwargs)):
+            self._copy(tensor)
         result = op(*args, **kwargs)
-        if not op._schema.is_mutable and not op.is_view:
-            self._made.update(key for leaf in tree_leaves(result) if (key := _storage(leaf)) is not None)
+        if not traits.is_view:
+            given = {_storage(leaf) for leaf in tree_leaves((args, kwargs))}
+            self._made.update(key for leaf in tree_leaves(result) if (key := _storage(leaf)) not in given)
         return result
 
     def _copy(self, tensor: Any) -> None:

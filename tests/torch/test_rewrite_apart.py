@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +18,7 @@ from planner.decisions import Accumulation, Checkpoint, Decision, Offload, Preci
 from planner.errors import DecisionError
 from rewrite.rows import amounts_of_padding
 from rewrite.steady_random import SteadyRandom
+from rewrite.untouched import untouched
 
 SAMPLES, LENGTH = 16, 24
 
@@ -260,6 +264,281 @@ def test_a_small_batch_of_classes_is_not_refused():
     step_of(lambda output, batch: F.cross_entropy(output, batch[1]), 4, 2, build=Perceptron, batch=vectors(8)).step(
         vectors(8)
     )
+
+
+# ---- couplings that few samples may not show -------------------------------------------------------------------------
+
+
+class Embedder(nn.Module):
+    """Vectors -> embeddings; in training what the model returns may depend on the batch."""
+
+    def __init__(self, balanced: float = 0.0, zero: bool = False) -> None:
+        super().__init__()
+        self.first, self.dropout, self.head = nn.Linear(10, 32), nn.Dropout(0.2), nn.Linear(32, 8)
+        self.balanced = balanced
+        if zero:
+            nn.init.zeros_(self.head.weight)
+            nn.init.zeros_(self.head.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.head(self.dropout(torch.tanh(self.first(x))))
+        if self.training and self.balanced:
+            output = output * (1.0 + self.balanced * output.mean(0).square().sum())
+        return output
+
+
+def classes(shuffled: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eight classes of four samples each."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(8).repeat_interleave(4)
+    order = torch.randperm(32, generator=generator) if shuffled else torch.arange(32)
+    return torch.randn(32, 10, generator=generator), labels[order]
+
+
+def supervised_contrastive(output: torch.Tensor, batch: tuple) -> torch.Tensor:
+    unit, itself = F.normalize(output, dim=1), torch.eye(len(output)).bool()
+    same = (batch[1][:, None] == batch[1][None]) & ~itself
+    likely = (unit @ unit.T / 0.1).masked_fill(itself, -1e9).log_softmax(1)
+    return -((likely * same).sum(1) / same.sum(1).clamp(min=1)).mean()
+
+
+def hardest(output: torch.Tensor, batch: tuple) -> torch.Tensor:
+    cost = F.cross_entropy(output, batch[1], reduction="none")
+    return cost.topk(max(1, int(0.7 * len(cost))))[0].mean()
+
+
+def of_classes(output: torch.Tensor, batch: tuple) -> torch.Tensor:
+    return F.cross_entropy(output, batch[1], reduction="none").sum() / len(output)
+
+
+def weighted_by_hand(output: torch.Tensor, batch: tuple) -> torch.Tensor:
+    weight = 1.0 + batch[1]
+    return (F.cross_entropy(output, batch[1], reduction="none") * weight).sum() / weight.sum()
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize(("size", "count"), [(2, 16), (8, 4), (16, 2)])
+def test_a_loss_over_pairs_of_a_class_is_refused_or_told(size, count, shuffled, caplog):
+    """Two samples alone have no loss at all."""
+    batch = classes(shuffled)
+    step = step_of(supervised_contrastive, size, count, batch=batch, build=Embedder).step
+    if size > 2:
+        with pytest.raises(DecisionError, match="comes out"):
+            step(batch)
+    else:
+        step(batch)
+        assert "could not be tried on parts of a batch (it is zero, or no number)" in caplog.text
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("size", "count"), [(2, 16), (4, 8), (8, 4)])
+def test_two_micro_batches_that_agree_by_chance_do_not_overrule(size, count, seed):
+    batch = (classes(True)[0].roll(seed, 0), classes(True)[1])
+    with pytest.raises(DecisionError, match="comes out"):
+        step_of(hardest, size, count, batch=batch, build=Embedder).step(batch)
+
+
+@pytest.mark.parametrize(("size", "count"), [(1, 32), (8, 4)])
+def test_what_couples_samples_in_training_alone_is_seen(size, count):
+    batch = classes()
+    step_of(of_classes, size, count, batch=batch, build=Embedder).step(batch)
+    with pytest.raises(DecisionError, match="comes out"):
+        step_of(of_classes, size, count, batch=batch, build=lambda: Embedder(balanced=1.0)).step(batch)
+
+
+@pytest.mark.parametrize("decisions", [(), BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("size", "count"), [(1, 32), (2, 16), (8, 4)])
+def test_weights_are_seen_where_a_head_of_zeros_makes_all_losses_the_same(size, count, decisions):
+    batch, options = classes(), {"build": lambda: Embedder(zero=True)}
+    with pytest.raises(DecisionError, match="comes out"):
+        step_of(weighted_by_hand, size, count, *decisions, batch=batch, **options).step(batch)
+    result = step_of(of_classes, size, count, *decisions, batch=batch, **options)
+    result.step(batch)
+    assert result.module.head.weight.any()
+
+
+class Tables(nn.Module):
+    """The second table alone is spread out, over the items of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(20_000, 64), nn.Embedding(30_000, 64)
+
+    def forward(self, x: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.users(x), self.items(items)])
+
+
+def test_large_parameters_are_compared_too():
+    def spread_out(output, batch):
+        users, items = output
+        return users.square().mean() + torch.pdist(F.normalize(items)).square().mul(-2).exp().mean().log()
+
+    generator = torch.Generator().manual_seed(0)
+    batch = tuple(torch.randint(0, 20_000, (16,), generator=generator) for _ in range(3))
+    with pytest.raises(DecisionError, match="comes out"):
+        step_of(spread_out, 4, 4, batch=batch, build=Tables).step(batch)
+
+
+def test_targets_that_are_no_number_are_padding():
+    def known(output, batch):
+        is_known = ~batch[1].isnan()
+        return (output[:, 0] - batch[1].nan_to_num()).square().mul(is_known).sum() / is_known.sum()
+
+    x, labels = classes()
+    batch = (x, labels.float().masked_fill(torch.arange(32) % 5 == 3, torch.nan))
+    with pytest.raises(DecisionError, match="comes out"):
+        step_of(known, 4, 8, batch=batch, build=Embedder).step(batch)
+
+
+def test_random_numbers_of_each_sample_that_weigh_otherwise_are_told(caplog):
+    def masked_at_random(output, batch):
+        chosen = (torch.rand_like(output) < 0.3).to(output.dtype)
+        return (output.square() * chosen).sum() / chosen.sum().clamp(min=1)
+
+    step_of(masked_at_random, 8, 4, batch=classes(), build=Embedder).step(classes())
+    assert "with random numbers of its own for each sample, taken in two parts" in caplog.text
+
+
+def test_stated_weights_are_tried_and_what_is_off_is_told(caplog):
+    def with_decay(output, batch):
+        return F.cross_entropy(output, batch[1], reduction="sum") + 5.0 * output.mean().square() + 3.0
+
+    batch = classes()
+    step_of(with_decay, 8, 4, batch=batch, build=Embedder, loss_weight=lambda batch: 1).step(batch)
+    assert "weighted by the loss_weight that was given" in caplog.text
+    caplog.clear()
+    options = {"loss_weight": lambda batch: (1.0 + batch[1]).sum()}
+    step_of(weighted_by_hand, 8, 4, batch=batch, build=Embedder, **options).step(batch)
+    assert not caplog.records
+
+
+# ---- means that functions tell, and that are right all the same ------------------------------------------------------
+
+
+def one_by_one(output: torch.Tensor, batch: tuple) -> torch.Tensor:
+    """Of as many numbers as each sample has."""
+    lengths = (batch[1] % 7) + 1
+    each = [F.mse_loss(row[:length], torch.ones(length)) for row, length in zip(output, lengths, strict=True)]
+    return torch.stack(each).mean()
+
+
+def beside_a_metric(output: torch.Tensor, batch: tuple) -> torch.Tensor:
+    F.l1_loss(output[batch[1] > 2], torch.zeros(int((batch[1] > 2).sum()), 8))
+    return of_classes(output, batch)
+
+
+def scaled_back(output: torch.Tensor, batch: tuple) -> torch.Tensor:
+    """A mean over labels times their number is a sum."""
+    labels = batch[1].masked_fill(batch[1] > 4, -100)
+    return F.cross_entropy(output, labels) * (labels >= 0).sum() / len(labels)
+
+
+@pytest.mark.parametrize("loss_fn", [one_by_one, beside_a_metric, scaled_back])
+@pytest.mark.parametrize(("size", "count"), [(4, 8), (8, 4)])
+def test_means_that_are_not_the_loss_do_not_refuse_it(loss_fn, size, count):
+    batch = classes(shuffled=True)
+    result = step_of(loss_fn, size, count, batch=batch, build=Embedder)
+    for _ in range(3):
+        result.step(batch)
+
+
+# ---- no trace is left ------------------------------------------------------------------------------------------------
+
+
+class Sparse(Embedder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mixing", torch.eye(10).to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward((self.mixing @ x.T).T)
+
+
+class Momentum(Embedder):
+    """Writes to parameters in its forward, as encoders of keys and teachers do; and draws by generators of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys, self.teacher = nn.Linear(32, 8).requires_grad_(False), nn.Linear(32, 8).requires_grad_(False)
+        self.numbers, self.more, self.seen, self.count = np.random.default_rng(0), random.Random(0), [], 0
+        self.register_buffer("mean", torch.zeros(32))
+        self.register_buffer("statistics", torch.zeros(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        with torch.no_grad():
+            self.keys.weight.data = 0.9 * self.keys.weight.data + 0.1 * self.head.weight.data
+            self.teacher.weight.mul_(0.9).add_(self.head.weight, alpha=0.1)
+            self.mean = 0.9 * self.mean + 0.1
+            F.batch_norm(hidden.detach(), self.statistics, torch.ones(32), training=True)
+        self.count += 1
+        self.seen.append(len(x))
+        self.numbers.random()
+        self.more.random()
+        return self.head(hidden)
+
+
+class Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.center, self.norm = torch.zeros(8), nn.BatchNorm1d(8)
+
+    def forward(self, output: torch.Tensor, batch: tuple) -> torch.Tensor:
+        self.center = 0.9 * self.center + 0.1 * output.detach().mean(0)
+        return of_classes(output, batch) + 0.0 * self.norm(output.detach()).sum()
+
+
+def told(model: nn.Module) -> dict:
+    kept = {name: value.to_dense().clone() for name, value in model.state_dict().items()}
+    for name in ("seen", "count", "center"):
+        if hasattr(model, name):
+            kept[name] = copy.copy(getattr(model, name))
+    if hasattr(model, "numbers"):
+        kept["next"] = model.numbers.random(), model.more.random()
+    return kept
+
+
+@pytest.mark.parametrize("build", [Embedder, Sparse, Momentum])
+@pytest.mark.parametrize("own_loss", [False, True])
+def test_a_trial_leaves_no_trace(build, own_loss):
+    kept = []
+    for tried in (True, False):
+        loss_fn = seeded(Centred) if own_loss else of_classes
+        result = step_of(loss_fn, 4, 8, batch=classes(), build=build)
+        if not tried:
+            result.step.hold_weights(None)
+        torch.manual_seed(3)
+        for _ in range(2):
+            result.step(classes())
+        assert all(module.training for module in result.module.modules())
+        kept.append(told(result.module) | (told(loss_fn) if own_loss else {}) | {"random": torch.get_rng_state()})
+    first, second = kept
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]) if isinstance(value, torch.Tensor) else value == second[name], name
+
+
+def test_what_was_resized_or_replaced_in_a_closure_is_given_back():
+    model, calls, last = nn.Linear(2, 2), [1], None
+    model.register_buffer("grown", torch.zeros(2))
+
+    def loss(output, batch):
+        nonlocal last
+        last = 5
+        calls.append(2)
+        return last
+
+    before = [cell.cell_contents for cell in loss.__closure__]
+    with untouched(model, loss):
+        loss(None, None)
+        model.grown.resize_(7)
+        model.extra = 3
+        model.weight.data.zero_()
+    assert calls == [1]
+    assert model.grown.shape == (2,)
+    assert not hasattr(model, "extra")
+    assert model.weight.any()
+    assert [cell.cell_contents for cell in loss.__closure__] == [before[0], last]
 
 
 # ---- random numbers that are all alike -------------------------------------------------------------------------------
