@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import random
 import sys
+import types
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, MutableSet, Sequence
 from typing import Any
@@ -98,7 +100,7 @@ def _holders(function: Callable | None) -> Iterator[Any]:
     for value in (function, bound, *cells):
         if isinstance(value, torch.nn.Module):
             yield from value.modules()
-        elif hasattr(value, "__dict__") and not isinstance(value, type):
+        elif hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):
             yield value
     yield _Cells(getattr(function, "__closure__", None) or ())
 
@@ -144,21 +146,24 @@ def _put_back_generator(function: Callable[[Any], Any], state: Any) -> Callable[
 
 
 def _put_back(container: Any) -> Callable[[], None]:
+    """Of a mapping, sequence or set: what it holds, in its order."""
     is_mapping = isinstance(container, MutableMapping)
-    before = list(container.items() if is_mapping else container)
+    keys, values = list(container), list(container.values() if is_mapping else ())
 
     def put_back() -> None:
-        now = list(container.items() if is_mapping else container)
-        if len(now) == len(before) and all(_is_same(*pair) for pair in zip(now, before, strict=True)):
+        now, held = list(container), list(container.values() if is_mapping else ())
+        pairs = itertools.zip_longest([*now, *held], [*keys, *values], fillvalue=_NOTHING)
+        if all(one is other or (isinstance(one, str) and one == other) for one, other in pairs):
             return
         container.clear()
-        if is_mapping or isinstance(container, MutableSet):
-            container.update(before)
+        if is_mapping:
+            container.update(zip(keys, values, strict=True))
+        elif isinstance(container, MutableSet):
+            container.update(keys)
         else:
-            container.extend(before)
+            container.extend(keys)
 
     return put_back
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is tuple and len(one) == 2 and one[0] == other[0] and one[1] is other[1])
+_NOTHING = object()
