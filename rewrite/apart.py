@@ -9,6 +9,7 @@ than to train by one. Where even two samples would take more, the values of the 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any, final
@@ -70,9 +71,10 @@ class TriedApart:
         if self._batches + 1 in _TRIED:
             tried = self._tried(model, batch, samples, loss_of)
             if tried is not None and not self._is_right_in_blocks(model, batch, samples, loss_of):
-                if not self.is_stated:
+                if not self.is_stated and not tried.is_slight:
                     raise DecisionError(f"{tried}; {self.way_out}")
-                logger.warning("%s. Micro-batches are weighted by the loss_weight that was given", tried)
+                by = "Micro-batches are weighted by the loss_weight that was given" if self.is_stated else self.way_out
+                logger.warning("%s. %s", tried, by)
         self._batches += 1
 
     def is_right(
@@ -113,16 +115,18 @@ class TriedApart:
         trainable = self.micro_batch_size // (2 if self.doubled else 1)
         few = min(samples, _SAMPLES, max(2, trainable))
         few -= few % 4 if few > 4 else 0  # pairs stay together
-        if few < 2:
+        if few < 2 or (few > trainable and self._batches):  # more than a micro-batch: there is room for it, once
             return None
         told, compared, differs_by_numbers = "it is zero, or no number", 0, None
-        for halves in halves_of(batch, samples, few, self.micro_batch_size, self._batches):
+        sides = halves_of(batch, samples, few, self.micro_batch_size, self._batches)
+        for number, halves in enumerate(sides):
+            turn = number + 3 * self._batches
             for trains in (True, False):  # in evaluation, where it cannot be in training
                 trial = Trial(model, batch, samples, loss_of, self.terms_of, loss_fn=self.loss_fn, trains=trains)
                 try:
-                    tried = _of_few(trial, halves, few <= trainable)
+                    tried = _of_few(trial, halves, few <= trainable, turn)
                     if trial.drew and few <= trainable and not (tried is not None and tried.is_off):
-                        own = trial.of_gradient(halves, own_numbers=True)
+                        own = trial.of_gradient(halves, turn=turn, own_numbers=True)
                         differs_by_numbers = own if own is not None and own.is_off else differs_by_numbers
                 except Exception as why:  # of the model or its loss: training may go well all the same
                     told = f"{type(why).__name__}: {why}"
@@ -157,11 +161,12 @@ class TriedApart:
         loss_of: Callable[[Any], torch.Tensor],
         pairs: list[Halves],
     ) -> bool:
+        """Of all parameters, as far as they are ever compared."""
         trial = Trial(model, batch, samples, loss_of, self.terms_of, loss_fn=self.loss_fn)
         found = []
-        for pair in pairs:
+        for pair, turn in itertools.product(pairs, range(trial.turns)):
             try:
-                found.append(trial.of_gradient(pair))
+                found.append(trial.of_gradient(pair, turn=turn))
             except Exception as why:  # no memory, for instance
                 logger.info("two micro-batches could not be taken together (%s: %s)", type(why).__name__, why)
                 return False
@@ -170,8 +175,8 @@ class TriedApart:
         return any(tried is not None for tried in found)
 
 
-def _of_few(trial: Trial, halves: Halves, with_gradients: bool) -> Tried | None:
-    tried = trial.of_gradient(halves) if with_gradients else None
+def _of_few(trial: Trial, halves: Halves, with_gradients: bool, turn: int) -> Tried | None:
+    tried = trial.of_gradient(halves, turn=turn) if with_gradients else None
     if tried is not None:
         return tried
     tried = trial.of_loss(halves)

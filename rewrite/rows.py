@@ -74,10 +74,16 @@ def amounts_of_padding(batch: Any, samples: int) -> torch.Tensor:
             found = torch.where(found.isnan(), 2 * found.nan_to_num().abs().max() + 1, found)
         else:
             continue
-        most = found.abs().max()
-        if math.isfinite(most) and most:
-            amounts += found / most
+        amounts += _scaled(found)
+    for mappings in _lists(batch, samples):
+        filled = [sum(t.numel() for t in _tensors(mapping)) for mapping in mappings]
+        amounts -= _scaled(torch.tensor(filled, dtype=torch.float64))
     return amounts
+
+
+def _scaled(found: torch.Tensor) -> torch.Tensor:
+    most = found.abs().max()
+    return found / most if math.isfinite(most) and most else torch.zeros_like(found)
 
 
 def pairs_of_blocks(batch: Any, samples: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -103,6 +109,20 @@ def _tensors(batch: Any, samples: int | None = None) -> list[torch.Tensor]:
         return tensor
 
     map_tensors(note, batch, lambda mappings: mappings if samples in (None, len(mappings)) else None)
+    return found
+
+
+def _lists(batch: Any, samples: int) -> list[list[Any]]:
+    """Those that have a mapping for each sample."""
+    found: list[list[Any]] = []
+
+    def note(mappings: list[Any]) -> list[Any] | None:
+        if len(mappings) != samples:
+            return None
+        found.append(mappings)
+        return mappings
+
+    map_tensors(lambda tensor: tensor, batch, note)
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -21,14 +22,17 @@ from rewrite.untouched import untouched
 
 logger = logging.getLogger(__name__)
 
-_ELEMENTS = 1 << 20
-"""About how many elements of small parameters' gradients are compared, and of those of a few large ones."""
+_ELEMENTS = 1 << 18
+"""About how many elements of gradients are compared: of small parameters, of all layers, and as many of a large one."""
 
 _LARGE = 4
-"""Larger parameters whose gradients are compared, each by itself: in training each is held once more too."""
+"""Larger parameters that are looked at, in turn."""
 
 _BOUNDS = {"full": (1e-3, 3e-5), "tf32": (1e-2, 3e-3), "lower": (5e-2, 5e-2)}
 """Of the norm of gradients, and of the loss, by precision: a sample is not computed as it is beside others."""
+
+_SLIGHT = 1e-2
+"""A gradient that is off by less is told in the log: small terms of balance over a batch, for instance."""
 
 _ROUNDING = 1e-5
 """Of the loss, or of 1 if that is more: a gradient below this is nothing but rounding."""
@@ -67,12 +71,17 @@ class Tried:
     def is_off(self) -> bool:
         return self.error > self.bound
 
+    @property
+    def is_slight(self) -> bool:
+        """Off by less than what is worth a refusal."""
+        return self.what == "gradient" and self.error < _SLIGHT
+
     def __str__(self) -> str:
         off = f"{self.error:.2%}" if self.error > 1e-3 else f"{self.error:.1e} of itself"
         return (
             f"taken in two parts, as micro-batches are, the {self.what} of {self.few} samples comes out "
             f"{off if math.isfinite(self.error) else 'as no number, or far'} off: the loss compares samples, or is a "
-            "sum, or a mean over something else than samples or labels"
+            "sum, or a mean over something else than samples or labels (or the model normalises over a batch)"
         )
 
 
@@ -103,30 +112,34 @@ class Trial:
         """Whether random numbers were drawn."""
         self.precision = _precision_of(model, batch)
         trained = sorted((p for p in model.parameters() if p.requires_grad), key=torch.Tensor.numel)
-        self._small: list[torch.Tensor] = []
-        for parameter in trained:
-            if sum(p.numel() for p in self._small) + parameter.numel() <= _ELEMENTS:
-                self._small.append(parameter)
-        rest = [p for p in trained if all(p is not small for small in self._small)]
-        places = torch.linspace(0, len(rest) - 1, min(_LARGE, len(rest))).round().long().tolist()
-        self._large = [rest[place] for place in places]
+        ends = itertools.accumulate(parameter.numel() for parameter in trained)
+        self._small = [parameter for parameter, end in zip(trained, ends, strict=True) if end <= _ELEMENTS]
+        large = trained[len(self._small) :]
+        places = torch.linspace(0, len(large) - 1, min(_LARGE, len(large))).round().long().tolist()
+        self._large = [large[place] for place in places]
 
-    def of_gradient(self, halves: Halves, *, own_numbers: bool = False) -> Tried | None:
-        """None where no gradients can be taken, or they are nothing. `own_numbers`: random ones belong to samples."""
+    @property
+    def turns(self) -> int:
+        """How many gradients there are to look at."""
+        return max(1, len(self._large))
+
+    def of_gradient(self, halves: Halves, *, turn: int = 0, own_numbers: bool = False) -> Tried | None:
+        """None where no gradients can be taken, or they are nothing.
+
+        Args:
+            turn: which of the large parameters is looked at. One in a backward: in training its gradient is held once
+                more too, before it is added to that of other micro-batches.
+            own_numbers: random numbers belong to samples.
+        """
         losses = []
+        compared = [*self._small, *([self._large[turn % len(self._large)]] if self._large else [])]
 
         def taken(part: Any) -> torch.Tensor:
             loss = self.loss_of(part).reshape(())
             losses.append(abs(float(loss.detach())))
-            options = {"allow_unused": True, "materialize_grads": True, "retain_graph": bool(self._large)}
-            found = list(torch.autograd.grad(loss, self._small, **options)) if self._small else []
-            flat = [_flat(gradient) for gradient in found]
-            for number, parameter in enumerate(self._large):
-                options["retain_graph"] = number + 1 < len(self._large)
-                (gradient,) = torch.autograd.grad(loss, [parameter], **options)
-                flat.append(_flat(gradient)[:: max(1, gradient.numel() * _LARGE // _ELEMENTS)])
-                del gradient
-            return torch.cat(flat)
+            gradients = torch.autograd.grad(loss, compared, allow_unused=True, materialize_grads=True)
+            del loss
+            return torch.cat([_flat(gradient) for gradient in gradients])
 
         try:
             with torch.enable_grad():
@@ -184,6 +197,7 @@ class Trial:
         devices = {parameter.device for parameter in self.model.parameters()}
         fast = torch.backends.mha.get_fastpath_enabled()
         with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # or it would give up its graphs for good
             stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
             torch.backends.mha.set_fastpath_enabled(False)  # which leaves zeros at padding
             stack.enter_context(untouched(self.model, self.loss_fn))
@@ -222,7 +236,8 @@ class Trial:
 
 
 def _flat(gradient: torch.Tensor) -> torch.Tensor:
-    return (gradient.to_dense() if gradient.is_sparse else gradient).flatten().cpu().double()
+    flat = (gradient.to_dense() if gradient.is_sparse else gradient).flatten()
+    return flat[:: -(-len(flat) // _ELEMENTS) or 1].cpu().double()
 
 
 def _has_running_statistics(module: torch.nn.Module) -> bool:

@@ -1,9 +1,9 @@
 """A look at a model that leaves no trace: what is written while it lasts is afterwards as it was.
 
 Of every tensor that is older than the look and written by an op, the bytes are copied to the host before the first
-write, and put back. So is what modules and the loss function hold under their names, their modes among it, generators,
-and what lies in lists, dicts and sets there or in the closure of a function. Not seen: what is written by other code
-than torch's ops, state in global variables, and how often hooks are called.
+write, and put back. So is what modules and the loss function hold, their modes among it, and what that holds: plain
+objects, containers, closures, arrays, generators. Not seen: what is written by other code than torch's ops, state in
+global variables and in classes, and how often hooks are called.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import random
 import sys
+import threading
 import types
-from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, MutableSet, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,16 +26,16 @@ from torch.utils._pytree import tree_leaves
 
 from planner.op_schema import traits_of
 
+logger = logging.getLogger(__name__)
+
 
 @contextlib.contextmanager
 def untouched(model: torch.nn.Module, function: Callable | None = None) -> Iterator[None]:
     """Around forwards and backwards of a model, and calls of its loss function."""
     with contextlib.ExitStack() as stack:
-        for holder in (*model.modules(), *_holders(function)):
-            for restore in _of_attributes(holder):
-                stack.callback(restore)
-        for cell in getattr(function, "__closure__", None) or ():
-            stack.callback(_fill, cell, _content(cell))
+        for value in list(_reached([model, function])):
+            for restore in _put_back(value):
+                stack.callback(_or_told, restore, value)
         for tensor in (*model.parameters(), *model.buffers()):
             stack.callback(_put_back_data, tensor, tensor.data)
         stack.callback(random.setstate, random.getstate())
@@ -87,29 +89,52 @@ def _storage(value: Any) -> int | None:
     return value.untyped_storage()._cdata
 
 
+def _or_told(restore: Callable[[], None], value: Any) -> None:
+    """One object that cannot be put back does not keep others from it."""
+    try:
+        restore()
+    except Exception as why:
+        logger.warning("a %s could not be put back (%s: %s)", type(value).__name__, type(why).__name__, why)
+
+
 def _put_back_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """After `tensor.data = other`."""
     if tensor.layout == torch.strided and (tensor.data_ptr(), tensor.shape) != (data.data_ptr(), data.shape):
         tensor.data = data
 
 
-def _holders(function: Callable | None) -> Iterator[Any]:
-    """What a loss function may keep its state in."""
-    bound = getattr(function, "__self__", None)
-    cells = [_content(cell) for cell in getattr(function, "__closure__", None) or ()]
-    for value in (function, bound, *cells):
-        if isinstance(value, torch.nn.Module):
-            yield from value.modules()
-        elif hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):
-            yield value
-    yield _Cells(getattr(function, "__closure__", None) or ())
+def _reached(roots: Sequence[Any]) -> Iterator[Any]:
+    """Objects that may keep state: what modules, plain objects, containers, closures and partial functions hold."""
+    seen: set[int] = set()
+    level = list(roots)
+    for _ in range(_DEPTH):
+        level = [value for value in level if id(value) not in seen]
+        following: list[Any] = []
+        for value in level:
+            if id(value) not in seen and not isinstance(value, _LEFT_ALONE):
+                seen.add(id(value))
+                yield value
+                following += _held_by(value)
+        level = following
+        if len(seen) > _MOST_OBJECTS:
+            return
 
 
-class _Cells:
-    """Contents of a closure, under numbers."""
+def _held_by(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, (list, tuple, deque)):
+        return list(value)
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    held = [getattr(value, "__self__", None), *map(_content, getattr(value, "__closure__", None) or ())]
+    held += [getattr(value, name, None) for kind in type(value).__mro__ for name in _slots(kind)]
+    return held + list(getattr(value, "__dict__", {}).values())
 
-    def __init__(self, cells: Sequence[Any]) -> None:
-        self.__dict__.update({str(number): _content(cell) for number, cell in enumerate(cells)})
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(name for name in slots if not name.startswith("__"))
 
 
 def _content(cell: Any) -> Any:
@@ -119,51 +144,60 @@ def _content(cell: Any) -> Any:
         return None
 
 
+def _put_back(value: Any) -> Iterator[Callable[[], None]]:
+    """Functions that give an object what it holds now."""
+    for holder in (value, getattr(value, "__dict__", None)):
+        if type(holder) in _CLEARED or isinstance(holder, tuple(_CLEARED)):
+            yield _refill(holder)
+    for cell in getattr(value, "__closure__", None) or ():
+        yield functools.partial(_fill, cell, _content(cell))
+    for kind in type(value).__mro__:
+        for name in _slots(kind):
+            if hasattr(value, name):
+                yield functools.partial(object.__setattr__, value, name, getattr(value, name))
+    if isinstance(value, random.Random):
+        yield functools.partial(value.setstate, value.getstate())
+    elif isinstance(value, torch.Generator):
+        yield functools.partial(value.set_state, value.get_state())
+    elif (bits := getattr(value, "bit_generator", None)) is not None:  # numpy's
+        yield functools.partial(setattr, bits, "state", bits.state)
+    elif type(value).__module__ == "numpy" and hasattr(value, "setflags") and value.flags.writeable:
+        yield functools.partial(value.__setitem__, ..., value.copy())
+
+
 def _fill(cell: Any, content: Any) -> None:
     """After a function has given another value to a variable of the one around it."""
     if content is not None and _content(cell) is not content:
         cell.cell_contents = content
 
 
-def _of_attributes(holder: Any) -> Iterator[Callable[[], None]]:
-    """Functions that put back what an object holds."""
-    attributes = vars(holder)
-    if isinstance(attributes, MutableMapping):
-        yield _put_back(attributes)
-    for value in list(attributes.values()):
-        if isinstance(value, (MutableMapping, MutableSequence, MutableSet, deque)):
-            yield _put_back(value)
-        elif isinstance(value, random.Random):
-            yield _put_back_generator(value.setstate, value.getstate())
-        elif (bits := getattr(value, "bit_generator", None)) is not None:  # numpy's
-            yield _put_back_generator(functools.partial(setattr, bits, "state"), bits.state)
-        elif isinstance(value, torch.Generator):
-            yield _put_back_generator(value.set_state, value.get_state())
+def _refill(container: Any) -> Callable[[], None]:
+    """By the methods of the builtin type: those of classes made from it may do more."""
+    kind = next(kind for kind in _CLEARED if isinstance(container, kind))
+    is_mapping = issubclass(kind, dict)
+    keys, values = list(kind.__iter__(container)), list(dict.values(container)) if is_mapping else []
 
-
-def _put_back_generator(function: Callable[[Any], Any], state: Any) -> Callable[[], None]:
-    return lambda: function(state)
-
-
-def _put_back(container: Any) -> Callable[[], None]:
-    """Of a mapping, sequence or set: what it holds, in its order."""
-    is_mapping = isinstance(container, MutableMapping)
-    keys, values = list(container), list(container.values() if is_mapping else ())
-
-    def put_back() -> None:
-        now, held = list(container), list(container.values() if is_mapping else ())
+    def refill() -> None:
+        now, held = list(kind.__iter__(container)), list(dict.values(container)) if is_mapping else []
         pairs = itertools.zip_longest([*now, *held], [*keys, *values], fillvalue=_NOTHING)
         if all(one is other or (isinstance(one, str) and one == other) for one, other in pairs):
             return
-        container.clear()
+        kind.clear(container)
         if is_mapping:
-            container.update(zip(keys, values, strict=True))
-        elif isinstance(container, MutableSet):
-            container.update(keys)
+            for key, value in zip(keys, values, strict=True):
+                kind.__setitem__(container, key, value)
+        elif kind is set:
+            set.update(container, keys)
         else:
-            container.extend(keys)
+            kind.extend(container, keys)
 
-    return put_back
+    return refill
 
 
+_DEPTH, _MOST_OBJECTS = 6, 100_000
+_CLEARED = (OrderedDict, dict, list, set, deque)
+_LEFT_ALONE = (
+    torch.Tensor, torch.dtype, torch.device, torch.optim.Optimizer, torch.utils.data.DataLoader,
+    type, types.ModuleType, str, bytes, int, float, bool, type(None), logging.Logger, threading.Thread,
+)  # fmt: skip
 _NOTHING = object()

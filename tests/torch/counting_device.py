@@ -20,7 +20,7 @@ from profiles.process_memory import ProcessMemory
 from rewrite import run_on_card
 
 
-class _Counting(TorchDispatchMode):
+class Counting(TorchDispatchMode):
     """Bytes of storages that are alive; raises as CUDA's allocator does where they would be more than the cap."""
 
     def __init__(self, cap_bytes: int | None) -> None:
@@ -68,7 +68,7 @@ class CountingCpu:
         self._until_it_ends = contextlib.ExitStack()
 
     def begin(self, cap_bytes: int | None = None) -> None:
-        self._mode = _Counting(cap_bytes)
+        self._mode = Counting(cap_bytes)
         gc.collect()
         tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
         for tensor in tensors:

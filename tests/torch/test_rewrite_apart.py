@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import functools
 import logging
 import random
 
@@ -10,15 +12,18 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from counting_device import Counting
 from rewrite_cases import Perceptron, plan_for, seeded, vectors
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
 
 import rewrite
 from planner.decisions import Accumulation, Checkpoint, Decision, Offload, Precision, Replay
 from planner.errors import DecisionError
+from rewrite import trial
 from rewrite.rows import amounts_of_padding
 from rewrite.steady_random import SteadyRandom
-from rewrite.untouched import untouched
+from rewrite.untouched import _CopiesOfWritten, untouched
 
 SAMPLES, LENGTH = 16, 24
 
@@ -539,6 +544,115 @@ def test_what_was_resized_or_replaced_in_a_closure_is_given_back():
     assert not hasattr(model, "extra")
     assert model.weight.any()
     assert [cell.cell_contents for cell in loss.__closure__] == [before[0], last]
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.sum, self.parts = 0.0, {"of": [0]}
+
+    def note(self, value: float) -> None:
+        self.sum += value
+        self.parts["of"][0] += 1
+
+
+class Remembering(Embedder):
+    """Keeps state in what is no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.pairs, self.meter = collections.Counter(), [(torch.zeros(3), torch.zeros(3))], Meter()
+        self.last, self.array = BaseModelOutput(last_hidden_state=torch.zeros(1)), np.zeros(3)
+        self.partial = functools.partial(Meter.note, Meter())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls["forward"] += 1
+        one, two = self.pairs[0]
+        self.pairs[0] = one + 1, two + 1
+        self.last["last_hidden_state"] = x
+        self.array += 1
+        self.meter.note(1.0)
+        self.partial(2.0)
+        return super().forward(x)
+
+
+def test_state_in_plain_objects_and_containers_is_given_back(caplog):
+    kept = []
+    for tried in (True, False):
+        result = step_of(of_classes, 4, 8, batch=classes(), build=Remembering)
+        if not tried:
+            result.step.hold_weights(None)
+        result.step(classes())
+        m = result.module
+        state = [m.calls, m.pairs[0][0].tolist(), m.array.tolist(), m.meter.sum, m.meter.parts, m.partial.args[0].sum]
+        kept.append([*copy.deepcopy(state), len(m.last["last_hidden_state"])])
+    assert kept[0] == kept[1]
+    assert kept[0][0] == {"forward": 8}
+    assert not caplog.records
+
+
+def test_compiled_graphs_are_used_after_a_trial():
+    """Dynamo gives up a forward for good that it meets below a dispatch mode."""
+    runs = []
+
+    def counting(graph, inputs):
+        def run(*args):
+            runs.append(0)
+            return graph(*args)
+
+        return run
+
+    torch.compiler.reset()
+    result = step_of(of_classes, 4, 8, batch=classes(), build=Embedder)
+    result.module.compile(backend=counting)
+    for _ in range(3):
+        result.step(classes())
+        runs, before = [], runs
+    assert len(before) == 8
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_one_crowded_image_among_many_is_looked_at(size):
+    counts = [12 if number == 21 else 1 for number in range(32)]
+    boxes = [{"labels": torch.arange(count) % 8} for count in counts]
+
+    def over_boxes(output, batch):
+        each = [
+            F.cross_entropy(row.expand(len(b["labels"]), -1), b["labels"], reduction="sum")
+            for row, b in zip(output, batch[-1], strict=True)
+        ]
+        return torch.stack(each).sum() / sum(len(box["labels"]) for box in batch[-1])
+
+    batch = (classes()[0], boxes)
+    with pytest.raises(DecisionError, match="comes out"):
+        step_of(over_boxes, size, 32 // size, batch=batch, build=Embedder).step(batch)
+
+
+def test_what_is_slight_is_told(caplog):
+    def balanced(output, batch):
+        return of_classes(output, batch) + 0.3 * output.softmax(1).mean(0).square().sum()
+
+    step_of(balanced, 8, 4, batch=classes(), build=Embedder).step(classes())
+    assert "comes out 0." in caplog.text
+
+
+@pytest.mark.parametrize("decisions", [(), (Checkpoint(modules=("layers.0", "layers.1")),), BF16])
+@pytest.mark.parametrize(("size", "count"), [(1, 16), (2, 8), (8, 2)])
+def test_a_trial_takes_no_more_memory_than_a_step(size, count, decisions, monkeypatch):
+    """Less what it copies to the host, which is the same memory here."""
+    monkeypatch.setattr(trial, "_flat", lambda gradient: gradient.flatten()[:1].double().clone())
+    monkeypatch.setattr(_CopiesOfWritten, "_copy", lambda self, tensor: None)
+    monkeypatch.setattr(trial.Trial, "_shake", lambda self: None)
+    result, peaks = step_of(each_sample, size, count, *decisions), []
+    for number in range(4):
+        if number == 3:
+            result.step.hold_weights(None)
+        with Counting(None) as counted:
+            for parameter in result.module.parameters():
+                counted.note(parameter)
+            result.step(padded())
+        peaks.append(counted.peak_bytes)
+    assert max(peaks[1], peaks[2]) <= 1.02 * peaks[3] + 2**20
 
 
 # ---- random numbers that are all alike -------------------------------------------------------------------------------
