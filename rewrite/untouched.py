@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 def untouched(model: torch.nn.Module, function: Callable | None = None) -> Iterator[None]:
     """Around forwards and backwards of a model, and calls of its loss function."""
     with contextlib.ExitStack() as stack:
-        for value in list(_reached([model, function])):
+        for value in list(_reached([*model.modules(), function])):
             for restore in _put_back(value):
                 stack.callback(_or_told, restore, value)
         for tensor in (*model.parameters(), *model.buffers()):
@@ -121,6 +121,8 @@ def _reached(roots: Sequence[Any]) -> Iterator[Any]:
 
 
 def _held_by(value: Any) -> list[Any]:
+    if isinstance(value, torch.nn.Module):
+        return [*value.modules(), *vars(value).values()]
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, (list, tuple, deque)):
@@ -128,6 +130,7 @@ def _held_by(value: Any) -> list[Any]:
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
     held = [getattr(value, "__self__", None), *map(_content, getattr(value, "__closure__", None) or ())]
+    held += [*(getattr(value, "__defaults__", None) or ()), *(getattr(value, "__kwdefaults__", None) or {}).values()]
     held += [getattr(value, name, None) for kind in type(value).__mro__ for name in _slots(kind)]
     return held + list(getattr(value, "__dict__", {}).values())
 

@@ -546,6 +546,37 @@ def test_what_was_resized_or_replaced_in_a_closure_is_given_back():
     assert [cell.cell_contents for cell in loss.__closure__] == [before[0], last]
 
 
+def deep(depth: int = 9) -> nn.Module:
+    """Normalisation and state far below the model."""
+    inner: nn.Module = nn.Sequential(nn.BatchNorm1d(10), Remembering())
+    for _ in range(depth):
+        inner = nn.Sequential(inner)
+    return inner
+
+
+@pytest.mark.parametrize("in_loss", [False, True])
+def test_what_lies_deep_in_a_model_is_given_back(in_loss):
+    kept = []
+    for tried in (True, False):
+        loss_fn = of_classes
+        if in_loss:
+            head = seeded(deep)
+
+            def loss_fn(output, batch, head=head):
+                return of_classes(output, batch) + 0.0 * head(batch[0]).sum()
+
+        result = step_of(loss_fn, 4, 8, batch=classes(), build=Embedder if in_loss else deep)
+        if not tried:
+            result.step.hold_weights(None)
+        model = head if in_loss else result.module
+        for _ in range(2):
+            result.step(classes())
+        assert all(module.training for module in model.modules())
+        found = next(module for module in model.modules() if isinstance(module, Remembering))
+        kept.append((dict(found.calls), {name: value.tolist() for name, value in model.state_dict().items()}))
+    assert kept[0] == kept[1]
+
+
 class Meter:
     def __init__(self) -> None:
         self.sum, self.parts = 0.0, {"of": [0]}
