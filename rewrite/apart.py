@@ -119,13 +119,13 @@ class TriedApart:
             return None
         told, compared, differs_by_numbers = "it is zero, or no number", 0, None
         sides = halves_of(batch, samples, few, self.micro_batch_size, self._batches)
-        for number, halves in enumerate(sides):
+        for number, halves in enumerate(itertools.islice(sides, 2 if self._batches else None)):
             turn = number + 3 * self._batches
             for trains in (True, False):  # in evaluation, where it cannot be in training
                 trial = Trial(model, batch, samples, loss_of, self.terms_of, loss_fn=self.loss_fn, trains=trains)
                 try:
                     tried = _of_few(trial, halves, few <= trainable, turn)
-                    if trial.drew and few <= trainable and not (tried is not None and tried.is_off):
+                    if trial.drew and number == 0 and few <= trainable and not (tried is not None and tried.is_off):
                         own = trial.of_gradient(halves, turn=turn, own_numbers=True)
                         differs_by_numbers = own if own is not None and own.is_off else differs_by_numbers
                 except Exception as why:  # of the model or its loss: training may go well all the same

@@ -61,12 +61,15 @@ class _CopiesOfWritten(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         traits = traits_of(op)
-        for tensor in tree_leaves(traits.written_arguments(args, kwargs)):
-            self._copy(tensor)
+        if traits.writes:
+            for tensor in tree_leaves(traits.written_arguments(args, kwargs)):
+                self._copy(tensor)
         result = op(*args, **kwargs)
         if not traits.is_view:
-            given = {_storage(leaf) for leaf in tree_leaves((args, kwargs))}
-            self._made.update(key for leaf in tree_leaves(result) if (key := _storage(leaf)) not in given)
+            made = [result] if isinstance(result, torch.Tensor) else tree_leaves(result)
+            new = {_storage(leaf) for leaf in made} - self._made
+            if new:
+                self._made |= new - {_storage(leaf) for leaf in tree_leaves((args, kwargs))}
         return result
 
     def _copy(self, tensor: Any) -> None:

@@ -121,8 +121,10 @@ def step_of(loss_fn, size: int, count: int, *decisions: Decision, batch=None, bu
     return rewrite.apply(plan, model, loss_fn=loss_fn, **options)
 
 
-@pytest.mark.parametrize("decisions", [(), BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("parts", PARTS)
+EACH_PRECISION = [("one by one", BF16), ("by two", ()), ("by eight", ()), ("by eight", BF16), ("uneven", ())]
+
+
+@pytest.mark.parametrize(("parts", "decisions"), EACH_PRECISION)
 @pytest.mark.parametrize("loss_fn", [masked, focal, noisy_sum, contrastive, scripted])
 def test_a_mean_that_no_function_tells_is_refused_where_all_samples_cost_alike(loss_fn, parts, decisions):
     result = step_of(loss_fn, *PARTS[parts], *decisions)
@@ -134,8 +136,7 @@ def test_a_mean_that_no_function_tells_is_refused_where_all_samples_cost_alike(l
     assert all(parameter.grad is None for parameter in result.module.parameters())
 
 
-@pytest.mark.parametrize("decisions", [(), BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize(("parts", "decisions"), EACH_PRECISION)
 @pytest.mark.parametrize("loss_fn", [each_sample, noisy_mean, cancelled])
 def test_a_mean_over_samples_is_not_refused(loss_fn, parts, decisions, caplog):
     with caplog.at_level(logging.WARNING, "rewrite"):
@@ -667,8 +668,10 @@ def test_what_is_slight_is_told(caplog):
     assert "comes out 0." in caplog.text
 
 
-@pytest.mark.parametrize("decisions", [(), (Checkpoint(modules=("layers.0", "layers.1")),), BF16])
-@pytest.mark.parametrize(("size", "count"), [(1, 16), (2, 8), (8, 2)])
+@pytest.mark.parametrize(
+    ("size", "count", "decisions"),
+    [(1, 16, ()), (1, 16, BF16), (2, 8, (Checkpoint(modules=("layers.0", "layers.1")),)), (8, 2, ()), (8, 2, BF16)],
+)
 def test_a_trial_takes_no_more_memory_than_a_step(size, count, decisions, monkeypatch):
     """Less what it copies to the host, which is the same memory here."""
     monkeypatch.setattr(trial, "_flat", lambda gradient: gradient.flatten()[:1].double().clone())
