@@ -96,7 +96,7 @@ def _or_told(restore: Callable[[], None], value: Any) -> None:
     """One object that cannot be put back does not keep others from it."""
     try:
         restore()
-    except Exception as why:
+    except Exception as why:  # of a class of the user's own; it is told, and the others are put back
         logger.warning("a %s could not be put back (%s: %s)", type(value).__name__, type(why).__name__, why)
 
 
