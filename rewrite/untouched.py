@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 def untouched(model: torch.nn.Module, function: Callable | None = None) -> Iterator[None]:
     """Around forwards and backwards of a model, and calls of its loss function."""
     with contextlib.ExitStack() as stack:
-        for value in list(_reached([*model.modules(), function])):
+        for value in list(_reached([model, function])):
             for restore in _put_back(value):
                 stack.callback(_or_told, restore, value)
         for tensor in (*model.parameters(), *model.buffers()):
