@@ -9,9 +9,10 @@ than to train by one. Where even two samples would take more, the values of the 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import torch
@@ -21,6 +22,7 @@ from planner.errors import DecisionError
 from rewrite.rows import halves_of, pairs_of_blocks
 from rewrite.samples import count_samples, map_tensors
 from rewrite.trial import Halves, Trial, Tried
+from rewrite.untouched import Untouched
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ class TriedApart:
     way_out: str = "forbid accumulation, or give apply loss_weight=... where it is a sum or another mean"
     """What to do instead of splitting."""
     _batches: int = 0
+    _told: set[str] = dataclasses.field(default_factory=set)
 
     def refuse_coupled_samples(
         self, model: torch.nn.Module, batch: Any, loss_of: Callable[[Any], torch.Tensor], *, is_part: bool = False
@@ -69,8 +72,9 @@ class TriedApart:
         if samples <= self.micro_batch_size < self.batch_size and not is_part:  # it was not split
             return
         if self._batches + 1 in _TRIED:
-            tried = self._tried(model, batch, samples, loss_of)
-            if tried is not None and not self._is_right_in_blocks(model, batch, samples, loss_of):
+            trial_of = self._trial_of(model, batch, samples, loss_of)
+            tried = self._tried(trial_of, self._looks(batch, samples))
+            if tried is not None and not self._is_right_in_blocks(trial_of, batch, samples):
                 if not self.is_stated and not tried.is_slight:
                     raise DecisionError(f"{tried}; {self.way_out}")
                 by = "Micro-batches are weighted by the loss_weight that was given" if self.is_stated else self.way_out
@@ -96,7 +100,25 @@ class TriedApart:
         blocks = torch.arange(samples).split(self.micro_batch_size)
         if among != len(blocks):
             return False
-        return self._all_are_right(model, batch, samples, loss_of, [(blocks[parts[0]], blocks[parts[1]])])
+        trial = self._trial_of(model, batch, samples, loss_of)()
+        return _all_are_right(trial, [(blocks[parts[0]], blocks[parts[1]])])
+
+    def _trial_of(
+        self, model: torch.nn.Module, batch: Any, samples: int, loss_of: Callable[[Any], torch.Tensor]
+    ) -> Callable[..., Trial]:
+        """All of them begin with the model as it is now."""
+        untouched = Untouched(model, self.loss_fn)
+        if not untouched.is_whole:
+            self._tell(
+                "the model and its loss function hold so many objects that some may keep what a trial left there"
+            )
+        return functools.partial(Trial, model, batch, samples, loss_of, self.terms_of, untouched)
+
+    def _tell(self, line: str) -> None:
+        """Once."""
+        if line not in self._told:
+            logger.warning("%s", line)
+        self._told.add(line)
 
     def _can_be_tried(self, model: torch.nn.Module, batch: Any) -> bool:
         tensors: list[torch.Tensor] = list(model.parameters())
@@ -108,75 +130,57 @@ class TriedApart:
         map_tensors(note, batch)
         return not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
 
-    def _tried(
-        self, model: torch.nn.Module, batch: Any, samples: int, loss_of: Callable[[Any], torch.Tensor]
-    ) -> Tried | None:
-        """What is off. None where nothing is, which is told in the log where there was nothing to compare."""
+    def _looks(self, batch: Any, samples: int) -> Iterator[tuple[Halves, bool]]:
+        """Samples of two parts, and whether there is room for gradients of them."""
         trainable = self.micro_batch_size // (2 if self.doubled else 1)
-        few = min(samples, _SAMPLES, max(2, trainable))
-        few -= few % 4 if few > 4 else 0  # pairs stay together
-        if few < 2 or (few > trainable and self._batches):  # more than a micro-batch: there is room for it, once
-            return None
-        told, compared, differs_by_numbers = "it is zero, or no number", 0, None
-        sides = halves_of(batch, samples, few, self.micro_batch_size, self._batches)
-        for number, halves in enumerate(itertools.islice(sides, 2 if self._batches else None)):
-            turn = number + 3 * self._batches
+        of_gradients = min(samples, _SAMPLES, trainable)
+        of_gradients -= of_gradients % 4 if of_gradients > 4 else 0  # pairs stay together
+        choices = functools.partial(halves_of, batch, samples)
+        if of_gradients >= 2:
+            sides = choices(of_gradients, self.micro_batch_size, self._batches)
+            for halves in itertools.islice(sides, 2 if self._batches else None):
+                yield halves, True
+        if of_gradients < 4 and not self._batches:  # without gradients there is room for more samples, once
+            for halves in choices(min(samples, 2 * max(1, trainable)), self.micro_batch_size, 0):
+                yield halves, False
+
+    def _tried(self, trial_of: Callable[..., Trial], looks: Iterator[tuple[Halves, bool]]) -> Tried | None:
+        """What is off. None where nothing is, which is told in the log where there was nothing to compare."""
+        why_not, looked, compared, differs_by_numbers = "it is zero, or no number", 0, 0, None
+        for halves, with_gradients in looks:
+            looked += 1
             for trains in (True, False):  # in evaluation, where it cannot be in training
-                trial = Trial(model, batch, samples, loss_of, self.terms_of, loss_fn=self.loss_fn, trains=trains)
+                trial = trial_of(trains=trains)
                 try:
-                    tried = _of_few(trial, halves, few <= trainable, turn)
-                    if trial.drew and number == 0 and few <= trainable and not (tried is not None and tried.is_off):
-                        own = trial.of_gradient(halves, turn=turn, own_numbers=True)
-                        differs_by_numbers = own if own is not None and own.is_off else differs_by_numbers
+                    tried = _of_few(trial, halves, with_gradients)
+                    if trial.drew and looked == 1 and with_gradients and not (tried is not None and tried.is_off):
+                        own = trial.of_gradient(halves, own_numbers=True)
+                        differs_by_numbers = own if own is not None and own.is_off else None
                 except Exception as why:  # of the model or its loss: training may go well all the same
-                    told = f"{type(why).__name__}: {why}"
+                    why_not = f"{type(why).__name__}: {why}"
                     continue
                 if tried is not None and tried.is_off:
                     return tried
                 compared += tried is not None
                 break
         if differs_by_numbers is not None:
-            logger.warning("with random numbers of its own for each sample, %s", differs_by_numbers)
-        elif not compared:
-            logger.warning("the loss could not be tried on parts of a batch (%s)", told)
+            self._tell(f"with random numbers of its own for each sample, {differs_by_numbers}")
+        elif looked and not compared:
+            self._tell(f"the loss could not be tried on parts of a batch ({why_not})")
         return None
 
-    def _is_right_in_blocks(
-        self, model: torch.nn.Module, batch: Any, samples: int, loss_of: Callable[[Any], torch.Tensor]
-    ) -> bool:
+    def _is_right_in_blocks(self, trial_of: Callable[..., Trial], batch: Any, samples: int) -> bool:
         """Whether several pairs of whole micro-batches have the gradient together that they have one by one.
 
         A loss may compare samples within groups of which each micro-batch has whole ones.
         """
         if samples <= self.micro_batch_size:
             return False
-        pairs = pairs_of_blocks(batch, samples, self.micro_batch_size)
-        return self._all_are_right(model, batch, samples, loss_of, pairs)
-
-    def _all_are_right(
-        self,
-        model: torch.nn.Module,
-        batch: Any,
-        samples: int,
-        loss_of: Callable[[Any], torch.Tensor],
-        pairs: list[Halves],
-    ) -> bool:
-        """Of all parameters, as far as they are ever compared."""
-        trial = Trial(model, batch, samples, loss_of, self.terms_of, loss_fn=self.loss_fn)
-        found = []
-        for pair, turn in itertools.product(pairs, range(trial.turns)):
-            try:
-                found.append(trial.of_gradient(pair, turn=turn))
-            except Exception as why:  # no memory, for instance
-                logger.info("two micro-batches could not be taken together (%s: %s)", type(why).__name__, why)
-                return False
-            if found[-1] is not None and found[-1].is_off:
-                return False
-        return any(tried is not None for tried in found)
+        return _all_are_right(trial_of(), pairs_of_blocks(batch, samples, self.micro_batch_size))
 
 
-def _of_few(trial: Trial, halves: Halves, with_gradients: bool, turn: int) -> Tried | None:
-    tried = trial.of_gradient(halves, turn=turn) if with_gradients else None
+def _of_few(trial: Trial, halves: Halves, with_gradients: bool) -> Tried | None:
+    tried = trial.of_gradient(halves) if with_gradients else None
     if tried is not None:
         return tried
     tried = trial.of_loss(halves)
@@ -184,3 +188,16 @@ def _of_few(trial: Trial, halves: Halves, with_gradients: bool, turn: int) -> Tr
         return tried
     shaken = trial.of_loss(halves, shaken=True)
     return tried if shaken is None else shaken
+
+
+def _all_are_right(trial: Trial, pairs: list[Halves]) -> bool:
+    found = []
+    for pair in pairs:
+        try:
+            found.append(trial.of_gradient(pair))
+        except Exception as why:  # no memory, for instance
+            logger.info("two micro-batches could not be taken together (%s: %s)", type(why).__name__, why)
+            return False
+        if found[-1] is not None and found[-1].is_off:
+            return False
+    return any(tried is not None for tried in found)

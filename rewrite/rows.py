@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -35,19 +36,31 @@ def halves_of(
 
 
 def _by_labels(batch: Any, samples: int, few: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Half of them with the commonest label and half with the next one; for two samples, both with the commonest."""
+    """Of the commonest labels.
+
+    As many samples of each in one part as in the other: a loss over pairs of a class has some in both together that no
+    part has. And three quarters with the commonest one, so that the parts have other shares of it than the whole.
+    """
     labels = [t for t in _tensors(batch) if t.dim() == 1 and len(t) == samples and _is_whole(t)]
     for tensor in labels[:1]:
         values, counts = tensor.cpu().unique(return_counts=True)
-        if not 1 < len(values) < samples:
+        if len(values) == 1:
             continue
-        first, second = values[counts.argsort(descending=True)[:2]]
-        half = few // 2
-        firsts, seconds = ((tensor.cpu() == value).nonzero().flatten() for value in (first, second))
-        if few == 2 and len(firsts) > 1:
-            yield firsts[:1], firsts[1:2]
-        elif len(firsts) >= half and len(seconds) >= few - half:
-            yield firsts[:half], seconds[: few - half]
+        by_label = [
+            (tensor.cpu() == value).nonzero().flatten().tolist()
+            for value in values[counts.argsort(descending=True, stable=True)]
+        ]
+        firsts, seconds = [], []
+        for rows in by_label:
+            pairs = min(len(rows) // 2, max(1, few // 4), few // 2 - len(firsts))
+            firsts += rows[: 2 * pairs : 2]
+            seconds += rows[1 : 2 * pairs : 2]
+        if firsts:
+            yield torch.tensor(firsts), torch.tensor(seconds)
+        most = few - few // 4
+        uneven = [*by_label[0][:most], *itertools.chain(*by_label[1:])][:few]
+        if few > 2:
+            yield torch.tensor(uneven[: few // 2]), torch.tensor(uneven[few // 2 :])
 
 
 def amounts_of_padding(batch: Any, samples: int) -> torch.Tensor:

@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
+import functools
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 
 from rewrite.samples import map_tensors
 from rewrite.steady_random import SteadyRandom
-from rewrite.untouched import untouched
+from rewrite.untouched import Untouched
 
 logger = logging.getLogger(__name__)
 
 _ELEMENTS = 1 << 18
-"""About how many elements of gradients are compared: of small parameters, of all layers, and as many of a large one."""
+"""About how many elements of gradients are compared, spread over all parameters."""
 
-_LARGE = 4
-"""Larger parameters that are looked at, in turn."""
+_LEAST_ELEMENTS = 256
+"""Of each parameter that has as many."""
 
 _BOUNDS = {"full": (1e-3, 3e-5), "tf32": (1e-2, 3e-3), "lower": (5e-2, 5e-2)}
 """Of the norm of gradients, and of the loss, by precision: a sample is not computed as it is beside others."""
@@ -39,6 +39,9 @@ _ROUNDING = 1e-5
 
 _SMALL = 1e-3
 """A gradient or loss below this may be; then it is another one where samples change places."""
+
+_NOISE = 1 << 18
+"""Numbers by which parameters are changed, again and again."""
 
 _SHAKEN = 0.5
 """By how much of their root mean square parameters are changed where values are compared."""
@@ -91,7 +94,7 @@ class Trial:
     Args:
         loss_of: the loss of a batch, from the model.
         terms_of: from a batch and its samples: over how many terms its loss is taken to be a mean.
-        loss_fn: what takes the loss, beside the model.
+        untouched: of the model and what takes its loss.
         trains: whether modules are as they are in training, except for running statistics.
     """
 
@@ -102,44 +105,30 @@ class Trial:
         samples: int,
         loss_of: Callable[[Any], torch.Tensor],
         terms_of: Callable[[Any, int], torch.Tensor | float],
+        untouched: Untouched,
         *,
-        loss_fn: Callable | None = None,
         trains: bool = True,
     ) -> None:
         self.model, self.batch, self.samples, self.loss_of, self.terms_of = model, batch, samples, loss_of, terms_of
-        self.loss_fn, self.trains = loss_fn, trains
+        self.untouched, self.trains = untouched, trains
         self.drew = False
         """Whether random numbers were drawn."""
+        self._drew_on_host = False
         self.precision = _precision_of(model, batch)
-        trained = sorted((p for p in model.parameters() if p.requires_grad), key=torch.Tensor.numel)
-        ends = itertools.accumulate(parameter.numel() for parameter in trained)
-        self._small = [parameter for parameter, end in zip(trained, ends, strict=True) if end <= _ELEMENTS]
-        large = trained[len(self._small) :]
-        places = torch.linspace(0, len(large) - 1, min(_LARGE, len(large))).round().long().tolist()
-        self._large = [large[place] for place in places]
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
-    @property
-    def turns(self) -> int:
-        """How many gradients there are to look at."""
-        return max(1, len(self._large))
-
-    def of_gradient(self, halves: Halves, *, turn: int = 0, own_numbers: bool = False) -> Tried | None:
+    def of_gradient(self, halves: Halves, *, own_numbers: bool = False) -> Tried | None:
         """None where no gradients can be taken, or they are nothing.
 
         Args:
-            turn: which of the large parameters is looked at. One in a backward: in training its gradient is held once
-                more too, before it is added to that of other micro-batches.
             own_numbers: random numbers belong to samples.
         """
         losses = []
-        compared = [*self._small, *([self._large[turn % len(self._large)]] if self._large else [])]
 
         def taken(part: Any) -> torch.Tensor:
             loss = self.loss_of(part).reshape(())
             losses.append(abs(float(loss.detach())))
-            gradients = torch.autograd.grad(loss, compared, allow_unused=True, materialize_grads=True)
-            del loss
-            return torch.cat([_flat(gradient) for gradient in gradients])
+            return sampled_gradient(loss, self._trained)
 
         try:
             with torch.enable_grad():
@@ -187,6 +176,8 @@ class Trial:
         tried = Tried(what, len(rows), math.inf if math.isnan(error) else error, size, self.precision)
         if tried.is_off and not float((together - looked(rows)).norm()) <= tried.bound * size:
             raise UnsteadyError(f"the same samples have another {what} when they are taken again")
+        if tried.is_off and self._drew_on_host:
+            raise UnsteadyError("it draws random numbers from numpy or Python, which are those of other samples")
         may_be_rounding = tried.is_off and size < _SMALL
         if may_be_rounding and not float((together - looked(rows.flip(0))).norm()) <= tried.bound * size:
             raise UnsteadyError(f"the {what} is nothing but rounding")
@@ -200,7 +191,7 @@ class Trial:
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # or it would give up its graphs for good
             stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
             torch.backends.mha.set_fastpath_enabled(False)  # which leaves zeros at padding
-            stack.enter_context(untouched(self.model, self.loss_fn))
+            stack.enter_context(self.untouched.look())
             for kind in {device.type for device in devices}:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             for module in self.model.modules():  # past a `train` of its own, which may merge weights
@@ -210,10 +201,11 @@ class Trial:
             random = stack.enter_context(SteadyRandom([d for d in devices if d.type == "cuda"], numbers))
             yield
             self.drew |= bool(random.draws)
+        self._drew_on_host |= self.untouched.drew_on_host
 
     def _shake(self) -> None:
         """Change parameters, in place: it is undone as what forwards write is."""
-        noise = torch.arange(_ELEMENTS, dtype=torch.float64).mul_(2.4).sin_().float()
+        noise = torch.arange(_NOISE, dtype=torch.float64).mul_(2.4).sin_().float()
         for parameter in self.model.parameters():
             if parameter.requires_grad and parameter.is_contiguous() and parameter.is_floating_point():
                 size = float(parameter.detach().float().square().mean().sqrt()) or 0.05
@@ -235,9 +227,34 @@ class Trial:
         return map_tensors(pick, self.batch, pick_list)
 
 
+def sampled_gradient(loss: torch.Tensor, trained: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+    """Elements of the gradient of each parameter, so scaled that their norm is about that of all of it; on the host.
+
+    Of the gradients themselves there is no more than one at a time. None is added to `.grad`, and no hook that waits
+    for that is called.
+    """
+    stride = (
+        -(-sum(parameter.numel() for parameter in trained) // _ELEMENTS) | 1
+    )  # odd: not the same columns of all rows
+    strides = [max(1, min(stride, parameter.numel() // _LEAST_ELEMENTS)) | 1 for parameter in trained]
+    found = [torch.zeros(-(-p.numel() // s), dtype=torch.float64) for p, s in zip(trained, strides, strict=True)]
+
+    def note(number: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        stride = strides[number]
+        found[number] = _flat(gradient)[::stride].cpu().double() * stride**0.5
+        return None if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
+
+    with contextlib.ExitStack() as stack:
+        for number, parameter in enumerate(trained):
+            if parameter._backward_hooks is None:
+                stack.callback(setattr, parameter, "_backward_hooks", None)
+            stack.callback(parameter.register_hook(functools.partial(note, number)).remove)
+        torch.autograd.grad(loss, trained, allow_unused=True)
+    return torch.cat(found)
+
+
 def _flat(gradient: torch.Tensor) -> torch.Tensor:
-    flat = (gradient.to_dense() if gradient.is_sparse else gradient).flatten()
-    return flat[:: -(-len(flat) // _ELEMENTS) or 1].cpu().double()
+    return (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
 
 
 def _has_running_statistics(module: torch.nn.Module) -> bool:

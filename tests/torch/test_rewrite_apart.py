@@ -20,10 +20,10 @@ from transformers.modeling_outputs import BaseModelOutput
 import rewrite
 from planner.decisions import Accumulation, Checkpoint, Decision, Offload, Precision, Replay
 from planner.errors import DecisionError
-from rewrite import trial
-from rewrite.rows import amounts_of_padding
+from rewrite import held_state, trial
+from rewrite.rows import amounts_of_padding, halves_of
 from rewrite.steady_random import SteadyRandom
-from rewrite.untouched import _CopiesOfWritten, untouched
+from rewrite.untouched import Untouched, _CopiesOfWritten
 
 SAMPLES, LENGTH = 16, 24
 
@@ -324,16 +324,100 @@ def weighted_by_hand(output: torch.Tensor, batch: tuple) -> torch.Tensor:
 
 @pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize(("size", "count"), [(2, 16), (8, 4), (16, 2)])
-def test_a_loss_over_pairs_of_a_class_is_refused_or_told(size, count, shuffled, caplog):
-    """Two samples alone have no loss at all."""
+def test_a_loss_over_pairs_of_a_class_is_refused(size, count, shuffled):
+    """Two samples alone have no loss at all; four of them have."""
     batch = classes(shuffled)
-    step = step_of(supervised_contrastive, size, count, batch=batch, build=Embedder).step
-    if size > 2:
-        with pytest.raises(DecisionError, match="comes out"):
-            step(batch)
-    else:
-        step(batch)
-        assert "could not be tried on parts of a batch (it is zero, or no number)" in caplog.text
+    with pytest.raises(DecisionError, match="comes out"):
+        step_of(supervised_contrastive, size, count, batch=batch, build=Embedder).step(batch)
+
+
+def drawn_together(output: torch.Tensor, batch: tuple) -> torch.Tensor:
+    """Samples of a class; nothing keeps classes apart."""
+    same = (batch[1][:, None] == batch[1][None]) & ~torch.eye(len(output)).bool()
+    return (torch.cdist(output, output).square() * same).sum() / same.sum().clamp(min=1)
+
+
+@pytest.mark.parametrize("loss_fn", [supervised_contrastive, drawn_together])
+@pytest.mark.parametrize(("size", "count"), [(4, 8), (16, 2)])
+def test_pairs_of_a_class_are_found_wherever_they_are(loss_fn, size, count):
+    """No two samples beside each other are of one class, and each class has two."""
+    batch = (classes()[0], torch.arange(32) % 16)
+    with pytest.raises(DecisionError, match="comes out"):
+        step_of(loss_fn, size, count, batch=batch, build=Embedder).step(batch)
+
+
+def test_samples_are_chosen_by_labels():
+    labels = torch.tensor([5, 3, 3, 7, 5, 3, 3, 5, 9, 5])
+    sides = list(halves_of((torch.zeros(10, 4), labels), 10, 8, 5, 0))[2:]
+    assert [[labels[part].tolist() for part in side] for side in sides] == [
+        [[3, 3, 5, 5], [3, 3, 5, 5]],
+        [[3, 3, 3, 3], [5, 5, 5, 5]],
+    ]
+
+
+@pytest.mark.parametrize("size", [2, 4, 16])
+def test_weights_by_how_often_a_class_comes_are_refused(size):
+    """Two samples of two classes do not show it, whichever they are."""
+
+    def balanced(output, batch):
+        weight = 1.0 / torch.bincount(batch[1], minlength=8)[batch[1]]
+        return (F.cross_entropy(output, batch[1], reduction="none") * weight).sum() / weight.sum()
+
+    batch = (classes()[0].repeat(2, 1), torch.randint(0, 8, (64,), generator=torch.Generator().manual_seed(0)))
+    with pytest.raises(DecisionError, match="comes out"):
+        step_of(balanced, size, 64 // size, batch=batch, build=Embedder).step(batch)
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_every_large_parameter_is_looked_at(number):
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleList(nn.Linear(10, 40_000, bias=False) for _ in range(6))
+
+        def forward(self, x):
+            return torch.stack([head(x).square().mean(1) for head in self.heads], 1)
+
+    def masked_in_one(output, batch):
+        mask = (batch[1] > 2).float()
+        return output.mean() - output[:, number].mean() + (output[:, number] * mask).sum() / mask.sum()
+
+    with pytest.raises(DecisionError, match="comes out"):
+        step_of(masked_in_one, 8, 4, batch=classes(shuffled=True), build=Branches).step(classes(shuffled=True))
+
+
+@pytest.mark.parametrize("draw", [np.random.rand, lambda n: np.array([random.random() for _ in range(n)])])
+def test_numbers_of_each_sample_that_are_not_torchs_are_told(draw, caplog):
+    """Which sample meets which number depends on the parts: a trial says nothing."""
+
+    def noisy(output, batch):
+        return (F.cross_entropy(output, batch[1], reduction="none") * torch.as_tensor(draw(len(output)))).mean()
+
+    result = step_of(noisy, 8, 4, batch=classes(), build=Embedder)
+    for _ in range(4):
+        result.step(classes())
+    assert len(caplog.records) == 1  # once, not in each of the batches
+    assert "draws random numbers from numpy or Python" in caplog.text
+
+
+def test_what_draws_other_numbers_in_training_is_tried_in_evaluation(caplog):
+    class Masking(Embedder):
+        def forward(self, x):
+            if self.training:
+                x = x * torch.as_tensor(np.random.rand(*x.shape) > 0.3)
+            return super().forward(x.float())
+
+    batch = classes(shuffled=True)
+    step_of(of_classes, 8, 4, batch=batch, build=Masking).step(batch)
+    assert not caplog.records
+    with pytest.raises(DecisionError, match="comes out"):
+        step_of(weighted_by_hand, 8, 4, batch=batch, build=Masking).step(batch)
+
+
+def test_a_model_of_very_many_objects_is_told(monkeypatch, caplog):
+    monkeypatch.setattr(held_state, "_MOST_OBJECTS", 3)
+    step_of(of_classes, 8, 4, batch=classes(), build=Embedder).step(classes())
+    assert "so many objects" in caplog.text
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -525,17 +609,17 @@ def test_a_trial_leaves_no_trace(build, own_loss):
 
 
 def test_what_was_resized_or_replaced_in_a_closure_is_given_back():
-    model, calls, last = nn.Linear(2, 2), [1], None
+    model, calls, last, late = nn.Linear(2, 2), [1], None, 0
     model.register_buffer("grown", torch.zeros(2))
+    del late
 
     def loss(output, batch):
-        nonlocal last
-        last = 5
+        nonlocal last, late
+        last = late = 5
         calls.append(2)
-        return last
+        return last, late
 
-    before = [cell.cell_contents for cell in loss.__closure__]
-    with untouched(model, loss):
+    with Untouched(model, loss).look():
         loss(None, None)
         model.grown.resize_(7)
         model.extra = 3
@@ -544,7 +628,9 @@ def test_what_was_resized_or_replaced_in_a_closure_is_given_back():
     assert model.grown.shape == (2,)
     assert not hasattr(model, "extra")
     assert model.weight.any()
-    assert [cell.cell_contents for cell in loss.__closure__] == [before[0], last]
+    assert last is None
+    with pytest.raises(ValueError, match="empty"):
+        _ = loss.__closure__[loss.__code__.co_freevars.index("late")].cell_contents
 
 
 def deep(depth: int = 9) -> nn.Module:

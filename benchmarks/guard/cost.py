@@ -1,0 +1,96 @@
+"""What the trials of a split training take: memory and time of steps with one, beside a step without."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+import rewrite
+from benchmarks.guard.losses import Case
+from benchmarks.guard.trying import plan_of
+from benchmarks.quality.counting import LiveBytes
+from benchmarks.quality.models import GPT, Classifier
+from planner.decisions import Accumulation, Checkpoint, Decision, Precision
+from rewrite.apart import _TRIED
+from rewrite.untouched import _CopiesOfWritten
+
+STEPS = 7
+SPLIT = {
+    "16 x 1": (Accumulation(micro_batch_size=1, micro_batches=16),),
+    "16 x 1, bf16": (Accumulation(micro_batch_size=1, micro_batches=16), Precision(dtype="bf16")),
+    "8 x 2, checkpoints": (
+        Accumulation(micro_batch_size=2, micro_batches=8),
+        Checkpoint(modules=tuple(f"body.blocks.{number}" for number in range(6))),
+    ),
+    "4 x 4": (Accumulation(micro_batch_size=4, micro_batches=4),),
+    "4 x 4, bf16": (Accumulation(micro_batch_size=4, micro_batches=4), Precision(dtype="bf16")),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    split: str
+    peaks: list[int]
+    """Bytes alive above the start of each step."""
+    seconds: list[float]
+
+    def relative(self) -> list[tuple[int, float, float]]:
+        """(number, peak, time) of the steps that were tried, over the smallest of those that were not."""
+        plain = [number for number in range(1, STEPS + 1) if number not in _TRIED]
+        peak, seconds = (min(row[number - 1] for number in plain) for row in (self.peaks, self.seconds))
+        tried = [number for number in _TRIED if number <= STEPS]
+        return [(number, self.peaks[number - 1] / peak, self.seconds[number - 1] / seconds) for number in tried]
+
+
+def costs() -> Iterator[Cost]:
+    case = Case("GPT", _build, lambda: tuple(torch.randint(0, 4096, (16, 128)) for _ in range(2)))
+    plan = plan_of(case)
+    for name, decisions in SPLIT.items():
+        peaks = _of_steps(case, dataclasses.replace(plan, decisions=decisions), _peak_bytes)
+        seconds = [
+            min(row) for row in zip(*(_of_steps(case, _with(plan, decisions), _seconds) for _ in range(2)), strict=True)
+        ]
+        yield Cost(name, peaks, seconds)
+
+
+def _build() -> torch.nn.Module:
+    return Classifier(GPT(depth=6, width=256, heads=8, vocabulary=4096, length=128))
+
+
+def _with(plan: Any, decisions: tuple[Decision, ...]) -> Any:
+    return dataclasses.replace(plan, decisions=decisions)
+
+
+def _of_steps(case: Case, plan: Any, measure: Callable[..., Any]) -> list[Any]:
+    torch.manual_seed(0)
+    model = case.build()
+    result = rewrite.apply(plan, model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    return [measure(model, result.step, case.batch()) for _ in range(STEPS)]
+
+
+def _peak_bytes(model: torch.nn.Module, step: Callable[[Any], torch.Tensor], batch: Any) -> int:
+    """Without what a trial keeps on the host, which is no other memory here."""
+    copy = _CopiesOfWritten._copy
+
+    def uncounted(self: _CopiesOfWritten, tensor: Any) -> None:
+        with _disable_current_modes():
+            copy(self, tensor)
+
+    _CopiesOfWritten._copy = uncounted
+    try:
+        with LiveBytes([*model.parameters(), *model.buffers(), *batch]) as memory:
+            step(batch)
+    finally:
+        _CopiesOfWritten._copy = copy
+    return memory.peak_bytes
+
+
+def _seconds(model: torch.nn.Module, step: Callable[[Any], torch.Tensor], batch: Any) -> float:
+    began = time.perf_counter()
+    step(batch)
+    return time.perf_counter() - began
