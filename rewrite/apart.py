@@ -78,7 +78,7 @@ class TriedApart:
                 if not self.is_stated and not tried.is_slight:
                     raise DecisionError(f"{tried}; {self.way_out}")
                 by = "Micro-batches are weighted by the loss_weight that was given" if self.is_stated else self.way_out
-                logger.warning("%s. %s", tried, by)
+                self._tell("what is off", f"{tried}. {by}")
         self._batches += 1
 
     def is_right(
@@ -110,15 +110,15 @@ class TriedApart:
         untouched = Untouched(model, self.loss_fn)
         if not untouched.is_whole:
             self._tell(
-                "the model and its loss function hold so many objects that some may keep what a trial left there"
+                "objects", "model and loss function hold so many objects that some may keep what a trial left there"
             )
         return functools.partial(Trial, model, batch, samples, loss_of, self.terms_of, untouched)
 
-    def _tell(self, line: str) -> None:
-        """Once."""
-        if line not in self._told:
+    def _tell(self, about: str, line: str) -> None:
+        """Once, as many batches as it is about."""
+        if about not in self._told:
             logger.warning("%s", line)
-        self._told.add(line)
+        self._told.add(about)
 
     def _can_be_tried(self, model: torch.nn.Module, batch: Any) -> bool:
         tensors: list[torch.Tensor] = list(model.parameters())
@@ -164,9 +164,9 @@ class TriedApart:
                 compared += tried is not None
                 break
         if differs_by_numbers is not None:
-            self._tell(f"with random numbers of its own for each sample, {differs_by_numbers}")
+            self._tell("random numbers", f"with random numbers of its own for each sample, {differs_by_numbers}")
         elif looked and not compared:
-            self._tell(f"the loss could not be tried on parts of a batch ({why_not})")
+            self._tell("what was not tried", f"the loss could not be tried on parts of a batch ({why_not})")
         return None
 
     def _is_right_in_blocks(self, trial_of: Callable[..., Trial], batch: Any, samples: int) -> bool:
