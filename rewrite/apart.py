@@ -17,6 +17,7 @@ from typing import Any, final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from planner.errors import DecisionError
 from rewrite.rows import halves_of, pairs_of_blocks
@@ -121,14 +122,23 @@ class TriedApart:
         self._told.add(about)
 
     def _can_be_tried(self, model: torch.nn.Module, batch: Any) -> bool:
-        tensors: list[torch.Tensor] = list(model.parameters())
+        """Not tensors without values, nor those that are made of others, of which writes are not seen."""
+        tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
             tensors.append(tensor)
             return tensor
 
         map_tensors(note, batch)
-        return not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
+        if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
+            return False
+        made = {type(tensor).__name__ for tensor in tensors if is_traceable_wrapper_subclass(tensor)}
+        if made:
+            self._tell(
+                "wrappers", f"the loss could not be tried on parts of a batch: {min(made)} is made of other tensors"
+            )
+            return False
+        return True
 
     def _looks(self, batch: Any, samples: int) -> Iterator[tuple[Halves, bool]]:
         """Samples of two parts, and whether there is room for gradients of them."""

@@ -1,9 +1,10 @@
 """What a model and its loss function hold, noted once and given back after each look at them.
 
-Modules and plain objects with what they hold: attributes, slots, containers, variables of closures, arrays, caches,
-generators of random numbers; of tensors what they are, not what is in them. Left alone: state in global variables and
-in classes, iterators, files, what lies behind weak references or in containers of more than a thousand entries, arrays
-of more than 16 MiB, and what threads share: queues, executors, loaders, objects that hold a lock.
+Modules and plain objects with what they hold: their class, attributes, slots, containers, variables of closures,
+arrays, generators of random numbers; of tensors what they are and their hooks, not what is in them. Left alone: state
+in global variables and in classes, of scripted modules, in iterators, files, `functools.lru_cache`, behind weak
+references or in containers of more than a thousand entries, arrays of more than 16 MiB, and what threads share: queues,
+executors, loaders, objects that hold one or a lock.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ _LONGEST = 1_000_000
 _LARGEST_ARRAY_BYTES = 16 << 20
 
 _CONTAINERS = (OrderedDict, dict, list, set, deque)
+_WALKED = (*_CONTAINERS, tuple, frozenset)
 _LEFT_ALONE = (type, types.ModuleType, str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
-_SHARED = {
-    "queue", "_queue", "threading", "_thread", "multiprocessing", "concurrent", "asyncio", "selectors", "socket", "ssl",
-    "logging", "io", "_io", "subprocess",
-}  # fmt: skip
+_OF_THREADS = {"queue", "_queue", "threading", "_thread", "multiprocessing", "concurrent", "asyncio"}
 """Modules whose objects other threads may use meanwhile."""
+_LEFT_ALONE_MODULES = _OF_THREADS | {
+    "selectors", "socket", "ssl", "logging", "io", "_io", "subprocess", "weakref", "_weakref", "_weakrefset",
+}  # fmt: skip
 _EMPTY = object()
 """In place of what a variable or a slot holds that holds nothing."""
 _HEAP_TYPE = 1 << 9
@@ -56,89 +58,95 @@ class HeldState:
         self._restores: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._empty: list[Any] = []
         self._generators: list[tuple[Callable[[], Any], Callable[[Any], Any], Any]] = []
-        self._is_left_alone = functools.cache(_is_left_alone)
-        self._slots = functools.cache(_slots)
+        self._kinds: dict[int, _Kind] = {}
+        self._told: set[str] = set()
         modules = [root.modules() if isinstance(root, torch.nn.Module) else [root] for root in roots]
-        for value in self._reached(itertools.chain(*modules)):
-            try:
-                self._note(value)
-            except Exception as why:  # of a class of the user's own; it is told, and the others are noted
-                logger.warning("what a %s holds is not known (%s: %s)", type(value).__name__, type(why).__name__, why)
+        self._walk(itertools.chain(*modules))
         self._note_generator(random.getstate, random.setstate)
         if (numpy := sys.modules.get("numpy")) is not None:
             self._note_generator(numpy.random.get_state, numpy.random.set_state)
 
     def give_back(self) -> bool:
-        """Whether generators of random numbers other than torch's had moved."""
+        """Whether generators of random numbers other than torch's had moved.
+
+        An interruption is raised when all is done.
+        """
+        interrupted = None
+        for restore, arguments in self._restores:
+            try:
+                try:
+                    restore(*arguments)
+                except KeyboardInterrupt as why:
+                    interrupted = why
+                    restore(*arguments)
+            except Exception as why:  # one object that cannot be put back does not keep others from it; it is told
+                self._tell(f"a {type(arguments[0]).__name__} could not be put back", why)
         for container in self._empty:
             if container:
                 container.clear()
-        for restore, arguments in self._restores:
-            try:
-                restore(*arguments)
-            except Exception as why:  # one object that cannot be put back does not keep others from it; it is told
-                name = type(arguments[0]).__name__
-                logger.warning("a %s could not be put back (%s: %s)", name, type(why).__name__, why)
         moved = False
         for get, put, state in self._generators:
             if pickle.dumps(get()) != pickle.dumps(state):
                 put(state)
                 moved = True
+        if interrupted is not None:
+            raise interrupted
         return moved
 
-    def _reached(self, roots: Iterable[Any]) -> Iterator[Any]:
-        """The nearest first."""
+    def _tell(self, what: str, why: Exception) -> None:
+        if what not in self._told:
+            logger.warning("%s (%s: %s)", what, type(why).__name__, why)
+        self._told.add(what)
+
+    def _walk(self, roots: Iterable[Any]) -> None:
+        """Note what is reached, the nearest first."""
         seen: dict[int, Any] = {}
         waiting = deque(roots)
         while waiting:
             value = waiting.popleft()
-            if id(value) in seen or self._is_left_alone(type(value)) or _is_shared(value):
+            kind = self._kind_of(value)
+            if id(value) in seen or kind.is_left_alone:
                 continue
-            if type(value) in _CONTAINERS and not value:  # most of what modules hold
+            if kind.is_plain and not value:  # most of what modules hold
                 self._empty.append(value)
                 continue
             if len(seen) == _MOST_OBJECTS:
                 self.is_whole = False
                 return
             seen[id(value)] = value
-            yield value
-            waiting.extend(self._held_by(value))
+            try:
+                held = list(kind.held_by(value))
+                if issubclass(kind.type, torch.nn.Module) or not any(self._kind_of(one).is_of_threads for one in held):
+                    self._note(value, kind)
+                    waiting.extend(held)
+            except Exception as why:  # of a class of the user's own; it is told, and the others are noted
+                self._tell(f"what a {kind.type.__name__} holds is not known", why)
 
-    def _held_by(self, value: Any) -> Iterable[Any]:
-        kind = type(value)
-        held: list[Any] = list((_attributes(value) or {}).values())
-        held += [content for slot in self._slots(kind) if (content := _slot_of(value, slot)) is not _EMPTY]
-        if issubclass(kind, dict):
-            held += dict.values(value) if len(value) <= _LONG else ()
-        elif issubclass(kind, (list, tuple, set, frozenset, deque)):
-            held += value if len(value) <= _LONG else ()
-        elif issubclass(kind, functools.partial):
-            held += [value.func, value.args, value.keywords]
-        elif kind is types.FunctionType:
-            held += [content for cell in value.__closure__ or () if (content := _content(cell)) is not _EMPTY]
-            held += [value.__defaults__, value.__kwdefaults__]
-        elif kind is types.MethodType:
-            held += [value.__self__, value.__func__]
-        elif kind is types.BuiltinMethodType:
-            held.append(value.__self__)
-        elif kind is functools._lru_cache_wrapper:
-            held.append(value.__wrapped__)
-        return held
+    def _kind_of(self, value: Any) -> _Kind:
+        kind = self._kinds.get(id(type(value)))
+        if kind is None:
+            kind = self._kinds[id(type(value))] = _Kind(type(value))
+        return kind
 
-    def _note(self, value: Any) -> None:
-        kind = type(value)
+    def _note(self, value: Any, of: _Kind) -> None:
+        kind = of.type
         if (attributes := _attributes(value)) is not None:
-            self._note_container(attributes)
-        for slot in self._slots(kind):
+            if kind.__flags__ & _HEAP_TYPE:
+                self._restores.append((_put_back_class, (value, kind)))
+            self._note_container(attributes, dict)
+        for slot in of.slots:
             self._restores.append((_put_into_slot, (value, slot, _slot_of(value, slot))))
         if issubclass(kind, torch.Tensor):
             self._restores.append((_put_back_tensor, (value, *_state_of(value))))
-        elif issubclass(kind, _CONTAINERS):
-            self._note_container(value)
+            for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                if (hooks := getattr(value, name, None)) is None:
+                    self._restores.append((_without_hooks, (value, name)))
+                else:
+                    self._note_container(hooks, OrderedDict)
+        elif of.container in _CONTAINERS:
+            self._note_container(value, of.container)
         elif kind is types.FunctionType:
             self._restores += [(_put_into_cell, (cell, _content(cell))) for cell in value.__closure__ or ()]
-        elif kind is functools._lru_cache_wrapper:
-            self._restores.append((_clear_if_used, (value, [value.cache_info().misses])))
         elif issubclass(kind, (bytearray, array.array)):
             self._restores.append((operator.setitem, (value, slice(None), value[:])))
         elif issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
@@ -148,9 +156,8 @@ class HeldState:
         elif (numpy := sys.modules.get("numpy")) is not None:
             self._note_of_numpy(value, numpy)
 
-    def _note_container(self, container: Any) -> None:
-        if len(container) <= _LONGEST:
-            kind = next(kind for kind in _CONTAINERS if issubclass(type(container), kind))
+    def _note_container(self, container: Any, kind: type) -> None:
+        if kind.__len__(container) <= _LONGEST:
             self._restores.append((_refill, (container, kind, *_entries(container, kind))))
 
     def _note_of_numpy(self, value: Any, numpy: types.ModuleType) -> None:
@@ -168,34 +175,54 @@ class HeldState:
         self._generators.append((get, put, get()))
 
 
-def _is_left_alone(kind: type) -> bool:
-    module = str(kind.__module__)
-    return issubclass(kind, _LEFT_ALONE) or module.partition(".")[0] in _SHARED or module.startswith("torch.utils.data")
+class _Kind:
+    """What is to know of a class, by the builtin types that it is made from."""
 
+    def __init__(self, kind: type) -> None:
+        self.type = kind
+        module = str(kind.__module__)
+        package = module.partition(".")[0]
+        self.is_of_threads = package in _OF_THREADS
+        self.is_left_alone = (
+            issubclass(kind, _LEFT_ALONE) or package in _LEFT_ALONE_MODULES or module.startswith("torch.utils.data")
+        )
+        self.container = next((base for base in _WALKED if issubclass(kind, base)), None)
+        self.is_plain = any(kind is base for base in _CONTAINERS)
+        bases = [base for base in kind.__mro__ if base.__flags__ & _HEAP_TYPE and "__slots__" in vars(base)]
+        self.slots = [
+            slot for base in bases for slot in vars(base).values() if type(slot) is types.MemberDescriptorType
+        ]
 
-def _is_shared(value: Any) -> bool:
-    """By threads: it holds a lock."""
-    if issubclass(type(value), torch.nn.Module):
-        return False
-    return any(type(held).__module__ in ("_thread", "threading") for held in (_attributes(value) or {}).values())
+    def held_by(self, value: Any) -> Iterator[Any]:
+        kind = self.type
+        yield from (_attributes(value) or {}).values()
+        yield from (content for slot in self.slots if (content := _slot_of(value, slot)) is not _EMPTY)
+        if self.container is not None:
+            if self.container.__len__(value) <= _LONG:
+                is_mapping = issubclass(self.container, dict)
+                yield from self.container.values(value) if is_mapping else self.container.__iter__(value)
+        elif issubclass(kind, functools.partial):
+            yield from (value.func, value.args, value.keywords)
+        elif kind is types.FunctionType:
+            yield from (content for cell in value.__closure__ or () if (content := _content(cell)) is not _EMPTY)
+            yield from (value.__defaults__, value.__kwdefaults__)
+        elif kind is types.MethodType:
+            yield from (value.__self__, value.__func__)
+        elif kind is types.BuiltinMethodType:
+            yield value.__self__
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
     """Past a `__getattr__` of its class."""
     try:
         found = object.__getattribute__(value, "__dict__")
-    except AttributeError:
+    except Exception:  # it has none, or its class makes it of something else
         return None
     return found if type(found) is dict else None
 
 
 def _is_copied(array: Any) -> bool:
     return array.flags.writeable and array.nbytes <= _LARGEST_ARRAY_BYTES and not array.dtype.hasobject
-
-
-def _slots(kind: type) -> list[Any]:
-    bases = [base for base in kind.__mro__ if base.__flags__ & _HEAP_TYPE and "__slots__" in vars(base)]
-    return [slot for base in bases for slot in vars(base).values() if type(slot) is types.MemberDescriptorType]
 
 
 def _slot_of(value: Any, slot: Any) -> Any:
@@ -218,7 +245,7 @@ def _entries(container: Any, kind: type) -> tuple[list[Any], list[Any]]:
 
 
 def _state_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    data = tensor.data if tensor.layout is torch.strided else None
+    data = tensor.data if tensor.layout is torch.strided and not tensor.is_nested else None
     return data, tensor.requires_grad, tensor.grad if tensor.is_leaf else None
 
 
@@ -227,19 +254,48 @@ def _state_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _refill(container: Any, kind: type, keys: list[Any], values: list[Any]) -> None:
     """By the methods of the builtin type: those of classes made from it may do more."""
-    if all(
-        len(now) == len(before) and all(map(operator.is_, now, before))
-        for now, before in zip(_entries(container, kind), (keys, values), strict=True)
-    ):
+    now = _entries(container, kind)
+    if all(map(_are_same, now, (keys, values))):
         return
-    kind.clear(container)
-    if issubclass(kind, dict):
-        for key, value in zip(keys, values, strict=True):
-            kind.__setitem__(container, key, value)
+    if kind is list:
+        list.__setitem__(container, slice(None), keys)
     elif kind is set:
+        set.intersection_update(container, keys)
         set.update(container, keys)
+    elif kind is deque:
+        deque.clear(container)
+        deque.extend(container, keys)
     else:
-        kind.extend(container, keys)
+        _refill_mapping(container, kind, now[0], keys, values)
+
+
+def _refill_mapping(container: Any, kind: type, now: list[Any], keys: list[Any], values: list[Any]) -> None:
+    """None of its entries is away meanwhile, not even for other threads, but those whose order has changed."""
+    known = set(keys)
+    for key in now:
+        if key not in known:
+            kind.__delitem__(container, key)
+    for key, value in zip(keys, values, strict=True):
+        kind.__setitem__(container, key, value)
+    if list(kind.__iter__(container)) != keys:
+        for key, value in zip(keys, values, strict=True):
+            kind.__delitem__(container, key)
+            kind.__setitem__(container, key, value)
+
+
+def _are_same(now: list[Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
+def _put_back_class(value: Any, kind: type) -> None:
+    if type(value) is not kind:
+        object.__setattr__(value, "__class__", kind)
+
+
+def _without_hooks(tensor: torch.Tensor, name: str) -> None:
+    """The dict stays, which autograd refers to."""
+    if (hooks := getattr(tensor, name)) is not None:
+        hooks.clear()
 
 
 def _put_into_slot(value: Any, slot: Any, content: Any) -> None:
@@ -282,10 +338,3 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _put_back_array(array: Any, before: Any, numpy: types.ModuleType) -> None:
     if not numpy.array_equal(array, before):
         numpy.copyto(array, before)
-
-
-def _clear_if_used(cache: Any, misses: list[int]) -> None:
-    """What was made meanwhile is made of numbers that were not drawn; without it the function is called again."""
-    if cache.cache_info().misses != misses[0]:
-        cache.cache_clear()
-        misses[0] = 0

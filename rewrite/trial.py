@@ -208,7 +208,8 @@ class Trial:
         noise = torch.arange(_NOISE, dtype=torch.float64).mul_(2.4).sin_().float()
         for parameter in self.model.parameters():
             if parameter.requires_grad and parameter.is_contiguous() and parameter.is_floating_point():
-                size = float(parameter.detach().float().square().mean().sqrt()) or 0.05
+                norm = torch.linalg.vector_norm(parameter.detach(), dtype=torch.float32)
+                size = float(norm) / max(1, parameter.numel()) ** 0.5 or 0.05
                 of_its_kind = noise.to(parameter.device, parameter.dtype)
                 for part in parameter.detach().view(-1).split(len(noise)):
                     part.add_(of_its_kind[: len(part)], alpha=_SHAKEN * size)
@@ -233,15 +234,15 @@ def sampled_gradient(loss: torch.Tensor, trained: Sequence[torch.nn.Parameter]) 
     Of the gradients themselves there is no more than one at a time. None is added to `.grad`, and no hook that waits
     for that is called.
     """
-    stride = (
-        -(-sum(parameter.numel() for parameter in trained) // _ELEMENTS) | 1
-    )  # odd: not the same columns of all rows
+    elements = sum(parameter.numel() for parameter in trained)
+    stride = -(-elements // _ELEMENTS) | 1  # odd: not the same columns of all rows
     strides = [max(1, min(stride, parameter.numel() // _LEAST_ELEMENTS)) | 1 for parameter in trained]
     found = [torch.zeros(-(-p.numel() // s), dtype=torch.float64) for p, s in zip(trained, strides, strict=True)]
 
-    def note(number: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        stride = strides[number]
-        found[number] = _flat(gradient)[::stride].cpu().double() * stride**0.5
+    def note(number: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if gradient is None:  # of a function that says so
+            return None
+        found[number] = _spread(gradient, strides[number]).cpu().double() * strides[number] ** 0.5
         return None if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
 
     with contextlib.ExitStack() as stack:
@@ -253,8 +254,23 @@ def sampled_gradient(loss: torch.Tensor, trained: Sequence[torch.nn.Parameter]) 
     return torch.cat(found)
 
 
-def _flat(gradient: torch.Tensor) -> torch.Tensor:
-    return (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
+def _spread(gradient: torch.Tensor, stride: int) -> torch.Tensor:
+    """Each so manyth element; of complex numbers real parts and imaginary ones, in turn."""
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()
+        rows, elements = gradient.indices(), gradient.values()
+        if len(rows) > 1:
+            return _spread(gradient.cpu().to_dense(), stride)
+        width = gradient[0].numel()
+        places = (rows[0][:, None] * width + torch.arange(width, device=rows.device)).reshape(-1)
+        chosen = places % stride == 0
+        spread = elements.new_zeros(-(-gradient.numel() // stride))
+        spread[places[chosen] // stride] = elements.reshape(-1)[chosen]
+        return spread
+    every = gradient.reshape(-1)[::stride]
+    if not every.is_complex():
+        return every
+    return torch.where(torch.arange(len(every), device=every.device) % 2 == 0, every.real, every.imag)
 
 
 def _has_running_statistics(module: torch.nn.Module) -> bool:

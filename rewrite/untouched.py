@@ -76,6 +76,8 @@ class _CopiesOfWritten(TorchDispatchMode):
         if key is None or key in self._made or key in self._copies:
             return
         storage = tensor.untyped_storage()
+        if not storage.data_ptr():  # of a tensor that is made of others
+            return
         self._copies[key] = storage, _bytes_of(storage).to("cpu", copy=True)
 
     def restore(self) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import array
 import collections
-import functools
+import copy
+import dataclasses
 import queue
 import random
+import sys
 import threading
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -72,12 +75,30 @@ def ordered() -> collections.OrderedDict:
     return made
 
 
-def projections() -> object:
-    return functools.lru_cache(lambda size: [random.random()])
+class Early:
+    def change(self) -> None:
+        self.__class__, self.more = Late, 1
 
 
-def twice(cache: object) -> None:
-    cache(3)
+class Late(Early):
+    pass
+
+
+def hooked() -> torch.Tensor:
+    tensor = torch.ones(1, requires_grad=True)
+    add_hooks(tensor)
+    return tensor
+
+
+def add_hooks(tensor: torch.Tensor) -> None:
+    tensor.register_hook(lambda gradient: 2 * gradient)
+    tensor.register_post_accumulate_grad_hook(lambda tensor: None)
+
+
+def count_of_hooks(tensor: torch.Tensor) -> int:
+    tensor.grad = None
+    tensor.sum().backward()
+    return int(tensor.grad), len(tensor._post_accumulate_grad_hooks or ())
 
 
 def in_place(function):
@@ -126,7 +147,9 @@ CASES = {
     "bytes": (lambda: bytearray(b"ab"), lambda b: b.extend(b"c"), bytes),
     "array": (lambda: array.array("i", [1, 2]), lambda a: a.append(3), list),
     "numpy array": (lambda: np.zeros(3), lambda a: np.add(a, 1, out=a), list),
-    "a cache": (projections, twice, lambda cache: cache.cache_info().currsize),
+    "a class": (lambda: Early(), Early.change, lambda held: (type(held), vars(held).copy())),
+    "hooks of a tensor": (lambda: torch.ones(1, requires_grad=True), add_hooks, count_of_hooks),
+    "more hooks of a tensor": (hooked, add_hooks, count_of_hooks),
     "legacy generator": (lambda: np.random.RandomState(0), numbers, state_of),
     "bits": (lambda: np.random.PCG64(0), numbers, state_of),
     "generator": (lambda: np.random.default_rng(0), numbers, lambda g: state_of(g.bit_generator)),
@@ -157,8 +180,7 @@ def test_what_is_held_is_given_back_after_each_look(name, of_model):
     for _ in range(2):
         with untouched.look():
             change(held)
-            if name != "a cache":
-                assert told(held) != before
+            assert told(held) != before
         assert told(held) == before
 
 
@@ -188,7 +210,19 @@ def test_an_optimizer_within_a_model_is_given_back():
     assert torch.equal(model.weight, before)
 
 
-@pytest.mark.parametrize("shared", [queue.Queue, threading.Event, lambda: types.SimpleNamespace(lock=threading.Lock())])
+@dataclasses.dataclass(slots=True)
+class Buffer:
+    lock: object = dataclasses.field(default_factory=threading.Lock)
+    later: int = 0
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [
+        queue.Queue, threading.Event, Buffer, lambda: types.SimpleNamespace(lock=threading.RLock()),
+        lambda: types.SimpleNamespace(tasks=queue.Queue()),
+    ],
+)  # fmt: skip
 def test_what_threads_share_is_left_alone(shared):
     model = nn.Linear(2, 2)
     model.shared, model.buffer = shared(), [1]
@@ -203,16 +237,94 @@ def test_what_threads_share_is_left_alone(shared):
         assert model.shared.get_nowait() == 3
 
 
-@pytest.mark.parametrize("odd", [random.SystemRandom, Attributes, Anything, lambda: Attributes(__closure__=(1,))])
-def test_objects_of_odd_classes_are_no_trouble(odd, caplog):
+class NotYet(list):
+    def __len__(self) -> int:
+        raise RuntimeError("not loaded yet")
+
+    def __iter__(self) -> object:
+        raise RuntimeError("not loaded yet")
+
+
+class Proxy:
+    @property
+    def __dict__(self) -> dict:
+        raise RuntimeError("outside of a context")
+
+
+class WithoutHash(type):
+    __hash__ = None
+
+    def __eq__(cls, other: object) -> bool:
+        raise RuntimeError("no")
+
+
+ODD = {
+    "system's": random.SystemRandom,
+    "attributes": Attributes,
+    "attributes that mislead": lambda: Attributes(__closure__=(1,)),
+    "anything": Anything,
+    "not yet": NotYet,
+    "a proxy": Proxy,
+    "of a class without hash": WithoutHash("Odd", (), {}),
+    "weak": lambda: weakref.WeakSet([Early()]),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_objects_of_odd_classes_are_no_trouble(name, caplog):
     model = nn.Linear(2, 2)
-    vars(model)["odd"] = odd()
-    before = dict(vars(model.odd))
+    odd = vars(model)["odd"] = ODD[name]()
+    before = None if name == "a proxy" else copy.copy(getattr(odd, "__dict__", None))
     with Untouched(model).look():
         model.extra = 1
     assert not hasattr(model, "extra")
-    assert vars(model.odd) == before
+    assert name == "a proxy" or getattr(odd, "__dict__", None) == before
     assert not caplog.records
+
+
+def test_an_interruption_comes_when_all_is_given_back(monkeypatch):
+    model, refill, calls = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), held_state._refill, []
+
+    def interrupted(*arguments):
+        calls.append(0)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        refill(*arguments)
+
+    monkeypatch.setattr(held_state, "_refill", interrupted)
+    with pytest.raises(KeyboardInterrupt), Untouched(model).look():
+        for module in model.modules():
+            module.training = False
+    assert all(module.training for module in model.modules())
+
+
+def test_attributes_are_never_away():
+    """Other threads may read them."""
+    model = nn.Linear(2, 2)
+    for number in range(100):
+        setattr(model, f"number{number}", number)
+    away, over = [], threading.Event()
+
+    def read() -> None:
+        while not over.is_set():
+            away.extend(not hasattr(model, "number99") for _ in range(100))
+
+    before, reader = sys.getswitchinterval(), threading.Thread(target=read)
+    sys.setswitchinterval(1e-6)
+    try:
+        reader.start()
+        untouched = Untouched(model)
+        for turn in range(30):
+            with untouched.look():
+                model.number0, model.extra = turn + 1, 1
+        over.set()
+        reader.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert away
+    assert not any(away)
+    assert model.number0 == 0
 
 
 def test_numbers_that_are_not_of_torch_are_noticed():

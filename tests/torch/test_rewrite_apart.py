@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from counting_device import Counting
 from rewrite_cases import Perceptron, plan_for, seeded, vectors
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers.modeling_outputs import BaseModelOutput
 
 import rewrite
@@ -23,6 +24,7 @@ from planner.errors import DecisionError
 from rewrite import held_state, trial
 from rewrite.rows import amounts_of_padding, halves_of
 from rewrite.steady_random import SteadyRandom
+from rewrite.trial import sampled_gradient
 from rewrite.untouched import Untouched, _CopiesOfWritten
 
 SAMPLES, LENGTH = 16, 24
@@ -384,6 +386,68 @@ def test_every_large_parameter_is_looked_at(number):
 
     with pytest.raises(DecisionError, match="comes out"):
         step_of(masked_in_one, 8, 4, batch=classes(shuffled=True), build=Branches).step(classes(shuffled=True))
+
+
+def test_gradients_are_sampled_alike_in_every_layout():
+    """Dense and sparse, real and complex; hooks of the user's own are called, and none is left."""
+    dense, sparse = nn.Embedding(50, 7), nn.Embedding(50, 7, sparse=True)
+    sparse.load_state_dict(dense.state_dict())
+    ids, weights = torch.tensor([3, 3, 49, 0]), torch.randn(4, 7)
+    found = [sampled_gradient((each(ids) * weights).sum(), [each.weight]) for each in (dense, sparse)]
+    assert torch.equal(*found)
+    assert len(found[0]) == 350
+    dense.weight.register_hook(lambda gradient: 2 * gradient)
+    assert torch.equal(sampled_gradient((dense(ids) * weights).sum(), [dense.weight]), 2 * found[0])
+    assert len(dense.weight._backward_hooks) == 1
+    assert not sparse.weight._backward_hooks
+    phases = nn.Parameter(torch.zeros(6, dtype=torch.complex64))
+    both = sampled_gradient((phases * torch.arange(6)).imag.sum(), [phases])
+    assert both.tolist() == [0.0, 1.0, 0.0, 3.0, 0.0, 5.0]
+    large = nn.Parameter(torch.randn(3_000_000))
+    estimate = sampled_gradient(large.square().sum(), [large, dense.weight]).norm() / (2 * large).norm()
+    assert abs(float(estimate) - 1) < 0.01
+
+
+class Withheld(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        return x + weight.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def test_a_function_without_a_gradient_is_no_obstacle(caplog):
+    class Model(Embedder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.withheld = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return Withheld.apply(super().forward(x), self.withheld)
+
+    with pytest.raises(DecisionError, match="comes out"):
+        step_of(weighted_by_hand, 8, 4, batch=classes(), build=Model).step(classes())
+    step_of(of_classes, 8, 4, batch=classes(), build=Model).step(classes())
+    assert not caplog.records
+
+
+def test_parameters_that_are_made_of_others_are_told(caplog):
+    class Model(Embedder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wrapped = nn.Parameter(TwoTensor(torch.ones(8), torch.ones(8)))
+
+        def forward(self, x):
+            return super().forward(x) * self.wrapped.a
+
+    result = step_of(of_classes, 1, 32, batch=classes(), build=Model)
+    for _ in range(3):
+        result.step(classes())
+    assert [record.getMessage() for record in caplog.records] == [
+        "the loss could not be tried on parts of a batch: TwoTensor is made of other tensors"
+    ]
 
 
 @pytest.mark.parametrize("draw", [np.random.rand, lambda n: np.array([random.random() for _ in range(n)])])
@@ -760,7 +824,7 @@ def test_what_is_slight_is_told(caplog):
 )
 def test_a_trial_takes_no_more_memory_than_a_step(size, count, decisions, monkeypatch):
     """Less what it copies to the host, which is the same memory here."""
-    monkeypatch.setattr(trial, "_flat", lambda gradient: gradient.flatten()[:1].double().clone())
+    monkeypatch.setattr(trial, "_spread", lambda gradient, stride: gradient.flatten()[:1])
     monkeypatch.setattr(_CopiesOfWritten, "_copy", lambda self, tensor: None)
     monkeypatch.setattr(trial.Trial, "_shake", lambda self: None)
     result, peaks = step_of(each_sample, size, count, *decisions), []
