@@ -151,7 +151,8 @@ class TriedApart:
             for halves in itertools.islice(sides, 2 if self._batches else None):
                 yield halves, True
         if of_gradients < 4 and not self._batches:  # without gradients there is room for more samples, once
-            for halves in choices(min(samples, 2 * max(1, trainable)), self.micro_batch_size, 0):
+            more = min(samples, max(2, trainable + trainable // 2))
+            for halves in choices(more, self.micro_batch_size, 0):
                 yield halves, False
 
     def _tried(self, trial_of: Callable[..., Trial], looks: Iterator[tuple[Halves, bool]]) -> Tried | None:

@@ -57,7 +57,7 @@ def _by_labels(batch: Any, samples: int, few: int) -> Iterator[tuple[torch.Tenso
             seconds += rows[1 : 2 * pairs : 2]
         if firsts:
             yield torch.tensor(firsts), torch.tensor(seconds)
-        most = few - few // 4
+        most = few - max(1, few // 4)
         uneven = [*by_label[0][:most], *itertools.chain(*by_label[1:])][:few]
         if few > 2:
             yield torch.tensor(uneven[: few // 2]), torch.tensor(uneven[few // 2 :])

@@ -237,7 +237,7 @@ def sampled_gradient(loss: torch.Tensor, trained: Sequence[torch.nn.Parameter]) 
     elements = sum(parameter.numel() for parameter in trained)
     stride = -(-elements // _ELEMENTS) | 1  # odd: not the same columns of all rows
     strides = [max(1, min(stride, parameter.numel() // _LEAST_ELEMENTS)) | 1 for parameter in trained]
-    found = [torch.zeros(-(-p.numel() // s), dtype=torch.float64) for p, s in zip(trained, strides, strict=True)]
+    found: dict[int, torch.Tensor] = {}
 
     def note(number: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if gradient is None:  # of a function that says so
@@ -251,7 +251,9 @@ def sampled_gradient(loss: torch.Tensor, trained: Sequence[torch.nn.Parameter]) 
                 stack.callback(setattr, parameter, "_backward_hooks", None)
             stack.callback(parameter.register_hook(functools.partial(note, number)).remove)
         torch.autograd.grad(loss, trained, allow_unused=True)
-    return torch.cat(found)
+    for number, (parameter, stride) in enumerate(zip(trained, strides, strict=True)):
+        found.setdefault(number, torch.zeros(-(-parameter.numel() // stride), dtype=torch.float64))
+    return torch.cat([found[number] for number in range(len(trained))])
 
 
 def _spread(gradient: torch.Tensor, stride: int) -> torch.Tensor:
@@ -267,7 +269,11 @@ def _spread(gradient: torch.Tensor, stride: int) -> torch.Tensor:
         spread = elements.new_zeros(-(-gradient.numel() // stride))
         spread[places[chosen] // stride] = elements.reshape(-1)[chosen]
         return spread
-    every = gradient.reshape(-1)[::stride]
+    if gradient.is_contiguous():
+        every = gradient.view(-1)[::stride]
+    else:  # without a copy of it
+        places = torch.arange(0, gradient.numel(), stride, device=gradient.device)
+        every = gradient[torch.unravel_index(places, gradient.shape)]
     if not every.is_complex():
         return every
     return torch.where(torch.arange(len(every), device=every.device) % 2 == 0, every.real, every.imag)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import unittest.mock as mock
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from benchmarks.guard.trying import plan_of
 from benchmarks.quality.counting import LiveBytes
 from benchmarks.quality.models import GPT, Classifier
 from planner.decisions import Accumulation, Checkpoint, Decision, Precision
+from rewrite import trial
 from rewrite.apart import _TRIED
 from rewrite.untouched import _CopiesOfWritten
 
@@ -25,6 +27,10 @@ SPLIT = {
     "16 x 1, bf16": (Accumulation(micro_batch_size=1, micro_batches=16), Precision(dtype="bf16")),
     "8 x 2, checkpoints": (
         Accumulation(micro_batch_size=2, micro_batches=8),
+        Checkpoint(modules=tuple(f"body.blocks.{number}" for number in range(6))),
+    ),
+    "6 x 3, checkpoints": (
+        Accumulation(micro_batch_size=3, micro_batches=6),
         Checkpoint(modules=tuple(f"body.blocks.{number}" for number in range(6))),
     ),
     "4 x 4": (Accumulation(micro_batch_size=4, micro_batches=4),),
@@ -74,20 +80,23 @@ def _of_steps(case: Case, plan: Any, measure: Callable[..., Any]) -> list[Any]:
 
 
 def _peak_bytes(model: torch.nn.Module, step: Callable[[Any], torch.Tensor], batch: Any) -> int:
-    """Without what a trial keeps on the host, which is no other memory here."""
-    copy = _CopiesOfWritten._copy
-
-    def uncounted(self: _CopiesOfWritten, tensor: Any) -> None:
-        with _disable_current_modes():
-            copy(self, tensor)
-
-    _CopiesOfWritten._copy = uncounted
-    try:
-        with LiveBytes([*model.parameters(), *model.buffers(), *batch]) as memory:
-            step(batch)
-    finally:
-        _CopiesOfWritten._copy = copy
+    """Without what a trial keeps on the host, which is no other memory here: copies of what is written, and samples of
+    gradients."""
+    with (
+        mock.patch.object(_CopiesOfWritten, "_copy", _uncounted(_CopiesOfWritten._copy)),
+        mock.patch.object(trial, "_spread", lambda gradient, stride: gradient.sum().view(1)),
+        LiveBytes([*model.parameters(), *model.buffers(), *batch]) as memory,
+    ):
+        step(batch)
     return memory.peak_bytes
+
+
+def _uncounted(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        with _disable_current_modes():
+            return function(*arguments)
+
+    return call
 
 
 def _seconds(model: torch.nn.Module, step: Callable[[Any], torch.Tensor], batch: Any) -> float:

@@ -400,6 +400,8 @@ def test_gradients_are_sampled_alike_in_every_layout():
     assert torch.equal(sampled_gradient((dense(ids) * weights).sum(), [dense.weight]), 2 * found[0])
     assert len(dense.weight._backward_hooks) == 1
     assert not sparse.weight._backward_hooks
+    turned = nn.Parameter(torch.randn(3, 5, 2).permute(2, 0, 1))
+    assert torch.equal(sampled_gradient((turned**2).sum(), [turned]), 2 * turned.detach().flatten().double())
     phases = nn.Parameter(torch.zeros(6, dtype=torch.complex64))
     both = sampled_gradient((phases * torch.arange(6)).imag.sum(), [phases])
     assert both.tolist() == [0.0, 1.0, 0.0, 3.0, 0.0, 5.0]
@@ -820,11 +822,19 @@ def test_what_is_slight_is_told(caplog):
 
 @pytest.mark.parametrize(
     ("size", "count", "decisions"),
-    [(1, 16, ()), (1, 16, BF16), (2, 8, (Checkpoint(modules=("layers.0", "layers.1")),)), (8, 2, ()), (8, 2, BF16)],
+    [
+        (1, 16, ()),
+        (1, 16, BF16),
+        (2, 8, (Checkpoint(modules=("layers.0", "layers.1")),)),
+        (2, 8, BF16),
+        (3, 6, (Checkpoint(modules=("layers.0", "layers.1")),)),
+        (8, 2, ()),
+        (8, 2, BF16),
+    ],
 )
 def test_a_trial_takes_no_more_memory_than_a_step(size, count, decisions, monkeypatch):
     """Less what it copies to the host, which is the same memory here."""
-    monkeypatch.setattr(trial, "_spread", lambda gradient, stride: gradient.flatten()[:1])
+    monkeypatch.setattr(trial, "_spread", lambda gradient, stride: gradient.sum().view(1))
     monkeypatch.setattr(_CopiesOfWritten, "_copy", lambda self, tensor: None)
     monkeypatch.setattr(trial.Trial, "_shake", lambda self: None)
     result, peaks = step_of(each_sample, size, count, *decisions), []
