@@ -204,17 +204,18 @@ def plan_all(wanted: list[tuple[Case, str]], settings: Settings) -> int:
     """Make the plans alone; returns how many there are then."""
     made = 0
     with concurrent.futures.ThreadPoolExecutor(settings.workers) as pool:
-        for (case, budget), path in zip(wanted, pool.map(functools.partial(_plan_only, settings), wanted), strict=True):
-            made += isinstance(path, Plan)
-            words = (
-                path if isinstance(path, str) else f"{'fits' if path.fits else 'no plan fits'}, {path.seconds:.0f} s"
-            )
-            print(f"{pair_name(case, budget):36s} {words}", flush=True)
+        for (case, budget), found in zip(
+            wanted, pool.map(functools.partial(_plan_only, settings), wanted), strict=True
+        ):
+            made += isinstance(found, Plan)
+            print(f"{pair_name(case, budget):36s} {_in_brief(found)}", flush=True)
     return made
 
 
-def _in_brief(plan: Plan) -> str:
-    return f"{'fits' if plan.fits else 'no plan fits'}, {plan.seconds:.0f} s"
+def _in_brief(found: Plan | str) -> str:
+    if isinstance(found, str):
+        return found
+    return f"{'fits' if found.fits else 'no plan fits'}, {found.seconds:.0f} s"
 
 
 def _plan_only(settings: Settings, pair: tuple[Case, str]) -> Plan | str:
