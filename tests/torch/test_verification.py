@@ -84,6 +84,18 @@ def test_a_plan_runs_under_its_cap_in_what_it_promised_to_the_byte_and_trains_al
     assert slowdown.measured == found.planned.step_ms / found.plain.step_ms
 
 
+def test_the_allocator_gets_the_budget_less_the_context(reference):
+    plan, asked = promising(planned(reference, None), total_bytes=500 * MIB, reserved_bytes=80 * MIB), []
+
+    def run(plan, options):
+        asked.append(tuple(options))
+        return made_up()
+
+    found = verification(dataclasses.replace(plan, vram_bytes=600 * MIB), run=run, beside_plain=False)
+    assert found.cap_bytes == 180 * MIB
+    assert asked == [("--cap", str(180 * MIB))]
+
+
 def test_gradients_that_are_alive_before_the_step_are_alive_when_it_is_measured(reference):
     plan, usual = planned(reference, None, alive=True), planned(reference, None)
     found = verification(plan, run=COUNTED, beside_plain=False)
