@@ -74,7 +74,7 @@ class TriedApart:
             return
         if self._batches + 1 in _TRIED:
             trial_of = self._trial_of(model, batch, samples, loss_of)
-            tried = self._tried(trial_of, self._looks(batch, samples))
+            tried = self._tried(trial_of, batch, samples)
             if tried is not None and not self._is_right_in_blocks(trial_of, batch, samples):
                 if not self.is_stated and not tried.is_slight:
                     raise DecisionError(f"{tried}; {self.way_out}")
@@ -155,16 +155,20 @@ class TriedApart:
             for halves in choices(more, self.micro_batch_size, 0):
                 yield halves, False
 
-    def _tried(self, trial_of: Callable[..., Trial], looks: Iterator[tuple[Halves, bool]]) -> Tried | None:
+    def _tried(self, trial_of: Callable[..., Trial], batch: Any, samples: int) -> Tried | None:
         """What is off. None where nothing is, which is told in the log where there was nothing to compare."""
-        why_not, looked, compared, differs_by_numbers = "it is zero, or no number", 0, 0, None
-        for halves, with_gradients in looks:
-            looked += 1
+        try:
+            looks = list(self._looks(batch, samples))
+        except Exception as why:  # tensors of a kind that is not looked into; training may go well all the same
+            self._tell("what was not tried", f"the loss could not be tried on parts of a batch ({why})")
+            return None
+        why_not, compared, differs_by_numbers = "it is zero, or no number", 0, None
+        for number, (halves, with_gradients) in enumerate(looks):
             for trains in (True, False):  # in evaluation, where it cannot be in training
                 trial = trial_of(trains=trains)
                 try:
                     tried = _of_few(trial, halves, with_gradients)
-                    if trial.drew and looked == 1 and with_gradients and not (tried is not None and tried.is_off):
+                    if trial.drew and number == 0 and with_gradients and not (tried is not None and tried.is_off):
                         own = trial.of_gradient(halves, own_numbers=True)
                         differs_by_numbers = own if own is not None and own.is_off else None
                 except Exception as why:  # of the model or its loss: training may go well all the same
@@ -176,7 +180,7 @@ class TriedApart:
                 break
         if differs_by_numbers is not None:
             self._tell("random numbers", f"with random numbers of its own for each sample, {differs_by_numbers}")
-        elif looked and not compared:
+        elif looks and not compared:
             self._tell("what was not tried", f"the loss could not be tried on parts of a batch ({why_not})")
         return None
 

@@ -40,6 +40,7 @@ _OF_THREADS = {"queue", "_queue", "threading", "_thread", "multiprocessing", "co
 _LEFT_ALONE_MODULES = _OF_THREADS | {
     "selectors", "socket", "ssl", "logging", "io", "_io", "subprocess", "weakref", "_weakref", "_weakrefset",
 }  # fmt: skip
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _EMPTY = object()
 """In place of what a variable or a slot holds that holds nothing."""
 _HEAP_TYPE = 1 << 9
@@ -56,6 +57,8 @@ class HeldState:
     def __init__(self, roots: Sequence[Any]) -> None:
         self.is_whole = True
         self._restores: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self._hashed: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        """Sets and mappings by what may hash by its state: they come when that is given back."""
         self._empty: list[Any] = []
         self._generators: list[tuple[Callable[[], Any], Callable[[Any], Any], Any]] = []
         self._kinds: dict[int, _Kind] = {}
@@ -72,7 +75,7 @@ class HeldState:
         An interruption is raised when all is done.
         """
         interrupted = None
-        for restore, arguments in self._restores:
+        for restore, arguments in (*self._restores, *self._hashed):
             try:
                 try:
                     restore(*arguments)
@@ -130,19 +133,15 @@ class HeldState:
 
     def _note(self, value: Any, of: _Kind) -> None:
         kind = of.type
+        if kind.__flags__ & _HEAP_TYPE:
+            self._restores.append((_put_back_class, (value, kind)))
         if (attributes := _attributes(value)) is not None:
-            if kind.__flags__ & _HEAP_TYPE:
-                self._restores.append((_put_back_class, (value, kind)))
+            self._restores.append((_put_back_attributes, (value, attributes)))
             self._note_container(attributes, dict)
         for slot in of.slots:
             self._restores.append((_put_into_slot, (value, slot, _slot_of(value, slot))))
         if issubclass(kind, torch.Tensor):
-            self._restores.append((_put_back_tensor, (value, *_state_of(value))))
-            for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-                if (hooks := getattr(value, name, None)) is None:
-                    self._restores.append((_without_hooks, (value, name)))
-                else:
-                    self._note_container(hooks, OrderedDict)
+            self._note_tensor(value)
         elif of.container in _CONTAINERS:
             self._note_container(value, of.container)
         elif kind is types.FunctionType:
@@ -157,8 +156,22 @@ class HeldState:
             self._note_of_numpy(value, numpy)
 
     def _note_container(self, container: Any, kind: type) -> None:
-        if kind.__len__(container) <= _LONGEST:
-            self._restores.append((_refill, (container, kind, *_entries(container, kind))))
+        if kind.__len__(container) > _LONGEST:
+            return
+        keys, values = _entries(container, kind)
+        if kind is not list and kind is not deque and any(map(_has_own_hash, set(map(type, keys)))):
+            self._hashed.append((_fill_anew, (container, kind, keys, values)))
+        else:
+            self._restores.append((_refill, (container, kind, keys, values)))
+
+    def _note_tensor(self, tensor: torch.Tensor) -> None:
+        if not torch.nn.parameter.is_lazy(tensor):
+            self._restores.append((_put_back_tensor, (tensor, *_state_of(tensor))))
+        for name in _HOOKS:
+            hooks = getattr(tensor, name, None)
+            self._restores.append((_put_back_hooks, (tensor, name, hooks)))
+            if hooks is not None:
+                self._note_container(hooks, OrderedDict)
 
     def _note_of_numpy(self, value: Any, numpy: types.ModuleType) -> None:
         kind = type(value)
@@ -210,6 +223,8 @@ class _Kind:
             yield from (value.__self__, value.__func__)
         elif kind is types.BuiltinMethodType:
             yield value.__self__
+        elif issubclass(kind, torch.Tensor):
+            yield from (getattr(value, name, None) for name in _HOOKS)
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
@@ -277,7 +292,7 @@ def _refill_mapping(container: Any, kind: type, now: list[Any], keys: list[Any],
             kind.__delitem__(container, key)
     for key, value in zip(keys, values, strict=True):
         kind.__setitem__(container, key, value)
-    if list(kind.__iter__(container)) != keys:
+    if not _are_same(list(kind.__iter__(container)), keys):
         for key, value in zip(keys, values, strict=True):
             kind.__delitem__(container, key)
             kind.__setitem__(container, key, value)
@@ -287,15 +302,37 @@ def _are_same(now: list[Any], before: list[Any]) -> bool:
     return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
+def _fill_anew(container: Any, kind: type, keys: list[Any], values: list[Any]) -> None:
+    """Each key by the hash that it has now."""
+    kind.clear(container)
+    if kind is set:
+        set.update(container, keys)
+    else:
+        for key, value in zip(keys, values, strict=True):
+            kind.__setitem__(container, key, value)
+
+
+def _has_own_hash(kind: type) -> bool:
+    return bool(kind.__flags__ & _HEAP_TYPE) and kind.__hash__ not in (object.__hash__, torch.Tensor.__hash__)
+
+
+def _put_back_attributes(value: Any, attributes: dict[str, Any]) -> None:
+    if _attributes(value) is not attributes:
+        object.__setattr__(value, "__dict__", attributes)
+
+
 def _put_back_class(value: Any, kind: type) -> None:
     if type(value) is not kind:
         object.__setattr__(value, "__class__", kind)
 
 
-def _without_hooks(tensor: torch.Tensor, name: str) -> None:
-    """The dict stays, which autograd refers to."""
-    if (hooks := getattr(tensor, name)) is not None:
-        hooks.clear()
+def _put_back_hooks(tensor: torch.Tensor, name: str, hooks: dict[int, Any] | None) -> None:
+    """Where there were none, the dict stays, which autograd refers to."""
+    now = getattr(tensor, name, None)
+    if hooks is None and now is not None:
+        now.clear()
+    elif now is not hooks:
+        setattr(tensor, name, hooks)
 
 
 def _put_into_slot(value: Any, slot: Any, content: Any) -> None:

@@ -269,6 +269,8 @@ def _spread(gradient: torch.Tensor, stride: int) -> torch.Tensor:
         spread = elements.new_zeros(-(-gradient.numel() // stride))
         spread[places[chosen] // stride] = elements.reshape(-1)[chosen]
         return spread
+    if gradient.layout is not torch.strided:
+        gradient = gradient.cpu().to_dense()
     if gradient.is_contiguous():
         every = gradient.view(-1)[::stride]
     else:  # without a copy of it

@@ -75,6 +75,44 @@ def ordered() -> collections.OrderedDict:
     return made
 
 
+@dataclasses.dataclass(unsafe_hash=True)
+class Entry:
+    """Hashes by what a forward changes."""
+
+    number: int = 0
+
+
+def seen() -> tuple[Entry, set, dict]:
+    entry = Entry()
+    return entry, {entry}, {entry: 0}
+
+
+def see(held: tuple[Entry, set, dict]) -> None:
+    entry, elements, counts = held
+    elements.discard(entry)
+    counts.pop(entry, 0)
+    entry.number += 1
+    elements.add(entry)
+    counts[entry] = 1
+
+
+class Reset:
+    def change(self) -> None:
+        self.__dict__ = {"number": vars(self).get("number", 0) + 1}
+
+
+class SlotsAlone:
+    __slots__ = ()
+
+
+class OtherSlots:
+    __slots__ = ()
+
+
+def by_tensors() -> dict:
+    return {torch.ones(2): 1, torch.zeros(2): 2}
+
+
 class Early:
     def change(self) -> None:
         self.__class__, self.more = Late, 1
@@ -147,6 +185,11 @@ CASES = {
     "bytes": (lambda: bytearray(b"ab"), lambda b: b.extend(b"c"), bytes),
     "array": (lambda: array.array("i", [1, 2]), lambda a: a.append(3), list),
     "numpy array": (lambda: np.zeros(3), lambda a: np.add(a, 1, out=a), list),
+    "hashes": (seen, see, lambda held: (held[0].number, held[0] in held[1], list(held[2].items()))),
+    "a new dict": (Reset, Reset.change, lambda held: vars(held).copy()),
+    "a class of slots": (SlotsAlone, lambda held: setattr(held, "__class__", OtherSlots), type),
+    "order by tensors": (by_tensors, lambda d: d.update({(k := next(iter(d))): d.pop(k)}), lambda d: list(d.values())),
+    "without hooks": (hooked, lambda t: setattr(t, "_backward_hooks", None), count_of_hooks),
     "a class": (lambda: Early(), Early.change, lambda held: (type(held), vars(held).copy())),
     "hooks of a tensor": (lambda: torch.ones(1, requires_grad=True), add_hooks, count_of_hooks),
     "more hooks of a tensor": (hooked, add_hooks, count_of_hooks),

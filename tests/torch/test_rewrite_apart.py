@@ -435,6 +435,18 @@ def test_a_function_without_a_gradient_is_no_obstacle(caplog):
     assert not caplog.records
 
 
+def test_a_batch_that_is_not_looked_into_is_told(caplog):
+    """The last of a batch goes to the loss alone."""
+    quantized = torch.quantize_per_tensor(torch.randn(32, 3), 0.1, 0, torch.qint8)
+
+    def loss(output, batch):
+        return (output.square().mean(1) + batch[1].dequantize().sum(1)).sum() / len(output)
+
+    batch = (classes()[0], quantized)
+    step_of(loss, 8, 4, batch=batch, build=Embedder).step(batch)
+    assert "could not be tried" in caplog.text
+
+
 def test_parameters_that_are_made_of_others_are_told(caplog):
     class Model(Embedder):
         def __init__(self) -> None:
