@@ -2,9 +2,9 @@
 
 Modules and plain objects with what they hold: their class, attributes, slots, containers, variables of closures,
 arrays, generators of random numbers; of tensors what they are and their hooks, not what is in them. Left alone: state
-in global variables and in classes, of scripted modules, in iterators, files, `functools.lru_cache`, behind weak
-references or in containers of more than a thousand entries, arrays of more than 16 MiB, and what threads share: queues,
-executors, loaders, objects that hold one or a lock.
+in global variables and in classes, of scripted modules, in iterators, files, `functools.lru_cache`, of keys of dicts,
+in arrays of objects, behind weak references or in containers of more than a thousand entries, arrays of more than
+16 MiB, and what threads share: queues, executors, loaders, objects that hold one or a lock.
 """
 
 from __future__ import annotations

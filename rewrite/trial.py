@@ -243,7 +243,7 @@ def sampled_gradient(loss: torch.Tensor, trained: Sequence[torch.nn.Parameter]) 
         if gradient is None:  # of a function that says so
             return None
         found[number] = _spread(gradient, strides[number]).cpu().double() * strides[number] ** 0.5
-        return None if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
+        return gradient.new_zeros(()).expand_as(gradient) if gradient.layout is torch.strided else None
 
     with contextlib.ExitStack() as stack:
         for number, parameter in enumerate(trained):
@@ -278,6 +278,7 @@ def _spread(gradient: torch.Tensor, stride: int) -> torch.Tensor:
         every = gradient[torch.unravel_index(places, gradient.shape)]
     if not every.is_complex():
         return every
+    every = every.resolve_conj()
     return torch.where(torch.arange(len(every), device=every.device) % 2 == 0, every.real, every.imag)
 
 

@@ -101,8 +101,8 @@ def noise(found: Sequence[Outcome]) -> Table:
     table = Table("dtype", "where nothing is off: largest", "where it is, by 1 % or more: smallest")
     for dtype in dict.fromkeys(outcome.dtype for outcome in found):
         compared = [outcome for outcome in found if outcome.dtype == dtype and outcome.compared is not None]
-        right = max((outcome.compared for outcome in compared if outcome.off < RIGHT), default=0.0)
-        wrong = min((outcome.compared for outcome in compared if outcome.off >= WRONG), default=0.0)
+        right = max((o.compared for o in compared if o.off < RIGHT and o.seen == "nothing"), default=0.0)
+        wrong = min((o.compared for o in compared if o.off >= WRONG and o.seen == "refused"), default=0.0)
         table.add_row(dtype, f"{right:.1e}", f"{wrong:.1e}")
     return table
 
@@ -136,6 +136,7 @@ def main() -> None:
         console.print(f"{len({outcome.case for outcome in found})} cases, {len(found)} trainings")
         for table in (by_truth(found), noise(found), astonishing(found)):
             console.print(table)
+        console.print("refused:", ", ".join(sorted({outcome.case for outcome in found if outcome.seen == "refused"})))
 
 
 if __name__ == "__main__":

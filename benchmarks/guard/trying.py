@@ -41,7 +41,7 @@ class Outcome:
     seen: Seen
     """In all the batches."""
     at: int
-    """In which batch that was; 0: nothing was."""
+    """In which batch that was; 0: in none."""
     compared: float | None
     """How far off gradients were in a trial, at most; None where none were compared."""
 
@@ -66,6 +66,8 @@ def outcomes(
     model, given = case.build(), [case.batch() for _ in range(batches)]
     held = given[:_HELD]
     whole = [_gradient(case, plan, model, batch, None, trains) for batch in held]
+    if not all(gradient.isfinite().all() for gradient in whole):
+        raise ValueError("the gradient of the batch is no number")
     for size in sizes:
         split = Accumulation(micro_batch_size=size, micro_batches=-(-plan.workload.batch_size // size))
         off = max(

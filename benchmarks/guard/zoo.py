@@ -31,7 +31,7 @@ def cases() -> Iterator[Case]:
 
 def _as_it_is(batch: Any) -> Any:
     """For models that take no random tokens."""
-    return map_tensors(lambda t: torch.randn_like(t) if t.is_floating_point() else t, batch)
+    return map_tensors(lambda t: torch.rand_like(t) if t.is_floating_point() else t, batch)
 
 
 def _filled(words: int, batch: Any) -> Any:
