@@ -37,7 +37,7 @@ GENERIC = "generic"
 
 def refuse_without_cuda() -> None:
     """Raises `MeasurementError` where there is no CUDA card."""
-    if _name_and_memory_here() is None:
+    if _card_here() is None:
         build = "has a build without CUDA" if torch.version.cuda is None else "sees none"
         raise MeasurementError(
             f"--verify trains on a CUDA card, and torch {torch.__version__} here {build}: leave it out, the plan is "
@@ -46,23 +46,44 @@ def refuse_without_cuda() -> None:
 
 
 def _present_card() -> DeviceProfile | None:
-    """The first CUDA card of this machine, as a profile knows it."""
-    found = _name_and_memory_here()
+    """The first CUDA card of this machine: its own calibrated profile, the one that is known, or one like it."""
+    found = _card_here()
     if found is None:
         return None
-    name, total_bytes = found
-    known = profiles.matching(name)
-    return None if known is None else dataclasses.replace(known, vram_bytes=total_bytes)
+    known = profiles.matching(found.name)
+    if known is None:
+        return profiles.like(
+            found.name, found.compute_capability, found.sm_count, found.max_threads_per_sm, found.vram_bytes
+        )
+    return dataclasses.replace(known, vram_bytes=found.vram_bytes)
 
 
-def _name_and_memory_here() -> tuple[str, int] | None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Present:
+    """What the driver says of a card."""
+
+    name: str
+    compute_capability: tuple[int, int]
+    sm_count: int
+    max_threads_per_sm: int
+    vram_bytes: int
+
+
+def _card_here() -> _Present | None:
     """A child asks, because a process that has used CUDA cannot be forked."""
     if torch.version.cuda is None:
         return None
-    return _name_and_memory() if torch.cuda.is_initialized() else run_in_child(_name_and_memory)
+    return _asked() if torch.cuda.is_initialized() else run_in_child(_asked)
 
 
-def _name_and_memory() -> tuple[str, int] | None:
+def _asked() -> _Present | None:
     if not torch.cuda.is_available():
         return None
-    return torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
+    properties = torch.cuda.get_device_properties(0)
+    return _Present(
+        name=torch.cuda.get_device_name(0),
+        compute_capability=(properties.major, properties.minor),
+        sm_count=properties.multi_processor_count,
+        max_threads_per_sm=properties.max_threads_per_multi_processor,
+        vram_bytes=properties.total_memory,
+    )

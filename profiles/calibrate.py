@@ -1,10 +1,12 @@
 """Measure the card at hand and write its profile, in the form of the files in `devices/`.
 
-    python -m profiles.calibrate --out FILE.toml [--json FILE.json]
+    python -m profiles.calibrate [--out FILE.toml] [--json FILE.json]
 
 Run it alone on the card, in a process that has not used CUDA. It takes about 20 seconds. What is measured: the CUDA
-context after a first kernel, a matrix product, a convolution and a training step; bandwidth of a copy; matrix products
-in each dtype; the host's time for an operator; copies from pinned host memory.
+context after a first kernel, a matrix product, a convolution and a training step; what the first product leaves in the
+allocator; bandwidth of a copy; matrix products in each dtype; the host's time for an operator; copies from pinned host
+memory and to it. What cannot be measured is told, and taken from the profile that is known of this card or of one like
+it. Without `--out` the profile goes where planning looks first (`profiles.own_folder`).
 """
 
 from __future__ import annotations
@@ -12,18 +14,26 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import functools
+import gc
 import itertools
 import json
+import os
 import pathlib
+import re
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Protocol
 
-from profiles.device import DTYPES, MIB, matching
+from profiles.device import DTYPES, MIB
+from profiles.finding import like, matching, own_folder
 from profiles.process_memory import card_used_bytes, driver_version, process_memory
 
 CONTEXT_STAGES = ("first kernel", "matrix product", "convolution", "training step")
+WIDTHS = {"fp32": 8192, "tf32": 8192, "fp16": 8192, "bf16": 8192, "fp64": 4096}
+"""Of the square matrices whose product is timed."""
 REPEATS = 5
 SEGMENTS = 24
 """New segments whose addresses are looked at."""
@@ -59,7 +69,13 @@ class Calibration:
     host_link_bytes_per_s: int
     segment_addresses: str
     """One of `profiles.device.SEGMENT_ADDRESSES`."""
+    workspace_bytes: int
+    """What the first matrix product leaves allocated: the workspace of its cuBLAS handle."""
+    allocator: str
+    """Backend and settings of the caching allocator."""
     date: str
+    not_measured: dict[str, str] = dataclasses.field(default_factory=dict)
+    """By field: why not. Its number is of a profile that was known."""
 
 
 class Card(Protocol):
@@ -83,8 +99,14 @@ class Card(Protocol):
     def small_ops_seconds(self, count: int) -> float:
         """Run as many ops on one number each."""
 
-    def host_copy_seconds(self, size_bytes: int) -> float:
-        """Copy from pinned host memory to the card."""
+    def host_copy_seconds(self, size_bytes: int, *, back: bool) -> float:
+        """Copy from pinned host memory to the card, or back."""
+
+    def workspace_bytes(self) -> int:
+        """What is allocated though no tensor is alive."""
+
+    def allocator(self) -> str:
+        """Backend and settings."""
 
     def new_segments(self, count: int, size_bytes: int) -> list[int]:
         """Addresses of tensors that each take a segment of their own, in the order in which they are made."""
@@ -94,26 +116,45 @@ def calibrate(card: Card) -> Calibration:
     """Measure all of it. Rates are the fastest of several runs: what a dense kernel can reach."""
     card.begin()
     contexts = [card.after_stage(stage) for stage in CONTEXT_STAGES]
-    copied, sent, ops = 1 << 30, 256 * MIB, 2000
-    widths = {"fp64": 4096, "fp32": 8192, "tf32": 8192, "fp16": 8192, "bf16": 8192}
+    facts, copied, sent, ops = card.facts(), 1 << 30, 256 * MIB, 2000
+    known = matching(facts.cuda_name) or like(
+        facts.cuda_name, facts.compute_capability, facts.sm_count, facts.max_threads_per_sm, facts.vram_bytes
+    )
+    missing: dict[str, str] = {}
+
+    def rate(name: str, amount: float, seconds: Callable[[], float], otherwise: int) -> int:
+        try:
+            return round(amount / min(seconds() for _ in range(REPEATS)))
+        except RuntimeError as why:  # no memory for it, or no kernel
+            missing[name] = str(why).splitlines()[0]
+            return otherwise
+
+    there, back = (
+        rate(name, sent, functools.partial(card.host_copy_seconds, sent, back=back), known.host_link_bytes_per_s)
+        for name, back in (("copies to the card", False), ("copies to the host", True))
+    )
     return Calibration(
-        facts=card.facts(),
+        facts=facts,
         context_bytes={stage: size for stage, (size, _) in zip(CONTEXT_STAGES, contexts, strict=True)},
         memory_source=contexts[-1][1],
-        memory_bandwidth_bytes_per_s=round(2 * copied / _best(lambda: card.copy_seconds(copied))),
+        memory_bandwidth_bytes_per_s=rate(
+            "bandwidth", 2 * copied, lambda: card.copy_seconds(copied), known.memory_bandwidth_bytes_per_s
+        ),
         flops_per_s={
-            dtype: round(2 * widths[dtype] ** 3 / _best(lambda dtype=dtype: card.product_seconds(dtype, widths[dtype])))
-            for dtype in DTYPES
+            dtype: rate(
+                f"products in {dtype}", 2 * width**3, functools.partial(card.product_seconds, dtype, width),
+                known.flops_per_s[dtype],
+            )
+            for dtype, width in WIDTHS.items()
         },
         launch_ns=round(statistics.median(card.small_ops_seconds(ops) for _ in range(REPEATS)) / ops * 1e9),
-        host_link_bytes_per_s=round(sent / _best(lambda: card.host_copy_seconds(sent))),
+        host_link_bytes_per_s=round(2 / (1 / there + 1 / back)),
         segment_addresses=_order(card.new_segments(SEGMENTS, 20 * MIB)),
+        workspace_bytes=card.workspace_bytes(),
+        allocator=card.allocator(),
         date=datetime.date.today().isoformat(),
-    )
-
-
-def _best(seconds: Callable[[], float]) -> float:
-    return min(seconds() for _ in range(REPEATS))
+        not_measured=missing,
+    )  # fmt: skip
 
 
 def _order(addresses: list[int]) -> str:
@@ -187,10 +228,19 @@ class CudaCard:
 
         return self._seconds(all_of_them)
 
-    def host_copy_seconds(self, size_bytes: int) -> float:
+    def host_copy_seconds(self, size_bytes: int, *, back: bool) -> float:
         source = self._torch.empty(size_bytes, dtype=self._torch.uint8, pin_memory=True)
         target = self._torch.empty(size_bytes, dtype=self._torch.uint8, device="cuda")
+        source, target = (target, source) if back else (source, target)
         return self._seconds(lambda: target.copy_(source, non_blocking=True))
+
+    def workspace_bytes(self) -> int:
+        gc.collect()
+        return self._torch.cuda.memory_allocated()
+
+    def allocator(self) -> str:
+        settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "no settings"
+        return f"{self._torch.cuda.get_allocator_backend()}, {settings}"
 
     def new_segments(self, count: int, size_bytes: int) -> list[int]:
         self._torch.cuda.empty_cache()
@@ -239,16 +289,29 @@ def as_toml(found: Calibration, title: str) -> str:
         f"vram_bytes = {facts.vram_bytes:_}  # the driver",
         f"context_bytes = {context:_}  # measured as context_source says",
         f"context_source = {json.dumps(f'measured by {found.memory_source}: {contexts}')}",
-        f"memory_bandwidth_bytes_per_s = {found.memory_bandwidth_bytes_per_s:_}  # measured: copy of 1 GiB, both ways",
+        f"memory_bandwidth_bytes_per_s = {found.memory_bandwidth_bytes_per_s:_}"
+        f"  # {_by(found, ['bandwidth'], 'copy of 1 GiB, both ways')}",
         f"native_dtypes = {json.dumps(native)}  # measured: products at least 1.2 times as fast as in fp32",
         f"launch_ns = {found.launch_ns:_}  # measured: in-place additions to one number",
-        f"host_link_bytes_per_s = {found.host_link_bytes_per_s:_}  # measured: 256 MiB from pinned memory",
+        f"host_link_bytes_per_s = {found.host_link_bytes_per_s:_}"
+        f"  # {_by(found, ['copies to the card', 'copies to the host'], '256 MiB of pinned memory, there and back')}",
         f'segment_addresses = "{found.segment_addresses}"  # measured: {SEGMENTS} new segments of 20 MiB',
+        f"# a cuBLAS handle keeps {found.workspace_bytes:_} bytes; allocator: {found.allocator}",
         "",
         "[flops_per_s]",
-        *(f"{dtype} = {found.flops_per_s[dtype]:_}  # measured: product of square matrices" for dtype in DTYPES),
+        *(
+            f"{dtype} = {found.flops_per_s[dtype]:_}"
+            f"  # {_by(found, [f'products in {dtype}'], 'product of square matrices')}"
+            for dtype in DTYPES
+        ),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _by(found: Calibration, names: list[str], how: str) -> str:
+    """Where a number comes from."""
+    missing = [f"{name}: {found.not_measured[name]}" for name in names if name in found.not_measured]
+    return f"not measured ({'; '.join(missing)}): as the datasheet says" if missing else f"measured: {how}"
 
 
 def _is_native(found: Calibration, dtype: str) -> bool:
@@ -266,15 +329,20 @@ def title_of(facts: Facts) -> str:
 def main(card: Card | None = None, arguments: list[str] | None = None) -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="the profile, named after the card")
+    parser.add_argument("--out", type=pathlib.Path, help="the profile, named after the card")
     parser.add_argument("--json", type=pathlib.Path, help="everything measured, as one JSON object")
     options = parser.parse_args(arguments)
     found = calibrate(card or CudaCard())
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(as_toml(found, title_of(found.facts)))
+    name = re.sub(r"[^a-z0-9]+", "-", found.facts.cuda_name.casefold()).strip("-")
+    out = options.out or own_folder() / f"{name}.toml"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(as_toml(found, title_of(found.facts)))
     if options.json is not None:
         options.json.write_text(json.dumps(dataclasses.asdict(found)) + "\n")
-    print(options.out.read_text(), end="")
+    print(out.read_text(), end="")
+    print(f"written to {out}", file=sys.stderr)
+    for name, why in found.not_measured.items():
+        print(f"not measured: {name} ({why})", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,12 @@
 """What a planner has to know about a card: its memory, its fixed costs and its rates.
 
-A card is one TOML file in `devices/`, named after its slug; adding a card is adding a file. Every number there
-carries its source as a comment beside it: a vendor datasheet, a public log, a model, or an assumption.
+A card is one TOML file in `devices/`, named after its slug; adding a card is adding a file (`finding`). Every number
+there carries its source as a comment beside it: a vendor datasheet, a public log, a model, or an assumption.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import fnmatch
-import functools
-import itertools
 import re
 import tomllib
 from collections.abc import Callable, Mapping
@@ -31,8 +27,6 @@ SEGMENT_ADDRESSES: Mapping[str, tuple[bool, ...]] = {
     "unknown": (False, True),
 }
 """Values of `DeviceProfile.segment_addresses`, with the answers to "is each below the one before?" that they leave."""
-
-_DEVICES = Path(__file__).parent / "devices"
 
 
 class ProfileError(Exception):
@@ -130,33 +124,6 @@ _CUBLAS_LARGE_SINCE: Mapping[int, tuple[int, int]] = {9: (2, 4), 10: (2, 12), 12
 """By compute capability major: the first torch release that chooses the large workspace (of those answered here)."""
 
 
-def known() -> tuple[str, ...]:
-    """The names of all cards with a file in `devices/`, sorted. `load` also takes 'bare'."""
-    return tuple(sorted(path.stem for path in _DEVICES.glob("*.toml")))
-
-
-def load(name: str) -> DeviceProfile:
-    """The profile of a card by its name, of 'bare', or of a profile file by its path (ending in '.toml').
-
-    Raises `ProfileError` for an unknown name (with near ones) and for a file that is not well formed.
-    """
-    if name.endswith(".toml"):
-        return read(Path(name))
-    if name == "bare":
-        return bare()
-    if name in known():
-        return read(_DEVICES / f"{name}.toml")
-    choices = (*known(), "bare")
-    slug = re.sub(r"[\s_]+", "-", name.strip().casefold())
-    containing = [choice for choice in choices if slug in choice]
-    near = containing[:3] or difflib.get_close_matches(slug, choices, n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(near)}? Known are" if near else "known are"
-    raise ProfileError(
-        f"card '{name}' is unknown: {hint} {', '.join(choices)}; "
-        "or give the path of a .toml file like them, or no card at all for a generic one of the budget's size"
-    )
-
-
 def read(path: Path) -> DeviceProfile:
     """The profile in one TOML file; its name is the file's.
 
@@ -180,109 +147,6 @@ def read(path: Path) -> DeviceProfile:
         return DeviceProfile(name=path.stem, **fields)
     except ProfileError as error:
         raise ProfileError(f"{path}: {error}") from None
-
-
-def matching(cuda_device_name: str) -> DeviceProfile | None:
-    """The profile of a live card by `torch.cuda.get_device_name()`, or None when no file claims that name.
-
-    'NVIDIA ' in front and letter case do not matter. Names do not tell memory sizes apart (there is an RTX 2060
-    with 12 GB), so a caller that holds the card should put its `total_memory` in place of `vram_bytes`.
-    """
-    name = cuda_device_name.strip().casefold().removeprefix("nvidia ")
-    for profile in _all():
-        if any(fnmatch.fnmatchcase(name, pattern.casefold()) for pattern in profile.cuda_names):
-            return profile
-    return None
-
-
-@functools.cache
-def _all() -> tuple[DeviceProfile, ...]:
-    return tuple(load(name) for name in known())
-
-
-def modelled_context_bytes(sm_count: int) -> int:
-    """The CUDA context with lazily loaded kernels: 13 MiB + 3.41 MiB a multiprocessor, within about 25 %.
-
-    Source: least squares over public out-of-memory messages of torch 2.1 and later (the process's memory less what
-    PyTorch had reserved), from a T4 with 40 multiprocessors to an RTX 5090 with 170; residuals -120 to +71 MiB.
-    """
-    return 13 * MIB + sm_count * 341 * MIB // 100
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Anchor:
-    """A real Ampere card that the generic one passes through."""
-
-    vram_bytes: int
-    sm_count: int
-    memory_bandwidth_bytes_per_s: int
-    fp32_flops_per_s: int
-
-
-_ANCHORS = (
-    # RTX 3050 Laptop, RTX 3060 Laptop, RTX 3060 Ti, RTX 3090: NVIDIA's datasheets.
-    _Anchor(vram_bytes=4 * GIB, sm_count=16, memory_bandwidth_bytes_per_s=192 * 10**9, fp32_flops_per_s=7_100 * 10**9),
-    _Anchor(vram_bytes=6 * GIB, sm_count=30, memory_bandwidth_bytes_per_s=336 * 10**9, fp32_flops_per_s=10_900 * 10**9),
-    _Anchor(vram_bytes=8 * GIB, sm_count=38, memory_bandwidth_bytes_per_s=448 * 10**9, fp32_flops_per_s=16_200 * 10**9),
-    _Anchor(
-        vram_bytes=24 * GIB, sm_count=82, memory_bandwidth_bytes_per_s=936 * 10**9, fp32_flops_per_s=35_600 * 10**9
-    ),
-)
-
-
-def generic(vram_bytes: int) -> DeviceProfile:
-    """An Ampere-class card (compute capability 8.6) with `vram_bytes` of memory, for when no card is named.
-
-    Multiprocessors, bandwidth and rates are interpolated between real GeForce cards of 4 to 24 GiB and stay at the
-    nearest one outside: no chip of this capability has more than 84 multiprocessors, however much memory it has.
-    The context is modelled. Raises `ProfileError` for a size that is not positive.
-    """
-    if vram_bytes <= 0:
-        raise ProfileError(f"a card of {vram_bytes} bytes cannot be: give a positive number of bytes")
-    sm_count, bandwidth, fp32 = (
-        _interpolated(vram_bytes, field) for field in ("sm_count", "memory_bandwidth_bytes_per_s", "fp32_flops_per_s")
-    )
-    return DeviceProfile(
-        name="generic",
-        title=f"generic Ampere-class card of {vram_bytes / GIB:.3g} GiB",
-        source="datasheet, interpolated between GeForce RTX 30 cards",
-        compute_capability=(8, 6),
-        sm_count=sm_count,
-        max_threads_per_sm=1536,
-        vram_bytes=vram_bytes,
-        context_bytes=modelled_context_bytes(sm_count),
-        context_source="modelled: 13 MiB + 3.41 MiB x multiprocessors",
-        memory_bandwidth_bytes_per_s=bandwidth,
-        # GeForce Ampere: tensor cores with fp32 sums run at twice fp32 in half precision and at 1x in TF32.
-        flops_per_s={"fp32": fp32, "tf32": fp32, "fp16": 2 * fp32, "bf16": 2 * fp32, "fp64": fp32 // 64},
-        native_dtypes=("bf16", "fp16"),
-        launch_ns=6_000,
-        host_link_bytes_per_s=25_200_000_000,
-    )
-
-
-def _interpolated(vram_bytes: int, field: str) -> int:
-    """Linear between neighbouring anchors, constant outside them, rounded down."""
-    size = min(max(vram_bytes, _ANCHORS[0].vram_bytes), _ANCHORS[-1].vram_bytes)
-    low, high = next(pair for pair in itertools.pairwise(_ANCHORS) if size <= pair[1].vram_bytes)
-    start, end = getattr(low, field), getattr(high, field)
-    return start + (end - start) * (size - low.vram_bytes) // (high.vram_bytes - low.vram_bytes)
-
-
-def bare() -> DeviceProfile:
-    """A card that only counts bytes: no context, no workspaces, no allocator; total = reserved = allocated.
-
-    Its rates are those of the generic card of 24 GiB. Its memory is 1 TiB, so that a budget is its only limit.
-    """
-    return dataclasses.replace(
-        generic(24 * GIB),
-        name="bare",
-        title="bare card, counted bytes only",
-        vram_bytes=1 << 40,
-        context_bytes=0,
-        context_source="none by definition",
-        allocator=False,
-    )
 
 
 def _release(torch_version: str) -> tuple[int, int]:

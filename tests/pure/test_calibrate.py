@@ -8,6 +8,7 @@ import types
 
 import pytest
 
+import profiles
 from profiles import calibrate, process_memory
 from profiles.device import MIB, read
 
@@ -47,8 +48,14 @@ class MadeUpCard:
     def small_ops_seconds(self, count: int) -> float:
         return count * 4e-6
 
-    def host_copy_seconds(self, size_bytes: int) -> float:
-        return size_bytes / 5e10
+    def host_copy_seconds(self, size_bytes: int, *, back: bool) -> float:
+        return size_bytes / (2.5e10 if back else 5e10)
+
+    def workspace_bytes(self) -> int:
+        return 33_562_624
+
+    def allocator(self) -> str:
+        return "native, expandable_segments:True"
 
     def new_segments(self, count: int, size_bytes: int) -> list[int]:
         return [(1 << 40) - number * size_bytes for number in range(count)]
@@ -62,12 +69,45 @@ def test_a_calibrated_profile_reads_back_as_measured(tmp_path, capsys):
     assert card.source.startswith("calibrated 20") and "torch 2.11.0+cu130" in card.source and "580.159" in card.source
     assert card.context_bytes == 500 * MIB and "440 MiB after a first kernel" in card.context_source
     assert card.context_source.startswith("measured")
-    assert card.launch_ns == 4000 and card.host_link_bytes_per_s == 5 * 10**10
+    assert card.launch_ns == 4000 and card.host_link_bytes_per_s == round(10**11 / 3)  # the mean time of both ways
     assert card.memory_bandwidth_bytes_per_s == 3 * 10**12
     assert card.flops_per_s["fp16"] == 800 * 10**12 and card.native_dtypes == ("bf16", "fp16")
     assert card.segment_addresses == "descending"
     assert json.loads((tmp_path / "all.json").read_text())["context_bytes"]["training step"] == 500 * MIB
-    assert capsys.readouterr().out == out.read_text()
+    printed = capsys.readouterr()
+    assert printed.out == out.read_text() and printed.err == f"written to {out}\n"
+    assert "33_562_624 bytes; allocator: native, expandable_segments:True" in printed.out
+
+
+def test_without_a_file_planning_finds_it_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PLANNER_DEVICES", str(tmp_path / "own"))
+    calibrate.main(MadeUpCard(), [])
+    found = profiles.matching("NVIDIA H100 80GB HBM3")
+    assert found.name == str(tmp_path / "own" / "h100-80gb-hbm3.toml") and found.source.startswith("calibrated")
+
+
+class SmallCard(MadeUpCard):
+    """Without room for the large copy, or a product in bf16."""
+
+    def copy_seconds(self, size_bytes: int) -> float:
+        raise RuntimeError("CUDA out of memory\nand more")
+
+    def product_seconds(self, dtype: str, width: int) -> float:
+        if dtype == "bf16":
+            raise RuntimeError("no kernel")
+        return super().product_seconds(dtype, width)
+
+
+def test_what_cannot_be_measured_is_told_and_taken_from_the_datasheet(tmp_path, capsys):
+    out = tmp_path / "small.toml"
+    calibrate.main(SmallCard(), ["--out", str(out)])
+    card, known = read(out), profiles.load("h100")
+    assert card.memory_bandwidth_bytes_per_s == known.memory_bandwidth_bytes_per_s
+    assert card.flops_per_s["bf16"] == known.flops_per_s["bf16"] and card.flops_per_s["fp16"] == 800 * 10**12
+    assert "not measured (bandwidth: CUDA out of memory): as the datasheet says" in out.read_text()
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "not measured: bandwidth (CUDA out of memory)", "not measured: products in bf16 (no kernel)",
+    ]  # fmt: skip
 
 
 def test_the_context_is_measured_before_anything_else_and_grows_from_stage_to_stage():

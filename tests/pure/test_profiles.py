@@ -14,6 +14,7 @@ import pytest
 
 import profiles
 from profiles import device
+from profiles.generic import modelled_context_bytes
 
 ROOT = Path(profiles.__file__).resolve().parents[1]
 DEVICES = ROOT / "profiles" / "devices"
@@ -67,7 +68,7 @@ def test_every_card_loads_and_is_plausible(name: str) -> None:
     assert 5e12 < card.flops_per_s["fp32"] <= card.flops_per_s["tf32"] <= card.flops_per_s["fp16"]
     assert 1e11 < card.memory_bandwidth_bytes_per_s < 1e13
     assert 4 << 30 < card.vram_bytes < 200 << 30
-    assert 0.6 < card.context_bytes / device.modelled_context_bytes(card.sm_count) < 1.4
+    assert 0.6 < card.context_bytes / modelled_context_bytes(card.sm_count) < 1.4
     assert card.context_source.startswith(("measured", "modelled"))
 
 
@@ -274,6 +275,40 @@ def test_a_profile_file_that_is_not_well_formed_is_refused_by_file_and_key(
 def test_a_profile_file_that_is_not_there_is_refused_by_its_path(tmp_path: Path) -> None:
     with pytest.raises(profiles.ProfileError, match=r"my-card\.toml cannot be read"):
         profiles.load(str(tmp_path / "my-card.toml"))
+
+
+def test_a_calibrated_profile_of_ones_own_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLANNER_DEVICES", str(tmp_path))
+    assert profiles.matching("NVIDIA GeForce RTX 3090").name == "rtx-3090"
+    text = (ROOT / "profiles" / "devices" / "rtx-3090.toml").read_text()
+    (tmp_path / "mine.toml").write_text(text.replace('source = "datasheet"', 'source = "calibrated today"'))
+    mine = profiles.matching("NVIDIA GeForce RTX 3090")
+    assert mine.source == "calibrated today"
+    assert profiles.load(mine.name).source == "calibrated today"
+    assert profiles.load("rtx-3090").source == "datasheet"
+
+
+@pytest.mark.parametrize(("given", "folder"), [("PLANNER_DEVICES", "."), ("XDG_CONFIG_HOME", "torch-planner/devices")])
+def test_ones_own_profiles_are_where_the_environment_says(given, folder, tmp_path, monkeypatch) -> None:
+    for name in ("PLANNER_DEVICES", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert profiles.own_folder() == Path.home() / ".config" / "torch-planner" / "devices"
+    monkeypatch.setenv(given, str(tmp_path))
+    assert profiles.own_folder() == tmp_path / folder
+
+
+@pytest.mark.parametrize(
+    ("capability", "sm_count", "vram_gib", "similar"),
+    [((8, 9), 46, 12, "4060"), ((8, 9), 76, 16, "4090"), ((8, 6), 84, 48, "3090"), ((7, 2), 8, 16, "V100")],
+)
+def test_a_card_that_no_file_claims_is_scaled_from_one_like_it(capability, sm_count, vram_gib, similar) -> None:
+    card = profiles.like("GeForce RTX 4070", capability, sm_count, 1536, vram_gib << 30)
+    assert similar in card.source and "scaled" in card.source
+    assert (card.title, card.sm_count, card.vram_bytes) == ("GeForce RTX 4070", sm_count, vram_gib << 30)
+    assert card.context_bytes == modelled_context_bytes(sm_count)
+    assert ("bf16" in card.native_dtypes) is (capability >= (8, 0))
+    known = next(profiles.load(name) for name in profiles.known() if similar.casefold() in name)
+    assert card.flops_per_s["fp32"] == pytest.approx(known.flops_per_s["fp32"] * sm_count / known.sm_count)
 
 
 def test_profiles_import_neither_torch_nor_the_other_rooms() -> None:
