@@ -13,6 +13,7 @@ out="$(cd "$1" && pwd)"
 limit="${2:-570}"
 cd "$(dirname "$0")/.." || exit 2
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+export PLANNER_DEVICES=/dev/null  # the profiles of this checkout
 unset PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_NO_CUDA_MEMORY_CACHING CUBLAS_WORKSPACE_CONFIG
 python="${PYTHON:-python3}"
 log="$out/gpu.log"
