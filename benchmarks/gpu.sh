@@ -49,5 +49,6 @@ stage workspaces 180 "$python" -m benchmarks.workspaces_gpu --out "$out" --gpu "
 stage promises 420 "$python" -m benchmarks.promise --out "$out" --gpu "$card" --seconds @SECONDS@
 stage speed 420 "$python" -m benchmarks.speed --out "$out" --gpu "$card" --seconds @SECONDS@
 stage "all cases" 480 "$python" -m benchmarks.fidelity --out "$out" --gpu "$card" --seconds @SECONDS@
+[ ! -s "$out/promise.jsonl" ] || stage "model of time" 30 "$python" -m benchmarks.times "$out/promise.jsonl"
 stage tests 180 "$python" -m pytest -p no:cacheprovider tests/gpu
 echo "done after $SECONDS s; $(cat "$out/fidelity.jsonl" 2>/dev/null | wc -l) rows in fidelity.jsonl" | tee -a "$log"
