@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import time
 
@@ -87,6 +88,24 @@ def test_the_largest_micro_batch_that_survives_is_looked_for_from_above():
     assert found["micro_batch"] == 16 and found["ran_out_at"] == [64, 32] and found["step_ms"] == 10.0
     none = speed.largest_that_survives(case, "as it is", 1, survives(0))
     assert none["step_ms"] is None and none["ran_out_at"][-1] == 1
+
+
+def test_halves_of_an_odd_batch_are_rounded_up():
+    case = dataclasses.replace(CASES["roberta_84m"], batch_size=25)
+    found = speed.largest_that_survives(case, "as it is", 1, survives(6))
+    assert found["micro_batch"] == 4 and found["ran_out_at"] == [25, 13, 7]
+
+
+def test_the_allocator_gets_the_cap_less_the_context(tmp_path):
+    asked = []
+
+    def run_peer(case, way, micro_batch, cap_bytes):
+        asked.append(cap_bytes)
+        return {"step_ms": 10.0}
+
+    wanted = [one for one in speed.asked(["unet"]) if one.way == "as it is"]
+    list(speed.run_all(wanted, settings(tmp_path), 1 << 29, None, run_peer))
+    assert asked == [(3 << 30) - (1 << 29)]
 
 
 def test_a_table_says_how_much_slower_each_way_is(tmp_path):
