@@ -38,7 +38,7 @@ stage() {
 }
 
 card="$("$python" -m benchmarks.card.environment --card)" || { echo "the environment is not complete" >&2; exit 2; }
-if [ "$card" = generic ]; then
+if [ "$card" = generic ] || [ "$card" = unlisted ]; then
     echo "no CUDA card with a profile in profiles/devices is here" >&2
     exit 2
 fi

@@ -27,6 +27,7 @@ from benchmarks.card.op_blocks import Event, Events, run_program
 from benchmarks.card.programs import NEEDS_A_CARD, PROGRAMS
 from planner.cards import GENERIC, resolve_card
 from profiles.device import DeviceProfile
+from profiles.finding import UNLISTED
 
 
 def cuda_events() -> list[Event]:
@@ -54,7 +55,7 @@ def rows_of(
         restart()
         for row in found:
             yield {"program": name, **row, "error": None}
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:  # the row of the program says it
         said = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
         yield {"program": name, "op": None, "error": said}
 
@@ -89,7 +90,7 @@ def main() -> None:
         raise SystemExit("--out DIR says where the rows go")
     until = time.monotonic() + options.seconds
     card = resolve_card(options.gpu, None)
-    if card.name == GENERIC:
+    if card.name in (GENERIC, UNLISTED):
         raise SystemExit("no CUDA card with a profile is here: name one, such as --gpu h100")
     path = options.out / ("workspaces-predicted.jsonl" if options.predict_only else "workspaces.jsonl")
     if options.predict_only:

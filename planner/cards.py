@@ -10,25 +10,28 @@ import profiles
 from planner.child import run_in_child
 from planner.errors import DeviceProfileError, MeasurementError
 from profiles.device import DeviceProfile, ProfileError
+from profiles.finding import UNLISTED, CardFacts
 
 
 def resolve_card(gpu: str | None, vram_bytes: int | None) -> DeviceProfile:
     """The profile for a plan.
 
     Args:
-        gpu: a profile's name, 'bare', the path of a TOML file, or None.
+        gpu: a profile's name, 'bare', the path of a TOML file, 'unlisted' for a card at hand that has none, or None.
         vram_bytes: size of the generic card when there is neither a name nor a card; None: 8 GiB.
 
     Raises:
         DeviceProfileError: the name is unknown or the file is not well formed.
     """
-    if gpu is not None and gpu != GENERIC:
-        try:
+    try:
+        if gpu not in (None, GENERIC, UNLISTED):
             return profiles.load(gpu)
-        except ProfileError as error:
-            raise DeviceProfileError(str(error)) from error
-    if gpu is None and (present := _present_card()) is not None:
-        return present
+        if gpu != GENERIC and (present := _present_card()) is not None:
+            return present
+    except ProfileError as error:
+        raise DeviceProfileError(str(error)) from error
+    if gpu == UNLISTED:
+        raise DeviceProfileError("the plan is for a card that no profile knows and that is not here: name one (--gpu)")
     return profiles.generic(vram_bytes or 8 << 30)
 
 
@@ -50,38 +53,23 @@ def _present_card() -> DeviceProfile | None:
     found = _card_here()
     if found is None:
         return None
-    known = profiles.matching(found.name)
-    if known is None:
-        return profiles.like(
-            found.name, found.compute_capability, found.sm_count, found.max_threads_per_sm, found.vram_bytes
-        )
-    return dataclasses.replace(known, vram_bytes=found.vram_bytes)
+    known = profiles.matching(found.cuda_name)
+    return profiles.like(found) if known is None else dataclasses.replace(known, vram_bytes=found.vram_bytes)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Present:
-    """What the driver says of a card."""
-
-    name: str
-    compute_capability: tuple[int, int]
-    sm_count: int
-    max_threads_per_sm: int
-    vram_bytes: int
-
-
-def _card_here() -> _Present | None:
+def _card_here() -> CardFacts | None:
     """A child asks, because a process that has used CUDA cannot be forked."""
     if torch.version.cuda is None:
         return None
     return _asked() if torch.cuda.is_initialized() else run_in_child(_asked)
 
 
-def _asked() -> _Present | None:
+def _asked() -> CardFacts | None:
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(0)
-    return _Present(
-        name=torch.cuda.get_device_name(0),
+    return CardFacts(
+        cuda_name=torch.cuda.get_device_name(0),
         compute_capability=(properties.major, properties.minor),
         sm_count=properties.multi_processor_count,
         max_threads_per_sm=properties.max_threads_per_multi_processor,

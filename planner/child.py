@@ -96,7 +96,7 @@ def _serve(function: Callable[[Refuse], Any], writer: int) -> None:
             answer = ("value", function(refuse))
         except PlannerError as error:
             answer = ("error", error)
-        except Exception as error:
+        except Exception as error:  # whatever it is, the parent raises it
             answer = ("error", _translated(error))
         _send(writer, answer)
         code = 0

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as error:
         message = f"the model's code called sys.exit({error.code!r}): give a function that only builds the model"
         return _refuse(WorkloadError(message), as_json=options.json, out=out)
-    except Exception as error:
+    except Exception as error:  # shown whole: a fault of ours
         traceback.print_exc()
         message = (
             f"{type(error).__name__}: {error}; this is a fault of the planner, please report it with the text above"

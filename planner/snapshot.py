@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PlannerError as error:
         print(f"snapshot: {error}", file=sys.stderr)
         return COULD_NOT_RUN
-    except Exception as error:
+    except Exception as error:  # shown whole: a fault of ours
         traceback.print_exc()
         told = " ".join(f"{type(error).__name__}: {error}".split())
         print(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from profiles.device import DeviceProfile, ProfileError, read
-from profiles.finding import known, like, load, matching, own_folder
+from profiles.finding import CardFacts, known, like, load, matching, own_folder
 from profiles.generic import bare, generic
 
 __all__ = [
-    "DeviceProfile", "ProfileError", "bare", "generic", "known", "like", "load", "matching", "own_folder", "read",
+    "CardFacts", "DeviceProfile", "ProfileError", "bare", "generic", "known", "like", "load", "matching", "own_folder",
+    "read",
 ]  # fmt: skip

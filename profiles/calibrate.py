@@ -28,7 +28,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from profiles.device import DTYPES, MIB
-from profiles.finding import like, matching, own_folder
+from profiles.finding import CardFacts, like, matching, own_folder
 from profiles.process_memory import card_used_bytes, driver_version, process_memory
 
 CONTEXT_STAGES = ("first kernel", "matrix product", "convolution", "training step")
@@ -40,15 +40,9 @@ SEGMENTS = 24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What the driver says of a card, and with what it was measured."""
+class Facts(CardFacts):
+    """Of the card, its name without 'NVIDIA ' in front, and with what it was measured."""
 
-    cuda_name: str
-    """Without 'NVIDIA ' in front."""
-    compute_capability: tuple[int, int]
-    sm_count: int
-    max_threads_per_sm: int
-    vram_bytes: int
     driver: str
     torch_version: str
     cuda_version: str
@@ -117,9 +111,7 @@ def calibrate(card: Card) -> Calibration:
     card.begin()
     contexts = [card.after_stage(stage) for stage in CONTEXT_STAGES]
     facts, copied, sent, ops = card.facts(), 1 << 30, 256 * MIB, 2000
-    known = matching(facts.cuda_name) or like(
-        facts.cuda_name, facts.compute_capability, facts.sm_count, facts.max_threads_per_sm, facts.vram_bytes
-    )
+    known = matching(facts.cuda_name) or like(facts)
     missing: dict[str, str] = {}
 
     def rate(name: str, amount: float, seconds: Callable[[], float], otherwise: int) -> int:

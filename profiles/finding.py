@@ -15,6 +15,9 @@ from pathlib import Path
 from profiles.device import DeviceProfile, ProfileError, read
 from profiles.generic import bare, modelled_context_bytes
 
+UNLISTED = "unlisted"
+"""The name of a card at hand that no file claims."""
+
 _DEVICES = Path(__file__).parent / "devices"
 
 
@@ -77,38 +80,47 @@ def _all() -> tuple[DeviceProfile, ...]:
     return tuple(load(name) for name in known())
 
 
-def like(
-    title: str, compute_capability: tuple[int, int], sm_count: int, max_threads_per_sm: int, vram_bytes: int
-) -> DeviceProfile:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CardFacts:
+    """What the driver says of a card."""
+
+    cuda_name: str
+    compute_capability: tuple[int, int]
+    sm_count: int
+    max_threads_per_sm: int
+    vram_bytes: int
+
+
+def like(card: CardFacts) -> DeviceProfile:
     """A card that no file claims, scaled by multiprocessors from the most similar one that is known.
 
     That is one of the same compute capability, or else of the nearest below (or above), of the same family (GeForce or
     not), with the nearest number of multiprocessors. The context is modelled.
     """
-    is_geforce = "geforce" in title.casefold()
+    is_geforce = "geforce" in card.cuda_name.casefold()
 
     def distance(profile: DeviceProfile) -> tuple[bool, int, bool, float]:
-        generations = _as_number(compute_capability) - _as_number(profile.compute_capability)
+        generations = _as_number(card.compute_capability) - _as_number(profile.compute_capability)
         is_other = is_geforce is not any("geforce" in name.casefold() for name in profile.cuda_names)
-        return generations < 0, abs(generations), is_other, abs(math.log(profile.sm_count / sm_count))
+        return generations < 0, abs(generations), is_other, abs(math.log(profile.sm_count / card.sm_count))
 
     nearest = min(_all(), key=distance)
-    scale = sm_count / nearest.sm_count
+    scale = card.sm_count / nearest.sm_count
     return dataclasses.replace(
         nearest,
-        name="generic",
-        title=title,
-        source=f"datasheet of the {nearest.title}, scaled from {nearest.sm_count} to {sm_count} multiprocessors",
+        name=UNLISTED,
+        title=card.cuda_name,
+        source=f"datasheet of the {nearest.title}, scaled from {nearest.sm_count} to {card.sm_count} multiprocessors",
         cuda_names=(),
-        compute_capability=compute_capability,
-        sm_count=sm_count,
-        max_threads_per_sm=max_threads_per_sm,
-        vram_bytes=vram_bytes,
-        context_bytes=modelled_context_bytes(sm_count),
+        compute_capability=card.compute_capability,
+        sm_count=card.sm_count,
+        max_threads_per_sm=card.max_threads_per_sm,
+        vram_bytes=card.vram_bytes,
+        context_bytes=modelled_context_bytes(card.sm_count),
         context_source="modelled: 13 MiB + 3.41 MiB x multiprocessors",
         memory_bandwidth_bytes_per_s=round(nearest.memory_bandwidth_bytes_per_s * scale),
         flops_per_s={dtype: round(rate * scale) for dtype, rate in nearest.flops_per_s.items()},
-        native_dtypes=tuple(d for d in nearest.native_dtypes if d != "bf16" or compute_capability >= (8, 0)),
+        native_dtypes=tuple(d for d in nearest.native_dtypes if d != "bf16" or card.compute_capability >= (8, 0)),
         segment_addresses="unknown",
     )
 

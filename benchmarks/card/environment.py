@@ -12,6 +12,7 @@ import torch
 
 from planner.cards import GENERIC, resolve_card
 from planner.pipeline import versions
+from profiles.finding import UNLISTED
 from profiles.process_memory import driver_version
 
 _SETTINGS = (
@@ -49,7 +50,7 @@ def card_name(gpu: str | None) -> str:
     if gpu is not None and gpu.endswith(".toml"):
         return str(pathlib.Path(gpu).resolve())
     name = gpu or resolve_card(None, None).name
-    if name == GENERIC:
+    if name in (GENERIC, UNLISTED):
         raise SystemExit("no CUDA card with a profile is here: name one, such as --gpu h100")
     return name
 

@@ -302,7 +302,8 @@ def test_ones_own_profiles_are_where_the_environment_says(given, folder, tmp_pat
     [((8, 9), 46, 12, "4060"), ((8, 9), 76, 16, "4090"), ((8, 6), 84, 48, "3090"), ((7, 2), 8, 16, "V100")],
 )
 def test_a_card_that_no_file_claims_is_scaled_from_one_like_it(capability, sm_count, vram_gib, similar) -> None:
-    card = profiles.like("GeForce RTX 4070", capability, sm_count, 1536, vram_gib << 30)
+    facts = {"sm_count": sm_count, "max_threads_per_sm": 1536, "vram_bytes": vram_gib << 30}
+    card = profiles.like(profiles.CardFacts(cuda_name="GeForce RTX 4070", compute_capability=capability, **facts))
     assert similar in card.source and "scaled" in card.source
     assert (card.title, card.sm_count, card.vram_bytes) == ("GeForce RTX 4070", sm_count, vram_gib << 30)
     assert card.context_bytes == modelled_context_bytes(sm_count)
