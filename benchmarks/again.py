@@ -18,7 +18,7 @@ from benchmarks.card.cases import CASES
 from benchmarks.card.comparing import Finding, compare_steps
 from benchmarks.card.history import read_streams
 from benchmarks.card.predicting import Prediction, predict
-from planner.cards import resolve_card
+from planner.workload.cards import resolve_card
 
 SHOWN = 4
 

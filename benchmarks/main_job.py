@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.table import Table
 
 import profiles
-from planner.decisions import Checkpoint, Fidelity
 from planner.pipeline import plan_workload, versions
-from planner.references import load_workload
-from planner.rules import Rules, given_rules
-from planner.synthetic import synthetic_batch
-from planner.workload import Workload, workload
+from planner.plan_types.constraints import Rules, given_rules
+from planner.plan_types.decisions import Checkpoint, Fidelity
+from planner.workload.loading import load_workload
+from planner.workload.synthetic_batch import synthetic_batch
+from planner.workload.workload import Workload, workload
 
 ROOT = pathlib.Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"

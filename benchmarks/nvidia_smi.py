@@ -28,12 +28,12 @@ from rich.progress import track
 from torch import nn
 
 import profiles
-from planner.footprint import replayed
+from planner.estimate.add_workspaces import with_workspaces
+from planner.estimate.allocation_stream import allocation_stream
+from planner.estimate.footprint import replayed
 from planner.pipeline import versions
-from planner.program import rehearse_program
-from planner.stream import allocation_stream
-from planner.virtual_gpu import Target
-from planner.workspaces.stream import with_workspaces
+from planner.recording.program import rehearse_program
+from planner.virtual_gpu.backend import Target
 
 MIB = 1 << 20
 CARD = "a100-40gb"

@@ -30,8 +30,8 @@ from benchmarks.card.environment import card_name, software
 from benchmarks.card.plan_case import AS_IT_IS
 from benchmarks.card.processes import PROCESSES, end_with_this_process
 from planner.errors import PlannerError
-from planner.plan_file import Plan
-from planner.sizes import format_size
+from planner.plan_types.plan import Plan
+from planner.plan_types.sizes import format_size
 from profiles.process_memory import driver_version
 from rewrite.run_on_card import Ran
 from rewrite.verification import Run, Verification, run_in_process, verification

@@ -27,15 +27,15 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 import profiles
 from benchmarks.main_job import EXAMPLES, MIB, proportional_bytes
-from planner import virtual_gpu
-from planner.child import run_in_child
-from planner.in_place import InPlaceRule
 from planner.pipeline import versions
-from planner.recorder import Recorder
-from planner.references import load_workload
-from planner.rehearsal import make_virtual, record_steps, virtual_batch
-from planner.synthetic import synthetic_batch
-from planner.workload import Workload, tensors_of, workload
+from planner.recording.recorder import Recorder
+from planner.recording.rehearsal import make_virtual, record_steps, virtual_batch
+from planner.virtual_gpu import backend
+from planner.virtual_gpu.forked_process import run_in_child
+from planner.virtual_gpu.in_place import InPlaceRule
+from planner.workload.loading import load_workload
+from planner.workload.synthetic_batch import synthetic_batch
+from planner.workload.workload import Workload, tensors_of, workload
 from rewrite.apply import apply_decisions
 from rewrite.certify import start_rehearsal
 
@@ -63,7 +63,7 @@ def ours(work: Workload) -> tuple[float, int]:
     """CPU seconds of two recorded steps, and how many ops they have."""
 
     def watched(model, batch, prepare) -> int:
-        recorder = Recorder(virtual_gpu.NAME, what_if=False, in_place=InPlaceRule(virtual_gpu.NAME))
+        recorder = Recorder(backend.NAME, what_if=False, in_place=InPlaceRule(backend.NAME))
         sizes = (work.batch_size,)
         return len(
             record_steps(recorder, model, batch, prepare, steps=STEPS, primed=False, micro_batch_sizes=sizes).ops
@@ -113,12 +113,12 @@ def _timed(work: Workload, watched: Callable) -> tuple[float, int]:
         warnings.simplefilter("ignore")
         gc.freeze()
         gc.disable()
-        virtual_gpu.install(virtual_gpu.Target(compute_capability=CARD.compute_capability))
-        mode = virtual_gpu.VirtualGpuMode()
-        virtual_gpu.let_libraries_take_fakes_for_real()
+        backend.install(backend.Target(compute_capability=CARD.compute_capability))
+        mode = backend.VirtualGpuMode()
+        backend.let_libraries_take_fakes_for_real()
         with torch.autograd.set_multithreading_enabled(False), mode:
-            make_virtual(work.model, virtual_gpu.NAME)
-            batch = virtual_batch(work.batch, work.batch_size, work.batch_size, virtual_gpu.NAME)
+            make_virtual(work.model, backend.NAME)
+            batch = virtual_batch(work.batch, work.batch_size, work.batch_size, backend.NAME)
             began = time.process_time()
             ops = watched(work.model, batch, prepare)
             return time.process_time() - began, ops

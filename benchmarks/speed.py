@@ -29,9 +29,9 @@ from benchmarks.card.environment import card_name, software
 from benchmarks.card.peer_run import WAYS
 from benchmarks.card.processes import PROCESSES, end_with_this_process
 from benchmarks.promise import NoAnswerError, Settings, plan_in_process, train_in_process
-from planner.cards import resolve_card
 from planner.errors import PlannerError
-from planner.sizes import parse_size
+from planner.plan_types.sizes import parse_size
+from planner.workload.cards import resolve_card
 from profiles.process_memory import driver_version
 from rewrite.run_on_card import Ran
 

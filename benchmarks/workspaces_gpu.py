@@ -25,7 +25,7 @@ from benchmarks.card import results
 from benchmarks.card.environment import hardware, software
 from benchmarks.card.op_blocks import Event, Events, run_program
 from benchmarks.card.programs import NEEDS_A_CARD, PROGRAMS
-from planner.cards import GENERIC, resolve_card
+from planner.workload.cards import GENERIC, resolve_card
 from profiles.device import DeviceProfile
 from profiles.finding import UNLISTED
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from planner.plan_file import Footprint, Plan
-from planner.tradeoff_result import DEFAULT_SECONDS, Tradeoff
+from planner.plan_types.plan import Footprint, Plan
+from planner.plan_types.tradeoff import DEFAULT_SECONDS, Tradeoff
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
-    from planner.calling import LossFn
+    from planner.workload.call_convention import LossFn
 
 __all__ = ["Footprint", "Plan", "Tradeoff", "plan", "record", "tradeoff"]
 
@@ -59,7 +59,7 @@ def plan(
         planner.errors.PlannerError: for input that cannot be used; the message says what to change.
     """
     from planner.pipeline import plan_live_model
-    from planner.rules import given_rules
+    from planner.plan_types.constraints import given_rules
 
     rules = given_rules(fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown)
     return plan_live_model(
@@ -101,7 +101,7 @@ def tradeoff(
         planner.errors.PlannerError: for input that cannot be used; the message says what to change.
     """
     from planner.pipeline import tradeoff_of_live_model
-    from planner.rules import given_rules
+    from planner.plan_types.constraints import given_rules
 
     rules = given_rules(fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown)
     return tradeoff_of_live_model(
@@ -128,7 +128,7 @@ def record(
     """Two training steps as they would run on the card, as one graph of aten ops in execution order.
 
     Arguments are those of `plan`. Every node's `meta` tells its phase, module path, source line, FLOPs and bytes; see
-    `planner.fx_graph.to_fx`.
+    `planner.recording.fx_graph.to_fx`.
 
     Raises:
         planner.errors.PlannerError: for input that cannot be used; the message says what to change.

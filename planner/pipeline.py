@@ -18,26 +18,26 @@ from typing import Any
 
 import torch
 
-from planner import fitting
-from planner.calling import LossFn
-from planner.cards import GENERIC, resolve_card
-from planner.certificates import Certificates
-from planner.choose import Choice
-from planner.decisions import Accumulation, Decision, Fidelity, Offload
+from planner.choose import fitting
+from planner.choose.certificates import Certificates
+from planner.choose.chooser import Choice
+from planner.choose.pareto_front import front, total_bytes
+from planner.choose.planning_session import Certified, Trials
+from planner.choose.relaxations import relaxations
 from planner.errors import PlanFileError, SizeError
-from planner.footprint import smallest_capacity_bytes
-from planner.front import front, total_bytes
-from planner.fx_graph import to_fx
-from planner.plan_file import Plan, Shortfall, SolverFacts, WorkloadFacts
-from planner.references import load_workload
-from planner.relaxations import relaxations
-from planner.rules import Rules
-from planner.sizes import format_size, parse_size
-from planner.step_graph import Phase
-from planner.tradeoff_result import Tradeoff
-from planner.trials import Certified, Trials
-from planner.workload import OptimizerSpec, Workload, workload
-from planner.workspaces.stream import unknown_ops
+from planner.estimate.add_workspaces import unknown_ops
+from planner.estimate.footprint import smallest_capacity_bytes
+from planner.plan_types.constraints import Rules
+from planner.plan_types.decisions import Accumulation, Decision, Fidelity, Offload
+from planner.plan_types.plan import Plan, Shortfall, SolverFacts, WorkloadFacts
+from planner.plan_types.sizes import format_size, parse_size
+from planner.plan_types.tradeoff import Tradeoff
+from planner.recording.fx_graph import to_fx
+from planner.recording.step_graph import Phase
+from planner.workload.call_convention import LossFn
+from planner.workload.cards import GENERIC, resolve_card
+from planner.workload.loading import load_workload
+from planner.workload.workload import OptimizerSpec, Workload, workload
 from profiles.device import DeviceProfile
 from rewrite.certify import (
     certifying_graph,

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import profiles
 from planner import pipeline
-from planner.decisions import Accumulation, Decision, Freeze
 from planner.errors import DecisionError, PlannerError, WorkloadError
-from planner.plan_file import Plan
-from planner.rules import Rules
-from planner.sizes import format_size
-from planner.workload import Workload
+from planner.plan_types.constraints import Rules
+from planner.plan_types.decisions import Accumulation, Decision, Freeze
+from planner.plan_types.plan import Plan
+from planner.plan_types.sizes import format_size
+from planner.workload.workload import Workload
 from profiles.device import DeviceProfile
 
 _MOST_SAMPLES = 1 << 20

@@ -8,11 +8,11 @@ from typing import final
 
 import torch
 
-from planner.calling import Calling, LossFn
-from planner.decisions import Accumulation, Checkpoint, ChunkedLoss, Decision, StepInBackward, conflict
 from planner.errors import DecisionError, PlanFileError, WorkloadError
-from planner.fingerprint import fingerprint
-from planner.plan_file import Plan
+from planner.plan_types.decisions import Accumulation, Checkpoint, ChunkedLoss, Decision, StepInBackward, conflict
+from planner.plan_types.fingerprint import fingerprint
+from planner.plan_types.plan import Plan
+from planner.workload.call_convention import Calling, LossFn
 from rewrite.apart import TriedApart
 from rewrite.optimizers import OPTIMIZERS, OptimizerChoice, SchedulerChoice, make_scheduler, refuse_closure
 from rewrite.rewriting import LossWeight, Rewriting

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from planner.calling import LossFn
-from planner.cards import resolve_card
-from planner.child import Child
-from planner.decisions import Accumulation, Decision, Optimizer, micro_batches_of
 from planner.errors import PlanFileError
-from planner.footprint import Measured, measure, with_whole_batch
-from planner.plan_file import Footprint, Plan
-from planner.rehearsal import Rehearsal
-from planner.step_graph import StepGraph
-from planner.virtual_gpu import Target
-from planner.workload import OptimizerBlueprint, OptimizerSpec, Workload, workload
-from planner.workspaces.stream import with_workspaces
+from planner.estimate.add_workspaces import with_workspaces
+from planner.estimate.footprint import Measured, measure, with_whole_batch
+from planner.plan_types.decisions import Accumulation, Decision, Optimizer, micro_batches_of
+from planner.plan_types.plan import Footprint, Plan
+from planner.recording.rehearsal import Rehearsal
+from planner.recording.step_graph import StepGraph
+from planner.virtual_gpu.backend import Target
+from planner.virtual_gpu.forked_process import Child
+from planner.workload.call_convention import LossFn
+from planner.workload.cards import resolve_card
+from planner.workload.workload import OptimizerBlueprint, OptimizerSpec, Workload, workload
 from profiles.device import DeviceProfile
 from rewrite.apply import Rewritten, apply_decisions
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from planner.decisions import (
+from planner.plan_types.decisions import (
     Accumulation,
     ChunkedLoss,
     Decision,
@@ -18,7 +18,7 @@ from planner.decisions import (
     OptimizerKernel,
     Precision,
 )
-from planner.plan_file import Plan
+from planner.plan_types.plan import Plan
 from rewrite.parity import TERMS, Row, compare, dense, failed, held, largest, module_scales, norm
 from rewrite.plain_step import Comparable, Narrowing, Run
 from rewrite.sides import Given, lower_dtype

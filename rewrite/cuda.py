@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from planner.errors import MeasurementError
-from planner.sizes import format_size
+from planner.plan_types.sizes import format_size
 from profiles.process_memory import ProcessMemory, card_used_bytes, process_memory
 
 

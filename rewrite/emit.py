@@ -6,9 +6,9 @@ import inspect
 import pathlib
 import textwrap
 
-from planner.calling import Calling
-from planner.optimizers import may_take_sparse
-from planner.plan_file import Plan, write_text_atomically
+from planner.plan_types.plan import Plan, write_text_atomically
+from planner.workload.call_convention import Calling
+from planner.workload.torch_optimizers import may_take_sparse
 from rewrite.apply import one_of_each_kind, turns_cache_off
 from rewrite.emitted_header import header
 from rewrite.emitted_model import ModelSource, batch_source, model_source

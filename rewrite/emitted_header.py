@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import textwrap
 
-from planner.plan_file import Plan
+from planner.plan_types.plan import Plan
 from rewrite.fragment import WIDTH
 
 MIB = 2**20

@@ -8,9 +8,9 @@ import importlib.util
 import json
 import pathlib
 
-from planner.calling import Calling
 from planner.errors import PlanFileError
-from planner.plan_file import Plan
+from planner.plan_types.plan import Plan
+from planner.workload.call_convention import Calling
 from rewrite.fragment import assignment, literal
 
 

@@ -16,9 +16,9 @@ from typing import Any, final
 
 import torch
 
-from planner.decisions import ChunkedLoss, Precision
 from planner.errors import DecisionError
-from planner.plan_file import Plan
+from planner.plan_types.decisions import ChunkedLoss, Precision
+from planner.plan_types.plan import Plan
 from rewrite.apart import TriedApart
 from rewrite.means import MeansTaken
 from rewrite.rules.accumulation import (

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from planner.calling import Calling, LossFn, loss_of
+from planner.workload.call_convention import Calling, LossFn, loss_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,11 @@ from typing import Any, Literal, final
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from planner.decisions import Optimizer
 from planner.errors import DecisionError, PlanFileError, PromiseError, WorkloadError
-from planner.plan_file import Plan
-from planner.sizes import format_size
-from planner.workload import described, optimizer_name
+from planner.plan_types.decisions import Optimizer
+from planner.plan_types.plan import Plan
+from planner.plan_types.sizes import format_size
+from planner.workload.workload import described, optimizer_name
 from rewrite.loss_share import COUNT, told_uneven
 from rewrite.optimizers import OPTIMIZERS
 from rewrite.trainer import RewrittenForTrainer

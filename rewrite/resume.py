@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from planner.decisions import Decision, decision_from_json
 from planner.errors import DecisionError, PlanFileError
-from planner.fingerprint import plan_fingerprint
+from planner.plan_types.decisions import Decision, decision_from_json
+from planner.plan_types.fingerprint import plan_fingerprint
 
 _KEYS = {"plan", "decisions", "optimizer_class", "optimizer", "scaler"}
 

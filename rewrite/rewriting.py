@@ -9,8 +9,8 @@ from typing import Any, final
 
 import torch
 
-from planner.calling import Calling, LossFn
 from planner.errors import DecisionError
+from planner.workload.call_convention import Calling, LossFn
 from rewrite.optimizers import OptimizerChoice, make_optimizer
 
 LossWeight = Callable[[Any], torch.Tensor | float]

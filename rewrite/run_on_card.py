@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from planner.errors import MeasurementError, PlannerError
-from planner.plan_file import Plan
-from planner.references import load_workload
-from planner.workload import Workload, map_tensors
+from planner.plan_types.plan import Plan
+from planner.workload.loading import load_workload
+from planner.workload.workload import Workload, map_tensors
 from rewrite.apply import Rewritten, apply
 from rewrite.cuda import Cuda, Device
 from rewrite.last_op import LastOp

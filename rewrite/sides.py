@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from planner.calling import Calling, LossFn
-from planner.decisions import Decision, Freeze, Precision
-from planner.plan_file import Plan
-from planner.workload import OptimizerBlueprint
+from planner.plan_types.decisions import Decision, Freeze, Precision
+from planner.plan_types.plan import Plan
+from planner.workload.call_convention import Calling, LossFn
+from planner.workload.workload import OptimizerBlueprint
 from rewrite.apply import Rewritten, apply_decisions
 from rewrite.optimizers import OptimizerChoice
 from rewrite.plain_step import PlainStep, Run, watch

@@ -9,11 +9,11 @@ from typing import Any, final
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from planner.calling import Calling, LossFn, loss_of
-from planner.decisions import Decision
 from planner.errors import DecisionError, WorkloadError
-from planner.optimizers import why_not_dense, why_not_sparse
-from planner.processes import several_processes
+from planner.plan_types.decisions import Decision
+from planner.workload.call_convention import Calling, LossFn, loss_of
+from planner.workload.processes import several_processes
+from planner.workload.torch_optimizers import why_not_dense, why_not_sparse
 from rewrite import resume
 from rewrite.apart import TriedApart
 from rewrite.means import MeansTaken

@@ -30,11 +30,11 @@ from typing import final
 
 import torch
 
-from planner.calling import Calling
-from planner.decisions import Accumulation, Optimizer, OptimizerKernel, StepInBackward
 from planner.errors import WorkloadError
-from planner.optimizers import sparse_lookups
-from planner.plan_file import Plan
+from planner.plan_types.decisions import Accumulation, Optimizer, OptimizerKernel, StepInBackward
+from planner.plan_types.plan import Plan
+from planner.workload.call_convention import Calling
+from planner.workload.torch_optimizers import sparse_lookups
 from rewrite.apply import change_by_rules, one_of_each_kind, refuse_another_model, turns_cache_off
 from rewrite.loss_share import LossShare
 from rewrite.rewriting import Rewriting

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from planner.calling import Calling
-from planner.decisions import Accumulation, Decision, Optimizer, OptimizerKernel, Precision, StepInBackward
 from planner.errors import DecisionError, WorkloadError
-from planner.plan_file import Plan
+from planner.plan_types.decisions import Accumulation, Decision, Optimizer, OptimizerKernel, Precision, StepInBackward
+from planner.plan_types.plan import Plan
+from planner.workload.call_convention import Calling
 
 _ONCE_CALLED = {
     "activation_checkpointing": "gradient_checkpointing",

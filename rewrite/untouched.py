@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from planner.op_schema import traits_of
+from planner.recording.op_schema import traits_of
 from rewrite.held_state import HeldState
 
 

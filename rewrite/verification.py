@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import profiles
 from planner.errors import MeasurementError
-from planner.plan_file import Plan
+from planner.plan_types.plan import Plan
 from rewrite.parity import Parity
 from rewrite.run_on_card import Outcome, Ran, RanOut, outcome_from_json
 

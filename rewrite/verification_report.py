@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.sizes import format_size
+from planner.plan_types.sizes import format_size
 from rewrite.run_on_card import Ran, RanOut
 from rewrite.verification import Quantity, Verification
 

@@ -31,11 +31,11 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from planner.calling import LossFn
 from planner.errors import DecisionError, PlanFileError, WorkloadError
-from planner.optimizers import has_step_hooks
-from planner.plan_file import Plan
-from planner.workload import batch_size_of
+from planner.plan_types.plan import Plan
+from planner.workload.call_convention import LossFn
+from planner.workload.torch_optimizers import has_step_hooks
+from planner.workload.workload import batch_size_of
 from rewrite.apply import matched
 from rewrite.comparisons import comparisons, first_line
 from rewrite.optimizers import OptimizerChoice

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.card import models
 from benchmarks.card.models import Build
-from planner.decisions import (
+from planner.plan_types.decisions import (
     Accumulation,
     Checkpoint,
     ChunkedLoss,
@@ -22,8 +22,8 @@ from planner.decisions import (
     Replay,
     StepInBackward,
 )
-from planner.offloads import FROM_BYTES
-from planner.workload import OptimizerSpec, Workload, workload
+from planner.recompute.offload_cost import FROM_BYTES
+from planner.workload.workload import OptimizerSpec, Workload, workload
 
 
 def adamw_fused(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:

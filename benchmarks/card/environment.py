@@ -10,8 +10,8 @@ import sys
 
 import torch
 
-from planner.cards import GENERIC, resolve_card
 from planner.pipeline import versions
+from planner.workload.cards import GENERIC, resolve_card
 from profiles.finding import UNLISTED
 from profiles.process_memory import driver_version
 

@@ -13,8 +13,8 @@ import pathlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from planner.footprint import ALLOCATOR_GRANULARITY_BYTES
-from planner.stream import signed_sizes
+from planner.estimate.allocation_stream import signed_sizes
+from planner.estimate.footprint import ALLOCATOR_GRANULARITY_BYTES
 
 History = dict[str, Any]
 
@@ -65,7 +65,7 @@ def signed(history: History) -> list[int]:
 
 
 def numbered(history: History) -> list[tuple[int, int]]:
-    """(allocation number, size) and (allocation number, 0), as `planner.allocator_replay.replay` takes them."""
+    """(allocation number, size) and (allocation number, 0), as `planner.allocator.replay.replay` takes them."""
     current: dict[int, int] = {}
     result = []
     for place, (address, size_bytes) in enumerate(births_and_deaths(history)):

@@ -10,7 +10,7 @@ from benchmarks.card.by_op import TakenByOp
 from benchmarks.card.cases import Case
 from benchmarks.card.device import Device
 from benchmarks.card.history import History, history_of, signed
-from planner.workload import Workload, map_tensors
+from planner.workload.workload import Workload, map_tensors
 from rewrite.apply import Rewritten, apply_decisions
 
 STEPS = 3

@@ -21,7 +21,7 @@ from examples import convnet as convnet_example
 from examples import flat as flat_example
 from examples import sequential as sequential_example
 from examples import unet as unet_example
-from planner.calling import LossFn
+from planner.workload.call_convention import LossFn
 
 Built = tuple[nn.Module, Any, LossFn | None]
 Build = Callable[[], Built]

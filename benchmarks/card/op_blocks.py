@@ -9,9 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from planner.footprint import ALLOCATOR_GRANULARITY_BYTES
-from planner.op_schema import in_order_of_birth, kernel_call, traits_of
-from planner.step_graph import round_up
+from planner.estimate.footprint import ALLOCATOR_GRANULARITY_BYTES
+from planner.recording.op_schema import in_order_of_birth, kernel_call, traits_of
+from planner.recording.step_graph import round_up
 from planner.workspaces import formula_of, is_known
 from profiles.device import DeviceProfile
 

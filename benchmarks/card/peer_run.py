@@ -23,9 +23,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.card.budgets import CASES, Case
-from planner.calling import loss_of
-from planner.references import load_workload
-from planner.workload import Workload, map_tensors
+from planner.workload.call_convention import loss_of
+from planner.workload.loading import load_workload
+from planner.workload.workload import Workload, map_tensors
 from rewrite.cuda import Cuda, Device
 from rewrite.samples import samples_between
 

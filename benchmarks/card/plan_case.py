@@ -12,9 +12,9 @@ import pathlib
 
 from benchmarks.card.budgets import CASES, Case
 from planner import pipeline
-from planner.plan_file import Plan
-from planner.references import load_workload
-from planner.rules import given_rules
+from planner.plan_types.constraints import given_rules
+from planner.plan_types.plan import Plan
+from planner.workload.loading import load_workload
 
 AS_IT_IS = "as-it-is"
 

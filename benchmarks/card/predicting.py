@@ -7,12 +7,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from benchmarks.card.cases import Case
-from planner.decisions import Decision, micro_batches_of
-from planner.footprint import ALLOCATOR_GRANULARITY_BYTES, measure
-from planner.step_graph import StepGraph
-from planner.stream import allocation_stream, signed_sizes
-from planner.workload import Workload
-from planner.workspaces.stream import unknown_ops
+from planner.estimate.add_workspaces import unknown_ops
+from planner.estimate.allocation_stream import allocation_stream, signed_sizes
+from planner.estimate.footprint import ALLOCATOR_GRANULARITY_BYTES, measure
+from planner.plan_types.decisions import Decision, micro_batches_of
+from planner.recording.step_graph import StepGraph
+from planner.workload.workload import Workload
 from profiles.device import DeviceProfile
 from rewrite.certify import certifying_graph, rehearsed_sizes
 

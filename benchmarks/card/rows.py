@@ -11,9 +11,9 @@ from benchmarks.card.comparing import Finding, compare_steps
 from benchmarks.card.history import History, numbered, signed
 from benchmarks.card.measuring import Measured
 from benchmarks.card.predicting import Prediction
-from planner.allocator_replay import replay
-from planner.allocator_settings import AllocatorSettings
-from planner.workload import Workload, described
+from planner.allocator.replay import replay
+from planner.allocator.settings import AllocatorSettings
+from planner.workload.workload import Workload, described
 from profiles.device import DeviceProfile
 
 SHOWN_OPS = 20

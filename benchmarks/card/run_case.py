@@ -28,8 +28,8 @@ from benchmarks.card.measure_case import READY
 from benchmarks.card.measuring import Measured
 from benchmarks.card.predicting import Prediction, predict
 from benchmarks.card.rows import facts, measured_row, predicted_row
-from planner.cards import resolve_card
 from planner.errors import MeasurementError
+from planner.workload.cards import resolve_card
 from profiles.device import DeviceProfile
 
 ERROR_LINES = 3

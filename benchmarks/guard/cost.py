@@ -16,7 +16,7 @@ from benchmarks.guard.losses import Case
 from benchmarks.guard.trying import plan_of
 from benchmarks.quality.counting import LiveBytes
 from benchmarks.quality.models import GPT, Classifier
-from planner.decisions import Accumulation, Checkpoint, Decision, Precision
+from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Precision
 from rewrite import trial
 from rewrite.apart import _TRIED
 from rewrite.untouched import _CopiesOfWritten

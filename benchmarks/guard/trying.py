@@ -15,13 +15,13 @@ import torch
 import profiles
 import rewrite
 from benchmarks.guard.losses import Case
-from planner.calling import Calling
-from planner.decisions import Accumulation, Decision, Fidelity, Precision
 from planner.errors import DecisionError
 from planner.pipeline import plan_workload
-from planner.plan_file import Plan
-from planner.rules import Rules
-from planner.workload import map_tensors, workload
+from planner.plan_types.constraints import Rules
+from planner.plan_types.decisions import Accumulation, Decision, Fidelity, Precision
+from planner.plan_types.plan import Plan
+from planner.workload.call_convention import Calling
+from planner.workload.workload import map_tensors, workload
 from rewrite import apart
 from rewrite.apply import apply_decisions
 from rewrite.trial import Trial, Tried

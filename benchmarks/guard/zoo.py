@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.guard.losses import Case
-from planner.workload import map_tensors, resized
+from planner.workload.workload import map_tensors, resized
 
 SAMPLES = 8
 AS_IT_IS = " as in the tests"

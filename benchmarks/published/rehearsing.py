@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import torch
 
 import profiles
-from planner.allocator_replay import AllocatorOutcome
-from planner.footprint import replayed
-from planner.program import Program, rehearse_program
-from planner.stream import allocation_stream
-from planner.virtual_gpu import Target
-from planner.workspaces.stream import with_workspaces
+from planner.allocator.replay import AllocatorOutcome
+from planner.estimate.add_workspaces import with_workspaces
+from planner.estimate.allocation_stream import allocation_stream
+from planner.estimate.footprint import replayed
+from planner.recording.program import Program, rehearse_program
+from planner.virtual_gpu.backend import Target
 
 
 def outcome(program: Program, card_name: str, torch_version: str) -> AllocatorOutcome:

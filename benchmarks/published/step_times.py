@@ -3,11 +3,11 @@
     pip install --no-deps timm==0.6.13
     python -m benchmarks.published.step_times FOLDER/benchmark-*.csv --rows rows.jsonl [--every 8] [--limit-s 1800]
 
-Each step is rehearsed and timed by `planner.cost` on the card's datasheet; a row of it is added to the file, and a
-later call goes on. Then, of each table: how far predictions are off after one factor for all of its models (only ratios
-of times choose a plan); how far they would be if the one factor that is not a datasheet's, for the bytes of
-convolutions, were fitted on the other tables; and if all kinds of ops were fitted on four fifths of its own models, for
-the other fifth.
+Each step is rehearsed and timed by `planner.estimate.roofline` on the card's datasheet; a row of it is added to the
+file, and a later call goes on. Then, of each table: how far predictions are off after one factor for all of its models
+(only ratios of times choose a plan); how far they would be if the one factor that is not a datasheet's, for the bytes
+of convolutions, were fitted on the other tables; and if all kinds of ops were fitted on four fifths of its own models,
+for the other fifth.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from scipy.optimize import nnls
 
 from benchmarks.card import results
 from benchmarks.published.timm_steps import ops_of, published, without_torchvision
-from planner.cost import op_ns
 from planner.errors import PlannerError
+from planner.estimate.roofline import op_ns
 from planner.pipeline import versions
-from planner.step_graph import Op
+from planner.recording.step_graph import Op
 from profiles.device import DeviceProfile
 
 FOLDS = 5

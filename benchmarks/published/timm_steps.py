@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 import profiles
-from planner.decisions import Precision
-from planner.step_graph import Op, Phase
-from planner.workload import workload
+from planner.plan_types.decisions import Precision
+from planner.recording.step_graph import Op, Phase
+from planner.workload.workload import workload
 from profiles.device import DeviceProfile
 from rewrite.certify import start_rehearsal
 

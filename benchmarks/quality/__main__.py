@@ -26,11 +26,11 @@ import rewrite
 from benchmarks.quality.counting import Counted, counted
 from benchmarks.quality.models import CASES, Case
 from benchmarks.quality.peers import peers
-from planner.decisions import Fidelity
 from planner.pipeline import plan_workload, versions
-from planner.plan_file import Plan
-from planner.rules import Rules
-from planner.workload import workload
+from planner.plan_types.constraints import Rules
+from planner.plan_types.decisions import Fidelity
+from planner.plan_types.plan import Plan
+from planner.workload.workload import workload
 
 SHARES = (0.9, 0.8, 0.7, 0.67, 0.6, 0.5, 0.4, 0.3, 0.23, 0.18, 0.12)
 

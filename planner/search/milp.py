@@ -41,11 +41,11 @@ import time
 import numpy as np
 
 from planner.errors import PlannerError
-from planner.search.cheapest import CuttingLoop, Effort, distance, total
 from planner.search.curve import CompiledProblem
+from planner.search.cutting_loop import CuttingLoop, Effort, distance, total
+from planner.search.linear_rows import Row
 from planner.search.problem import CheckpointProblem, Selection
 from planner.search.reduce import reduce
-from planner.search.rows import Row
 
 _TIE_NODES = 200
 """Branch-and-bound nodes a round for finding fewer units at the same cost: not a time, so as to be repeatable."""

@@ -21,8 +21,8 @@ import dataclasses
 
 import numpy as np
 
-from planner.search.program import Program
-from planner.search.rows import Row
+from planner.search.integer_program import Program
+from planner.search.linear_rows import Row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

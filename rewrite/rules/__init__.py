@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from planner.decisions import (
+from planner.plan_types.decisions import (
     Accumulation,
     Checkpoint,
     ChunkedLoss,

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from planner.calling import Calling, LossFn
-from planner.decisions import Accumulation
 from planner.errors import DecisionError
-from planner.plan_file import OwnLoss, Plan
+from planner.plan_types.decisions import Accumulation
+from planner.plan_types.plan import OwnLoss, Plan
+from planner.workload.call_convention import Calling, LossFn
 from rewrite.fragment import Fragment, assignment
 from rewrite.rewriting import LossWeight, Rewriting
 from rewrite.samples import count_samples, map_tensors, samples_between

@@ -1,7 +1,7 @@
 """Checkpoint: keep only the inputs of a module call, and perhaps some results; recompute the rest in backward.
 
 Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016, by `torch.utils.checkpoint` (non-reentrant); what is
-kept beside the inputs are results of products (`planner.products`), by its selective contexts.
+kept beside the inputs are results of products (`planner.recompute.kept_products`), by its selective contexts.
 The recompute draws the same dropout masks. Batch and instance normalisation must not count a batch twice; other
 modules that change buffers of their own in forward (spectral norm) would do so twice, and those that draw from a
 generator of their own would draw other numbers: they should not be named, and the planner does not.
@@ -22,14 +22,14 @@ import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from planner import products
-from planner.decisions import Checkpoint
-from planner.plan_file import Plan
+from planner.plan_types.decisions import Checkpoint
+from planner.plan_types.plan import Plan
+from planner.recompute import kept_products
 from rewrite.forwards import detached, forward_function, modules_to_run_again, written_by
 from rewrite.fragment import Fragment, assignment
 from rewrite.rewriting import Rewriting
 
-PRODUCTS = {getattr(torch.ops.aten, name).default: place for name, place in products.PRODUCTS.items()}
+PRODUCTS = {getattr(torch.ops.aten, name).default: place for name, place in kept_products.PRODUCTS.items()}
 
 
 def checkpoint(rewriting: Rewriting, decision: Checkpoint) -> None:
@@ -175,7 +175,7 @@ def statistics_kept(module):
 def checkpoint_source(plan: Plan, decision: Checkpoint) -> Fragment:
     keeps = any(decision.kept)
     if keeps:
-        listed = "".join(f"    torch.ops.aten.{name}.default: {at},\n" for name, at in products.PRODUCTS.items())
+        listed = "".join(f"    torch.ops.aten.{name}.default: {at},\n" for name, at in kept_products.PRODUCTS.items())
         constants = (
             "# Ops whose results may be kept: products, and attention with the position of its dropout_p.\n"
             f"PRODUCTS = {{\n{listed}}}",

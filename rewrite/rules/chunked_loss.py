@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from planner.decisions import ChunkedLoss
 from planner.errors import DecisionError
-from planner.heads import has_backward_hooks
-from planner.plan_file import Plan
+from planner.plan_types.decisions import ChunkedLoss
+from planner.plan_types.plan import Plan
+from planner.space.lm_head import has_backward_hooks
 from rewrite.fragment import Fragment, assignment
 from rewrite.rewriting import Rewriting
 

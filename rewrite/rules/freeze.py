@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from planner.decisions import Freeze
 from planner.errors import DecisionError
-from planner.plan_file import Plan
+from planner.plan_types.decisions import Freeze
+from planner.plan_types.plan import Plan
 from rewrite.fragment import Fragment, assignment
 from rewrite.rewriting import Change, Rewriting
 

@@ -17,8 +17,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from planner.decisions import Offload
-from planner.plan_file import Plan
+from planner.plan_types.decisions import Offload
+from planner.plan_types.plan import Plan
 from rewrite import pieces
 from rewrite.forwards import forward_function, modules_to_run_again
 from rewrite.fragment import Fragment, assignment

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from planner.decisions import Optimizer
 from planner.errors import DecisionError
-from planner.optimizers import has_step_hooks, sparse_lookups
-from planner.plan_file import Plan
+from planner.plan_types.decisions import Optimizer
+from planner.plan_types.plan import Plan
+from planner.workload.torch_optimizers import has_step_hooks, sparse_lookups
 from rewrite.fragment import Fragment
 from rewrite.optimizers import OPTIMIZERS
 from rewrite.rewriting import Rewriting

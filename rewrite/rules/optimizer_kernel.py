@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import torch
 
-from planner.decisions import OptimizerKernel
 from planner.errors import DecisionError
-from planner.optimizers import why_no_kernel
-from planner.plan_file import Plan
+from planner.plan_types.decisions import OptimizerKernel
+from planner.plan_types.plan import Plan
+from planner.workload.torch_optimizers import why_no_kernel
 from rewrite.fragment import Fragment
 from rewrite.rewriting import Change, Rewriting
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from planner.decisions import Precision
 from planner.errors import DecisionError
-from planner.plan_file import Plan
+from planner.plan_types.decisions import Precision
+from planner.plan_types.plan import Plan
 from rewrite.fragment import Fragment
 from rewrite.rewriting import Rewriting
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 import inspect
 import types
 
-from planner.decisions import Replay
-from planner.plan_file import Plan
+from planner.plan_types.decisions import Replay
+from planner.plan_types.plan import Plan
 from rewrite import pieces, tape
 from rewrite.forwards import detached, forward_function, modules_to_run_again
 from rewrite.fragment import Fragment, assignment

@@ -13,10 +13,10 @@ import inspect
 
 import torch
 
-from planner.decisions import Optimizer, StepInBackward
 from planner.errors import DecisionError
-from planner.optimizers import by_parameter, sparse_lookups, why_not_sparse
-from planner.plan_file import Plan
+from planner.plan_types.decisions import Optimizer, StepInBackward
+from planner.plan_types.plan import Plan
+from planner.workload.torch_optimizers import by_parameter, sparse_lookups, why_not_sparse
 from rewrite.fragment import Fragment
 from rewrite.rewriting import Rewriting
 

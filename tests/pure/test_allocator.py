@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from planner.allocator import CachingAllocator, OutOfMemory
-from planner.allocator_replay import replay
-from planner.allocator_settings import AllocatorSettings, round_size, segment_size
-from planner.sizes import GIB, KIB, MIB
+from planner.allocator.caching_allocator import CachingAllocator, OutOfMemory
+from planner.allocator.replay import replay
+from planner.allocator.settings import AllocatorSettings, round_size, segment_size
+from planner.plan_types.sizes import GIB, KIB, MIB
 
 NATIVE = AllocatorSettings()
 EXPANDABLE = AllocatorSettings(expandable_segments=True)

@@ -1,7 +1,7 @@
 """Replays of recorded histories of the real CUDA caching allocator: every address and every segment as recorded.
 
 `PLANNER_SHARED_DATA` names the folder that holds `allocator_traces/*.json.gz`, snapshots of
-`torch.cuda.memory._record_memory_history` without stack frames (see `planner/snapshot_file.py`).
+`torch.cuda.memory._record_memory_history` without stack frames (see `planner/snapshot/file.py`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import pathlib
 
 import pytest
 
-from planner.allocator_replay import replay
-from planner.allocator_settings import AllocatorSettings
-from planner.sizes import MIB
+from planner.allocator.replay import replay
+from planner.allocator.settings import AllocatorSettings
+from planner.plan_types.sizes import MIB
 from planner.snapshot import Action, History, load, recorded_stream, replay_history
-from planner.snapshot_result import Counts
+from planner.snapshot.result import Counts
 
 NATIVE = AllocatorSettings()
 EXPANDABLE = AllocatorSettings(expandable_segments=True)

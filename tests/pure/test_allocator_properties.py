@@ -9,11 +9,11 @@ import numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.allocator import CachingAllocator, OutOfMemory
-from planner.allocator_blocks import Block
-from planner.allocator_replay import replay
-from planner.allocator_settings import AllocatorSettings, round_size
-from planner.sizes import KIB, MIB
+from planner.allocator.blocks import Block
+from planner.allocator.caching_allocator import CachingAllocator, OutOfMemory
+from planner.allocator.replay import replay
+from planner.allocator.settings import AllocatorSettings, round_size
+from planner.plan_types.sizes import KIB, MIB
 
 NATIVE = AllocatorSettings()
 EXPANDABLE = AllocatorSettings(expandable_segments=True)

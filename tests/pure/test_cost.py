@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 import profiles
-from planner.cost import CONVOLUTION_PASSES, HostCopies, op_ns, op_times_ns, repetitions, step_flops
-from planner.step_graph import Op, Phase, StepGraph
+from planner.estimate.roofline import CONVOLUTION_PASSES, HostCopies, op_ns, op_times_ns, repetitions, step_flops
+from planner.recording.step_graph import Op, Phase, StepGraph
 
 CARD = dataclasses.replace(
     profiles.bare(),

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from planner.descent import Descent, settle
+from planner.choose.budget_search import Descent, settle
 
 TIE = 1.05
 

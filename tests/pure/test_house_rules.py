@@ -11,7 +11,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 OURS = ("planner", "rewrite", "profiles")
-COMPOSITION_ROOT = {"planner/__init__.py", "planner/pipeline.py", "planner/cli.py"}
+COMPOSITION_ROOT = {"planner/__init__.py", "planner/pipeline.py", "planner/cli/command.py"}
 """The only files of the planner that know the rewriter."""
 EXTRAS = ("accelerate", "bitsandbytes", "transformers")
 """What a bare install lacks."""
@@ -19,11 +19,11 @@ NEEDS_EXTRAS = "rewrite.plan_callback"
 """The only module that is imported where it is used, and not before."""
 WITHOUT_TORCH = (
     "planner",
-    "planner.allocator",
-    "planner.allocator_replay",
-    "planner.decisions",
-    "planner.plan_file",
-    "planner.sizes",
+    "planner.allocator.caching_allocator",
+    "planner.allocator.replay",
+    "planner.plan_types.decisions",
+    "planner.plan_types.plan",
+    "planner.plan_types.sizes",
     "planner.snapshot",
     "profiles",
 )
@@ -85,7 +85,7 @@ def test_plan_files_search_and_profiles_load_without_torch(module):
 
 
 def test_every_decision_has_one_rule_in_a_file_of_its_name():
-    from planner.decisions import KINDS
+    from planner.plan_types.decisions import KINDS
 
     files = {path.stem for path in (ROOT / "rewrite/rules").glob("*.py")} - {"__init__"}
     names = {kind.replace("-", "_") for kind in KINDS}
@@ -96,11 +96,20 @@ def test_every_decision_has_one_rule_in_a_file_of_its_name():
 
 
 def test_every_decision_is_a_choice_of_the_search():
-    from planner.decisions import KINDS
+    from planner.plan_types.decisions import KINDS
 
     names = {
         node.func.id
-        for path in (ROOT / "planner" / f"{name}.py" for name in ("options", "splits", "prefixes", "heads", "units"))
+        for path in (
+            ROOT / "planner" / f"{name}.py"
+            for name in (
+                "space/outer_choices",
+                "space/micro_batches",
+                "space/frozen_prefixes",
+                "space/lm_head",
+                "recompute/units",
+            )
+        )
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }

@@ -12,9 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.decisions import KINDS, Accumulation, Checkpoint, Freeze, Optimizer, Precision, decision_from_json
 from planner.errors import DecisionError, PlanFileError
-from planner.plan_file import (
+from planner.plan_types.decisions import (
+    KINDS,
+    Accumulation,
+    Checkpoint,
+    Freeze,
+    Optimizer,
+    Precision,
+    decision_from_json,
+)
+from planner.plan_types.plan import (
     SCHEMA_VERSION,
     Footprint,
     ModelFacts,
@@ -264,5 +272,5 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path):
 
 
 def test_plan_files_need_no_torch():
-    code = "import sys, planner.plan_file, planner.decisions; sys.exit('torch' in sys.modules)"
+    code = "import sys, planner.plan_types.plan, planner.plan_types.decisions; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

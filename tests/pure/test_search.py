@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from planner.errors import PlannerError
 from planner.search import brute, curve, milp
+from planner.search.integer_program import Program, solver_of
+from planner.search.linear_rows import Row, RowSource, cover
 from planner.search.problem import CheckpointProblem, Hold, Recompute
-from planner.search.program import Program, solver_of
 from planner.search.reduce import normal_form, reduce
-from planner.search.rows import Row, RowSource, cover
 from planner.search.symmetry import fold
 
 SIZES = (lambda rng: 1, lambda rng: 512, lambda rng: 10**9 + 7, lambda rng: 10**11 + rng.randint(0, 3))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import SizeError
-from planner.sizes import GIB, KIB, MIB, format_size, parse_size
+from planner.plan_types.sizes import GIB, KIB, MIB, format_size, parse_size
 
 
 @pytest.mark.parametrize(

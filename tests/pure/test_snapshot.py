@@ -21,14 +21,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.allocator import CachingAllocator, OutOfMemory
-from planner.allocator_blocks import Block
-from planner.allocator_replay import replay
-from planner.allocator_settings import AllocatorSettings
+from planner.allocator.blocks import Block
+from planner.allocator.caching_allocator import CachingAllocator, OutOfMemory
+from planner.allocator.replay import replay
+from planner.allocator.settings import AllocatorSettings
 from planner.errors import SnapshotError
-from planner.sizes import GIB, MIB
+from planner.estimate.allocation_stream import signed_sizes
+from planner.plan_types.sizes import GIB, MIB
 from planner.snapshot import load, main, recorded_stream, replay_history
-from planner.stream import signed_sizes
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE_BYTES = 2 * MIB

@@ -9,13 +9,13 @@ import pathlib
 import torch
 
 import profiles
-from planner.cost import HostCopies
-from planner.decisions import Checkpoint, Offload, Replay
-from planner.references import load_workload
+from planner.estimate.roofline import HostCopies
+from planner.plan_types.decisions import Checkpoint, Offload, Replay
+from planner.recompute.units import Units, units_of
+from planner.recording.step_graph import StepGraph
 from planner.search.curve import CompiledProblem
-from planner.step_graph import StepGraph
-from planner.units import Units, units_of
-from planner.workload import Workload, workload
+from planner.workload.loading import load_workload
+from planner.workload.workload import Workload, workload
 from rewrite.certify import certifying_graph, start_rehearsal
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
@@ -33,7 +33,7 @@ def transformer(kind: str, head: str, *, batch_size: int, seq_len: int, **settin
     """A small transformers model on the meta device."""
     import transformers
 
-    from planner.synthetic import synthetic_batch
+    from planner.workload.synthetic_batch import synthetic_batch
 
     config = transformers.AutoConfig.for_model(kind, **settings)
     config.use_cache = False

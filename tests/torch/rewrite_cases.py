@@ -14,10 +14,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from planner.calling import Calling
-from planner.fingerprint import fingerprint
-from planner.plan_file import Footprint, ModelFacts, Plan, SolverFacts, WorkloadFacts
-from planner.workload import batch_size_of, described
+from planner.plan_types.fingerprint import fingerprint
+from planner.plan_types.plan import Footprint, ModelFacts, Plan, SolverFacts, WorkloadFacts
+from planner.workload.call_convention import Calling
+from planner.workload.workload import batch_size_of, described
 from rewrite import Parity, apply, apply_decisions, emit, verify
 from rewrite.rules.accumulation import own_loss
 

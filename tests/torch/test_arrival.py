@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import profiles
-from planner.stream import allocation_stream
-from planner.workload import workload
+from planner.estimate.allocation_stream import allocation_stream
+from planner.workload.workload import workload
 from rewrite.certify import certifying_graph
 
 

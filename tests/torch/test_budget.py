@@ -10,10 +10,10 @@ from rewrite_cases import Perceptron, cross_entropy, plan_for, seeded, vectors
 
 import planner
 import profiles
-from planner import cards
 from planner.errors import SizeError
 from planner.pipeline import card_and_budget
-from planner.sizes import GIB
+from planner.plan_types.sizes import GIB
+from planner.workload import cards
 from rewrite import apply
 
 SMALL_CARD = profiles.load("rtx-2060")

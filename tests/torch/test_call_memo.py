@@ -10,12 +10,12 @@ import pytest
 import torch
 from planner_cases import CARD, certifying_graph, example, transformer
 
-from planner import call_memo
-from planner.call_memo import CallMemo
-from planner.child import run_in_child
-from planner.decisions import Accumulation, Checkpoint, Decision, Precision
-from planner.virtual_gpu import Target, VirtualGpuMode, install
-from planner.workload import Workload
+from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Precision
+from planner.virtual_gpu import fake_tensor_cache
+from planner.virtual_gpu.backend import Target, VirtualGpuMode, install
+from planner.virtual_gpu.fake_tensor_cache import CallMemo
+from planner.virtual_gpu.forked_process import run_in_child
+from planner.workload.workload import Workload
 
 
 def tensors() -> list[torch.Tensor]:
@@ -117,7 +117,7 @@ def test_a_remembered_result_looks_like_the_first(without_memory):
 
 
 def test_calls_are_remembered(monkeypatch):
-    monkeypatch.setattr(call_memo, "_results", {})
+    monkeypatch.setattr(fake_tensor_cache, "_results", {})
 
     def run() -> tuple[int, int]:
         install(Target(compute_capability=(8, 0)))
@@ -139,31 +139,31 @@ def test_calls_are_remembered(monkeypatch):
 
 
 def test_children_begin_with_what_those_before_them_found_out(monkeypatch):
-    monkeypatch.setattr(call_memo, "_results", {})
+    monkeypatch.setattr(fake_tensor_cache, "_results", {})
 
     def run() -> tuple[bytes, int, object]:
         install(Target(compute_capability=(8, 0)))
-        since = call_memo.known()
+        since = fake_tensor_cache.known()
         with torch.no_grad(), VirtualGpuMode():
             x = torch.empty(4, 4, device="vgpu")
             found = [looks(out, x) for out in (x.add(1), x.t(), *x.bfloat16().split(2), x.sum(1, keepdim=True).cpu())]
-        return call_memo.fresh(since=since), call_memo.known() - since, found
+        return fake_tensor_cache.fresh(since=since), fake_tensor_cache.known() - since, found
 
     calls, count, found = run_in_child(run)
     assert count > 5
-    assert call_memo.known() == 0  # what a child knows is its own until it is handed over
-    call_memo.remember(calls)
-    assert call_memo.known() == count
+    assert fake_tensor_cache.known() == 0  # what a child knows is its own until it is handed over
+    fake_tensor_cache.remember(calls)
+    assert fake_tensor_cache.known() == count
     assert run_in_child(run)[1:] == (0, found)
 
 
 def test_what_is_remembered_has_a_limit(monkeypatch):
-    monkeypatch.setattr(call_memo, "_results", {})
-    monkeypatch.setattr(call_memo, "_MOST_VALUES", 3)
-    call_memo.remember(pickle.dumps([((1, 2, 3), None)]))
-    assert call_memo.known() == 1
-    call_memo.remember(pickle.dumps([((4,), None)]))
-    assert call_memo.known() == 0
+    monkeypatch.setattr(fake_tensor_cache, "_results", {})
+    monkeypatch.setattr(fake_tensor_cache, "_MOST_VALUES", 3)
+    fake_tensor_cache.remember(pickle.dumps([((1, 2, 3), None)]))
+    assert fake_tensor_cache.known() == 1
+    fake_tensor_cache.remember(pickle.dumps([((4,), None)]))
+    assert fake_tensor_cache.known() == 0
 
 
 def test_inference_tensors_stay_what_they_are():

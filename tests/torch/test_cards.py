@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import profiles
-from planner import cards
 from planner.errors import DeviceProfileError
 from planner.pipeline import card_and_budget
+from planner.workload import cards
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ import types
 import pytest
 from planner_cases import CARD, example
 
-from planner.certificates import Certificates
-from planner.decisions import Checkpoint, Decision, Precision
+from planner.choose.certificates import Certificates
 from planner.errors import RehearsalError
 from planner.pipeline import plan_workload
-from planner.rules import Rules
+from planner.plan_types.constraints import Rules
+from planner.plan_types.decisions import Checkpoint, Decision, Precision
 
 BF16, FP16 = (Precision(dtype="bf16"),), (Precision(dtype="fp16"),)
 

@@ -11,7 +11,7 @@ import pytest
 from planner_cases import EXAMPLES
 
 from planner.cli import main
-from planner.plan_file import Plan
+from planner.plan_types.plan import Plan
 
 ROOT = pathlib.Path(__file__).parents[2]
 MODEL = """

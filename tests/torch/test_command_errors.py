@@ -11,11 +11,12 @@ import sys
 
 import pytest
 
-from planner import cards, pipeline
+from planner import pipeline
 from planner.cli import main
-from planner.decisions import Accumulation, Checkpoint
-from planner.plan_file import Plan
-from planner.references import load_workload
+from planner.plan_types.decisions import Accumulation, Checkpoint
+from planner.plan_types.plan import Plan
+from planner.workload import cards
+from planner.workload.loading import load_workload
 
 ROOT = pathlib.Path(__file__).parents[2]
 MODEL = """

@@ -29,7 +29,7 @@ from rewrite_cases import (
     tokens,
 )
 
-from planner.decisions import (
+from planner.plan_types.decisions import (
     KINDS,
     Accumulation,
     Checkpoint,
@@ -43,7 +43,7 @@ from planner.decisions import (
     Replay,
     StepInBackward,
 )
-from planner.plan_file import Plan
+from planner.plan_types.plan import Plan
 from rewrite import source
 from tests.fixtures.models import flat, mean_square
 

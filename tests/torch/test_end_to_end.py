@@ -9,8 +9,8 @@ import torch
 
 import planner
 import rewrite
-from planner.decisions import Accumulation, Checkpoint, Replay
 from planner.errors import PlanFileError
+from planner.plan_types.decisions import Accumulation, Checkpoint, Replay
 
 
 class Block(torch.nn.Module):

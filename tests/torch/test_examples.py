@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from planner.calling import Calling, loss_of
+from planner.workload.call_convention import Calling, loss_of
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

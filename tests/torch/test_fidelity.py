@@ -21,9 +21,9 @@ from benchmarks.card.comparing import compare_steps
 from benchmarks.card.measuring import STEPS, measure
 from benchmarks.card.predicting import predict
 from benchmarks.card.processes import Processes
-from planner.allocator_replay import replay
-from planner.allocator_settings import AllocatorSettings
-from planner.decisions import Checkpoint
+from planner.allocator.replay import replay
+from planner.allocator.settings import AllocatorSettings
+from planner.plan_types.decisions import Checkpoint
 
 ROOT = pathlib.Path(__file__).parents[2]
 H100 = profiles.load("h100")

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import planner
-from planner.decisions import Freeze, StepInBackward, micro_batches_of
 from planner.errors import DecisionError
-from planner.floors import Trained, floor_bytes
-from planner.workload import workload
+from planner.plan_types.decisions import Freeze, StepInBackward, micro_batches_of
+from planner.space.lower_bounds import Trained, floor_bytes
+from planner.workload.workload import workload
 
 MIB = 1 << 20
 

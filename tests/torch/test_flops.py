@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.flops import flops_of
+from planner.recording.flops import flops_of
 
 PRODUCTS = ("convolution", "mm", "mv")
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import profiles
-from planner.footprint import measure, smallest_capacity_bytes
-from planner.program import rehearse_program
-from planner.sizes import MIB
-from planner.virtual_gpu import Target
+from planner.estimate.footprint import measure, smallest_capacity_bytes
+from planner.plan_types.sizes import MIB
+from planner.recording.program import rehearse_program
+from planner.virtual_gpu.backend import Target
 
 CARD = profiles.load("rtx-3090")
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import planner
-from planner import cards
 from planner.cli import main
+from planner.cli.report import html
+from planner.cli.tradeoff_svg import front_svg
 from planner.errors import DecisionError
-from planner.front_svg import front_svg
-from planner.plan_file import Plan
-from planner.report import html
-from planner.sizes import MIB
+from planner.plan_types.plan import Plan
+from planner.plan_types.sizes import MIB
+from planner.workload import cards
 from rewrite import certify
 
 MODEL = """

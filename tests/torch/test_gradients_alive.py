@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import planner
-from planner import cards
 from planner.cli import main
-from planner.decisions import StepInBackward
 from planner.errors import DecisionError, WorkloadError
-from planner.plan_file import Plan
-from planner.rehearsal import Rehearsal
-from planner.virtual_gpu import Target
+from planner.plan_types.decisions import StepInBackward
+from planner.plan_types.plan import Plan
+from planner.recording.rehearsal import Rehearsal
+from planner.virtual_gpu.backend import Target
+from planner.workload import cards
 from rewrite import certify
 
 MODEL = """

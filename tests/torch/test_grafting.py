@@ -7,10 +7,10 @@ import pytest
 import torch
 from planner_cases import BARE, example, transformer, what_if
 
-from planner.decisions import Accumulation, Freeze, Optimizer, OptimizerKernel, Precision
-from planner.grafting import can_be_grafted, graft_update
-from planner.step_graph import Category, Phase, StepGraph
-from planner.workload import workload
+from planner.plan_types.decisions import Accumulation, Freeze, Optimizer, OptimizerKernel, Precision
+from planner.recording.graft_optimizer import can_be_grafted, graft_update
+from planner.recording.step_graph import Category, Phase, StepGraph
+from planner.workload.workload import workload
 from rewrite.certify import start_update
 
 UPDATES = {

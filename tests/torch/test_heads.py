@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from planner_cases import BARE, certifying_graph, plain, transformer, what_if
 
 import planner
-from planner import heads
-from planner.decisions import Accumulation, Checkpoint, ChunkedLoss, Precision, Replay
 from planner.errors import DecisionError
-from planner.step_graph import Category
-from planner.workload import workload
+from planner.plan_types.decisions import Accumulation, Checkpoint, ChunkedLoss, Precision, Replay
+from planner.recording.step_graph import Category
+from planner.space import lm_head
+from planner.workload.workload import workload
 
 WORDS = 4096
 MODELS = {
@@ -44,17 +44,17 @@ def of(name: str, seq_len: int = 64):
 def test_the_head_of_a_language_model_is_found(name):
     work = of(name)
     graph = certifying_graph(work, (), BARE)
-    found = heads.loss_in_chunks(graph, work.model, vram_bytes=8 << 20)
+    found = lm_head.loss_in_chunks(graph, work.model, vram_bytes=8 << 20)
     assert found.of_part(1) == ChunkedLoss(module=MODELS[name][2], chunks=8)
-    assert heads.loss_in_chunks(graph, work.model, vram_bytes=8 << 30).chunks == 2
+    assert lm_head.loss_in_chunks(graph, work.model, vram_bytes=8 << 30).chunks == 2
 
 
 def test_a_micro_batch_has_no_more_chunks_than_it_needs():
-    found = heads.LossInChunks(module="head", chunks=8)
+    found = lm_head.LossInChunks(module="head", chunks=8)
     chunks = {count: part and part.chunks for count in (1, 2, 7, 8, 64) for part in [found.of_part(count)]}
     assert chunks == {1: 8, 2: 4, 7: 4, 8: None, 64: None}
     assert {found.finest().of_part(count).chunks for count in (1, 2, 64)} == {64}
-    assert heads.LossInChunks(module="head", chunks=2, always=True).of_part(2).chunks == 2
+    assert lm_head.LossInChunks(module="head", chunks=2, always=True).of_part(2).chunks == 2
 
 
 class Net(torch.nn.Module):
@@ -83,7 +83,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_where_logits_are_used_otherwise_no_chunks_are_offered(name):
     work = workload(Net(OTHERS[name]), (torch.zeros(128, 16), torch.zeros(128, dtype=torch.int64)))
-    assert heads.loss_in_chunks(certifying_graph(work, (), BARE), work.model, vram_bytes=1 << 20) is None
+    assert lm_head.loss_in_chunks(certifying_graph(work, (), BARE), work.model, vram_bytes=1 << 20) is None
 
 
 def test_a_small_loss_is_left_alone_and_so_is_a_head_that_is_used_twice():
@@ -97,9 +97,9 @@ def test_a_small_loss_is_left_alone_and_so_is_a_head_that_is_used_twice():
 
     batch = torch.zeros(128, 16), torch.zeros(128, dtype=torch.int64)
     work = workload(Twice(), batch)
-    assert heads.loss_in_chunks(certifying_graph(work, (), BARE), work.model, vram_bytes=1 << 20) is None
+    assert lm_head.loss_in_chunks(certifying_graph(work, (), BARE), work.model, vram_bytes=1 << 20) is None
     work = workload(Net(F.cross_entropy), tuple(part[:8] for part in batch))
-    assert heads.loss_in_chunks(certifying_graph(work, (), BARE), work.model, vram_bytes=1 << 20) is None
+    assert lm_head.loss_in_chunks(certifying_graph(work, (), BARE), work.model, vram_bytes=1 << 20) is None
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -177,7 +177,7 @@ def hooked(logits):
 @pytest.mark.parametrize("change", [scaled, marked, counted])
 def test_logits_that_are_used_otherwise_are_not_taken_in_chunks(change):
     work = workload(Unusual(change), (torch.zeros(4, 33, dtype=torch.long),))
-    assert heads.loss_in_chunks(certifying_graph(work, (), BARE), work.model, vram_bytes=1 << 20) is None
+    assert lm_head.loss_in_chunks(certifying_graph(work, (), BARE), work.model, vram_bytes=1 << 20) is None
 
 
 @pytest.mark.parametrize("change", [scaled, hooked])
@@ -196,8 +196,8 @@ def test_a_model_that_cannot_have_chunks_gets_the_plan_it_gets_without(change):
 def test_backward_hooks_of_the_head_speak_against_chunks():
     model = Unusual(lambda logits: logits)
     work = workload(model, (torch.zeros(4, 33, dtype=torch.long),))
-    assert heads.loss_in_chunks(certifying_graph(work, (), BARE), model, vram_bytes=1 << 20) is not None
+    assert lm_head.loss_in_chunks(certifying_graph(work, (), BARE), model, vram_bytes=1 << 20) is not None
     model.head.register_full_backward_hook(lambda module, inputs, outputs: None)
-    assert heads.loss_in_chunks(certifying_graph(work, (), BARE), model, vram_bytes=1 << 20) is None
+    assert lm_head.loss_in_chunks(certifying_graph(work, (), BARE), model, vram_bytes=1 << 20) is None
     with pytest.raises(DecisionError, match="backward hooks"):
         certifying_graph(work, (ChunkedLoss(module="head", chunks=2),), BARE)

@@ -14,13 +14,13 @@ from history_programs import program
 
 import profiles
 from benchmarks.card.alignment import align
-from planner.allocator_replay import replay
-from planner.allocator_settings import AllocatorSettings
-from planner.program import rehearse_program
+from planner.allocator.replay import replay
+from planner.allocator.settings import AllocatorSettings
+from planner.estimate.add_workspaces import with_workspaces
+from planner.estimate.allocation_stream import allocation_stream, signed_sizes
+from planner.recording.program import rehearse_program
 from planner.snapshot import load, recorded_stream
-from planner.stream import allocation_stream, signed_sizes
-from planner.virtual_gpu import Target
-from planner.workspaces.stream import with_workspaces
+from planner.virtual_gpu.backend import Target
 
 CARD = profiles.load("rtx-4090")
 HISTORIES = {

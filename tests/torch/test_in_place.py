@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from planner.program import rehearse_program
-from planner.step_graph import StepGraph
-from planner.virtual_gpu import Target
+from planner.recording.program import rehearse_program
+from planner.recording.step_graph import StepGraph
+from planner.virtual_gpu.backend import Target
 
 
 def recorded(program) -> StepGraph:

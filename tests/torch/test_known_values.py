@@ -8,10 +8,10 @@ from planner_cases import BARE, CARD, certifying_graph, plain, transformer, what
 from torch import nn
 
 import planner
-from planner.decisions import Precision
 from planner.errors import RehearsalError
-from planner.step_graph import Category, Phase
-from planner.workload import workload
+from planner.plan_types.decisions import Precision
+from planner.recording.step_graph import Category, Phase
+from planner.workload.workload import workload
 
 
 class Asking(nn.Module):

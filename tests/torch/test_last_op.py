@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from planner.errors import MeasurementError
-from planner.sizes import MIB
+from planner.plan_types.sizes import MIB
 from rewrite import run_on_card
 from rewrite.last_op import LastOp, Place
 

@@ -12,17 +12,18 @@ from rewrite_cases import cross_entropy
 from torch import nn
 
 import planner
-from planner import cost, pipeline
-from planner.cases import optimizer_ns
-from planner.choose import Chooser
-from planner.decisions import Accumulation, Fidelity, Optimizer, OptimizerKernel, Precision, StepInBackward
+from planner import pipeline
+from planner.choose.candidates import optimizer_ns
+from planner.choose.chooser import Chooser
+from planner.choose.recordings import Recordings
 from planner.errors import DecisionError
-from planner.optimizers import kernel_beside_foreach, kind_of
+from planner.estimate import roofline
 from planner.pipeline import plan_workload
-from planner.recordings import Recordings
-from planner.rules import Rules
-from planner.step_graph import Category, Phase, StepGraph
-from planner.workload import workload
+from planner.plan_types.constraints import Rules
+from planner.plan_types.decisions import Accumulation, Fidelity, Optimizer, OptimizerKernel, Precision, StepInBackward
+from planner.recording.step_graph import Category, Phase, StepGraph
+from planner.workload.torch_optimizers import kernel_beside_foreach, kind_of
+from planner.workload.workload import workload
 from rewrite.optimizers import OPTIMIZERS
 
 FUSED, LOOP = OptimizerKernel(kernel="fused"), OptimizerKernel(kernel="for-loop")
@@ -135,7 +136,7 @@ def test_no_update_goes_below_its_bounds(name, monkeypatch):
     bounds = seen[0]
     for decision in decisions_for(name):
         graph = plain(work, (decision,), card=card)
-        took_ns = optimizer_ns(graph, cost.op_times_ns(graph, card, 1))
+        took_ns = optimizer_ns(graph, roofline.op_times_ns(graph, card, 1))
         assert took_ns + len(graph.ops) // 2 >= bounds.updates[type(decision)].ns > 0
         assert graph.live_bytes().max() >= bounds.floor_bytes((decision,)) >= 2 * parameter_bytes(work)
 

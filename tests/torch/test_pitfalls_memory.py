@@ -11,14 +11,14 @@ from planner_cases import BARE, certifying_graph, plain
 
 import planner
 import rewrite
-from planner.cases import Cases
-from planner.child import Child
-from planner.decisions import Accumulation, Decision
-from planner.footprint import with_whole_batch
-from planner.recordings import Recordings
-from planner.splits import Split
-from planner.step_graph import Category, Phase, StepGraph
-from planner.workload import Workload, resized, tensors_of, workload
+from planner.choose.candidates import Cases
+from planner.choose.recordings import Recordings
+from planner.estimate.footprint import with_whole_batch
+from planner.plan_types.decisions import Accumulation, Decision
+from planner.recording.step_graph import Category, Phase, StepGraph
+from planner.space.micro_batches import Split
+from planner.virtual_gpu.forked_process import Child
+from planner.workload.workload import Workload, resized, tensors_of, workload
 from rewrite.certify import start_rehearsal, start_update
 
 

@@ -10,11 +10,11 @@ import torch
 from planner_cases import BARE, plain
 
 import planner
-from planner.decisions import Accumulation, Fidelity, Optimizer
 from planner.errors import DecisionError, WorkloadError
-from planner.options import Offer, offer
-from planner.rules import Rules
-from planner.workload import workload
+from planner.plan_types.constraints import Rules
+from planner.plan_types.decisions import Accumulation, Fidelity, Optimizer
+from planner.space.outer_choices import Offer, offer
+from planner.workload.workload import workload
 from rewrite.certify import start_rehearsal
 
 needs_bitsandbytes = pytest.mark.skipif(

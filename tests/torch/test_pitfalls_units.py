@@ -12,8 +12,8 @@ from rewrite_cases import differences
 
 import planner
 import rewrite
-from planner.decisions import Checkpoint
-from planner.workload import workload
+from planner.plan_types.decisions import Checkpoint
+from planner.workload.workload import workload
 
 WIDTH = 16
 

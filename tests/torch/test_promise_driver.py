@@ -17,7 +17,7 @@ from benchmarks.card.budgets import CASES, pairs
 from benchmarks.card.environment import software
 from benchmarks.card.plan_case import AS_IT_IS
 from planner.errors import MeasurementError
-from planner.references import load_workload
+from planner.workload.loading import load_workload
 from rewrite.run_on_card import RanOut
 
 

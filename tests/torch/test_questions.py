@@ -11,13 +11,13 @@ import torch
 
 import planner
 import profiles
-from planner import cards
 from planner.cli import main
-from planner.decisions import KINDS
 from planner.errors import DecisionError
-from planner.plan_file import Plan
+from planner.plan_types.decisions import KINDS
+from planner.plan_types.plan import Plan
 from planner.questions import largest_within
-from planner.references import load_workload
+from planner.workload import cards
+from planner.workload.loading import load_workload
 
 MODEL = """
 import torch

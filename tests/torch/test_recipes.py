@@ -12,8 +12,8 @@ from rewrite_cases import roberta, seeded, tokens
 
 import planner
 import rewrite
-from planner.decisions import Accumulation, Checkpoint, Optimizer, Precision, Replay
-from planner.workload import workload
+from planner.plan_types.decisions import Accumulation, Checkpoint, Optimizer, Precision, Replay
+from planner.workload.workload import workload
 
 MIB = 1 << 20
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"

@@ -9,11 +9,11 @@ import torch
 from planner_cases import BARE, CARD, certifying_graph, plain, transformer, what_if
 
 import planner
-from planner.decisions import Accumulation, Checkpoint, Optimizer, Precision
 from planner.errors import RehearsalError, WorkloadError
-from planner.fx_graph import to_fx
-from planner.step_graph import Category, Phase
-from planner.workload import workload
+from planner.plan_types.decisions import Accumulation, Checkpoint, Optimizer, Precision
+from planner.recording.fx_graph import to_fx
+from planner.recording.step_graph import Category, Phase
+from planner.workload.workload import workload
 
 
 def mlp(*, batch: int = 64, width: int = 32) -> torch.nn.Sequential:

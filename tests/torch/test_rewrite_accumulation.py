@@ -29,9 +29,9 @@ from torch import nn
 
 import planner
 import rewrite
-from planner.decisions import Accumulation
 from planner.errors import DecisionError
-from planner.workload import batch_size_of, resized
+from planner.plan_types.decisions import Accumulation
+from planner.workload.workload import batch_size_of, resized
 
 RULE = sys.modules["rewrite.rules.accumulation"]
 UNEVEN = Accumulation(micro_batch_size=4, micro_batches=2)

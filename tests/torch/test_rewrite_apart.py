@@ -19,8 +19,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from transformers.modeling_outputs import BaseModelOutput
 
 import rewrite
-from planner.decisions import Accumulation, Checkpoint, Decision, Offload, Precision, Replay
 from planner.errors import DecisionError
+from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Offload, Precision, Replay
 from rewrite import held_state, trial
 from rewrite.rows import amounts_of_padding, halves_of
 from rewrite.steady_random import SteadyRandom

@@ -23,9 +23,9 @@ from rewrite_cases import (
 )
 from torch import nn
 
-from planner.decisions import Accumulation, Checkpoint, Decision, Freeze, Precision
 from planner.errors import DecisionError, PlanFileError, WorkloadError
-from planner.fingerprint import fingerprint
+from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Freeze, Precision
+from planner.plan_types.fingerprint import fingerprint
 from rewrite import apply
 
 EVERYTHING = (

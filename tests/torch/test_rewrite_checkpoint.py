@@ -25,8 +25,8 @@ from rewrite_cases import (
 )
 from torch import nn
 
-from planner.decisions import Checkpoint
 from planner.errors import DecisionError
+from planner.plan_types.decisions import Checkpoint
 
 RULE = sys.modules["rewrite.rules.checkpoint"]
 TEN_IMAGES = [images(seed=seed) for seed in range(10)]

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from planner.calling import Calling
-from planner.decisions import Accumulation, ChunkedLoss
 from planner.errors import DecisionError
+from planner.plan_types.decisions import Accumulation, ChunkedLoss
+from planner.workload.call_convention import Calling
 from rewrite.apply import apply_decisions
 
 ROWS, WIDTH, WORDS = 24, 16, 37

@@ -16,10 +16,10 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import planner
-import planner.options
+import planner.space.outer_choices
 import rewrite
-from planner.decisions import Accumulation, Checkpoint, ChunkedLoss, StepInBackward
 from planner.errors import DecisionError
+from planner.plan_types.decisions import Accumulation, Checkpoint, ChunkedLoss, StepInBackward
 
 UNEVEN = Accumulation(micro_batch_size=4, micro_batches=2)
 """For batches of 6 samples: 4, then 2."""
@@ -214,6 +214,6 @@ def test_each_may_train_by_itself_where_that_is_said(found):
 
 
 def test_among_several_processes_no_step_in_backward_is_planned(monkeypatch):
-    monkeypatch.setattr(planner.options, "several_processes", lambda: True)
+    monkeypatch.setattr(planner.space.outer_choices, "several_processes", lambda: True)
     with pytest.raises(DecisionError, match="step-in-backward is forced, but gradients of several processes are added"):
         planner.plan(seeded(Language), batch_of(0), vram="1GiB", gpu="bare", force=("step-in-backward",))

@@ -26,8 +26,8 @@ from rewrite_cases import (
     vectors,
 )
 
-from planner.calling import Calling
-from planner.decisions import (
+from planner.errors import PlanFileError
+from planner.plan_types.decisions import (
     Accumulation,
     Checkpoint,
     ChunkedLoss,
@@ -37,8 +37,8 @@ from planner.decisions import (
     Precision,
     StepInBackward,
 )
-from planner.errors import PlanFileError
-from planner.plan_file import Plan
+from planner.plan_types.plan import Plan
+from planner.workload.call_convention import Calling
 from rewrite import emit, source
 
 LAYERS = ("roberta.encoder.layer.0", "roberta.encoder.layer.1")

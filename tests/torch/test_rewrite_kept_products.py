@@ -25,9 +25,9 @@ from rewrite_cases import (
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from planner.decisions import Checkpoint, Precision, decision_from_json
 from planner.errors import DecisionError
-from planner.workload import workload
+from planner.plan_types.decisions import Checkpoint, Precision, decision_from_json
+from planner.workload.workload import workload
 
 RULE = sys.modules["rewrite.rules.checkpoint"]
 LAYERS = {"roberta": "roberta.encoder.layer.{}", "gpt2": "transformer.h.{}"}

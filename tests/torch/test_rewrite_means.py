@@ -25,8 +25,8 @@ from torch import nn
 
 import planner
 import rewrite
-from planner.decisions import Accumulation, ChunkedLoss
 from planner.errors import DecisionError
+from planner.plan_types.decisions import Accumulation, ChunkedLoss
 
 UNEVEN = Accumulation(micro_batch_size=4, micro_batches=2)
 """For batches of 6 samples: 4, then 2."""

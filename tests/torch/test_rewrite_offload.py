@@ -30,7 +30,8 @@ from rewrite_cases import (
 from torch import nn
 
 import planner
-from planner.decisions import (
+from planner.errors import DecisionError
+from planner.plan_types.decisions import (
     Accumulation,
     Checkpoint,
     Offload,
@@ -39,8 +40,7 @@ from planner.decisions import (
     StepInBackward,
     decision_from_json,
 )
-from planner.errors import DecisionError
-from planner.workload import workload
+from planner.workload.workload import workload
 
 rule = importlib.import_module("rewrite.rules.offload")
 

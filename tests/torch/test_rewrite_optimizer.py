@@ -9,8 +9,8 @@ import torch
 from rewrite_cases import Perceptron, cross_entropy, rewritten, roberta, seeded, tokens, train, vectors
 from torch import nn
 
-from planner.decisions import Optimizer
 from planner.errors import DecisionError, WorkloadError
+from planner.plan_types.decisions import Optimizer
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 

@@ -9,7 +9,8 @@ import torch
 from rewrite_cases import Perceptron, cross_entropy, plan_for, rewritten, seeded, vectors
 from torch import nn
 
-from planner.decisions import (
+from planner.errors import DecisionError
+from planner.plan_types.decisions import (
     Accumulation,
     Checkpoint,
     Decision,
@@ -19,8 +20,7 @@ from planner.decisions import (
     Precision,
     StepInBackward,
 )
-from planner.errors import DecisionError
-from planner.optimizers import kernel_beside_foreach, kind_of
+from planner.workload.torch_optimizers import kernel_beside_foreach, kind_of
 from rewrite import apply, source
 from rewrite.optimizers import OPTIMIZERS
 

@@ -12,8 +12,8 @@ from rewrite_cases import Perceptron, cross_entropy, plan_for, rewritten, seeded
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import rewrite
-from planner.decisions import Accumulation, Optimizer, Precision, StepInBackward
 from planner.errors import PlanFileError, WorkloadError
+from planner.plan_types.decisions import Accumulation, Optimizer, Precision, StepInBackward
 from rewrite.step import TrainingStep
 
 FP16, BF16 = Precision(dtype="fp16"), Precision(dtype="bf16")

@@ -20,8 +20,8 @@ from rewrite_cases import (
     vectors,
 )
 
-from planner.decisions import Accumulation, Checkpoint, Freeze, Precision
 from planner.errors import DecisionError
+from planner.plan_types.decisions import Accumulation, Checkpoint, Freeze, Precision
 
 BF16 = Precision(dtype="bf16")
 FP16 = Precision(dtype="fp16")

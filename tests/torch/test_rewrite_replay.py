@@ -34,9 +34,9 @@ from rewrite_cases import (
 )
 from torch import nn
 
-from planner.decisions import Accumulation, Precision, Replay, decision_from_json
 from planner.errors import DecisionError
-from planner.workload import workload
+from planner.plan_types.decisions import Accumulation, Precision, Replay, decision_from_json
+from planner.workload.workload import workload
 from rewrite import tape
 
 MODELS = {

@@ -22,7 +22,8 @@ from rewrite_cases import (
 )
 from torch import nn
 
-from planner.decisions import (
+from planner.errors import DecisionError, PlanFileError
+from planner.plan_types.decisions import (
     Accumulation,
     Checkpoint,
     ChunkedLoss,
@@ -33,8 +34,7 @@ from planner.decisions import (
     Replay,
     StepInBackward,
 )
-from planner.errors import DecisionError, PlanFileError
-from planner.fingerprint import plan_fingerprint
+from planner.plan_types.fingerprint import plan_fingerprint
 from rewrite import apply
 
 BLOCKS = Checkpoint(modules=("first", "twice"))

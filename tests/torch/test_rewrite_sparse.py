@@ -11,8 +11,8 @@ from rewrite_cases import cross_entropy, plan_for, rewritten, seeded, train, ver
 from torch import nn
 
 import planner
-from planner.decisions import Accumulation, Optimizer, Precision, StepInBackward
 from planner.errors import DecisionError, WorkloadError
+from planner.plan_types.decisions import Accumulation, Optimizer, Precision, StepInBackward
 from rewrite import source
 
 UNEVEN = Accumulation(micro_batch_size=4, micro_batches=2)

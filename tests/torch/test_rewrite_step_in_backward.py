@@ -23,10 +23,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import planner
-from planner.decisions import Accumulation, Checkpoint, Decision, Fidelity, Freeze, Optimizer, Precision, StepInBackward
 from planner.errors import DecisionError, RehearsalError, WorkloadError
-from planner.step_graph import Category, Phase
-from planner.workload import workload
+from planner.plan_types.decisions import (
+    Accumulation,
+    Checkpoint,
+    Decision,
+    Fidelity,
+    Freeze,
+    Optimizer,
+    Precision,
+    StepInBackward,
+)
+from planner.recording.step_graph import Category, Phase
+from planner.workload.workload import workload
 
 IN_BACKWARD = (StepInBackward(),)
 
@@ -273,9 +282,9 @@ def test_it_is_not_offered_where_it_cannot_be(monkeypatch):
 
 
 def test_what_is_pruned_before_it_is_recorded_would_not_have_been_chosen(monkeypatch):
-    from planner.cases import Case
+    from planner.choose.candidates import Case
     from planner.pipeline import plan_workload
-    from planner.rules import Rules
+    from planner.plan_types.constraints import Rules
 
     pruned = 0
     could_pay = Case.could_pay

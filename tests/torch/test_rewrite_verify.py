@@ -27,7 +27,8 @@ from torch import nn
 
 import planner
 import rewrite
-from planner.decisions import (
+from planner.errors import DecisionError, PlanFileError, WorkloadError
+from planner.plan_types.decisions import (
     Accumulation,
     Checkpoint,
     ChunkedLoss,
@@ -38,7 +39,6 @@ from planner.decisions import (
     Replay,
     StepInBackward,
 )
-from planner.errors import DecisionError, PlanFileError, WorkloadError
 from rewrite import Parity, tape
 from rewrite.plain_step import Comparable
 from rewrite.rules import RULES

@@ -11,7 +11,7 @@ import torch
 from rewrite_cases import Convolutional, Perceptron, cross_entropy, images, roberta, seeded, tokens, vectors, verified
 from torch import nn
 
-from planner.decisions import Accumulation, Checkpoint, Optimizer, Precision, StepInBackward
+from planner.plan_types.decisions import Accumulation, Checkpoint, Optimizer, Precision, StepInBackward
 from rewrite.rules import RULES
 from rewrite.step import TrainingStep
 from rewrite.structure import difference, structure

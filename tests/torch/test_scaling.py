@@ -7,10 +7,10 @@ import pytest
 import torch
 from planner_cases import example, transformer, what_if
 
-from planner.decisions import Accumulation, Checkpoint, Precision
-from planner.scaling import BASE_SIZES, extrapolate
-from planner.step_graph import Phase
-from planner.workload import workload
+from planner.plan_types.decisions import Accumulation, Checkpoint, Precision
+from planner.recording.extrapolate import BASE_SIZES, extrapolate
+from planner.recording.step_graph import Phase
+from planner.workload.workload import workload
 
 
 class Recurrent(torch.nn.Module):

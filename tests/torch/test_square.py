@@ -9,10 +9,10 @@ import pytest
 import torch
 from planner_cases import BARE, CARD, example, plain, transformer, units, what_if
 
-from planner.decisions import KINDS, Checkpoint, Fidelity, Precision, Replay
 from planner.pipeline import plan_workload
-from planner.rules import Rules
-from planner.workload import workload
+from planner.plan_types.constraints import Rules
+from planner.plan_types.decisions import KINDS, Checkpoint, Fidelity, Precision, Replay
+from planner.workload.workload import workload
 
 
 class InPlace(torch.nn.Module):

@@ -11,11 +11,11 @@ from rewrite_cases import cross_entropy, vectors
 from torch import nn
 
 import planner
-from planner.decisions import Checkpoint, Replay
+from planner.plan_types.decisions import Checkpoint, Replay
+from planner.recompute.segments import with_stretches
+from planner.recompute.units import units_of
 from planner.search import milp
-from planner.stretches import with_stretches
-from planner.units import units_of
-from planner.workload import workload
+from planner.workload.workload import workload
 
 
 class Deep(Flat):

@@ -13,7 +13,8 @@ from rewrite_cases import cross_entropy, gpt2, plan_for, roberta, roberta_config
 
 import planner
 import rewrite
-from planner.decisions import (
+from planner.errors import DecisionError, PlanFileError, PromiseError, WorkloadError
+from planner.plan_types.decisions import (
     Accumulation,
     Checkpoint,
     ChunkedLoss,
@@ -23,7 +24,6 @@ from planner.decisions import (
     Precision,
     StepInBackward,
 )
-from planner.errors import DecisionError, PlanFileError, PromiseError, WorkloadError
 from rewrite import plan_callback
 
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")

@@ -12,8 +12,8 @@ from rewrite_cases import gpt2, plan_for, roberta_config, seeded, tokens, vector
 from torch import nn
 
 import rewrite
-from planner.decisions import Accumulation, Precision
 from planner.errors import DecisionError, WorkloadError
+from planner.plan_types.decisions import Accumulation, Precision
 
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from truth_cases import CASES, rehearsal, truth
 
-from planner.step_graph import Op, StepGraph, Storage
+from planner.recording.step_graph import Op, StepGraph, Storage
 
 EXCEPTIONS = ("in-place, sliced", "bf16 autocast")
 """Each has its own test below."""

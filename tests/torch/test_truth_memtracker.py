@@ -23,13 +23,13 @@ from truth_cases import (
     with_loss,
 )
 
-from planner import virtual_gpu
-from planner.child import run_in_child
-from planner.decisions import Checkpoint, Precision
 from planner.errors import PlannerError
-from planner.rehearsal import make_virtual, on_virtual_gpu, record_steps, virtual_batch
-from planner.step_graph import Category, Phase, StepGraph, Storage
-from planner.workload import Workload, tensors_of
+from planner.plan_types.decisions import Checkpoint, Precision
+from planner.recording.rehearsal import make_virtual, on_virtual_gpu, record_steps, virtual_batch
+from planner.recording.step_graph import Category, Phase, StepGraph, Storage
+from planner.virtual_gpu import backend
+from planner.virtual_gpu.forked_process import run_in_child
+from planner.workload.workload import Workload, tensors_of
 from rewrite.apply import apply_decisions
 
 STEPS = 2
@@ -75,7 +75,7 @@ class Peaks(MemTracker):
     def _update_peak_stats(self, peak_state) -> None:
         super()._update_peak_stats(peak_state)
         for device, snapshot in self._curr_mem_snap.items():
-            if device.type == virtual_gpu.NAME:
+            if device.type == backend.NAME:
                 now = {getattr(key, "name", key): value for key, value in snapshot.items()}
                 self.largest |= Counter(_grouped(now))
 
@@ -99,12 +99,12 @@ def tracked(case: Case, work: Workload) -> Counter[str]:
     def run() -> Counter[str]:
         gc.freeze()
         gc.disable()
-        virtual_gpu.install(virtual_gpu.Target(compute_capability=CARD.compute_capability))
-        mode = virtual_gpu.VirtualGpuMode()
-        virtual_gpu.let_libraries_take_fakes_for_real()
+        backend.install(backend.Target(compute_capability=CARD.compute_capability))
+        mode = backend.VirtualGpuMode()
+        backend.let_libraries_take_fakes_for_real()
         with torch.autograd.set_multithreading_enabled(False), mode:
-            make_virtual(work.model, virtual_gpu.NAME)
-            batch = virtual_batch(work.batch, work.batch_size, work.batch_size, virtual_gpu.NAME)
+            make_virtual(work.model, backend.NAME)
+            batch = virtual_batch(work.batch, work.batch_size, work.batch_size, backend.NAME)
             rewritten = apply_decisions(
                 case.decisions,
                 work.model,
@@ -150,12 +150,12 @@ def rehearsed(case: Case, work: Workload) -> StepGraph:
         raise error
 
     def run() -> StepGraph:
-        target = virtual_gpu.Target(compute_capability=CARD.compute_capability)
+        target = backend.Target(compute_capability=CARD.compute_capability)
         with on_virtual_gpu(target, refuse, what_if=False) as recorder:
             recorder.in_place = None
             let_transformers_build_masks_in_full()
-            make_virtual(work.model, virtual_gpu.NAME, recorder.answers.known)
-            batch = virtual_batch(work.batch, work.batch_size, work.batch_size, virtual_gpu.NAME)
+            make_virtual(work.model, backend.NAME, recorder.answers.known)
+            batch = virtual_batch(work.batch, work.batch_size, work.batch_size, backend.NAME)
             sizes = (work.batch_size,)
             return record_steps(
                 recorder, work.model, batch, prepare, steps=STEPS, primed=False, micro_batch_sizes=sizes

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import planner
-from planner.choose import TIE
-from planner.decisions import micro_batches_of
+from planner.choose.chooser import TIE
 from planner.errors import DecisionError
+from planner.plan_types.decisions import micro_batches_of
 
 
 class Blocks(torch.nn.Module):

@@ -13,12 +13,14 @@ import pytest
 import torch
 from counting_device import CountingCpu
 
-from planner import cards, cli, pipeline
+from planner import pipeline
+from planner.cli import command
 from planner.errors import MeasurementError
-from planner.plan_file import Plan
-from planner.references import load_workload
-from planner.rules import given_rules
-from planner.sizes import MIB
+from planner.plan_types.constraints import given_rules
+from planner.plan_types.plan import Plan
+from planner.plan_types.sizes import MIB
+from planner.workload import cards
+from planner.workload.loading import load_workload
 from rewrite import verification as verifying
 from rewrite.cuda import Cuda
 from rewrite.parity import Parity, Row, failed
@@ -201,7 +203,7 @@ def test_without_a_card_there_is_nothing_to_measure_on(reference):
 def test_the_command_refuses_to_verify_without_a_card(reference, capsys, monkeypatch):
     if torch.version.cuda is not None and torch.cuda.is_available():
         pytest.skip("there is a card")
-    assert cli.main([reference, "--vram", "1GiB", "--verify", "--json"]) == cli.COULD_NOT_RUN
+    assert command.main([reference, "--vram", "1GiB", "--verify", "--json"]) == command.COULD_NOT_RUN
     told = json.loads(capsys.readouterr().out)["error"]
     assert told["type"] == "MeasurementError" and "--verify trains on a CUDA card" in told["message"]
 
@@ -211,19 +213,19 @@ def test_the_command_says_whether_the_promise_is_kept(reference, capsys, monkeyp
     monkeypatch.setattr(verifying, "run_in_process", COUNTED)
     asked = [reference, "--vram", "3MiB", "--gpu", "bare", "--forbid", "offload", "--optimizer", "sgd", "--verify"]
     path = tmp_path / "plan.json"
-    assert cli.main([*asked, "--json", "--save", str(path)]) == cli.FITS
+    assert command.main([*asked, "--json", "--save", str(path)]) == command.FITS
     found = json.loads(capsys.readouterr().out)["verification"]
     assert found["kept"] and found["parity"]["passed"] and found["planned"]["device"] == CountingCpu().title()
     too_much = made_up(allocated_bytes=10**9)
     monkeypatch.setattr(
         verifying, "run_in_process", lambda plan, options: Parity(rows=()) if "--parity" in options else too_much
     )
-    assert cli.main([str(path), "--verify"]) == cli.DOES_NOT_FIT
+    assert command.main([str(path), "--verify"]) == command.DOES_NOT_FIT
     told = capsys.readouterr().out
     assert "the promise is BROKEN" in told and "allocated" in told and "it stands for bare" in told
     ran_out = RanOut(device="x", step=2, message="tried to allocate", place=PLACE)
     monkeypatch.setattr(verifying, "run_in_process", lambda plan, options: ran_out)
-    assert cli.main([str(path), "--verify"]) == cli.DOES_NOT_FIT
+    assert command.main([str(path), "--verify"]) == command.DOES_NOT_FIT
     told = capsys.readouterr().out
     assert "out of memory in step 2: tried to allocate" in told and "at aten.mm, recompute of 3.fc" in told
 
@@ -233,7 +235,7 @@ PLACE = {"op": "aten.mm", "phase": "recompute", "module": "3.fc", "alive": {"par
 
 def test_nothing_is_measured_where_nothing_fits(reference):
     plan = dataclasses.replace(planned(reference, None), fits=False)
-    assert cli._verified(plan, argparse.Namespace(verify=True)) is None
+    assert command._verified(plan, argparse.Namespace(verify=True)) is None
 
 
 def test_a_batch_with_weights_is_as_large_as_asked_for_and_holds_tokens(reference):

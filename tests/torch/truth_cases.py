@@ -11,14 +11,14 @@ import torch
 from planner_cases import example
 from torch.utils.checkpoint import checkpoint
 
-from planner.calling import LossFn
-from planner.child import run_in_child
-from planner.decisions import Accumulation, Checkpoint, Decision, Precision
-from planner.recorder import Recorder
-from planner.rehearsal import make_virtual, record_steps, virtual_batch
-from planner.step_graph import StepGraph
-from planner.virtual_gpu import VirtualGpuMode, let_libraries_take_fakes_for_real
-from planner.workload import OptimizerSpec, Workload, workload
+from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Precision
+from planner.recording.recorder import Recorder
+from planner.recording.rehearsal import make_virtual, record_steps, virtual_batch
+from planner.recording.step_graph import StepGraph
+from planner.virtual_gpu.backend import VirtualGpuMode, let_libraries_take_fakes_for_real
+from planner.virtual_gpu.forked_process import run_in_child
+from planner.workload.call_convention import LossFn
+from planner.workload.workload import OptimizerSpec, Workload, workload
 from rewrite.apply import apply_decisions
 
 STEPS = 2
@@ -111,7 +111,7 @@ def hugging_face(
     def build():
         import transformers
 
-        from planner.synthetic import synthetic_batch
+        from planner.workload.synthetic_batch import synthetic_batch
 
         torch.manual_seed(0)
         attention = settings.get("attn_implementation")

@@ -10,11 +10,11 @@ import pytest
 from planner_cases import BARE
 from table import TORCH, TRANSFORMERS, Entry
 
-from planner.child import Child
-from planner.decisions import Precision
 from planner.errors import PlannerError
-from planner.step_graph import Category, Phase, StepGraph
-from planner.workload import Workload, workload
+from planner.plan_types.decisions import Precision
+from planner.recording.step_graph import Category, Phase, StepGraph
+from planner.virtual_gpu.forked_process import Child
+from planner.workload.workload import Workload, workload
 from rewrite.certify import start_rehearsal
 
 ENTRIES = (*TRANSFORMERS, *TORCH)

@@ -1,0 +1,126 @@
+"""Expandable segments: address ranges larger than the card, with memory mapped page by page as it is needed.
+
+Source: `ExpandableSegment`, `find_expandable_block`, `map_block`, `unmap_block` and
+`try_allocate_expandable_block` in pytorch's c10/cuda/CUDACachingAllocator.cpp.
+
+A range starts as one unmapped block. An allocation that no free block can hold takes the lowest address
+where free and unmapped blocks together are long enough, and maps whole pages there: 2 MiB in the small
+pool, the large segment size (20 MiB) in the large pool. Only whole free pages are ever given back.
+
+A range is 1 1/8 times as long as the card's memory. Where it stops being exact: without it the simulated capacity is
+taken. The length matters only close to the end of a range: best fit compares free blocks by what they can grow to.
+"""
+
+from __future__ import annotations
+
+from planner.allocator.blocks import Block, Driver, Pool
+
+UNKNOWN_CARD_BYTES = 1 << 42
+"""Memory that a range is made for where neither card nor capacity is given: 4 TiB."""
+
+
+class ExpandableRanges:
+    """The expandable segments of all pools of one size class."""
+
+    def __init__(self, *, page_bytes: int, driver: Driver, card_bytes: int | None) -> None:
+        total_bytes = UNKNOWN_CARD_BYTES if card_bytes is None else card_bytes
+        self._page_bytes = page_bytes
+        self._range_bytes = -(-(total_bytes + total_bytes // 8) // page_bytes) * page_bytes
+        self._driver = driver
+        self.heads: dict[int, Block] = {}
+        """First block of each range, by address."""
+
+    def allocate(self, pool: Pool, size_bytes: int) -> Block | None:
+        """A free block of at least `size_bytes`, taken out of the pool; None where physical memory ran out.
+
+        Pages that were mapped before memory ran out stay mapped, as upstream.
+        """
+        candidate: Block | None = self._find_room(pool, size_bytes)
+        if not candidate.is_mapped:
+            candidate = self._map(candidate, min(candidate.size_bytes, size_bytes))
+        while candidate is not None and candidate.size_bytes < size_bytes:
+            unmapped = candidate.next
+            candidate = self._map(unmapped, min(size_bytes - candidate.size_bytes, unmapped.size_bytes))
+        if candidate is not None:
+            pool.remove(candidate)
+        return candidate
+
+    def release_free_pages(self, pool: Pool) -> None:
+        """Unmap every whole free page of the pool, and drop ranges that are left without any memory."""
+        for block in pool.free_blocks():
+            unmapped = self._unmap(block)
+            if unmapped is not None and unmapped.is_whole_segment():
+                pool.remove_unmapped(unmapped)
+                del self.heads[unmapped.address]
+
+    def _find_room(self, pool: Pool, size_bytes: int) -> Block:
+        for unmapped in pool.unmapped_blocks():
+            before = unmapped.previous
+            start = before if before is not None and not before.is_allocated else unmapped
+            if _has_room(start, size_bytes):
+                return start
+        address = self._driver.place(self._range_bytes)
+        unmapped = Block(address=address, size_bytes=self._range_bytes, pool=pool, range_start=address)
+        unmapped.is_mapped = False
+        pool.insert_unmapped(unmapped)
+        self.heads[address] = unmapped
+        return unmapped
+
+    def _map(self, block: Block, size_bytes: int) -> Block | None:
+        """Put memory behind the first `size_bytes` of an unmapped block, rounded up to pages; merge; insert as free."""
+        pool = block.pool
+        mapped_bytes = -(-size_bytes // self._page_bytes) * self._page_bytes
+        if not self._driver.take(mapped_bytes):
+            return None
+        pool.remove_unmapped(block)
+        if mapped_bytes < block.size_bytes:
+            pool.insert_unmapped(block.split_off(mapped_bytes))
+        block.is_mapped = True
+        if block.previous is not None and block.previous.is_free():
+            block = block.previous
+            pool.remove(block)
+            block.absorb_next()
+        if block.next is not None and block.next.is_free():
+            pool.remove(block.next)
+            block.absorb_next()
+        pool.insert(block)
+        return block
+
+    def _unmap(self, block: Block) -> Block | None:
+        """Take the memory from the whole pages inside a free block; the unmapped block, or None without such pages."""
+        pool, start, page_bytes = block.pool, block.range_start, self._page_bytes
+        first = start - (start - block.address) // page_bytes * page_bytes
+        end = start + (block.address + block.size_bytes - start) // page_bytes * page_bytes
+        if first >= end:
+            return None
+        pool.remove(block)
+        if first > block.address:
+            rest = block.split_off(first - block.address)
+            pool.insert(block)
+            block = rest
+        if end < block.address + block.size_bytes:
+            pool.insert(block.split_off(end - block.address))
+        block.is_mapped = False
+        self._driver.give_back(end - first)
+        if block.next is not None and not block.next.is_mapped:
+            pool.remove_unmapped(block.next)
+            block.absorb_next()
+        if block.previous is not None and not block.previous.is_mapped:
+            block.previous.absorb_next()
+            return block.previous
+        pool.insert_unmapped(block)
+        return block
+
+
+def expanded_bytes(block: Block) -> int:
+    """Size of a free block including the unmapped space after it: what best fit compares in a range."""
+    after = block.next
+    return block.size_bytes + (after.size_bytes if after is not None and not after.is_mapped else 0)
+
+
+def _has_room(block: Block | None, size_bytes: int) -> bool:
+    room_bytes = 0
+    while room_bytes < size_bytes and block is not None and not block.is_allocated:
+        room_bytes += block.size_bytes
+        block = block.next
+    return room_bytes >= size_bytes

@@ -1,0 +1,1 @@
+"""Choose a plan: propose a configuration, certify it by rehearsal, and repeat."""

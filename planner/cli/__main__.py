@@ -1,0 +1,9 @@
+"""`python -m planner.cli`: the `plan` command."""
+
+from __future__ import annotations
+
+import sys
+
+from planner.cli.command import main
+
+sys.exit(main())

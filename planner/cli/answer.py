@@ -1,0 +1,80 @@
+"""From the options of the `plan` command to its answer: what MODEL names is loaded and the question asked of it."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import pathlib
+
+from planner import pipeline, questions
+from planner.cli.options import names
+from planner.errors import PlanFileError, WorkloadError
+from planner.plan_types.constraints import given_rules
+from planner.plan_types.plan import Plan
+from planner.plan_types.tradeoff import DEFAULT_SECONDS, Tradeoff
+from planner.workload.loading import load_workload
+
+_SAID_BY_A_PLAN = (
+    "batch_size seq_len optimizer fidelity force forbid only max_slowdown gradients_alive tradeoff largest_batch "
+    "smallest_card".split()
+)
+
+
+def answer(options: argparse.Namespace) -> Plan | Tradeoff:
+    """Plan the model, rehearse the plan that it is, or answer another question about it.
+
+    Raises:
+        PlannerError: what was given cannot be used; the message says what to change.
+    """
+    saved = _saved_plan(options.model)
+    if saved is not None:
+        return _again(saved, options)
+    rules = given_rules(
+        fidelity=options.fidelity or "rounded",
+        force=names(options.force),
+        forbid=names(options.forbid),
+        only=names(options.only) if options.only else None,
+        max_slowdown=options.max_slowdown,
+    )
+    load = functools.partial(
+        load_workload,
+        options.model,
+        seq_len=options.seq_len,
+        optimizer=options.optimizer or "adamw",
+        gradients_alive=options.gradients_alive,
+    )
+    if options.smallest_card:
+        return questions.smallest_card(load(batch_size=options.batch_size), rules)
+    card, vram_bytes = pipeline.card_and_budget(options.gpu, options.vram)
+    if options.largest_batch:
+        return questions.largest_batch(
+            lambda batch_size: load(batch_size=batch_size), card, vram_bytes=vram_bytes, rules=rules
+        )
+    work = load(batch_size=options.batch_size)
+    if options.tradeoff:
+        seconds = options.seconds or DEFAULT_SECONDS
+        return pipeline.tradeoff_workload(work, card, vram_bytes=vram_bytes, rules=rules, seconds=seconds)
+    return pipeline.plan_workload(work, card, vram_bytes=vram_bytes, rules=rules)
+
+
+def _again(saved: Plan, options: argparse.Namespace) -> Plan:
+    for name in _SAID_BY_A_PLAN:
+        if getattr(options, name):
+            option = f"--{name.replace('_', '-')}"
+            raise WorkloadError(f"{option} does not go with a saved plan, which says it already: plan the model anew")
+    return pipeline.replan(saved, vram=options.vram, gpu=options.gpu)
+
+
+def _saved_plan(reference: str) -> Plan | None:
+    """The plan, if MODEL is a file that holds one."""
+    path = pathlib.Path(reference)
+    if path.suffix != ".json" or not path.is_file():
+        return None
+    try:
+        data = json.loads(path.read_text())
+    except ValueError as error:
+        raise PlanFileError(
+            f"'{path}' is not JSON ({error}): give a transformers config.json or a saved plan"
+        ) from error
+    return Plan.from_json(data) if isinstance(data, dict) and "schema_version" in data else None

@@ -1,0 +1,1 @@
+"""From a recording to bytes and time on a card."""

@@ -1,0 +1,93 @@
+"""Put into a recording what it cannot show: scratch memory of kernels, and the workspaces that cuBLAS keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from planner.recording.step_graph import Category, Op, Phase, StepGraph, Storage
+from planner.workspaces.registry import formula_of
+from profiles.device import DeviceProfile
+
+_LT_BYTES = 1 << 20
+GEMM_OPS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
+
+
+def with_workspaces(graph: StepGraph, card: DeviceProfile, torch_version: str) -> StepGraph:
+    """The recording with its workspaces; as it is where the card only counts bytes."""
+    if not card.allocator:
+        return graph
+    born = _last_births(graph)
+    added = [
+        *_handles(graph, born, card.cublas_workspace_bytes(torch_version)),
+        *_matmul_with_bias(graph, born, torch_version),
+        *_scratch(graph, born, card),
+    ]
+    return dataclasses.replace(graph, storages=[*graph.storages, *added])
+
+
+def unknown_ops(graph: StepGraph) -> dict[str, int]:
+    """Ops that run on the card and of which nobody has said what they take, with how often they run."""
+    counts: dict[str, int] = {}
+    for op in graph.ops:
+        if not op.scratch_known:
+            counts[op.name] = counts.get(op.name, 0) + 1
+    return counts
+
+
+def _last_births(graph: StepGraph) -> list[int]:
+    """For each op, when its last output was born: kernels take what they need after their outputs."""
+    born = [op.tick for op in graph.ops]
+    for storage in graph.storages:
+        if storage.op is not None and storage.lives:
+            born[storage.op] = max(born[storage.op], storage.lives[0][0])
+    return born
+
+
+def _scratch(graph: StepGraph, born: list[int], card: DeviceProfile) -> Iterator[Storage]:
+    """What the registered formulas say; blocks live until the next tick."""
+    for index, op in enumerate(graph.ops):
+        if op.kernel is not None and (formula := formula_of(op.name)) is not None:
+            yield from (_for_a_moment(size, index, born[index]) for size in formula(op.kernel, card) if size > 0)
+
+
+def _for_a_moment(size_bytes: int, op: int, start: int) -> Storage:
+    return Storage(size_bytes=size_bytes, lives=[(start, start + 1)], category=Category.WORKSPACE, op=op)
+
+
+def _handles(graph: StepGraph, born: list[int], workspace_bytes: int) -> Iterator[Storage]:
+    """cuBLAS keeps one workspace for each thread that multiplies matrices.
+
+    The main thread takes its own at the first product of the forward, autograd's thread at the first one of the
+    backward; both are kept for the life of the process (aten/src/ATen/cuda/CublasHandlePool.cpp). A step that others
+    came before (a primed one) finds them there.
+    """
+    for phases in ((Phase.FORWARD, Phase.OPTIMIZER), (Phase.BACKWARD, Phase.RECOMPUTE)):
+        first = next((i for i, op in enumerate(graph.ops) if op.name in GEMM_OPS and op.phase in phases), None)
+        if first is not None:
+            life = (0 if graph.primed else born[first], graph.ticks)
+            yield Storage(size_bytes=workspace_bytes, lives=[life], category=Category.WORKSPACE, op=0)
+
+
+def _matmul_with_bias(graph: StepGraph, born: list[int], torch_version: str) -> Iterator[Storage]:
+    """`addmm` with a bias goes to cublasLt, which has a workspace of its own before torch 2.11.
+
+    Up to 2.8 it is taken for the call, in 2.9 and 2.10 it is kept (aten/src/ATen/cuda/CUDABlas.cpp,
+    `gemm_and_bias`; aten/src/ATen/native/cuda/Blas.cpp, `addmm_out_cuda_impl`).
+    """
+    release = tuple(int(part) for part in torch_version.split(".")[:2])
+    if release >= (2, 11):
+        return
+    for phases in ((Phase.FORWARD, Phase.OPTIMIZER), (Phase.BACKWARD, Phase.RECOMPUTE)):
+        for index, op in enumerate(graph.ops):
+            if op.phase in phases and op.name == "aten.addmm.default" and _has_bias_row(op):
+                if release >= (2, 9):
+                    life = (0 if graph.primed else born[index], graph.ticks)
+                    yield Storage(size_bytes=_LT_BYTES, lives=[life], category=Category.WORKSPACE, op=0)
+                    break
+                yield _for_a_moment(_LT_BYTES, index, born[index])
+
+
+def _has_bias_row(op: Op) -> bool:
+    bias, matrix = op.kernel.tensor("self"), op.kernel.tensor("mat2")
+    return len(bias.shape) == 1 and bias.shape[0] == matrix.shape[1] and min(matrix.shape) > 1

@@ -1,0 +1,1 @@
+"""From a running training step to a `StepGraph`."""

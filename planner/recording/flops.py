@@ -1,0 +1,63 @@
+"""Floating point operations of an op, by shapes: torch's formulas, and others where it has none or a wrong one.
+
+torch's formula for the backward of a convolution does not know groups (`conv_backward_flop` in torch/utils/
+flop_counter.py, up to 2.13): of a depthwise convolution it makes as many times too many as there are channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import conv_flop_count, flop_registry
+
+_aten = torch.ops.aten
+
+
+def flops_of(op: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
+    """0 for what is no product. Recurrent layers register theirs with torch (`planner.virtual_gpu.rnn`)."""
+    packet = op.overloadpacket
+    name = packet.__name__
+    if name.endswith(("mm_", "mv_")):  # in place
+        packet = getattr(_aten, name[:-1])
+    if (formula := _FORMULAS.get(packet)) is not None:
+        return formula(*args, **kwargs)
+    counter = flop_registry.get(packet)
+    return counter(*args, **kwargs, out_val=out) if counter else 0
+
+
+def _convolution_backward(
+    gradient, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask
+) -> int:
+    """The gradient of the input and that of the weight take what the convolution does, each."""
+    return sum(output_mask[:2]) * conv_flop_count(x.shape, weight.shape, gradient.shape, transposed=transposed)
+
+
+def _grouped_product(a, b, *rest: Any, **options: Any) -> int:
+    """Rows, columns or the dimension that is summed over are split into groups; each meets a matrix of its own."""
+    if a.dim() == 3 and b.dim() == 2:
+        return 2 * a.shape[1] * b.numel()
+    return 2 * a.numel() * b.shape[-1]
+
+
+def _matrix_times_vector(matrix, vector) -> int:
+    return 2 * matrix.numel()
+
+
+def _added_matrix_times_vector(x, matrix, vector, **options: Any) -> int:
+    return 2 * matrix.numel()
+
+
+def _sum_of_products(x, batch1, batch2, **options: Any) -> int:
+    return 2 * batch1.numel() * batch2.shape[-1]
+
+
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    _aten.convolution_backward: _convolution_backward,
+    _aten._grouped_mm: _grouped_product,
+    _aten.mv: _matrix_times_vector,
+    _aten.addmv: _added_matrix_times_vector,
+    _aten.addbmm: _sum_of_products,
+}
+"""By op, without its overload; those in place take as many."""

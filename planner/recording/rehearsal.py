@@ -1,0 +1,245 @@
+"""Rehearse training steps of a model on the virtual GPU, in a child process."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import importlib
+import logging
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from planner.errors import PlannerError, WorkloadError
+from planner.recording.hook_errors import HookErrors
+from planner.recording.recorder import Recorder
+from planner.recording.step_graph import Category, StepGraph
+from planner.virtual_gpu import backend, fake_tensor_cache, kernels, rnn
+from planner.virtual_gpu.forked_process import Child, Refuse
+from planner.virtual_gpu.in_place import InPlaceRule
+from planner.virtual_gpu.shadow_values import KnownValues, assume_full, learn_buffer
+from planner.virtual_gpu.source_lines import is_model_code
+from planner.virtual_gpu.sparse_gradients import no_rows_of
+from planner.workload.torch_optimizers import sparse_lookups
+from planner.workload.workload import map_tensors, tensors_of
+
+Prepare = Callable[[torch.nn.Module], tuple[Callable[[Any], Any], torch.optim.Optimizer]]
+"""From a model to its training step (`step(batch)`) and optimizer; called in the child, on the virtual model."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """What to rehearse."""
+
+    model: torch.nn.Module
+    batch: Any
+    batch_size: int
+    """Dimension 0 of the batch's tensors; tensors without it are left as they are."""
+    prepare: Prepare
+    target: backend.Target
+    micro_batch_sizes: tuple[int, ...]
+    """The step is given a batch of their sum; `prepare` decides how it is split."""
+    steps: int
+    primed: bool
+    """Whether the optimizer's state exists before the first recorded step."""
+    what_if: bool
+    trained: tuple[str, ...] | None = None
+    """Parameters that have a gradient, for a step that gives it to them itself; None: those that a backward reaches."""
+
+    def start(self) -> Child:
+        """Begin in a child process; `.result()` is a `StepGraph`."""
+        importlib.import_module("torch._dynamo")  # every fake mode asks for it: once here, not once in each child
+        return Child(lambda refuse: _rehearse(self, refuse), receive=_received)
+
+
+def rehearse(rehearsal: Rehearsal) -> StepGraph:
+    """Rehearse in a child process.
+
+    Raises:
+        RehearsalError: an op that the virtual GPU cannot run, with its module and line.
+        WorkloadError: the model refused the batch.
+    """
+    return rehearsal.start().result()
+
+
+@contextlib.contextmanager
+def on_virtual_gpu(target: backend.Target, refuse: Refuse, *, what_if: bool) -> Iterator[Recorder]:
+    """Make this process one with a virtual GPU, for good. Yields a recorder that is not active yet.
+
+    Python's garbage collector is off: what dies when must not depend on it.
+    """
+    gc.freeze()
+    gc.disable()
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what fails is told in one line
+    autocast = backend.install(target)
+    backend.let_libraries_take_fakes_for_real()
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autograd.set_multithreading_enabled(False),
+        backend.VirtualGpuMode(),
+    ):
+        recorder = Recorder(backend.NAME, what_if=what_if, in_place=InPlaceRule(backend.NAME))
+        recorder.answers.on_refusal_in_backward = refuse
+        autocast.on_cast = lambda tensor: recorder.mark(tensor, Category.AUTOCAST)
+        recorder.answers.install()
+        rnn.register()
+        kernels.register_routes(recorder.answers)
+        yield recorder
+
+
+def _received(answer: tuple[StepGraph, bytes]) -> StepGraph:
+    graph, calls = answer
+    fake_tensor_cache.remember(calls)
+    return graph
+
+
+def _rehearse(rehearsal: Rehearsal, refuse: Refuse) -> tuple[StepGraph, bytes]:
+    """The recording, and the calls that nobody had made before."""
+    known_calls = fake_tensor_cache.known()
+    with on_virtual_gpu(rehearsal.target, refuse, what_if=rehearsal.what_if) as recorder:
+        make_virtual(rehearsal.model, backend.NAME, recorder.answers.known)
+        wanted_size = sum(rehearsal.micro_batch_sizes)
+        batch = virtual_batch(rehearsal.batch, rehearsal.batch_size, wanted_size, backend.NAME)
+        for path, tensor in tensors_of(batch):
+            assume_full(recorder.answers.known, path, tensor)
+        graph = record_steps(
+            recorder,
+            rehearsal.model,
+            batch,
+            rehearsal.prepare,
+            steps=rehearsal.steps,
+            primed=rehearsal.primed,
+            micro_batch_sizes=rehearsal.micro_batch_sizes,
+            trained=rehearsal.trained,
+        )
+        return graph, fake_tensor_cache.fresh(since=known_calls)
+
+
+def record_steps(
+    recorder: Recorder,
+    model: torch.nn.Module,
+    batch: Any,
+    prepare: Prepare,
+    *,
+    steps: int,
+    primed: bool,
+    micro_batch_sizes: tuple[int, ...],
+    trained: tuple[str, ...] | None = None,
+) -> StepGraph:
+    """Run training steps under the recorder. Model and batch lie on its device, virtual or real.
+
+    Garbage is collected after each step only: the caller switches Python's collector off.
+    """
+    hook_errors = HookErrors()
+    if recorder.virtual:
+        hook_errors.install(model)
+    with recorder:
+        for tensor in _in_order_of_arrival(model):
+            recorder.mark(tensor, Category.PARAMETER)
+        for _, tensor in tensors_of(batch):
+            recorder.mark(tensor, Category.INPUT)
+        step, optimizer = prepare(model)
+        with recorder.watching(model, optimizer):
+            if trained is not None:
+                recorder.updates.note_trained(trained)
+            if primed:
+                _run_step(lambda _: _prime(model, optimizer), batch, model, hook_errors)
+            recorder.setup_ends()
+            for number in range(steps):
+                recorder.starts_step(number)
+                _run_step(step, batch, model, hook_errors)
+                gc.collect()
+        return recorder.finish(steps=steps, primed=primed, micro_batch_sizes=micro_batch_sizes)
+
+
+def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module, hook_errors: HookErrors) -> None:
+    try:
+        step(batch)
+        hook_errors.raise_first()
+    except PlannerError:
+        raise
+    except (Exception, SystemExit) as error:
+        message = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+        raise WorkloadError(
+            f"the model refused the batch: {type(error).__name__}: {message} ({_place(error, model)})"
+        ) from error
+
+
+def _place(error: BaseException, model: torch.nn.Module) -> str:
+    """Innermost module and line of model code in a traceback."""
+    names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
+    module, line = "", ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        module = names.get(id(frame.f_locals.get("self")), module)
+        if is_model_code(frame.f_code.co_filename):
+            line = f"{frame.f_code.co_filename}:{number}"
+    return f"in '{module or 'the step'}' at {line or 'unknown line'}"
+
+
+def _prime(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer make its state, as if a step had been taken before."""
+    with_rows = {id(weight) for weight in sparse_lookups(model).values()}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = no_rows_of(parameter) if id(parameter) in with_rows else torch.empty_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def make_virtual(model: torch.nn.Module, device: str, known: KnownValues | None = None) -> None:
+    """Replace parameters and buffers by fakes on a device, in place; shared ones stay shared. Needs a fake mode.
+
+    Integers and booleans in buffers of a model with weights are constants, and known.
+    """
+    memo: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in memo:
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            if isinstance(tensor, torch.nn.Parameter):
+                empty = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                vars(empty).update(vars(tensor))
+            elif known is not None:
+                learn_buffer(known, empty, tensor)
+            memo[id(tensor)] = empty
+        return memo[id(tensor)]
+
+    for module in model.modules():
+        for registry in (module._parameters, module._buffers):
+            for name, tensor in registry.items():
+                if tensor is not None:
+                    registry[name] = fake(tensor)
+        if isinstance(module, torch.nn.RNNBase):
+            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+            if device == backend.NAME:
+                rnn.flatten_weights(module)
+
+
+def _in_order_of_arrival(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """As `torch.nn.Module.to` moves parameters and buffers: those of children before a module's own."""
+    for module in dict.fromkeys(_children_first(model)):
+        yield from (
+            tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None
+        )
+
+
+def _children_first(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
+
+
+def virtual_batch(batch: Any, batch_size: int, wanted_size: int, device: str) -> Any:
+    """The same structure with fakes on a device; those with `batch_size` samples get `wanted_size`."""
+
+    def fake(leaf: torch.Tensor) -> torch.Tensor:
+        shape = list(leaf.shape)
+        if shape and shape[0] == batch_size:
+            shape[0] = wanted_size
+        return torch.empty(shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
+
+    return map_tensors(fake, batch)

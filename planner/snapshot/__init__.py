@@ -1,0 +1,10 @@
+"""Replay a memory snapshot of a real card through the simulated allocator: `python -m planner.snapshot FILE`."""
+
+from __future__ import annotations
+
+from planner.snapshot.command import main
+from planner.snapshot.file import Action, Event, History, load
+from planner.snapshot.replay import recorded_stream, replay_history
+from planner.snapshot.result import ReplayResult
+
+__all__ = ["Action", "Event", "History", "ReplayResult", "load", "main", "recorded_stream", "replay_history"]

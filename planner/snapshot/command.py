@@ -1,0 +1,178 @@
+"""Replay a record of a real card through the simulator of CUDA's caching allocator: `python -m planner.snapshot FILE`.
+
+On the card: `torch.cuda.memory._record_memory_history()` before the program and
+`torch.cuda.memory._dump_snapshot("snapshot.pickle")` after it. Here, without a card and without torch: recorded beside
+simulated, request by request and segment by segment.
+
+Exit code 0: all equal; 1: something differs; 2: could not be replayed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from planner.allocator.blocks import Segment
+from planner.errors import PlannerError, SnapshotError
+from planner.plan_types.sizes import format_size, parse_size
+from planner.snapshot.file import History, load
+from planner.snapshot.replay import replay_history
+from planner.snapshot.result import ReplayResult, SegmentPair
+
+EQUAL, DIFFERENT, COULD_NOT_RUN = 0, 1, 2
+_MOST_SHOWN = 5
+"""Differences that are printed of each kind."""
+
+
+class _Arguments(argparse.ArgumentParser):
+    """Usage errors are told like all others, on one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SnapshotError(f"{message}; see python -m planner.snapshot --help")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    try:
+        options = _parser().parse_args(arguments)
+        capacity_bytes = None if options.capacity is None else parse_size(options.capacity, device_bytes=None)
+        history = load(options.file, device=options.device)
+        result = replay_history(history, capacity_bytes=capacity_bytes)
+    except PlannerError as error:
+        print(f"snapshot: {error}", file=sys.stderr)
+        return COULD_NOT_RUN
+    except Exception as error:  # shown whole: a fault of ours
+        traceback.print_exc()
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        print(
+            f"snapshot: {told}; this is a fault of the planner, please report it with the text above", file=sys.stderr
+        )
+        return COULD_NOT_RUN
+    _print(Console(file=sys.stdout, highlight=False, soft_wrap=True), options.file, history, result)
+    return EQUAL if result.is_equal else DIFFERENT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Arguments(
+        prog="python -m planner.snapshot",
+        description="Replay a snapshot of torch.cuda.memory._dump_snapshot through the allocator's simulator.",
+        epilog="Exit code 0: all equal, 1: something differs, 2: could not be replayed.",
+    )
+    parser.add_argument("file", metavar="FILE", help="a snapshot (.pickle) or a history (.json), also with .gz")
+    parser.add_argument("--device", type=int, metavar="N", help="number of the device (the first one with events)")
+    parser.add_argument(
+        "--capacity",
+        metavar="SIZE",
+        help="memory that segments could take, such as 24GiB (the most that was reserved, where the card was full)",
+    )
+    return parser
+
+
+def _print(console: Console, name: str, history: History, result: ReplayResult) -> None:
+    counts = result.counts
+    start = "an empty allocator" if result.starts_empty else "the middle of a run"
+    limit = "no limit" if result.capacity_bytes is None else f"{format_size(result.capacity_bytes)} for segments"
+    segments = "expandable segments" if history.settings.expandable_segments else "segments of fixed size"
+    for line in (
+        f"{name}, device {history.device}: {len(history.events)} events from {start}, {segments}, {limit}",
+        f"{counts.allocations} allocations, {counts.failed_requests} failed requests; memory was taken from the driver "
+        f"{counts.taken} times and given back {counts.given_back} times",
+        *(f"Note: {note}" for note in history.notes),
+    ):
+        console.print(line, markup=False)
+    console.print(_levels(result, _marks(console)))
+    for line in _differences(result):
+        console.print(line, markup=False)
+    console.print(_segments(result.segments, _marks(console)))
+    differing = sum(not pair.is_equal for pair in result.segments)
+    console.print(f"segments that differ: {differing} of {len(result.segments)}")
+    console.print("all equal" if result.is_equal else "the simulation differs from the record")
+
+
+def _marks(console: Console) -> dict[bool, str]:
+    """How equal and different are shown, also where the output cannot show every sign."""
+    return {True: "✓", False: "✗"} if console.encoding.startswith("utf") else {True: "yes", False: "NO"}
+
+
+def _levels(result: ReplayResult, marks: dict[bool, str]) -> Table:
+    table = Table("", "recorded", "simulated", "equal", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    recorded, simulated = result.recorded, result.simulated
+    for title, real_bytes, our_bytes in (
+        ("peak requested", recorded.peak_requested_bytes, simulated.peak_requested_bytes),
+        ("peak allocated", recorded.peak_allocated_bytes, simulated.peak_allocated_bytes),
+        ("peak reserved", recorded.peak_reserved_bytes, simulated.peak_reserved_bytes),
+        ("allocated at the end", recorded.final_allocated_bytes, simulated.final_allocated_bytes),
+        ("reserved at the end", recorded.final_reserved_bytes, simulated.final_reserved_bytes),
+    ):
+        if real_bytes is None:
+            table.add_row(title, "not in a snapshot", format_size(our_bytes), "")
+        else:
+            table.add_row(title, format_size(real_bytes), format_size(our_bytes), marks[real_bytes == our_bytes])
+    return table
+
+
+def _differences(result: ReplayResult) -> Iterator[str]:
+    requests = result.counts.allocations + result.counts.failed_requests
+    yield f"addresses that differ: {len(result.addresses)} of {requests}"
+    for found in result.addresses[:_MOST_SHOWN]:
+        yield (
+            f"  event {found.at_event}, {format_size(found.size_bytes)} on stream {found.stream}: "
+            f"recorded {_address(found.recorded_address)}, simulated {_address(found.simulated_address)}"
+        )
+    yield f"exchanges with the driver that differ: {len(result.driver)}"
+    for found in result.driver[:_MOST_SHOWN]:
+        only = "".join(
+            f"; only {who} gives back {', '.join(map(_address, addresses[:_MOST_SHOWN]))}"
+            for who, addresses in (("the record", found.only_recorded), ("the simulation", found.only_simulated))
+            if addresses
+        )
+        yield (
+            f"  event {found.at_event}: reserved memory changed by {format_size(found.recorded_change_bytes)} "
+            f"recorded, {format_size(found.simulated_change_bytes)} simulated{only}"
+        )
+
+
+def _segments(pairs: Sequence[SegmentPair], marks: dict[bool, str]) -> Table:
+    table = Table(
+        title="segments at the end", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+    )
+    table.add_column("address", no_wrap=True)
+    table.add_column("size", justify="right")
+    for title in ("pool", "stream", "recorded blocks", "simulated blocks", "equal"):
+        table.add_column(title)
+    for pair in pairs:
+        shown = [segment for segment in (pair.recorded, pair.simulated) if segment is not None]
+        table.add_row(
+            _address(shown[0].address),
+            _either(format_size(segment.size_bytes) for segment in shown),
+            _either("small" if segment.is_small else "large" for segment in shown),
+            _either(str(segment.stream) for segment in shown),
+            _blocks(pair.recorded, with_sizes=not pair.is_equal),
+            _blocks(pair.simulated, with_sizes=not pair.is_equal),
+            marks[pair.is_equal],
+        )
+    return table
+
+
+def _either(texts: Iterator[str]) -> str:
+    """The recorded text and, where it is another one, the simulated one."""
+    return " / ".join(dict.fromkeys(texts))
+
+
+def _blocks(segment: Segment | None, *, with_sizes: bool) -> str:
+    if segment is None:
+        return "missing"
+    live = [block for block in segment.blocks if block.is_allocated]
+    told = f"{len(segment.blocks)}, {len(live)} live"
+    return f"{told}: {format_size(sum(block.size_bytes for block in live))}" if with_sizes else told
+
+
+def _address(address: int | None) -> str:
+    return "out of memory" if address is None else f"{address:#x}"

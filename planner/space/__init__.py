@@ -1,0 +1,1 @@
+"""The search space: which configurations a plan may choose from."""

@@ -1,0 +1,1 @@
+"""A device that behaves like CUDA and stores nothing."""

@@ -1,0 +1,132 @@
+"""What CUDA's kernels allocate where the fake mode does not know it: results, and scratch that lives inside one op.
+
+One function an op. It is given the op's arguments, makes the results on the virtual GPU as CUDA's kernel does, and
+returns them with the scratch tensors that die when the op ends. Sources are PyTorch's files below aten/src/ATen/native.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from planner.virtual_gpu import backend
+from planner.virtual_gpu.data_dependence import Answers
+
+Made = tuple[Any, list[torch.Tensor]]
+"""Results and scratch."""
+
+KERNELS: dict[torch._ops.OpOverload, Callable[..., Made]] = {}
+
+_aten = torch.ops.aten
+
+
+def cuda_kernel(*ops: torch._ops.OpOverload) -> Callable[[Callable[..., Made]], Callable[..., Made]]:
+    """Say what these ops allocate on CUDA: `function(answers, op, *args, **kwargs)`. An op has one such function."""
+
+    def register(function: Callable[..., Made]) -> Callable[..., Made]:
+        for op in ops:
+            if op in KERNELS:
+                raise ValueError(f"{op} has a kernel already")
+            KERNELS[op] = function
+        return function
+
+    return register
+
+
+@cuda_kernel(
+    _aten.mse_loss.default,
+    _aten.smooth_l1_loss.default,
+    _aten.soft_margin_loss.default,
+    _aten.binary_cross_entropy.default,
+)
+def _reduced_in_full_storage(answers: Answers, op: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Made:
+    """Mean or sum lies in the storage of the unreduced loss (Loss.cpp, cuda/Loss.cu)."""
+    out = op(input, *args, **kwargs)
+    full = out if out.dim() else torch.empty_like(input)
+    return full.as_strided(out.shape, out.stride(), 0), []
+
+
+@cuda_kernel(_aten._grouped_mm.default)
+def _grouped_mm(answers: Answers, op: Any, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None):
+    """Any dtype: what is not bf16 takes the fallback with the same result (cuda/GroupedBlas.cpp).
+
+    Rows of the result are padded to 16 bytes (`create_grouped_gemm_output_tensor` in GroupedMMUtils.h).
+    """
+    if a.dim() == 2 and b.dim() == 2:
+        shape = (offs.shape[0], a.shape[0], b.shape[1])
+    elif a.dim() == 2:
+        shape = (a.shape[0], b.shape[-1])
+    elif b.dim() == 2:
+        shape = (a.shape[1], b.shape[1])
+    else:
+        shape = (a.shape[0], a.shape[1], b.shape[-1])
+    dtype = out_dtype or a.dtype
+    elements = 16 // dtype.itemsize
+    row = -(-shape[-1] // elements) * elements
+    stride = (row, 1) if len(shape) == 2 else (shape[1] * row, row, 1)
+    return torch.empty_strided(shape, stride, dtype=dtype, device=a.device), []
+
+
+@cuda_kernel(_aten._ctc_loss.default)
+def _ctc_loss(
+    answers: Answers, op: Any, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *_: Any
+) -> Made:
+    """`ctc_loss_gpu_template` in cuda/LossCTC.cu: the table of alphas is as wide as the longest target."""
+    steps, batch = log_probs.shape[0], log_probs.shape[1]
+    table = log_probs.new_empty(batch, steps, 2 * max(target_lengths, default=0) + 1)
+    offsets_and_lengths = [torch.empty(batch, dtype=torch.long, device=log_probs.device) for _ in range(3)]
+    return (log_probs.new_empty(batch), table), offsets_and_lengths
+
+
+@cuda_kernel(_aten._ctc_loss_backward.default)
+def _ctc_loss_backward(
+    answers: Answers,
+    op: Any,
+    grad: Any,
+    log_probs: Any,
+    targets: Any,
+    il: Any,
+    tl: Any,
+    nll: Any,
+    log_alpha: Any,
+    *_: Any,
+) -> Made:
+    """`ctc_loss_backward_gpu_template` in cuda/LossCTC.cu: betas as large as the alphas."""
+    return torch.empty_like(log_probs), [torch.empty_like(log_alpha)]
+
+
+@cuda_kernel(_aten._thnn_fused_gru_cell.default)
+def _gru_cell(answers: Answers, op: Any, input_gates: Any, hidden_gates: Any, hx: Any, *_: Any) -> Made:
+    """cuda/RNN.cu: a workspace of five (`GRU_WORKSPACE_MULTIPLIER`) hidden sizes is saved for backward."""
+    return (torch.empty_like(hx), hx.new_empty(hx.shape[0], 5 * hx.shape[1])), []
+
+
+@cuda_kernel(_aten._thnn_fused_gru_cell_backward.default)
+def _gru_cell_backward(answers: Answers, op: Any, grad_hy: Any, workspace: Any, has_bias: bool) -> Made:
+    """cuda/RNN.cu."""
+    gates = 3 * workspace.shape[1] // 5
+    grads = [workspace.new_empty(workspace.shape[0], gates) for _ in range(2)]
+    biases = [workspace.new_empty(gates) if has_bias else None for _ in range(2)]
+    return (grads[0], grads[1], torch.empty_like(grad_hy), *biases), []
+
+
+def register_routes(answers: Answers) -> None:
+    """Composite ops that ask tensors for numbers where fake ones would take another way, in this process for good."""
+
+    def ctc_loss(
+        log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0, reduction: int = 1,
+        zero_infinity: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        """`ctc_loss` of LossCTC.cpp, which reads the lengths on the host."""
+        steps, wanted = (answers.list_or_refuse(given) for given in (input_lengths, target_lengths))
+        losses = _aten._ctc_loss.default(log_probs, targets, steps, wanted, blank, zero_infinity)[0]
+        if zero_infinity:
+            losses = torch.where(losses == float("inf"), losses.new_zeros(()), losses)
+        if reduction == 1:
+            counts = torch.tensor(wanted, dtype=losses.dtype, device=losses.device).clamp_min(1)
+            return (losses / counts).mean()
+        return losses.sum() if reduction == 2 else losses
+
+    backend.library("aten").impl("ctc_loss.Tensor", ctc_loss, "AutogradPrivateUse1")

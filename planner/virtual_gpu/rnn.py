@@ -1,0 +1,185 @@
+"""LSTM, GRU and RNN as CUDA runs them: one op of cuDNN for all layers and steps, weights in one flat buffer.
+
+Sources, below aten/src/ATen: native/cudnn/RNN.cpp (`_cudnn_impl`, `_cudnn_rnn`, `_cudnn_rnn_backward`), cudnn/
+AutocastRNN.cpp (`_cudnn_rnn_cast_reflatten`: under autocast always fp16, also where bf16 is asked for), and
+torch/nn/modules/rnn.py (`flatten_parameters`).
+
+Not exact: the sizes of cuDNN's reserve and workspace come from `cudnnGetRNNTempSpaceSizes`, which is closed. The
+reserve is taken to be what backward cannot do without (`_reserve_elements`); a workspace is not counted. Both are told
+as an assumption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+from planner.virtual_gpu import backend
+from planner.virtual_gpu.data_dependence import Answers
+from planner.virtual_gpu.kernels import Made, cuda_kernel
+
+ASSUMED_RESERVE = "cuDNN keeps gates, cells and outputs of recurrent layers for backward and takes no workspace"
+
+_aten = torch.ops.aten
+_MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
+"""`cudnnRNNMode_t`."""
+_GATES = {0: 1, 1: 1, 2: 4, 3: 3}
+_KEPT = {0: 1, 1: 1, 2: 4, 3: 4}
+"""Gate activations that backward needs for a step (a GRU's also the recurrent part of its new gate)."""
+_CUDNN_DTYPES = (torch.float16, torch.float32, torch.float64)
+"""`cudnn_is_acceptable` in native/Convolution.cpp has no bf16: such nets run cell by cell."""
+
+
+def register() -> None:
+    """Route the composite ops to cuDNN's, in this process for good."""
+    aten = backend.library("aten")
+    for name, mode in _MODES.items():
+        for overload in ("input", "data"):
+            aten.impl(
+                f"{name}.{overload}", _route(getattr(getattr(_aten, name), overload), mode), "AutogradPrivateUse1"
+            )
+    aten.impl("_cudnn_rnn", _in_half_precision, "AutocastPrivateUse1")
+    if _aten._cudnn_rnn not in flop_registry:
+        register_flop_formula(_aten._cudnn_rnn, get_raw=True)(_forward_flops)
+        register_flop_formula(_aten._cudnn_rnn_backward, get_raw=True)(_backward_flops)
+
+
+def flatten_weights(module: torch.nn.RNNBase) -> None:
+    """Put the weights of a recurrent module into one buffer, as `flatten_parameters` does on a CUDA card."""
+    weights = [getattr(module, name, None) for name in module._flat_weights_names]
+    module._flat_weights = weights
+    if any(w is None or w.dtype not in _CUDNN_DTYPES or w.dtype != weights[0].dtype for w in weights):
+        return
+    if len({id(w) for w in weights}) != len(weights):
+        return
+    mode = _MODES[module.mode.lower()]
+    elements = _weight_elements(weights, len(module._all_weights[0]), mode, module.hidden_size)
+    flat = torch.empty(elements, dtype=weights[0].dtype, device=backend.NAME)
+    with torch.no_grad():
+        for weight, part in zip(weights, _parts(flat, weights), strict=True):
+            weight.data = part
+
+
+def _weight_elements(weights: Sequence[torch.Tensor], stride: int, mode: int, hidden_size: int) -> int:
+    """cuDNN's buffer has room for two biases a layer and direction, with or without them (`try_get_weight_buf`)."""
+    missing = 0 if stride >= 4 else 2 * _GATES[mode] * hidden_size * (len(weights) // stride)
+    return sum(weight.numel() for weight in weights) + missing
+
+
+def _parts(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    sizes = [weight.numel() for weight in like]
+    parts = flat[: sum(sizes)].split(sizes)
+    return [part.view(weight.shape) for part, weight in zip(parts, like, strict=True)]
+
+
+def _flat_buffer(weights: Sequence[torch.Tensor], elements: int) -> torch.Tensor | None:
+    """The buffer that all weights lie in; None if they do not lie in one."""
+    storage = weights[0].untyped_storage()
+    if any(w.untyped_storage()._cdata != storage._cdata for w in weights):
+        return None
+    if storage.nbytes() < elements * weights[0].itemsize:
+        return None
+    return weights[0].detach().as_strided((elements,), (1,), 0)
+
+
+def _route(op: torch._ops.OpOverload, mode: int) -> Any:
+    """The kernel of `aten.lstm` and its like: all of it in one `_cudnn_rnn` (`_cudnn_impl`)."""
+
+    def run(
+        input: Any, hidden: Any, weights: Any, has_biases: bool, layers: int, dropout: float, train: bool,
+        bidirectional: bool, batch_first: bool,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        if input.dtype not in _CUDNN_DTYPES:
+            return op.decompose(input, hidden, weights, has_biases, layers, dropout, train, bidirectional, batch_first)
+        hx, cx = hidden if mode == 2 else (hidden, None)
+        hidden_size = (hx if cx is None else cx).shape[2]
+        projected = hx.shape[2] if hx.shape[2] != hidden_size else 0
+        stride = (4 if has_biases else 2) + bool(projected)
+        buffer = _flat_buffer(weights, _weight_elements(weights, stride, mode, hidden_size))
+        output, hy, cy, *_ = _aten._cudnn_rnn(
+            input, weights, stride, buffer, hx, cx, mode, hidden_size, projected, layers, batch_first, dropout, train,
+            bidirectional, [], None,
+        )  # fmt: skip
+        return (output, hy, cy) if mode == 2 else (output, hy)
+
+    return run
+
+
+def _in_half_precision(input: Any, weight: Any, stride: int, buffer: Any, hx: Any, cx: Any, mode: int, *rest: Any):
+    """`_cudnn_rnn_cast_reflatten`."""
+    half = torch.float16
+    if weight[0].dtype != half:
+        elements = _weight_elements(weight, stride, mode, rest[0])
+        buffer = torch.zeros(elements, dtype=half, device=weight[0].device)
+        offset, copies = 0, []
+        for one in weight:
+            copy = buffer.new_empty(0).set_(buffer.untyped_storage(), offset, one.shape, one.stride())
+            copies.append(copy.copy_(one))
+            offset += one.numel()
+        weight = copies
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    with torch._C._ExcludeDispatchKeyGuard(key):
+        cx = None if cx is None else cx.to(half)
+        return _aten._cudnn_rnn(input.to(half), weight, stride, buffer, hx.to(half), cx, mode, *rest)
+
+
+@cuda_kernel(_aten._cudnn_rnn.default)
+def _forward(
+    answers: Answers, op: Any, input: Any, weight: Any, stride: int, buffer: Any, hx: Any, cx: Any, mode: int,
+    hidden_size: int, projected: int, layers: int, batch_first: bool, dropout: float, train: bool,
+    bidirectional: bool, batch_sizes: Any, dropout_state: Any,
+) -> Made:  # fmt: skip
+    """`_cudnn_rnn`."""
+    directions = 2 if bidirectional else 1
+    ordered = input.transpose(0, 1) if batch_first else input
+    scratch = [] if ordered.is_contiguous() else [torch.empty(ordered.shape, dtype=input.dtype, device=input.device)]
+    output = input.new_empty((*ordered.shape[:-1], (projected or hidden_size) * directions))
+    hy = torch.empty_like(hx)
+    cy = input.new_empty(0) if cx is None else torch.empty_like(cx)
+    if buffer is None:
+        buffer = input.new_empty(_weight_elements(weight, stride, mode, hidden_size))
+    steps = ordered.shape[:-1].numel() * layers * directions  # of all samples
+    elements = steps * _reserve_elements(mode, hidden_size, projected, dropout) if train else 0
+    reserve = torch.empty(elements * input.itemsize, dtype=torch.uint8, device=input.device)
+    if train:
+        answers.assume((ASSUMED_RESERVE,))
+    output = output.transpose(0, 1) if batch_first else output
+    return (output, hy, cy, reserve, buffer), scratch
+
+
+def _reserve_elements(mode: int, hidden_size: int, projected: int, dropout: float) -> int:
+    """Of a sample, step, layer and direction: gates, the cell of an LSTM, the output, its dropped-out copy."""
+    cell = hidden_size if mode == 2 else 0
+    return _KEPT[mode] * hidden_size + cell + (projected or hidden_size) * (2 if dropout else 1)
+
+
+@cuda_kernel(_aten._cudnn_rnn_backward.default)
+def _backward(
+    answers: Answers, op: Any, input: Any, weight: Any, stride: int, buffer: Any, hx: Any, cx: Any, output: Any,
+    grad_output: Any, grad_hy: Any, grad_cy: Any, mode: int, hidden_size: int, projected: int, layers: int,
+    batch_first: bool, dropout: float, train: bool, bidirectional: bool, batch_sizes: Any, dropout_state: Any,
+    reserve: Any, output_mask: Any,
+) -> Made:  # fmt: skip
+    """`_cudnn_rnn_backward`: one buffer of weight gradients, which the gradients are views of."""
+    ordered = input.transpose(0, 1) if batch_first else input
+    scratch = [torch.empty_like(given) for given, grad in ((output, grad_output), (hx, grad_hy)) if grad is None]
+    scratch += [torch.empty_like(cx)] if cx is not None and grad_cy is None else []
+    scratch += [] if ordered.is_contiguous() else [input.new_empty(ordered.shape)]
+    if grad_output is not None and not (grad_output.transpose(0, 1) if batch_first else grad_output).is_contiguous():
+        scratch.append(torch.empty_like(grad_output, memory_format=torch.contiguous_format))
+    dx = input.new_empty(ordered.shape)
+    dhx = torch.empty_like(hx)
+    dcx = None if cx is None else torch.empty_like(cx)
+    dw = _parts(torch.empty_like(buffer), weight) if output_mask[3] else [None] * len(weight)
+    return (dx.transpose(0, 1) if batch_first else dx, dhx, dcx, dw), scratch
+
+
+def _forward_flops(input: torch.Tensor, weight: Sequence[torch.Tensor], *_: Any, **__: Any) -> int:
+    return 2 * input.shape[:-1].numel() * sum(w.numel() for w in weight if w.dim() == 2)
+
+
+def _backward_flops(input: torch.Tensor, weight: Sequence[torch.Tensor], *_: Any, **__: Any) -> int:
+    return 2 * _forward_flops(input, weight)

@@ -1,0 +1,1 @@
+"""The training step to plan (model, batch, loss, optimizer) and the card to plan it for."""
