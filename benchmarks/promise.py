@@ -3,7 +3,7 @@
     python -m benchmarks.promise --out DIR [--cases NAME ...] [--gpu NAME] [--seconds 600] [--workers 4] [--plan-only]
 
 Plans are made beside each other in processes that do not use the card (DIR/plans; made once), and trained one at a time
-in fresh processes (`rewrite.verification`). One line of JSON a (model, budget) is appended to DIR/promise.jsonl as soon
+in fresh processes (`on_gpu.verification`). One line of JSON a (model, budget) is appended to DIR/promise.jsonl as soon
 as it is known. What DIR holds is not measured again; what failed before is tried again, last. The step as it is is
 trained once for each model, for the slowdown.
 """
@@ -33,8 +33,8 @@ from planner.errors import PlannerError
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
 from profiles.process_memory import driver_version
-from rewrite.run_on_card import Ran
-from rewrite.verification import Run, Verification, run_in_process, verification
+from rewrite.on_gpu.verification import Run, Verification, run_in_process, verification
+from rewrite.on_gpu.worker import Ran
 
 PLAN_SECONDS, RUN_SECONDS = 300.0, 240.0
 BYTES = ("allocated", "reserved", "total")
@@ -85,7 +85,7 @@ def plan_in_process(case: Case, budget: str, settings: Settings) -> Plan:
 
 
 def train_in_process(plan: Plan, options: Any) -> Any:
-    """As `rewrite.verification.run_in_process`, ended with this process."""
+    """As `rewrite.on_gpu.verification.run_in_process`, ended with this process."""
     return run_in_process(
         plan, options, execute=lambda command, output: PROCESSES.run(command, output=output, seconds=RUN_SECONDS)
     )

@@ -36,8 +36,8 @@ from planner.virtual_gpu.in_place import InPlaceRule
 from planner.workload.loading import load_workload
 from planner.workload.synthetic_batch import synthetic_batch
 from planner.workload.workload import Workload, tensors_of, workload
-from rewrite.apply import apply_decisions
-from rewrite.certify import start_rehearsal
+from rewrite.application import apply_decisions
+from rewrite.certificate import start_rehearsal
 
 STEPS = 2
 MODELS = {

@@ -33,7 +33,7 @@ from planner.errors import PlannerError
 from planner.plan_types.sizes import parse_size
 from planner.workload.cards import resolve_card
 from profiles.process_memory import driver_version
-from rewrite.run_on_card import Ran
+from rewrite.on_gpu.worker import Ran
 
 OURS = "ours"
 RUN_SECONDS = 240.0

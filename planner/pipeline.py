@@ -39,7 +39,7 @@ from planner.workload.cards import GENERIC, resolve_card
 from planner.workload.loading import load_workload
 from planner.workload.workload import OptimizerSpec, Workload, workload
 from profiles.device import DeviceProfile
-from rewrite.certify import (
+from rewrite.certificate import (
     certifying_graph,
     finish_certificate,
     start_certificate,

@@ -7,14 +7,14 @@ transformers' `Trainer`, with `training_arguments` and a `trainer_callback`.
 
 from __future__ import annotations
 
-from rewrite.apply import Rewritten, apply, apply_decisions
-from rewrite.certify import Certificate, certify
-from rewrite.emit import emit, source
-from rewrite.parity import Parity
-from rewrite.trainer import RewrittenForTrainer, apply_for_trainer
-from rewrite.trainer_arguments import training_arguments
-from rewrite.trainer_watch import trainer_callback
-from rewrite.verify import verify
+from rewrite.application import Rewritten, apply, apply_decisions
+from rewrite.certificate import Certificate, certify
+from rewrite.emitter.emit import emit, source
+from rewrite.parity.result import Parity
+from rewrite.parity.verify import verify
+from rewrite.trainer import trainer_callback
+from rewrite.trainer.apply import RewrittenForTrainer, apply_for_trainer
+from rewrite.trainer.arguments import training_arguments
 
 __all__ = [
     "Certificate",

@@ -14,9 +14,9 @@ from planner.plan_types.decisions import Decision
 from planner.workload.call_convention import Calling, LossFn, loss_of
 from planner.workload.processes import several_processes
 from planner.workload.torch_optimizers import why_not_dense, why_not_sparse
-from rewrite import resume
-from rewrite.apart import TriedApart
-from rewrite.means import MeansTaken
+from rewrite import step_state
+from rewrite.accumulation_check.coupling_check import TriedApart
+from rewrite.accumulation_check.reduction_check import MeansTaken
 
 Split = Callable[[Any], Iterator[tuple[Any, "torch.Tensor | float | None"]]]
 """A batch -> its parts, each with the weight of its loss (None: the part is the whole batch)."""
@@ -214,7 +214,7 @@ class TrainingStep:
             DecisionError: after `undo`.
         """
         self._refuse_if_closed()
-        return resume.saved(self.module, self.optimizer, self.scaler, self.scheduler, self._decisions)
+        return step_state.saved(self.module, self.optimizer, self.scaler, self.scheduler, self._decisions)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, by the same plan for the same model.
@@ -228,7 +228,7 @@ class TrainingStep:
             DecisionError: after `undo`.
         """
         self._refuse_if_closed()
-        resume.load(state, self.module, self.optimizer, self.scaler, self.scheduler, self._decisions)
+        step_state.load(state, self.module, self.optimizer, self.scaler, self.scheduler, self._decisions)
 
     def close(self) -> None:
         """Refuse further calls: the module is no longer rewritten."""

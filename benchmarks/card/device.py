@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rewrite import cuda
+from rewrite.on_gpu import cuda
 
 
 class Device(cuda.Device, Protocol):

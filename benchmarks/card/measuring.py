@@ -11,7 +11,7 @@ from benchmarks.card.cases import Case
 from benchmarks.card.device import Device
 from benchmarks.card.history import History, history_of, signed
 from planner.workload.workload import Workload, map_tensors
-from rewrite.apply import Rewritten, apply_decisions
+from rewrite.application import Rewritten, apply_decisions
 
 STEPS = 3
 """The first makes the optimizer's state, the second is the first full one, the third shows that nothing grows."""

@@ -26,8 +26,8 @@ from benchmarks.card.budgets import CASES, Case
 from planner.workload.call_convention import loss_of
 from planner.workload.loading import load_workload
 from planner.workload.workload import Workload, map_tensors
-from rewrite.cuda import Cuda, Device
-from rewrite.samples import samples_between
+from rewrite.on_gpu.cuda import Cuda, Device
+from rewrite.portable.batch_slicing import samples_between
 
 STEPS, TIMED_STEPS = 3, 5
 COMPILE_BUDGETS = (0.7, 0.3)

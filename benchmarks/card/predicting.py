@@ -14,7 +14,7 @@ from planner.plan_types.decisions import Decision, micro_batches_of
 from planner.recording.step_graph import StepGraph
 from planner.workload.workload import Workload
 from profiles.device import DeviceProfile
-from rewrite.certify import certifying_graph, rehearsed_sizes
+from rewrite.certificate import certifying_graph, rehearsed_sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,9 @@ from benchmarks.guard.trying import plan_of
 from benchmarks.quality.counting import LiveBytes
 from benchmarks.quality.models import GPT, Classifier
 from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Precision
-from rewrite import trial
-from rewrite.apart import _TRIED
-from rewrite.untouched import _CopiesOfWritten
+from rewrite.accumulation_check import gradient_probe
+from rewrite.accumulation_check.coupling_check import _TRIED
+from rewrite.accumulation_check.side_effects import _CopiesOfWritten
 
 STEPS = 7
 SPLIT = {
@@ -84,7 +84,7 @@ def _peak_bytes(model: torch.nn.Module, step: Callable[[Any], torch.Tensor], bat
     gradients."""
     with (
         mock.patch.object(_CopiesOfWritten, "_copy", _uncounted(_CopiesOfWritten._copy)),
-        mock.patch.object(trial, "_spread", lambda gradient, stride: gradient.sum().view(1)),
+        mock.patch.object(gradient_probe, "_spread", lambda gradient, stride: gradient.sum().view(1)),
         LiveBytes([*model.parameters(), *model.buffers(), *batch]) as memory,
     ):
         step(batch)

@@ -22,9 +22,9 @@ from planner.plan_types.decisions import Accumulation, Decision, Fidelity, Preci
 from planner.plan_types.plan import Plan
 from planner.workload.call_convention import Calling
 from planner.workload.workload import map_tensors, workload
-from rewrite import apart
-from rewrite.apply import apply_decisions
-from rewrite.trial import Trial, Tried
+from rewrite.accumulation_check import coupling_check
+from rewrite.accumulation_check.gradient_probe import Trial, Tried
+from rewrite.application import apply_decisions
 
 Seen = Literal["refused", "told", "nothing"]
 
@@ -145,9 +145,9 @@ def _listening() -> Iterator[tuple[list[Tried | None], list[str]]]:
 
     logger, handler = logging.getLogger("rewrite"), Told(level=logging.WARNING)
     logger.addHandler(handler)
-    apart.Trial = Listened
+    coupling_check.Trial = Listened
     try:
         yield compared, told
     finally:
-        apart.Trial = Trial
+        coupling_check.Trial = Trial
         logger.removeHandler(handler)

@@ -24,9 +24,9 @@ from planner.errors import DecisionError
 from planner.plan_types.decisions import Accumulation
 from planner.plan_types.plan import OwnLoss, Plan
 from planner.workload.call_convention import Calling, LossFn
-from rewrite.fragment import Fragment, assignment
+from rewrite.emitted_code import Fragment, assignment
+from rewrite.portable.batch_slicing import count_samples, map_tensors, samples_between
 from rewrite.rewriting import LossWeight, Rewriting
-from rewrite.samples import count_samples, map_tensors, samples_between
 from rewrite.step import weighted
 
 

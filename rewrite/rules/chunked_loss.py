@@ -22,7 +22,7 @@ from planner.errors import DecisionError
 from planner.plan_types.decisions import ChunkedLoss
 from planner.plan_types.plan import Plan
 from planner.space.lm_head import has_backward_hooks
-from rewrite.fragment import Fragment, assignment
+from rewrite.emitted_code import Fragment, assignment
 from rewrite.rewriting import Rewriting
 
 

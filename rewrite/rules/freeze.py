@@ -5,7 +5,7 @@ from __future__ import annotations
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Freeze
 from planner.plan_types.plan import Plan
-from rewrite.fragment import Fragment, assignment
+from rewrite.emitted_code import Fragment, assignment
 from rewrite.rewriting import Change, Rewriting
 
 

@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 from planner.plan_types.decisions import Offload
 from planner.plan_types.plan import Plan
-from rewrite import pieces
-from rewrite.forwards import forward_function, modules_to_run_again
-from rewrite.fragment import Fragment, assignment
-from rewrite.pieces import Held, Piece, key_of, version_of, without_bits
+from rewrite.emitted_code import Fragment, assignment
+from rewrite.portable import replay_ops
+from rewrite.portable.module_forward import forward_function, modules_to_run_again
+from rewrite.portable.replay_ops import Held, Piece, key_of, version_of, without_bits
 from rewrite.rewriting import Rewriting
 
 
@@ -135,12 +135,12 @@ def offload_source(plan: Plan, decision: Offload) -> Fragment:
         Part,
         is_on_host,
         is_plain,
-        pieces.Piece,
-        pieces.Held,
-        pieces.refuse_change,
-        pieces.key_of,
-        pieces.version_of,
-        pieces.without_bits,
+        replay_ops.Piece,
+        replay_ops.Held,
+        replay_ops.refuse_change,
+        replay_ops.key_of,
+        replay_ops.version_of,
+        replay_ops.without_bits,
         forward_as_it_is,
     )
     rewriting = """\

@@ -15,7 +15,7 @@ from planner.errors import DecisionError
 from planner.plan_types.decisions import Optimizer
 from planner.plan_types.plan import Plan
 from planner.workload.torch_optimizers import has_step_hooks, sparse_lookups
-from rewrite.fragment import Fragment
+from rewrite.emitted_code import Fragment
 from rewrite.optimizers import OPTIMIZERS
 from rewrite.rewriting import Rewriting
 

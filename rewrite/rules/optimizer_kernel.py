@@ -17,7 +17,7 @@ from planner.errors import DecisionError
 from planner.plan_types.decisions import OptimizerKernel
 from planner.plan_types.plan import Plan
 from planner.workload.torch_optimizers import why_no_kernel
-from rewrite.fragment import Fragment
+from rewrite.emitted_code import Fragment
 from rewrite.rewriting import Change, Rewriting
 
 OPTIONS = {"fused": ("fused", True), "for-loop": ("foreach", False)}

@@ -17,9 +17,9 @@ import types
 
 from planner.plan_types.decisions import Replay
 from planner.plan_types.plan import Plan
-from rewrite import pieces, tape
-from rewrite.forwards import detached, forward_function, modules_to_run_again
-from rewrite.fragment import Fragment, assignment
+from rewrite.emitted_code import Fragment, assignment
+from rewrite.portable import replay_ops, replay_tape
+from rewrite.portable.module_forward import detached, forward_function, modules_to_run_again
 from rewrite.rewriting import Rewriting
 
 
@@ -30,31 +30,31 @@ def replay(rewriting: Rewriting, decision: Replay) -> None:
         DecisionError: for a module that does not exist or is never called.
     """
     for name, module in modules_to_run_again(rewriting, decision.by_module, decision.kind, nested=True).items():
-        forward = types.MethodType(tape.replayed(forward_function(module), decision.by_module[name]), module)
+        forward = types.MethodType(replay_tape.replayed(forward_function(module), decision.by_module[name]), module)
         rewriting.replace(module, "forward", forward, place=f"forward of '{name}'")
 
 
 def replay_source(plan: Plan, decision: Replay) -> Fragment:
     parts = (
-        tape.replayed,
-        tape.Tape,
-        tape.Stretch,
-        tape.halves,
-        tape.leading_to,
-        tape.Noted,
-        pieces.traits_of,
-        pieces.random_numbers,
-        pieces.numbers_again,
-        pieces.Piece,
-        tape.Later,
-        pieces.Held,
-        pieces.refuse_change,
-        pieces.key_of,
-        pieces.version_of,
-        pieces.without_bits,
-        pieces.copy_of,
-        pieces.tensors_in,
-        pieces.mapped,
+        replay_tape.replayed,
+        replay_tape.Tape,
+        replay_tape.Stretch,
+        replay_tape.halves,
+        replay_tape.leading_to,
+        replay_tape.Noted,
+        replay_ops.traits_of,
+        replay_ops.random_numbers,
+        replay_ops.numbers_again,
+        replay_ops.Piece,
+        replay_tape.Later,
+        replay_ops.Held,
+        replay_ops.refuse_change,
+        replay_ops.key_of,
+        replay_ops.version_of,
+        replay_ops.without_bits,
+        replay_ops.copy_of,
+        replay_ops.tensors_in,
+        replay_ops.mapped,
         detached,
     )
     rewriting = """\

@@ -17,7 +17,7 @@ from planner.errors import DecisionError
 from planner.plan_types.decisions import Optimizer, StepInBackward
 from planner.plan_types.plan import Plan
 from planner.workload.torch_optimizers import by_parameter, sparse_lookups, why_not_sparse
-from rewrite.fragment import Fragment
+from rewrite.emitted_code import Fragment
 from rewrite.rewriting import Rewriting
 
 

@@ -1,6 +1,6 @@
 """A card that is none: the CPU, with every storage counted and a limit. Also runs as a process.
 
-python counting_device.py PLAN.json RESULT.json ...     like rewrite.run_on_card
+python counting_device.py PLAN.json RESULT.json ...     like rewrite.on_gpu.worker
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from profiles.process_memory import ProcessMemory
-from rewrite import run_on_card
+from rewrite.on_gpu import worker
 
 
 class Counting(TorchDispatchMode):
@@ -54,7 +54,7 @@ class Counting(TorchDispatchMode):
 
 
 class CountingCpu:
-    """As `rewrite.cuda.Device`. What lives already is there when it begins, as after a move to a card.
+    """As `rewrite.on_gpu.cuda.Device`. What lives already is there when it begins, as after a move to a card.
 
     Args:
         beside_bytes: what the process seems to hold beside its tensors.
@@ -101,4 +101,4 @@ class CountingCpu:
 
 
 if __name__ == "__main__":
-    sys.exit(run_on_card.main(sys.argv[1:], CountingCpu()))
+    sys.exit(worker.main(sys.argv[1:], CountingCpu()))

@@ -16,7 +16,7 @@ from planner.recording.step_graph import StepGraph
 from planner.search.curve import CompiledProblem
 from planner.workload.loading import load_workload
 from planner.workload.workload import Workload, workload
-from rewrite.certify import certifying_graph, start_rehearsal
+from rewrite.certificate import certifying_graph, start_rehearsal
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 CARD = profiles.load("rtx-3090")

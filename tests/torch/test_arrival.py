@@ -10,7 +10,7 @@ from torch import nn
 import profiles
 from planner.estimate.allocation_stream import allocation_stream
 from planner.workload.workload import workload
-from rewrite.certify import certifying_graph
+from rewrite.certificate import certifying_graph
 
 
 class Nested(nn.Module):

@@ -11,7 +11,7 @@ from planner.plan_types.decisions import Accumulation, Freeze, Optimizer, Optimi
 from planner.recording.graft_optimizer import can_be_grafted, graft_update
 from planner.recording.step_graph import Category, Phase, StepGraph
 from planner.workload.workload import workload
-from rewrite.certify import start_update
+from rewrite.certificate import start_update
 
 UPDATES = {
     "8 bits": Optimizer(),

@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch import nn
 
-from rewrite import held_state
-from rewrite.held_state import HeldState
-from rewrite.untouched import Untouched
+from rewrite.accumulation_check import object_snapshot
+from rewrite.accumulation_check.object_snapshot import HeldState
+from rewrite.accumulation_check.side_effects import Untouched
 
 
 class Slotted:
@@ -327,7 +327,7 @@ def test_objects_of_odd_classes_are_no_trouble(name, caplog):
 
 
 def test_an_interruption_comes_when_all_is_given_back(monkeypatch):
-    model, refill, calls = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), held_state._refill, []
+    model, refill, calls = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), object_snapshot._refill, []
 
     def interrupted(*arguments):
         calls.append(0)
@@ -335,7 +335,7 @@ def test_an_interruption_comes_when_all_is_given_back(monkeypatch):
             raise KeyboardInterrupt
         refill(*arguments)
 
-    monkeypatch.setattr(held_state, "_refill", interrupted)
+    monkeypatch.setattr(object_snapshot, "_refill", interrupted)
     with pytest.raises(KeyboardInterrupt), Untouched(model).look():
         for module in model.modules():
             module.training = False
@@ -386,5 +386,5 @@ def test_numbers_that_are_not_of_torch_are_noticed():
 def test_very_many_objects_are_told(monkeypatch):
     model = nn.Linear(2, 2)
     assert HeldState([model]).is_whole
-    monkeypatch.setattr(held_state, "_MOST_OBJECTS", 1)
+    monkeypatch.setattr(object_snapshot, "_MOST_OBJECTS", 1)
     assert not HeldState([model]).is_whole

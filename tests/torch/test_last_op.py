@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from planner.errors import MeasurementError
 from planner.plan_types.sizes import MIB
-from rewrite import run_on_card
-from rewrite.last_op import LastOp, Place
+from rewrite.on_gpu import worker
+from rewrite.on_gpu.oom_location import LastOp, Place
 
 
 class Full(TorchDispatchMode):
@@ -114,7 +114,7 @@ def plan(tmp_path):
 def test_the_total_is_what_was_reserved_and_what_the_process_holds_beside(plan):
     device = CountingCpu(beside_bytes=7 * MIB)
     try:
-        found = run_on_card.run(plan, device, cap_bytes=None)
+        found = worker.run(plan, device, cap_bytes=None)
     finally:
         device.end()
     assert found.total_bytes == found.reserved_bytes + 7 * MIB
@@ -129,10 +129,10 @@ def test_a_scaler_that_skips_without_end_is_told(plan, monkeypatch):
             self.skipped += 1
             assert self.skipped < 100
 
-    monkeypatch.setattr(run_on_card, "_Steps", Skipping)
+    monkeypatch.setattr(worker, "_Steps", Skipping)
     device = CountingCpu()
     try:
         with pytest.raises(MeasurementError, match="overflows in fp16"):
-            run_on_card.run(plan, device, cap_bytes=None)
+            worker.run(plan, device, cap_bytes=None)
     finally:
         device.end()

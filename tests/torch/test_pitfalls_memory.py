@@ -19,7 +19,7 @@ from planner.recording.step_graph import Category, Phase, StepGraph
 from planner.space.micro_batches import Split
 from planner.virtual_gpu.forked_process import Child
 from planner.workload.workload import Workload, resized, tensors_of, workload
-from rewrite.certify import start_rehearsal, start_update
+from rewrite.certificate import start_rehearsal, start_update
 
 
 def mean_square(output, batch):

@@ -15,7 +15,7 @@ from planner.plan_types.constraints import Rules
 from planner.plan_types.decisions import Accumulation, Fidelity, Optimizer
 from planner.space.outer_choices import Offer, offer
 from planner.workload.workload import workload
-from rewrite.certify import start_rehearsal
+from rewrite.certificate import start_rehearsal
 
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"

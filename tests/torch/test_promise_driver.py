@@ -18,7 +18,7 @@ from benchmarks.card.environment import software
 from benchmarks.card.plan_case import AS_IT_IS
 from planner.errors import MeasurementError
 from planner.workload.loading import load_workload
-from rewrite.run_on_card import RanOut
+from rewrite.on_gpu.worker import RanOut
 
 
 @pytest.fixture(scope="module")

@@ -21,11 +21,11 @@ from transformers.modeling_outputs import BaseModelOutput
 import rewrite
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Offload, Precision, Replay
-from rewrite import held_state, trial
-from rewrite.rows import amounts_of_padding, halves_of
-from rewrite.steady_random import SteadyRandom
-from rewrite.trial import sampled_gradient
-from rewrite.untouched import Untouched, _CopiesOfWritten
+from rewrite.accumulation_check import gradient_probe, object_snapshot
+from rewrite.accumulation_check.batch_independent_random import SteadyRandom
+from rewrite.accumulation_check.gradient_probe import sampled_gradient
+from rewrite.accumulation_check.sample_choice import amounts_of_padding, halves_of
+from rewrite.accumulation_check.side_effects import Untouched, _CopiesOfWritten
 
 SAMPLES, LENGTH = 16, 24
 
@@ -493,7 +493,7 @@ def test_what_draws_other_numbers_in_training_is_tried_in_evaluation(caplog):
 
 
 def test_a_model_of_very_many_objects_is_told(monkeypatch, caplog):
-    monkeypatch.setattr(held_state, "_MOST_OBJECTS", 3)
+    monkeypatch.setattr(object_snapshot, "_MOST_OBJECTS", 3)
     step_of(of_classes, 8, 4, batch=classes(), build=Embedder).step(classes())
     assert "so many objects" in caplog.text
 
@@ -846,9 +846,9 @@ def test_what_is_slight_is_told(caplog):
 )
 def test_a_trial_takes_no_more_memory_than_a_step(size, count, decisions, monkeypatch):
     """Less what it copies to the host, which is the same memory here."""
-    monkeypatch.setattr(trial, "_spread", lambda gradient, stride: gradient.sum().view(1))
+    monkeypatch.setattr(gradient_probe, "_spread", lambda gradient, stride: gradient.sum().view(1))
     monkeypatch.setattr(_CopiesOfWritten, "_copy", lambda self, tensor: None)
-    monkeypatch.setattr(trial.Trial, "_shake", lambda self: None)
+    monkeypatch.setattr(gradient_probe.Trial, "_shake", lambda self: None)
     result, peaks = step_of(each_sample, size, count, *decisions), []
     for number in range(4):
         if number == 3:

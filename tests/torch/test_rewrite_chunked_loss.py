@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Accumulation, ChunkedLoss
 from planner.workload.call_convention import Calling
-from rewrite.apply import apply_decisions
+from rewrite.application import apply_decisions
 
 ROWS, WIDTH, WORDS = 24, 16, 37
 

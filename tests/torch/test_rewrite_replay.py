@@ -37,7 +37,7 @@ from torch import nn
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Accumulation, Precision, Replay, decision_from_json
 from planner.workload.workload import workload
-from rewrite import tape
+from rewrite.portable import replay_tape
 
 MODELS = {
     model.__name__: (model, images if model is Convolutions else vectors)
@@ -46,7 +46,7 @@ MODELS = {
 
 
 def op_count(model: nn.Module, batch: tuple) -> int:
-    with tape.Tape((), torch.device("cpu")) as ops:
+    with replay_tape.Tape((), torch.device("cpu")) as ops:
         copy.deepcopy(model)(batch[0])
     return ops.count
 
@@ -234,7 +234,7 @@ def test_nothing_outlives_its_use():
     result = rewritten(model, replay_of([(0, 9, ()), (9, 14, ())]), batch=batch, loss_fn=cross_entropy)
     cross_entropy(result.module(batch[0]), batch).backward()
     made: list[weakref.ref] = []
-    before = tape.Stretch.__init__
+    before = replay_tape.Stretch.__init__
 
     def noting(self, *args, **options) -> None:
         before(self, *args, **options)
@@ -244,7 +244,7 @@ def test_nothing_outlives_its_use():
     gc.disable()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tape.Stretch, "__init__", noting)
+            patch.setattr(replay_tape.Stretch, "__init__", noting)
             output = result.module(batch[0])
             held = [stretch() is not None for stretch in made]
             del output

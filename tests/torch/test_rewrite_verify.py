@@ -39,8 +39,9 @@ from planner.plan_types.decisions import (
     Replay,
     StepInBackward,
 )
-from rewrite import Parity, tape
-from rewrite.plain_step import Comparable
+from rewrite import Parity
+from rewrite.parity.reference_step import Comparable
+from rewrite.portable import replay_tape
 from rewrite.rules import RULES
 from rewrite.step import TrainingStep
 
@@ -311,7 +312,7 @@ FAULTS = {
     "other masks in the recompute of micro-batches": (
         IMAGES, (BLOCKS, UNEVEN), (torch.utils.checkpoint, "checkpoint", without_random_state), "gradient",
     ),
-    "other masks in the replay": (VECTORS, (FLAT,), (tape, "numbers_again", nothing), "gradient"),
+    "other masks in the replay": (VECTORS, (FLAT,), (replay_tape, "numbers_again", nothing), "gradient"),
     "parameters updated twice": (VECTORS, (), (TrainingStep, "update", twice), "updates"),
     "parameters updated twice in backward": (
         VECTORS, (StepInBackward(),),

@@ -12,9 +12,9 @@ from rewrite_cases import Convolutional, Perceptron, cross_entropy, images, robe
 from torch import nn
 
 from planner.plan_types.decisions import Accumulation, Checkpoint, Optimizer, Precision, StepInBackward
+from rewrite.parity.model_structure import difference, structure
 from rewrite.rules import RULES
 from rewrite.step import TrainingStep
-from rewrite.structure import difference, structure
 
 UNEVEN = Accumulation(micro_batch_size=4, micro_batches=2)
 """For batches of 6 samples: 4, then 2."""

@@ -24,7 +24,7 @@ from planner.plan_types.decisions import (
     Precision,
     StepInBackward,
 )
-from rewrite import plan_callback
+from rewrite.trainer import callback
 
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
 
@@ -499,7 +499,7 @@ OWN = 2**16 + SAMPLES * 10
 )  # fmt: skip
 def test_whether_the_promise_was_kept_is_told_in_one_line(peaks, level, told, tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "rewrite")
-    monkeypatch.setattr(plan_callback, "peaks_on", lambda device: peaks)
+    monkeypatch.setattr(callback, "peaks_on", lambda device: peaks)
     train_beside_the_plan(tmp_path, a_plan(IN_TWO))
     found = [record for record in caplog.records if "promise" in record.message]
     assert [record.levelname for record in found] == [level]
@@ -507,13 +507,13 @@ def test_whether_the_promise_was_kept_is_told_in_one_line(peaks, level, told, tm
 
 
 def test_a_broken_promise_is_raised_where_that_was_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(plan_callback, "peaks_on", lambda device: (PROMISED[0], 400 << 20))
+    monkeypatch.setattr(callback, "peaks_on", lambda device: (PROMISED[0], 400 << 20))
     with pytest.raises(PromiseError, match=r"broken.*plan with less than the budget of 6\.00 GiB"):
         train_beside_the_plan(tmp_path, a_plan(IN_TWO), callback={"on_broken": "raise"})
 
 
 def test_nothing_is_said_to_be_kept_that_was_not_measured(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(plan_callback, "peaks_on", lambda device: (1, 1))
+    monkeypatch.setattr(callback, "peaks_on", lambda device: (1, 1))
     train_beside_the_plan(tmp_path, a_plan(card="bare"))
     assert "the plan is for a bare card" in caplog.text
     train_beside_the_plan(tmp_path, a_plan(), changes={"max_steps": 2})

@@ -30,7 +30,7 @@ from planner.recording.step_graph import Category, Phase, StepGraph, Storage
 from planner.virtual_gpu import backend
 from planner.virtual_gpu.forked_process import run_in_child
 from planner.workload.workload import Workload, tensors_of
-from rewrite.apply import apply_decisions
+from rewrite.application import apply_decisions
 
 STEPS = 2
 

@@ -21,11 +21,11 @@ from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import MIB
 from planner.workload import cards
 from planner.workload.loading import load_workload
-from rewrite import verification as verifying
-from rewrite.cuda import Cuda
-from rewrite.parity import Parity, Row, failed
-from rewrite.run_on_card import Ran, RanOut, outcome_from_json, outcome_to_json
-from rewrite.verification import Verification, run_in_process, verification
+from rewrite.on_gpu import verification as verifying
+from rewrite.on_gpu.cuda import Cuda
+from rewrite.on_gpu.verification import Verification, run_in_process, verification
+from rewrite.on_gpu.worker import Ran, RanOut, outcome_from_json, outcome_to_json
+from rewrite.parity.result import Parity, Row, failed
 
 HERE = pathlib.Path(__file__).parent
 COUNTED = functools.partial(run_in_process, command=(sys.executable, str(HERE / "counting_device.py")))

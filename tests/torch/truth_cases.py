@@ -19,7 +19,7 @@ from planner.virtual_gpu.backend import VirtualGpuMode, let_libraries_take_fakes
 from planner.virtual_gpu.forked_process import run_in_child
 from planner.workload.call_convention import LossFn
 from planner.workload.workload import OptimizerSpec, Workload, workload
-from rewrite.apply import apply_decisions
+from rewrite.application import apply_decisions
 
 STEPS = 2
 

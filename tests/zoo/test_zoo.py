@@ -15,7 +15,7 @@ from planner.plan_types.decisions import Precision
 from planner.recording.step_graph import Category, Phase, StepGraph
 from planner.virtual_gpu.forked_process import Child
 from planner.workload.workload import Workload, workload
-from rewrite.certify import start_rehearsal
+from rewrite.certificate import start_rehearsal
 
 ENTRIES = (*TRANSFORMERS, *TORCH)
 _STAYS = (Category.PARAMETER, Category.OPTIMIZER_STATE, Category.INPUT)

@@ -22,7 +22,7 @@ from planner.workload.call_convention import LossFn
 from planner.workload.cards import resolve_card
 from planner.workload.workload import OptimizerBlueprint, OptimizerSpec, Workload, workload
 from profiles.device import DeviceProfile
-from rewrite.apply import Rewritten, apply_decisions
+from rewrite.application import Rewritten, apply_decisions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

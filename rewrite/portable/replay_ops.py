@@ -1,4 +1,4 @@
-"""Ops and the tensors in their arguments, such that an op can run again: as part of the text of `rewrite/tape.py`."""
+"""Ops and the tensors in their arguments, such that an op can run again: as part of the text of `replay_tape.py`."""
 
 from __future__ import annotations
 

@@ -36,14 +36,14 @@ from planner.plan_types.plan import Plan
 from planner.workload.call_convention import LossFn
 from planner.workload.torch_optimizers import has_step_hooks
 from planner.workload.workload import batch_size_of
-from rewrite.apply import matched
-from rewrite.comparisons import comparisons, first_line
+from rewrite.application import matched
 from rewrite.optimizers import OptimizerChoice
-from rewrite.parity import Parity, Row, failed
-from rewrite.plain_step import deterministic, random_state_kept
+from rewrite.parity.comparisons import comparisons, first_line
+from rewrite.parity.reference_step import deterministic, random_state_kept
+from rewrite.parity.result import Parity, Row, failed
+from rewrite.parity.runs import Given
+from rewrite.portable.batch_slicing import map_tensors
 from rewrite.rewriting import LossWeight
-from rewrite.samples import map_tensors
-from rewrite.sides import Given
 
 
 def verify(

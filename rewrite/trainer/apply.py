@@ -14,7 +14,7 @@ Micro-batches: the Trainer leaves it to the model to divide its loss by the numb
 models take that number (`num_items_in_batch`) and ignore it: `RobertaForMaskedLM` of transformers 5.23 trains with
 gradients that are as many times too large as there are micro-batches. Models that do not take it are averaged as if all
 micro-batches had as many labels. Here the number never reaches the model: the mean that it returns is weighted by its
-share of the labels, so that any model trains as the Trainer would on the whole batch (`rewrite/loss_share.py`).
+share of the labels, so that any model trains as the Trainer would on the whole batch (`loss_weighting.py`).
 
 What the Trainer holds beyond what the plan counts: its running loss and other single numbers, a block of 512 B each; a
 byte for each label, where they are counted; the norms of the gradients, which it takes also where it does not clip,
@@ -35,12 +35,12 @@ from planner.plan_types.decisions import Accumulation, Optimizer, OptimizerKerne
 from planner.plan_types.plan import Plan
 from planner.workload.call_convention import Calling
 from planner.workload.torch_optimizers import sparse_lookups
-from rewrite.apply import change_by_rules, one_of_each_kind, refuse_another_model, turns_cache_off
-from rewrite.loss_share import LossShare
+from rewrite.application import change_by_rules, one_of_each_kind, refuse_another_model, turns_cache_off
 from rewrite.rewriting import Rewriting
 from rewrite.rules.accumulation import takes_the_loss
 from rewrite.rules.optimizer_kernel import OPTIONS, optimizer_kernel
-from rewrite.trainer_arguments import refuse_what_trainers_cannot_do
+from rewrite.trainer.arguments import refuse_what_trainers_cannot_do
+from rewrite.trainer.loss_weighting import LossShare
 
 _OF_THE_OPTIMIZER = (Optimizer, OptimizerKernel, StepInBackward)
 

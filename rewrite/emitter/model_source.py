@@ -11,7 +11,7 @@ import pathlib
 from planner.errors import PlanFileError
 from planner.plan_types.plan import Plan
 from planner.workload.call_convention import Calling
-from rewrite.fragment import assignment, literal
+from rewrite.emitted_code import assignment, literal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,9 @@ import torch
 from planner.errors import DecisionError
 from planner.plan_types.decisions import ChunkedLoss, Precision
 from planner.plan_types.plan import Plan
-from rewrite.apart import TriedApart
-from rewrite.means import MeansTaken
+from rewrite.accumulation_check.coupling_check import TriedApart
+from rewrite.accumulation_check.reduction_check import MeansTaken
+from rewrite.portable.batch_slicing import count_samples
 from rewrite.rules.accumulation import (
     counted_labels,
     divides_by_count,
@@ -28,9 +29,8 @@ from rewrite.rules.accumulation import (
     shifts_labels,
     takes_the_loss,
 )
-from rewrite.samples import count_samples
 from rewrite.step import weighted
-from rewrite.trainer_arguments import micro_batches
+from rewrite.trainer.arguments import micro_batches
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from planner.plan_types.decisions import Accumulation, Checkpoint, ChunkedLoss, 
 from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import Plan
 from planner.workload.call_convention import Calling, LossFn
-from rewrite.apart import TriedApart
+from rewrite.accumulation_check.coupling_check import TriedApart
 from rewrite.optimizers import OPTIMIZERS, OptimizerChoice, SchedulerChoice, make_scheduler, refuse_closure
 from rewrite.rewriting import LossWeight, Rewriting
 from rewrite.rules import RULES

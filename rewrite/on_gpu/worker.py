@@ -1,6 +1,6 @@
 """Train by a plan on a card, in a process of its own, and say what that took.
 
-    python -m rewrite.run_on_card PLAN.json RESULT.json [--cap BYTES] [--find-op | --parity]
+    python -m rewrite.on_gpu.worker PLAN.json RESULT.json [--cap BYTES] [--find-op | --parity]
 
 The model is made with random weights, moved to the card, rewritten, and trained by `STEPS` optimizer steps from an
 empty allocator that gets no more than `--cap`; then some more steps are timed. RESULT holds `Ran` or `RanOut` as JSON.
@@ -26,11 +26,11 @@ from planner.errors import MeasurementError, PlannerError
 from planner.plan_types.plan import Plan
 from planner.workload.loading import load_workload
 from planner.workload.workload import Workload, map_tensors
-from rewrite.apply import Rewritten, apply
-from rewrite.cuda import Cuda, Device
-from rewrite.last_op import LastOp
-from rewrite.parity import Parity, Row
-from rewrite.verify import verify
+from rewrite.application import Rewritten, apply
+from rewrite.on_gpu.cuda import Cuda, Device
+from rewrite.on_gpu.oom_location import LastOp
+from rewrite.parity.result import Parity, Row
+from rewrite.parity.verify import verify
 
 STEPS = 3
 """The first makes the optimizer's state, the second is the first full one, the third shows that nothing grows."""
@@ -74,7 +74,7 @@ class RanOut:
     message: str
     """What the allocator said."""
     place: dict[str, Any] | None = None
-    """`rewrite.last_op.Place` as data; None where it was not looked for, or is none of a step's ops."""
+    """`rewrite.on_gpu.oom_location.Place` as data; None where it was not looked for, or is none of a step's ops."""
 
 
 class _StepError(Exception):

@@ -15,10 +15,10 @@ from planner.plan_types.decisions import Optimizer
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
 from planner.workload.workload import described, optimizer_name
-from rewrite.loss_share import COUNT, told_uneven
 from rewrite.optimizers import OPTIMIZERS
-from rewrite.trainer import RewrittenForTrainer
-from rewrite.trainer_arguments import arguments_of, micro_batches, refuse_contradictions
+from rewrite.trainer.apply import RewrittenForTrainer
+from rewrite.trainer.arguments import arguments_of, micro_batches, refuse_contradictions
+from rewrite.trainer.loss_weighting import COUNT, told_uneven
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ import textwrap
 from planner.plan_types.plan import Plan, write_text_atomically
 from planner.workload.call_convention import Calling
 from planner.workload.torch_optimizers import may_take_sparse
-from rewrite.apply import one_of_each_kind, turns_cache_off
-from rewrite.emitted_header import header
-from rewrite.emitted_model import ModelSource, batch_source, model_source
-from rewrite.fragment import WIDTH, Fragment, literal
+from rewrite.application import one_of_each_kind, turns_cache_off
+from rewrite.emitted_code import WIDTH, Fragment, literal
+from rewrite.emitter.header import header
+from rewrite.emitter.model_source import ModelSource, batch_source, model_source
 from rewrite.optimizers import OPTIMIZERS
 from rewrite.rules import SOURCES
 from rewrite.step import clip_gradients

@@ -1,0 +1,1 @@
+"""Check that the gradient of a batch equals that of its micro-batches."""

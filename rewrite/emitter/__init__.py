@@ -1,0 +1,1 @@
+"""Write a plan as a Python file that needs only torch."""
