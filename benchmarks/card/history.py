@@ -1,6 +1,6 @@
 """Recorded histories of the caching allocator: from a snapshot to plain data, to streams and to files.
 
-The format of a history is that of tests/pure/test_allocator_histories.py: `settings`, `segments_at_end`
+The format of a history is that of tests/allocator/test_allocator_histories.py: `settings`, `segments_at_end`
 ([address, size, pool, stream, is_expandable, [[block size, requested, state], ...]]) and `events`
 ([action, address, size, stream, operator]).
 """

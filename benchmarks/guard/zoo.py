@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import pathlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,11 +14,9 @@ from planner.workload.workload import map_tensors, resized
 SAMPLES = 8
 AS_IT_IS = " as in the tests"
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tests" / "zoo"))
-
 
 def cases() -> Iterator[Case]:
-    from table import TRANSFORMERS, VOCABULARY
+    from tests.zoo.table import TRANSFORMERS, VOCABULARY
 
     for entry in TRANSFORMERS:
         model, batch, *_ = entry.build()

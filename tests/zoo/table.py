@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from plain_models import (
+from torch import nn
+
+from tests.zoo.plain_models import (
     Tied,
     a_check_of_values,
     batch_norm,
@@ -32,7 +34,6 @@ from plain_models import (
     torch_transformer,
     u_net,
 )
-from torch import nn
 
 BATCH = 2
 TOKENS = 16

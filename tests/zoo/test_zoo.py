@@ -7,8 +7,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from planner_cases import BARE
-from table import TORCH, TRANSFORMERS, Entry
 
 from planner.errors import PlannerError
 from planner.plan_types.decisions import Precision
@@ -16,6 +14,8 @@ from planner.recording.step_graph import Category, Phase, StepGraph
 from planner.virtual_gpu.forked_process import Child
 from planner.workload.workload import Workload, workload
 from rewrite.certificate import start_rehearsal
+from tests.support.workloads import BARE
+from tests.zoo.table import TORCH, TRANSFORMERS, Entry
 
 ENTRIES = (*TRANSFORMERS, *TORCH)
 _STAYS = (Category.PARAMETER, Category.OPTIMIZER_STATE, Category.INPUT)

@@ -1,0 +1,102 @@
+"""A certificate is rehearsed once, also where it was begun before it was asked for."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+
+from planner.choose.certificates import Certificates
+from planner.errors import RehearsalError
+from planner.pipeline import plan_workload
+from planner.plan_types.constraints import Rules
+from planner.plan_types.decisions import Checkpoint, Decision, Precision
+from tests.support.workloads import CARD, example
+
+BF16, FP16 = (Precision(dtype="bf16"),), (Precision(dtype="fp16"),)
+
+
+class Rehearsing:
+    """Stands for a child process."""
+
+    def __init__(self, decisions: tuple[Decision, ...], ops: int) -> None:
+        self.decisions, self.ops = decisions, ops
+        self.ended = False
+
+    def result(self):
+        assert not self.ended
+        if any(isinstance(decision, Checkpoint) for decision in self.decisions):
+            raise RehearsalError("cannot be rehearsed")
+        return types.SimpleNamespace(decisions=self.decisions, ops=range(self.ops))
+
+    def end(self) -> None:
+        self.ended = True
+
+
+@pytest.fixture
+def begun() -> list[Rehearsing]:
+    return []
+
+
+def certificates(begun: list[Rehearsing], *, ops: int = 10) -> Certificates:
+    def start(decisions):
+        begun.append(Rehearsing(decisions, ops))
+        return begun[-1]
+
+    return Certificates(start, lambda graph: graph)
+
+
+def test_what_was_foreseen_is_not_begun_again(begun):
+    made = certificates(begun)
+    made.foresee(BF16)
+    made.foresee(BF16)
+    assert made.of(BF16).decisions == BF16
+    assert made.of(BF16) is made.of(BF16)
+    made.foresee(BF16)
+    assert [(child.decisions, child.ended) for child in begun] == [(BF16, False)]
+
+
+def test_only_one_is_foreseen(begun):
+    made = certificates(begun)
+    made.foresee(BF16)
+    made.foresee(FP16)
+    assert [child.ended for child in begun] == [True, False]
+    assert made.of(BF16).decisions == BF16
+    assert [child.ended for child in begun] == [True, True, False]
+    made.forget()
+    assert not begun[2].ended
+
+
+def test_an_error_matters_only_to_those_who_ask(begun):
+    made, refused = certificates(begun), (Checkpoint(modules=("a",)),)
+    made.foresee(refused)
+    made.foresee(BF16)
+    made.of(BF16)
+    with pytest.raises(RehearsalError):
+        made.of(refused)
+
+
+def test_few_ops_are_kept_at_hand(begun):
+    made = certificates(begun, ops=150_000)
+    made.of(BF16)
+    made.of(FP16)
+    made.of(FP16)
+    made.of(BF16)
+    assert [child.decisions for child in begun] == [BF16, FP16, BF16]
+
+
+def test_the_search_foresees_what_it_chooses(monkeypatch):
+    begun: list[tuple[tuple[Decision, ...], bool]] = []
+    rehearsed = Certificates._child
+
+    def child(self, decisions):
+        foreseen = self._foreseen is not None and self._foreseen[0] == decisions
+        begun.append((decisions, foreseen))
+        return rehearsed(self, decisions)
+
+    monkeypatch.setattr(Certificates, "_child", child)
+    work = example("sequential.py:build", 256)
+    rules = Rules(fidelity=BF16[0].fidelity, forced=("precision",), forbidden=("optimizer", "optimizer-kernel"))
+    plan = plan_workload(work, CARD, vram_bytes=8 << 30, rules=rules)
+    assert plan.decisions == BF16
+    assert begun == [((), False), (BF16, True)]

@@ -1,0 +1,234 @@
+"""Modules that must not be run twice are not offered for recompute; those beside and inside of them are."""
+
+from __future__ import annotations
+
+import random
+
+import numpy
+import pytest
+import torch
+
+import planner
+import rewrite
+from planner.plan_types.decisions import Checkpoint
+from planner.workload.workload import workload
+from tests.support.training import differences
+from tests.support.workloads import units, what_if
+
+WIDTH = 16
+
+
+class Plain(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(x).sigmoid()
+
+
+class FunctionalNorm(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("variance", torch.ones(WIDTH))
+
+    def forward(self, x):
+        y = torch.nn.functional.batch_norm(self.linear(x), self.mean, self.variance, training=self.training)
+        return y.sigmoid()
+
+
+class ReassignedBuffer(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.average = 0.9 * self.average + 0.1 * y.detach().mean(0)
+        return y.sigmoid()
+
+
+class BufferInPlace(ReassignedBuffer):
+    def forward(self, x):
+        y = self.linear(x)
+        self.average.lerp_(y.detach().mean(0), 0.1)
+        return y.sigmoid()
+
+
+class ReassignedAttribute(Plain):
+    latest = None
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.latest = y.detach().mean(0)
+        return y.sigmoid()
+
+
+class Counter(Plain):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) / self.calls
+
+
+class GrowingList(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(len(x))
+        return super().forward(x)
+
+
+class RandomNumber(Plain):
+    def forward(self, x):
+        return super().forward(x) * random.random()
+
+
+class NumpyNumber(Plain):
+    def forward(self, x):
+        return super().forward(x) * float(numpy.random.rand())
+
+
+class OwnGenerator(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x):
+        return super().forward(x) * torch.rand(WIDTH, generator=self.generator).to(x.device)
+
+
+class Around(torch.nn.Module):
+    """Changes nothing itself, but holds a module that does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = Counter()
+        self.plain = Plain()
+
+    def forward(self, x):
+        return self.plain(self.counter(x))
+
+
+class Dropout(Plain):
+    """Draws from torch's own generator, whose state a recompute restores."""
+
+    def forward(self, x):
+        return torch.nn.functional.dropout(super().forward(x), 0.1)
+
+
+class Normalised(Plain):
+    """Has a norm whose statistics a recompute leaves alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        return self.norm(super().forward(x))
+
+
+STATEFUL = {
+    FunctionalNorm: "overwrites a buffer",
+    ReassignedBuffer: "changes its buffer 'average'",
+    BufferInPlace: "overwrites a buffer",
+    ReassignedAttribute: "changes its attribute 'latest'",
+    Counter: "changes its attribute 'calls'",
+    GrowingList: "changes its attribute 'seen'",
+    RandomNumber: "changes Python's random state",
+    NumpyNumber: "changes numpy's random state",
+    OwnGenerator: "draws from a generator of its own",
+    Around: "changes its attribute 'calls'",
+}
+REPEATABLE = (Plain, Dropout, Normalised)
+
+
+class Net(torch.nn.Module):
+    def __init__(self, *kinds: type[torch.nn.Module]) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleDict({kind.__name__: kind() for kind in kinds})
+        self.head = torch.nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        for block in self.blocks.values():
+            x = block(x)
+        return self.head(x).mean()
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return what_if(workload(Net(*STATEFUL, *REPEATABLE), torch.zeros(64, WIDTH)))
+
+
+@pytest.fixture(scope="module")
+def offered(graph):
+    return set(units(graph)[0].modules)
+
+
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_a_module_that_changes_state_in_its_forward_is_no_unit_but_what_it_holds_is(graph, offered, kind):
+    name = f"blocks.{kind.__name__}"
+    obstacle = {call.module: call.obstacle for call in graph.calls}
+    assert name not in offered
+    assert STATEFUL[kind] in obstacle[name]
+    inside = f"{name}.plain" if kind is Around else f"{name}.linear"
+    assert obstacle[inside] is None
+    assert inside in offered
+
+
+@pytest.mark.parametrize("kind", REPEATABLE)
+def test_a_module_whose_forward_can_be_repeated_is_a_unit(offered, kind):
+    assert f"blocks.{kind.__name__}" in offered
+
+
+def test_what_contains_a_module_that_changes_state_is_no_unit_either(graph, offered):
+    assert "" not in offered
+    assert next(call for call in graph.calls if call.module == "").obstacle is not None
+
+
+@pytest.mark.parametrize("kind", [FunctionalNorm, ReassignedBuffer, BufferInPlace])
+def test_recomputing_a_module_that_changes_its_buffers_would_train_otherwise(kind):
+    batches = [(torch.randn(8, WIDTH),) for _ in range(2)]
+    assert differences(Net(Plain), Checkpoint(modules=("blocks.Plain",)), batches=batches) == []
+    assert differences(Net(kind), Checkpoint(modules=(f"blocks.{kind.__name__}",)), batches=batches) != []
+
+
+# ---- compiled modules --------------------------------------------------------------------------------------------
+
+
+class PartlyCompiled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = torch.nn.Sequential(Plain(), Plain())
+        self.wrapped = torch.compile(torch.nn.Sequential(Plain(), Plain()), backend="eager")
+        self.in_place = torch.nn.Sequential(Plain(), Plain())
+        self.in_place.compile(backend="eager")
+        self.head = torch.nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        return self.head(self.in_place(self.wrapped(self.plain(x)))).mean()
+
+
+def test_a_compiled_module_and_what_runs_inside_of_it_are_no_units():
+    found = units(what_if(workload(PartlyCompiled(), torch.zeros(64, WIDTH))))[0]
+    assert {name.split(".")[0] for name in found.modules} == {"plain", "head"}
+    assert {"plain", "plain.0", "plain.1", "plain.1.linear"} <= set(found.modules)
+
+
+def test_a_model_that_is_compiled_as_a_whole_has_no_units():
+    model = torch.compile(torch.nn.Sequential(Plain(), Plain(), torch.nn.Linear(WIDTH, 1)), backend="eager")
+    work = workload(model, (torch.zeros(64, WIDTH), torch.zeros(64, 1)), loss_fn=lambda output, _: output.mean())
+    assert units(what_if(work))[0].modules == ()
+
+
+def test_a_checkpointing_plan_of_a_partly_compiled_model_trains():
+    model, batch = PartlyCompiled(), torch.randn(64, WIDTH)
+    plan = planner.plan(model, batch, vram="1GiB", gpu="bare", fidelity="exact", force="checkpoint")
+    checkpoint = plan.decision(Checkpoint)
+    assert checkpoint is not None
+    assert all(name.startswith(("plain", "head")) for name in checkpoint.modules)
+    assert torch.isfinite(rewrite.apply(plan, model).step(batch))

@@ -1,0 +1,161 @@
+"""Where long forwards are cut, what is offered of them, and how far below checkpoints their parts reach."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import planner
+from planner.plan_types.decisions import Checkpoint, Replay
+from planner.recompute.segments import with_stretches
+from planner.recompute.units import units_of
+from planner.search import milp
+from planner.workload.workload import workload
+from tests.support.flat_models import Flat
+from tests.support.training import cross_entropy, vectors
+from tests.support.workloads import BARE, plain, units, what_if
+
+
+class Deep(Flat):
+    """Layers of four ops - two products, an activation, a sum - of which only the residual stream crosses."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth=depth, up=(64, 16), down=(16, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in range(self.depth):
+            up, down = self.of(number, "up", "down")
+            x = x + F.linear(torch.tanh(F.linear(x, up)), down)
+        return F.linear(x, self.head)
+
+
+class Skips(Flat):
+    """Down and up again; between layers ops of which nothing is saved, and a condition that every layer takes."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth=2 * depth, up=(64, 16), down=(16, 64), shift=(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        condition, kept = torch.sigmoid(x), []
+        for number in range(self.depth):
+            up, down, shift = self.of(number, "up", "down", "shift")
+            hidden = torch.tanh(F.linear(x, up))
+            x = x + F.linear(hidden, down) + F.linear(condition, shift)
+            if number < self.depth // 2:
+                kept.append(x)
+                x = x * 2 + 1
+            else:
+                x = (x + kept.pop()) / 2 - 1
+        return F.linear(x, self.head)
+
+
+class Wide(Flat):
+    """Wide tensors that nothing saves, one result that is dropped at the end and one that never meets the loss."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth=depth, mix=(16, 16))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for number in range(self.depth):
+            (mix,) = self.of(number, "mix")
+            x = torch.tanh(F.linear(x, mix)) * 2
+            x = x + torch.cat([x] * 32, 1).unflatten(1, (32, 16)).mean(1)
+            if number == self.depth // 2:
+                dropped = torch.sigmoid(x)
+                x = torch.cat([x] * 32, 1).unflatten(1, (32, 16)).mean(1)
+                returned = torch.sigmoid(x)
+                x = torch.cat([x] * 32, 1).unflatten(1, (32, 16)).mean(1)
+        logits = F.linear(x, self.head)
+        del dropped
+        return logits, returned
+
+
+def first_cross_entropy(outputs: tuple[torch.Tensor, torch.Tensor], batch) -> torch.Tensor:
+    return cross_entropy(outputs[0], batch)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Stack(nn.Module):
+    """The same layers as modules."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Layer() for _ in range(depth)))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(x))
+
+
+def work_of(model: nn.Module, samples: int = 256):
+    loss_fn = first_cross_entropy if isinstance(model, Wide) else cross_entropy
+    return workload(model, vectors(samples), loss_fn=loss_fn, optimizer="sgd")
+
+
+def test_cuts_are_where_the_fewest_bytes_cross():
+    graph = with_stretches(what_if(work_of(Deep(8))))
+    begins = {call.stretch[0] for call in graph.calls if call.stretch is not None}
+    assert begins <= {0, *range(3, 33)} and {4 * n for n in range(2, 8)} <= begins
+
+
+def test_nothing_is_cut_where_modules_do_the_work():
+    graph = what_if(work_of(Stack(4)))
+    assert not any(call.module in ("", "layers") for call in with_stretches(graph).calls if call.stretch is not None)
+
+
+def smallest(model: nn.Module, *kinds) -> int:
+    graph = what_if(work_of(model))
+    found = units_of(graph, [1] * len(graph.ops), granularity_bytes=1, kinds=kinds)
+    return milp.Search(found.problem).smallest_peak(tolerance_ns=0).peak_bytes
+
+
+def test_a_flat_net_is_planned_as_well_as_the_same_net_of_modules():
+    as_modules, flat = smallest(Stack(16), Checkpoint), smallest(Deep(16), Replay)
+    assert flat < as_modules < smallest(Deep(16), Checkpoint)
+
+
+@pytest.mark.parametrize("build", [Deep, Stack])
+def test_parts_that_start_from_each_other_go_below_one_level(build):
+    """What is held beside one layer grows like the logarithm of the depth, where checkpoints grow with it."""
+    bytes_of_layer = 256 * 16 * 4  # of the residual stream
+    depth = 32
+    work = work_of(build(depth))
+    found, curve = units(what_if(work))
+    whole = [number for number, unit in enumerate(found.units) if unit.stops and unit.stretch[0] == 0]
+    peaks = {curve.peak((number,)): number for number in whole}
+    least = min(peaks)
+    assert least == plain(work, found.decisions((peaks[least],)), card=BARE).live_bytes().max()
+    parameters = sum(2 * parameter.nbytes for parameter in work.model.parameters())
+    held = least - parameters - sum(tensor.nbytes for tensor in work.batch)
+    assert held < (depth.bit_length() + 18) * bytes_of_layer
+
+
+@pytest.mark.parametrize(("build", "depth"), [(Skips, 2), (Wide, 4), (Stack, 9)])
+def test_the_promise_for_every_division_is_what_its_rehearsal_takes(build, depth):
+    work = work_of(build(depth), samples=64)
+    found, curve = units(what_if(work))
+    divided = [number for number, unit in enumerate(found.units) if unit.stops]
+    assert divided
+    for number in divided:
+        rehearsed = plain(work, found.decisions((number,)), card=BARE).live_bytes().max()
+        assert curve.peak((number,)) == rehearsed, found.units[number]
+
+
+def test_a_plan_says_so_and_keeps_its_promise():
+    torch.manual_seed(0)
+    model, batch = Deep(32), vectors(1024)
+    options = {"gpu": "bare", "loss_fn": cross_entropy, "optimizer": "sgd", "only": ("replay",)}
+    start = planner.plan(model, batch, vram=None, **options).baseline.total_bytes
+    plan = planner.plan(model, batch, vram=start // 6, **options)
+    assert plan.fits and plan.solver.promised_bytes == plan.solver.certified_bytes
+    assert "parts that start from each other" in plan.decision(Replay).describe()

@@ -1,0 +1,344 @@
+"""Stretches of a forward that run again op by op: the same bits, no more memory than promised, nothing held on to."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import random
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from planner.errors import DecisionError
+from planner.plan_types.decisions import Accumulation, Precision, Replay, decision_from_json
+from planner.workload.workload import workload
+from rewrite.portable import replay_tape
+from tests.support.flat_models import (
+    Attention,
+    Complex,
+    Convolutions,
+    Flat,
+    Interrupted,
+    Odd,
+    Perceptron,
+    Statistics,
+    Written,
+)
+from tests.support.training import (
+    cross_entropy,
+    differences,
+    images,
+    printed_by_emitted_files,
+    rewritten,
+    seeded,
+    train,
+    vectors,
+)
+from tests.support.workloads import BARE, CARD, plain, units, what_if
+
+MODELS = {
+    model.__name__: (model, images if model is Convolutions else vectors)
+    for model in (Perceptron, Convolutions, Attention, Odd, Interrupted, Written, Complex, Statistics)
+}
+
+
+def op_count(model: nn.Module, batch: tuple) -> int:
+    with replay_tape.Tape((), torch.device("cpu")) as ops:
+        copy.deepcopy(model)(batch[0])
+    return ops.count
+
+
+def some_stretches(ops: int, chance: random.Random) -> Replay:
+    """Ranges of ops at random places, with some of them kept."""
+    cuts = sorted(chance.sample(range(ops + 1), 2 * chance.randint(1, 4)))
+    ranges = tuple(zip(cuts[::2], cuts[1::2], strict=True))
+    kept = tuple(tuple(n for n in range(*r) if chance.random() < 0.2) for r in ranges)
+    often = chance.choice((0.0, 0.2, 0.6))
+    stops = tuple(tuple(n for n in range(r[0] + 1, r[1]) if chance.random() < often) for r in ranges)
+    return Replay(modules=("",) * len(ranges), stretches=ranges, kept=kept, stops=stops)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_stretches_anywhere_train_to_the_same_bits(name):
+    build, batch_of = MODELS[name]
+    model, batches = seeded(build), [batch_of(seed=seed) for seed in range(3)]
+    ops = op_count(model, batches[0])
+    for seed in range(6):
+        decision = some_stretches(ops, random.Random(seed))
+        assert differences(model, decision, batches=batches, loss_fn=cross_entropy) == [], decision
+
+
+@pytest.mark.parametrize("name", ["Perceptron", "Convolutions", "Attention"])
+def test_under_autocast_and_in_micro_batches_too(name):
+    build, batch_of = MODELS[name]
+    model, batches = seeded(build), [batch_of(seed=seed) for seed in range(2)]
+    with torch.autocast("cpu", torch.bfloat16):
+        ops = op_count(model, batches[0])
+    for seed in range(2):
+        replay = some_stretches(ops, random.Random(seed))
+        for others in ((Precision(dtype="bf16"),), (Accumulation(micro_batch_size=2, micro_batches=2),)):
+            wanted = trained(model, *others, batches=[tuple(t[:4] for t in batch) for batch in batches])
+            found = trained(model, *others, replay, batches=[tuple(t[:4] for t in batch) for batch in batches])
+            assert all(map(torch.equal, wanted, found))
+
+
+def trained(model: nn.Module, *decisions, batches) -> list[torch.Tensor]:
+    result = rewritten(copy.deepcopy(model), *decisions, batch=batches[0], loss_fn=cross_entropy)
+    losses, _ = train(result, batches)
+    return [*losses, *result.module.state_dict().values()]
+
+
+# ---- what runs again ------------------------------------------------------------------------------------------------
+
+
+def ops_again(model: nn.Module, stretches, batch) -> list[str]:
+    """Names of the ops that run in backward beside those of a plain one."""
+
+    def names(module: nn.Module) -> list[str]:
+        loss = cross_entropy(module(batch[0]), batch)
+        with Names() as ran:
+            loss.backward()
+        return ran.names
+
+    result = rewritten(copy.deepcopy(model), replay_of(stretches), batch=batch, loss_fn=cross_entropy)
+    before, after = names(copy.deepcopy(model)), names(result.module)
+    for name in before:
+        after.remove(name)
+    return [name for name in after if name not in ("aten.detach.default", "aten.as_strided.default")]
+
+
+class Names(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names.append(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+def replay_of(stretches) -> Replay:
+    return Replay(
+        modules=("",) * len(stretches),
+        stretches=tuple((start, stop) for start, stop, _ in stretches),
+        kept=tuple(kept for *_, kept in stretches),
+    )
+
+
+class Chain(Flat):
+    """Of which every op is one in `NAMES`."""
+
+    NAMES = ("mm", "tanh", "exp", "mm", "sigmoid", "mm")
+
+    def __init__(self) -> None:
+        super().__init__(one=(16, 16), depth=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.linear(x, self.one0).tanh().exp()
+        return nn.functional.linear(nn.functional.linear(x, self.one0).sigmoid(), self.head)
+
+
+@pytest.mark.parametrize(
+    ("stretch", "again"),
+    [
+        ((0, 5, ()), ["mm", "tanh", "exp", "mm", "sigmoid"]),
+        ((0, 6, ()), ["mm", "tanh", "exp", "mm", "sigmoid"]),  # the last product is not saved
+        ((0, 4, ()), ["mm", "tanh", "exp"]),
+        ((0, 5, (0,)), ["tanh", "exp", "mm", "sigmoid"]),
+        ((0, 5, (0, 3)), ["tanh", "exp", "sigmoid"]),
+        ((1, 3, ()), ["tanh", "exp"]),
+        ((2, 3, ()), ["exp"]),
+        ((5, 6, ()), []),
+    ],
+    ids=str,
+)
+def test_only_what_leads_to_saved_tensors_runs_again(stretch, again):
+    names = ops_again(seeded(Chain), [stretch], vectors())
+    assert sorted(names) == sorted(f"aten.{name}.default" for name in again)
+
+
+def test_a_backward_runs_as_often_as_it_is_asked_for():
+    model, batch = seeded(Perceptron), vectors()
+    torch.manual_seed(0)
+    wanted = torch.autograd.grad(cross_entropy(model(batch[0]), batch), model.parameters())
+    result = rewritten(model, replay_of([(0, 9, ()), (9, 14, ())]), batch=batch, loss_fn=cross_entropy)
+    torch.manual_seed(0)
+    loss = cross_entropy(result.module(batch[0]), batch)
+    for _ in range(3):
+        found = torch.autograd.grad(loss, model.parameters(), retain_graph=True)
+        assert all(map(torch.equal, wanted, found))
+
+
+def test_gradients_of_gradients():
+    model, batch = seeded(Attention).double(), tuple(t.double() if t.is_floating_point() else t for t in vectors())
+
+    def penalty(module: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            x = batch[0].clone().requires_grad_()
+            (grad,) = torch.autograd.grad(cross_entropy(module(x), batch), x, create_graph=True)
+            return list(torch.autograd.grad(grad.square().sum(), list(module.parameters()), allow_unused=True))
+
+    wanted = penalty(model)
+    found = penalty(rewritten(model, replay_of([(0, 12, ()), (14, 25, ())]), batch=batch, loss_fn=cross_entropy).module)
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+def test_random_numbers_of_others_go_on_where_they_were():
+    model, batch = seeded(Perceptron), vectors()
+    result = rewritten(model, replay_of([(0, 14, ())]), batch=batch, loss_fn=cross_entropy)
+    torch.manual_seed(0)
+    loss = cross_entropy(result.module(batch[0]), batch)
+    state = torch.get_rng_state()
+    loss.backward()
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_what_a_replay_starts_from_must_not_change_after_the_forward():
+    class Doubled(Flat):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x.tanh() * x.exp(), self.head)
+
+    model, batch = seeded(Doubled, depth=0), vectors()
+    result = rewritten(model, replay_of([(0, 4, ())]), batch=batch, loss_fn=cross_entropy)
+    loss = cross_entropy(result.module(batch[0]), batch)
+    batch[0].add_(1)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        loss.backward()
+
+
+def test_what_is_saved_must_not_change_in_the_forward():
+    """As without a replay: autograd refuses it."""
+
+    class Changed(Flat):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = nn.functional.linear(x, self.weight0).exp()
+            return nn.functional.linear(y.add_(1), self.head)
+
+    model, batch = seeded(Changed, depth=1, weight=(16, 16)), vectors()
+    for decisions in ((), (replay_of([(0, 4, ())]),), (replay_of([(0, 2, ())]),)):
+        result = rewritten(copy.deepcopy(model), *decisions, batch=batch, loss_fn=cross_entropy)
+        if decisions and decisions[0].stretches == ((0, 2),):
+            result.step(batch)  # what it was before the change is made again: the gradient is right
+        else:
+            with pytest.raises(RuntimeError, match=r"inplace operation|changed in place"):
+                result.step(batch)
+
+
+def test_nothing_outlives_its_use():
+    """Also where no backward comes; Python's collector has nothing to do."""
+    model, batch = seeded(Perceptron), vectors()
+    result = rewritten(model, replay_of([(0, 9, ()), (9, 14, ())]), batch=batch, loss_fn=cross_entropy)
+    cross_entropy(result.module(batch[0]), batch).backward()
+    made: list[weakref.ref] = []
+    before = replay_tape.Stretch.__init__
+
+    def noting(self, *args, **options) -> None:
+        before(self, *args, **options)
+        made.append(weakref.ref(self))
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(replay_tape.Stretch, "__init__", noting)
+            output = result.module(batch[0])
+            held = [stretch() is not None for stretch in made]
+            del output
+            after = [stretch() is not None for stretch in made]
+            cross_entropy(result.module(batch[0]), batch).backward()
+            at_the_end = [stretch() is not None for stretch in made]
+    finally:
+        gc.enable()
+    assert held == [True] * 2 and after == [False] * 2 and at_the_end == [False] * 4
+
+
+def test_without_gradients_and_after_undo_the_forward_is_the_users():
+    model, batch = seeded(Perceptron), vectors()
+    result = rewritten(model, replay_of([(0, 9, ())]), batch=batch, loss_fn=cross_entropy)
+    assert "forward" in vars(model)
+    with torch.no_grad():
+        assert model.eval()(batch[0]).shape == (8, 4)
+    result.undo()
+    assert "forward" not in vars(model)
+
+
+# ---- what is promised ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "card"), [("Perceptron", BARE), ("Convolutions", CARD), ("Attention", CARD)], ids=str)
+def test_the_curve_of_the_program_is_that_of_the_rewritten_step(name, card):
+    build, batch_of = MODELS[name]
+    work = workload(seeded(build), batch_of(), loss_fn=cross_entropy)
+    found, curve = units(what_if(work, card=card))
+    assert any(unit.stretch is not None for unit in found.units)
+    chance = random.Random(0)
+    for _ in range(6):
+        chosen: list[int] = []
+        for unit in chance.sample(range(len(found.units)), chance.randint(1, len(found.units))):
+            if all(len({*chosen, unit} & set(path)) <= 1 for path in found.problem.paths):
+                chosen.append(unit)
+        decisions = found.decisions(chosen)
+        assert curve.peak(tuple(sorted(chosen))) == plain(work, decisions, card=card).live_bytes().max(), decisions
+
+
+# ---- emitted, saved, refused -----------------------------------------------------------------------------------------
+
+MODEL = """
+import torch
+import torch.nn.functional as F
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.randn(16, 16) / 4 for _ in range(5))
+
+    def forward(self, x, _):
+        for weight in self.weights:
+            x = x + F.dropout(torch.tanh(F.linear(x, weight)), 0.1)
+        return x.square().mean()
+
+
+def build():
+    return Net(), (torch.randn(8, 16), torch.zeros(8))
+"""
+
+
+def test_the_emitted_file_loses_the_same(tmp_path):
+    decision = dataclasses.replace(replay_of([(0, 8, (1,)), (8, 16, ())]), stops=((), (10, 13)))
+    losses = printed_by_emitted_files(tmp_path, MODEL, (), (decision,))
+    assert losses[0] == losses[1] and losses[0].count("loss") == 3
+
+
+def test_it_is_saved_and_told():
+    decision = replay_of([(0, 8, (1,)), (8, 16, ())])
+    assert decision_from_json(decision.to_json()) == decision
+    told = "replay in backward: ops 0-7, 8-15 of the model's forward but for 1 result"
+    assert decision.describe() == told
+    divided = dataclasses.replace(decision, stops=((), (10, 13)))
+    assert decision_from_json(divided.to_json()) == divided
+    assert divided.describe() == f"{told}, in 3 parts that start from each other"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"modules": (), "stretches": (), "kept": ()},
+        {"modules": ("",), "stretches": ((0, 2), (2, 4)), "kept": ((),)},
+        {"modules": ("",), "stretches": ((2, 2),), "kept": ((),)},
+        {"modules": ("", ""), "stretches": ((0, 4), (3, 6)), "kept": ((), ())},
+        {"modules": ("",), "stretches": ((0, 4),), "kept": ((5,),)},
+        {"modules": ("",), "stretches": ((-1, 4),), "kept": ((),)},
+        {"modules": ("",), "stretches": ((0, 4),), "kept": ((),), "stops": ((0,),)},
+        {"modules": ("",), "stretches": ((0, 4),), "kept": ((),), "stops": ((3, 2),)},
+        {"modules": ("",), "stretches": ((0, 4),), "kept": ((),), "stops": ((1,), (2,))},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_meant_is_refused(fields):
+    with pytest.raises(DecisionError, match="replay"):
+        Replay(**fields)

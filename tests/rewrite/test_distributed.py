@@ -1,0 +1,219 @@
+"""Two processes train one model by DistributedDataParallel: gradients are the mean of both, or the step is refused."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import planner
+import planner.space.outer_choices
+import rewrite
+from planner.errors import DecisionError
+from planner.plan_types.decisions import Accumulation, Checkpoint, ChunkedLoss, StepInBackward
+from tests.support.training import plan_for, seeded
+
+UNEVEN = Accumulation(micro_batch_size=4, micro_batches=2)
+"""For batches of 6 samples: 4, then 2."""
+BLOCKS = Checkpoint(modules=("first", "second"))
+CHUNKS = ChunkedLoss(module="head", chunks=3)
+
+
+class Language(nn.Module):
+    """A mean over labels that count, in double; a block that is called twice, and a weight that is never used."""
+
+    def __init__(self, sparse: bool = False, unused: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, 8, sparse=sparse)
+        self.first, self.second = nn.Sequential(nn.Linear(8, 8), nn.GELU()), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 12)
+        if unused:
+            self.unused = nn.Linear(2, 2)
+        self.double()
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.second(self.first(self.second(self.embedding(ids)))))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def batch_of(rank: int, samples: int = 6) -> dict[str, torch.Tensor]:
+    """Each process has its own, whose samples have different numbers of labels that count."""
+    ids = torch.arange(5 * samples).view(samples, 5) * (rank + 3) % 12
+    skipped = torch.arange(5) > (torch.arange(samples) + rank).unsqueeze(1) % 5
+    return {"ids": ids, "labels": ids.masked_fill(skipped, -100)}
+
+
+def sgd(parameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def expected(sizes: tuple[int, int] = (6, 6), **options) -> dict[str, torch.Tensor]:
+    """Mean of the gradients that each process has of its whole batch, by the model as it was."""
+    found: dict[str, torch.Tensor] = {}
+    for rank, samples in enumerate(sizes):
+        model = seeded(Language, **options)
+        model(**batch_of(rank, samples))["loss"].backward()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                found[name] = found.get(name, 0.0) + parameter.grad.to_dense() / 2
+    return found
+
+
+def off_by(step: Callable[[], Any], model: nn.Module, optimizer, wanted: dict[str, torch.Tensor]) -> float:
+    """Largest relative error of a gradient that the optimizer is shown."""
+    shown: dict[str, torch.Tensor] = {}
+
+    def note(*_: object) -> None:
+        shown.update({n: p.grad.to_dense().clone() for n, p in model.named_parameters() if p.grad is not None})
+
+    handle = optimizer.register_step_pre_hook(note)
+    step()
+    handle.remove()
+    assert shown.keys() == wanted.keys()
+    return max(((shown[name] - value).abs().max() / value.abs().max()).item() for name, value in wanted.items())
+
+
+def applied(*decisions, **options):
+    model = seeded(Language, **options)
+    return rewrite.apply(plan_for(model, batch_of(0), *decisions), model, sgd)
+
+
+def through(rank: int, *decisions, sizes: tuple[int, int] = (6, 6), ddp: dict | None = None, **options) -> float:
+    """The rewritten step, given the wrapper, must ask for the gradients of all once."""
+    result = applied(*decisions, **options)
+    wrapper, asked = DistributedDataParallel(result.module, **(ddp or {})), []
+    if not options.get("sparse"):
+
+        def count(_, bucket):
+            asked.append(bucket.is_last())
+            work = distributed.all_reduce(bucket.buffer().div_(2), async_op=True)
+            return work.get_future().then(lambda done: done.value()[0])
+
+        wrapper.register_comm_hook(None, count)
+    result.step.through(wrapper)
+    batch = batch_of(rank, sizes[rank])
+    wanted = expected(sizes, **options)
+    found = off_by(lambda: result.step(batch), result.module, result.optimizer, wanted)
+    assert options.get("sparse") or asked == [True]
+    return found
+
+
+def own_loop(rank: int, *decisions) -> float:
+    """A loop of the user's own around the rewritten module."""
+    result = applied(*decisions)
+    wrapper = DistributedDataParallel(result.module)
+
+    def step() -> None:
+        wrapper(**batch_of(rank))["loss"].backward()
+        result.optimizer.step()
+
+    return off_by(step, result.module, result.optimizer, expected())
+
+
+def emitted(rank: int, *decisions) -> float:
+    """An emitted file is given the wrapper for the model: it asks for gradients with each micro-batch."""
+    file: dict[str, Any] = {}
+    plan = plan_for(seeded(Language), batch_of(0), *decisions, optimizer="sgd")
+    exec(compile(rewrite.source(plan), "train_step.py", "exec"), file)
+    model = file["rewrite"](seeded(Language))
+    wrapper, optimizer = DistributedDataParallel(model), sgd(model.parameters())
+    return off_by(lambda: file["training_step"](wrapper, optimizer, batch_of(rank)), model, optimizer, expected())
+
+
+CASES: dict[str, Callable[[int], float]] = {
+    "without decisions": lambda rank: through(rank),
+    "checkpoints": lambda rank: through(rank, BLOCKS),
+    "loss in chunks": lambda rank: through(rank, CHUNKS),
+    "micro-batches": lambda rank: through(rank, UNEVEN),
+    "all of them": lambda rank: through(rank, UNEVEN, BLOCKS, CHUNKS),
+    "a smaller batch in one process, in fewer parts": lambda rank: through(rank, UNEVEN, sizes=(6, 3)),
+    "an unused weight": lambda rank: through(
+        rank, UNEVEN, BLOCKS, CHUNKS, unused=True, ddp={"find_unused_parameters": True}
+    ),
+    "sparse": lambda rank: through(rank, UNEVEN, sparse=True),
+    "a loop of one's own": lambda rank: own_loop(rank, BLOCKS, CHUNKS),
+    "an emitted file": lambda rank: emitted(rank, UNEVEN, BLOCKS, CHUNKS),
+}
+
+REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
+    "a step through no wrapper": (
+        lambda rank: applied(UNEVEN).step(batch_of(rank)),
+        "DecisionError: several processes train here, and this step would train the model of each by its own gradients",
+    ),
+    "a wrapper of another model": (
+        lambda rank: applied().step.through(DistributedDataParallel(seeded(Language))),
+        "DecisionError: this DistributedDataParallel does not wrap the rewritten Language",
+    ),
+    "a step in backward": (
+        lambda rank: (result := applied(StepInBackward())).step.through(DistributedDataParallel(result.module)),
+        "DecisionError: step-in-backward uses each gradient before DistributedDataParallel has added up those of all",
+    ),
+    "a step in backward from a file": (
+        lambda rank: emitted(rank, StepInBackward()),
+        "RuntimeError: a step in backward uses gradients before those of other processes are added to them",
+    ),
+}
+
+
+def told_by(case: Callable[[int], Any], rank: int) -> Any:
+    try:
+        return case(rank)
+    except Exception as error:  # compared by the test that asks for it
+        return f"{type(error).__name__}: {error}"
+
+
+def train(rank: int, folder: str) -> None:
+    """One of two processes: what came out of each case goes to a file."""
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2,
+        timeout=datetime.timedelta(seconds=60),
+    )  # fmt: skip
+    cases = CASES | {name: case for name, (case, _) in REFUSED.items()}
+    found = {name: told_by(case, rank) for name, case in cases.items()}
+    alone = applied()
+    alone.step.through(alone.module)
+    alone.step(batch_of(rank))
+    weights = [torch.empty_like(alone.module.head.weight) for _ in range(2)]
+    distributed.all_gather(weights, alone.module.head.weight.detach())
+    found["by itself"] = not torch.equal(*weights)
+    pathlib.Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("processes")
+    torch.multiprocessing.spawn(train, args=(str(folder),), nprocs=2)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_the_mean_of_those_of_the_whole_batches(case, found):
+    for one in found:
+        assert isinstance(one[case], float), one[case]
+        assert one[case] < 1e-12
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_train_apart_is_refused_by_name(case, found):
+    for one in found:
+        assert str(one[case]).startswith(REFUSED[case][1])
+
+
+def test_each_may_train_by_itself_where_that_is_said(found):
+    assert [one["by itself"] for one in found] == [True, True]
+
+
+def test_among_several_processes_no_step_in_backward_is_planned(monkeypatch):
+    monkeypatch.setattr(planner.space.outer_choices, "several_processes", lambda: True)
+    with pytest.raises(DecisionError, match="step-in-backward is forced, but gradients of several processes are added"):
+        planner.plan(seeded(Language), batch_of(0), vram="1GiB", gpu="bare", force=("step-in-backward",))
