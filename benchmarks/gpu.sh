@@ -45,7 +45,7 @@ fi
 stage environment 60 "$python" -m benchmarks.card.environment
 stage "core cases" 240 "$python" -m benchmarks.fidelity --out "$out" --gpu "$card" --core --seconds @SECONDS@
 stage workspaces 180 "$python" -m benchmarks.workspaces_gpu --out "$out" --gpu "$card" --seconds @SECONDS@
-[ -s "$out/$card.toml" ] || stage calibration 90 "$python" -m profiles.calibrate --out "$out/$card.toml"
+[ -s "$out/$card.toml" ] || stage calibration 90 "$python" -m planner.profiles.calibrate --out "$out/$card.toml"
 stage promises 420 "$python" -m benchmarks.promise --out "$out" --gpu "$card" --seconds @SECONDS@
 stage speed 420 "$python" -m benchmarks.speed --out "$out" --gpu "$card" --seconds @SECONDS@
 stage "all cases" 480 "$python" -m benchmarks.fidelity --out "$out" --gpu "$card" --seconds @SECONDS@

@@ -23,7 +23,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-import profiles
+from planner import profiles
 from planner.pipeline import plan_workload, versions
 from planner.plan_types.constraints import Rules, given_rules
 from planner.plan_types.decisions import Checkpoint, Fidelity

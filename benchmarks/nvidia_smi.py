@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import nn
 
-import profiles
+from planner import profiles
 from planner.estimate.add_workspaces import with_workspaces
 from planner.estimate.allocation_stream import allocation_stream
 from planner.estimate.footprint import replayed

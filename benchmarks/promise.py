@@ -32,9 +32,9 @@ from benchmarks.card.processes import PROCESSES, end_with_this_process
 from planner.errors import PlannerError
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
-from profiles.process_memory import driver_version
-from rewrite.on_gpu.verification import Run, Verification, run_in_process, verification
-from rewrite.on_gpu.worker import Ran
+from planner.profiles.process_memory import driver_version
+from planner.rewrite.on_gpu.verification import Run, Verification, run_in_process, verification
+from planner.rewrite.on_gpu.worker import Ran
 
 PLAN_SECONDS, RUN_SECONDS = 300.0, 240.0
 BYTES = ("allocated", "reserved", "total")
@@ -85,7 +85,7 @@ def plan_in_process(case: Case, budget: str, settings: Settings) -> Plan:
 
 
 def train_in_process(plan: Plan, options: Any) -> Any:
-    """As `rewrite.on_gpu.verification.run_in_process`, ended with this process."""
+    """As `planner.rewrite.on_gpu.verification.run_in_process`, ended with this process."""
     return run_in_process(
         plan, options, execute=lambda command, output: PROCESSES.run(command, output=output, seconds=RUN_SECONDS)
     )

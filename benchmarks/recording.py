@@ -25,19 +25,19 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed._tools.mem_tracker import MemTracker
 
-import profiles
 from benchmarks.main_job import EXAMPLES, MIB, proportional_bytes
+from planner import profiles
 from planner.pipeline import versions
 from planner.recording.recorder import Recorder
 from planner.recording.rehearsal import make_virtual, record_steps, virtual_batch
+from planner.rewrite.application import apply_decisions
+from planner.rewrite.certificate import start_rehearsal
 from planner.virtual_gpu import backend
 from planner.virtual_gpu.forked_process import run_in_child
 from planner.virtual_gpu.in_place import InPlaceRule
 from planner.workload.loading import load_workload
 from planner.workload.synthetic_batch import synthetic_batch
 from planner.workload.workload import Workload, tensors_of, workload
-from rewrite.application import apply_decisions
-from rewrite.certificate import start_rehearsal
 
 STEPS = 2
 MODELS = {

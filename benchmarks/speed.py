@@ -31,9 +31,9 @@ from benchmarks.card.processes import PROCESSES, end_with_this_process
 from benchmarks.promise import NoAnswerError, Settings, plan_in_process, train_in_process
 from planner.errors import PlannerError
 from planner.plan_types.sizes import parse_size
+from planner.profiles.process_memory import driver_version
+from planner.rewrite.on_gpu.worker import Ran
 from planner.workload.cards import resolve_card
-from profiles.process_memory import driver_version
-from rewrite.on_gpu.worker import Ran
 
 OURS = "ours"
 RUN_SECONDS = 240.0

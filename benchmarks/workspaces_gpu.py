@@ -25,9 +25,9 @@ from benchmarks.card import results
 from benchmarks.card.environment import hardware, software
 from benchmarks.card.op_blocks import Event, Events, run_program
 from benchmarks.card.programs import NEEDS_A_CARD, PROGRAMS
+from planner.profiles.device import DeviceProfile
+from planner.profiles.finding import UNLISTED
 from planner.workload.cards import GENERIC, resolve_card
-from profiles.device import DeviceProfile
-from profiles.finding import UNLISTED
 
 
 def cuda_events() -> list[Event]:

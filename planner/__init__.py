@@ -5,6 +5,8 @@ Nothing here imports torch until a plan is made, so that plan files and the sear
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from planner.plan_types.plan import Footprint, Plan
@@ -18,6 +20,13 @@ if TYPE_CHECKING:
     from planner.workload.call_convention import LossFn
 
 __all__ = ["Footprint", "Plan", "Tradeoff", "plan", "record", "tradeoff"]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`planner.rewrite` and `planner.profiles` are imported when they are first used: the rewriter needs torch."""
+    if name in ("rewrite", "profiles"):
+        return importlib.import_module(f"planner.{name}")
+    raise AttributeError(f"module 'planner' has no attribute {name!r}")
 
 
 def plan(

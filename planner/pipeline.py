@@ -32,14 +32,10 @@ from planner.plan_types.decisions import Accumulation, Decision, Fidelity, Offlo
 from planner.plan_types.plan import Plan, Shortfall, SolverFacts, WorkloadFacts
 from planner.plan_types.sizes import format_size, parse_size
 from planner.plan_types.tradeoff import Tradeoff
+from planner.profiles.device import DeviceProfile
 from planner.recording.fx_graph import to_fx
 from planner.recording.step_graph import Phase
-from planner.workload.call_convention import LossFn
-from planner.workload.cards import GENERIC, resolve_card
-from planner.workload.loading import load_workload
-from planner.workload.workload import OptimizerSpec, Workload, workload
-from profiles.device import DeviceProfile
-from rewrite.certificate import (
+from planner.rewrite.certificate import (
     certifying_graph,
     finish_certificate,
     start_certificate,
@@ -47,7 +43,11 @@ from rewrite.certificate import (
     start_update,
     with_held,
 )
-from rewrite.rules.accumulation import own_loss
+from planner.rewrite.rules.accumulation import own_loss
+from planner.workload.call_convention import LossFn
+from planner.workload.cards import GENERIC, resolve_card
+from planner.workload.loading import load_workload
+from planner.workload.workload import OptimizerSpec, Workload, workload
 
 
 def plan_live_model(

@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import profiles
-from planner import pipeline
+from planner import pipeline, profiles
 from planner.errors import DecisionError, PlannerError, WorkloadError
 from planner.plan_types.constraints import Rules
 from planner.plan_types.decisions import Accumulation, Decision, Freeze
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
+from planner.profiles.device import DeviceProfile
 from planner.workload.workload import Workload
-from profiles.device import DeviceProfile
 
 _MOST_SAMPLES = 1 << 20
 _FIRST_SAMPLES = 64

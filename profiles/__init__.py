@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from profiles.device import DeviceProfile, ProfileError, read
-from profiles.finding import CardFacts, known, like, load, matching, own_folder
-from profiles.generic import bare, generic
+if __name__ != "planner.profiles":
+    raise ImportError("this folder is installed as planner.profiles: write `from planner import profiles`")
+
+from planner.profiles.device import DeviceProfile, ProfileError, read
+from planner.profiles.finding import CardFacts, known, like, load, matching, own_folder
+from planner.profiles.generic import bare, generic
 
 __all__ = [
     "CardFacts", "DeviceProfile", "ProfileError", "bare", "generic", "known", "like", "load", "matching", "own_folder",

@@ -1,6 +1,6 @@
 """Measure the card at hand and write its profile, in the form of the files in `devices/`.
 
-    python -m profiles.calibrate [--out FILE.toml] [--json FILE.json]
+    python -m planner.profiles.calibrate [--out FILE.toml] [--json FILE.json]
 
 Run it alone on the card, in a process that has not used CUDA. It takes about 20 seconds. What is measured: the CUDA
 context after a first kernel, a matrix product, a convolution and a training step; what the first product leaves in the
@@ -27,9 +27,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from profiles.device import DTYPES, MIB
-from profiles.finding import CardFacts, like, matching, own_folder
-from profiles.process_memory import card_used_bytes, driver_version, process_memory
+from planner.profiles.device import DTYPES, MIB
+from planner.profiles.finding import CardFacts, like, matching, own_folder
+from planner.profiles.process_memory import card_used_bytes, driver_version, process_memory
 
 CONTEXT_STAGES = ("first kernel", "matrix product", "convolution", "training step")
 WIDTHS = {"fp32": 8192, "tf32": 8192, "fp16": 8192, "bf16": 8192, "fp64": 4096}
@@ -62,7 +62,7 @@ class Calibration:
     launch_ns: int
     host_link_bytes_per_s: int
     segment_addresses: str
-    """One of `profiles.device.SEGMENT_ADDRESSES`."""
+    """One of `planner.profiles.device.SEGMENT_ADDRESSES`."""
     workspace_bytes: int
     """What the first matrix product leaves allocated: the workspace of its cuBLAS handle."""
     allocator: str
@@ -265,7 +265,7 @@ def _training_step(torch) -> None:
 
 
 def as_toml(found: Calibration, title: str) -> str:
-    """A profile file: every number with its source, as `profiles.device.read` takes it."""
+    """A profile file: every number with its source, as `planner.profiles.device.read` takes it."""
     facts = found.facts
     how = f"{found.date}, torch {facts.torch_version}, CUDA {facts.cuda_version}, driver {facts.driver}"
     contexts = ", ".join(f"{size // MIB} MiB after a {stage}" for stage, size in found.context_bytes.items())

@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from profiles.device import DeviceProfile, ProfileError, read
-from profiles.generic import bare, modelled_context_bytes
+from planner.profiles.device import DeviceProfile, ProfileError, read
+from planner.profiles.generic import bare, modelled_context_bytes
 
 UNLISTED = "unlisted"
 """The name of a card at hand that no file claims."""

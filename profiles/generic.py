@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from profiles.device import GIB, MIB, DeviceProfile, ProfileError
+from planner.profiles.device import GIB, MIB, DeviceProfile, ProfileError
 
 
 def modelled_context_bytes(sm_count: int) -> int:

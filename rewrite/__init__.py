@@ -7,14 +7,17 @@ transformers' `Trainer`, with `training_arguments` and a `trainer_callback`.
 
 from __future__ import annotations
 
-from rewrite.application import Rewritten, apply, apply_decisions
-from rewrite.certificate import Certificate, certify
-from rewrite.emitter.emit import emit, source
-from rewrite.parity.result import Parity
-from rewrite.parity.verify import verify
-from rewrite.trainer import trainer_callback
-from rewrite.trainer.apply import RewrittenForTrainer, apply_for_trainer
-from rewrite.trainer.arguments import training_arguments
+if __name__ != "planner.rewrite":
+    raise ImportError("this folder is installed as planner.rewrite: write `from planner import rewrite`")
+
+from planner.rewrite.application import Rewritten, apply, apply_decisions
+from planner.rewrite.certificate import Certificate, certify
+from planner.rewrite.emitter.emit import emit, source
+from planner.rewrite.parity.result import Parity
+from planner.rewrite.parity.verify import verify
+from planner.rewrite.trainer import trainer_callback
+from planner.rewrite.trainer.apply import RewrittenForTrainer, apply_for_trainer
+from planner.rewrite.trainer.arguments import training_arguments
 
 __all__ = [
     "Certificate",

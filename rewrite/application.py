@@ -12,12 +12,12 @@ from planner.errors import DecisionError, PlanFileError, WorkloadError
 from planner.plan_types.decisions import Accumulation, Checkpoint, ChunkedLoss, Decision, StepInBackward, conflict
 from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import Plan
+from planner.rewrite.accumulation_check.coupling_check import TriedApart
+from planner.rewrite.optimizers import OPTIMIZERS, OptimizerChoice, SchedulerChoice, make_scheduler, refuse_closure
+from planner.rewrite.rewriting import LossWeight, Rewriting
+from planner.rewrite.rules import RULES
+from planner.rewrite.step import TrainingStep
 from planner.workload.call_convention import Calling, LossFn
-from rewrite.accumulation_check.coupling_check import TriedApart
-from rewrite.optimizers import OPTIMIZERS, OptimizerChoice, SchedulerChoice, make_scheduler, refuse_closure
-from rewrite.rewriting import LossWeight, Rewriting
-from rewrite.rules import RULES
-from rewrite.step import TrainingStep
 
 
 @final

@@ -14,15 +14,15 @@ from planner.estimate.add_workspaces import with_workspaces
 from planner.estimate.footprint import Measured, measure, with_whole_batch
 from planner.plan_types.decisions import Accumulation, Decision, Optimizer, micro_batches_of
 from planner.plan_types.plan import Footprint, Plan
+from planner.profiles.device import DeviceProfile
 from planner.recording.rehearsal import Rehearsal
 from planner.recording.step_graph import StepGraph
+from planner.rewrite.application import Rewritten, apply_decisions
 from planner.virtual_gpu.backend import Target
 from planner.virtual_gpu.forked_process import Child
 from planner.workload.call_convention import LossFn
 from planner.workload.cards import resolve_card
 from planner.workload.workload import OptimizerBlueprint, OptimizerSpec, Workload, workload
-from profiles.device import DeviceProfile
-from rewrite.application import Rewritten, apply_decisions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

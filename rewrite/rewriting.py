@@ -10,8 +10,8 @@ from typing import Any, final
 import torch
 
 from planner.errors import DecisionError
+from planner.rewrite.optimizers import OptimizerChoice, make_optimizer
 from planner.workload.call_convention import Calling, LossFn
-from rewrite.optimizers import OptimizerChoice, make_optimizer
 
 LossWeight = Callable[[Any], torch.Tensor | float]
 """`loss_weight(batch)` -> how many terms the mean loss of this batch, or of a part of it, is taken over."""

@@ -11,12 +11,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from planner.errors import DecisionError, WorkloadError
 from planner.plan_types.decisions import Decision
+from planner.rewrite import step_state
+from planner.rewrite.accumulation_check.coupling_check import TriedApart
+from planner.rewrite.accumulation_check.reduction_check import MeansTaken
 from planner.workload.call_convention import Calling, LossFn, loss_of
 from planner.workload.processes import several_processes
 from planner.workload.torch_optimizers import why_not_dense, why_not_sparse
-from rewrite import step_state
-from rewrite.accumulation_check.coupling_check import TriedApart
-from rewrite.accumulation_check.reduction_check import MeansTaken
 
 Split = Callable[[Any], Iterator[tuple[Any, "torch.Tensor | float | None"]]]
 """A batch -> its parts, each with the weight of its loss (None: the part is the whole batch)."""

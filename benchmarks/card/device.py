@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rewrite.on_gpu import cuda
+from planner.rewrite.on_gpu import cuda
 
 
 class Device(cuda.Device, Protocol):

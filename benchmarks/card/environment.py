@@ -11,9 +11,9 @@ import sys
 import torch
 
 from planner.pipeline import versions
+from planner.profiles.finding import UNLISTED
+from planner.profiles.process_memory import driver_version
 from planner.workload.cards import GENERIC, resolve_card
-from profiles.finding import UNLISTED
-from profiles.process_memory import driver_version
 
 _SETTINGS = (
     "PYTORCH_ALLOC_CONF",

@@ -10,8 +10,8 @@ from benchmarks.card.by_op import TakenByOp
 from benchmarks.card.cases import Case
 from benchmarks.card.device import Device
 from benchmarks.card.history import History, history_of, signed
+from planner.rewrite.application import Rewritten, apply_decisions
 from planner.workload.workload import Workload, map_tensors
-from rewrite.application import Rewritten, apply_decisions
 
 STEPS = 3
 """The first makes the optimizer's state, the second is the first full one, the third shows that nothing grows."""

@@ -10,10 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from planner.estimate.footprint import ALLOCATOR_GRANULARITY_BYTES
+from planner.profiles.device import DeviceProfile
 from planner.recording.op_schema import in_order_of_birth, kernel_call, traits_of
 from planner.recording.step_graph import round_up
 from planner.workspaces import formula_of, is_known
-from profiles.device import DeviceProfile
 
 Event = tuple[str, int, int]
 """Action, address, size in bytes."""

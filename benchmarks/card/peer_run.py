@@ -23,11 +23,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.card.budgets import CASES, Case
+from planner.rewrite.on_gpu.cuda import Cuda, Device
+from planner.rewrite.portable.batch_slicing import samples_between
 from planner.workload.call_convention import loss_of
 from planner.workload.loading import load_workload
 from planner.workload.workload import Workload, map_tensors
-from rewrite.on_gpu.cuda import Cuda, Device
-from rewrite.portable.batch_slicing import samples_between
 
 STEPS, TIMED_STEPS = 3, 5
 COMPILE_BUDGETS = (0.7, 0.3)

@@ -11,10 +11,10 @@ from planner.estimate.add_workspaces import unknown_ops
 from planner.estimate.allocation_stream import allocation_stream, signed_sizes
 from planner.estimate.footprint import ALLOCATOR_GRANULARITY_BYTES, measure
 from planner.plan_types.decisions import Decision, micro_batches_of
+from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import StepGraph
+from planner.rewrite.certificate import certifying_graph, rehearsed_sizes
 from planner.workload.workload import Workload
-from profiles.device import DeviceProfile
-from rewrite.certificate import certifying_graph, rehearsed_sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ from benchmarks.card.measuring import Measured
 from benchmarks.card.predicting import Prediction
 from planner.allocator.replay import replay
 from planner.allocator.settings import AllocatorSettings
+from planner.profiles.device import DeviceProfile
 from planner.workload.workload import Workload, described
-from profiles.device import DeviceProfile
 
 SHOWN_OPS = 20
 MEASURED_KEYS = ("allocated_bytes", "reserved_bytes", "total_bytes", "step_ms")

@@ -29,8 +29,8 @@ from benchmarks.card.measuring import Measured
 from benchmarks.card.predicting import Prediction, predict
 from benchmarks.card.rows import facts, measured_row, predicted_row
 from planner.errors import MeasurementError
+from planner.profiles.device import DeviceProfile
 from planner.workload.cards import resolve_card
-from profiles.device import DeviceProfile
 
 ERROR_LINES = 3
 MEASURE = (sys.executable, "-m", "benchmarks.card.measure_case")

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-import rewrite
 from benchmarks.guard.losses import Case
 from benchmarks.guard.trying import plan_of
 from benchmarks.quality.counting import LiveBytes
 from benchmarks.quality.models import GPT, Classifier
+from planner import rewrite
 from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Precision
-from rewrite.accumulation_check import gradient_probe
-from rewrite.accumulation_check.coupling_check import _TRIED
-from rewrite.accumulation_check.side_effects import _CopiesOfWritten
+from planner.rewrite.accumulation_check import gradient_probe
+from planner.rewrite.accumulation_check.coupling_check import _TRIED
+from planner.rewrite.accumulation_check.side_effects import _CopiesOfWritten
 
 STEPS = 7
 SPLIT = {

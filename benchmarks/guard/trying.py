@@ -12,19 +12,18 @@ from typing import Any, Literal
 
 import torch
 
-import profiles
-import rewrite
 from benchmarks.guard.losses import Case
+from planner import profiles, rewrite
 from planner.errors import DecisionError
 from planner.pipeline import plan_workload
 from planner.plan_types.constraints import Rules
 from planner.plan_types.decisions import Accumulation, Decision, Fidelity, Precision
 from planner.plan_types.plan import Plan
+from planner.rewrite.accumulation_check import coupling_check
+from planner.rewrite.accumulation_check.gradient_probe import Trial, Tried
+from planner.rewrite.application import apply_decisions
 from planner.workload.call_convention import Calling
 from planner.workload.workload import map_tensors, workload
-from rewrite.accumulation_check import coupling_check
-from rewrite.accumulation_check.gradient_probe import Trial, Tried
-from rewrite.application import apply_decisions
 
 Seen = Literal["refused", "told", "nothing"]
 

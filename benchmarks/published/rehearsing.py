@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-import profiles
+from planner import profiles
 from planner.allocator.replay import AllocatorOutcome
 from planner.estimate.add_workspaces import with_workspaces
 from planner.estimate.allocation_stream import allocation_stream

@@ -28,8 +28,8 @@ from benchmarks.published.timm_steps import ops_of, published, without_torchvisi
 from planner.errors import PlannerError
 from planner.estimate.roofline import op_ns
 from planner.pipeline import versions
+from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import Op
-from profiles.device import DeviceProfile
 
 FOLDS = 5
 KINDS = ("convolution FLOPs", "convolution bytes", "product", "batch norm bytes", "other bytes", "launches")

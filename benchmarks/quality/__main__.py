@@ -21,11 +21,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-import profiles
-import rewrite
 from benchmarks.quality.counting import Counted, counted
 from benchmarks.quality.models import CASES, Case
 from benchmarks.quality.peers import peers
+from planner import profiles, rewrite
 from planner.pipeline import plan_workload, versions
 from planner.plan_types.constraints import Rules
 from planner.plan_types.decisions import Fidelity

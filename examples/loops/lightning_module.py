@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import planner
-import rewrite
+from planner import rewrite
 
 BATCH_SIZE, WIDTH = 256, 128
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import planner
-import rewrite
+from planner import rewrite
 
 BATCH_SIZE, WIDTH, DEPTH, CLASSES = 256, 128, 8, 10
 

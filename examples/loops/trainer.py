@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import planner
-import rewrite
+from planner import rewrite
 
 BATCH_SIZE, SEQ_LEN, VOCABULARY = 8, 32, 3000
 

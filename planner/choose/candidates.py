@@ -9,13 +9,13 @@ from planner.choose.recordings import Recordings
 from planner.estimate import roofline
 from planner.estimate.footprint import granularity_bytes, with_whole_batch
 from planner.plan_types.decisions import ChunkedLoss, Decision
+from planner.profiles.device import DeviceProfile
 from planner.recompute.units import Units, units_of
 from planner.recording.step_graph import Category, Phase, StepGraph
 from planner.search import milp
 from planner.search.problem import Selection
 from planner.space.lm_head import LossInChunks
 from planner.space.micro_batches import Split
-from profiles.device import DeviceProfile
 
 RECOMPUTE_TOLERANCE = 1000
 """Recompute costs are proven minimal to within one part in this of the step: less means nothing."""

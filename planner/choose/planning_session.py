@@ -30,6 +30,7 @@ from planner.plan_types.decisions import (
     StepInBackward,
     micro_batches_of,
 )
+from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import Category, Op, Phase, StepGraph
 from planner.space.lm_head import loss_in_chunks
 from planner.space.lower_bounds import Trained, floor_bytes
@@ -38,7 +39,6 @@ from planner.virtual_gpu.forked_process import Child
 from planner.workload.eight_bit import least_state_bytes
 from planner.workload.torch_optimizers import kind_of, moves_all_its_state
 from planner.workload.workload import Workload
-from profiles.device import DeviceProfile
 
 _FIRST_SLACK = 0.01
 """Share of the budget that is left to the allocator at first."""

@@ -24,7 +24,7 @@ from planner.plan_types.plan import SCHEMA_VERSION, Plan, write_text_atomically
 from planner.plan_types.tradeoff import Tradeoff
 
 if TYPE_CHECKING:
-    from rewrite.on_gpu.verification import Verification
+    from planner.rewrite.on_gpu.verification import Verification
 
 FITS, DOES_NOT_FIT, COULD_NOT_RUN = 0, 1, 2
 
@@ -76,7 +76,7 @@ def _print(made: Plan | Tradeoff, verified: Verification | None, out: TextIO) ->
 
         Console(file=out).print(render_tradeoff(made))
     if verified is not None:
-        from rewrite.on_gpu.report import render_verification
+        from planner.rewrite.on_gpu.report import render_verification
 
         Console(file=out).print(render_verification(verified))
 
@@ -99,7 +99,7 @@ def _verified(made: Plan | Tradeoff, options: argparse.Namespace) -> Verificatio
     """What became of the plan on the card; None where that was not asked for, or nothing fits."""
     if not options.verify or not made.fits:
         return None
-    from rewrite.on_gpu.verification import verification
+    from planner.rewrite.on_gpu.verification import verification
 
     with _working("training on the card"):
         return verification(made)
@@ -113,7 +113,7 @@ def _write(made: Plan | Tradeoff, options: argparse.Namespace) -> None:
     if options.save is not None:
         made.save(options.save)
     if options.emit is not None:
-        from rewrite.emitter.emit import emit
+        from planner.rewrite.emitter.emit import emit
 
         emit(made, options.emit)
     if options.report is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import Category, Op, Phase, StepGraph, Storage
 from planner.workspaces.registry import formula_of
-from profiles.device import DeviceProfile
 
 _LT_BYTES = 1 << 20
 GEMM_OPS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")

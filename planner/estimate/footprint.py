@@ -11,8 +11,8 @@ from planner.allocator.settings import AllocatorSettings
 from planner.estimate import roofline
 from planner.estimate.allocation_stream import allocation_stream
 from planner.plan_types.plan import Footprint
+from planner.profiles.device import SEGMENT_ADDRESSES, DeviceProfile
 from planner.recording.step_graph import Category, StepGraph, Storage
-from profiles.device import SEGMENT_ADDRESSES, DeviceProfile
 
 ALLOCATOR_GRANULARITY_BYTES = 512
 """CUDA's caching allocator rounds every size up to this (kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp)."""

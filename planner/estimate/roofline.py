@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import Op, Phase, StepGraph
-from profiles.device import DeviceProfile
 
 CONVOLUTION_PASSES = 2.0
 """Over its images and weights that a convolution takes the time of, beside that of its FLOPs.

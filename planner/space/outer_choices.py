@@ -23,6 +23,7 @@ from planner.plan_types.decisions import (
     StepInBackward,
     conflict,
 )
+from planner.profiles.device import DeviceProfile
 from planner.space.lm_head import LossInChunks
 from planner.space.micro_batches import Split, offered_splits
 from planner.workload.eight_bit import why_not_eight_bit
@@ -35,7 +36,6 @@ from planner.workload.torch_optimizers import (
     why_no_kernel,
 )
 from planner.workload.workload import Workload, optimizer_name
-from profiles.device import DeviceProfile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

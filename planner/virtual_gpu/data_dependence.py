@@ -30,7 +30,8 @@ _ANY_NUMBER_DOES = {
     "torch/nn/modules/batchnorm.py": 1.0,  # a counter of batches, for a cumulative average
 }
 """Files of torch that ask for numbers which only scale something, and what they are told."""
-_OURS = str(pathlib.Path(__file__).parents[1])
+_PACKAGE = pathlib.Path(__file__).parents[1]
+_OURS, _REWRITE = str(_PACKAGE), str(_PACKAGE / "rewrite")
 _ON_THE_WAY = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")
 """Files of torch that stand between a question and `Recorder.__torch_dispatch__`."""
 
@@ -167,7 +168,8 @@ class Answers:
 
 def _may_ask(filename: str) -> bool:
     """Whether a file is neither ours nor the part of torch through which an op comes to us."""
-    return not filename.startswith(_OURS) and not filename.endswith(_ON_THE_WAY)
+    ours = filename.startswith(_OURS) and not filename.startswith(_REWRITE)
+    return not ours and not filename.endswith(_ON_THE_WAY)
 
 
 def _let_transformers_skip_what_a_real_run_skips() -> None:

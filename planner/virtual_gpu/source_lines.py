@@ -24,7 +24,6 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _NOT_MODEL_CODE = (
     str(pathlib.Path(torch.__file__).parent),
     str(pathlib.Path(__file__).parents[1]),
-    str(pathlib.Path(__file__).parents[2] / "rewrite"),
     "<",
 )
 

@@ -6,11 +6,11 @@ import dataclasses
 
 import torch
 
-import profiles
+from planner import profiles
 from planner.errors import DeviceProfileError, MeasurementError
+from planner.profiles.device import DeviceProfile, ProfileError
+from planner.profiles.finding import UNLISTED, CardFacts
 from planner.virtual_gpu.forked_process import run_in_child
-from profiles.device import DeviceProfile, ProfileError
-from profiles.finding import UNLISTED, CardFacts
 
 
 def resolve_card(gpu: str | None, vram_bytes: int | None) -> DeviceProfile:

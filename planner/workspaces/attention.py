@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from planner.profiles.device import DeviceProfile
 from planner.workspaces.registry import KernelCall, takes_scratch
-from profiles.device import DeviceProfile
 
 
 def _rounded(number: int, multiple: int) -> int:

@@ -5,8 +5,8 @@ Source: `prepare_matrix_for_cublas` and `prepare_batch_matrix_for_cublas` in ate
 
 from __future__ import annotations
 
+from planner.profiles.device import DeviceProfile
 from planner.workspaces.registry import KernelCall, Layout, takes_scratch
-from profiles.device import DeviceProfile
 
 
 @takes_scratch("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from planner.profiles.device import DeviceProfile
 from planner.workspaces.registry import KernelCall, Layout, takes_scratch
-from profiles.device import DeviceProfile
 
 _UNSORTED_AT_MOST = 3072
 _ROWS_PER_THREAD = 10

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from planner.profiles.device import DeviceProfile
 from planner.workspaces.reductions import reduction
 from planner.workspaces.registry import KernelCall, takes_scratch
-from profiles.device import DeviceProfile
 
 _ROWS_PER_BLOCK = 32
 _MOST_BLOCKS = 64 * 1024 // 2

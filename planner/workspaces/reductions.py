@@ -12,8 +12,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+from planner.profiles.device import DeviceProfile
 from planner.workspaces.registry import KernelCall, Layout, takes_scratch
-from profiles.device import DeviceProfile
 
 _MAX_THREADS = 512
 _WARP = 32

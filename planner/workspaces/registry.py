@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from planner.profiles.device import DeviceProfile
 from planner.workspaces.nothing import NEED_NOTHING
-from profiles.device import DeviceProfile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

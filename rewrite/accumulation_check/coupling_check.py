@@ -20,10 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from planner.errors import DecisionError
-from rewrite.accumulation_check.gradient_probe import Halves, Trial, Tried
-from rewrite.accumulation_check.sample_choice import halves_of, pairs_of_blocks
-from rewrite.accumulation_check.side_effects import Untouched
-from rewrite.portable.batch_slicing import count_samples, map_tensors
+from planner.rewrite.accumulation_check.gradient_probe import Halves, Trial, Tried
+from planner.rewrite.accumulation_check.sample_choice import halves_of, pairs_of_blocks
+from planner.rewrite.accumulation_check.side_effects import Untouched
+from planner.rewrite.portable.batch_slicing import count_samples, map_tensors
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 import torch
 
-from rewrite.accumulation_check.batch_independent_random import SteadyRandom
-from rewrite.accumulation_check.side_effects import Untouched
-from rewrite.portable.batch_slicing import map_tensors
+from planner.rewrite.accumulation_check.batch_independent_random import SteadyRandom
+from planner.rewrite.accumulation_check.side_effects import Untouched
+from planner.rewrite.portable.batch_slicing import map_tensors
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rewrite.portable.batch_slicing import map_tensors
+from planner.rewrite.portable.batch_slicing import map_tensors
 
 _PAIRS = 12
 """Of micro-batches beside each other."""

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from planner.recording.op_schema import traits_of
-from rewrite.accumulation_check.object_snapshot import HeldState
+from planner.rewrite.accumulation_check.object_snapshot import HeldState
 
 
 class Untouched:

@@ -7,15 +7,15 @@ import pathlib
 import textwrap
 
 from planner.plan_types.plan import Plan, write_text_atomically
+from planner.rewrite.application import one_of_each_kind, turns_cache_off
+from planner.rewrite.emitted_code import WIDTH, Fragment, literal
+from planner.rewrite.emitter.header import header
+from planner.rewrite.emitter.model_source import ModelSource, batch_source, model_source
+from planner.rewrite.optimizers import OPTIMIZERS
+from planner.rewrite.rules import SOURCES
+from planner.rewrite.step import clip_gradients
 from planner.workload.call_convention import Calling
 from planner.workload.torch_optimizers import may_take_sparse
-from rewrite.application import one_of_each_kind, turns_cache_off
-from rewrite.emitted_code import WIDTH, Fragment, literal
-from rewrite.emitter.header import header
-from rewrite.emitter.model_source import ModelSource, batch_source, model_source
-from rewrite.optimizers import OPTIMIZERS
-from rewrite.rules import SOURCES
-from rewrite.step import clip_gradients
 
 
 def emit(plan: Plan, path: str | pathlib.Path) -> None:
@@ -114,7 +114,7 @@ def _optimizer(plan: Plan, fragments: list[Fragment]) -> str:
 
 
 def _training_step(plan: Plan, fragments: list[Fragment], model: ModelSource) -> str:
-    """The loop of `rewrite.step.TrainingStep`, with only what this plan needs."""
+    """The loop of `planner.rewrite.step.TrainingStep`, with only what this plan needs."""
     autocast = next((fragment.autocast for fragment in fragments if fragment.autocast), "")
     split = next((fragment.split for fragment in fragments if fragment.split), "")
     scaled = any(fragment.scaled for fragment in fragments)

@@ -6,7 +6,7 @@ import shlex
 import textwrap
 
 from planner.plan_types.plan import Plan
-from rewrite.emitted_code import WIDTH
+from planner.rewrite.emitted_code import WIDTH
 
 MIB = 2**20
 

@@ -10,8 +10,8 @@ import pathlib
 
 from planner.errors import PlanFileError
 from planner.plan_types.plan import Plan
+from planner.rewrite.emitted_code import assignment, literal
 from planner.workload.call_convention import Calling
-from rewrite.emitted_code import assignment, literal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch
 
 from planner.errors import MeasurementError
 from planner.plan_types.sizes import format_size
-from profiles.process_memory import ProcessMemory, card_used_bytes, process_memory
+from planner.profiles.process_memory import ProcessMemory, card_used_bytes, process_memory
 
 
 class Device(Protocol):

@@ -7,8 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.plan_types.sizes import format_size
-from rewrite.on_gpu.verification import Quantity, Verification
-from rewrite.on_gpu.worker import Ran, RanOut
+from planner.rewrite.on_gpu.verification import Quantity, Verification
+from planner.rewrite.on_gpu.worker import Ran, RanOut
 
 
 def render_verification(found: Verification) -> RenderableType:

@@ -17,21 +17,21 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
-import profiles
+from planner import profiles
 from planner.errors import MeasurementError
 from planner.plan_types.plan import Plan
-from rewrite.on_gpu.worker import Outcome, Ran, RanOut, outcome_from_json
-from rewrite.parity.result import Parity
+from planner.rewrite.on_gpu.worker import Outcome, Ran, RanOut, outcome_from_json
+from planner.rewrite.parity.result import Parity
 
 TOLERANCE = 1.01
 """What is measured may be so much of what was promised."""
-RUN_ON_CARD = (sys.executable, "-m", "rewrite.on_gpu.worker")
+RUN_ON_CARD = (sys.executable, "-m", "planner.rewrite.on_gpu.worker")
 _ERROR_LINES = 3
 _OUT_OF_MEMORY = "OutOfMemoryError"
 
 Execute = Callable[[list[str], BinaryIO], "int | None"]
 Run = Callable[[Plan, Sequence[str]], Outcome]
-"""A plan and the options of `rewrite.on_gpu.worker` -> what came of it."""
+"""A plan and the options of `planner.rewrite.on_gpu.worker` -> what came of it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ def verification(plan: Plan, *, run: Run | None = None, beside_plain: bool = Tru
     """Train by the plan on the card at hand, in fresh processes.
 
     Args:
-        run: what starts them; None: processes of `rewrite.on_gpu.worker`.
+        run: what starts them; None: processes of `planner.rewrite.on_gpu.worker`.
         beside_plain: also time the step as it is, and compare the training with it.
 
     Raises:
@@ -181,7 +181,7 @@ def _promised(name: str, promised: int, measured: int | None) -> Quantity:
 def run_in_process(
     plan: Plan, options: Sequence[str], *, command: Sequence[str] = RUN_ON_CARD, execute: Execute | None = None
 ) -> Outcome:
-    """Run `rewrite.on_gpu.worker` in a process of its own.
+    """Run `planner.rewrite.on_gpu.worker` in a process of its own.
 
     Args:
         command: what takes the arguments that it takes.

@@ -1,6 +1,6 @@
 """Train by a plan on a card, in a process of its own, and say what that took.
 
-    python -m rewrite.on_gpu.worker PLAN.json RESULT.json [--cap BYTES] [--find-op | --parity]
+    python -m planner.rewrite.on_gpu.worker PLAN.json RESULT.json [--cap BYTES] [--find-op | --parity]
 
 The model is made with random weights, moved to the card, rewritten, and trained by `STEPS` optimizer steps from an
 empty allocator that gets no more than `--cap`; then some more steps are timed. RESULT holds `Ran` or `RanOut` as JSON.
@@ -24,13 +24,13 @@ import torch
 
 from planner.errors import MeasurementError, PlannerError
 from planner.plan_types.plan import Plan
+from planner.rewrite.application import Rewritten, apply
+from planner.rewrite.on_gpu.cuda import Cuda, Device
+from planner.rewrite.on_gpu.oom_location import LastOp
+from planner.rewrite.parity.result import Parity, Row
+from planner.rewrite.parity.verify import verify
 from planner.workload.loading import load_workload
 from planner.workload.workload import Workload, map_tensors
-from rewrite.application import Rewritten, apply
-from rewrite.on_gpu.cuda import Cuda, Device
-from rewrite.on_gpu.oom_location import LastOp
-from rewrite.parity.result import Parity, Row
-from rewrite.parity.verify import verify
 
 STEPS = 3
 """The first makes the optimizer's state, the second is the first full one, the third shows that nothing grows."""
@@ -52,7 +52,7 @@ class Ran:
     total_bytes: int
     """The largest that was reserved, and what the process holds beside the allocator after the last step."""
     total_source: str
-    """How the process was measured, `profiles.process_memory`."""
+    """How the process was measured, `planner.profiles.process_memory`."""
     peaks: tuple[tuple[int, int], ...]
     """Allocated and reserved so far: after the set-up and after each step."""
     losses: tuple[float, ...]
@@ -74,7 +74,7 @@ class RanOut:
     message: str
     """What the allocator said."""
     place: dict[str, Any] | None = None
-    """`rewrite.on_gpu.oom_location.Place` as data; None where it was not looked for, or is none of a step's ops."""
+    """`on_gpu.oom_location.Place` as data; None where it was not looked for, or is none of a step's ops."""
 
 
 class _StepError(Exception):

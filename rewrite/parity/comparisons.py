@@ -19,10 +19,10 @@ from planner.plan_types.decisions import (
     Precision,
 )
 from planner.plan_types.plan import Plan
-from rewrite.parity.model_structure import difference, structure, switches
-from rewrite.parity.reference_step import Comparable, Narrowing, Run
-from rewrite.parity.result import TERMS, Row, compare, dense, failed, held, largest, module_scales, norm
-from rewrite.parity.runs import Given, lower_dtype
+from planner.rewrite.parity.model_structure import difference, structure, switches
+from planner.rewrite.parity.reference_step import Comparable, Narrowing, Run
+from planner.rewrite.parity.result import TERMS, Row, compare, dense, failed, held, largest, module_scales, norm
+from planner.rewrite.parity.runs import Given, lower_dtype
 
 ROUNDINGS = 16
 """Of a lower precision, in the norm of a gradient: each op rounds once, and independent errors add as the square root

@@ -1,6 +1,6 @@
 """The step as anybody writes it, and what is seen of a training step: the other side of `rewrite.verify`.
 
-Nothing here is shared with `rewrite.step`, which is what is checked.
+Nothing here is shared with `planner.rewrite.step`, which is what is checked.
 """
 
 from __future__ import annotations

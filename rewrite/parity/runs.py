@@ -12,13 +12,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from planner.plan_types.decisions import Decision, Freeze, Precision
 from planner.plan_types.plan import Plan
+from planner.rewrite.application import Rewritten, apply_decisions
+from planner.rewrite.optimizers import OptimizerChoice
+from planner.rewrite.parity.reference_step import PlainStep, Run, watch
+from planner.rewrite.portable.batch_slicing import map_tensors
+from planner.rewrite.rewriting import LossWeight
 from planner.workload.call_convention import Calling, LossFn
 from planner.workload.workload import OptimizerBlueprint
-from rewrite.application import Rewritten, apply_decisions
-from rewrite.optimizers import OptimizerChoice
-from rewrite.parity.reference_step import PlainStep, Run, watch
-from rewrite.portable.batch_slicing import map_tensors
-from rewrite.rewriting import LossWeight
 
 OVERFLOWS = 24
 """Steps that a gradient scaler may skip: it begins at 2^16 and halves, and fp16 ends at 2^-24."""

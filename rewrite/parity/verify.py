@@ -33,17 +33,17 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from planner.errors import DecisionError, PlanFileError, WorkloadError
 from planner.plan_types.plan import Plan
+from planner.rewrite.application import matched
+from planner.rewrite.optimizers import OptimizerChoice
+from planner.rewrite.parity.comparisons import comparisons, first_line
+from planner.rewrite.parity.reference_step import deterministic, random_state_kept
+from planner.rewrite.parity.result import Parity, Row, failed
+from planner.rewrite.parity.runs import Given
+from planner.rewrite.portable.batch_slicing import map_tensors
+from planner.rewrite.rewriting import LossWeight
 from planner.workload.call_convention import LossFn
 from planner.workload.torch_optimizers import has_step_hooks
 from planner.workload.workload import batch_size_of
-from rewrite.application import matched
-from rewrite.optimizers import OptimizerChoice
-from rewrite.parity.comparisons import comparisons, first_line
-from rewrite.parity.reference_step import deterministic, random_state_kept
-from rewrite.parity.result import Parity, Row, failed
-from rewrite.parity.runs import Given
-from rewrite.portable.batch_slicing import map_tensors
-from rewrite.rewriting import LossWeight
 
 
 def verify(

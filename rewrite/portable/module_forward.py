@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from planner.errors import DecisionError
-from rewrite.rewriting import Rewriting
+from planner.rewrite.rewriting import Rewriting
 
 
 def modules_to_run_again(

@@ -17,8 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rewrite.portable.module_forward import detached
-from rewrite.portable.replay_ops import (
+from planner.rewrite.portable.module_forward import detached
+from planner.rewrite.portable.replay_ops import (
     Held,
     Piece,
     copy_of,

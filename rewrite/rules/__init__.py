@@ -17,16 +17,16 @@ from planner.plan_types.decisions import (
     Replay,
     StepInBackward,
 )
-from rewrite.rules.accumulation import accumulation, accumulation_source
-from rewrite.rules.checkpoint import checkpoint, checkpoint_source
-from rewrite.rules.chunked_loss import chunked_loss, chunked_loss_source
-from rewrite.rules.freeze import freeze, freeze_source
-from rewrite.rules.offload import offload, offload_source
-from rewrite.rules.optimizer import optimizer, optimizer_source
-from rewrite.rules.optimizer_kernel import optimizer_kernel, optimizer_kernel_source
-from rewrite.rules.precision import precision, precision_source
-from rewrite.rules.replay import replay, replay_source
-from rewrite.rules.step_in_backward import step_in_backward, step_in_backward_source
+from planner.rewrite.rules.accumulation import accumulation, accumulation_source
+from planner.rewrite.rules.checkpoint import checkpoint, checkpoint_source
+from planner.rewrite.rules.chunked_loss import chunked_loss, chunked_loss_source
+from planner.rewrite.rules.freeze import freeze, freeze_source
+from planner.rewrite.rules.offload import offload, offload_source
+from planner.rewrite.rules.optimizer import optimizer, optimizer_source
+from planner.rewrite.rules.optimizer_kernel import optimizer_kernel, optimizer_kernel_source
+from planner.rewrite.rules.precision import precision, precision_source
+from planner.rewrite.rules.replay import replay, replay_source
+from planner.rewrite.rules.step_in_backward import step_in_backward, step_in_backward_source
 
 RULES: dict[type[Decision], Callable] = {
     Freeze: freeze,

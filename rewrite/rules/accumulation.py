@@ -23,11 +23,11 @@ import torch
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Accumulation
 from planner.plan_types.plan import OwnLoss, Plan
+from planner.rewrite.emitted_code import Fragment, assignment
+from planner.rewrite.portable.batch_slicing import count_samples, map_tensors, samples_between
+from planner.rewrite.rewriting import LossWeight, Rewriting
+from planner.rewrite.step import weighted
 from planner.workload.call_convention import Calling, LossFn
-from rewrite.emitted_code import Fragment, assignment
-from rewrite.portable.batch_slicing import count_samples, map_tensors, samples_between
-from rewrite.rewriting import LossWeight, Rewriting
-from rewrite.step import weighted
 
 
 def accumulation(rewriting: Rewriting, decision: Accumulation) -> None:

@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from planner.plan_types.decisions import Checkpoint
 from planner.plan_types.plan import Plan
 from planner.recompute import kept_products
-from rewrite.emitted_code import Fragment, assignment
-from rewrite.portable.module_forward import detached, forward_function, modules_to_run_again, written_by
-from rewrite.rewriting import Rewriting
+from planner.rewrite.emitted_code import Fragment, assignment
+from planner.rewrite.portable.module_forward import detached, forward_function, modules_to_run_again, written_by
+from planner.rewrite.rewriting import Rewriting
 
 PRODUCTS = {getattr(torch.ops.aten, name).default: place for name, place in kept_products.PRODUCTS.items()}
 

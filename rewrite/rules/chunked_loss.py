@@ -21,9 +21,9 @@ from torch.autograd.function import once_differentiable
 from planner.errors import DecisionError
 from planner.plan_types.decisions import ChunkedLoss
 from planner.plan_types.plan import Plan
+from planner.rewrite.emitted_code import Fragment, assignment
+from planner.rewrite.rewriting import Rewriting
 from planner.space.lm_head import has_backward_hooks
-from rewrite.emitted_code import Fragment, assignment
-from rewrite.rewriting import Rewriting
 
 
 def chunked_loss(rewriting: Rewriting, decision: ChunkedLoss) -> None:

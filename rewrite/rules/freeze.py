@@ -5,8 +5,8 @@ from __future__ import annotations
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Freeze
 from planner.plan_types.plan import Plan
-from rewrite.emitted_code import Fragment, assignment
-from rewrite.rewriting import Change, Rewriting
+from planner.rewrite.emitted_code import Fragment, assignment
+from planner.rewrite.rewriting import Change, Rewriting
 
 
 def freeze(rewriting: Rewriting, decision: Freeze) -> None:

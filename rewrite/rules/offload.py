@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 from planner.plan_types.decisions import Offload
 from planner.plan_types.plan import Plan
-from rewrite.emitted_code import Fragment, assignment
-from rewrite.portable import replay_ops
-from rewrite.portable.module_forward import forward_function, modules_to_run_again
-from rewrite.portable.replay_ops import Held, Piece, key_of, version_of, without_bits
-from rewrite.rewriting import Rewriting
+from planner.rewrite.emitted_code import Fragment, assignment
+from planner.rewrite.portable import replay_ops
+from planner.rewrite.portable.module_forward import forward_function, modules_to_run_again
+from planner.rewrite.portable.replay_ops import Held, Piece, key_of, version_of, without_bits
+from planner.rewrite.rewriting import Rewriting
 
 
 def offload(rewriting: Rewriting, decision: Offload) -> None:

@@ -14,10 +14,10 @@ import torch
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Optimizer
 from planner.plan_types.plan import Plan
+from planner.rewrite.emitted_code import Fragment
+from planner.rewrite.optimizers import OPTIMIZERS
+from planner.rewrite.rewriting import Rewriting
 from planner.workload.torch_optimizers import has_step_hooks, sparse_lookups
-from rewrite.emitted_code import Fragment
-from rewrite.optimizers import OPTIMIZERS
-from rewrite.rewriting import Rewriting
 
 _TAKEN_OVER = ("lr", "betas", "eps", "weight_decay")
 

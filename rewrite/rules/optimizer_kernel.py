@@ -16,9 +16,9 @@ import torch
 from planner.errors import DecisionError
 from planner.plan_types.decisions import OptimizerKernel
 from planner.plan_types.plan import Plan
+from planner.rewrite.emitted_code import Fragment
+from planner.rewrite.rewriting import Change, Rewriting
 from planner.workload.torch_optimizers import why_no_kernel
-from rewrite.emitted_code import Fragment
-from rewrite.rewriting import Change, Rewriting
 
 OPTIONS = {"fused": ("fused", True), "for-loop": ("foreach", False)}
 """By kernel: what torch's optimizers call it, in their groups and when they are made."""

@@ -7,8 +7,8 @@ import torch
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Precision
 from planner.plan_types.plan import Plan
-from rewrite.emitted_code import Fragment
-from rewrite.rewriting import Rewriting
+from planner.rewrite.emitted_code import Fragment
+from planner.rewrite.rewriting import Rewriting
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -17,10 +17,10 @@ import types
 
 from planner.plan_types.decisions import Replay
 from planner.plan_types.plan import Plan
-from rewrite.emitted_code import Fragment, assignment
-from rewrite.portable import replay_ops, replay_tape
-from rewrite.portable.module_forward import detached, forward_function, modules_to_run_again
-from rewrite.rewriting import Rewriting
+from planner.rewrite.emitted_code import Fragment, assignment
+from planner.rewrite.portable import replay_ops, replay_tape
+from planner.rewrite.portable.module_forward import detached, forward_function, modules_to_run_again
+from planner.rewrite.rewriting import Rewriting
 
 
 def replay(rewriting: Rewriting, decision: Replay) -> None:

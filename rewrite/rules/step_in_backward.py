@@ -16,9 +16,9 @@ import torch
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Optimizer, StepInBackward
 from planner.plan_types.plan import Plan
+from planner.rewrite.emitted_code import Fragment
+from planner.rewrite.rewriting import Rewriting
 from planner.workload.torch_optimizers import by_parameter, sparse_lookups, why_not_sparse
-from rewrite.emitted_code import Fragment
-from rewrite.rewriting import Rewriting
 
 
 def step_in_backward(rewriting: Rewriting, decision: StepInBackward) -> None:

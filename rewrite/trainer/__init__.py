@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from planner.errors import DecisionError
-from rewrite.trainer.apply import RewrittenForTrainer
+from planner.rewrite.trainer.apply import RewrittenForTrainer
 
 if TYPE_CHECKING:
-    from rewrite.trainer.callback import PlanCallback
+    from planner.rewrite.trainer.callback import PlanCallback
 
 
 def trainer_callback(
@@ -18,7 +18,7 @@ def trainer_callback(
 
     When training begins it refuses arguments, a model or an optimizer that were not planned, and in the first steps
     batches that are larger than planned or whose labels the Trainer counts otherwise than the model's loss. After them
-    it says in one line of the log (`rewrite.trainer.callback`; `.promise` is the same as an object) whether the card
+    it says in one line of the log (`trainer.callback`; `.promise` is the same as an object) whether the card
     took more than promised; without CUDA, that it could not be measured. Let the Trainer evaluate later than that: what
     it takes then was not promised.
 
@@ -27,7 +27,7 @@ def trainer_callback(
         on_broken: what to do when a promise is broken, or a later batch is larger than planned: "warn", or "raise" a
             `PromiseError`.
     """
-    from rewrite.trainer.callback import PlanCallback
+    from planner.rewrite.trainer.callback import PlanCallback
 
     if steps < 2:
         raise DecisionError(f"steps={steps}: the optimizer's state is made in the first step, look at 2 or more")

@@ -33,14 +33,14 @@ import torch
 from planner.errors import WorkloadError
 from planner.plan_types.decisions import Accumulation, Optimizer, OptimizerKernel, StepInBackward
 from planner.plan_types.plan import Plan
+from planner.rewrite.application import change_by_rules, one_of_each_kind, refuse_another_model, turns_cache_off
+from planner.rewrite.rewriting import Rewriting
+from planner.rewrite.rules.accumulation import takes_the_loss
+from planner.rewrite.rules.optimizer_kernel import OPTIONS, optimizer_kernel
+from planner.rewrite.trainer.arguments import refuse_what_trainers_cannot_do
+from planner.rewrite.trainer.loss_weighting import LossShare
 from planner.workload.call_convention import Calling
 from planner.workload.torch_optimizers import sparse_lookups
-from rewrite.application import change_by_rules, one_of_each_kind, refuse_another_model, turns_cache_off
-from rewrite.rewriting import Rewriting
-from rewrite.rules.accumulation import takes_the_loss
-from rewrite.rules.optimizer_kernel import OPTIONS, optimizer_kernel
-from rewrite.trainer.arguments import refuse_what_trainers_cannot_do
-from rewrite.trainer.loss_weighting import LossShare
 
 _OF_THE_OPTIMIZER = (Optimizer, OptimizerKernel, StepInBackward)
 

@@ -14,11 +14,11 @@ from planner.errors import DecisionError, PlanFileError, PromiseError, WorkloadE
 from planner.plan_types.decisions import Optimizer
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
+from planner.rewrite.optimizers import OPTIMIZERS
+from planner.rewrite.trainer.apply import RewrittenForTrainer
+from planner.rewrite.trainer.arguments import arguments_of, micro_batches, refuse_contradictions
+from planner.rewrite.trainer.loss_weighting import COUNT, told_uneven
 from planner.workload.workload import described, optimizer_name
-from rewrite.optimizers import OPTIMIZERS
-from rewrite.trainer.apply import RewrittenForTrainer
-from rewrite.trainer.arguments import arguments_of, micro_batches, refuse_contradictions
-from rewrite.trainer.loss_weighting import COUNT, told_uneven
 
 logger = logging.getLogger(__name__)
 

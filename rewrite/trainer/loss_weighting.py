@@ -19,18 +19,18 @@ import torch
 from planner.errors import DecisionError
 from planner.plan_types.decisions import ChunkedLoss, Precision
 from planner.plan_types.plan import Plan
-from rewrite.accumulation_check.coupling_check import TriedApart
-from rewrite.accumulation_check.reduction_check import MeansTaken
-from rewrite.portable.batch_slicing import count_samples
-from rewrite.rules.accumulation import (
+from planner.rewrite.accumulation_check.coupling_check import TriedApart
+from planner.rewrite.accumulation_check.reduction_check import MeansTaken
+from planner.rewrite.portable.batch_slicing import count_samples
+from planner.rewrite.rules.accumulation import (
     counted_labels,
     divides_by_count,
     ignored_label,
     shifts_labels,
     takes_the_loss,
 )
-from rewrite.step import weighted
-from rewrite.trainer.arguments import micro_batches
+from planner.rewrite.step import weighted
+from planner.rewrite.trainer.arguments import micro_batches
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ import time
 
 import pytest
 
-import profiles
 from benchmarks import fidelity, ledger
 from benchmarks.card import history, measure_case, results, run_case
 from benchmarks.card.by_op import differing
@@ -20,6 +19,7 @@ from benchmarks.card.comparing import compare_steps
 from benchmarks.card.measuring import STEPS, measure
 from benchmarks.card.predicting import predict
 from benchmarks.card.processes import Processes
+from planner import profiles
 from planner.allocator.replay import replay
 from planner.allocator.settings import AllocatorSettings
 from planner.plan_types.decisions import Checkpoint

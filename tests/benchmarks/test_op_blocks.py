@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-import profiles
 from benchmarks.card.op_blocks import judged, measured_blocks, run_program
 from benchmarks.card.programs import NEEDS_A_CARD, PROGRAMS
 from benchmarks.workspaces_gpu import rows_of, summary
+from planner import profiles
 
 H100 = profiles.load("h100")
 ONE_OF_EACH_KIND = (

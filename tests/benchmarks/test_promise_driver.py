@@ -16,8 +16,8 @@ from benchmarks.card.budgets import CASES, pairs
 from benchmarks.card.environment import software
 from benchmarks.card.plan_case import AS_IT_IS
 from planner.errors import MeasurementError
+from planner.rewrite.on_gpu.worker import RanOut
 from planner.workload.loading import load_workload
-from rewrite.on_gpu.worker import RanOut
 from tests.rewrite.on_gpu.test_verification import made_up
 
 

@@ -16,8 +16,8 @@ from planner.cli.tradeoff_svg import front_svg
 from planner.errors import DecisionError
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import MIB
+from planner.rewrite import certify
 from planner.workload import cards
-from rewrite import certify
 
 MODEL = """
 import torch

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import planner
-import profiles
+from planner import profiles
 from planner.cli import main
 from planner.errors import DecisionError
 from planner.plan_types.decisions import KINDS

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-import profiles
+from planner import profiles
 from planner.estimate.footprint import measure, smallest_capacity_bytes
 from planner.plan_types.sizes import MIB
 from planner.recording.program import rehearse_program

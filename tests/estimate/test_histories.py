@@ -11,8 +11,8 @@ import pathlib
 
 import pytest
 
-import profiles
 from benchmarks.card.alignment import align
+from planner import profiles
 from planner.allocator.replay import replay
 from planner.allocator.settings import AllocatorSettings
 from planner.estimate.add_workspaces import with_workspaces

@@ -9,16 +9,16 @@ import torch
 import torch.nn.functional as F
 
 import planner
-import rewrite
+from planner import rewrite
 from planner.choose.candidates import Cases
 from planner.choose.recordings import Recordings
 from planner.estimate.footprint import with_whole_batch
 from planner.plan_types.decisions import Accumulation, Decision
 from planner.recording.step_graph import Category, Phase, StepGraph
+from planner.rewrite.certificate import start_rehearsal, start_update
 from planner.space.micro_batches import Split
 from planner.virtual_gpu.forked_process import Child
 from planner.workload.workload import Workload, resized, tensors_of, workload
-from rewrite.certificate import start_rehearsal, start_update
 from tests.support.workloads import BARE, certifying_graph, plain
 
 

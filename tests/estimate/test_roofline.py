@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-import profiles
+from planner import profiles
 from planner.estimate.roofline import CONVOLUTION_PASSES, HostCopies, op_ns, op_times_ns, repetitions, step_flops
 from planner.recording.step_graph import Op, Phase, StepGraph
 

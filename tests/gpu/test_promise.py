@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import planner
-import rewrite
+from planner import rewrite
 
 pytestmark = [
     pytest.mark.gpu,

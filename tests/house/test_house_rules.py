@@ -15,7 +15,7 @@ COMPOSITION_ROOT = {"planner/__init__.py", "planner/pipeline.py", "planner/cli/c
 """The only files of the planner that know the rewriter."""
 EXTRAS = ("accelerate", "bitsandbytes", "transformers")
 """What a bare install lacks."""
-NEEDS_EXTRAS = "rewrite.trainer.callback"
+NEEDS_EXTRAS = "planner.rewrite.trainer.callback"
 """The only module that is imported where it is used, and not before."""
 WITHOUT_TORCH = (
     "planner",

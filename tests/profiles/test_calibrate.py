@@ -8,9 +8,9 @@ import types
 
 import pytest
 
-import profiles
-from profiles import calibrate, process_memory
-from profiles.device import MIB, read
+from planner import profiles
+from planner.profiles import calibrate, process_memory
+from planner.profiles.device import MIB, read
 
 
 class MadeUpCard:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-import profiles
-from profiles import device
-from profiles.generic import modelled_context_bytes
+from planner import profiles
+from planner.profiles import device
+from planner.profiles.generic import modelled_context_bytes
 
 ROOT = Path(profiles.__file__).resolve().parents[1]
 DEVICES = ROOT / "profiles" / "devices"
@@ -314,8 +314,8 @@ def test_a_card_that_no_file_claims_is_scaled_from_one_like_it(capability, sm_co
 
 def test_profiles_import_neither_torch_nor_the_other_rooms() -> None:
     code = (
-        "import sys, profiles; profiles.matching('x');"
-        "print(sorted({'torch', 'numpy', 'planner', 'rewrite'} & set(sys.modules)))"
+        "import sys; from planner import profiles; profiles.matching('x');"
+        "print(sorted({'torch', 'numpy', 'planner.rewrite', 'planner.pipeline'} & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"

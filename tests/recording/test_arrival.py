@@ -7,10 +7,10 @@ import copy
 import torch
 from torch import nn
 
-import profiles
+from planner import profiles
 from planner.estimate.allocation_stream import allocation_stream
+from planner.rewrite.certificate import certifying_graph
 from planner.workload.workload import workload
-from rewrite.certificate import certifying_graph
 
 
 class Nested(nn.Module):

@@ -16,10 +16,10 @@ from planner.errors import PlannerError
 from planner.plan_types.decisions import Checkpoint, Precision
 from planner.recording.rehearsal import make_virtual, on_virtual_gpu, record_steps, virtual_batch
 from planner.recording.step_graph import Category, Phase, StepGraph, Storage
+from planner.rewrite.application import apply_decisions
 from planner.virtual_gpu import backend
 from planner.virtual_gpu.forked_process import run_in_child
 from planner.workload.workload import Workload, tensors_of
-from rewrite.application import apply_decisions
 from tests.support.truth import (
     LANGUAGE,
     Case,

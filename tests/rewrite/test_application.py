@@ -12,7 +12,7 @@ from torch import nn
 from planner.errors import DecisionError, PlanFileError, WorkloadError
 from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Freeze, Precision
 from planner.plan_types.fingerprint import fingerprint
-from rewrite import apply
+from planner.rewrite import apply
 from tests.support.training import (
     Convolutional,
     Perceptron,

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import planner
 import planner.space.outer_choices
-import rewrite
+from planner import rewrite
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Accumulation, Checkpoint, ChunkedLoss, StepInBackward
 from tests.support.training import plan_for, seeded

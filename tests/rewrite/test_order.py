@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-import rewrite
+from planner import rewrite
 from planner.errors import PlanFileError, WorkloadError
 from planner.plan_types.decisions import Accumulation, Optimizer, Precision, StepInBackward
-from rewrite.step import TrainingStep
+from planner.rewrite.step import TrainingStep
 from tests.support.training import Perceptron, cross_entropy, plan_for, rewritten, seeded, vectors, verified
 
 FP16, BF16 = Precision(dtype="fp16"), Precision(dtype="bf16")

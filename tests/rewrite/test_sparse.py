@@ -12,7 +12,7 @@ from torch import nn
 import planner
 from planner.errors import DecisionError, WorkloadError
 from planner.plan_types.decisions import Accumulation, Optimizer, Precision, StepInBackward
-from rewrite import source
+from planner.rewrite import source
 from tests.support.training import cross_entropy, plan_for, rewritten, seeded, train, verified
 
 UNEVEN = Accumulation(micro_batch_size=4, micro_batches=2)

@@ -22,7 +22,7 @@ from planner.plan_types.decisions import (
     StepInBackward,
 )
 from planner.plan_types.fingerprint import plan_fingerprint
-from rewrite import apply
+from planner.rewrite import apply
 from tests.support.training import (
     Convolutional,
     Perceptron,

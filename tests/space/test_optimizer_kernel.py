@@ -20,9 +20,9 @@ from planner.pipeline import plan_workload
 from planner.plan_types.constraints import Rules
 from planner.plan_types.decisions import Accumulation, Fidelity, Optimizer, OptimizerKernel, Precision, StepInBackward
 from planner.recording.step_graph import Category, Phase, StepGraph
+from planner.rewrite.optimizers import OPTIMIZERS
 from planner.workload.torch_optimizers import kernel_beside_foreach, kind_of
 from planner.workload.workload import workload
-from rewrite.optimizers import OPTIMIZERS
 from tests.support.training import cross_entropy
 from tests.support.workloads import BARE, CARD, certifying_graph, example, plain, transformer
 

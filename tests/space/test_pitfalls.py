@@ -12,9 +12,9 @@ import planner
 from planner.errors import DecisionError, WorkloadError
 from planner.plan_types.constraints import Rules
 from planner.plan_types.decisions import Accumulation, Fidelity, Optimizer
+from planner.rewrite.certificate import start_rehearsal
 from planner.space.outer_choices import Offer, offer
 from planner.workload.workload import workload
-from rewrite.certificate import start_rehearsal
 from tests.support.workloads import BARE, plain
 
 needs_bitsandbytes = pytest.mark.skipif(

@@ -1,6 +1,6 @@
 """A card that is none: the CPU, with every storage counted and a limit. Also runs as a process.
 
-python counting_device.py PLAN.json RESULT.json ...     like rewrite.on_gpu.worker
+python counting_device.py PLAN.json RESULT.json ...     like planner.rewrite.on_gpu.worker
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from profiles.process_memory import ProcessMemory
-from rewrite.on_gpu import worker
+from planner.profiles.process_memory import ProcessMemory
+from planner.rewrite.on_gpu import worker
 
 
 class Counting(TorchDispatchMode):
@@ -54,7 +54,7 @@ class Counting(TorchDispatchMode):
 
 
 class CountingCpu:
-    """As `rewrite.on_gpu.cuda.Device`. What lives already is there when it begins, as after a move to a card.
+    """As `planner.rewrite.on_gpu.cuda.Device`. What lives already is there when it begins, as after a move to a card.
 
     Args:
         beside_bytes: what the process seems to hold beside its tensors.

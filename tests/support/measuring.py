@@ -15,7 +15,7 @@ from torch import nn
 
 from benchmarks.card import measure_case
 from benchmarks.card.cases import CASES, Case
-from profiles.process_memory import ProcessMemory
+from planner.profiles.process_memory import ProcessMemory
 
 MIB = 1 << 20
 CONTEXT_BYTES = 500 * MIB

@@ -16,10 +16,10 @@ from torch import nn
 
 from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import Footprint, ModelFacts, Plan, SolverFacts, WorkloadFacts
+from planner.rewrite import Parity, apply, apply_decisions, emit, verify
+from planner.rewrite.rules.accumulation import own_loss
 from planner.workload.call_convention import Calling
 from planner.workload.workload import batch_size_of, described
-from rewrite import Parity, apply, apply_decisions, emit, verify
-from rewrite.rules.accumulation import own_loss
 
 
 class Convolutional(nn.Module):

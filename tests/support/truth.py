@@ -14,11 +14,11 @@ from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Pre
 from planner.recording.recorder import Recorder
 from planner.recording.rehearsal import make_virtual, record_steps, virtual_batch
 from planner.recording.step_graph import StepGraph
+from planner.rewrite.application import apply_decisions
 from planner.virtual_gpu.backend import VirtualGpuMode, let_libraries_take_fakes_for_real
 from planner.virtual_gpu.forked_process import run_in_child
 from planner.workload.call_convention import LossFn
 from planner.workload.workload import OptimizerSpec, Workload, workload
-from rewrite.application import apply_decisions
 from tests.support.workloads import example
 
 STEPS = 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import planner
-import rewrite
+from planner import rewrite
 from planner.errors import PlanFileError
 from planner.plan_types.decisions import Accumulation, Checkpoint, Replay
 

@@ -13,9 +13,9 @@ from planner.errors import DecisionError, WorkloadError
 from planner.plan_types.decisions import StepInBackward
 from planner.plan_types.plan import Plan
 from planner.recording.rehearsal import Rehearsal
+from planner.rewrite import certify
 from planner.virtual_gpu.backend import Target
 from planner.workload import cards
-from rewrite import certify
 
 MODEL = """
 import torch

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import planner
-import rewrite
+from planner import rewrite
 from planner.plan_types.decisions import Accumulation, Checkpoint, Optimizer, Precision, Replay
 from planner.workload.workload import workload
 from tests.support.training import roberta, seeded, tokens

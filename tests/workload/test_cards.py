@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import profiles
+from planner import profiles
 from planner.errors import DeviceProfileError
 from planner.pipeline import card_and_budget
 from planner.workload import cards

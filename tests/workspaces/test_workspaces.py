@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import profiles
+from planner import profiles
 from planner.workspaces import FORMULAS, formula_of, is_known
 from planner.workspaces.reductions import reduction
 from planner.workspaces.registry import KernelCall, Layout, takes_scratch

@@ -16,14 +16,14 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from transformers.modeling_outputs import BaseModelOutput
 
-import rewrite
+from planner import rewrite
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Offload, Precision, Replay
-from rewrite.accumulation_check import gradient_probe, object_snapshot
-from rewrite.accumulation_check.batch_independent_random import SteadyRandom
-from rewrite.accumulation_check.gradient_probe import sampled_gradient
-from rewrite.accumulation_check.sample_choice import amounts_of_padding, halves_of
-from rewrite.accumulation_check.side_effects import Untouched, _CopiesOfWritten
+from planner.rewrite.accumulation_check import gradient_probe, object_snapshot
+from planner.rewrite.accumulation_check.batch_independent_random import SteadyRandom
+from planner.rewrite.accumulation_check.gradient_probe import sampled_gradient
+from planner.rewrite.accumulation_check.sample_choice import amounts_of_padding, halves_of
+from planner.rewrite.accumulation_check.side_effects import Untouched, _CopiesOfWritten
 from tests.support.counting_device import Counting
 from tests.support.training import Perceptron, plan_for, seeded, vectors
 

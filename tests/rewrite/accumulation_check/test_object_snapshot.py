@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch import nn
 
-from rewrite.accumulation_check import object_snapshot
-from rewrite.accumulation_check.object_snapshot import HeldState
-from rewrite.accumulation_check.side_effects import Untouched
+from planner.rewrite.accumulation_check import object_snapshot
+from planner.rewrite.accumulation_check.object_snapshot import HeldState
+from planner.rewrite.accumulation_check.side_effects import Untouched
 
 
 class Slotted:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-import rewrite
+from planner import rewrite
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Accumulation, ChunkedLoss
 from tests.support.training import (

@@ -23,8 +23,8 @@ from planner.plan_types.decisions import (
     StepInBackward,
 )
 from planner.plan_types.plan import Plan
+from planner.rewrite import emit, source
 from planner.workload.call_convention import Calling
-from rewrite import emit, source
 from tests.support.training import (
     Convolutional,
     Perceptron,

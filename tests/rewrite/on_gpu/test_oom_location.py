@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from planner.errors import MeasurementError
 from planner.plan_types.sizes import MIB
-from rewrite.on_gpu import worker
-from rewrite.on_gpu.oom_location import LastOp, Place
+from planner.rewrite.on_gpu import worker
+from planner.rewrite.on_gpu.oom_location import LastOp, Place
 from tests.support.counting_device import CountingCpu
 from tests.support.training import plan_for
 

@@ -18,13 +18,13 @@ from planner.errors import MeasurementError
 from planner.plan_types.constraints import given_rules
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import MIB
+from planner.rewrite.on_gpu import verification as verifying
+from planner.rewrite.on_gpu.cuda import Cuda
+from planner.rewrite.on_gpu.verification import Verification, run_in_process, verification
+from planner.rewrite.on_gpu.worker import Ran, RanOut, outcome_from_json, outcome_to_json
+from planner.rewrite.parity.result import Parity, Row, failed
 from planner.workload import cards
 from planner.workload.loading import load_workload
-from rewrite.on_gpu import verification as verifying
-from rewrite.on_gpu.cuda import Cuda
-from rewrite.on_gpu.verification import Verification, run_in_process, verification
-from rewrite.on_gpu.worker import Ran, RanOut, outcome_from_json, outcome_to_json
-from rewrite.parity.result import Parity, Row, failed
 from tests.support.counting_device import CountingCpu
 
 TESTS = pathlib.Path(__file__).parents[2]

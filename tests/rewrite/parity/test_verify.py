@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import planner
-import rewrite
+from planner import rewrite
 from planner.errors import DecisionError, PlanFileError, WorkloadError
 from planner.plan_types.decisions import (
     Accumulation,
@@ -25,11 +25,11 @@ from planner.plan_types.decisions import (
     Replay,
     StepInBackward,
 )
-from rewrite import Parity
-from rewrite.parity.reference_step import Comparable
-from rewrite.portable import replay_tape
-from rewrite.rules import RULES
-from rewrite.step import TrainingStep
+from planner.rewrite import Parity
+from planner.rewrite.parity.reference_step import Comparable
+from planner.rewrite.portable import replay_tape
+from planner.rewrite.rules import RULES
+from planner.rewrite.step import TrainingStep
 from tests.support.training import (
     Convolutional,
     Perceptron,
@@ -45,9 +45,9 @@ from tests.support.training import (
     verified,
 )
 
-ACCUMULATION = sys.modules["rewrite.rules.accumulation"]
-CHECKPOINT = sys.modules["rewrite.rules.checkpoint"]
-CHUNKED = sys.modules["rewrite.rules.chunked_loss"]
+ACCUMULATION = sys.modules["planner.rewrite.rules.accumulation"]
+CHECKPOINT = sys.modules["planner.rewrite.rules.checkpoint"]
+CHUNKED = sys.modules["planner.rewrite.rules.chunked_loss"]
 UNEVEN = Accumulation(micro_batch_size=4, micro_batches=2)
 """For batches of 6 samples: 4, then 2."""
 BLOCKS = Checkpoint(modules=("first", "twice"))
@@ -207,7 +207,7 @@ def sparse_dropped(step) -> None:
 
 
 def clipped_before_unscaling(step) -> None:
-    sys.modules["rewrite.step"].clip_gradients(step.module, step.max_grad_norm)
+    sys.modules["planner.rewrite.step"].clip_gradients(step.module, step.max_grad_norm)
     step.scaler.step(step.optimizer)
     step.scaler.update()
     step.optimizer.zero_grad()
@@ -276,7 +276,7 @@ def stepping_twice(optimizer, *, by_position=False):
         del optimizer.step
 
 
-PLAIN_STEPPING = sys.modules["rewrite.rules.step_in_backward"].stepping_in_backward
+PLAIN_STEPPING = sys.modules["planner.rewrite.rules.step_in_backward"].stepping_in_backward
 
 plain_checkpoint = torch.utils.checkpoint.checkpoint
 
@@ -316,7 +316,7 @@ FAULTS = {
     "parameters updated twice": (VECTORS, (), (TrainingStep, "update", twice), "updates"),
     "parameters updated twice in backward": (
         VECTORS, (StepInBackward(),),
-        (sys.modules["rewrite.rules.step_in_backward"], "stepping_in_backward", stepping_twice), "updates",
+        (sys.modules["planner.rewrite.rules.step_in_backward"], "stepping_in_backward", stepping_twice), "updates",
     ),
     "every second update skipped": (VECTORS, (), (TrainingStep, "update", every_second), "updates"),
     "a branch cut off": (IMAGES, (Checkpoint(modules=("twice",)),), (CHECKPOINT, "recomputed", cut_off), "gradient"),
@@ -362,7 +362,7 @@ def test_a_planted_fault_is_caught(fault, monkeypatch):
 
 def test_another_rate_of_the_eight_bit_optimizer_is_caught(monkeypatch):
     pytest.importorskip("bitsandbytes")
-    rule = sys.modules["rewrite.rules.optimizer"]
+    rule = sys.modules["planner.rewrite.rules.optimizer"]
     plain = rule._group
     monkeypatch.setattr(rule, "_group", lambda *given: {**plain(*given), "lr": 1.01e-3})
     found = verified(Perceptron, vectors(6), Optimizer(), loss_fn=cross_entropy)

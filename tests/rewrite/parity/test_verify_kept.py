@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from planner.plan_types.decisions import Accumulation, Checkpoint, Optimizer, Precision, StepInBackward
-from rewrite.parity.model_structure import difference, structure
-from rewrite.rules import RULES
-from rewrite.step import TrainingStep
+from planner.rewrite.parity.model_structure import difference, structure
+from planner.rewrite.rules import RULES
+from planner.rewrite.step import TrainingStep
 from tests.support.training import (
     Convolutional,
     Perceptron,
@@ -136,7 +136,7 @@ def test_a_gradient_that_cannot_overflow_is_said_to_test_nothing():
 
 def test_embeddings_in_8_bits_are_caught(monkeypatch):
     pytest.importorskip("bitsandbytes")
-    monkeypatch.setattr(sys.modules["rewrite.rules.optimizer"], "keep_embeddings_in_32_bits", lambda *_: None)
+    monkeypatch.setattr(sys.modules["planner.rewrite.rules.optimizer"], "keep_embeddings_in_32_bits", lambda *_: None)
     found = verified(lambda: roberta(hidden_size=64, vocab_size=80), tokens(), Optimizer(), steps=1)
     assert {row.kind for row in found.failures} == {"embedding"}
 

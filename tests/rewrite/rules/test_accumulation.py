@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 import planner
-import rewrite
+from planner import rewrite
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Accumulation
 from planner.workload.workload import batch_size_of, resized
@@ -33,7 +33,7 @@ from tests.support.training import (
     vectors,
 )
 
-RULE = sys.modules["rewrite.rules.accumulation"]
+RULE = sys.modules["planner.rewrite.rules.accumulation"]
 UNEVEN = Accumulation(micro_batch_size=4, micro_batches=2)
 """For batches of 6 samples: 4, then 2."""
 

@@ -28,7 +28,7 @@ from tests.support.training import (
     vectors,
 )
 
-RULE = sys.modules["rewrite.rules.checkpoint"]
+RULE = sys.modules["planner.rewrite.rules.checkpoint"]
 TEN_IMAGES = [images(seed=seed) for seed in range(10)]
 
 

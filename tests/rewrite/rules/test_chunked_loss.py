@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Accumulation, ChunkedLoss
+from planner.rewrite.application import apply_decisions
 from planner.workload.call_convention import Calling
-from rewrite.application import apply_decisions
 
 ROWS, WIDTH, WORDS = 24, 16, 37
 

@@ -29,7 +29,7 @@ from tests.support.training import (
 )
 from tests.support.workloads import transformer, units, what_if
 
-RULE = sys.modules["rewrite.rules.checkpoint"]
+RULE = sys.modules["planner.rewrite.rules.checkpoint"]
 LAYERS = {"roberta": "roberta.encoder.layer.{}", "gpt2": "transformer.h.{}"}
 BUILDS = {"roberta": roberta, "gpt2": gpt2}
 

@@ -42,7 +42,7 @@ from tests.support.training import (
 )
 from tests.support.workloads import BARE, CARD, plain, transformer, units, what_if
 
-rule = importlib.import_module("rewrite.rules.offload")
+rule = importlib.import_module("planner.rewrite.rules.offload")
 
 
 @pytest.fixture

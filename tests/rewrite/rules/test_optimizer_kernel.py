@@ -19,9 +19,9 @@ from planner.plan_types.decisions import (
     Precision,
     StepInBackward,
 )
+from planner.rewrite import apply, source
+from planner.rewrite.optimizers import OPTIMIZERS
 from planner.workload.torch_optimizers import kernel_beside_foreach, kind_of
-from rewrite import apply, source
-from rewrite.optimizers import OPTIMIZERS
 from tests.support.training import Perceptron, cross_entropy, plan_for, rewritten, seeded, vectors
 
 FUSED, LOOP = OptimizerKernel(kernel="fused"), OptimizerKernel(kernel="for-loop")

@@ -139,7 +139,7 @@ def test_freezing_everything_is_refused():
 
 
 def test_scaling_is_planned_only_for_fp16():
-    step = sys.modules["rewrite.step"].TrainingStep
+    step = sys.modules["planner.rewrite.step"].TrainingStep
     for decision, scaler in ((BF16, type(None)), (FP16, torch.amp.GradScaler)):
         result = rewritten(seeded(Perceptron), decision, batch=vectors(), loss_fn=cross_entropy)
         assert isinstance(result.step, step)

@@ -14,8 +14,8 @@ from torch import nn
 
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Accumulation, Precision, Replay, decision_from_json
+from planner.rewrite.portable import replay_tape
 from planner.workload.workload import workload
-from rewrite.portable import replay_tape
 from tests.support.flat_models import (
     Attention,
     Complex,

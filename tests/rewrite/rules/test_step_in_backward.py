@@ -345,7 +345,7 @@ def test_a_weight_that_is_not_trained_may_be_read_again():
 
 
 def test_a_file_is_not_written_of_what_cannot_be_done_together():
-    from rewrite import source
+    from planner.rewrite import source
     from tests.support.training import plan_for
 
     split = Accumulation(micro_batch_size=4, micro_batches=2)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-import rewrite
+from planner import rewrite
 from planner.errors import DecisionError, WorkloadError
 from planner.plan_types.decisions import Accumulation, Precision
 from tests.support.training import gpt2, plan_for, roberta_config, seeded, tokens, vectors

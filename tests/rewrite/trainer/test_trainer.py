@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import planner
-import rewrite
+from planner import rewrite
 from planner.errors import DecisionError, PlanFileError, PromiseError, WorkloadError
 from planner.plan_types.decisions import (
     Accumulation,
@@ -23,7 +23,7 @@ from planner.plan_types.decisions import (
     Precision,
     StepInBackward,
 )
-from rewrite.trainer import callback
+from planner.rewrite.trainer import callback
 from tests.support.training import cross_entropy, gpt2, plan_for, roberta, roberta_config, seeded, tokens, vectors
 
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
