@@ -25,7 +25,7 @@ from rich.table import Table
 
 from planner import profiles
 from planner.pipeline import plan_workload, versions
-from planner.plan_types.constraints import Rules, given_rules
+from planner.plan_types.constraints import Constraints, parse_constraints
 from planner.plan_types.decisions import Checkpoint, Fidelity
 from planner.workload.loading import load_workload
 from planner.workload.synthetic_batch import synthetic_batch
@@ -147,11 +147,11 @@ def square(console: Console, shares: tuple[float, ...]) -> None:
     card = profiles.load("rtx-3090")
     for example, (batch, seq_len) in SQUARE.items():
         work = load_workload(str(EXAMPLES / example), batch_size=batch, seq_len=seq_len, optimizer="adamw")
-        rules = Rules(fidelity=Fidelity.ROUNDED, forced=(), forbidden=())
-        whole = plan_workload(work, card, vram_bytes=None, rules=rules).baseline.total_bytes
+        constraints = Constraints(fidelity=Fidelity.ROUNDED, forced=(), forbidden=())
+        whole = plan_workload(work, card, vram_bytes=None, constraints=constraints).baseline.total_bytes
         for share in shares:
             budget = int(share * whole)
-            plan = plan_workload(work, card, vram_bytes=budget, rules=rules)
+            plan = plan_workload(work, card, vram_bytes=budget, constraints=constraints)
             promised, certified = plan.solver.promised_bytes, plan.solver.certified_bytes
             table.add_row(
                 example,
@@ -212,13 +212,13 @@ def recompute(console: Console) -> None:
         "status",
     ):
         table.add_column(column)
-    rules = given_rules(fidelity="exact", force=(), forbid=(), only=("checkpoint",))
+    constraints = parse_constraints(fidelity="exact", force=(), forbid=(), only=("checkpoint",))
     for name, build in RECOMPUTED.items():
         work = build()
-        whole = plan_workload(work, profiles.bare(), vram_bytes=None, rules=rules).baseline
+        whole = plan_workload(work, profiles.bare(), vram_bytes=None, constraints=constraints).baseline
         for share in (0.9, 0.8, 0.7, 0.6, 0.5):
             budget = int(share * whole.total_bytes)
-            plan = plan_workload(work, profiles.bare(), vram_bytes=budget, rules=rules)
+            plan = plan_workload(work, profiles.bare(), vram_bytes=budget, constraints=constraints)
             modules = sum(len(d.modules) for d in plan.decisions if isinstance(d, Checkpoint))
             more = (plan.peak.flops - whole.flops) / whole.flops
             peak = f"{plan.peak.total_bytes / MIB:,.1f}" + ("" if plan.fits else " (smallest)")

@@ -68,9 +68,9 @@ def plan(
         planner.errors.PlannerError: for input that cannot be used; the message says what to change.
     """
     from planner.pipeline import plan_live_model
-    from planner.plan_types.constraints import given_rules
+    from planner.plan_types.constraints import parse_constraints
 
-    rules = given_rules(fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown)
+    constraints = parse_constraints(fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown)
     return plan_live_model(
         model,
         batch,
@@ -79,7 +79,7 @@ def plan(
         gpu=gpu,
         optimizer=optimizer,
         gradients_alive=gradients_alive,
-        rules=rules,
+        constraints=constraints,
     )
 
 
@@ -110,9 +110,9 @@ def tradeoff(
         planner.errors.PlannerError: for input that cannot be used; the message says what to change.
     """
     from planner.pipeline import tradeoff_of_live_model
-    from planner.plan_types.constraints import given_rules
+    from planner.plan_types.constraints import parse_constraints
 
-    rules = given_rules(fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown)
+    constraints = parse_constraints(fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown)
     return tradeoff_of_live_model(
         model,
         batch,
@@ -121,7 +121,7 @@ def tradeoff(
         gpu=gpu,
         optimizer=optimizer,
         gradients_alive=gradients_alive,
-        rules=rules,
+        constraints=constraints,
         seconds=seconds,
     )
 

@@ -22,12 +22,12 @@ from planner.choose import fitting
 from planner.choose.certificates import Certificates
 from planner.choose.chooser import Choice
 from planner.choose.pareto_front import front, total_bytes
-from planner.choose.planning_session import Certified, Trials
+from planner.choose.planning_session import Certified, PlanningSession
 from planner.choose.relaxations import relaxations
 from planner.errors import PlanFileError, SizeError
 from planner.estimate.add_workspaces import unknown_ops
 from planner.estimate.footprint import smallest_capacity_bytes
-from planner.plan_types.constraints import Rules
+from planner.plan_types.constraints import Constraints
 from planner.plan_types.decisions import Accumulation, Decision, Fidelity, Offload
 from planner.plan_types.plan import Plan, Shortfall, SolverFacts, WorkloadFacts
 from planner.plan_types.sizes import format_size, parse_size
@@ -41,12 +41,12 @@ from planner.rewrite.certificate import (
     start_certificate,
     start_rehearsal,
     start_update,
-    with_held,
+    with_gradient_names,
 )
-from planner.rewrite.rules.accumulation import own_loss
 from planner.workload.call_convention import LossFn
 from planner.workload.cards import GENERIC, resolve_card
 from planner.workload.loading import load_workload
+from planner.workload.model_loss import own_loss
 from planner.workload.workload import OptimizerSpec, Workload, workload
 
 
@@ -59,12 +59,12 @@ def plan_live_model(
     gpu: str | None,
     optimizer: OptimizerSpec,
     gradients_alive: bool,
-    rules: Rules,
+    constraints: Constraints,
 ) -> Plan:
     """`planner.plan`."""
     work = workload(model, batch, loss_fn=loss_fn, optimizer=optimizer, gradients_alive=gradients_alive)
     card, vram_bytes = card_and_budget(gpu, vram)
-    return plan_workload(work, card, vram_bytes=vram_bytes, rules=rules)
+    return plan_workload(work, card, vram_bytes=vram_bytes, constraints=constraints)
 
 
 def tradeoff_of_live_model(
@@ -76,13 +76,13 @@ def tradeoff_of_live_model(
     gpu: str | None,
     optimizer: OptimizerSpec,
     gradients_alive: bool,
-    rules: Rules,
+    constraints: Constraints,
     seconds: float,
 ) -> Tradeoff:
     """`planner.tradeoff`."""
     work = workload(model, batch, loss_fn=loss_fn, optimizer=optimizer, gradients_alive=gradients_alive)
     card, vram_bytes = card_and_budget(gpu, vram)
-    return tradeoff_workload(work, card, vram_bytes=vram_bytes, rules=rules, seconds=seconds)
+    return tradeoff_workload(work, card, vram_bytes=vram_bytes, constraints=constraints, seconds=seconds)
 
 
 def record_live_model(
@@ -110,7 +110,7 @@ def card_and_budget(gpu: str | None, vram: str | int | None) -> tuple[DeviceProf
     return card, parse_size(vram, device_bytes=card.vram_bytes if has_a_size else None)
 
 
-def plan_workload(work: Workload, card: DeviceProfile, *, vram_bytes: int | None, rules: Rules) -> Plan:
+def plan_workload(work: Workload, card: DeviceProfile, *, vram_bytes: int | None, constraints: Constraints) -> Plan:
     """Plan one optimizer step of `work` on `card` so that its total stays inside `vram_bytes`.
 
     Rehearse it as it is; list what may be decided; take the fastest certified plan that fits. Where none does, the plan
@@ -118,64 +118,64 @@ def plan_workload(work: Workload, card: DeviceProfile, *, vram_bytes: int | None
     """
     began = time.perf_counter()
     usable_bytes, about_card = within_card(card, vram_bytes)
-    with _trials(work, card, usable_bytes) as trials:
+    with _open_session(work, card, usable_bytes) as session:
         if vram_bytes is None:
-            return _plan(trials, trials.baseline, rules, vram_bytes, shortfall=None, notes=(), began=began)
-        trials.expect(rules)
-        offered = trials.offer(rules)
+            return _plan(session, session.baseline, constraints, vram_bytes, shortfall=None, notes=(), began=began)
+        session.expect(constraints)
+        offered = session.offer(constraints)
         notes = (*about_card, *offered.notes)
-        found, short = fitting.best(trials, offered, rules), None
-        if found is None or not trials.quick_enough(found, rules):
-            found = fitting.nearest(trials, offered, rules)
-            if not found.measured.fits or not trials.quick_enough(found, rules):
-                short = fitting.shortfall(trials, found, relaxations(trials, rules))
-        return _plan(trials, found, rules, vram_bytes, shortfall=short, notes=notes, began=began)
+        found, short = fitting.best(session, offered, constraints), None
+        if found is None or not session.quick_enough(found, constraints):
+            found = fitting.nearest(session, offered, constraints)
+            if not found.measured.fits or not session.quick_enough(found, constraints):
+                short = fitting.shortfall(session, found, relaxations(session, constraints))
+        return _plan(session, found, constraints, vram_bytes, shortfall=short, notes=notes, began=began)
 
 
-def plan_that_fits(work: Workload, card: DeviceProfile, *, vram_bytes: int, rules: Rules) -> Plan | None:
+def plan_that_fits(work: Workload, card: DeviceProfile, *, vram_bytes: int, constraints: Constraints) -> Plan | None:
     """The plan of `plan_workload` where there is one that fits; None, quickly, where there is none."""
     began = time.perf_counter()
     usable_bytes, about_card = within_card(card, vram_bytes)
-    with _trials(work, card, usable_bytes) as trials:
-        offered = trials.offer(rules)
-        found = fitting.best(trials, offered, rules)
-        if found is None or not trials.quick_enough(found, rules):
+    with _open_session(work, card, usable_bytes) as session:
+        offered = session.offer(constraints)
+        found = fitting.best(session, offered, constraints)
+        if found is None or not session.quick_enough(found, constraints):
             return None
         notes = (*about_card, *offered.notes)
-        return _plan(trials, found, rules, vram_bytes, shortfall=None, notes=notes, began=began)
+        return _plan(session, found, constraints, vram_bytes, shortfall=None, notes=notes, began=began)
 
 
-def smallest_way(
-    work: Workload, card: DeviceProfile, *, vram_bytes: int, rules: Rules
+def smallest_configuration(
+    work: Workload, card: DeviceProfile, *, vram_bytes: int, constraints: Constraints
 ) -> tuple[int, tuple[Decision, ...]]:
     """The smallest promise: the smallest total in which it gets through, frozen prefixes apart, and its decisions.
 
     Quicker than the smallest plan, for which the allocator's slack is looked at, too.
     """
     usable_bytes, _ = within_card(card, vram_bytes)
-    with _trials(work, card, usable_bytes) as trials:
-        found = trials.certify(trials.chooser(trials.offer(rules), rules).smallest())
-        return trials.needed_bytes(found), found.choice.decisions
+    with _open_session(work, card, usable_bytes) as session:
+        found = session.certify(session.chooser(session.offer(constraints), constraints).smallest())
+        return session.smallest_budget_bytes(found), found.choice.decisions
 
 
-def way_within(
-    work: Workload, card: DeviceProfile, *, vram_bytes: int, rules: Rules
+def configuration_within(
+    work: Workload, card: DeviceProfile, *, vram_bytes: int, constraints: Constraints
 ) -> tuple[int, tuple[Decision, ...]]:
     """Total and decisions of the plan of `plan_workload`, which looks for more than the smallest way."""
     usable_bytes, _ = within_card(card, vram_bytes)
-    with _trials(work, card, usable_bytes) as trials:
-        offered = trials.offer(rules)
-        found = fitting.best(trials, offered, rules) or fitting.nearest(trials, offered, rules)
+    with _open_session(work, card, usable_bytes) as session:
+        offered = session.offer(constraints)
+        found = fitting.best(session, offered, constraints) or fitting.nearest(session, offered, constraints)
         return found.measured.footprint.total_bytes, found.choice.decisions
 
 
 def total_bytes_with(work: Workload, card: DeviceProfile, decisions: tuple[Decision, ...]) -> int:
     """The smallest total in which the step gets through under these decisions, by rehearsal."""
-    return smallest_capacity_bytes(certifying_graph(with_held(work, card), decisions, card), card)
+    return smallest_capacity_bytes(certifying_graph(with_gradient_names(work, card), decisions, card), card)
 
 
 def tradeoff_workload(
-    work: Workload, card: DeviceProfile, *, vram_bytes: int | None, rules: Rules, seconds: float
+    work: Workload, card: DeviceProfile, *, vram_bytes: int | None, constraints: Constraints, seconds: float
 ) -> Tradeoff:
     """Certified plans from the fastest to the smallest that the rules allow.
 
@@ -185,16 +185,16 @@ def tradeoff_workload(
     """
     began = time.perf_counter()
     usable_bytes, about_card = within_card(card, vram_bytes)
-    with _trials(work, card, None) as trials:
-        trials.expect(rules)
-        found = front(trials, rules, vram_bytes=usable_bytes, seconds=seconds)
+    with _open_session(work, card, None) as session:
+        session.expect(constraints)
+        found = front(session, constraints, vram_bytes=usable_bytes, seconds=seconds)
         budgets = [total_bytes(point) for point in found.points]
         plans = tuple(
-            _plan(trials, point, rules, budget, shortfall=None, notes=about_card, began=began)
+            _plan(session, point, constraints, budget, shortfall=None, notes=about_card, began=began)
             for budget, point in zip(budgets, found.points, strict=True)
         )
         return Tradeoff(
-            as_it_is=_plan(trials, trials.baseline, rules, None, shortfall=None, notes=(), began=began),
+            as_it_is=_plan(session, session.baseline, constraints, None, shortfall=None, notes=(), began=began),
             points=plans,
             vram_bytes=vram_bytes,
             usable_bytes=usable_bytes,
@@ -231,29 +231,31 @@ def replan(saved: Plan, *, vram: str | None, gpu: str | None) -> Plan:
         if split.micro_batches != -(-work.batch_size // split.micro_batch_size):
             raise PlanFileError(f"the plan splits a batch of {work.batch_size} into {split.describe()}: make it again")
     began = time.perf_counter()
-    rules = Rules(
+    constraints = Constraints(
         fidelity=Fidelity.parse(saved.fidelity),
         forced=saved.forced,
         forbidden=saved.forbidden,
         max_slowdown=saved.max_slowdown,
     )
     usable_bytes, notes = within_card(card, vram_bytes)
-    with _trials(work, card, usable_bytes) as trials:
-        found = trials.certify(Choice(decisions=saved.decisions, peak_bytes=0, step_ns=0, status="not needed", gap=0.0))
-        found = found if vram_bytes is None else trials.tightly(found)
-        fits = vram_bytes is None or (found.measured.fits and trials.quick_enough(found, rules))
+    with _open_session(work, card, usable_bytes) as session:
+        found = session.certify(
+            Choice(decisions=saved.decisions, peak_bytes=0, step_ns=0, status="not needed", gap=0.0)
+        )
+        found = found if vram_bytes is None else session.measure_at_smallest_budget(found)
+        fits = vram_bytes is None or (found.measured.fits and session.quick_enough(found, constraints))
         promised = dataclasses.replace(found.choice, peak_bytes=found.measured.curve_bytes)
         found = dataclasses.replace(found, choice=promised)
-        short = None if fits else fitting.shortfall(trials, found, ())
-        return _plan(trials, found, rules, vram_bytes, shortfall=short, notes=notes, began=began)
+        short = None if fits else fitting.shortfall(session, found, ())
+        return _plan(session, found, constraints, vram_bytes, shortfall=short, notes=notes, began=began)
 
 
 @contextlib.contextmanager
-def _trials(work: Workload, card: DeviceProfile, vram_bytes: int | None) -> Iterator[Trials]:
+def _open_session(work: Workload, card: DeviceProfile, vram_bytes: int | None) -> Iterator[PlanningSession]:
     """Where planner and rewriter meet: what is rehearsed is the step that the rewriter makes of the decisions."""
     with _without_collector():
-        work = with_held(work, card)
-        trials = Trials(
+        work = with_gradient_names(work, card)
+        session = PlanningSession(
             work,
             card,
             vram_bytes=vram_bytes,
@@ -266,8 +268,8 @@ def _trials(work: Workload, card: DeviceProfile, vram_bytes: int | None) -> Iter
                 lambda graph: finish_certificate(graph, work, card),
             ),
         )
-        with contextlib.closing(trials):
-            yield trials
+        with contextlib.closing(session):
+            yield session
 
 
 @contextlib.contextmanager
@@ -291,34 +293,34 @@ def within_card(card: DeviceProfile, vram_bytes: int | None) -> tuple[int | None
 
 
 def _plan(
-    trials: Trials,
+    session: PlanningSession,
     found: Certified,
-    rules: Rules,
+    constraints: Constraints,
     vram_bytes: int | None,
     *,
     shortfall: Shortfall | None,
     notes: tuple[str, ...],
     began: float,
 ) -> Plan:
-    if trials.undecided:
-        notes += (f"{trials.undecided} programs hit their time limit without an answer: a faster plan may exist",)
+    if session.undecided:
+        notes += (f"{session.undecided} programs hit their time limit without an answer: a faster plan may exist",)
     notes += (
-        *trials.dropped(rules),
+        *session.dropped(constraints),
         *found.graph.assumptions,
         *_about_host(found),
-        *_about_scratch(found, trials.card),
+        *_about_scratch(found, session.card),
     )
     return Plan(
-        model=trials.work.model_facts(),
-        workload=_workload_facts(trials.work),
-        card=trials.card.name,
-        card_source=trials.card.source,
+        model=session.work.model_facts(),
+        workload=_workload_facts(session.work),
+        card=session.card.name,
+        card_source=session.card.source,
         vram_bytes=vram_bytes,
-        fidelity=rules.fidelity.name.lower(),
-        forced=rules.forced,
-        forbidden=rules.forbidden,
-        max_slowdown=rules.max_slowdown,
-        baseline=trials.baseline.measured.footprint,
+        fidelity=constraints.fidelity.name.lower(),
+        forced=constraints.forced,
+        forbidden=constraints.forbidden,
+        max_slowdown=constraints.max_slowdown,
+        baseline=session.baseline.measured.footprint,
         peak=found.measured.footprint,
         decisions=found.choice.decisions,
         fits=shortfall is None,
@@ -326,7 +328,7 @@ def _plan(
         solver=SolverFacts(
             status=found.choice.status,
             gap=found.choice.gap,
-            seconds=trials.solve_seconds,
+            seconds=session.solve_seconds,
             promised_bytes=found.choice.peak_bytes,
             certified_bytes=found.measured.curve_bytes,
         ),

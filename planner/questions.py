@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from planner import pipeline, profiles
 from planner.errors import DecisionError, PlannerError, WorkloadError
-from planner.plan_types.constraints import Rules
+from planner.plan_types.constraints import Constraints
 from planner.plan_types.decisions import Accumulation, Decision, Freeze
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
@@ -27,7 +27,9 @@ _LEFT_OUT = (
 """Techniques that this question is asked without, and why."""
 
 
-def largest_batch(build: Callable[[int], Workload], card: DeviceProfile, *, vram_bytes: int, rules: Rules) -> Plan:
+def largest_batch(
+    build: Callable[[int], Workload], card: DeviceProfile, *, vram_bytes: int, constraints: Constraints
+) -> Plan:
     """The plan for the largest batch that fits without accumulation; where none does, what a single sample lacks.
 
     Bytes are nearly affine in the number of samples, so the next size asked is where the line through two known ones
@@ -41,23 +43,25 @@ def largest_batch(build: Callable[[int], Workload], card: DeviceProfile, *, vram
     Raises:
         DecisionError: accumulation or freezing is forced, or a slowdown is limited.
     """
-    if rules.max_slowdown is not None:
+    if constraints.max_slowdown is not None:
         raise DecisionError("the largest batch is asked for at any speed: leave out the limit of the slowdown")
     for kind, why in _LEFT_OUT:
-        if rules.force(kind):
+        if constraints.force(kind):
             raise DecisionError(f"the largest batch is asked for without {kind.kind}, {why}: do not force it")
-        if rules.allow(kind):
-            rules = dataclasses.replace(rules, forbidden=(*rules.forbidden, kind.kind))
+        if constraints.allow(kind):
+            constraints = dataclasses.replace(constraints, forbidden=(*constraints.forbidden, kind.kind))
 
     usable_bytes, _ = pipeline.within_card(card, vram_bytes)
-    needs = _Needs(build, card, usable_bytes, rules)
+    needs = _Needs(build, card, usable_bytes, constraints)
     while True:
         samples, too_many = largest_within(
             needs.total_bytes, limit_bytes=usable_bytes, least=needs.least, first=_FIRST_SAMPLES, most=_MOST_SAMPLES
         )
         if too_many <= _MOST_SAMPLES and not needs.refuted(too_many):
             continue
-        plan = pipeline.plan_workload(build(max(samples, needs.least)), card, vram_bytes=vram_bytes, rules=rules)
+        plan = pipeline.plan_workload(
+            build(max(samples, needs.least)), card, vram_bytes=vram_bytes, constraints=constraints
+        )
         if plan.fits or samples < needs.least:
             break
         needs.correct(samples, max(plan.peak.total_bytes, usable_bytes + 1))
@@ -74,8 +78,10 @@ class _Needs:
     asked as a plan is, within the budget: the smallest promise may not be what the allocator gives the least.
     """
 
-    def __init__(self, build: Callable[[int], Workload], card: DeviceProfile, vram_bytes: int, rules: Rules) -> None:
-        self._build, self._card, self._vram_bytes, self._rules = build, card, vram_bytes, rules
+    def __init__(
+        self, build: Callable[[int], Workload], card: DeviceProfile, vram_bytes: int, constraints: Constraints
+    ) -> None:
+        self._build, self._card, self._vram_bytes, self._rules = build, card, vram_bytes, constraints
         self._searched: dict[int, int] = {}
         self._at_most: dict[int, int] = {}
         self._way: tuple[Decision, ...] = ()
@@ -96,17 +102,17 @@ class _Needs:
     def searched_bytes(self, samples: int) -> int:
         """Of this size; the smallest way is then tried on others, too."""
         if samples not in self._searched:
-            self._search(pipeline.smallest_way, samples)
+            self._search(pipeline.smallest_configuration, samples)
         return self._searched[samples]
 
     def refuted(self, samples: int) -> bool:
         """Whether no plan is found for this size; one that is found is then tried on others, too."""
-        self._search(pipeline.way_within, samples)
+        self._search(pipeline.configuration_within, samples)
         return self._searched[samples] > self._vram_bytes
 
     def _search(self, function: Callable[..., tuple[int, tuple[Decision, ...]]], samples: int) -> None:
         self._searched[samples], self._way = function(
-            self._build(samples), self._card, vram_bytes=self._vram_bytes, rules=self._rules
+            self._build(samples), self._card, vram_bytes=self._vram_bytes, constraints=self._rules
         )
         self._at_most = {size: total for size, total in self._at_most.items() if total <= self._vram_bytes}
 
@@ -125,7 +131,7 @@ class _Needs:
 
 
 def largest_within(
-    needed_bytes: Callable[[int], int], *, limit_bytes: int, least: int = 1, first: int, most: int
+    smallest_budget_bytes: Callable[[int], int], *, limit_bytes: int, least: int = 1, first: int, most: int
 ) -> tuple[int, int]:
     """Largest number in least..most whose need is within the limit, and one above it whose need is not.
 
@@ -133,7 +139,7 @@ def largest_within(
     numbers are neighbours below `_EXACT_TO`, and within one in so many above. (least - 1, least) and (most, most + 1)
     where there is none.
     """
-    known = {number: needed_bytes(number) for number in (least, first)}
+    known = {number: smallest_budget_bytes(number) for number in (least, first)}
     sides: list[bool] = []
     while True:
         low = max((number for number, need in known.items() if need <= limit_bytes), default=least - 1)
@@ -148,23 +154,23 @@ def largest_within(
         else:
             guess = one + int((limit_bytes - known[one]) // slope)
         asked = min(max(guess, low + 1), high - 1)
-        known[asked] = needed_bytes(asked)
+        known[asked] = smallest_budget_bytes(asked)
         sides.append(known[asked] <= limit_bytes)
 
 
-def smallest_card(work: Workload, rules: Rules) -> Plan:
+def smallest_card(work: Workload, constraints: Constraints) -> Plan:
     """The plan on the card with the least memory on which there is one; what the largest card lacks, if on none.
 
     Every smaller card is tried: kernels and dtypes differ, so that a smaller one may do where a larger one does not.
     """
     cards = sorted((profiles.load(name) for name in profiles.known()), key=lambda card: (card.vram_bytes, card.name))
     for number, card in enumerate(cards):
-        plan = pipeline.plan_that_fits(work, card, vram_bytes=card.vram_bytes, rules=rules)
+        plan = pipeline.plan_that_fits(work, card, vram_bytes=card.vram_bytes, constraints=constraints)
         if plan is not None:
             smaller = f"no plan fits on {number} with as little memory or less" if number else "none known has less"
             return _noted(plan, f"smallest card: {card.title} ({format_size(card.vram_bytes)}); {smaller}")
     largest = cards[-1]
-    plan = pipeline.plan_workload(work, largest, vram_bytes=largest.vram_bytes, rules=rules)
+    plan = pipeline.plan_workload(work, largest, vram_bytes=largest.vram_bytes, constraints=constraints)
     return _noted(plan, f"none of {len(cards)} known cards will do; the largest is {largest.title}")
 
 

@@ -12,7 +12,7 @@ from planner.errors import DecisionError, PlanFileError, WorkloadError
 from planner.plan_types.decisions import Accumulation, Checkpoint, ChunkedLoss, Decision, StepInBackward, conflict
 from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import Plan
-from planner.rewrite.accumulation_check.coupling_check import TriedApart
+from planner.rewrite.accumulation_check.coupling_check import CouplingCheck
 from planner.rewrite.optimizers import OPTIMIZERS, OptimizerChoice, SchedulerChoice, make_scheduler, refuse_closure
 from planner.rewrite.rewriting import LossWeight, Rewriting
 from planner.rewrite.rules import RULES
@@ -89,22 +89,22 @@ def apply(
         loss_weight=loss_weight,
         scheduler=scheduler,
     )
-    rewritten.step.ask_for_wrapper()
+    rewritten.step.require_wrapper()
     if loss_weight is None:
-        rewritten.step.hold_weights(_tried_apart(plan, rewritten._rewriting))
+        rewritten.step.check_weights(_tried_apart(plan, rewritten._rewriting))
     else:
-        rewritten.step.try_apart(_tried_apart(plan, rewritten._rewriting))
+        rewritten.step.check_splitting(_tried_apart(plan, rewritten._rewriting))
     if turns_cache_off(plan):
         rewritten._rewriting.turn_cache_off()
     return rewritten
 
 
-def _tried_apart(plan: Plan, rewriting: Rewriting) -> TriedApart | None:
+def _tried_apart(plan: Plan, rewriting: Rewriting) -> CouplingCheck | None:
     """Not where a loss is taken in chunks, which needs all logits in evaluation; it is a mean over labels."""
     split = plan.decision(Accumulation)
     if split is None or split.micro_batches == 1 or plan.decision(ChunkedLoss) is not None:
         return None
-    return TriedApart(
+    return CouplingCheck(
         batch_size=rewriting.batch_size, micro_batch_size=split.micro_batch_size, terms_of=rewriting.loss_terms,
         loss_fn=rewriting.loss_fn, doubled=rewriting.autocast_dtype is not None,
         is_stated=rewriting.loss_weight is not None,

@@ -73,7 +73,7 @@ def certify(
             f"the plan is for batches of {plan.workload.batch_size} samples, this one has {work.batch_size}"
         )
     card = card or resolve_card(plan.card, plan.vram_bytes)
-    found = certify_decisions(with_held(work, card), plan.decisions, card, vram_bytes=plan.vram_bytes)
+    found = certify_decisions(with_gradient_names(work, card), plan.decisions, card, vram_bytes=plan.vram_bytes)
     return Certificate(footprint=found.footprint, fits=found.fits, certified_bytes=found.curve_bytes)
 
 
@@ -85,9 +85,9 @@ def certify_decisions(
     return measure(graph, card, vram_bytes=vram_bytes, micro_batches=micro_batches_of(decisions))
 
 
-def with_held(work: Workload, card: DeviceProfile) -> Workload:
+def with_gradient_names(work: Workload, card: DeviceProfile) -> Workload:
     """Where gradients are alive before the step: the workload with the names of the parameters that have one."""
-    if not work.gradients_alive or work.held is not None:
+    if not work.gradients_alive or work.gradient_names is not None:
         return work
     graph = start_rehearsal(
         dataclasses.replace(work, gradients_alive=False),
@@ -98,7 +98,7 @@ def with_held(work: Workload, card: DeviceProfile) -> Workload:
         primed=False,
         what_if=False,
     ).result()
-    return dataclasses.replace(work, held=graph.trained)
+    return dataclasses.replace(work, gradient_names=graph.trained)
 
 
 def certifying_graph(work: Workload, decisions: Sequence[Decision], card: DeviceProfile) -> StepGraph:
@@ -153,7 +153,9 @@ def start_rehearsal(
                 if getattr(getattr(module, "config", None), "use_cache", False):
                     module.config.use_cache = False
         rewritten = rewrite(model, sum(sizes))
-        step = _adding_to_gradients(rewritten.step, model, work.held) if work.gradients_alive else rewritten.step
+        step = (
+            _adding_to_gradients(rewritten.step, model, work.gradient_names) if work.gradients_alive else rewritten.step
+        )
         return step, rewritten.optimizer
 
     return Rehearsal(
@@ -208,11 +210,11 @@ def start_update(work: Workload, decisions: Sequence[Decision], card: DeviceProf
 
 
 def _adding_to_gradients(
-    step: Callable[[Any], Any], model: torch.nn.Module, held: Sequence[str]
+    step: Callable[[Any], Any], model: torch.nn.Module, gradient_names: Sequence[str]
 ) -> Callable[[Any], Any]:
     """The step with gradients of these parameters there before it, in buffers that outlive its update."""
     parameters = dict(model.named_parameters())
-    buffers = {name: torch.empty_like(parameters[name]) for name in held if parameters[name].requires_grad}
+    buffers = {name: torch.empty_like(parameters[name]) for name in gradient_names if parameters[name].requires_grad}
 
     def adding(batch: Any) -> Any:
         for name, buffer in buffers.items():

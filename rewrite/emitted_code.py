@@ -10,7 +10,7 @@ WIDTH = 120
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Fragment:
+class EmittedCode:
     """What one decision adds to the emitted file. Everything is source text."""
 
     imports: tuple[str, ...] = ()

@@ -30,7 +30,7 @@ class Change:
 
 @final
 class Rewriting:
-    """A model being rewritten. Rules set the fields below and record what they change on the model itself."""
+    """A model being rewritten. Constraints set the fields below and record what they change on the model itself."""
 
     def __init__(
         self,

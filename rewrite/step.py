@@ -12,13 +12,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from planner.errors import DecisionError, WorkloadError
 from planner.plan_types.decisions import Decision
 from planner.rewrite import step_state
-from planner.rewrite.accumulation_check.coupling_check import TriedApart
-from planner.rewrite.accumulation_check.reduction_check import MeansTaken
+from planner.rewrite.accumulation_check.coupling_check import CouplingCheck
+from planner.rewrite.accumulation_check.reduction_check import ReductionWatcher
+from planner.rewrite.portable.loss_and_clipping import clip_gradients, weighted
 from planner.workload.call_convention import Calling, LossFn, loss_of
-from planner.workload.processes import several_processes
 from planner.workload.torch_optimizers import why_not_dense, why_not_sparse
+from planner.workload.workload import several_processes
 
-Split = Callable[[Any], Iterator[tuple[Any, "torch.Tensor | float | None"]]]
+BatchSplitter = Callable[[Any], Iterator[tuple[Any, "torch.Tensor | float | None"]]]
 """A batch -> its parts, each with the weight of its loss (None: the part is the whole batch)."""
 
 
@@ -43,7 +44,7 @@ class TrainingStep:
         autocast_dtype: torch.dtype | None = None,
         scaler: torch.amp.GradScaler | None = None,
         scheduler: LRScheduler | None = None,
-        split: Split | None = None,
+        split: BatchSplitter | None = None,
         backward: Callable[[], contextlib.AbstractContextManager] | None = None,
         decisions: Sequence[Decision] = (),
     ) -> None:
@@ -59,10 +60,10 @@ class TrainingStep:
         self._backward = backward
         self._decisions = tuple(decisions)
         self._closed = False
-        self._means: MeansTaken | None = None
-        self._later: Callable[[], MeansTaken] | None = None
+        self._means: ReductionWatcher | None = None
+        self._later: Callable[[], ReductionWatcher] | None = None
         """What watches later steps, where the labels of any batch may make its loss a mean over other terms."""
-        self._tried: TriedApart | None = None
+        self._tried: CouplingCheck | None = None
         self._called = module
         self._asks_for_wrapper = False
 
@@ -87,19 +88,19 @@ class TrainingStep:
         try:
             total = self._backward_of(batch, watch)
             if watch is not None:
-                self._hold(watch, batch)
+                self._check_weights(watch, batch)
             if self._tried is not None:
                 self._tried.refuse_coupled_samples(self.module, batch, self._loss_in_full)
         except BaseException:
             if watch is not None and watch.first:
-                self._means = MeansTaken()
+                self._means = ReductionWatcher()
             if self._split is not None:  # gradients of some parts
                 self.optimizer.zero_grad(set_to_none=True)
             raise
         self.update()
         return total
 
-    def _backward_of(self, batch: Any, watch: MeansTaken | None) -> torch.Tensor:
+    def _backward_of(self, batch: Any, watch: ReductionWatcher | None) -> torch.Tensor:
         """Forward and backward of each part; returns the loss of the batch."""
         total = None
         for part, weight, together in self._parts(batch):
@@ -135,11 +136,11 @@ class TrainingStep:
             )
         self._called, self._asks_for_wrapper = wrapper, False
 
-    def ask_for_wrapper(self) -> None:
+    def require_wrapper(self) -> None:
         """Refuse to step among several processes until `through` has said what brings them together."""
         self._asks_for_wrapper = True
 
-    def hold_weights(self, tried: TriedApart | None = None) -> None:
+    def check_weights(self, tried: CouplingCheck | None = None) -> None:
         """Hold the weights of micro-batches against what the loss is a mean over, in the next step that has any.
 
         Where that is by labels, each later step is held against it too.
@@ -147,13 +148,13 @@ class TrainingStep:
         Args:
             tried: refuses a batch whose parts do not add up to it.
         """
-        self._means, self._tried = MeansTaken(), tried
+        self._means, self._tried = ReductionWatcher(), tried
 
-    def try_apart(self, tried: TriedApart | None) -> None:
+    def check_splitting(self, tried: CouplingCheck | None) -> None:
         """Look at some batches whether their parts add up to them, whatever means are taken."""
         self._tried = tried
 
-    def _watched_loss(self, part: Any, weight: torch.Tensor | float, means: MeansTaken) -> torch.Tensor:
+    def _watched_loss(self, part: Any, weight: torch.Tensor | float, means: ReductionWatcher) -> torch.Tensor:
         with self._autocast(), contextlib.ExitStack() as watched:
             note = None
             if means.forward_too:
@@ -165,7 +166,7 @@ class TrainingStep:
         note(loss)
         return loss
 
-    def _hold(self, means: MeansTaken, batch: Any) -> None:
+    def _check_weights(self, means: ReductionWatcher, batch: Any) -> None:
         if not means.parts:  # a batch so small that it was not split
             self._means = means
             return
@@ -173,7 +174,7 @@ class TrainingStep:
             means.refuse_other_weights()
         except DecisionError:
             options = {"parts": means.farthest_off, "among": means.parts}
-            if self._tried is None or not self._tried.is_right(self.module, batch, self._loss_in_full, **options):
+            if self._tried is None or not self._tried.agrees(self.module, batch, self._loss_in_full, **options):
                 raise
             self._later = None  # means that are no part of the loss, or of single samples
             return
@@ -290,30 +291,3 @@ def refuse_layouts(module: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
                 f"{why}, and '{name}' has a {'sparse' if sparse else 'dense'} one: use SGD or Adagrad "
                 "without weight_decay, which take both, or embeddings with sparse=False"
             )
-
-
-# ---- below: the text that runs here is the text that is emitted -------------------------------------------------
-
-
-def weighted(loss: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor:
-    """The part's share of the batch's loss. A part without any counted term has loss 0/0 and weight 0: share 0."""
-    if not isinstance(weight, torch.Tensor):
-        return loss * weight
-    return torch.where(weight == 0, 0.0, loss * weight.to(loss.dtype))
-
-
-def clip_gradients(module: torch.nn.Module, max_norm: float) -> None:
-    """`torch.nn.utils.clip_grad_norm_`, which refuses sparse gradients; those are clipped by their values."""
-    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    if not any(gradient.is_sparse for gradient in gradients):
-        torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
-        return
-    for parameter in module.parameters():
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.coalesce()
-    parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
-    values = [p.grad._values() if p.grad.is_sparse else p.grad for p in parameters]
-    norm = torch.nn.utils.get_total_norm(values)
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for value in values:
-        value.mul_(factor.to(value.device))

@@ -12,7 +12,7 @@ import pathlib
 
 from benchmarks.card.budgets import CASES, Case
 from planner import pipeline
-from planner.plan_types.constraints import given_rules
+from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.plan import Plan
 from planner.workload.loading import load_workload
 
@@ -26,12 +26,12 @@ def planned(case: Case, budget: str, gpu: str) -> Plan:
         PlannerError: the case is refused.
     """
     work = load_workload(case.reference, batch_size=case.batch_size, seq_len=case.seq_len, optimizer="adamw")
-    rules = given_rules(fidelity=case.fidelity, force=(), forbid=())
+    constraints = parse_constraints(fidelity=case.fidelity, force=(), forbid=())
     card, vram_bytes = pipeline.card_and_budget(gpu, None if budget == AS_IT_IS or budget.endswith("%") else budget)
     if budget.endswith("%"):
-        whole = pipeline.plan_workload(work, card, vram_bytes=None, rules=rules)
+        whole = pipeline.plan_workload(work, card, vram_bytes=None, constraints=constraints)
         vram_bytes = int(float(budget.removesuffix("%")) / 100 * whole.baseline.total_bytes)
-    return pipeline.plan_workload(work, card, vram_bytes=vram_bytes, rules=rules)
+    return pipeline.plan_workload(work, card, vram_bytes=vram_bytes, constraints=constraints)
 
 
 def main() -> None:

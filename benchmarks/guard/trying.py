@@ -16,11 +16,11 @@ from benchmarks.guard.losses import Case
 from planner import profiles, rewrite
 from planner.errors import DecisionError
 from planner.pipeline import plan_workload
-from planner.plan_types.constraints import Rules
+from planner.plan_types.constraints import Constraints
 from planner.plan_types.decisions import Accumulation, Decision, Fidelity, Precision
 from planner.plan_types.plan import Plan
 from planner.rewrite.accumulation_check import coupling_check
-from planner.rewrite.accumulation_check.gradient_probe import Trial, Tried
+from planner.rewrite.accumulation_check.gradient_probe import GradientProbe, ProbeResult
 from planner.rewrite.application import apply_decisions
 from planner.workload.call_convention import Calling
 from planner.workload.workload import map_tensors, workload
@@ -49,8 +49,8 @@ def plan_of(case: Case) -> Plan:
     """Of the step as it is."""
     torch.manual_seed(0)
     work = workload(case.build(), case.batch(), loss_fn=case.loss_fn, optimizer="sgd")
-    rules = Rules(fidelity=Fidelity.PARTIAL, forced=(), forbidden=())
-    return plan_workload(work, profiles.bare(), vram_bytes=None, rules=rules)
+    constraints = Constraints(fidelity=Fidelity.PARTIAL, forced=(), forbidden=())
+    return plan_workload(work, profiles.bare(), vram_bytes=None, constraints=constraints)
 
 
 def outcomes(
@@ -128,13 +128,13 @@ def _seen(
 
 
 @contextlib.contextmanager
-def _listening() -> Iterator[tuple[list[Tried | None], list[str]]]:
+def _listening() -> Iterator[tuple[list[ProbeResult | None], list[str]]]:
     """To the gradients that are compared, and to what is told."""
-    compared: list[Tried | None] = []
+    compared: list[ProbeResult | None] = []
     told: list[str] = []
 
-    class Listened(Trial):
-        def of_gradient(self, *args: Any, **options: Any) -> Tried | None:
+    class Listened(GradientProbe):
+        def of_gradient(self, *args: Any, **options: Any) -> ProbeResult | None:
             compared.append(super().of_gradient(*args, **options))
             return compared[-1]
 
@@ -144,9 +144,9 @@ def _listening() -> Iterator[tuple[list[Tried | None], list[str]]]:
 
     logger, handler = logging.getLogger("rewrite"), Told(level=logging.WARNING)
     logger.addHandler(handler)
-    coupling_check.Trial = Listened
+    coupling_check.GradientProbe = Listened
     try:
         yield compared, told
     finally:
-        coupling_check.Trial = Trial
+        coupling_check.GradientProbe = GradientProbe
         logger.removeHandler(handler)

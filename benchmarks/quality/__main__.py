@@ -26,7 +26,7 @@ from benchmarks.quality.models import CASES, Case
 from benchmarks.quality.peers import peers
 from planner import profiles, rewrite
 from planner.pipeline import plan_workload, versions
-from planner.plan_types.constraints import Rules
+from planner.plan_types.constraints import Constraints
 from planner.plan_types.decisions import Fidelity
 from planner.plan_types.plan import Plan
 from planner.workload.workload import workload
@@ -40,8 +40,8 @@ def known(module: nn.Module, batch: tuple[torch.Tensor, ...]) -> list[torch.Tens
 
 CARD = dataclasses.replace(profiles.bare(), launch_ns=1, memory_bandwidth_bytes_per_s=10**16)
 """On which only FLOPs take time: what is counted here is what is then minimised."""
-NO_RULES = Rules(fidelity=Fidelity.EXACT, forced=(), forbidden=())
-RULES = Rules(fidelity=Fidelity.EXACT, forced=("step-in-backward",), forbidden=("accumulation", "offload"))
+NO_RULES = Constraints(fidelity=Fidelity.EXACT, forced=(), forbidden=())
+RULES = Constraints(fidelity=Fidelity.EXACT, forced=("step-in-backward",), forbidden=("accumulation", "offload"))
 """SGD steps as well in the backward as after it; it is forced, since a plan without it counts as simpler."""
 
 
@@ -50,10 +50,10 @@ def ours(model: nn.Module, batch: tuple[torch.Tensor, ...], share: float) -> tup
     work = workload(model, batch, optimizer="sgd")
     start_bytes = sum(tensor.nbytes for tensor in known(model, batch))
     baseline = plan_workload(
-        work, CARD, vram_bytes=None, rules=dataclasses.replace(RULES, forced=())
+        work, CARD, vram_bytes=None, constraints=dataclasses.replace(RULES, forced=())
     ).baseline.total_bytes
     budget_bytes = start_bytes + int(share * (baseline - start_bytes))
-    plan = plan_workload(work, CARD, vram_bytes=budget_bytes, rules=RULES)
+    plan = plan_workload(work, CARD, vram_bytes=budget_bytes, constraints=RULES)
     module = copy.deepcopy(model)
     result = rewrite.apply(plan, module, optimizer=torch.optim.SGD(module.parameters(), lr=1e-3))
     return plan, counted(lambda: result.step(batch), known(module, batch))

@@ -23,17 +23,17 @@ class Promise(Protocol):
     step_ns: int
 
 
-Ask = Callable[[Callable[[Any], int], float], "Promise | None"]
+Propose = Callable[[Callable[[Any], int], float], "Promise | None"]
 """The fastest plan whose outer choice may promise so many bytes, and that takes less time; None: there is none."""
-Try = Callable[[Any], int]
+Attempt = Callable[[Any], int]
 """A plan -> bytes that it is short of when it is certified; 0 or less: it fits."""
 
 
-def settle(
-    ask: Ask,
-    short_bytes_of: Try,
+def search(
+    ask: Propose,
+    short_bytes_of: Attempt,
     *,
-    descent: Descent,
+    descent: PromiseBudgets,
     tie: float,
     attempts: int,
     hopeless: int,
@@ -53,7 +53,7 @@ def settle(
             break
         below_ns = math.inf if found is None else found.step_ns / tie
         while choice is None:
-            if not descent.look_on(None if found is None else found.step_ns):
+            if not descent.widen(None if found is None else found.step_ns):
                 return found
             choice = ask(descent.budget_of, below_ns)
         short_bytes = short_bytes_of(choice)
@@ -94,7 +94,7 @@ class _Range:
         self.asked_bytes = (self.low_bytes + self.high_bytes) // 2
 
 
-class Descent:
+class PromiseBudgets:
     """The budget of each outer choice while plans are chosen and certified."""
 
     def __init__(self, budget_bytes: int, *, finest_bytes: int, tie: float) -> None:
@@ -125,7 +125,7 @@ class Descent:
             self._all = self._all or dataclasses.replace(new)
             self._all.fail(high_bytes, less_bytes, step_ns)
 
-    def look_on(self, found_ns: int | None) -> bool:
+    def widen(self, found_ns: int | None) -> bool:
         """Nothing is left with these budgets that is quicker than `found_ns` by more than a tie: ask for more, or stop.
 
         Args:

@@ -14,20 +14,20 @@ from planner.recompute.units import Units, units_of
 from planner.recording.step_graph import Category, Phase, StepGraph
 from planner.search import milp
 from planner.search.problem import Selection
-from planner.space.lm_head import LossInChunks
-from planner.space.micro_batches import Split
+from planner.space.lm_head import ChunkedLossOption
+from planner.space.micro_batches import MicroBatching
 
 RECOMPUTE_TOLERANCE = 1000
 """Recompute costs are proven minimal to within one part in this of the step: less means nothing."""
 
 
-class Case:
+class Candidate:
     """What is known of an outer choice with a split. Costly parts are made when they are first asked for."""
 
     def __init__(
         self,
         outer: tuple[Decision, ...],
-        split: Split,
+        split: MicroBatching,
         graph: StepGraph,
         card: DeviceProfile,
         *,
@@ -63,7 +63,7 @@ class Case:
         return milp.Search(self.units.problem)
 
     @property
-    def floor_bytes(self) -> int:
+    def lower_bound_bytes(self) -> int:
         """Bytes alive at some moment whatever is recomputed: no plan of this case is smaller."""
         return int(self.units.problem.fixed_bytes.max())
 
@@ -128,7 +128,7 @@ class Case:
         return (*self.outer, *self.split.decisions(), *self.units.decisions(units))
 
 
-class Cases:
+class Candidates:
     """All cases of one planning under one set of ways to recompute, each made once."""
 
     def __init__(
@@ -140,61 +140,61 @@ class Cases:
         recompute: tuple[type[Decision], ...] = (),
     ) -> None:
         self._recordings, self._card, self._batch_bytes, self._recompute = recordings, card, batch_bytes, recompute
-        self._made: dict[tuple[tuple[Decision, ...], Split], Case] = {}
+        self._made: dict[tuple[tuple[Decision, ...], MicroBatching], Candidate] = {}
         self._others = {recompute: self}
 
-    def under(self, recompute: tuple[type[Decision], ...]) -> Cases:
+    def under(self, recompute: tuple[type[Decision], ...]) -> Candidates:
         """The cases under these ways to recompute: from the same recordings."""
         if recompute not in self._others:
-            other = Cases(self._recordings, self._card, batch_bytes=self._batch_bytes, recompute=recompute)
+            other = Candidates(self._recordings, self._card, batch_bytes=self._batch_bytes, recompute=recompute)
             self._others[recompute], other._others = other, self._others
         return self._others[recompute]
 
-    def prefetch(self, outer: tuple[Decision, ...], splits: tuple[Split, ...]) -> None:
+    def prefetch(self, outer: tuple[Decision, ...], splits: tuple[MicroBatching, ...]) -> None:
         """Begin the recordings of these cases."""
         self._recordings.prefetch(outer, splits)
 
-    def of(self, outer: tuple[Decision, ...], split: Split) -> Case:
+    def of(self, outer: tuple[Decision, ...], split: MicroBatching) -> Candidate:
         key = (outer, split)
         if key not in self._made:
             graph = with_whole_batch(self._recordings.of(outer, split), self._batch_bytes)
-            self._made[key] = Case(outer, split, graph, self._card, recompute=self._recompute)
+            self._made[key] = Candidate(outer, split, graph, self._card, recompute=self._recompute)
         return self._made[key]
 
-    def made(self) -> tuple[Case, ...]:
+    def made(self) -> tuple[Candidate, ...]:
         """All so far."""
         return tuple(self._made.values())
 
-    def known(self, outer: tuple[Decision, ...], split: Split) -> Case | None:
+    def known(self, outer: tuple[Decision, ...], split: MicroBatching) -> Candidate | None:
         """The case, if it has been made already."""
         return self._made.get((outer, split))
 
 
-class CasesInChunks:
+class ChunkedCandidates:
     """The same cases, by outer choices in which the loss is in as many chunks as the whole batch needs."""
 
-    def __init__(self, cases: Cases, chunks: LossInChunks | None) -> None:
+    def __init__(self, cases: Candidates, chunks: ChunkedLossOption | None) -> None:
         self._cases, self._chunks = cases, chunks
 
-    def outer(self, outer: tuple[Decision, ...], split: Split) -> tuple[Decision, ...]:
+    def outer(self, outer: tuple[Decision, ...], split: MicroBatching) -> tuple[Decision, ...]:
         """The outer choice with the number of chunks that a micro-batch needs; without them where it needs none."""
         if self._chunks is None or not any(isinstance(decision, ChunkedLoss) for decision in outer):
             return outer
-        part = self._chunks.of_part(split.micro_batches)
+        part = self._chunks.for_micro_batches(split.micro_batches)
         replaced = (part if isinstance(decision, ChunkedLoss) else decision for decision in outer)
         return tuple(decision for decision in replaced if decision is not None)
 
-    def prefetch(self, outer: tuple[Decision, ...], splits: tuple[Split, ...]) -> None:
+    def prefetch(self, outer: tuple[Decision, ...], splits: tuple[MicroBatching, ...]) -> None:
         for found in dict.fromkeys(self.outer(outer, split) for split in splits):
             self._cases.prefetch(found, tuple(split for split in splits if self.outer(outer, split) == found))
 
-    def of(self, outer: tuple[Decision, ...], split: Split) -> Case:
+    def of(self, outer: tuple[Decision, ...], split: MicroBatching) -> Candidate:
         return self._cases.of(self.outer(outer, split), split)
 
-    def known(self, outer: tuple[Decision, ...], split: Split) -> Case | None:
+    def known(self, outer: tuple[Decision, ...], split: MicroBatching) -> Candidate | None:
         return self._cases.known(self.outer(outer, split), split)
 
-    def made(self) -> tuple[Case, ...]:
+    def made(self) -> tuple[Candidate, ...]:
         return self._cases.made()
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from planner.choose.candidates import Case, CasesInChunks
+from planner.choose.candidates import Candidate, ChunkedCandidates
 from planner.choose.certificates import Certificates
 from planner.errors import DecisionError, PlannerError
 from planner.plan_types.decisions import (
@@ -28,8 +28,8 @@ from planner.plan_types.decisions import (
 )
 from planner.search import milp
 from planner.search.problem import Selection
-from planner.space.micro_batches import Split
-from planner.space.outer_choices import Offer
+from planner.space.micro_batches import MicroBatching
+from planner.space.outer_choices import SearchSpace
 
 TIE = 1.05
 """Predicted times closer than this factor say nothing about which is faster."""
@@ -93,7 +93,7 @@ class Bounds:
     """Time of the baseline's ops that only move logits about: what a loss in chunks could at most spare."""
     updates: Mapping[type[Decision], LeastUpdate]
     """By the kind of decision that puts another update in the optimizer's place."""
-    floor_bytes: Callable[[tuple[Decision, ...]], int]
+    lower_bound_bytes: Callable[[tuple[Decision, ...]], int]
     """Of an outer choice: bytes that none of its plans goes below."""
 
 
@@ -102,8 +102,8 @@ class Chooser:
 
     def __init__(
         self,
-        offer: Offer,
-        cases: CasesInChunks,
+        offer: SearchSpace,
+        cases: ChunkedCandidates,
         bounds: Bounds,
         certificates: Certificates,
         *,
@@ -150,7 +150,7 @@ class Chooser:
 
     def _fastest(self, budget_of: Budget, above_ns: float) -> Choice | None:
         found: list[Choice] = []
-        outers = [outer for outer in self._outer_choices() if self._bounds.floor_bytes(outer) <= budget_of(outer)]
+        outers = [outer for outer in self._outer_choices() if self._bounds.lower_bound_bytes(outer) <= budget_of(outer)]
         for number, outer in enumerate(outers):
             limit_ns = self._limit_ns(outer, found, above_ns)
             if self._bound_ns(outer) >= limit_ns:
@@ -173,20 +173,21 @@ class Chooser:
 
     def _smallest(self) -> Choice:
         outers = sorted(
-            (outer for outer in self._outer_choices() if not self._has_better(outer)), key=self._bounds.floor_bytes
+            (outer for outer in self._outer_choices() if not self._has_better(outer)),
+            key=self._bounds.lower_bound_bytes,
         )
         found: list[Choice] = []
         for number, outer in enumerate(outers):
             smallest_bytes = min((choice.peak_bytes for choice in found), default=math.inf)
             for soon in outers[number : number + _AT_ONCE]:
-                if self._bounds.floor_bytes(soon) < smallest_bytes:
+                if self._bounds.lower_bound_bytes(soon) < smallest_bytes:
                     self._cases.prefetch(soon, self._splits_to_the_smallest(soon))
             for split in self._splits_to_the_smallest(outer):
                 smallest_bytes = min((choice.peak_bytes for choice in found), default=math.inf)
-                if self._bounds.floor_bytes(outer) >= smallest_bytes:
+                if self._bounds.lower_bound_bytes(outer) >= smallest_bytes:
                     continue
                 case = self._case(outer, split)
-                if case is not None and case.floor_bytes < smallest_bytes:
+                if case is not None and case.lower_bound_bytes < smallest_bytes:
                     found.append(dataclasses.replace(self._smallest_of(case), outer=outer))
         if not found:
             raise next(iter(self.dropped.values()), DecisionError(f"nothing is left to choose from: {self._clash()}"))
@@ -197,12 +198,12 @@ class Chooser:
             )
         return min(found, key=lambda choice: (choice.peak_bytes, choice.step_ns))
 
-    def _splits_to_the_smallest(self, outer: tuple[Decision, ...]) -> tuple[Split, ...]:
+    def _splits_to_the_smallest(self, outer: tuple[Decision, ...]) -> tuple[MicroBatching, ...]:
         """Where recompute can follow, the extremes are enough; without it gradients and halves may tip the scale."""
         splits = self._splits(outer)
         return tuple(dict.fromkeys(splits[-1:] + splits[:1])) if self._offer.recompute else splits[::-1]
 
-    def _case(self, outer: tuple[Decision, ...], split: Split) -> Case | None:
+    def _case(self, outer: tuple[Decision, ...], split: MicroBatching) -> Candidate | None:
         """The case, or None if the step cannot be rehearsed so; then the reason is kept."""
         try:
             return self._cases.of(outer, split)
@@ -229,7 +230,7 @@ class Chooser:
         pairs = itertools.product((tuple(itertools.chain(*kinds)) for kinds in chosen), offer.splits)
         return next(filter(None, (conflict((*outer, *split.decisions())) for outer, split in pairs)), None)
 
-    def _splits(self, outer: tuple[Decision, ...]) -> tuple[Split, ...]:
+    def _splits(self, outer: tuple[Decision, ...]) -> tuple[MicroBatching, ...]:
         """Where the loss could be taken in chunks, without them only the batch as it is: chunks spare more for less."""
         whole_only = self._has_better(outer)
         return tuple(
@@ -302,7 +303,7 @@ class Chooser:
                 return True
         return False
 
-    def _bounding(self, simpler: tuple[Decision, ...], split: Split) -> Case | None:
+    def _bounding(self, simpler: tuple[Decision, ...], split: MicroBatching) -> Candidate | None:
         """A case that others are bounded by; None if it is not offered, or cannot be rehearsed."""
         if simpler in self._without_case or simpler not in self._outer_choices():
             return None
@@ -315,7 +316,7 @@ class Chooser:
     def _fastest_of(self, outer: tuple[Decision, ...], budget_bytes: int, limit_ns: float) -> list[Choice]:
         """The best plan of one outer choice: first without recompute, which then bounds what recompute may cost."""
         splits = self._splits(outer)
-        tight: list[Case] = []
+        tight: list[Candidate] = []
         best: list[Choice] = []
         for split in splits:
             if tight:
@@ -348,21 +349,21 @@ class Chooser:
 
     # ---- one case -----------------------------------------------------------------------------------------------
 
-    def _unchanged(self, case: Case, budget_bytes: int) -> list[Choice]:
+    def _unchanged(self, case: Candidate, budget_bytes: int) -> list[Choice]:
         """The case fits as it is; where recompute is forced it gets its cheapest unit."""
         if not self._force_recompute:
             return [_choice(case, _nothing(case))]
         selection = case.cheapest_single(budget_bytes)
         return [] if selection is None else [_choice(case, selection)]
 
-    def _solve(self, case: Case, budget_bytes: int, below_ns: int | None) -> Selection | None:
+    def _solve(self, case: Candidate, budget_bytes: int, below_ns: int | None) -> Selection | None:
         try:
             return self._timed(lambda: case.cheapest(budget_bytes, below_ns=below_ns))
         except milp.SearchTimeout:
             self.undecided += 1
             return None
 
-    def _smallest_of(self, case: Case) -> Choice:
+    def _smallest_of(self, case: Candidate) -> Choice:
         return _choice(case, self._timed(case.smallest) if self._offer.recompute else _nothing(case))
 
     def _timed(self, function: Callable[[], Any]) -> Any:
@@ -382,11 +383,11 @@ def _update_of(outer: tuple[Decision, ...]) -> tuple[Decision, ...]:
     return tuple(decision for decision in outer if isinstance(decision, StepInBackward))
 
 
-def _nothing(case: Case) -> Selection:
+def _nothing(case: Candidate) -> Selection:
     return Selection(units=(), peak_bytes=case.peak_bytes, cost_ns=0, status="optimal", gap=0.0, seconds=0.0)
 
 
-def _choice(case: Case, selection: Selection) -> Choice:
+def _choice(case: Candidate, selection: Selection) -> Choice:
     return Choice(
         decisions=case.decisions(selection.units),
         peak_bytes=selection.peak_bytes,

@@ -20,11 +20,11 @@ import time
 
 from planner.choose import fitting
 from planner.choose.chooser import Choice
-from planner.choose.planning_session import Certified, Trials
+from planner.choose.planning_session import Certified, PlanningSession
 from planner.errors import DecisionError
-from planner.plan_types.constraints import Rules
+from planner.plan_types.constraints import Constraints
 from planner.plan_types.decisions import Freeze
-from planner.space.outer_choices import Offer
+from planner.space.outer_choices import SearchSpace
 
 _STEP = 1 / 12
 """Share of the front's width in bytes below which it is not looked at more closely, where it is flat."""
@@ -48,7 +48,7 @@ class Front:
     """False: time ran out, and plans between these points may be missing."""
 
 
-def front(trials: Trials, rules: Rules, *, vram_bytes: int | None, seconds: float) -> Front:
+def front(session: PlanningSession, constraints: Constraints, *, vram_bytes: int | None, seconds: float) -> Front:
     """The front of what the rules allow, in totals up to that of the step as it is, or the budget if that is more.
 
     Args:
@@ -59,14 +59,14 @@ def front(trials: Trials, rules: Rules, *, vram_bytes: int | None, seconds: floa
     Raises:
         DecisionError: freezing is forced. Frozen prefixes are looked for at the budget alone, as a last resort.
     """
-    if rules.force(Freeze):
+    if constraints.force(Freeze):
         raise DecisionError("a trade-off asks for many plans, and each frozen prefix makes others: do not force freeze")
     began = time.perf_counter()
     until = began + _SEARCHING * seconds
-    largest_bytes = max(total_bytes(trials.baseline), vram_bytes or 0)
-    answers = {trials.under(largest_bytes).budget_bytes: _fastest(trials, rules, largest_bytes)}
-    at_budget = None if vram_bytes is None else _at_budget(trials, rules, vram_bytes)
-    smallest = _smallest(trials, rules, until=began + _DESCENDING * seconds)
+    largest_bytes = max(total_bytes(session.baseline), vram_bytes or 0)
+    answers = {session.under(largest_bytes).budget_bytes: _fastest(session, constraints, largest_bytes)}
+    at_budget = None if vram_bytes is None else _at_budget(session, constraints, vram_bytes)
+    smallest = _smallest(session, constraints, until=began + _DESCENDING * seconds)
     if smallest is None:
         answers[0] = None
     for known in (at_budget, smallest):
@@ -76,12 +76,12 @@ def front(trials: Trials, rules: Rules, *, vram_bytes: int | None, seconds: floa
     narrow_bytes = _STEP * (max(peaks, default=0) - min(answers))
     while (asked_bytes := _widest(answers, narrow_bytes)) is not None and time.perf_counter() < until:
         below = answers.get(max((size for size in answers if size < asked_bytes), default=0))
-        answers[asked_bytes] = _quicker(_fastest(trials, rules, asked_bytes + trials.card.context_bytes), below)
-    points = _certified(trials, [choice for choice in answers.values() if choice is not None], rules)
+        answers[asked_bytes] = _quicker(_fastest(session, constraints, asked_bytes + session.card.context_bytes), below)
+    points = _certified(session, [choice for choice in answers.values() if choice is not None], constraints)
     if smallest is not None and time.perf_counter() < until:
-        points.append(_no_larger(trials, rules, smallest, until=until))
+        points.append(_no_larger(session, constraints, smallest, until=until))
     in_time = time.perf_counter() < until
-    if at_budget is not None and trials.quick_enough(at_budget, rules):
+    if at_budget is not None and session.quick_enough(at_budget, constraints):
         points.append(at_budget)  # it is known to get through there; the smallest totals are rounded up
     return Front(points=_undominated(points), complete=asked_bytes is None and in_time)
 
@@ -91,42 +91,44 @@ def total_bytes(point: Certified) -> int:
     return point.measured.footprint.total_bytes
 
 
-def _fastest(trials: Trials, rules: Rules, vram_bytes: int) -> Choice | None:
+def _fastest(session: PlanningSession, constraints: Constraints, vram_bytes: int) -> Choice | None:
     """By promise alone."""
-    under = trials.under(vram_bytes)
-    return under.chooser(under.offer(rules), rules).fastest(vram_bytes - trials.card.context_bytes)
+    under = session.under(vram_bytes)
+    return under.chooser(under.offer(constraints), constraints).fastest(vram_bytes - session.card.context_bytes)
 
 
-def _at_budget(trials: Trials, rules: Rules, vram_bytes: int) -> Certified | None:
-    under = trials.under(vram_bytes)
-    return fitting.best(under, under.offer(rules), rules)
+def _at_budget(session: PlanningSession, constraints: Constraints, vram_bytes: int) -> Certified | None:
+    under = session.under(vram_bytes)
+    return fitting.best(under, under.offer(constraints), constraints)
 
 
-def _smallest(trials: Trials, rules: Rules, *, until: float) -> Certified | None:
+def _smallest(session: PlanningSession, constraints: Constraints, *, until: float) -> Certified | None:
     """The smallest plan, frozen prefixes apart; None if it is slower than allowed."""
-    under = trials.under(_least_bytes(trials, trials.under(total_bytes(trials.baseline)).offer(rules)))
-    found = fitting.smallest(under, under.offer(rules), rules, until=until)
-    if not trials.quick_enough(found, rules):
-        found = _no_larger(trials, rules, found)
-    return found if trials.quick_enough(found, rules) else None
+    under = session.under(_least_bytes(session, session.under(total_bytes(session.baseline)).offer(constraints)))
+    found = fitting.smallest(under, under.offer(constraints), constraints, until=until)
+    if not session.quick_enough(found, constraints):
+        found = _no_larger(session, constraints, found)
+    return found if session.quick_enough(found, constraints) else None
 
 
-def _no_larger(trials: Trials, rules: Rules, found: Certified, *, until: float = math.inf) -> Certified:
+def _no_larger(
+    session: PlanningSession, constraints: Constraints, found: Certified, *, until: float = math.inf
+) -> Certified:
     """The fastest in the total of this one.
 
     The smallest promise may be much slower than others that the allocator gives as many segments.
     """
-    if not trials.card.allocator:
+    if not session.card.allocator:
         return found
-    under = trials.under(total_bytes(found))
-    quicker = fitting.fastest(under, under.offer(rules), rules, until=until)
+    under = session.under(total_bytes(found))
+    quicker = fitting.fastest(under, under.offer(constraints), constraints, until=until)
     return min((found, quicker or found), key=_step_ns)
 
 
-def _least_bytes(trials: Trials, offered: Offer) -> int:
+def _least_bytes(session: PlanningSession, offered: SearchSpace) -> int:
     """A total that no plan goes below."""
     outers = ((*optimizer, *update) for optimizer, update in itertools.product(offered.optimizers, offered.updates))
-    return min(trials.floor_bytes(outer) for outer in outers) + trials.card.context_bytes
+    return min(session.lower_bound_bytes(outer) for outer in outers) + session.card.context_bytes
 
 
 def _quicker(one: Choice | None, other: Choice | None) -> Choice | None:
@@ -150,14 +152,14 @@ def _widest(answers: dict[int, Choice | None], narrow_bytes: float) -> int | Non
     return max(areas, key=areas.__getitem__, default=None)
 
 
-def _certified(trials: Trials, choices: list[Choice], rules: Rules) -> list[Certified]:
+def _certified(session: PlanningSession, choices: list[Choice], constraints: Constraints) -> list[Certified]:
     """Each choice rehearsed, and measured under the smallest total in which it gets through."""
     wanted = list({choice.decisions: choice for choice in choices}.values())
     found = []
     for choice, following in itertools.zip_longest(wanted, wanted[1:]):
-        certified = trials.certify(choice, then=following)
-        certified = trials.under(trials.needed_bytes(certified)).certify(choice)
-        if trials.quick_enough(certified, rules):
+        certified = session.certify(choice, then=following)
+        certified = session.under(session.smallest_budget_bytes(certified)).certify(choice)
+        if session.quick_enough(certified, constraints):
             found.append(certified)
     return found
 

@@ -10,14 +10,14 @@ from collections.abc import Callable
 
 import torch
 
-from planner.choose.candidates import Cases, CasesInChunks, optimizer_ns
+from planner.choose.candidates import Candidates, ChunkedCandidates, optimizer_ns
 from planner.choose.certificates import Certificates
 from planner.choose.chooser import Bounds, Choice, Chooser, LeastUpdate
 from planner.choose.recordings import Recordings
 from planner.estimate import roofline
 from planner.estimate.add_workspaces import with_workspaces
 from planner.estimate.footprint import Measured, measure, smallest_capacity_bytes
-from planner.plan_types.constraints import Rules
+from planner.plan_types.constraints import Constraints
 from planner.plan_types.decisions import (
     Checkpoint,
     ChunkedLoss,
@@ -33,8 +33,8 @@ from planner.plan_types.decisions import (
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import Category, Op, Phase, StepGraph
 from planner.space.lm_head import loss_in_chunks
-from planner.space.lower_bounds import Trained, floor_bytes
-from planner.space.outer_choices import Offer, offer
+from planner.space.lower_bounds import TrainedParameters, lower_bound_bytes
+from planner.space.outer_choices import SearchSpace, offer
 from planner.virtual_gpu.forked_process import Child
 from planner.workload.eight_bit import least_state_bytes
 from planner.workload.torch_optimizers import kind_of, moves_all_its_state
@@ -58,7 +58,7 @@ class Certified:
     measured: Measured
 
 
-class Trials:
+class PlanningSession:
     """Everything that is known while one workload is planned for one card and budget."""
 
     def __init__(
@@ -78,26 +78,26 @@ class Trials:
             lambda decisions: start_update(decisions, self.baseline_graph.trained),
             self._with_workspaces,
         )
-        self._cases = Cases(self._recordings, card, batch_bytes=work.batch_bytes)
-        self._choosers: list[tuple[Rules, Chooser]] = []
+        self._cases = Candidates(self._recordings, card, batch_bytes=work.batch_bytes)
+        self._choosers: list[tuple[Constraints, Chooser]] = []
         self._floors: dict[tuple[Decision, ...], int] = {}
 
-    def offer(self, rules: Rules) -> Offer:
+    def offer(self, constraints: Constraints) -> SearchSpace:
         """What may be chosen from, now that the baseline is known."""
         graph = self.baseline_graph
         return offer(
             self.work,
             self.card,
-            rules,
+            constraints,
             batch_statistics=graph.batch_statistics,
             chunks=loss_in_chunks(graph, self.work.model, vram_bytes=self.vram_bytes),
         )
 
-    def expect(self, rules: Rules) -> None:
+    def expect(self, constraints: Constraints) -> None:
         """Begin the recording that is most likely needed first, beside the baseline's."""
-        if rules.force(ChunkedLoss) or rules.force(StepInBackward):
+        if constraints.force(ChunkedLoss) or constraints.force(StepInBackward):
             return  # nothing is known of the one, and the other is not for every choice
-        offered = offer(self.work, self.card, rules, batch_statistics=(), chunks=None)
+        offered = offer(self.work, self.card, constraints, batch_statistics=(), chunks=None)
         self._cases.prefetch(offered.precisions[-1], offered.splits[:1])
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class Trials:
         self._certificates.forget()
         self._recordings.close()
 
-    def under(self, vram_bytes: int) -> Trials:
+    def under(self, vram_bytes: int) -> PlanningSession:
         """The same, for another budget: what was recorded is shared."""
         _ = self.baseline_graph  # made before the copy, so that both have it
         other = copy.copy(self)
@@ -136,7 +136,7 @@ class Trials:
         measured = measure(graph, self.card, vram_bytes=self.vram_bytes, micro_batches=count)
         return Certified(choice=choice, graph=graph, measured=measured)
 
-    def chooser(self, offered: Offer, rules: Rules) -> Chooser:
+    def chooser(self, offered: SearchSpace, constraints: Constraints) -> Chooser:
         """A chooser among what is offered."""
         frozen = any(isinstance(decision, Freeze) for decision in offered.precisions[0])
         graph = self.baseline_graph
@@ -147,17 +147,17 @@ class Trials:
             optimizer_ns=0 if frozen else optimizer_ns(graph, times),
             loss_ns=sum(ns for op, ns in zip(graph.ops, times, strict=True) if _is_of_logits(graph, op)),
             updates=self._least_updates(frozen),
-            floor_bytes=self.floor_bytes,
+            lower_bound_bytes=self.lower_bound_bytes,
         )
         chooser = Chooser(
             offered,
-            CasesInChunks(self._cases.under(offered.recompute), offered.chunks),
+            ChunkedCandidates(self._cases.under(offered.recompute), offered.chunks),
             bounds,
             self._certificates,
-            force_recompute=any(rules.force(kind) for kind in (Checkpoint, Replay, Offload)),
-            slowest_ns=self._slowest_ns(rules),
+            force_recompute=any(constraints.force(kind) for kind in (Checkpoint, Replay, Offload)),
+            slowest_ns=self._slowest_ns(constraints),
         )
-        self._choosers.append((rules, chooser))
+        self._choosers.append((constraints, chooser))
         return chooser
 
     def _least_updates(self, frozen: bool) -> dict[type[Decision], LeastUpdate]:
@@ -178,9 +178,9 @@ class Trials:
             OptimizerKernel: LeastUpdate(ns=ns(as_it_is_bytes), state_bytes=None),
         }
 
-    def quick_enough(self, certified: Certified, rules: Rules) -> bool:
+    def quick_enough(self, certified: Certified, constraints: Constraints) -> bool:
         """Whether its rehearsed step keeps the slowdown that the rules allow."""
-        return certified.measured.footprint.step_ns <= self._slowest_ns(rules)
+        return certified.measured.footprint.step_ns <= self._slowest_ns(constraints)
 
     @property
     def budget_bytes(self) -> int:
@@ -192,22 +192,22 @@ class Trials:
         """What the context leaves of the budget."""
         return self.vram_bytes - self.card.context_bytes
 
-    def tightly(self, certified: Certified) -> Certified:
+    def measure_at_smallest_budget(self, certified: Certified) -> Certified:
         """The same choice measured under the budget, or under the smallest larger total in which it gets through."""
         count = micro_batches_of(certified.choice.decisions)
-        total_bytes = max(self.vram_bytes, self.needed_bytes(certified))
+        total_bytes = max(self.vram_bytes, self.smallest_budget_bytes(certified))
         measured = measure(certified.graph, self.card, vram_bytes=total_bytes, micro_batches=count)
         fits = total_bytes <= self.vram_bytes
         return dataclasses.replace(certified, measured=dataclasses.replace(measured, fits=fits))
 
-    def needed_bytes(self, certified: Certified) -> int:
+    def smallest_budget_bytes(self, certified: Certified) -> int:
         """The smallest total in which a certified step gets through."""
         return smallest_capacity_bytes(certified.graph, self.card)
 
-    def floor_bytes(self, outer: tuple[Decision, ...]) -> int:
+    def lower_bound_bytes(self, outer: tuple[Decision, ...]) -> int:
         """Bytes that no plan with this outer choice goes below."""
         if outer not in self._floors:
-            self._floors[outer] = floor_bytes(
+            self._floors[outer] = lower_bound_bytes(
                 self.work,
                 self._trained,
                 optimizer_peak_bytes=self._optimizer_peak_bytes,
@@ -225,22 +225,22 @@ class Trials:
         """Programs that hit their time limit without an answer."""
         return sum(chooser.undecided for _, chooser in self._choosers)
 
-    def dropped(self, rules: Rules) -> tuple[str, ...]:
+    def dropped(self, constraints: Constraints) -> tuple[str, ...]:
         """What these rules allow and could not be rehearsed, in words."""
-        choosers = [chooser for under, chooser in self._choosers if under == rules]
+        choosers = [chooser for under, chooser in self._choosers if under == constraints]
         errors = {outer: error for chooser in choosers for outer, error in chooser.dropped.items()}
         return tuple(
             f"left out ({', '.join(decision.describe() for decision in outer) or 'no outer choice'}): {error}"
             for outer, error in errors.items()
         )
 
-    def _slowest_ns(self, rules: Rules) -> float:
-        allowed = rules.max_slowdown
+    def _slowest_ns(self, constraints: Constraints) -> float:
+        allowed = constraints.max_slowdown
         return math.inf if allowed is None else allowed * self.baseline.measured.footprint.step_ns
 
     @functools.cached_property
-    def _trained(self) -> Trained:
-        return Trained.of(self.work, self.baseline_graph.trained)
+    def _trained(self) -> TrainedParameters:
+        return TrainedParameters.of(self.work, self.baseline_graph.trained)
 
     @functools.cached_property
     def _optimizer_peak_bytes(self) -> int:

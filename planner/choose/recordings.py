@@ -11,7 +11,7 @@ from planner.plan_types.decisions import Accumulation, ChunkedLoss, Decision, Op
 from planner.recording.extrapolate import BASE_SIZES, extrapolate
 from planner.recording.graft_optimizer import can_be_grafted, graft_update
 from planner.recording.step_graph import StepGraph
-from planner.space.micro_batches import Split
+from planner.space.micro_batches import MicroBatching
 from planner.virtual_gpu.forked_process import Child
 
 Start = Callable[[tuple[Decision, ...], tuple[int, ...]], Child]
@@ -40,7 +40,7 @@ class Recordings:
         self._running: dict[_Key, Child] = {}
         self._irregular: set[tuple[Decision, ...]] = set()
 
-    def prefetch(self, choice: tuple[Decision, ...], splits: Iterable[Split]) -> None:
+    def prefetch(self, choice: tuple[Decision, ...], splits: Iterable[MicroBatching]) -> None:
         """Begin the recordings that `of` will need for these splits."""
         splits = tuple(splits)
         if any(split.micro_batches == 1 for split in splits):
@@ -51,7 +51,7 @@ class Recordings:
         elif any(split.micro_batches > 1 for split in splits):
             self._prefetch(_accumulated(choice, 1))
 
-    def of(self, choice: tuple[Decision, ...], split: Split) -> StepGraph:
+    def of(self, choice: tuple[Decision, ...], split: MicroBatching) -> StepGraph:
         """The recording for a split: of the whole batch, of its two unlike parts, or of two that stand for all."""
         if split.micro_batches == 1:
             return self._get((choice, (split.size,)))

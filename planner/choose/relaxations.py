@@ -8,18 +8,18 @@ from collections.abc import Iterator
 
 from planner.choose import fitting
 from planner.choose.chooser import fidelity_of
-from planner.choose.planning_session import Certified, Trials
+from planner.choose.planning_session import Certified, PlanningSession
 from planner.errors import PlannerError
-from planner.plan_types.constraints import Rules
+from planner.plan_types.constraints import Constraints
 from planner.plan_types.decisions import KINDS, Accumulation, Checkpoint, Decision, Fidelity, Freeze, Offload, Replay
 from planner.plan_types.plan import NextStep, Relaxation
-from planner.space.outer_choices import Offer
+from planner.space.outer_choices import SearchSpace
 
 _SECONDS = 10
 """After so long no further relaxation is looked at, if there is one already that opens the budget."""
 
 
-def relaxations(trials: Trials, rules: Rules) -> tuple[Relaxation, ...]:
+def relaxations(session: PlanningSession, constraints: Constraints) -> tuple[Relaxation, ...]:
     """Every single relaxation of rules under which nothing fits. Recordings are shared with what was tried before.
 
     The plan for a technique that is newly allowed must use it, or it would have been found already: only such plans are
@@ -27,53 +27,59 @@ def relaxations(trials: Trials, rules: Rules) -> tuple[Relaxation, ...]:
     """
     until = time.perf_counter() + _SECONDS
     found: list[Relaxation] = []
-    for words, kind, relaxed in _single(rules):
-        if relaxed.fidelity > rules.fidelity + 1 and any(one.opens for one in found):
+    for words, kind, relaxed in _single(constraints):
+        if relaxed.fidelity > constraints.fidelity + 1 and any(one.opens for one in found):
             break  # what is less faithful still is not asked for where something nearer fits
         if time.perf_counter() > until and any(one.opens for one in found):
             found.append(_closed(words, None, "not looked at: it would take too long"))
         else:
-            found.append(_tried(trials, words, kind, relaxed, before=rules))
+            found.append(_tried(session, words, kind, relaxed, before=constraints))
     return tuple(found)
 
 
-def _single(rules: Rules) -> Iterator[tuple[str, type[Decision] | None, Rules]]:
+def _single(constraints: Constraints) -> Iterator[tuple[str, type[Decision] | None, Constraints]]:
     """In words, with the technique if it is one, and the rules then."""
     for kind in KINDS.values():
-        if kind.kind in rules.forbidden and kind.fidelity <= rules.fidelity:
-            forbidden = tuple(name for name in rules.forbidden if name != kind.kind)
-            yield f"allow {kind.kind}", kind, dataclasses.replace(rules, forbidden=forbidden)
+        if kind.kind in constraints.forbidden and kind.fidelity <= constraints.fidelity:
+            forbidden = tuple(name for name in constraints.forbidden if name != kind.kind)
+            yield f"allow {kind.kind}", kind, dataclasses.replace(constraints, forbidden=forbidden)
     for fidelity in Fidelity:
-        if fidelity > rules.fidelity:
-            yield f"--fidelity {fidelity.name.lower()}", None, dataclasses.replace(rules, fidelity=fidelity)
+        if fidelity > constraints.fidelity:
+            yield f"--fidelity {fidelity.name.lower()}", None, dataclasses.replace(constraints, fidelity=fidelity)
 
 
-def _tried(trials: Trials, words: str, kind: type[Decision] | None, relaxed: Rules, *, before: Rules) -> Relaxation:
+def _tried(
+    session: PlanningSession, words: str, kind: type[Decision] | None, relaxed: Constraints, *, before: Constraints
+) -> Relaxation:
     try:
-        offered = trials.offer(relaxed)
+        offered = session.offer(relaxed)
         if kind is not None and (offered := _using(offered, kind)) is None:
             return _closed(words, False, "it cannot be used here")
-        certified = _found(trials, offered, kind, relaxed, before)
+        certified = _found(session, offered, kind, relaxed, before)
     except PlannerError as error:
         return _closed(words, False, str(error))
     if certified is None:
         return _closed(words, False, "not enough by itself")
-    return _open(trials, words, certified)
+    return _open(session, words, certified)
 
 
 def _found(
-    trials: Trials, offered: Offer, kind: type[Decision] | None, relaxed: Rules, before: Rules
+    session: PlanningSession,
+    offered: SearchSpace,
+    kind: type[Decision] | None,
+    relaxed: Constraints,
+    before: Constraints,
 ) -> Certified | None:
     certified = None
     freezes = relaxed.allow(Freeze) and not before.allow(Freeze)
     if kind is not Freeze and not (freezes and before.fidelity + 1 == relaxed.fidelity):
-        certified = fitting.roughly_fastest(trials, offered, relaxed)
+        certified = fitting.roughly_fastest(session, offered, relaxed)
     if certified is None and relaxed.allow(Freeze):
-        certified = fitting.with_prefix(trials, offered, relaxed, roughly=True)
+        certified = fitting.with_prefix(session, offered, relaxed, roughly=True)
     return certified
 
 
-def _using(offered: Offer, kind: type[Decision]) -> Offer | None:
+def _using(offered: SearchSpace, kind: type[Decision]) -> SearchSpace | None:
     """Only what makes use of a technique; None if nothing does. What to recompute or freeze is chosen later."""
     if kind in (Checkpoint, Replay, Offload, Freeze):
         return offered
@@ -91,8 +97,8 @@ def _closed(words: str, opens: bool | None, why: str) -> Relaxation:
     return Relaxation(relax=words, opens=opens, why=why, fidelity=None, next_step=None)
 
 
-def _open(trials: Trials, words: str, certified: Certified) -> Relaxation:
-    footprint, before = certified.measured.footprint, trials.baseline.measured.footprint
+def _open(session: PlanningSession, words: str, certified: Certified) -> Relaxation:
+    footprint, before = certified.measured.footprint, session.baseline.measured.footprint
     step = NextStep(
         relax=words,
         decisions=certified.choice.decisions,

@@ -10,7 +10,7 @@ import pathlib
 from planner import pipeline, questions
 from planner.cli.options import names
 from planner.errors import PlanFileError, WorkloadError
-from planner.plan_types.constraints import given_rules
+from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.plan import Plan
 from planner.plan_types.tradeoff import DEFAULT_SECONDS, Tradeoff
 from planner.workload.loading import load_workload
@@ -30,7 +30,7 @@ def answer(options: argparse.Namespace) -> Plan | Tradeoff:
     saved = _saved_plan(options.model)
     if saved is not None:
         return _again(saved, options)
-    rules = given_rules(
+    constraints = parse_constraints(
         fidelity=options.fidelity or "rounded",
         force=names(options.force),
         forbid=names(options.forbid),
@@ -45,17 +45,17 @@ def answer(options: argparse.Namespace) -> Plan | Tradeoff:
         gradients_alive=options.gradients_alive,
     )
     if options.smallest_card:
-        return questions.smallest_card(load(batch_size=options.batch_size), rules)
+        return questions.smallest_card(load(batch_size=options.batch_size), constraints)
     card, vram_bytes = pipeline.card_and_budget(options.gpu, options.vram)
     if options.largest_batch:
         return questions.largest_batch(
-            lambda batch_size: load(batch_size=batch_size), card, vram_bytes=vram_bytes, rules=rules
+            lambda batch_size: load(batch_size=batch_size), card, vram_bytes=vram_bytes, constraints=constraints
         )
     work = load(batch_size=options.batch_size)
     if options.tradeoff:
         seconds = options.seconds or DEFAULT_SECONDS
-        return pipeline.tradeoff_workload(work, card, vram_bytes=vram_bytes, rules=rules, seconds=seconds)
-    return pipeline.plan_workload(work, card, vram_bytes=vram_bytes, rules=rules)
+        return pipeline.tradeoff_workload(work, card, vram_bytes=vram_bytes, constraints=constraints, seconds=seconds)
+    return pipeline.plan_workload(work, card, vram_bytes=vram_bytes, constraints=constraints)
 
 
 def _again(saved: Plan, options: argparse.Namespace) -> Plan:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import Category, Op, Phase, StepGraph, Storage
+from planner.workspaces.gemm import GEMM_OPS
 from planner.workspaces.registry import formula_of
 
 _LT_BYTES = 1 << 20
-GEMM_OPS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
 
 
 def with_workspaces(graph: StepGraph, card: DeviceProfile, torch_version: str) -> StepGraph:

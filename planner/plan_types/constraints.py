@@ -11,7 +11,7 @@ from planner.plan_types.decisions import KINDS, Decision, Fidelity
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rules:
+class Constraints:
     """What the user allows."""
 
     fidelity: Fidelity
@@ -42,15 +42,15 @@ class Rules:
         return kind.kind in self.forced
 
 
-def given_rules(
+def parse_constraints(
     *,
     fidelity: str,
     force: Sequence[str],
     forbid: Sequence[str],
     only: Sequence[str] | None = None,
     max_slowdown: float | None = None,
-) -> Rules:
-    """Rules as a user states them; `only` forbids every technique that it does not name.
+) -> Constraints:
+    """Constraints as a user states them; `only` forbids every technique that it does not name.
 
     Raises:
         DecisionError: a name is unknown, or two of them contradict each other.
@@ -64,7 +64,7 @@ def given_rules(
             if name in forbidden:
                 raise DecisionError(f"technique '{name}' is forbidden, and among those that alone are allowed")
         forbidden = tuple(name for name in KINDS if name not in only or name in forbidden)
-    return Rules(fidelity=Fidelity.parse(fidelity), forced=forced, forbidden=forbidden, max_slowdown=max_slowdown)
+    return Constraints(fidelity=Fidelity.parse(fidelity), forced=forced, forbidden=forbidden, max_slowdown=max_slowdown)
 
 
 def _names(given: str | Sequence[str]) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ _ALIKE = 1.2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Stretch:
+class _Segment:
     """Ops [start, stop) of a forward, by their numbers."""
 
     start: int
@@ -49,7 +49,7 @@ def with_stretches(graph: StepGraph) -> StepGraph:
     by_module: dict[str, list[int]] = defaultdict(list)
     for call in ops_of:
         by_module[graph.calls[call].module].append(call)
-    found: dict[int, tuple[_Stretch, ...]] = {}
+    found: dict[int, tuple[_Segment, ...]] = {}
     for module, usable in by_module.items():
         calls = [index for index, call in enumerate(graph.calls) if call.module == module]
         if calls == sorted(usable) and len({len(ops_of[call]) for call in calls}) == 1:
@@ -147,9 +147,9 @@ class _Cuts:
         self._least = _SMALLEST_SHARE * sizes.sum()
         self._allowed = self._minima() - self._in_submodules(graph, call, ticks)
 
-    def stretches(self) -> tuple[_Stretch, ...]:
+    def stretches(self) -> tuple[_Segment, ...]:
         """All of them, outer before inner. Undivided, the whole would run again all at once, as it ran before."""
-        found: list[_Stretch] = []
+        found: list[_Segment] = []
         self._halve(0, len(self._crossing) - 1, found, depth=len(self._crossing))
         return tuple(
             dataclasses.replace(stretch, only_divided=not number)
@@ -157,20 +157,20 @@ class _Cuts:
             if number or stretch.stops
         )
 
-    def divided_stretches(self) -> tuple[_Stretch, ...]:
+    def divided_stretches(self) -> tuple[_Segment, ...]:
         """The whole, its halves and its quarters, divided."""
-        found: list[_Stretch] = []
+        found: list[_Segment] = []
         self._halve(0, len(self._crossing) - 1, found, depth=2)
         return tuple(dataclasses.replace(stretch, only_divided=True) for stretch in found if stretch.stops)
 
-    def _halve(self, start: int, stop: int, found: list[_Stretch], *, depth: int) -> list[int]:
+    def _halve(self, start: int, stop: int, found: list[_Segment], *, depth: int) -> list[int]:
         """Where the innermost stretches begin; those down to a depth are added to what is found."""
         saved_bytes = self._saved[stop] - self._saved[start]
         if not saved_bytes:
             return []
         place, begins = len(found), [start]
         if depth >= 0:
-            found.append(_Stretch(start=start, stop=stop, stops=(), only_divided=False))
+            found.append(_Segment(start=start, stop=stop, stops=(), only_divided=False))
         cuts = sorted(cut for cut in self._allowed if start < cut < stop)
         if cuts and saved_bytes >= self._least:
             least = min(self._crossing[cut] for cut in cuts)
@@ -221,7 +221,7 @@ def _crossing_bytes(graph: StepGraph, ops: list[int]) -> np.ndarray:
 
 
 def _with_calls(
-    graph: StepGraph, ops_of: dict[int, list[int]], stretches: dict[int, tuple[_Stretch, ...]]
+    graph: StepGraph, ops_of: dict[int, list[int]], stretches: dict[int, tuple[_Segment, ...]]
 ) -> StepGraph:
     calls = [dataclasses.replace(call) for call in graph.calls]
     innermost: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # by call: (first op, op after last, stretch)

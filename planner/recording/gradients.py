@@ -67,7 +67,7 @@ class Updates:
         """What reads a parameter after its update, while the backward still runs, does not compute what it should."""
         for storage in op.inputs if self._updated and not self.running and not op.is_view else ():
             if storage in self._updated:
-                raise self._recorder.answers.refusal(
+                raise self._recorder.data_dependence.refusal(
                     f"parameter '{self._updated[storage]}' is read by {op.name} after its update in backward",
                     "forbid step-in-backward",
                 )

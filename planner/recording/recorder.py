@@ -47,8 +47,8 @@ from planner.recording.op_schema import (
 from planner.recording.saved_tensors import SavedTensors
 from planner.recording.step_graph import Category, Op, Phase, Save, StepGraph, Storage
 from planner.virtual_gpu import sparse_gradients
-from planner.virtual_gpu.by_value import run_by_value
-from planner.virtual_gpu.data_dependence import Answers
+from planner.virtual_gpu.data_dependence import DataDependence
+from planner.virtual_gpu.data_dependent_ops import run_by_value
 from planner.virtual_gpu.in_place import InPlaceRule
 from planner.virtual_gpu.kernels import KERNELS
 from planner.virtual_gpu.shadow_values import tensors_in
@@ -85,7 +85,7 @@ class Recorder(TorchDispatchMode):
         self.updates = Updates(self)
         self.step = 0
         self.micro_batch = 0
-        self.answers = Answers(self.calls.place)
+        self.data_dependence = DataDependence(self.calls.place)
         self.sequence = -1
         """Autograd's count of nodes when the last op ran that made or changed a storage."""
         self._paused = False
@@ -175,23 +175,25 @@ class Recorder(TorchDispatchMode):
             kernel = KERNELS.get(op)
             if kernel is not None and any(self._watches(tensor) for tensor in tensors_in(args)):
                 with self.pause():
-                    out, scratch = kernel(self.answers, op, *args, **kwargs)
+                    out, scratch = kernel(self.data_dependence, op, *args, **kwargs)
             else:
                 if traits.asks_values:
-                    ran, out, args = run_by_value(self.answers, self._run, op, args, kwargs)
+                    ran, out, args = run_by_value(self.data_dependence, self._run, op, args, kwargs)
                 if not ran:
                     out = op(*args, **kwargs)
         except _DATA_DEPENDENT:
-            raise self.answers.refusal(f"the result of {op} depends on values, and a rehearsal has none") from None
+            raise self.data_dependence.refusal(
+                f"the result of {op} depends on values, and a rehearsal has none"
+            ) from None
         except UnsupportedOperatorException:
-            raise self.answers.refusal(
+            raise self.data_dependence.refusal(
                 f"{op} has no fake kernel (register one with torch.library.register_fake)"
             ) from None
         if not ran and not (traits.is_view and isinstance(args[0], FakeTensor)):
-            self.answers.known.follow(op, args, kwargs, out, traits.written_arguments(args, kwargs))
+            self.data_dependence.known.follow(op, args, kwargs, out, traits.written_arguments(args, kwargs))
         if isinstance(out, torch.Tensor) and out.is_sparse:
             sparse_gradients.hold_parts(out, tensors_in((args, kwargs)))
-            self.answers.assume((sparse_gradients.ASSUMED_TEMPORARIES,))
+            self.data_dependence.assume((sparse_gradients.ASSUMED_TEMPORARIES,))
         self._note_op(op, traits, args, kwargs, out, tick)
         for tensor in scratch:
             self.storage_of(tensor)
@@ -208,7 +210,11 @@ class Recorder(TorchDispatchMode):
 
     def _scalar(self, tensor: torch.Tensor) -> float | bool | None:
         """The answer to `.item()`; None where it is left to the fake mode, which knows constants on the host."""
-        return self.answers.scalar_or_refuse(tensor) if self._watches(tensor) else self.answers.scalar(tensor)
+        return (
+            self.data_dependence.scalar_or_refuse(tensor)
+            if self._watches(tensor)
+            else self.data_dependence.scalar(tensor)
+        )
 
     def _note_op(self, op, traits: OpTraits, args, kwargs, out, tick: int) -> None:
         read = [leaf for leaf in tensors_in((args, kwargs)) if self._watches(leaf)]
@@ -359,7 +365,7 @@ class Recorder(TorchDispatchMode):
             batch_statistics=tuple(self._batch_statistics),
             update_tick=self.updates.tick,
             trained=self.updates.trained,
-            assumptions=tuple(self.answers.assumptions),
+            assumptions=tuple(self.data_dependence.assumptions),
         )
         classify(graph)
         return graph

@@ -20,7 +20,7 @@ from planner.recording.step_graph import Category, StepGraph
 from planner.virtual_gpu import backend, fake_tensor_cache, kernels, rnn
 from planner.virtual_gpu.forked_process import Child, Refuse
 from planner.virtual_gpu.in_place import InPlaceRule
-from planner.virtual_gpu.shadow_values import KnownValues, assume_full, learn_buffer
+from planner.virtual_gpu.shadow_values import ShadowValues, assume_full, learn_buffer
 from planner.virtual_gpu.source_lines import is_model_code
 from planner.virtual_gpu.sparse_gradients import no_rows_of
 from planner.workload.torch_optimizers import sparse_lookups
@@ -55,16 +55,6 @@ class Rehearsal:
         return Child(lambda refuse: _rehearse(self, refuse), receive=_received)
 
 
-def rehearse(rehearsal: Rehearsal) -> StepGraph:
-    """Rehearse in a child process.
-
-    Raises:
-        RehearsalError: an op that the virtual GPU cannot run, with its module and line.
-        WorkloadError: the model refused the batch.
-    """
-    return rehearsal.start().result()
-
-
 @contextlib.contextmanager
 def on_virtual_gpu(target: backend.Target, refuse: Refuse, *, what_if: bool) -> Iterator[Recorder]:
     """Make this process one with a virtual GPU, for good. Yields a recorder that is not active yet.
@@ -83,11 +73,11 @@ def on_virtual_gpu(target: backend.Target, refuse: Refuse, *, what_if: bool) -> 
         backend.VirtualGpuMode(),
     ):
         recorder = Recorder(backend.NAME, what_if=what_if, in_place=InPlaceRule(backend.NAME))
-        recorder.answers.on_refusal_in_backward = refuse
+        recorder.data_dependence.on_refusal_in_backward = refuse
         autocast.on_cast = lambda tensor: recorder.mark(tensor, Category.AUTOCAST)
-        recorder.answers.install()
+        recorder.data_dependence.install()
         rnn.register()
-        kernels.register_routes(recorder.answers)
+        kernels.register_routes(recorder.data_dependence)
         yield recorder
 
 
@@ -101,11 +91,11 @@ def _rehearse(rehearsal: Rehearsal, refuse: Refuse) -> tuple[StepGraph, bytes]:
     """The recording, and the calls that nobody had made before."""
     known_calls = fake_tensor_cache.known()
     with on_virtual_gpu(rehearsal.target, refuse, what_if=rehearsal.what_if) as recorder:
-        make_virtual(rehearsal.model, backend.NAME, recorder.answers.known)
+        make_virtual(rehearsal.model, backend.NAME, recorder.data_dependence.known)
         wanted_size = sum(rehearsal.micro_batch_sizes)
         batch = virtual_batch(rehearsal.batch, rehearsal.batch_size, wanted_size, backend.NAME)
         for path, tensor in tensors_of(batch):
-            assume_full(recorder.answers.known, path, tensor)
+            assume_full(recorder.data_dependence.known, path, tensor)
         graph = record_steps(
             recorder,
             rehearsal.model,
@@ -190,7 +180,7 @@ def _prime(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def make_virtual(model: torch.nn.Module, device: str, known: KnownValues | None = None) -> None:
+def make_virtual(model: torch.nn.Module, device: str, known: ShadowValues | None = None) -> None:
     """Replace parameters and buffers by fakes on a device, in place; shared ones stay shared. Needs a fake mode.
 
     Integers and booleans in buffers of a model with weights are constants, and known.

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from planner.recording.recorder import Recorder
 
 
-class _Ghost:
+class _SavedPlaceholder:
     """Stands for a saved tensor: what is needed to make one like it."""
 
     __slots__ = ("dtype", "offset", "recorder", "save", "shape", "stride", "twin")
 
     def __init__(self, recorder: Recorder, tensor: torch.Tensor, save: Save) -> None:
         self.recorder, self.save = recorder, save
-        self.twin = recorder.answers.known.twin(tensor)
+        self.twin = recorder.data_dependence.known.twin(tensor)
         self.shape, self.stride, self.offset, self.dtype = (
             tensor.shape,
             tensor.stride(),
@@ -51,7 +51,7 @@ class SavedTensors:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
-    def pack(self, tensor: torch.Tensor) -> _Ghost | _Kept:
+    def pack(self, tensor: torch.Tensor) -> _SavedPlaceholder | _Kept:
         storage = self._recorder.storage_of(tensor) if not tensor.is_sparse else None
         permanent = storage is None or self._recorder.storages[storage].op is None
         save = Save(
@@ -66,9 +66,9 @@ class SavedTensors:
         if permanent:
             with self._recorder.pause():
                 return _Kept(self._recorder, tensor.detach(), save)
-        return _Ghost(self._recorder, tensor, save)
+        return _SavedPlaceholder(self._recorder, tensor, save)
 
-    def unpack(self, packed: _Ghost | _Kept) -> torch.Tensor:
+    def unpack(self, packed: _SavedPlaceholder | _Kept) -> torch.Tensor:
         save = packed.save
         if self._recorder.calls.innermost[1] is not None:
             self._recorder.calls.note_obstacle(save.call, TAKES_GRADIENTS)
@@ -80,5 +80,5 @@ class SavedTensors:
             elements = math.ceil(self._recorder.storages[save.storage].size_bytes / packed.dtype.itemsize)
             base = torch.empty(elements, dtype=packed.dtype, device=self._recorder.device)
             self._recorder.storage_of(base, adopt=save.storage)
-            self._recorder.answers.known.take_over(base, packed.twin)
+            self._recorder.data_dependence.known.take_over(base, packed.twin)
             return base.as_strided(packed.shape, packed.stride, packed.offset)

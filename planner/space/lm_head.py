@@ -6,9 +6,10 @@ import dataclasses
 
 import torch
 
-from planner.estimate.add_workspaces import GEMM_OPS
 from planner.plan_types.decisions import ChunkedLoss
 from planner.recording.step_graph import Op, Phase, StepGraph
+from planner.workload.module_hooks import has_backward_hooks
+from planner.workspaces.gemm import GEMM_OPS
 
 _LOG_SOFTMAX = "aten._log_softmax.default"
 _NLL = "aten.nll_loss_forward.default"
@@ -23,7 +24,7 @@ _SMALLEST_LOGITS_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LossInChunks:
+class ChunkedLossOption:
     """How the loss can be taken in chunks."""
 
     module: str
@@ -33,7 +34,7 @@ class LossInChunks:
     always: bool = False
     """Whether micro-batches that are small enough by themselves are taken in chunks, too."""
 
-    def of_part(self, micro_batches: int) -> ChunkedLoss | None:
+    def for_micro_batches(self, micro_batches: int) -> ChunkedLoss | None:
         """The decision for one of so many micro-batches; None where it is no larger than a chunk of the whole batch.
 
         Between the two all have half as many chunks: their recordings are good for all numbers of micro-batches.
@@ -43,12 +44,12 @@ class LossInChunks:
         chunks = self.chunks if micro_batches == 1 or self.always else max(self.chunks // 2, 2)
         return ChunkedLoss(module=self.module, chunks=chunks)
 
-    def finest(self) -> LossInChunks:
+    def most_chunks(self) -> ChunkedLossOption:
         """In as many as there may be, in every micro-batch."""
         return dataclasses.replace(self, chunks=_MOST_CHUNKS, always=True)
 
 
-def loss_in_chunks(graph: StepGraph, model: torch.nn.Module, *, vram_bytes: int) -> LossInChunks | None:
+def loss_in_chunks(graph: StepGraph, model: torch.nn.Module, *, vram_bytes: int) -> ChunkedLossOption | None:
     """How the loss is taken in chunks; None where no linear layer's output goes straight to cross entropy.
 
     Args:
@@ -62,7 +63,7 @@ def loss_in_chunks(graph: StepGraph, model: torch.nn.Module, *, vram_bytes: int)
                 continue
             made = _made_by(graph, op)
             head = made[-1]
-            if not _is_linear(model, head) or not _only_for(graph, made, op):
+            if not _is_linear(model, head) or not _read_only_by(graph, made, op):
                 continue
             if has_backward_hooks(model.get_submodule(head.module)):
                 continue
@@ -71,13 +72,8 @@ def loss_in_chunks(graph: StepGraph, model: torch.nn.Module, *, vram_bytes: int)
             chunks = 2
             while chunks < min(_MOST_CHUNKS, rows) and logits_bytes > chunks * _CHUNK_SHARE * vram_bytes:
                 chunks *= 2
-            return LossInChunks(module=head.module, chunks=chunks)
+            return ChunkedLossOption(module=head.module, chunks=chunks)
     return None
-
-
-def has_backward_hooks(head: torch.nn.Module) -> bool:
-    """Whether the gradient of the module's output or input is wanted as such."""
-    return bool(head._backward_hooks or head._backward_pre_hooks)
 
 
 def _is_plain(graph: StepGraph, log_softmax: Op) -> bool:
@@ -100,7 +96,7 @@ def _made_by(graph: StepGraph, op: Op) -> list[Op | None]:
             return made
 
 
-def _only_for(graph: StepGraph, made: list[Op], loss: Op) -> bool:
+def _read_only_by(graph: StepGraph, made: list[Op], loss: Op) -> bool:
     """Whether what these ops made is read by the next of them alone, at last by the loss, and never written to."""
     logits = {output for op in made for output in op.outputs}
     expected = [id(op) for op in (*made, loss)]

@@ -14,7 +14,7 @@ from planner.workload.workload import Workload
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Trained:
+class TrainedParameters:
     """Parameters by what the step makes for them."""
 
     with_gradient: tuple[torch.nn.Parameter, ...]
@@ -22,7 +22,7 @@ class Trained:
     """Those of them that the optimizer holds."""
 
     @classmethod
-    def of(cls, work: Workload, names: Sequence[str]) -> Trained:
+    def of(cls, work: Workload, names: Sequence[str]) -> TrainedParameters:
         """From the names of all that get a gradient, as recorded."""
         reached = set(names)
         gradients = tuple(parameter for name, parameter in work.model.named_parameters() if name in reached)
@@ -32,16 +32,21 @@ class Trained:
         covered = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return cls(with_gradient=gradients, with_state=tuple(p for p in gradients if id(p) in covered))
 
-    def without(self, held: Container[int]) -> Trained:
+    def without(self, held: Container[int]) -> TrainedParameters:
         """Less those whose identity is among `held`."""
-        return Trained(
+        return TrainedParameters(
             with_gradient=tuple(p for p in self.with_gradient if id(p) not in held),
             with_state=tuple(p for p in self.with_state if id(p) not in held),
         )
 
 
-def floor_bytes(
-    work: Workload, trained: Trained, *, optimizer_peak_bytes: int, state_bytes: int, outer: Sequence[Decision]
+def lower_bound_bytes(
+    work: Workload,
+    trained: TrainedParameters,
+    *,
+    optimizer_peak_bytes: int,
+    state_bytes: int,
+    outer: Sequence[Decision],
 ) -> int:
     """Bytes that no plan with these outer choices goes below: what must be alive while the optimizer steps.
 
@@ -75,7 +80,7 @@ def floor_bytes(
     return parameter_bytes + int(0.99 * share * (optimizer_peak_bytes - parameter_bytes))
 
 
-def _keeps_alike(work: Workload, trained: Trained) -> bool:
+def _keeps_alike(work: Workload, trained: TrainedParameters) -> bool:
     """Whether the state of a part of the parameters is known to be that share of all state."""
     groups = getattr(work.optimizer, "param_groups", ())  # groups may differ in the state that they keep
     dtypes = {parameter.dtype for parameter in trained.with_state}

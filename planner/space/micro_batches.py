@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from planner.errors import DecisionError
-from planner.plan_types.constraints import Rules
+from planner.plan_types.constraints import Constraints
 from planner.plan_types.decisions import Accumulation, Decision
 from planner.workload.workload import Workload, has_mapping_for_each_sample
 
@@ -15,7 +15,7 @@ _MICRO_BATCH_STEPS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Split:
+class MicroBatching:
     """The batch in `micro_batches` parts of at most `size` samples."""
 
     micro_batches: int
@@ -30,8 +30,8 @@ class Split:
 
 
 def offered_splits(
-    work: Workload, rules: Rules, batch_statistics: tuple[str, ...], notes: list[str]
-) -> tuple[Split, ...]:
+    work: Workload, constraints: Constraints, batch_statistics: tuple[str, ...], notes: list[str]
+) -> tuple[MicroBatching, ...]:
     """The batch as it is, and in parts where the rules allow it and parts give what the batch gives.
 
     Args:
@@ -52,18 +52,18 @@ def offered_splits(
         )
     elif work.loss_fn is None and has_mapping_for_each_sample(work.batch):
         why_not = "the model's own loss is no mean over samples, of which each has a mapping of its own in the batch"
-    single, several = Split(micro_batches=1, size=work.batch_size), tuple(splits_of(work.batch_size))
-    if rules.force(Accumulation):
+    single, several = MicroBatching(micro_batches=1, size=work.batch_size), tuple(splits_of(work.batch_size))
+    if constraints.force(Accumulation):
         if why_not and work.batch_size < 2:
             raise DecisionError(f"accumulation is forced, but {why_not}")
         if why_not:
             notes.append(f"accumulation is forced although {why_not}: results differ from the full batch")
         return several
     if why_not:
-        if rules.allow(Accumulation):
+        if constraints.allow(Accumulation):
             notes.append(f"no accumulation: {why_not}")
         return (single,)
-    return (single, *several) if rules.allow(Accumulation) else (single,)
+    return (single, *several) if constraints.allow(Accumulation) else (single,)
 
 
 def _balances_experts(work: Workload) -> bool:
@@ -73,7 +73,7 @@ def _balances_experts(work: Workload) -> bool:
     return bool(getattr(config, "output_router_logits", False) if stated is None else stated)
 
 
-def splits_of(batch_size: int) -> Iterator[Split]:
+def splits_of(batch_size: int) -> Iterator[MicroBatching]:
     """Ways to cut a batch, in rising number of micro-batches; each size once, down to single samples."""
     counts = [count for count in _MICRO_BATCH_STEPS if 1 < count <= batch_size]
     step = 16
@@ -86,4 +86,4 @@ def splits_of(batch_size: int) -> Iterator[Split]:
         if size not in sizes_seen:
             sizes_seen.add(size)
             parts, last = -(-batch_size // size), batch_size - size
-            yield Split(micro_batches=parts, size=size, last=last if parts == 2 and last < size else None)
+            yield MicroBatching(micro_batches=parts, size=size, last=last if parts == 2 and last < size else None)

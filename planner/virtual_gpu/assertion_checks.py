@@ -18,7 +18,7 @@ _ALL_TRUE = (("_check_tensor_all_with", "torch/__init__.py"), ("__init__", "torc
 """Functions of torch that raise unless the boolean they ask for is true: name, and where they are."""
 
 
-def passing_answer(frame: FrameType) -> bool | None:
+def assertion_outcome(frame: FrameType) -> bool | None:
     """The answer to the boolean that `frame` is asking for with which it goes on; None if it is no mere check."""
     code = frame.f_code
     if any(code.co_name == name and code.co_filename.endswith(file) for name, file in _ALL_TRUE):

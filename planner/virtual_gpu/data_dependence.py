@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from planner.errors import RehearsalError
 from planner.virtual_gpu import backend
-from planner.virtual_gpu.assertion_checks import passing_answer
-from planner.virtual_gpu.shadow_values import ASSUMED_FINITE, KnownValues
+from planner.virtual_gpu.assertion_checks import assertion_outcome
+from planner.virtual_gpu.shadow_values import ASSUMED_FINITE, ShadowValues
 from planner.virtual_gpu.source_lines import frames, source_line
 
 ASSUMED_CHECKS = "checks on values pass"
@@ -39,11 +39,11 @@ _WITHOUT_VALUES = "rewrite that line so that shapes and control flow do not depe
 _ASKS = "the model asks for the value of a tensor (.item(), bool() or an index), and a rehearsal has none"
 
 
-class Answers:
+class DataDependence:
     """Of one rehearsal."""
 
     def __init__(self, where: Callable[[], str]) -> None:
-        self.known = KnownValues()
+        self.known = ShadowValues()
         self.assumptions: dict[str, None] = {}
         """In the order in which they were first needed."""
         self._where = where
@@ -86,12 +86,12 @@ class Answers:
                 return answer
             if frame.f_code.co_name == "warn_if_padding_and_no_attention_mask":
                 return False  # transformers asks whether to warn, nothing else depends on it
-        return self._passing(tensor)
+        return self._assertion_outcome(tensor)
 
-    def _passing(self, tensor: torch.Tensor) -> bool | None:
+    def _assertion_outcome(self, tensor: torch.Tensor) -> bool | None:
         """The answer to a check that raises an error otherwise; None if the value is asked for another reason."""
         asker = next((frame for frame in frames() if _may_ask(frame.f_code.co_filename)), None)
-        answer = passing_answer(asker) if asker is not None and tensor.dtype == torch.bool else None
+        answer = assertion_outcome(asker) if asker is not None and tensor.dtype == torch.bool else None
         if answer is not None:
             self.assume((ASSUMED_CHECKS,))
         return answer

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from planner.virtual_gpu import backend
-from planner.virtual_gpu.data_dependence import Answers
+from planner.virtual_gpu.data_dependence import DataDependence
 
 Made = tuple[Any, list[torch.Tensor]]
 """Results and scratch."""
@@ -41,7 +41,7 @@ def cuda_kernel(*ops: torch._ops.OpOverload) -> Callable[[Callable[..., Made]], 
     _aten.soft_margin_loss.default,
     _aten.binary_cross_entropy.default,
 )
-def _reduced_in_full_storage(answers: Answers, op: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Made:
+def _reduced_in_full_storage(answers: DataDependence, op: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Made:
     """Mean or sum lies in the storage of the unreduced loss (Loss.cpp, cuda/Loss.cu)."""
     out = op(input, *args, **kwargs)
     full = out if out.dim() else torch.empty_like(input)
@@ -49,7 +49,9 @@ def _reduced_in_full_storage(answers: Answers, op: Any, input: torch.Tensor, *ar
 
 
 @cuda_kernel(_aten._grouped_mm.default)
-def _grouped_mm(answers: Answers, op: Any, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None):
+def _grouped_mm(
+    answers: DataDependence, op: Any, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
+):
     """Any dtype: what is not bf16 takes the fallback with the same result (cuda/GroupedBlas.cpp).
 
     Rows of the result are padded to 16 bytes (`create_grouped_gemm_output_tensor` in GroupedMMUtils.h).
@@ -71,7 +73,7 @@ def _grouped_mm(answers: Answers, op: Any, a: Any, b: Any, offs: Any = None, bia
 
 @cuda_kernel(_aten._ctc_loss.default)
 def _ctc_loss(
-    answers: Answers, op: Any, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *_: Any
+    answers: DataDependence, op: Any, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *_: Any
 ) -> Made:
     """`ctc_loss_gpu_template` in cuda/LossCTC.cu: the table of alphas is as wide as the longest target."""
     steps, batch = log_probs.shape[0], log_probs.shape[1]
@@ -82,7 +84,7 @@ def _ctc_loss(
 
 @cuda_kernel(_aten._ctc_loss_backward.default)
 def _ctc_loss_backward(
-    answers: Answers,
+    answers: DataDependence,
     op: Any,
     grad: Any,
     log_probs: Any,
@@ -98,13 +100,13 @@ def _ctc_loss_backward(
 
 
 @cuda_kernel(_aten._thnn_fused_gru_cell.default)
-def _gru_cell(answers: Answers, op: Any, input_gates: Any, hidden_gates: Any, hx: Any, *_: Any) -> Made:
+def _gru_cell(answers: DataDependence, op: Any, input_gates: Any, hidden_gates: Any, hx: Any, *_: Any) -> Made:
     """cuda/RNN.cu: a workspace of five (`GRU_WORKSPACE_MULTIPLIER`) hidden sizes is saved for backward."""
     return (torch.empty_like(hx), hx.new_empty(hx.shape[0], 5 * hx.shape[1])), []
 
 
 @cuda_kernel(_aten._thnn_fused_gru_cell_backward.default)
-def _gru_cell_backward(answers: Answers, op: Any, grad_hy: Any, workspace: Any, has_bias: bool) -> Made:
+def _gru_cell_backward(answers: DataDependence, op: Any, grad_hy: Any, workspace: Any, has_bias: bool) -> Made:
     """cuda/RNN.cu."""
     gates = 3 * workspace.shape[1] // 5
     grads = [workspace.new_empty(workspace.shape[0], gates) for _ in range(2)]
@@ -112,7 +114,7 @@ def _gru_cell_backward(answers: Answers, op: Any, grad_hy: Any, workspace: Any, 
     return (grads[0], grads[1], torch.empty_like(grad_hy), *biases), []
 
 
-def register_routes(answers: Answers) -> None:
+def register_routes(answers: DataDependence) -> None:
     """Composite ops that ask tensors for numbers where fake ones would take another way, in this process for good."""
 
     def ctc_loss(

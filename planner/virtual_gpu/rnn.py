@@ -18,7 +18,7 @@ import torch
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from planner.virtual_gpu import backend
-from planner.virtual_gpu.data_dependence import Answers
+from planner.virtual_gpu.data_dependence import DataDependence
 from planner.virtual_gpu.kernels import Made, cuda_kernel
 
 ASSUMED_RESERVE = "cuDNN keeps gates, cells and outputs of recurrent layers for backward and takes no workspace"
@@ -128,7 +128,7 @@ def _in_half_precision(input: Any, weight: Any, stride: int, buffer: Any, hx: An
 
 @cuda_kernel(_aten._cudnn_rnn.default)
 def _forward(
-    answers: Answers, op: Any, input: Any, weight: Any, stride: int, buffer: Any, hx: Any, cx: Any, mode: int,
+    answers: DataDependence, op: Any, input: Any, weight: Any, stride: int, buffer: Any, hx: Any, cx: Any, mode: int,
     hidden_size: int, projected: int, layers: int, batch_first: bool, dropout: float, train: bool,
     bidirectional: bool, batch_sizes: Any, dropout_state: Any,
 ) -> Made:  # fmt: skip
@@ -158,7 +158,7 @@ def _reserve_elements(mode: int, hidden_size: int, projected: int, dropout: floa
 
 @cuda_kernel(_aten._cudnn_rnn_backward.default)
 def _backward(
-    answers: Answers, op: Any, input: Any, weight: Any, stride: int, buffer: Any, hx: Any, cx: Any, output: Any,
+    answers: DataDependence, op: Any, input: Any, weight: Any, stride: int, buffer: Any, hx: Any, cx: Any, output: Any,
     grad_output: Any, grad_hy: Any, grad_cy: Any, mode: int, hidden_size: int, projected: int, layers: int,
     batch_first: bool, dropout: float, train: bool, bidirectional: bool, batch_sizes: Any, dropout_state: Any,
     reserve: Any, output_mask: Any,

@@ -62,7 +62,7 @@ _PICKS |= {_aten.upsample_nearest1d.default, _aten.upsample_nearest2d.default, _
 """Ops whose result holds elements of their first argument and nothing else."""
 
 
-class _Twin:
+class _ShadowValue:
     """What is known of a storage: all its bytes, or one value that every element has."""
 
     __slots__ = ("assumed", "storage", "value")
@@ -86,15 +86,15 @@ class _Twin:
         return real.set_(self.storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-_NOTHING = _Twin()
+_NOTHING = _ShadowValue()
 """What an empty tensor holds is known."""
 
 
-class KnownValues:
+class ShadowValues:
     """The twins of one rehearsal."""
 
     def __init__(self) -> None:
-        self._twins: dict[int, tuple[_Twin, weakref.ref]] = {}
+        self._twins: dict[int, tuple[_ShadowValue, weakref.ref]] = {}
 
     # ---- asking -----------------------------------------------------------------------------------------------
 
@@ -126,9 +126,9 @@ class KnownValues:
         with unset_fake_temporarily():
             first = real.as_strided((), ())
             if _covers_its_storage(tensor) and bool((real == first).all()):
-                twin = _Twin(value=first.clone(), assumed=assumed)
+                twin = _ShadowValue(value=first.clone(), assumed=assumed)
             else:
-                twin = _Twin(storage=torch.UntypedStorage(untyped.nbytes()), assumed=assumed)
+                twin = _ShadowValue(storage=torch.UntypedStorage(untyped.nbytes()), assumed=assumed)
                 once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
                 twin.of(tensor)[once].copy_(real[once])  # an expanded tensor is written once
         self._put(tensor, twin)
@@ -137,13 +137,13 @@ class KnownValues:
         """From now on every element of the fake tensor's storage is taken to be `value`."""
         with unset_fake_temporarily():
             one = torch.tensor(value, dtype=tensor.dtype)
-        self._put(tensor, _Twin(value=one, assumed=frozenset((assumption,))))
+        self._put(tensor, _ShadowValue(value=one, assumed=frozenset((assumption,))))
 
-    def twin(self, tensor: torch.Tensor) -> _Twin | None:
+    def twin(self, tensor: torch.Tensor) -> _ShadowValue | None:
         """What is known of the tensor's storage, for another storage that stands for the same memory (`take_over`)."""
         return self._twin(tensor)
 
-    def take_over(self, tensor: torch.Tensor, twin: _Twin | None) -> None:
+    def take_over(self, tensor: torch.Tensor, twin: _ShadowValue | None) -> None:
         """From now on the tensor's storage holds what `twin` says."""
         if twin is not None:
             self._put(tensor, twin)
@@ -196,17 +196,17 @@ class KnownValues:
         if targets:
             self._run_in_place(op, args, kwargs, targets, assumed, overwrites)
         elif op in _PICKS and twins and twins[0].value is not None and isinstance(args[0], FakeTensor):
-            self._put(results[0], _Twin(value=twins[0].value, assumed=assumed))
+            self._put(results[0], _ShadowValue(value=twins[0].value, assumed=assumed))
         elif op is _aten.cat.default and _are_alike(twins):
             with unset_fake_temporarily():
                 value = twins[0].value.to(results[0].dtype)
-            self._put(results[0], _Twin(value=value, assumed=assumed))
+            self._put(results[0], _ShadowValue(value=value, assumed=assumed))
         elif twins and _is_elementwise(op) and all(twin.value is not None for twin in twins):
             value = _computed(op, self._one_element(args), self._one_element(kwargs))
             if value is not None:
                 with unset_fake_temporarily():
                     value = value.reshape(-1)[:1].reshape(())
-                self._put(results[0], _Twin(value=value, assumed=assumed))
+                self._put(results[0], _ShadowValue(value=value, assumed=assumed))
         elif all(_is_tracked(tensor) for tensor in results):
             for fake, value in zip(results, tensors_in(self.compute(op, args, kwargs)), strict=False):
                 if fake not in self:  # a result on the storage of an argument has its twin already
@@ -216,7 +216,7 @@ class KnownValues:
         self, op: Any, args: tuple, kwargs: dict, targets: list, assumed: frozenset[str], overwrites: bool
     ) -> None:
         for target in targets:
-            twin = self._twin(target) or (_Twin() if overwrites and _covers_its_storage(target) else None)
+            twin = self._twin(target) or (_ShadowValue() if overwrites and _covers_its_storage(target) else None)
             if twin is None or target.untyped_storage().nbytes() > _MOST_BYTES:
                 self._forget_all(targets)
                 return
@@ -226,14 +226,14 @@ class KnownValues:
         if self.compute(op, args, kwargs) is None:
             self._forget_all(targets)
 
-    def _written_out(self, tensor: torch.Tensor, twin: _Twin) -> _Twin:
+    def _written_out(self, tensor: torch.Tensor, twin: _ShadowValue) -> _ShadowValue:
         """A twin with all bytes of the tensor's storage, instead of one value that stands for all."""
         with unset_fake_temporarily():
             storage = torch.UntypedStorage(tensor.untyped_storage().nbytes())
             if twin.value is not None:
                 whole = torch.empty(0, dtype=twin.value.dtype).set_(storage)
                 whole.fill_(twin.value)
-        return _Twin(storage=storage, assumed=twin.assumed)
+        return _ShadowValue(storage=storage, assumed=twin.assumed)
 
     def _follow_constant(self, op: Any, args: tuple, kwargs: dict, results: list[torch.Tensor]) -> bool:
         """Whether the op made one value everywhere in a storage, which is then known."""
@@ -245,7 +245,7 @@ class KnownValues:
         if isinstance(value, torch.Tensor) or not results or not _covers_its_storage(results[0]):
             return False
         with unset_fake_temporarily():
-            self._put(results[0], _Twin(value=torch.tensor(value, dtype=results[0].dtype)))
+            self._put(results[0], _ShadowValue(value=torch.tensor(value, dtype=results[0].dtype)))
         return True
 
     def _follow_random(self, results: list[torch.Tensor]) -> None:
@@ -285,7 +285,7 @@ class KnownValues:
 
     # ---- twins ------------------------------------------------------------------------------------------------
 
-    def _twin(self, tensor: torch.Tensor) -> _Twin | None:
+    def _twin(self, tensor: torch.Tensor) -> _ShadowValue | None:
         if tensor.layout is not torch.strided:
             return None
         if not tensor.numel():
@@ -293,7 +293,7 @@ class KnownValues:
         found = self._twins.get(tensor.untyped_storage()._cdata)
         return found[0] if found else None
 
-    def _put(self, tensor: torch.Tensor, twin: _Twin) -> None:
+    def _put(self, tensor: torch.Tensor, twin: _ShadowValue) -> None:
         untyped = tensor.untyped_storage()
         pointer = untyped._cdata
         self._twins[pointer] = (twin, weakref.ref(untyped, lambda _: self._twins.pop(pointer, None)))
@@ -331,13 +331,13 @@ class KnownValues:
         return value
 
 
-def learn_buffer(known: KnownValues, fake: torch.Tensor, real: torch.Tensor) -> None:
+def learn_buffer(known: ShadowValues, fake: torch.Tensor, real: torch.Tensor) -> None:
     """The values of a model's buffer, where there are any and they are of the kind that decides something."""
     if real.device.type == "cpu" and not real.is_floating_point() and not real.is_complex() and _is_tracked(real):
         known.learn(fake, real)
 
 
-def assume_full(known: KnownValues, name: str, tensor: torch.Tensor) -> None:
+def assume_full(known: ShadowValues, name: str, tensor: torch.Tensor) -> None:
     """Take a mask of the batch to be all true, and its labels to be counted (1): sequences are full."""
     last = name.rsplit(".", 1)[-1].lower()
     if "mask" in name.lower():
@@ -363,7 +363,7 @@ def _computed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     return () if out is None else out
 
 
-def _are_alike(twins: list[_Twin]) -> bool:
+def _are_alike(twins: list[_ShadowValue]) -> bool:
     """Whether all have the same one value everywhere."""
     with unset_fake_temporarily():
         return all(twin.value is not None and bool(twin.value == twins[0].value) for twin in twins)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from planner.virtual_gpu.data_dependence import Answers
+from planner.virtual_gpu.data_dependence import DataDependence
 from planner.virtual_gpu.kernels import Made, cuda_kernel
 
 ASSUMED_TEMPORARIES = "temporaries of ops on sparse gradients are small"
@@ -37,7 +37,7 @@ def no_rows_of(table: torch.Tensor) -> torch.Tensor:
 
 
 @cuda_kernel(torch.ops.aten.sparse_mask.default)
-def _sparse_mask(answers: Answers, op: Any, table: torch.Tensor, mask: torch.Tensor) -> Made:
+def _sparse_mask(answers: DataDependence, op: Any, table: torch.Tensor, mask: torch.Tensor) -> Made:
     """Rows of a table: as all of an update by rows a temporary, and not counted."""
     return no_rows_of(table), []
 

@@ -37,7 +37,7 @@ class Workload:
     """How the model was named on the command line; None for a live object."""
     gradients_alive: bool = False
     """Whether gradients of earlier batches are there before the step, which adds to them: the user accumulates."""
-    held: tuple[str, ...] | None = None
+    gradient_names: tuple[str, ...] | None = None
     """Parameters whose gradients are there then: those that a backward reaches. None: not rehearsed yet."""
 
     @property
@@ -246,3 +246,9 @@ class OptimizerBlueprint:
         groups = [{**group, "params": [parameters[number] for number in group["params"]]} for group in self.groups]
         accepted = inspect.signature(self.kind).parameters
         return self.kind(groups, **{name: value for name, value in self.defaults.items() if name in accepted})
+
+
+def several_processes() -> bool:
+    """Whether this is one of several processes of a group (`torch.distributed`)."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

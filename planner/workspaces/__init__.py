@@ -5,10 +5,10 @@ op is either listed with a formula, or listed as needing nothing (`nothing`), or
 what the formulas say into a recording, and what cuBLAS keeps.
 """
 
-from planner.workspaces import attention, foreach, gemm, indexing, norms, reductions
+from planner.workspaces import attention, gemm, indexing, norms, reductions
 from planner.workspaces.registry import formula_of, has_formula, is_known
 
-FORMULAS = (attention, foreach, gemm, indexing, norms, reductions)
+FORMULAS = (attention, gemm, indexing, norms, reductions)
 """The files whose import registers their formulas."""
 
 __all__ = ["FORMULAS", "formula_of", "has_formula", "is_known"]

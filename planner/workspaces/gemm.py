@@ -8,8 +8,10 @@ from __future__ import annotations
 from planner.profiles.device import DeviceProfile
 from planner.workspaces.registry import KernelCall, Layout, takes_scratch
 
+GEMM_OPS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
 
-@takes_scratch("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
+
+@takes_scratch(*GEMM_OPS)
 def products(call: KernelCall, card: DeviceProfile) -> list[int]:
     """Copies of the operands that have no unit stride in their last two dimensions."""
     names = ("mat1", "mat2") if "mat1" in call.arguments else ("self", "mat2")

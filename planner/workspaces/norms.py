@@ -8,6 +8,7 @@ from planner.workspaces.registry import KernelCall, takes_scratch
 
 _ROWS_PER_BLOCK = 32
 _MOST_BLOCKS = 64 * 1024 // 2
+_FOREACH_CHUNK = 65536
 
 
 @takes_scratch("aten.native_layer_norm_backward.default", "aten._fused_rms_norm_backward.default")
@@ -52,3 +53,11 @@ def convolution_bias(call: KernelCall, card: DeviceProfile) -> list[int]:
         return []
     dims = (0, *range(2, len(layout.shape)))
     return reduction(layout, dims, accumulator_bytes=layout.accumulator_bytes, card=card)
+
+
+@takes_scratch("aten._foreach_norm.Scalar")
+def foreach_norm(call: KernelCall, card: DeviceProfile) -> list[int]:
+    """A partial norm for each chunk of each tensor (ForeachReduceOp.cu, `foreach_tensor_norm_cuda`)."""
+    tensors = call.arguments["self"]
+    most = max((-(-layout.numel // _FOREACH_CHUNK) for layout in tensors), default=0)
+    return [4 * len(tensors) * most] if most else []

@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from planner.errors import DecisionError
-from planner.rewrite.accumulation_check.gradient_probe import Halves, Trial, Tried
-from planner.rewrite.accumulation_check.sample_choice import halves_of, pairs_of_blocks
-from planner.rewrite.accumulation_check.side_effects import Untouched
+from planner.rewrite.accumulation_check.gradient_probe import GradientProbe, Halves, ProbeResult
+from planner.rewrite.accumulation_check.sample_choice import pairs_of_blocks, probe_pairs
+from planner.rewrite.accumulation_check.side_effects import SideEffectGuard
 from planner.rewrite.portable.batch_slicing import count_samples, map_tensors
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _SAMPLES = 8
 
 @final
 @dataclasses.dataclass(kw_only=True)
-class TriedApart:
+class CouplingCheck:
     """Looks at some of the batches that a step splits."""
 
     batch_size: int
@@ -82,7 +82,7 @@ class TriedApart:
                 self._tell("what is off", f"{tried}. {by}")
         self._batches += 1
 
-    def is_right(
+    def agrees(
         self,
         model: torch.nn.Module,
         batch: Any,
@@ -106,14 +106,14 @@ class TriedApart:
 
     def _trial_of(
         self, model: torch.nn.Module, batch: Any, samples: int, loss_of: Callable[[Any], torch.Tensor]
-    ) -> Callable[..., Trial]:
+    ) -> Callable[..., GradientProbe]:
         """All of them begin with the model as it is now."""
-        untouched = Untouched(model, self.loss_fn)
+        untouched = SideEffectGuard(model, self.loss_fn)
         if not untouched.is_whole:
             self._tell(
                 "objects", "model and loss function hold so many objects that some may keep what a trial left there"
             )
-        return functools.partial(Trial, model, batch, samples, loss_of, self.terms_of, untouched)
+        return functools.partial(GradientProbe, model, batch, samples, loss_of, self.terms_of, untouched)
 
     def _tell(self, about: str, line: str) -> None:
         """Once, as many batches as it is about."""
@@ -145,7 +145,7 @@ class TriedApart:
         trainable = self.micro_batch_size // (2 if self.doubled else 1)
         of_gradients = min(samples, _SAMPLES, trainable)
         of_gradients -= of_gradients % 4 if of_gradients > 4 else 0  # pairs stay together
-        choices = functools.partial(halves_of, batch, samples)
+        choices = functools.partial(probe_pairs, batch, samples)
         if of_gradients >= 2:
             sides = choices(of_gradients, self.micro_batch_size, self._batches)
             for halves in itertools.islice(sides, 2 if self._batches else None):
@@ -155,7 +155,7 @@ class TriedApart:
             for halves in choices(more, self.micro_batch_size, 0):
                 yield halves, False
 
-    def _tried(self, trial_of: Callable[..., Trial], batch: Any, samples: int) -> Tried | None:
+    def _tried(self, trial_of: Callable[..., GradientProbe], batch: Any, samples: int) -> ProbeResult | None:
         """What is off. None where nothing is, which is told in the log where there was nothing to compare."""
         try:
             looks = list(self._looks(batch, samples))
@@ -184,7 +184,7 @@ class TriedApart:
             self._tell("what was not tried", f"the loss could not be tried on parts of a batch ({why_not})")
         return None
 
-    def _is_right_in_blocks(self, trial_of: Callable[..., Trial], batch: Any, samples: int) -> bool:
+    def _is_right_in_blocks(self, trial_of: Callable[..., GradientProbe], batch: Any, samples: int) -> bool:
         """Whether several pairs of whole micro-batches have the gradient together that they have one by one.
 
         A loss may compare samples within groups of which each micro-batch has whole ones.
@@ -194,7 +194,7 @@ class TriedApart:
         return _all_are_right(trial_of(), pairs_of_blocks(batch, samples, self.micro_batch_size))
 
 
-def _of_few(trial: Trial, halves: Halves, with_gradients: bool) -> Tried | None:
+def _of_few(trial: GradientProbe, halves: Halves, with_gradients: bool) -> ProbeResult | None:
     tried = trial.of_gradient(halves) if with_gradients else None
     if tried is not None:
         return tried
@@ -205,7 +205,7 @@ def _of_few(trial: Trial, halves: Halves, with_gradients: bool) -> Tried | None:
     return tried if shaken is None else shaken
 
 
-def _all_are_right(trial: Trial, pairs: list[Halves]) -> bool:
+def _all_are_right(trial: GradientProbe, pairs: list[Halves]) -> bool:
     found = []
     for pair in pairs:
         try:

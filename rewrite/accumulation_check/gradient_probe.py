@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from planner.rewrite.accumulation_check.batch_independent_random import SteadyRandom
-from planner.rewrite.accumulation_check.side_effects import Untouched
+from planner.rewrite.accumulation_check.side_effects import SideEffectGuard
 from planner.rewrite.portable.batch_slicing import map_tensors
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class UnsteadyError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Tried:
+class ProbeResult:
     """How far the parts are off the whole."""
 
     what: Literal["gradient", "loss"]
@@ -88,7 +88,7 @@ class Tried:
         )
 
 
-class Trial:
+class GradientProbe:
     """Of one batch. The gradient or loss of two parts, each with its weight, against that of both together.
 
     Args:
@@ -105,7 +105,7 @@ class Trial:
         samples: int,
         loss_of: Callable[[Any], torch.Tensor],
         terms_of: Callable[[Any, int], torch.Tensor | float],
-        untouched: Untouched,
+        untouched: SideEffectGuard,
         *,
         trains: bool = True,
     ) -> None:
@@ -117,7 +117,7 @@ class Trial:
         self.precision = _precision_of(model, batch)
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
-    def of_gradient(self, halves: Halves, *, own_numbers: bool = False) -> Tried | None:
+    def of_gradient(self, halves: Halves, *, own_numbers: bool = False) -> ProbeResult | None:
         """None where no gradients can be taken, or they are nothing.
 
         Args:
@@ -138,7 +138,7 @@ class Trial:
             return None
         return None if tried is None or tried.size <= _ROUNDING * max(1.0, *losses) else tried
 
-    def of_loss(self, halves: Halves, *, shaken: bool = False) -> Tried | None:
+    def of_loss(self, halves: Halves, *, shaken: bool = False) -> ProbeResult | None:
         """`shaken`: of other parameters. Near its initialisation a model's loss may be the same for all samples."""
 
         def taken(part: Any) -> torch.Tensor:
@@ -151,7 +151,7 @@ class Trial:
 
     def _compared(
         self, what: Literal["gradient", "loss"], taken: Callable[[Any], torch.Tensor], halves: Halves, own_numbers: bool
-    ) -> Tried | None:
+    ) -> ProbeResult | None:
         """None where all is zero, or the whole is no number.
 
         Raises:
@@ -173,7 +173,7 @@ class Trial:
         if not size or not together.isfinite().all():
             return None
         error = float((together - sum(weighted)).norm()) / size
-        tried = Tried(what, len(rows), math.inf if math.isnan(error) else error, size, self.precision)
+        tried = ProbeResult(what, len(rows), math.inf if math.isnan(error) else error, size, self.precision)
         if tried.is_off and not float((together - looked(rows)).norm()) <= tried.bound * size:
             raise UnsteadyError(f"the same samples have another {what} when they are taken again")
         if tried.is_off and self._drew_on_host:
@@ -191,7 +191,7 @@ class Trial:
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # or it would give up its graphs for good
             stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
             torch.backends.mha.set_fastpath_enabled(False)  # which leaves zeros at padding
-            stack.enter_context(self.untouched.look())
+            stack.enter_context(self.untouched.restoring())
             for kind in {device.type for device in devices}:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             for module in self.model.modules():  # past a `train` of its own, which may merge weights

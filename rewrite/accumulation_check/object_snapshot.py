@@ -47,7 +47,7 @@ _HEAP_TYPE = 1 << 9
 """Of `type.__flags__`: made by a class statement."""
 
 
-class HeldState:
+class ObjectSnapshot:
     """Of these objects and all that can be reached from them.
 
     Attributes:
@@ -69,7 +69,7 @@ class HeldState:
         if (numpy := sys.modules.get("numpy")) is not None:
             self._note_generator(numpy.random.get_state, numpy.random.set_state)
 
-    def give_back(self) -> bool:
+    def restore(self) -> bool:
         """Whether generators of random numbers other than torch's had moved.
 
         An interruption is raised when all is done.

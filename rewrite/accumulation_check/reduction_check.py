@@ -34,7 +34,7 @@ _STATE_SUM = f"{_STATE} 1"
 _STATE_TERMS = f"{_STATE} the number of terms, or forbid accumulation where a loss is made of several means"
 
 
-class MeansTaken(TorchFunctionMode):
+class ReductionWatcher(TorchFunctionMode):
     """Around the forward and loss of each part of a batch: `part` for each, then `refuse_other_weights`.
 
     Args:
@@ -66,11 +66,11 @@ class MeansTaken(TorchFunctionMode):
         """Of the part that is watched."""
         self._in_forward = False
 
-    def later(self) -> Callable[[], MeansTaken] | None:
+    def later(self) -> Callable[[], ReductionWatcher] | None:
         """What makes the watch of later steps; None where no mean is over what labels say, or the weights are too."""
         if not self._by_label or any(isinstance(weight, torch.Tensor) for weight in self._weights):
             return None  # to watch a whole forward takes the host some time, so that is left out where it can be
-        return functools.partial(MeansTaken, first=False, forward_too=True in self._by_label)
+        return functools.partial(ReductionWatcher, first=False, forward_too=True in self._by_label)
 
     @contextlib.contextmanager
     def part(self, weight: torch.Tensor | float | None) -> Iterator[Callable[[torch.Tensor], None]]:

@@ -15,7 +15,7 @@ _PAIRS = 12
 """Of micro-batches beside each other."""
 
 
-def halves_of(
+def probe_pairs(
     batch: Any, samples: int, few: int, micro_batch_size: int, turn: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Numbers of samples of two parts: by padding, from both sides of a cut, and by their commonest labels.

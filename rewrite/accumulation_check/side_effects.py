@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from planner.recording.op_schema import traits_of
-from planner.rewrite.accumulation_check.object_snapshot import HeldState
+from planner.rewrite.accumulation_check.object_snapshot import ObjectSnapshot
 
 
-class Untouched:
+class SideEffectGuard:
     """A model and its loss function, as they are now.
 
     Attributes:
@@ -28,13 +28,13 @@ class Untouched:
     """
 
     def __init__(self, model: torch.nn.Module, function: Callable | None = None) -> None:
-        self._held = HeldState([model, function])
+        self._held = ObjectSnapshot([model, function])
         self._cards = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
         self.is_whole = self._held.is_whole
         self.drew_on_host = False
 
     @contextlib.contextmanager
-    def look(self) -> Iterator[None]:
+    def restoring(self) -> Iterator[None]:
         """Around forwards and backwards of the model, and calls of its loss function."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._give_back)
@@ -46,7 +46,7 @@ class Untouched:
                 yield
 
     def _give_back(self) -> None:
-        self.drew_on_host = self._held.give_back()
+        self.drew_on_host = self._held.restore()
 
 
 class _CopiesOfWritten(TorchDispatchMode):

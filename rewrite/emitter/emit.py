@@ -8,12 +8,12 @@ import textwrap
 
 from planner.plan_types.plan import Plan, write_text_atomically
 from planner.rewrite.application import one_of_each_kind, turns_cache_off
-from planner.rewrite.emitted_code import WIDTH, Fragment, literal
+from planner.rewrite.emitted_code import WIDTH, EmittedCode, literal
 from planner.rewrite.emitter.header import header
 from planner.rewrite.emitter.model_source import ModelSource, batch_source, model_source
 from planner.rewrite.optimizers import OPTIMIZERS
+from planner.rewrite.portable.loss_and_clipping import clip_gradients
 from planner.rewrite.rules import SOURCES
-from planner.rewrite.step import clip_gradients
 from planner.workload.call_convention import Calling
 from planner.workload.torch_optimizers import may_take_sparse
 
@@ -54,7 +54,7 @@ def source(plan: Plan, *, file_name: str = "train_step.py") -> str:
     return f'{header(plan, file_name)}\n\n{body}\n\n\nif __name__ == "__main__":\n    main()\n'
 
 
-def _imports(fragments: list[Fragment], model: ModelSource) -> str:
+def _imports(fragments: list[EmittedCode], model: ModelSource) -> str:
     """Standard library first, then the others, each sorted as isort does: plain imports before `from`."""
     lines = {"import torch", *model.imports, *(line for fragment in fragments for line in fragment.imports)}
     if model.build:
@@ -67,7 +67,7 @@ def _imports(fragments: list[Fragment], model: ModelSource) -> str:
     return "\n\n".join(blocks)
 
 
-def _rewrite(plan: Plan, fragments: list[Fragment]) -> str:
+def _rewrite(plan: Plan, fragments: list[EmittedCode]) -> str:
     statements = "".join(text for fragment in fragments for text in fragment.rewriting)
     if turns_cache_off(plan):
         statements += _CACHE_OFF
@@ -85,7 +85,7 @@ for module in model.modules():
 """
 
 
-def _optimizer(plan: Plan, fragments: list[Fragment]) -> str:
+def _optimizer(plan: Plan, fragments: list[EmittedCode]) -> str:
     name = plan.workload.optimizer
     options = [option for fragment in fragments for option in fragment.optimizer_options]
     parameters = "[parameter for parameter in model.parameters() if parameter.requires_grad]"
@@ -113,7 +113,7 @@ def _optimizer(plan: Plan, fragments: list[Fragment]) -> str:
     )
 
 
-def _training_step(plan: Plan, fragments: list[Fragment], model: ModelSource) -> str:
+def _training_step(plan: Plan, fragments: list[EmittedCode], model: ModelSource) -> str:
     """The loop of `planner.rewrite.step.TrainingStep`, with only what this plan needs."""
     autocast = next((fragment.autocast for fragment in fragments if fragment.autocast), "")
     split = next((fragment.split for fragment in fragments if fragment.split), "")
@@ -169,7 +169,7 @@ def _training_step(plan: Plan, fragments: list[Fragment], model: ModelSource) ->
     )
 
 
-def _clips_sparse(plan: Plan, fragments: list[Fragment]) -> bool:
+def _clips_sparse(plan: Plan, fragments: list[EmittedCode]) -> bool:
     """Whether there may be sparse gradients, which torch's function does not clip."""
     replaced = any(fragment.backward or fragment.optimizer for fragment in fragments)
     return may_take_sparse(plan.workload.optimizer) and not replaced
@@ -196,7 +196,7 @@ def _loss(plan: Plan, model: ModelSource, part: str) -> str:
     return f"loss_of({call})"
 
 
-def _main(plan: Plan, model: ModelSource, fragments: list[Fragment], scaled: bool) -> str:
+def _main(plan: Plan, model: ModelSource, fragments: list[EmittedCode], scaled: bool) -> str:
     named = [
         *(["scaler=scaler"] if scaled else []),
         *(["loss_fn=loss_fn"] if plan.workload.has_loss_fn else []),

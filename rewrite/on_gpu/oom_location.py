@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
+class OomLocation:
     """Of a training step."""
 
     phase: str
@@ -25,7 +25,7 @@ class Place:
     """Bytes of tensors: 'parameters' (and buffers), 'gradients', 'optimizer state', 'the rest'."""
 
 
-class LastOp(TorchDispatchMode):
+class OomLocator(TorchDispatchMode):
     """Notes where the first op of a training step runs out of memory, and lets the error go on.
 
     Under a dispatch mode some ops need a little more (autograd adds up gradients out of place): it is for a run of its
@@ -36,7 +36,7 @@ class LastOp(TorchDispatchMode):
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, allocated_bytes: Callable[[], int]
     ) -> None:
         super().__init__()
-        self.place: Place | None = None
+        self.place: OomLocation | None = None
         self._model, self._optimizer, self._allocated_bytes = model, optimizer, allocated_bytes
         self._names = {id(module): name for name, module in model.named_modules()}
         self._running: list[str] = []
@@ -66,14 +66,14 @@ class LastOp(TorchDispatchMode):
                 self.place = self._here(str(op))
             raise
 
-    def _here(self, op: str) -> Place:
+    def _here(self, op: str) -> OomLocation:
         alive = {
             "parameters": _size_of((*self._model.parameters(), *self._model.buffers())),
             "gradients": _size_of(p.grad for p in self._model.parameters() if p.grad is not None),
             "optimizer state": _size_of(tree_leaves(list(self._optimizer.state.values()))),
         }
         alive["the rest"] = max(self._allocated_bytes() - sum(alive.values()), 0)
-        return Place(phase=self._phase(), module=self._running[-1] if self._running else "", op=op, alive=alive)
+        return OomLocation(phase=self._phase(), module=self._running[-1] if self._running else "", op=op, alive=alive)
 
     def _phase(self) -> str:
         if self._updates:

@@ -26,7 +26,7 @@ from planner.errors import MeasurementError, PlannerError
 from planner.plan_types.plan import Plan
 from planner.rewrite.application import Rewritten, apply
 from planner.rewrite.on_gpu.cuda import Cuda, Device
-from planner.rewrite.on_gpu.oom_location import LastOp
+from planner.rewrite.on_gpu.oom_location import OomLocator
 from planner.rewrite.parity.result import Parity, Row
 from planner.rewrite.parity.verify import verify
 from planner.workload.loading import load_workload
@@ -181,7 +181,7 @@ class _Steps:
     def _step(self) -> torch.Tensor:
         """Raises torch's error where memory runs out, from a `_StepError`."""
         self._begun += 1
-        last = LastOp(self._rewritten.module, self._rewritten.optimizer, self._device.allocated_bytes)
+        last = OomLocator(self._rewritten.module, self._rewritten.optimizer, self._device.allocated_bytes)
         try:
             with last.watching() if self._find_op else contextlib.nullcontext():
                 return self._step_with_gradients() if self._holds else self._rewritten.step(self._batch)

@@ -19,10 +19,10 @@ from planner.plan_types.decisions import (
     Precision,
 )
 from planner.plan_types.plan import Plan
-from planner.rewrite.parity.model_structure import difference, structure, switches
-from planner.rewrite.parity.reference_step import Comparable, Narrowing, Run
+from planner.rewrite.parity.model_structure import difference, identity_facts, mutable_settings
+from planner.rewrite.parity.reference_step import Comparable, Narrowing, StepTrace
 from planner.rewrite.parity.result import TERMS, Row, compare, dense, failed, held, largest, module_scales, norm
-from planner.rewrite.parity.runs import Given, lower_dtype
+from planner.rewrite.parity.runs import VerifyInputs, lower_dtype
 
 ROUNDINGS = 16
 """Of a lower precision, in the norm of a gradient: each op rounds once, and independent errors add as the square root
@@ -34,7 +34,7 @@ LOOSEST = 0.01
 LARGEST_SCALE = 2.0**120
 """Of a loss, such that gradients overflow in fp16 and the loss in fp32 does not."""
 
-Comparison = Callable[[str, Given, list[str]], list[Row]]
+Comparison = Callable[[str, VerifyInputs, list[str]], list[Row]]
 """Of its name and what was given: rows, after notes were added to."""
 
 
@@ -59,7 +59,7 @@ def _reorders(decision: Decision) -> bool:
     return fused or isinstance(decision, (Accumulation, ChunkedLoss))
 
 
-def as_planned(name: str, given: Given, notes: list[str]) -> list[Row]:
+def as_planned(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
     """Everything, for every step, to the bit."""
     decisions = given.plan.decisions
     order = tuple(decision for decision in decisions if _reorders(decision) or isinstance(decision, Optimizer))
@@ -76,22 +76,22 @@ def as_planned(name: str, given: Given, notes: list[str]) -> list[Row]:
     return rows
 
 
-def kept(name: str, given: Given, notes: list[str]) -> list[Row]:
+def kept(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
     """The objects, keys, modes and hooks of the model while it is rewritten, and with its forwards after `undo`."""
     model = given.copied()
     first = given.rewritten(model, ())  # in its first step a model may set itself up
     first.step(given.fresh())
     first.undo()
-    before, settings = structure(model), switches(model)
+    before, settings = identity_facts(model), mutable_settings(model)
     rewritten = given.rewritten(model, given.plan.decisions)
-    found = {"applied": difference(before, structure(model))}
+    found = {"applied": difference(before, identity_facts(model))}
     rewritten.step(given.fresh())
     rewritten.undo()
-    found["undone"] = difference(before | settings, structure(model) | switches(model))
+    found["undone"] = difference(before | settings, identity_facts(model) | mutable_settings(model))
     return [held(name, when, aspect, why) for when, aspects in found.items() for aspect, why in aspects.items()]
 
 
-def overflow(name: str, given: Given, notes: list[str]) -> list[Row]:
+def overflow(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
     """A step whose gradients are not finite trains nothing, and lowers the scale."""
     decisions = given.plan.decisions
     order = tuple(decision for decision in decisions if _reorders(decision) or isinstance(decision, Optimizer))
@@ -105,7 +105,7 @@ def overflow(name: str, given: Given, notes: list[str]) -> list[Row]:
     return rows + compare(name, "state", plain.state, planned.state, bound=0.0)
 
 
-def freeze(name: str, given: Given, notes: list[str]) -> list[Row]:
+def freeze(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
     """What stays trained gets the gradient that it had; later steps differ, since the prefix stays where it was.
 
     In double, since some kernels look at whether a gradient is wanted, and add up in another order without (recurrent).
@@ -124,8 +124,8 @@ def freeze(name: str, given: Given, notes: list[str]) -> list[Row]:
 
 
 def _in_double(
-    name: str, given: Given, notes: list[str], *, dropout: bool, run: Callable[[bool], Run]
-) -> tuple[Run, bool, float]:
+    name: str, given: VerifyInputs, notes: list[str], *, dropout: bool, run: Callable[[bool], StepTrace]
+) -> tuple[StepTrace, bool, float]:
     """A run of the plain step in double, or where it has none as it is; which of them; eps of its lowest precision."""
     narrowing = Narrowing()
     try:
@@ -141,7 +141,7 @@ def _in_double(
     return found, True, narrowing.eps
 
 
-def in_double(name: str, given: Given, notes: list[str]) -> list[Row]:
+def in_double(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
     """Only the order of sums differs from the untouched step on the full batch."""
     decisions = tuple(d for d in given.plan.decisions if not isinstance(d, (Precision, Optimizer)))
     split = given.plan.decision(Accumulation) is not None
@@ -171,7 +171,7 @@ def in_double(name: str, given: Given, notes: list[str]) -> list[Row]:
     return rows + compare(name, "state", plain.state, planned.state, bound=bound, scales=_state_scales(plain.state))
 
 
-def rounding(name: str, given: Given, notes: list[str]) -> list[Row]:
+def rounding(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
     """Off from the untouched step by no more than twice what autocast alone is off by, and some roundings.
 
     What a lower precision does to a model is the model's: where a gradient jumps (ReLU) and where batches are
@@ -197,7 +197,7 @@ def rounding(name: str, given: Given, notes: list[str]) -> list[Row]:
     return rows
 
 
-def eight_bit_state(name: str, given: Given, notes: list[str]) -> list[Row]:
+def eight_bit_state(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
     """The first update is made from state that is not quantized yet; after it, the state is what was quantized."""
     plain = given.plain(updates=1)
     decisions = tuple(decision for decision in given.plan.decisions if isinstance(decision, (Freeze, Optimizer)))
@@ -239,7 +239,7 @@ def dequantized(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[st
     return averages, bounds
 
 
-def _updates(comparison: str, plain: Run, planned: Run, steps: int) -> list[Row]:
+def _updates(comparison: str, plain: StepTrace, planned: StepTrace, steps: int) -> list[Row]:
     """Whether there were as many updates as steps, of each parameter as many as without the plan, from gradients."""
     rows = []
     for side, run in (("plain", plain), ("planned", planned)):
@@ -257,7 +257,7 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def _of(kind: str, run: Run) -> dict[str, Any]:
+def _of(kind: str, run: StepTrace) -> dict[str, Any]:
     found = {
         "loss": run.losses,
         "gradient": run.gradients,

@@ -16,7 +16,7 @@ Structure = dict[str, dict[str, Hashable]]
 """Aspect -> place in the model -> what is there."""
 
 
-def structure(model: torch.nn.Module) -> Structure:
+def identity_facts(model: torch.nn.Module) -> Structure:
     """What `apply` promises to keep, by name: identities, keys of the state, modes and hooks, but no values."""
     modules = dict(model.named_modules(remove_duplicate=False))
     return {
@@ -37,7 +37,7 @@ def structure(model: torch.nn.Module) -> Structure:
     }
 
 
-def switches(model: torch.nn.Module) -> Structure:
+def mutable_settings(model: torch.nn.Module) -> Structure:
     """What a rule may change as long as it is applied: forwards, what is trained, and how a model is configured."""
     configured = {name: module.config for name, module in model.named_modules() if hasattr(module, "config")}
     return {

@@ -26,7 +26,7 @@ from planner.workload.call_convention import Calling, LossFn, loss_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlainStep:
+class ReferenceStep:
     """One optimizer step. `parts` yields the parts of a batch with the weights of their losses."""
 
     model: torch.nn.Module
@@ -88,7 +88,7 @@ class PlainStep:
 
 
 @dataclasses.dataclass(kw_only=True)
-class Run:
+class StepTrace:
     """What was seen of some steps; tensors are copies in host memory, by their first name in the model."""
 
     losses: dict[str, torch.Tensor]
@@ -121,7 +121,7 @@ class Run:
         return max(1.0, max(sizes, default=0.0) / self.eps)
 
 
-def watch(
+def trace_steps(
     step: Callable[[Any], torch.Tensor],
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -130,10 +130,10 @@ def watch(
     updates: int,
     calls: int,
     scaler: torch.amp.GradScaler | None = None,
-) -> Run:
+) -> StepTrace:
     """Step until there were so many updates, or so many calls: a gradient scaler skips what overflows. Seeded."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    run = Run(
+    run = StepTrace(
         losses={}, gradients={}, times={}, before=_on_host(model.named_parameters()), after={}, buffers={}, state={},
         left=(), updates=0, drew=False, numbers=torch.empty(0), kind=type(optimizer), eps=_eps(optimizer),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from planner.plan_types.decisions import Decision, Freeze, Precision
 from planner.plan_types.plan import Plan
 from planner.rewrite.application import Rewritten, apply_decisions
 from planner.rewrite.optimizers import OptimizerChoice
-from planner.rewrite.parity.reference_step import PlainStep, Run, watch
+from planner.rewrite.parity.reference_step import ReferenceStep, StepTrace, trace_steps
 from planner.rewrite.portable.batch_slicing import map_tensors
 from planner.rewrite.rewriting import LossWeight
 from planner.workload.call_convention import Calling, LossFn
@@ -25,7 +25,7 @@ OVERFLOWS = 24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Given:
+class VerifyInputs:
     """What `verify` was given, with the batch on the device."""
 
     plan: Plan
@@ -88,11 +88,11 @@ class Given:
         split: bool = False,
         scale: float | None = None,
         updates: int,
-    ) -> Run:
+    ) -> StepTrace:
         """The rewritten step. `split`: the batch is, so that no sample may depend on others."""
         model = self.copied(double=double)
         rewritten = self.rewritten(model, decisions)
-        _take_apart(model, split)
+        _decouple_samples(model, split)
         scaler = rewritten.step.scaler
         return self._watched(rewritten.step, model, rewritten.optimizer, scaler, scale, double=double, updates=updates)
 
@@ -106,28 +106,28 @@ class Given:
         split: bool = False,
         scale: float | None = None,
         updates: int,
-    ) -> Run:
+    ) -> StepTrace:
         """The plain loop over the model with decisions that change the order of sums, and under a precision."""
         model = self.copied(double=double, trained=trained)
         rewritten = self.rewritten(model, decisions)
-        _take_apart(model, split)
+        _decouple_samples(model, split)
         fp16 = precision is not None and precision.dtype == "fp16"
         scaler = torch.amp.GradScaler(self.device.type) if fp16 else None
-        step = PlainStep(
+        step = ReferenceStep(
             model=model, optimizer=rewritten.optimizer, calling=Calling[self.plan.workload.calling],
             loss_fn=self.loss_fn, max_grad_norm=self.max_grad_norm, scaler=scaler, parts=rewritten.step._split,
             autocast_dtype=lower_dtype(precision) if precision else None, scheduler=rewritten.step.scheduler,
         )  # fmt: skip
         return self._watched(step, model, rewritten.optimizer, scaler, scale, double=double, updates=updates)
 
-    def _watched(self, step, model, optimizer, scaler, scale, *, double: bool, updates: int) -> Run:
+    def _watched(self, step, model, optimizer, scaler, scale, *, double: bool, updates: int) -> StepTrace:
         """`scale`: take one step at this scale of the loss, instead of as many as make the updates."""
         calls = updates + (OVERFLOWS if scaler else 0)
         if scale is not None:
             scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
             calls = 1
         batch = self.fresh(double=double)
-        return watch(step, model, optimizer, batch, updates=updates, calls=calls, scaler=scaler)
+        return trace_steps(step, model, optimizer, batch, updates=updates, calls=calls, scaler=scaler)
 
 
 def lower_dtype(precision: Precision) -> torch.dtype:
@@ -141,7 +141,7 @@ def _made_by_forwards(model: torch.nn.Module) -> dict[int, torch.Tensor]:
     return {id(value): value.detach().clone() for value in made}
 
 
-def _take_apart(model: torch.nn.Module, split: bool) -> None:
+def _decouple_samples(model: torch.nn.Module, split: bool) -> None:
     """Where a batch is split: nothing of a sample may depend on the others, as far as modules say so."""
     for module in model.modules() if split else ():
         if isinstance(module, torch.nn.modules.batchnorm._NormBase) and module.track_running_stats:

@@ -38,7 +38,7 @@ from planner.rewrite.optimizers import OptimizerChoice
 from planner.rewrite.parity.comparisons import comparisons, first_line
 from planner.rewrite.parity.reference_step import deterministic, random_state_kept
 from planner.rewrite.parity.result import Parity, Row, failed
-from planner.rewrite.parity.runs import Given
+from planner.rewrite.parity.runs import VerifyInputs
 from planner.rewrite.portable.batch_slicing import map_tensors
 from planner.rewrite.rewriting import LossWeight
 from planner.workload.call_convention import LossFn
@@ -98,7 +98,7 @@ def verify(
             f"{type(scheduler).__name__} is over one optimizer: give a function from one to a scheduler"
         )
     target, device = device, next(model.parameters()).device if device is None else torch.device(device)
-    given = Given(
+    given = VerifyInputs(
         plan=plan, model=model, batch=map_tensors(lambda t: t.to(device), batch), device=device, loss_fn=loss_fn,
         is_moved=target is not None, optimizer=optimizer, max_grad_norm=max_grad_norm, loss_weight=loss_weight,
         scheduler=scheduler, steps=steps,

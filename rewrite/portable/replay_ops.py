@@ -43,7 +43,7 @@ def random_numbers(args, kwargs, device):
 
 
 @contextlib.contextmanager
-def numbers_again(set_state, get_state, state):
+def rng_state_restored(set_state, get_state, state):
     before = get_state()
     set_state(state)
     try:
@@ -52,7 +52,7 @@ def numbers_again(set_state, get_state, state):
         set_state(before)
 
 
-class Piece:
+class StorageView:
     """A tensor by its place in a storage."""
 
     def __init__(self, key, tensor):
@@ -72,7 +72,7 @@ class Piece:
         return torch._neg_view(tensor) if self.is_neg else tensor
 
 
-class Held:
+class KeptTensor:
     """A saved tensor that is kept."""
 
     def __init__(self, tensor):
@@ -120,12 +120,12 @@ def tensors_in(values):
     return [tensor for value in values for tensor in tensors_in(value)] if isinstance(values, (list, tuple)) else []
 
 
-def mapped(kind, function, values):
+def map_args(kind, function, values):
     """The same lists, tuples and dicts with a function of all that is of a kind."""
     if isinstance(values, kind):
         return function(values)
     if isinstance(values, (list, tuple)):
-        return [mapped(kind, function, value) for value in values]
+        return [map_args(kind, function, value) for value in values]
     if isinstance(values, dict):
-        return {name: mapped(kind, function, value) for name, value in values.items()}
+        return {name: map_args(kind, function, value) for name, value in values.items()}
     return values

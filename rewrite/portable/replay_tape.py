@@ -19,14 +19,14 @@ from torch.utils._pytree import tree_leaves
 
 from planner.rewrite.portable.module_forward import detached
 from planner.rewrite.portable.replay_ops import (
-    Held,
-    Piece,
+    KeptTensor,
+    StorageView,
     copy_of,
     key_of,
-    mapped,
-    numbers_again,
+    map_args,
     random_numbers,
     refuse_change,
+    rng_state_restored,
     tensors_in,
     traits_of,
     version_of,
@@ -152,7 +152,7 @@ class Tape(TorchDispatchMode):
         comes = torch.autograd._get_sequence_nr() != self.sequence
         number = self.count if comes else self.count - 1
         stretch = self.stretch_at(number)
-        return (stretch and stretch.saved(tensor, bisect(self.stops, number))) or Held(tensor)
+        return (stretch and stretch.saved(tensor, bisect(self.stops, number))) or KeptTensor(tensor)
 
 
 class Stretch:
@@ -174,7 +174,7 @@ class Stretch:
         read, statistics = set(), traits_of(op)[-1]
         given = {n: args[n].detach() for n in statistics[:-1] if args[n] is not None} if statistics else {}
         args = [given[n] if n in given else self.pieces(value, read) for n, value in enumerate(args)]
-        return Noted(op, args, self.pieces(kwargs, read), [], read, set(), set(), random)
+        return TapeEntry(op, args, self.pieces(kwargs, read), [], read, set(), set(), random)
 
     def add(self, noted, result, made, written, part):
         """It has run, and made and written to these storages."""
@@ -191,7 +191,7 @@ class Stretch:
         self.ops[part].append(noted)
 
     def pieces(self, values, read):
-        return mapped(torch.Tensor, lambda tensor: self.piece(tensor, read), values)
+        return map_args(torch.Tensor, lambda tensor: self.piece(tensor, read), values)
 
     def piece(self, tensor, read):
         """Stands for an argument. One that is still blank was written by nobody seen here: it is kept as it is."""
@@ -205,7 +205,7 @@ class Stretch:
         if key not in self.made and key not in self.starts:
             self.start_from(key, tensor)
         read.add(key)
-        return Piece(key, tensor)
+        return StorageView(key, tensor)
 
     def start_from(self, key, tensor):
         """Hold what was there before, apart from the graph, with the number of times that it was written to."""
@@ -227,7 +227,7 @@ class Stretch:
         if key not in self.made or key in self.blank:
             return None
         self.wanted[part][key] += 1
-        return Later(self, part, Piece(key, tensor), self.writes[key])
+        return DeferredTensor(self, part, StorageView(key, tensor), self.writes[key])
 
     def complete(self):
         """Leave out ops that lead to no saved tensor, and let go of what only they need."""
@@ -312,7 +312,7 @@ def leading_to(wanted, ops):
     return found[::-1], needed
 
 
-class Noted(NamedTuple):
+class TapeEntry(NamedTuple):
     """An op that ran, with pieces in the place of tensors; by storage: what it returned, read, made, made or wrote."""
 
     op: object
@@ -326,16 +326,16 @@ class Noted(NamedTuple):
 
     def again(self, values):
         """The storages that it makes or changes when it runs again; running statistics are left alone."""
-        args, kwargs = mapped(Piece, lambda piece: piece.of(values[piece.key]), [self.args, self.kwargs])
+        args, kwargs = map_args(StorageView, lambda piece: piece.of(values[piece.key]), [self.args, self.kwargs])
         for number in traits_of(self.op)[-1][:-1]:
             args[number] = None if args[number] is None else args[number].clone()
-        with contextlib.nullcontext() if self.random is None else numbers_again(*self.random):
+        with contextlib.nullcontext() if self.random is None else rng_state_restored(*self.random):
             result = self.op(*args, **kwargs)
         pairs = zip(self.outputs, tensors_in(result), strict=True)
         return {key: without_bits(tensor) for key, tensor in pairs if key in self.changed}
 
 
-class Later:
+class DeferredTensor:
     """Stands for a saved tensor until backward asks for it."""
 
     def __init__(self, stretch, part, piece, writes):

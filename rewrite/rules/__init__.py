@@ -17,41 +17,43 @@ from planner.plan_types.decisions import (
     Replay,
     StepInBackward,
 )
-from planner.rewrite.rules.accumulation import accumulation, accumulation_source
-from planner.rewrite.rules.checkpoint import checkpoint, checkpoint_source
-from planner.rewrite.rules.chunked_loss import chunked_loss, chunked_loss_source
-from planner.rewrite.rules.freeze import freeze, freeze_source
-from planner.rewrite.rules.offload import offload, offload_source
-from planner.rewrite.rules.optimizer import optimizer, optimizer_source
-from planner.rewrite.rules.optimizer_kernel import optimizer_kernel, optimizer_kernel_source
-from planner.rewrite.rules.precision import precision, precision_source
-from planner.rewrite.rules.replay import replay, replay_source
-from planner.rewrite.rules.step_in_backward import step_in_backward, step_in_backward_source
+from planner.rewrite.rules import (
+    accumulation,
+    checkpoint,
+    chunked_loss,
+    freeze,
+    offload,
+    optimizer,
+    optimizer_kernel,
+    precision,
+    replay,
+    step_in_backward,
+)
 
 RULES: dict[type[Decision], Callable] = {
-    Freeze: freeze,
-    Precision: precision,
-    Optimizer: optimizer,
-    OptimizerKernel: optimizer_kernel,
-    ChunkedLoss: chunked_loss,
-    Accumulation: accumulation,
-    StepInBackward: step_in_backward,
-    Checkpoint: checkpoint,
-    Replay: replay,
-    Offload: offload,
+    Freeze: freeze.freeze,
+    Precision: precision.precision,
+    Optimizer: optimizer.optimizer,
+    OptimizerKernel: optimizer_kernel.optimizer_kernel,
+    ChunkedLoss: chunked_loss.chunked_loss,
+    Accumulation: accumulation.accumulation,
+    StepInBackward: step_in_backward.step_in_backward,
+    Checkpoint: checkpoint.checkpoint,
+    Replay: replay.replay,
+    Offload: offload.offload,
 }
 """Rule by decision, in the order in which they are applied: `rule(rewriting, decision)`."""
 
 SOURCES: dict[type[Decision], Callable] = {
-    Freeze: freeze_source,
-    Precision: precision_source,
-    Optimizer: optimizer_source,
-    OptimizerKernel: optimizer_kernel_source,
-    ChunkedLoss: chunked_loss_source,
-    Accumulation: accumulation_source,
-    StepInBackward: step_in_backward_source,
-    Checkpoint: checkpoint_source,
-    Replay: replay_source,
-    Offload: offload_source,
+    Freeze: freeze.freeze_source,
+    Precision: precision.precision_source,
+    Optimizer: optimizer.optimizer_source,
+    OptimizerKernel: optimizer_kernel.optimizer_kernel_source,
+    ChunkedLoss: chunked_loss.chunked_loss_source,
+    Accumulation: accumulation.accumulation_source,
+    StepInBackward: step_in_backward.step_in_backward_source,
+    Checkpoint: checkpoint.checkpoint_source,
+    Replay: replay.replay_source,
+    Offload: offload.offload_source,
 }
-"""The emitted counterpart of each rule: `source(plan, decision)` -> `Fragment`."""
+"""The emitted counterpart of each rule: `source(plan, decision)` -> `EmittedCode`."""

@@ -25,9 +25,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from planner.plan_types.decisions import Checkpoint
 from planner.plan_types.plan import Plan
 from planner.recompute import kept_products
-from planner.rewrite.emitted_code import Fragment, assignment
-from planner.rewrite.portable.module_forward import detached, forward_function, modules_to_run_again, written_by
+from planner.rewrite.emitted_code import EmittedCode, assignment
+from planner.rewrite.portable.module_forward import detached, forward_function, written_by
 from planner.rewrite.rewriting import Rewriting
+from planner.rewrite.rules.recomputed_modules import modules_to_run_again
 
 PRODUCTS = {getattr(torch.ops.aten, name).default: place for name, place in kept_products.PRODUCTS.items()}
 
@@ -172,7 +173,7 @@ def statistics_kept(module):
         yield
 
 
-def checkpoint_source(plan: Plan, decision: Checkpoint) -> Fragment:
+def checkpoint_source(plan: Plan, decision: Checkpoint) -> EmittedCode:
     keeps = any(decision.kept)
     if keeps:
         listed = "".join(f"    torch.ops.aten.{name}.default: {at},\n" for name, at in kept_products.PRODUCTS.items())
@@ -203,7 +204,7 @@ for name in RECOMPUTED:
             "from torch.utils._pytree import tree_leaves, tree_map_only",
         ]
         functions[2:2] = [keeping, KeepingResults, TakingResults, drops_out, detached, written_by, storages, versions]
-    return Fragment(
+    return EmittedCode(
         imports=tuple(imports),
         constants=constants,
         functions=tuple(map(inspect.getsource, functions)),

@@ -21,9 +21,9 @@ from torch.autograd.function import once_differentiable
 from planner.errors import DecisionError
 from planner.plan_types.decisions import ChunkedLoss
 from planner.plan_types.plan import Plan
-from planner.rewrite.emitted_code import Fragment, assignment
+from planner.rewrite.emitted_code import EmittedCode, assignment
 from planner.rewrite.rewriting import Rewriting
-from planner.space.lm_head import has_backward_hooks
+from planner.workload.module_hooks import has_backward_hooks
 
 
 def chunked_loss(rewriting: Rewriting, decision: ChunkedLoss) -> None:
@@ -242,7 +242,7 @@ def unscaled(product, scale):
     return product if scale is None else product.float() / scale
 
 
-def chunked_loss_source(plan: Plan, decision: ChunkedLoss) -> Fragment:
+def chunked_loss_source(plan: Plan, decision: ChunkedLoss) -> EmittedCode:
     parts = (
         logits_in_chunks,
         compute_dtype,
@@ -257,7 +257,7 @@ def chunked_loss_source(plan: Plan, decision: ChunkedLoss) -> Fragment:
 head = model.get_submodule(HEAD)
 head.forward = types.MethodType(logits_in_chunks(CHUNKS), head)
 """
-    return Fragment(
+    return EmittedCode(
         imports=(
             "import math",
             "import types",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Freeze
 from planner.plan_types.plan import Plan
-from planner.rewrite.emitted_code import Fragment, assignment
+from planner.rewrite.emitted_code import EmittedCode, assignment
 from planner.rewrite.rewriting import Change, Rewriting
 
 
@@ -30,8 +30,8 @@ def freeze(rewriting: Rewriting, decision: Freeze) -> None:
             )
 
 
-def freeze_source(plan: Plan, decision: Freeze) -> Fragment:
-    return Fragment(
+def freeze_source(plan: Plan, decision: Freeze) -> EmittedCode:
+    return EmittedCode(
         constants=(assignment("FROZEN", decision.modules),),
         rewriting=(
             """\

@@ -19,11 +19,12 @@ from torch.utils._pytree import tree_leaves
 
 from planner.plan_types.decisions import Offload
 from planner.plan_types.plan import Plan
-from planner.rewrite.emitted_code import Fragment, assignment
+from planner.rewrite.emitted_code import EmittedCode, assignment
 from planner.rewrite.portable import replay_ops
-from planner.rewrite.portable.module_forward import forward_function, modules_to_run_again
-from planner.rewrite.portable.replay_ops import Held, Piece, key_of, version_of, without_bits
+from planner.rewrite.portable.module_forward import forward_function
+from planner.rewrite.portable.replay_ops import KeptTensor, StorageView, key_of, version_of, without_bits
 from planner.rewrite.rewriting import Rewriting
+from planner.rewrite.rules.recomputed_modules import modules_to_run_again
 
 
 def offload(rewriting: Rewriting, decision: Offload) -> None:
@@ -72,13 +73,13 @@ class HostMemory:
     def pack(self, tensor):
         key = key_of(tensor)
         if key is None or is_on_host(tensor) or not self.is_wanted(key) or not is_plain(tensor):
-            return Held(tensor)
+            return KeptTensor(tensor)
         if tensor.untyped_storage().nbytes() < self.from_bytes:
-            return Held(tensor)
+            return KeptTensor(tensor)
         version = key, version_of(tensor)
         if version not in self.copies:
             self.copies[version] = Copy(tensor)
-        return Part(self.copies[version], Piece(key, tensor))
+        return Part(self.copies[version], StorageView(key, tensor))
 
 
 class Copy:
@@ -127,7 +128,7 @@ def is_plain(tensor):
     return type(tensor).__module__.partition(".")[0] == "torch"
 
 
-def offload_source(plan: Plan, decision: Offload) -> Fragment:
+def offload_source(plan: Plan, decision: Offload) -> EmittedCode:
     parts = (
         in_host_memory,
         HostMemory,
@@ -135,8 +136,8 @@ def offload_source(plan: Plan, decision: Offload) -> Fragment:
         Part,
         is_on_host,
         is_plain,
-        replay_ops.Piece,
-        replay_ops.Held,
+        replay_ops.StorageView,
+        replay_ops.KeptTensor,
         replay_ops.refuse_change,
         replay_ops.key_of,
         replay_ops.version_of,
@@ -149,7 +150,7 @@ for name, of_inputs in OFFLOADED.items():
     forward = in_host_memory(forward_as_it_is(module), of_inputs, OFFLOADED_FROM_BYTES)
     module.forward = types.MethodType(forward, module)
 """
-    return Fragment(
+    return EmittedCode(
         imports=(
             "import functools",
             "import types",

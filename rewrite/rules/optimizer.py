@@ -14,7 +14,7 @@ import torch
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Optimizer
 from planner.plan_types.plan import Plan
-from planner.rewrite.emitted_code import Fragment
+from planner.rewrite.emitted_code import EmittedCode
 from planner.rewrite.optimizers import OPTIMIZERS
 from planner.rewrite.rewriting import Rewriting
 from planner.workload.torch_optimizers import has_step_hooks, sparse_lookups
@@ -95,10 +95,10 @@ def keep_embeddings_in_32_bits(optimizer, model):
     optimizer.mng = manager
 
 
-def optimizer_source(plan: Plan, decision: Optimizer) -> Fragment:
+def optimizer_source(plan: Plan, decision: Optimizer) -> EmittedCode:
     named = OPTIMIZERS["adam" if plan.workload.optimizer == "adam" else "adamw"]
     arguments = "".join(f"        {name}={named.hyperparameters[name]!r},\n" for name in _TAKEN_OVER)
-    return Fragment(
+    return EmittedCode(
         imports=("import bitsandbytes",),
         functions=(inspect.getsource(keep_embeddings_in_32_bits),),
         optimizer=f'''\

@@ -16,7 +16,7 @@ import torch
 from planner.errors import DecisionError
 from planner.plan_types.decisions import OptimizerKernel
 from planner.plan_types.plan import Plan
-from planner.rewrite.emitted_code import Fragment
+from planner.rewrite.emitted_code import EmittedCode
 from planner.rewrite.rewriting import Change, Rewriting
 from planner.workload.torch_optimizers import why_no_kernel
 
@@ -78,6 +78,6 @@ def _move_step_numbers(optimizer: torch.optim.Optimizer, group: dict) -> None:
             state["step"] = state["step"].to(device="cpu", dtype=wide)
 
 
-def optimizer_kernel_source(plan: Plan, decision: OptimizerKernel) -> Fragment:
+def optimizer_kernel_source(plan: Plan, decision: OptimizerKernel) -> EmittedCode:
     option, value = OPTIONS[decision.kernel]
-    return Fragment(optimizer_options=(f"{option}={value}",))
+    return EmittedCode(optimizer_options=(f"{option}={value}",))

@@ -7,7 +7,7 @@ import torch
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Precision
 from planner.plan_types.plan import Plan
-from planner.rewrite.emitted_code import Fragment
+from planner.rewrite.emitted_code import EmittedCode
 from planner.rewrite.rewriting import Rewriting
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -27,8 +27,8 @@ def precision(rewriting: Rewriting, decision: Precision) -> None:
         rewriting.scaler = torch.amp.GradScaler(rewriting.device_type())
 
 
-def precision_source(plan: Plan, decision: Precision) -> Fragment:
-    return Fragment(
+def precision_source(plan: Plan, decision: Precision) -> EmittedCode:
+    return EmittedCode(
         autocast=f"torch.autocast(next(model.parameters()).device.type, dtype={_DTYPES[decision.dtype]})",
         scaled=decision.dtype == "fp16",
         rewriting=(_MASTER_WEIGHTS,),

@@ -17,10 +17,11 @@ import types
 
 from planner.plan_types.decisions import Replay
 from planner.plan_types.plan import Plan
-from planner.rewrite.emitted_code import Fragment, assignment
+from planner.rewrite.emitted_code import EmittedCode, assignment
 from planner.rewrite.portable import replay_ops, replay_tape
-from planner.rewrite.portable.module_forward import detached, forward_function, modules_to_run_again
+from planner.rewrite.portable.module_forward import detached, forward_function
 from planner.rewrite.rewriting import Rewriting
+from planner.rewrite.rules.recomputed_modules import modules_to_run_again
 
 
 def replay(rewriting: Rewriting, decision: Replay) -> None:
@@ -34,27 +35,27 @@ def replay(rewriting: Rewriting, decision: Replay) -> None:
         rewriting.replace(module, "forward", forward, place=f"forward of '{name}'")
 
 
-def replay_source(plan: Plan, decision: Replay) -> Fragment:
+def replay_source(plan: Plan, decision: Replay) -> EmittedCode:
     parts = (
         replay_tape.replayed,
         replay_tape.Tape,
         replay_tape.Stretch,
         replay_tape.halves,
         replay_tape.leading_to,
-        replay_tape.Noted,
+        replay_tape.TapeEntry,
         replay_ops.traits_of,
         replay_ops.random_numbers,
-        replay_ops.numbers_again,
-        replay_ops.Piece,
-        replay_tape.Later,
-        replay_ops.Held,
+        replay_ops.rng_state_restored,
+        replay_ops.StorageView,
+        replay_tape.DeferredTensor,
+        replay_ops.KeptTensor,
         replay_ops.refuse_change,
         replay_ops.key_of,
         replay_ops.version_of,
         replay_ops.without_bits,
         replay_ops.copy_of,
         replay_ops.tensors_in,
-        replay_ops.mapped,
+        replay_ops.map_args,
         detached,
     )
     rewriting = """\
@@ -62,7 +63,7 @@ for name, stretches in REPLAYED.items():
     module = model.get_submodule(name)
     module.forward = types.MethodType(replayed(type(module).forward, stretches), module)
 """
-    return Fragment(
+    return EmittedCode(
         imports=(
             "import contextlib",
             "import functools",

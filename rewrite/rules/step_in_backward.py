@@ -16,7 +16,7 @@ import torch
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Optimizer, StepInBackward
 from planner.plan_types.plan import Plan
-from planner.rewrite.emitted_code import Fragment
+from planner.rewrite.emitted_code import EmittedCode
 from planner.rewrite.rewriting import Rewriting
 from planner.workload.torch_optimizers import by_parameter, sparse_lookups, why_not_sparse
 
@@ -87,9 +87,9 @@ def stepping_in_backward(optimizer, *, by_position=False):
             group["params"] = parameters
 
 
-def step_in_backward_source(plan: Plan, decision: StepInBackward) -> Fragment:
+def step_in_backward_source(plan: Plan, decision: StepInBackward) -> EmittedCode:
     by_position = ", by_position=True" if plan.decision(Optimizer) is not None else ""
-    return Fragment(
+    return EmittedCode(
         imports=("import contextlib",),
         functions=(inspect.getsource(stepping_in_backward),),
         backward=f"stepping_in_backward(optimizer{by_position})",

@@ -35,11 +35,11 @@ from planner.plan_types.decisions import Accumulation, Optimizer, OptimizerKerne
 from planner.plan_types.plan import Plan
 from planner.rewrite.application import change_by_rules, one_of_each_kind, refuse_another_model, turns_cache_off
 from planner.rewrite.rewriting import Rewriting
-from planner.rewrite.rules.accumulation import takes_the_loss
 from planner.rewrite.rules.optimizer_kernel import OPTIONS, optimizer_kernel
 from planner.rewrite.trainer.arguments import refuse_what_trainers_cannot_do
-from planner.rewrite.trainer.loss_weighting import LossShare
+from planner.rewrite.trainer.loss_weighting import LossWeighting
 from planner.workload.call_convention import Calling
+from planner.workload.model_loss import takes_the_loss
 from planner.workload.torch_optimizers import sparse_lookups
 
 _OF_THE_OPTIMIZER = (Optimizer, OptimizerKernel, StepInBackward)
@@ -49,7 +49,7 @@ _OF_THE_OPTIMIZER = (Optimizer, OptimizerKernel, StepInBackward)
 class RewrittenForTrainer:
     """A model that is rewritten but for its step. `undo()` gives the model back as it was; trained weights stay."""
 
-    def __init__(self, plan: Plan, rewriting: Rewriting, share: LossShare | None) -> None:
+    def __init__(self, plan: Plan, rewriting: Rewriting, share: LossWeighting | None) -> None:
         self.plan = plan
         self.module = rewriting.model
         self.share = share
@@ -132,9 +132,9 @@ def accumulates(plan: Plan) -> bool:
     return plan.decision(Accumulation) is not None or plan.workload.gradients_alive
 
 
-def _weighted_by_share(rewriting: Rewriting, plan: Plan) -> LossShare:
+def _weighted_by_share(rewriting: Rewriting, plan: Plan) -> LossWeighting:
     """By hooks, which accelerate's autocast, a forward of its own, leaves alone."""
-    share = LossShare.of(rewriting.model, plan)
+    share = LossWeighting.of(rewriting.model, plan)
     for model in {rewriting.model: None, takes_the_loss(rewriting.model): None}:
         rewriting.replace(model, "accepts_loss_kwargs", True, place="accepts_loss_kwargs of the model")
     rewriting.add_hooks(share.hooks_on(rewriting.model))

@@ -143,11 +143,11 @@ class PlanCallback(TrainerCallback):
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Streams may end within a batch: the Trainer keeps the gradients of what it has of it for the next epoch."""
         share = self.rewritten.share
-        if share is not None and share.untrained and state.global_step < state.max_steps:
+        if share is not None and share.pending_micro_batches and state.global_step < state.max_steps:
             raise DecisionError(
-                f"an epoch ended after {share.untrained} of the {args.gradient_accumulation_steps} micro-batches of a "
-                "step, and the Trainer would add their gradients to those of the next one: let the stream have as "
-                "many samples as make up whole batches, or plan with accumulation forbidden"
+                f"an epoch ended after {share.pending_micro_batches} of the {args.gradient_accumulation_steps} "
+                "micro-batches of a step, and the Trainer would add their gradients to those of the next one: let the "
+                "stream have as many samples as make up whole batches, or plan with accumulation forbidden"
             )
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

@@ -19,18 +19,13 @@ import torch
 from planner.errors import DecisionError
 from planner.plan_types.decisions import ChunkedLoss, Precision
 from planner.plan_types.plan import Plan
-from planner.rewrite.accumulation_check.coupling_check import TriedApart
-from planner.rewrite.accumulation_check.reduction_check import MeansTaken
+from planner.rewrite.accumulation_check.coupling_check import CouplingCheck
+from planner.rewrite.accumulation_check.reduction_check import ReductionWatcher
 from planner.rewrite.portable.batch_slicing import count_samples
-from planner.rewrite.rules.accumulation import (
-    counted_labels,
-    divides_by_count,
-    ignored_label,
-    shifts_labels,
-    takes_the_loss,
-)
-from planner.rewrite.step import weighted
+from planner.rewrite.portable.loss_and_clipping import weighted
+from planner.rewrite.rules.accumulation import counted_labels
 from planner.rewrite.trainer.arguments import micro_batches
+from planner.workload.model_loss import divides_by_count, ignored_label, shifts_labels, takes_the_loss
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +34,7 @@ COUNT = "num_items_in_batch"
 
 
 @final
-class LossShare:
+class LossWeighting:
     """Weights the mean loss that a model returns for a micro-batch by its share of the labels of the batch.
 
     Where a batch has no `labels` that the Trainer counts, it takes the mean of all micro-batches alike, and so they
@@ -65,9 +60,9 @@ class LossShare:
         """Whether the planned batch has labels."""
         self.size = size
         """Samples of a whole micro-batch."""
-        self._tried: TriedApart | None = None
+        self._tried: CouplingCheck | None = None
         if not in_chunks:  # or else logits are never held whole
-            self._tried = TriedApart(
+            self._tried = CouplingCheck(
                 batch_size=batch_size, micro_batch_size=size, terms_of=self._terms, doubled=in_lower,
                 way_out="plan with accumulation forbidden",
             )  # fmt: skip
@@ -75,7 +70,7 @@ class LossShare:
         """The Trainer's count, from before a forward to after it."""
         self._seen: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         """Labels of each micro-batch and of its batch, while they are watched."""
-        self._means: MeansTaken | None = None
+        self._means: ReductionWatcher | None = None
         """What the losses of a step were means over, while they are watched."""
         self._model: torch.nn.Module | None = None
         self._parts: list[dict[str, Any]] = []
@@ -88,11 +83,11 @@ class LossShare:
         self._samples: list[int] | None = None
         """Of the micro-batches without labels of a step, once somebody looks."""
         self._was_not_told = self._warns_of_own_loss = False
-        self.untrained = 0
+        self.pending_micro_batches = 0
         """Micro-batches since the last look."""
 
     @classmethod
-    def of(cls, model: torch.nn.Module, plan: Plan) -> LossShare:
+    def of(cls, model: torch.nn.Module, plan: Plan) -> LossWeighting:
         return cls(
             shifted=shifts_labels(model),
             ignored=ignored_label(model),
@@ -114,10 +109,10 @@ class LossShare:
     def watch(self, wanted: bool) -> None:
         """From now on keep what `refuse_another_loss` looks at, or no longer."""
         self._seen, self._was_not_told = ([] if wanted else None), False
-        self._means = MeansTaken(may_be_stated=False) if wanted else None
+        self._means = ReductionWatcher(may_be_stated=False) if wanted else None
         self._warns_of_own_loss = wanted
         self._parts, self._is_right = [], False
-        self._samples, self.untrained = [], 0
+        self._samples, self.pending_micro_batches = [], 0
 
     def refuse_another_loss(self) -> None:
         """Look at the micro-batches since the last look: those of one step. Of those without labels at any time.
@@ -128,7 +123,7 @@ class LossShare:
                 or where micro-batches of several sizes have no labels.
         """
         inputs, self._parts = self._parts, []
-        samples, self._samples, self.untrained = self._samples or [], [], 0
+        samples, self._samples, self.pending_micro_batches = self._samples or [], [], 0
         if len(set(samples)) > 1:
             raise DecisionError(told_uneven(samples))
         if self._was_not_told:
@@ -148,7 +143,7 @@ class LossShare:
     def _refuse_other_means(self, samples: list[int], whole: dict[str, Any] | None) -> None:
         """`samples`: of micro-batches without labels. `whole`: the batch, where it could be put together."""
         seen, self._seen = self._seen, []
-        means, self._means = self._means, MeansTaken(may_be_stated=False)
+        means, self._means = self._means, ReductionWatcher(may_be_stated=False)
         parts = [part.item() for part, _ in seen]
         if seen and sum(parts) != (theirs := seen[-1][1].item()) and not self.divides:
             raise DecisionError(
@@ -166,7 +161,7 @@ class LossShare:
             loss_of = functools.partial(_loss_in_full, self._model)
             if self._tried is None or whole is None:
                 raise
-            if not self._tried.is_right(self._model, whole, loss_of, **options):
+            if not self._tried.agrees(self._model, whole, loss_of, **options):
                 raise
             self._is_right = True
 
@@ -193,7 +188,7 @@ class LossShare:
         if note_loss is not None and loss is not None:
             note_loss(loss)
         labels = kwargs.get("labels")
-        self.untrained += _trains(model)
+        self.pending_micro_batches += _trains(model)
         if of_batch is None and _trains(model):
             if labels is not None or self.labelled:
                 self._was_not_told |= self._seen is not None

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from planner.choose.budget_search import Descent, settle
+from planner.choose.budget_search import PromiseBudgets, search
 
 TIE = 1.05
 
@@ -35,9 +35,9 @@ class World:
         self.tried.append(plan)
         return plan.peak_bytes + plan.slack_bytes - self.capacity_bytes
 
-    def settle(self, attempts: int = 10, hopeless: int | None = None) -> Plan | None:
-        descent = Descent(self.capacity_bytes, finest_bytes=self.capacity_bytes // 512, tie=TIE)
-        return settle(
+    def search(self, attempts: int = 10, hopeless: int | None = None) -> Plan | None:
+        descent = PromiseBudgets(self.capacity_bytes, finest_bytes=self.capacity_bytes // 512, tie=TIE)
+        return search(
             self.ask,
             self.short_bytes_of,
             descent=descent,
@@ -62,33 +62,33 @@ def curve(outer: str, slack_bytes: int, *, cost: float, noise: int = 0, seed: in
 
 def test_a_plan_that_fits_at_once_is_taken_without_another_try():
     world = World(curve("a", 0, cost=1.0), 1000)
-    assert world.settle() == world.plans[0] and len(world.tried) == 1
+    assert world.search() == world.plans[0] and len(world.tried) == 1
 
 
 def test_slack_is_paid_for_by_asking_for_less():
     world = World(curve("a", 150, cost=1.0), 1000)
-    assert world.settle().step_ns <= TIE * min(plan.step_ns for plan in world.fitting())
+    assert world.search().step_ns <= TIE * min(plan.step_ns for plan in world.fitting())
 
 
 def test_a_choice_with_little_slack_is_not_given_up_for_that_of_another():
     """The quickest promises all have a hole of 300; those that are a little slower have none."""
     world = World([*curve("holes", 300, cost=1.0), *curve("none", 0, cost=1.2)], 900)
-    found = world.settle()
+    found = world.search()
     assert found.outer == "none" and found.step_ns <= TIE * min(plan.step_ns for plan in world.fitting())
 
 
 def test_where_nothing_fits_with_less_all_is_asked_again_for_the_others():
     """What fits promises nearly all of the budget, and is the slowest."""
     tight = [Plan("holes", 950, 100, 200), Plan("holes", 940, 110, 200), Plan("none", 990, 500, 5)]
-    assert World(tight, 1000).settle().outer == "none"
+    assert World(tight, 1000).search().outer == "none"
 
 
 def test_none_is_said_where_nothing_fits_and_after_a_bounded_number_of_tries():
     world = World([*curve("a", 800, cost=1.0), *curve("b", 900, cost=2.0)], 1000)
-    assert world.settle() is None and len(world.tried) <= 10
+    assert world.search() is None and len(world.tried) <= 10
     world.tried.clear()
-    assert world.settle(hopeless=3) is None and len(world.tried) == 3
-    assert World([], 1000).settle() is None
+    assert world.search(hopeless=3) is None and len(world.tried) == 3
+    assert World([], 1000).search() is None
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -103,7 +103,7 @@ def test_what_is_settled_for_fits_and_is_hardly_slower_than_the_best(seed):
         )
     ]  # fmt: skip
     world = World(plans, draws.randint(500, 1100))
-    found, best_ns = world.settle(attempts=30), min((plan.step_ns for plan in world.fitting()), default=math.inf)
+    found, best_ns = world.search(attempts=30), min((plan.step_ns for plan in world.fitting()), default=math.inf)
     if found is None:
         assert math.isinf(best_ns)
         return

@@ -9,7 +9,7 @@ import pytest
 from planner.choose.certificates import Certificates
 from planner.errors import RehearsalError
 from planner.pipeline import plan_workload
-from planner.plan_types.constraints import Rules
+from planner.plan_types.constraints import Constraints
 from planner.plan_types.decisions import Checkpoint, Decision, Precision
 from tests.support.workloads import CARD, example
 
@@ -96,7 +96,9 @@ def test_the_search_foresees_what_it_chooses(monkeypatch):
 
     monkeypatch.setattr(Certificates, "_child", child)
     work = example("sequential.py:build", 256)
-    rules = Rules(fidelity=BF16[0].fidelity, forced=("precision",), forbidden=("optimizer", "optimizer-kernel"))
-    plan = plan_workload(work, CARD, vram_bytes=8 << 30, rules=rules)
+    constraints = Constraints(
+        fidelity=BF16[0].fidelity, forced=("precision",), forbidden=("optimizer", "optimizer-kernel")
+    )
+    plan = plan_workload(work, CARD, vram_bytes=8 << 30, constraints=constraints)
     assert plan.decisions == BF16
     assert begun == [((), False), (BF16, True)]

@@ -10,7 +10,7 @@ import torch
 import planner
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Freeze, StepInBackward, micro_batches_of
-from planner.space.lower_bounds import Trained, floor_bytes
+from planner.space.lower_bounds import TrainedParameters, lower_bound_bytes
 from planner.workload.workload import workload
 
 MIB = 1 << 20
@@ -191,9 +191,9 @@ def test_an_optimizer_that_keeps_more_for_some_elements_than_for_others_has_no_h
     work = workload(model, (torch.ones(2, 1),), loss_fn=lambda output, batch: output.sum(), optimizer=optimizer)
     parameter_bytes, still = sum(p.nbytes for p in model.parameters()), model[1].weight
     whole_bytes = sum(state_bytes.values())
-    floor = floor_bytes(
+    floor = lower_bound_bytes(
         work,
-        Trained.of(work, [name for name, _ in model.named_parameters()]),
+        TrainedParameters.of(work, [name for name, _ in model.named_parameters()]),
         optimizer_peak_bytes=2 * parameter_bytes + whole_bytes,
         state_bytes=whole_bytes,
         outer=(Freeze(modules=("0",)), *update),

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 
 import planner
 from planner import rewrite
-from planner.choose.candidates import Cases
+from planner.choose.candidates import Candidates
 from planner.choose.recordings import Recordings
 from planner.estimate.footprint import with_whole_batch
 from planner.plan_types.decisions import Accumulation, Decision
 from planner.recording.step_graph import Category, Phase, StepGraph
 from planner.rewrite.certificate import start_rehearsal, start_update
-from planner.space.micro_batches import Split
+from planner.space.micro_batches import MicroBatching
 from planner.virtual_gpu.forked_process import Child
 from planner.workload.workload import Workload, resized, tensors_of, workload
 from tests.support.workloads import BARE, certifying_graph, plain
@@ -68,7 +68,7 @@ def test_what_the_search_is_promised_of_a_split_holds_the_whole_batch_too():
         lambda decisions: start_update(work, decisions, BARE, ()),
         lambda graph: graph,
     )
-    case = Cases(recordings, BARE, batch_bytes=work.batch_bytes).of((), Split(micro_batches=13, size=5))
+    case = Candidates(recordings, BARE, batch_bytes=work.batch_bytes).of((), MicroBatching(micro_batches=13, size=5))
     assert case.floor_bytes >= bytes_of(batch)
     assert case.peak_bytes == certifying_graph(work, case.decisions(()), BARE).live_bytes().max()
 

@@ -154,7 +154,7 @@ def rehearsed(case: Case, work: Workload) -> StepGraph:
         with on_virtual_gpu(target, refuse, what_if=False) as recorder:
             recorder.in_place = None
             let_transformers_build_masks_in_full()
-            make_virtual(work.model, backend.NAME, recorder.answers.known)
+            make_virtual(work.model, backend.NAME, recorder.data_dependence.known)
             batch = virtual_batch(work.batch, work.batch_size, work.batch_size, backend.NAME)
             sizes = (work.batch_size,)
             return record_steps(

@@ -98,7 +98,7 @@ def through(rank: int, *decisions, sizes: tuple[int, int] = (6, 6), ddp: dict | 
             return work.get_future().then(lambda done: done.value()[0])
 
         wrapper.register_comm_hook(None, count)
-    result.step.through(wrapper)
+    result.step.wrap_with(wrapper)
     batch = batch_of(rank, sizes[rank])
     wanted = expected(sizes, **options)
     found = off_by(lambda: result.step(batch), result.module, result.optimizer, wanted)
@@ -149,11 +149,11 @@ REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
         "DecisionError: several processes train here, and this step would train the model of each by its own gradients",
     ),
     "a wrapper of another model": (
-        lambda rank: applied().step.through(DistributedDataParallel(seeded(Language))),
+        lambda rank: applied().step.wrap_with(DistributedDataParallel(seeded(Language))),
         "DecisionError: this DistributedDataParallel does not wrap the rewritten Language",
     ),
     "a step in backward": (
-        lambda rank: (result := applied(StepInBackward())).step.through(DistributedDataParallel(result.module)),
+        lambda rank: (result := applied(StepInBackward())).step.wrap_with(DistributedDataParallel(result.module)),
         "DecisionError: step-in-backward uses each gradient before DistributedDataParallel has added up those of all",
     ),
     "a step in backward from a file": (
@@ -180,7 +180,7 @@ def train(rank: int, folder: str) -> None:
     cases = CASES | {name: case for name, (case, _) in REFUSED.items()}
     found = {name: told_by(case, rank) for name, case in cases.items()}
     alone = applied()
-    alone.step.through(alone.module)
+    alone.step.wrap_with(alone.module)
     alone.step(batch_of(rank))
     weights = [torch.empty_like(alone.module.head.weight) for _ in range(2)]
     distributed.all_gather(weights, alone.module.head.weight.detach())

@@ -45,16 +45,16 @@ def test_the_head_of_a_language_model_is_found(name):
     work = of(name)
     graph = certifying_graph(work, (), BARE)
     found = lm_head.loss_in_chunks(graph, work.model, vram_bytes=8 << 20)
-    assert found.of_part(1) == ChunkedLoss(module=MODELS[name][2], chunks=8)
+    assert found.for_micro_batches(1) == ChunkedLoss(module=MODELS[name][2], chunks=8)
     assert lm_head.loss_in_chunks(graph, work.model, vram_bytes=8 << 30).chunks == 2
 
 
 def test_a_micro_batch_has_no_more_chunks_than_it_needs():
-    found = lm_head.LossInChunks(module="head", chunks=8)
-    chunks = {count: part and part.chunks for count in (1, 2, 7, 8, 64) for part in [found.of_part(count)]}
+    found = lm_head.ChunkedLossOption(module="head", chunks=8)
+    chunks = {count: part and part.chunks for count in (1, 2, 7, 8, 64) for part in [found.for_micro_batches(count)]}
     assert chunks == {1: 8, 2: 4, 7: 4, 8: None, 64: None}
-    assert {found.finest().of_part(count).chunks for count in (1, 2, 64)} == {64}
-    assert lm_head.LossInChunks(module="head", chunks=2, always=True).of_part(2).chunks == 2
+    assert {found.most_chunks().for_micro_batches(count).chunks for count in (1, 2, 64)} == {64}
+    assert lm_head.ChunkedLossOption(module="head", chunks=2, always=True).for_micro_batches(2).chunks == 2
 
 
 class Net(torch.nn.Module):

@@ -17,7 +17,7 @@ from planner.choose.recordings import Recordings
 from planner.errors import DecisionError
 from planner.estimate import roofline
 from planner.pipeline import plan_workload
-from planner.plan_types.constraints import Rules
+from planner.plan_types.constraints import Constraints
 from planner.plan_types.decisions import Accumulation, Fidelity, Optimizer, OptimizerKernel, Precision, StepInBackward
 from planner.recording.step_graph import Category, Phase, StepGraph
 from planner.rewrite.optimizers import OPTIMIZERS
@@ -27,7 +27,7 @@ from tests.support.training import cross_entropy
 from tests.support.workloads import BARE, CARD, certifying_graph, example, plain, transformer
 
 FUSED, LOOP = OptimizerKernel(kernel="fused"), OptimizerKernel(kernel="for-loop")
-EXACT = Rules(fidelity=Fidelity.EXACT, forced=(), forbidden=())
+EXACT = Constraints(fidelity=Fidelity.EXACT, forced=(), forbidden=())
 FP16 = Precision(dtype="fp16")
 
 
@@ -131,14 +131,17 @@ def test_no_update_goes_below_its_bounds(name, monkeypatch):
 
     monkeypatch.setattr(Chooser, "__init__", noting)
     plan_workload(
-        work, card, vram_bytes=card.vram_bytes, rules=Rules(fidelity=Fidelity.ROUNDED, forced=(), forbidden=())
+        work,
+        card,
+        vram_bytes=card.vram_bytes,
+        constraints=Constraints(fidelity=Fidelity.ROUNDED, forced=(), forbidden=()),
     )
     bounds = seen[0]
     for decision in decisions_for(name):
         graph = plain(work, (decision,), card=card)
         took_ns = optimizer_ns(graph, roofline.op_times_ns(graph, card, 1))
         assert took_ns + len(graph.ops) // 2 >= bounds.updates[type(decision)].ns > 0
-        assert graph.live_bytes().max() >= bounds.floor_bytes((decision,)) >= 2 * parameter_bytes(work)
+        assert graph.live_bytes().max() >= bounds.lower_bound_bytes((decision,)) >= 2 * parameter_bytes(work)
 
 
 class _Counted:
@@ -160,14 +163,14 @@ def test_nothing_is_recorded_where_it_could_spare_no_more_than_a_tie(monkeypatch
     """Plain SGD moves each byte once whatever its kernel is; and a batch may be so large that no update matters."""
     for work in (work_of("sgd"), work_of("adamw", samples=1 << 16)):
         counted = _Counted(monkeypatch)
-        plan = plan_workload(work, CARD, vram_bytes=CARD.vram_bytes, rules=EXACT)
+        plan = plan_workload(work, CARD, vram_bytes=CARD.vram_bytes, constraints=EXACT)
         assert (plan.decisions, counted.updates) == ((), [])
         monkeypatch.undo()
 
 
 def test_where_updates_matter_one_small_recording_tells(monkeypatch):
     counted = _Counted(monkeypatch)
-    plan = plan_workload(work_of("adamw"), CARD, vram_bytes=CARD.vram_bytes, rules=EXACT)
+    plan = plan_workload(work_of("adamw"), CARD, vram_bytes=CARD.vram_bytes, constraints=EXACT)
     assert plan.decisions == (FUSED,)
     assert plan.slowdown < 1 / 1.05
     assert counted.updates == [(FUSED,)]
@@ -178,12 +181,12 @@ def test_where_updates_matter_one_small_recording_tells(monkeypatch):
 @pytest.mark.parametrize("share", [0.8])
 def test_what_is_pruned_would_not_have_been_chosen(name, share, monkeypatch):
     work = made(name)
-    rules = Rules(fidelity=Fidelity.EXACT, forced=(), forbidden=("accumulation",))
-    budget = int(share * plan_workload(work, BARE, vram_bytes=None, rules=rules).peak.total_bytes)
-    quick = plan_workload(work, BARE, vram_bytes=budget, rules=rules)
+    constraints = Constraints(fidelity=Fidelity.EXACT, forced=(), forbidden=("accumulation",))
+    budget = int(share * plan_workload(work, BARE, vram_bytes=None, constraints=constraints).peak.total_bytes)
+    quick = plan_workload(work, BARE, vram_bytes=budget, constraints=constraints)
     monkeypatch.setattr(Chooser, "_could_pay", lambda *_: True)
     monkeypatch.setattr(Chooser, "_bound_ns", lambda *_: 0)
-    thorough = plan_workload(work, BARE, vram_bytes=budget, rules=rules)
+    thorough = plan_workload(work, BARE, vram_bytes=budget, constraints=constraints)
     assert (quick.fits, quick.decisions) == (thorough.fits, thorough.decisions)
 
 
@@ -211,33 +214,35 @@ PROMISED = {
 @pytest.mark.parametrize("name", PROMISED)
 def test_promise_and_certificate_are_the_same_to_the_byte(name, share):
     work = PROMISED[name]()
-    rules = Rules(fidelity=Fidelity.EXACT, forced=("optimizer-kernel",), forbidden=())
-    whole = plan_workload(work, BARE, vram_bytes=None, rules=rules).peak.total_bytes
-    plan = plan_workload(work, BARE, vram_bytes=int(share * whole), rules=rules)
+    constraints = Constraints(fidelity=Fidelity.EXACT, forced=("optimizer-kernel",), forbidden=())
+    whole = plan_workload(work, BARE, vram_bytes=None, constraints=constraints).peak.total_bytes
+    plan = plan_workload(work, BARE, vram_bytes=int(share * whole), constraints=constraints)
     assert plan.decision(OptimizerKernel) == FUSED
     assert plan.solver.promised_bytes == plan.solver.certified_bytes
 
 
 def test_a_peak_in_the_optimizer_is_lowered_by_one_copy_of_the_parameters():
     work = work_of("adamw")
-    whole = plan_workload(work, BARE, vram_bytes=None, rules=EXACT)
+    whole = plan_workload(work, BARE, vram_bytes=None, constraints=EXACT)
     assert whole.peak.phase == "optimizer"
-    rules = Rules(fidelity=Fidelity.EXACT, forced=(), forbidden=("step-in-backward", "checkpoint", "accumulation"))
+    constraints = Constraints(
+        fidelity=Fidelity.EXACT, forced=(), forbidden=("step-in-backward", "checkpoint", "accumulation")
+    )
     budget = whole.peak.total_bytes - int(0.9 * parameter_bytes(work))
-    plan = plan_workload(work, BARE, vram_bytes=budget, rules=rules)
+    plan = plan_workload(work, BARE, vram_bytes=budget, constraints=constraints)
     assert plan.fits and plan.decisions == (FUSED,)
-    without = Rules(fidelity=Fidelity.EXACT, forced=(), forbidden=(*rules.forbidden, "optimizer-kernel"))
-    unfit = plan_workload(work, BARE, vram_bytes=budget, rules=without)
+    without = Constraints(fidelity=Fidelity.EXACT, forced=(), forbidden=(*constraints.forbidden, "optimizer-kernel"))
+    unfit = plan_workload(work, BARE, vram_bytes=budget, constraints=without)
     assert not unfit.fits
     assert unfit.shortfall.next_step.relax == "allow optimizer-kernel"
 
 
 def test_a_loop_is_chosen_where_there_is_no_fused_kernel_and_no_room_for_foreach():
     work = made("RMSprop")
-    whole = plan_workload(work, BARE, vram_bytes=None, rules=EXACT).peak.total_bytes
-    rules = Rules(fidelity=Fidelity.EXACT, forced=(), forbidden=("step-in-backward",))
-    assert plan_workload(work, CARD, vram_bytes=CARD.vram_bytes, rules=rules).decisions == ()
-    plan = plan_workload(work, BARE, vram_bytes=int(0.85 * whole), rules=rules)
+    whole = plan_workload(work, BARE, vram_bytes=None, constraints=EXACT).peak.total_bytes
+    constraints = Constraints(fidelity=Fidelity.EXACT, forced=(), forbidden=("step-in-backward",))
+    assert plan_workload(work, CARD, vram_bytes=CARD.vram_bytes, constraints=constraints).decisions == ()
+    plan = plan_workload(work, BARE, vram_bytes=int(0.85 * whole), constraints=constraints)
     assert plan.fits and plan.decisions == (LOOP,)
     assert plan.solver.promised_bytes == plan.solver.certified_bytes
 
@@ -292,8 +297,10 @@ def test_a_learning_rate_in_a_tensor_is_planned_and_recorded():
 
 def test_accumulated_fp16_steps_are_grafted_as_they_are_rehearsed():
     work = work_of("adamw", samples=8)
-    rules = Rules(fidelity=Fidelity.ROUNDED, forced=("optimizer-kernel", "precision", "accumulation"), forbidden=())
+    constraints = Constraints(
+        fidelity=Fidelity.ROUNDED, forced=("optimizer-kernel", "precision", "accumulation"), forbidden=()
+    )
     card = pipeline.resolve_card("rtx-2060", None)
-    plan = plan_workload(work, card, vram_bytes=card.vram_bytes, rules=rules)
+    plan = plan_workload(work, card, vram_bytes=card.vram_bytes, constraints=constraints)
     assert plan.decision(Precision) == FP16 and plan.decision(Accumulation) is not None
     assert plan.solver.promised_bytes == plan.solver.certified_bytes

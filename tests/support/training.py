@@ -17,8 +17,8 @@ from torch import nn
 from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import Footprint, ModelFacts, Plan, SolverFacts, WorkloadFacts
 from planner.rewrite import Parity, apply, apply_decisions, emit, verify
-from planner.rewrite.rules.accumulation import own_loss
 from planner.workload.call_convention import Calling
+from planner.workload.model_loss import own_loss
 from planner.workload.workload import batch_size_of, described
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from planner.pipeline import plan_workload
-from planner.plan_types.constraints import Rules
+from planner.plan_types.constraints import Constraints
 from planner.plan_types.decisions import KINDS, Checkpoint, Fidelity, Precision, Replay
 from planner.workload.workload import workload
 from tests.support.workloads import BARE, CARD, example, plain, transformer, units, what_if
@@ -103,9 +103,9 @@ def test_the_promised_peak_of_any_selection_is_that_of_the_rehearsed_rewritten_s
 @pytest.mark.parametrize("share", [0.6])
 def test_a_plan_that_only_recomputes_keeps_its_budget_and_its_promise(work, share):
     others = tuple(kind for kind in KINDS if kind not in (Checkpoint.kind, Replay.kind))
-    baseline = plan_workload(work, BARE, vram_bytes=None, rules=_rules())
+    baseline = plan_workload(work, BARE, vram_bytes=None, constraints=_rules())
     budget = int(share * baseline.baseline.total_bytes)
-    plan = plan_workload(work, BARE, vram_bytes=budget, rules=_rules(*others))
+    plan = plan_workload(work, BARE, vram_bytes=budget, constraints=_rules(*others))
     assert plan.certified
     assert abs(plan.solver.promised_bytes - plan.solver.certified_bytes) <= 0.01 * plan.solver.certified_bytes
     if plan.fits:
@@ -122,14 +122,14 @@ def test_a_plan_that_only_recomputes_keeps_its_budget_and_its_promise(work, shar
 )
 def test_a_plan_with_every_lever_keeps_its_budget_and_its_promise_on_a_real_card(make, share):
     work, fixed = make(), CARD.context_bytes
-    baseline = plan_workload(work, CARD, vram_bytes=None, rules=_rules())
+    baseline = plan_workload(work, CARD, vram_bytes=None, constraints=_rules())
     budget = fixed + int(share * (baseline.baseline.total_bytes - fixed))
-    plan = plan_workload(work, CARD, vram_bytes=budget, rules=_rules(fidelity=Fidelity.ROUNDED))
+    plan = plan_workload(work, CARD, vram_bytes=budget, constraints=_rules(fidelity=Fidelity.ROUNDED))
     assert plan.certified
     assert abs(plan.solver.promised_bytes - plan.solver.certified_bytes) <= 0.01 * plan.solver.certified_bytes
     if plan.fits:
         assert plan.peak.total_bytes <= budget
 
 
-def _rules(*forbidden: str, fidelity: Fidelity = Fidelity.EXACT) -> Rules:
-    return Rules(fidelity=fidelity, forced=(), forbidden=forbidden)
+def _rules(*forbidden: str, fidelity: Fidelity = Fidelity.EXACT) -> Constraints:
+    return Constraints(fidelity=fidelity, forced=(), forbidden=forbidden)

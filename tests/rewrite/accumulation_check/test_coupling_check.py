@@ -22,8 +22,8 @@ from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Off
 from planner.rewrite.accumulation_check import gradient_probe, object_snapshot
 from planner.rewrite.accumulation_check.batch_independent_random import SteadyRandom
 from planner.rewrite.accumulation_check.gradient_probe import sampled_gradient
-from planner.rewrite.accumulation_check.sample_choice import amounts_of_padding, halves_of
-from planner.rewrite.accumulation_check.side_effects import Untouched, _CopiesOfWritten
+from planner.rewrite.accumulation_check.sample_choice import amounts_of_padding, probe_pairs
+from planner.rewrite.accumulation_check.side_effects import SideEffectGuard, _CopiesOfWritten
 from tests.support.counting_device import Counting
 from tests.support.training import Perceptron, plan_for, seeded, vectors
 
@@ -188,7 +188,7 @@ def test_numbers_that_are_drawn_are_those_that_would_be():
     for tried in (True, False):
         result = step_of(noisy, 4, 4)
         if not tried:
-            result.step.hold_weights(None)
+            result.step.check_weights(None)
         own.manual_seed(5)
         torch.manual_seed(3)
         drawn.append((result.step(padded()), torch.get_rng_state(), own.get_state()))
@@ -350,7 +350,7 @@ def test_pairs_of_a_class_are_found_wherever_they_are(loss_fn, size, count):
 
 def test_samples_are_chosen_by_labels():
     labels = torch.tensor([5, 3, 3, 7, 5, 3, 3, 5, 9, 5])
-    sides = list(halves_of((torch.zeros(10, 4), labels), 10, 8, 5, 0))[2:]
+    sides = list(probe_pairs((torch.zeros(10, 4), labels), 10, 8, 5, 0))[2:]
     assert [[labels[part].tolist() for part in side] for side in sides] == [
         [[3, 3, 5, 5], [3, 3, 5, 5]],
         [[3, 3, 3, 3], [5, 5, 5, 5]],
@@ -674,7 +674,7 @@ def test_a_trial_leaves_no_trace(build, own_loss):
         loss_fn = seeded(Centred) if own_loss else of_classes
         result = step_of(loss_fn, 4, 8, batch=classes(), build=build)
         if not tried:
-            result.step.hold_weights(None)
+            result.step.check_weights(None)
         torch.manual_seed(3)
         for _ in range(2):
             result.step(classes())
@@ -697,7 +697,7 @@ def test_what_was_resized_or_replaced_in_a_closure_is_given_back():
         calls.append(2)
         return last, late
 
-    with Untouched(model, loss).look():
+    with SideEffectGuard(model, loss).restoring():
         loss(None, None)
         model.grown.resize_(7)
         model.extra = 3
@@ -732,7 +732,7 @@ def test_what_lies_deep_in_a_model_is_given_back(in_loss):
 
         result = step_of(loss_fn, 4, 8, batch=classes(), build=Embedder if in_loss else deep)
         if not tried:
-            result.step.hold_weights(None)
+            result.step.check_weights(None)
         model = head if in_loss else result.module
         for _ in range(2):
             result.step(classes())
@@ -776,7 +776,7 @@ def test_state_in_plain_objects_and_containers_is_given_back(caplog):
     for tried in (True, False):
         result = step_of(of_classes, 4, 8, batch=classes(), build=Remembering)
         if not tried:
-            result.step.hold_weights(None)
+            result.step.check_weights(None)
         result.step(classes())
         m = result.module
         state = [m.calls, m.pairs[0][0].tolist(), m.array.tolist(), m.meter.sum, m.meter.parts, m.partial.args[0].sum]
@@ -848,11 +848,11 @@ def test_a_trial_takes_no_more_memory_than_a_step(size, count, decisions, monkey
     """Less what it copies to the host, which is the same memory here."""
     monkeypatch.setattr(gradient_probe, "_spread", lambda gradient, stride: gradient.sum().view(1))
     monkeypatch.setattr(_CopiesOfWritten, "_copy", lambda self, tensor: None)
-    monkeypatch.setattr(gradient_probe.Trial, "_shake", lambda self: None)
+    monkeypatch.setattr(gradient_probe.GradientProbe, "_shake", lambda self: None)
     result, peaks = step_of(each_sample, size, count, *decisions), []
     for number in range(4):
         if number == 3:
-            result.step.hold_weights(None)
+            result.step.check_weights(None)
         with Counting(None) as counted:
             for parameter in result.module.parameters():
                 counted.note(parameter)

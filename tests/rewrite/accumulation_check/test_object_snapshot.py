@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from planner.rewrite.accumulation_check import object_snapshot
-from planner.rewrite.accumulation_check.object_snapshot import HeldState
-from planner.rewrite.accumulation_check.side_effects import Untouched
+from planner.rewrite.accumulation_check.object_snapshot import ObjectSnapshot
+from planner.rewrite.accumulation_check.side_effects import SideEffectGuard
 
 
 class Slotted:
@@ -219,9 +219,9 @@ def test_what_is_held_is_given_back_after_each_look(name, of_model):
 
     if of_model:
         model.held = held
-    untouched, before = Untouched(model, None if of_model else loss), told(held)
+    untouched, before = SideEffectGuard(model, None if of_model else loss), told(held)
     for _ in range(2):
-        with untouched.look():
+        with untouched.restoring():
             change(held)
             assert told(held) != before
         assert told(held) == before
@@ -231,7 +231,7 @@ def test_a_gradient_that_a_forward_makes_itself_is_given_back():
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     model[1](torch.ones(1, 2)).sum().backward()
     before, copied = model[1].weight.grad, model[1].weight.grad.clone()
-    with Untouched(model).look():
+    with SideEffectGuard(model).restoring():
         for module in model:
             module(torch.ones(1, 2)).sum().backward()
         model[1].zero_grad()
@@ -245,7 +245,7 @@ def test_an_optimizer_within_a_model_is_given_back():
     model.inner = torch.optim.Adam(model.parameters(), lr=0.5)
     model(torch.ones(1, 2)).sum().backward()
     before = model.weight.detach().clone()
-    with Untouched(model).look():
+    with SideEffectGuard(model).restoring():
         model.inner.param_groups[0]["lr"] *= 0.9
         model.inner.step()
     assert model.inner.param_groups[0]["lr"] == 0.5
@@ -269,7 +269,7 @@ class Buffer:
 def test_what_threads_share_is_left_alone(shared):
     model = nn.Linear(2, 2)
     model.shared, model.buffer = shared(), [1]
-    with Untouched(model).look():
+    with SideEffectGuard(model).restoring():
         model.shared.later = 1
         model.buffer.append(2)
         if isinstance(model.shared, queue.Queue):
@@ -319,7 +319,7 @@ def test_objects_of_odd_classes_are_no_trouble(name, caplog):
     model = nn.Linear(2, 2)
     odd = vars(model)["odd"] = ODD[name]()
     before = None if name == "a proxy" else copy.copy(getattr(odd, "__dict__", None))
-    with Untouched(model).look():
+    with SideEffectGuard(model).restoring():
         model.extra = 1
     assert not hasattr(model, "extra")
     assert name == "a proxy" or getattr(odd, "__dict__", None) == before
@@ -336,7 +336,7 @@ def test_an_interruption_comes_when_all_is_given_back(monkeypatch):
         refill(*arguments)
 
     monkeypatch.setattr(object_snapshot, "_refill", interrupted)
-    with pytest.raises(KeyboardInterrupt), Untouched(model).look():
+    with pytest.raises(KeyboardInterrupt), SideEffectGuard(model).restoring():
         for module in model.modules():
             module.training = False
     assert all(module.training for module in model.modules())
@@ -357,9 +357,9 @@ def test_attributes_are_never_away():
     sys.setswitchinterval(1e-6)
     try:
         reader.start()
-        untouched = Untouched(model)
+        untouched = SideEffectGuard(model)
         for turn in range(30):
-            with untouched.look():
+            with untouched.restoring():
                 model.number0, model.extra = turn + 1, 1
         over.set()
         reader.join()
@@ -373,18 +373,18 @@ def test_attributes_are_never_away():
 def test_numbers_that_are_not_of_torch_are_noticed():
     model = nn.Linear(2, 2)
     model.own = np.random.default_rng(0)
-    untouched = Untouched(model)
+    untouched = SideEffectGuard(model)
     for draw in (random.random, np.random.rand, model.own.random):
-        with untouched.look():
+        with untouched.restoring():
             draw()
         assert untouched.drew_on_host
-        with untouched.look():
+        with untouched.restoring():
             torch.rand(3)
         assert not untouched.drew_on_host
 
 
 def test_very_many_objects_are_told(monkeypatch):
     model = nn.Linear(2, 2)
-    assert HeldState([model]).is_whole
+    assert ObjectSnapshot([model]).is_whole
     monkeypatch.setattr(object_snapshot, "_MOST_OBJECTS", 1)
-    assert not HeldState([model]).is_whole
+    assert not ObjectSnapshot([model]).is_whole

@@ -149,7 +149,7 @@ def test_a_loss_that_is_random_is_not_tried_and_draws_what_it_would():
     for tried in (True, False):
         result = step_of(Perceptron, vectors(6), noisy)
         if not tried:
-            result.step.hold_weights(None)
+            result.step.check_weights(None)
         torch.manual_seed(3)
         drawn.append((result.step(vectors(6)), torch.get_rng_state()))
     assert torch.equal(drawn[0][0], drawn[1][0])
@@ -295,7 +295,7 @@ def test_a_batch_whose_loss_takes_no_such_mean_does_not_end_the_watch():
         )
 
     result = step_of(Perceptron, vectors(6), sometimes)
-    result.step.hold_weights()  # without trying it apart, which would call it more often
+    result.step.check_weights()  # without trying it apart, which would call it more often
     for _ in range(2):
         result.step(vectors(6))
     with pytest.raises(DecisionError, match="cross_entropy is a mean over"):

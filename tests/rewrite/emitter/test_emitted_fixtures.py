@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-import importlib
 import pathlib
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from planner.plan_types.decisions import (
 )
 from planner.plan_types.plan import Plan
 from planner.rewrite import source
+from planner.rewrite.rules import offload
 from tests.fixtures.models import flat, mean_square
 from tests.support.training import (
     Convolutional,
@@ -141,7 +141,7 @@ def test_a_plan_is_emitted_as_this_text(name, monkeypatch, request):
 def test_the_text_trains_to_the_same_bits_as_the_live_objects(name, monkeypatch):
     case, emitted = CASES[name], imported(FOLDER / f"{name}.py")
     if name == "offload":  # on a processor all lies in the host's memory already
-        for module in (emitted, importlib.import_module("planner.rewrite.rules.offload")):
+        for module in (emitted, offload):
             monkeypatch.setattr(module, "is_on_host", lambda tensor: False)
     model = seeded(case.build)
     options = {} if case.loss_fn is None else {"loss_fn": case.loss_fn}

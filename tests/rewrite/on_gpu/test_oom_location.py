@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from planner.errors import MeasurementError
 from planner.plan_types.sizes import MIB
 from planner.rewrite.on_gpu import worker
-from planner.rewrite.on_gpu.oom_location import LastOp, Place
+from planner.rewrite.on_gpu.oom_location import OomLocation, OomLocator
 from tests.support.counting_device import CountingCpu
 from tests.support.training import plan_for
 
@@ -44,10 +44,10 @@ class Net(nn.Module):
 PARAMETERS = 2 * (16 + 4) * 4
 
 
-def place_of(full: Full, steps: int = 1) -> Place:
+def place_of(full: Full, steps: int = 1) -> OomLocation:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
-    last, x = LastOp(model, optimizer, lambda: 1000), torch.ones(2, 4, requires_grad=True)
+    last, x = OomLocator(model, optimizer, lambda: 1000), torch.ones(2, 4, requires_grad=True)
     with pytest.raises(torch.OutOfMemoryError), full:
         for _ in range(steps):
             with last.watching():
@@ -87,7 +87,7 @@ def test_what_was_alive_when_it_ran_out():
 def test_the_first_op_that_ran_out_is_told():
     """What handles the error may run out too."""
     model = Net()
-    last = LastOp(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda: 0)
+    last = OomLocator(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda: 0)
     for op in ("cos", "sin"):
         with Full(op), last.watching(), contextlib.suppress(torch.OutOfMemoryError):
             getattr(torch, op)(torch.ones(1))

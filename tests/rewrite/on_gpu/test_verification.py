@@ -15,7 +15,7 @@ import torch
 from planner import pipeline
 from planner.cli import command
 from planner.errors import MeasurementError
-from planner.plan_types.constraints import given_rules
+from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import MIB
 from planner.rewrite.on_gpu import verification as verifying
@@ -46,15 +46,15 @@ def reference(tmp_path_factory) -> str:
     return f"{path}:net"
 
 
-def planned(reference: str, share: float | None, *, optimizer: str = "sgd", alive: bool = False, **rules) -> Plan:
+def planned(reference: str, share: float | None, *, optimizer: str = "sgd", alive: bool = False, **constraints) -> Plan:
     """A plan for a bare card, within a share of what the step takes as it is."""
     work = load_workload(reference, batch_size=None, seq_len=None, optimizer=optimizer, gradients_alive=alive)
     card, _ = pipeline.card_and_budget("bare", None)
-    allowed = given_rules(**{"fidelity": "exact", "force": (), "forbid": ("offload",), **rules})
-    whole = pipeline.plan_workload(work, card, vram_bytes=None, rules=allowed)
+    allowed = parse_constraints(**{"fidelity": "exact", "force": (), "forbid": ("offload",), **constraints})
+    whole = pipeline.plan_workload(work, card, vram_bytes=None, constraints=allowed)
     if share is None:
         return whole
-    return pipeline.plan_workload(work, card, vram_bytes=int(share * whole.baseline.total_bytes), rules=allowed)
+    return pipeline.plan_workload(work, card, vram_bytes=int(share * whole.baseline.total_bytes), constraints=allowed)
 
 
 def made_up(**changes) -> Ran:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-import sys
 
 import pytest
 import torch
@@ -27,8 +26,8 @@ from planner.plan_types.decisions import (
 )
 from planner.rewrite import Parity
 from planner.rewrite.parity.reference_step import Comparable
-from planner.rewrite.portable import replay_tape
-from planner.rewrite.rules import RULES
+from planner.rewrite.portable import loss_and_clipping, replay_tape
+from planner.rewrite.rules import RULES, accumulation, checkpoint, chunked_loss, optimizer, step_in_backward
 from planner.rewrite.step import TrainingStep
 from tests.support.training import (
     Convolutional,
@@ -45,9 +44,6 @@ from tests.support.training import (
     verified,
 )
 
-ACCUMULATION = sys.modules["planner.rewrite.rules.accumulation"]
-CHECKPOINT = sys.modules["planner.rewrite.rules.checkpoint"]
-CHUNKED = sys.modules["planner.rewrite.rules.chunked_loss"]
 UNEVEN = Accumulation(micro_batch_size=4, micro_batches=2)
 """For batches of 6 samples: 4, then 2."""
 BLOCKS = Checkpoint(modules=("first", "twice"))
@@ -207,7 +203,7 @@ def sparse_dropped(step) -> None:
 
 
 def clipped_before_unscaling(step) -> None:
-    sys.modules["planner.rewrite.step"].clip_gradients(step.module, step.max_grad_norm)
+    loss_and_clipping.clip_gradients(step.module, step.max_grad_norm)
     step.scaler.step(step.optimizer)
     step.scaler.update()
     step.optimizer.zero_grad()
@@ -234,7 +230,7 @@ PLAIN_UPDATE = TrainingStep.update
 
 
 def parts(change):
-    plain = ACCUMULATION.micro_batches
+    plain = accumulation.micro_batches
 
     def changed(*arguments, **options):
         return change(list(plain(*arguments, **options)))
@@ -249,13 +245,13 @@ def cut_off(forward, contexts):
     return wrapper
 
 
-class Stale(CHECKPOINT.TakingResults):
+class Stale(checkpoint.TakingResults):
     """Takes what was kept first for good."""
 
     kept_first: dict = {}
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op in CHECKPOINT.PRODUCTS and self.count in self.results:
+        if op in checkpoint.PRODUCTS and self.count in self.results:
             self.results[self.count] = self.kept_first.setdefault(self.count, self.results[self.count])
         return super().__torch_dispatch__(op, types, args, kwargs)
 
@@ -276,7 +272,7 @@ def stepping_twice(optimizer, *, by_position=False):
         del optimizer.step
 
 
-PLAIN_STEPPING = sys.modules["planner.rewrite.rules.step_in_backward"].stepping_in_backward
+PLAIN_STEPPING = step_in_backward.stepping_in_backward
 
 plain_checkpoint = torch.utils.checkpoint.checkpoint
 
@@ -291,19 +287,19 @@ def nothing(*_):
 
 FAULTS = {
     "micro-batches weighted by samples": (
-        MASKED, (UNEVEN,), (ACCUMULATION, "counted_labels", lambda batch, samples, **_: samples), "gradient",
+        MASKED, (UNEVEN,), (accumulation, "counted_labels", lambda batch, samples, **_: samples), "gradient",
     ),
     "the first label of a causal model counted": (
-        CAUSAL, (UNEVEN,), (ACCUMULATION, "shifts_labels", lambda model: False), "gradient",
+        CAUSAL, (UNEVEN,), (accumulation, "shifts_labels", lambda model: False), "gradient",
     ),
     "a loss weight off by one in a thousand": (
         VECTORS, (UNEVEN,),
-        (ACCUMULATION, "micro_batches", parts(lambda p: [(part, weight * 1.001) for part, weight in p])), "gradient",
+        (accumulation, "micro_batches", parts(lambda p: [(part, weight * 1.001) for part, weight in p])), "gradient",
     ),
     "the last micro-batch skipped": (
-        VECTORS, (UNEVEN,), (ACCUMULATION, "micro_batches", parts(lambda p: p[:-1])), "gradient",
+        VECTORS, (UNEVEN,), (accumulation, "micro_batches", parts(lambda p: p[:-1])), "gradient",
     ),
-    "statistics updated twice": (IMAGES, (BLOCKS,), (CHECKPOINT, "statistics_kept", nothing), "buffer"),
+    "statistics updated twice": (IMAGES, (BLOCKS,), (checkpoint, "statistics_kept", nothing), "buffer"),
     "clipping before unscaling": (VECTORS, (FP16,), (TrainingStep, "update", clipped_before_unscaling), "gradient"),
     "a sparse gradient dropped": (BAGS, (UNEVEN,), (TrainingStep, "update", sparse_dropped), "gradient"),
     "other masks in the recompute": (
@@ -312,25 +308,26 @@ FAULTS = {
     "other masks in the recompute of micro-batches": (
         IMAGES, (BLOCKS, UNEVEN), (torch.utils.checkpoint, "checkpoint", without_random_state), "gradient",
     ),
-    "other masks in the replay": (VECTORS, (FLAT,), (replay_tape, "numbers_again", nothing), "gradient"),
+    "other masks in the replay": (VECTORS, (FLAT,), (replay_tape, "rng_state_restored", nothing), "gradient"),
     "parameters updated twice": (VECTORS, (), (TrainingStep, "update", twice), "updates"),
     "parameters updated twice in backward": (
         VECTORS, (StepInBackward(),),
-        (sys.modules["planner.rewrite.rules.step_in_backward"], "stepping_in_backward", stepping_twice), "updates",
+        (step_in_backward, "stepping_in_backward", stepping_twice), "updates",
     ),
     "every second update skipped": (VECTORS, (), (TrainingStep, "update", every_second), "updates"),
-    "a branch cut off": (IMAGES, (Checkpoint(modules=("twice",)),), (CHECKPOINT, "recomputed", cut_off), "gradient"),
+    "a branch cut off": (IMAGES, (Checkpoint(modules=("twice",)),), (checkpoint, "recomputed", cut_off), "gradient"),
     "a kept product of another step": (
-        IMAGES, (Checkpoint(modules=("twice",), kept=((0,),)),), (CHECKPOINT, "TakingResults", Stale), "gradient",
+        IMAGES, (Checkpoint(modules=("twice",), kept=((0,),)),), (checkpoint, "TakingResults", Stale), "gradient",
     ),
     "a frozen prefix trained": (IMAGES, (Freeze(modules=("first",)),), (RULES, Freeze, lambda *_: None), "frozen"),
     "gradients not zeroed": (VECTORS, (), (TrainingStep, "update", gradients_kept), "parameter"),
     "a chunk's gradient off": (
         MASKED, (ChunkedLoss(module="lm_head.decoder", chunks=3),),
-        (CHUNKED, "unscaled", lambda product, scale: product * (1 + 1e-9)), "gradient",
+        (chunked_loss, "unscaled", lambda product, scale: product * (1 + 1e-9)), "gradient",
     ),
     "a chunk's gradient in half precision left scaled": (
-        CAUSAL, (FP16, ChunkedLoss(module="lm_head", chunks=3)), (CHUNKED, "unscaled", lambda product, scale: product),
+        CAUSAL, (FP16, ChunkedLoss(module="lm_head", chunks=3)),
+        (chunked_loss, "unscaled", lambda product, scale: product),
         "gradient",
     ),
     "no autocast": (VECTORS, (BF16,), (RULES, Precision, lambda *_: None), "loss"),
@@ -362,9 +359,8 @@ def test_a_planted_fault_is_caught(fault, monkeypatch):
 
 def test_another_rate_of_the_eight_bit_optimizer_is_caught(monkeypatch):
     pytest.importorskip("bitsandbytes")
-    rule = sys.modules["planner.rewrite.rules.optimizer"]
-    plain = rule._group
-    monkeypatch.setattr(rule, "_group", lambda *given: {**plain(*given), "lr": 1.01e-3})
+    plain = optimizer._group
+    monkeypatch.setattr(optimizer, "_group", lambda *given: {**plain(*given), "lr": 1.01e-3})
     found = verified(Perceptron, vectors(6), Optimizer(), loss_fn=cross_entropy)
     assert {row.comparison for row in found.failures} == {"8-bit state"}
     assert {row.kind for row in found.failures} == {"parameter"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import types
 import warnings
 
@@ -11,8 +10,8 @@ import torch
 from torch import nn
 
 from planner.plan_types.decisions import Accumulation, Checkpoint, Optimizer, Precision, StepInBackward
-from planner.rewrite.parity.model_structure import difference, structure
-from planner.rewrite.rules import RULES
+from planner.rewrite.parity.model_structure import difference, identity_facts
+from planner.rewrite.rules import RULES, optimizer
 from planner.rewrite.step import TrainingStep
 from tests.support.training import (
     Convolutional,
@@ -136,16 +135,16 @@ def test_a_gradient_that_cannot_overflow_is_said_to_test_nothing():
 
 def test_embeddings_in_8_bits_are_caught(monkeypatch):
     pytest.importorskip("bitsandbytes")
-    monkeypatch.setattr(sys.modules["planner.rewrite.rules.optimizer"], "keep_embeddings_in_32_bits", lambda *_: None)
+    monkeypatch.setattr(optimizer, "keep_embeddings_in_32_bits", lambda *_: None)
     found = verified(lambda: roberta(hidden_size=64, vocab_size=80), tokens(), Optimizer(), steps=1)
     assert {row.kind for row in found.failures} == {"embedding"}
 
 
 def test_structures_differ_where_one_has_more():
     model = seeded(Perceptron)
-    before = structure(model)
+    before = identity_facts(model)
     model.register_buffer("more", torch.zeros(()))
-    found = difference(before, structure(model))
+    found = difference(before, identity_facts(model))
     assert found.pop("state_dict") == "changed at 'more'"
     assert set(found.values()) == {""}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import sys
 
 import pytest
 import torch
@@ -16,6 +15,8 @@ import planner
 from planner import rewrite
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Accumulation
+from planner.rewrite.rules import accumulation
+from planner.rewrite.rules.accumulation import samples_only
 from planner.workload.workload import batch_size_of, resized
 from tests.support.training import (
     Convolutional,
@@ -33,7 +34,6 @@ from tests.support.training import (
     vectors,
 )
 
-RULE = sys.modules["planner.rewrite.rules.accumulation"]
 UNEVEN = Accumulation(micro_batch_size=4, micro_batches=2)
 """For batches of 6 samples: 4, then 2."""
 
@@ -69,12 +69,12 @@ def test_token_means_over_uneven_padding_equal_the_full_batch(build):
 
 @pytest.mark.parametrize("build", [masked_model, causal_model])
 def test_weighting_tokens_by_samples_would_be_seen(build, monkeypatch):
-    monkeypatch.setattr(RULE, "counted_labels", lambda batch, samples, **_: samples)
+    monkeypatch.setattr(accumulation, "counted_labels", lambda batch, samples, **_: samples)
     assert largest_relative_error(build(), UNEVEN, batches=[tokens()]) > 1e-3
 
 
 def test_counting_the_first_label_of_a_causal_model_would_be_seen(monkeypatch):
-    monkeypatch.setattr(RULE, "shifts_labels", lambda model: False)
+    monkeypatch.setattr(accumulation, "shifts_labels", lambda model: False)
     assert largest_relative_error(causal_model(), UNEVEN, batches=[tokens()]) > 1e-4
 
 
@@ -102,7 +102,7 @@ def test_a_micro_batch_without_a_counted_label_takes_no_part(build):
 def test_whether_a_model_shifts_its_labels_is_read_from_its_forward(name, shifted):
     kind = getattr(transformers, name)
     with torch.device("meta"):
-        assert RULE.shifts_labels(kind(kind.config_class())) is shifted
+        assert accumulation.shifts_labels(kind(kind.config_class())) is shifted
 
 
 def test_live_models_shift_as_their_classes_do():
@@ -110,10 +110,10 @@ def test_live_models_shift_as_their_classes_do():
         def forward(self, **inputs):
             return super().forward(**inputs)
 
-    assert RULE.shifts_labels(gpt2())
-    assert RULE.shifts_labels(Wrapped(gpt2().config))
-    assert not RULE.shifts_labels(roberta())
-    assert not RULE.shifts_labels(Perceptron())
+    assert accumulation.shifts_labels(gpt2())
+    assert accumulation.shifts_labels(Wrapped(gpt2().config))
+    assert not accumulation.shifts_labels(roberta())
+    assert not accumulation.shifts_labels(Perceptron())
 
 
 def test_a_stated_weight_replaces_samples():
@@ -165,7 +165,7 @@ def test_every_nesting_is_split_and_everything_else_is_shared():
         "sample": Sample(image=torch.ones(5, 1), name="name"),
         "ordered": collections.OrderedDict(a=scalar, b=torch.arange(5)),
     }
-    parts = list(RULE.micro_batches(batch, micro_batch_size=2, batch_size=5, loss_terms=RULE.samples_only))
+    parts = list(accumulation.micro_batches(batch, micro_batch_size=2, batch_size=5, loss_terms=samples_only))
     assert [weight for _, weight in parts] == [0.4, 0.4, 0.2]
     last = parts[-1][0]
     assert last["list"][0].tolist() == [4]
@@ -251,7 +251,7 @@ def test_a_list_of_views_is_no_list_of_samples():
     views = [{"image": torch.arange(5)}, {"image": torch.arange(5, 10)}]
     for batch in ({"views": views}, {"views": views, "labels": torch.arange(5)}):
         assert batch_size_of(batch) == 5
-        parts = list(RULE.micro_batches(batch, micro_batch_size=3, batch_size=5, loss_terms=RULE.samples_only))
+        parts = list(accumulation.micro_batches(batch, micro_batch_size=3, batch_size=5, loss_terms=samples_only))
         assert [[view["image"].tolist() for view in part["views"]] for part, _ in parts] == [
             [[0, 1, 2], [5, 6, 7]],
             [[3, 4], [8, 9]],
@@ -262,7 +262,7 @@ def test_the_arguments_of_a_forward_are_no_list_of_samples():
     """`torch.utils.data.DataLoader` makes a list of what a data set gives as a tuple."""
     batch = [{"x": torch.ones(5, 2)}, {"y": torch.ones(5)}]
     assert batch_size_of(batch) == 5
-    parts = list(RULE.micro_batches(batch, micro_batch_size=3, batch_size=5, loss_terms=RULE.samples_only))
+    parts = list(accumulation.micro_batches(batch, micro_batch_size=3, batch_size=5, loss_terms=samples_only))
     assert [len(part[1]["y"]) for part, _ in parts] == [3, 2]
 
 
@@ -273,7 +273,7 @@ def test_transformers_outputs_and_encodings_are_split():
     encoding = transformers.BatchEncoding({"input_ids": torch.arange(4).view(4, 1)})
     output = BaseModelOutput(last_hidden_state=torch.arange(4))
     parts = [
-        next(RULE.micro_batches(batch, micro_batch_size=3, batch_size=4, loss_terms=RULE.samples_only))[0]
+        next(accumulation.micro_batches(batch, micro_batch_size=3, batch_size=4, loss_terms=samples_only))[0]
         for batch in (encoding, output)
     ]
     assert type(parts[0]) is transformers.BatchEncoding
@@ -284,7 +284,7 @@ def test_transformers_outputs_and_encodings_are_split():
 def test_a_batch_of_unknown_size_is_refused():
     batch = {"a": torch.zeros(5, 2), "b": torch.zeros(7, 2)}
     with pytest.raises(ValueError, match=r"has 8 samples.*\[5, 7\]"):
-        next(RULE.micro_batches(batch, micro_batch_size=2, batch_size=8, loss_terms=RULE.samples_only))
+        next(accumulation.micro_batches(batch, micro_batch_size=2, batch_size=8, loss_terms=samples_only))
 
 
 def test_parts_that_do_not_make_up_the_batch_are_refused():
@@ -297,8 +297,8 @@ def test_weights_are_made_without_asking_the_device():
 
     with FakeTensorMode():
         batch = {"labels": torch.ones(6, 4, dtype=torch.int64)}
-        terms = RULE.functools.partial(RULE.counted_labels, shifted=True, ignored=-100)
-        parts = list(RULE.micro_batches(batch, micro_batch_size=4, batch_size=6, loss_terms=terms))
+        terms = accumulation.functools.partial(accumulation.counted_labels, shifted=True, ignored=-100)
+        parts = list(accumulation.micro_batches(batch, micro_batch_size=4, batch_size=6, loss_terms=terms))
     assert [part["labels"].shape[0] for part, _ in parts] == [4, 2]
 
 

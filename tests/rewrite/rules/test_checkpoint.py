@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Checkpoint
+from planner.rewrite.rules import checkpoint
 from tests.support.training import (
     Convolutional,
     Perceptron,
@@ -28,7 +28,6 @@ from tests.support.training import (
     vectors,
 )
 
-RULE = sys.modules["planner.rewrite.rules.checkpoint"]
 TEN_IMAGES = [images(seed=seed) for seed in range(10)]
 
 
@@ -62,7 +61,7 @@ def test_statistics_are_restored_whether_or_not_the_recompute_stops_early(early_
 
 def test_statistics_are_restored_when_the_recompute_raises():
     model = seeded(Convolutional)
-    with pytest.raises(KeyError), RULE.statistics_kept(model):
+    with pytest.raises(KeyError), checkpoint.statistics_kept(model):
         assert model.twice.norm.momentum == 0.0
         raise KeyError
     assert model.twice.norm.momentum == 0.1
@@ -183,7 +182,7 @@ def test_a_container_that_is_never_called_is_refused():
 
 
 def test_a_missing_protection_of_statistics_would_be_seen(monkeypatch):
-    monkeypatch.setattr(RULE, "statistics_kept", lambda module: RULE.contextlib.nullcontext())
+    monkeypatch.setattr(checkpoint, "statistics_kept", lambda module: checkpoint.contextlib.nullcontext())
     found = differences(
         seeded(Convolutional), Checkpoint(modules=("twice",)), batches=TEN_IMAGES, loss_fn=cross_entropy
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Checkpoint, Precision, decision_from_json
+from planner.rewrite.rules import checkpoint
 from planner.workload.workload import workload
 from tests.support.training import (
     Convolutional,
@@ -29,7 +29,6 @@ from tests.support.training import (
 )
 from tests.support.workloads import transformer, units, what_if
 
-RULE = sys.modules["planner.rewrite.rules.checkpoint"]
 LAYERS = {"roberta": "roberta.encoder.layer.{}", "gpt2": "transformer.h.{}"}
 BUILDS = {"roberta": roberta, "gpt2": gpt2}
 
@@ -130,20 +129,22 @@ class Dropping(nn.Module):
 
 def test_what_draws_random_numbers_is_run_again_whatever_its_number(monkeypatch):
     """A plan's numbers are those of its card; elsewhere attention may be another op, and then they mean others."""
-    monkeypatch.setitem(RULE.PRODUCTS, torch.ops.aten.native_dropout.default, 1)  # stands for attention that drops out
+    monkeypatch.setitem(checkpoint.PRODUCTS, torch.ops.aten.native_dropout.default, 1)  # as attention that drops out
     model = seeded(lambda: Net(Dropping(), nn.Linear(16, 3)))
     decision = Checkpoint(modules=("blocks.0",), kept=((0, 1, 2),))
     assert differences(model, decision, batches=[vectors(seed=s) for s in range(4)], loss_fn=cross_entropy) == []
 
 
 def test_where_attention_has_its_dropout():
-    for op, place in RULE.PRODUCTS.items():
+    for op, place in checkpoint.PRODUCTS.items():
         names = [argument.name for argument in op._schema.arguments]
         assert place == (names.index("dropout_p") if "dropout_p" in names else None)
     flash = torch.ops.aten._scaled_dot_product_flash_attention.default
-    assert RULE.drops_out(flash, (None, None, None, 0.1), {}) and RULE.drops_out(flash, (), {"dropout_p": 0.1})
-    assert not RULE.drops_out(flash, (None, None, None), {})
-    assert not RULE.drops_out(torch.ops.aten.mm.default, (None, None), {})
+    assert checkpoint.drops_out(flash, (None, None, None, 0.1), {}) and checkpoint.drops_out(
+        flash, (), {"dropout_p": 0.1}
+    )
+    assert not checkpoint.drops_out(flash, (None, None, None), {})
+    assert not checkpoint.drops_out(torch.ops.aten.mm.default, (None, None), {})
 
 
 @pytest.mark.parametrize("kept", [((2,),), ((0, 1, 2, 3),)], ids=str)
@@ -219,13 +220,13 @@ def test_where_products_are_others_than_on_the_card_training_is_the_same(case):
 
 def test_a_result_is_taken_once_and_only_for_the_product_that_made_it():
     a, b, bias = torch.randn(4, 4), torch.randn(4, 4), torch.randn(4)
-    with RULE.KeepingResults((0, 1)) as first:
+    with checkpoint.KeepingResults((0, 1)) as first:
         kept = [torch.mm(a, b), torch.mm(b, a)]
     pointers = [result.data_ptr() for result in kept]
-    with RULE.TakingResults(first.results):
+    with checkpoint.TakingResults(first.results):
         other, taken = torch.addmm(bias, a, b), torch.mm(b, a)
     assert torch.equal(other, torch.addmm(bias, a, b)) and taken.data_ptr() == pointers[1]
-    with RULE.TakingResults(first.results):
+    with checkpoint.TakingResults(first.results):
         again = torch.mm(a, b), torch.mm(b, a)
     assert not {result.data_ptr() for result in again} & set(pointers)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
-import importlib
 import itertools
 import random
 import weakref
@@ -25,6 +24,7 @@ from planner.plan_types.decisions import (
     StepInBackward,
     decision_from_json,
 )
+from planner.rewrite.rules import offload as rule
 from planner.workload.workload import workload
 from tests.support.training import (
     Convolutional,
@@ -42,21 +42,19 @@ from tests.support.training import (
 )
 from tests.support.workloads import BARE, CARD, plain, transformer, units, what_if
 
-rule = importlib.import_module("planner.rewrite.rules.offload")
-
 
 @pytest.fixture
 def copies(monkeypatch) -> list[rule.Copy]:
     """On the CPU nothing is copied, since all lies on the host; here it is, and the copies are noted."""
     made: list[rule.Copy] = []
 
-    class Noted(rule.Copy):
+    class Counted(rule.Copy):
         def __init__(self, tensor: torch.Tensor) -> None:
             super().__init__(tensor)
             made.append(self)
 
     monkeypatch.setattr(rule, "is_on_host", lambda tensor: False)
-    monkeypatch.setattr(rule, "Copy", Noted)
+    monkeypatch.setattr(rule, "Copy", Counted)
     return made
 
 

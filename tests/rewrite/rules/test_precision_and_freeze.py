@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import sys
 
 import pytest
 import torch
 
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Accumulation, Checkpoint, Freeze, Precision
+from planner.rewrite.step import TrainingStep
 from tests.support.training import (
     Perceptron,
     cross_entropy,
@@ -139,7 +139,7 @@ def test_freezing_everything_is_refused():
 
 
 def test_scaling_is_planned_only_for_fp16():
-    step = sys.modules["planner.rewrite.step"].TrainingStep
+    step = TrainingStep
     for decision, scaler in ((BF16, type(None)), (FP16, torch.amp.GradScaler)):
         result = rewritten(seeded(Perceptron), decision, batch=vectors(), loss_fn=cross_entropy)
         assert isinstance(result.step, step)

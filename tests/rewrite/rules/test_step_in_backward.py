@@ -284,7 +284,7 @@ def test_it_is_not_offered_where_it_cannot_be(monkeypatch):
 def test_what_is_pruned_before_it_is_recorded_would_not_have_been_chosen(monkeypatch):
     from planner.choose.candidates import Case
     from planner.pipeline import plan_workload
-    from planner.plan_types.constraints import Rules
+    from planner.plan_types.constraints import Constraints
 
     pruned = 0
     could_pay = Case.could_pay
@@ -297,14 +297,14 @@ def test_what_is_pruned_before_it_is_recorded_would_not_have_been_chosen(monkeyp
 
     for samples, shares in ((4, (0.6,)), (512, (0.6, 0.9))):
         work = work_of(samples)
-        rules = Rules(fidelity=Fidelity.EXACT, forced=(), forbidden=("accumulation",))
-        whole = plan_workload(work, BARE, vram_bytes=None, rules=rules).peak.total_bytes
+        constraints = Constraints(fidelity=Fidelity.EXACT, forced=(), forbidden=("accumulation",))
+        whole = plan_workload(work, BARE, vram_bytes=None, constraints=constraints).peak.total_bytes
         for share in shares:
             budget = int(share * whole)
             monkeypatch.setattr(Case, "could_pay", counting)
-            quick = plan_workload(work, BARE, vram_bytes=budget, rules=rules)
+            quick = plan_workload(work, BARE, vram_bytes=budget, constraints=constraints)
             monkeypatch.setattr(Case, "could_pay", lambda self, *arguments, **options: True)
-            thorough = plan_workload(work, BARE, vram_bytes=budget, rules=rules)
+            thorough = plan_workload(work, BARE, vram_bytes=budget, constraints=constraints)
             assert (quick.fits, quick.decisions) == (thorough.fits, thorough.decisions), (samples, share)
     assert pruned
 

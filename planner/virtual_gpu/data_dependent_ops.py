@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from planner.virtual_gpu.data_dependence import Answers
+from planner.virtual_gpu.data_dependence import DataDependence
 
 
 def run_by_value(
-    answers: Answers, run: Callable[..., Any], op: Any, args: tuple, kwargs: dict
+    answers: DataDependence, run: Callable[..., Any], op: Any, args: tuple, kwargs: dict
 ) -> tuple[bool, Any, Any]:
     """Run an op whose result's shape depends on values, or which returns a value, where they are known.
 
