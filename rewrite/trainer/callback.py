@@ -17,7 +17,7 @@ from planner.plan_types.sizes import format_size
 from planner.rewrite.optimizers import OPTIMIZERS
 from planner.rewrite.trainer.apply import RewrittenForTrainer
 from planner.rewrite.trainer.arguments import arguments_of, micro_batches, refuse_contradictions
-from planner.rewrite.trainer.loss_weighting import COUNT, told_uneven
+from planner.rewrite.trainer.loss_weighting import COUNT, uneven_micro_batches
 from planner.workload.workload import described, optimizer_name
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class PlanCallback(TrainerCallback):
         if self.rewritten.share is not None:
             if not self.rewritten.share.labelled:
                 refuse_uneven_parts(args, state, train_dataloader)
-            self.rewritten.share.watch(True)
+            self.rewritten.share.start_checking()
         if args.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(args.device)
 
@@ -131,7 +131,7 @@ class PlanCallback(TrainerCallback):
         if self._seen_steps < self.steps:
             return
         if share is not None:
-            share.watch(False)
+            share.stop_checking()
         self.promise = measured(self.rewritten.plan, args.device)
         if self.promise.kept:
             logger.info("%s", self.promise)
@@ -210,7 +210,7 @@ def refuse_uneven_parts(args: TrainingArguments, state: TrainerState, loader: An
     size, several = args.per_device_train_batch_size, args.gradient_accumulation_steps
     left, in_last = samples % size, parts % several or several
     if parts == -(-samples // size) and left and in_last > 1 and state.max_steps >= -(-parts // several):
-        raise DecisionError(told_uneven([size] * (in_last - 1) + [left]))
+        raise DecisionError(uneven_micro_batches([size] * (in_last - 1) + [left]))
 
 
 def measured(plan: Plan, device: torch.device) -> Promise:

@@ -327,7 +327,7 @@ def test_objects_of_odd_classes_are_no_trouble(name, caplog):
 
 
 def test_an_interruption_comes_when_all_is_given_back(monkeypatch):
-    model, refill, calls = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), object_snapshot._refill, []
+    model, refill, calls = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), object_snapshot._restore_entries, []
 
     def interrupted(*arguments):
         calls.append(0)
@@ -335,7 +335,7 @@ def test_an_interruption_comes_when_all_is_given_back(monkeypatch):
             raise KeyboardInterrupt
         refill(*arguments)
 
-    monkeypatch.setattr(object_snapshot, "_refill", interrupted)
+    monkeypatch.setattr(object_snapshot, "_restore_entries", interrupted)
     with pytest.raises(KeyboardInterrupt), SideEffectGuard(model).restoring():
         for module in model.modules():
             module.training = False
@@ -385,6 +385,6 @@ def test_numbers_that_are_not_of_torch_are_noticed():
 
 def test_very_many_objects_are_told(monkeypatch):
     model = nn.Linear(2, 2)
-    assert ObjectSnapshot([model]).is_whole
-    monkeypatch.setattr(object_snapshot, "_MOST_OBJECTS", 1)
-    assert not ObjectSnapshot([model]).is_whole
+    assert ObjectSnapshot([model]).is_complete
+    monkeypatch.setattr(object_snapshot, "_MAX_OBJECTS", 1)
+    assert not ObjectSnapshot([model]).is_complete

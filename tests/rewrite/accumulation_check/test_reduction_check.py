@@ -26,6 +26,7 @@ from tests.support.training import (
     tokens,
     vectors,
     verified,
+    without_coupling_check,
 )
 
 UNEVEN = Accumulation(micro_batch_size=4, micro_batches=2)
@@ -149,7 +150,7 @@ def test_a_loss_that_is_random_is_not_tried_and_draws_what_it_would():
     for tried in (True, False):
         result = step_of(Perceptron, vectors(6), noisy)
         if not tried:
-            result.step.check_weights(None)
+            without_coupling_check(result)
         torch.manual_seed(3)
         drawn.append((result.step(vectors(6)), torch.get_rng_state()))
     assert torch.equal(drawn[0][0], drawn[1][0])
@@ -259,10 +260,10 @@ def each_by_itself(output: torch.Tensor, batch: tuple) -> torch.Tensor:
 )
 def test_weights_that_are_right_are_looked_at_again_only_where_labels_may_change_them(build, batch, loss_fn, goes_on):
     result = step_of(build, batch, loss_fn)
-    assert result.step._means is not None
+    (check,) = result.step.observers
+    assert check.watches_weights
     result.step(batch)
-    assert result.step._means is None
-    assert (result.step._later is not None) is goes_on
+    assert check.watches_weights is goes_on
 
 
 class OwnLoss(Tagger):
@@ -295,7 +296,7 @@ def test_a_batch_whose_loss_takes_no_such_mean_does_not_end_the_watch():
         )
 
     result = step_of(Perceptron, vectors(6), sometimes)
-    result.step.check_weights()  # without trying it apart, which would call it more often
+    without_coupling_check(result)  # which would call it more often
     for _ in range(2):
         result.step(vectors(6))
     with pytest.raises(DecisionError, match="cross_entropy is a mean over"):
@@ -364,7 +365,7 @@ def two_losses() -> nn.Module:
 def test_a_loss_of_several_means_is_refused():
     batch = {**tokens(), "next_sentence_label": torch.arange(6) % 2}
     result = step_of(two_losses, batch)
-    with pytest.raises(DecisionError, match="forbid accumulation where a loss is made of several means"):
+    with pytest.raises(DecisionError, match="forbid accumulation if the loss is made of several means"):
         result.step(batch)
 
 

@@ -200,7 +200,7 @@ def test_a_loss_function_that_divides_by_the_number_of_labels_is_left_to_it(tmp_
 
     model = seeded(Classifier)
     assert off_by(model, classified(), rows(classified(11)), tmp_path, compute_loss_func=summed) < 1e-12
-    assert caplog.text.count("a sum that is divided by num_items_in_batch") == 1
+    assert caplog.text.count("a sum divided by num_items_in_batch") == 1
 
 
 # ---- batches without labels ------------------------------------------------------------------------------------------
