@@ -1,8 +1,8 @@
-"""Do what a plan says: `rewrite.apply(plan, model)` for live objects, `rewrite.emit(plan, path)` for a Python file.
+"""Carry out a plan: `rewrite.apply(plan, model)` on a live model, `rewrite.emit(plan, path)` as a Python file.
 
-`rewrite.certify(plan, model, batch)` rehearses the rewritten step without a GPU; `rewrite.verify(plan, model, batch)`
-runs it beside the plain one, and compares what comes out. `rewrite.apply_for_trainer(plan, model)` leaves the step to
-transformers' `Trainer`, with `training_arguments` and a `trainer_callback`.
+`rewrite.certify(plan, model, batch)` rehearses the rewritten step without a GPU. `rewrite.verify(plan, model, batch)`
+runs the rewritten step and the baseline, and compares the results. `rewrite.apply_for_trainer(plan, model)` is for
+transformers' `Trainer`, which takes the steps itself, with `training_arguments` and a `trainer_callback`.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class TrainingStep:
         self._decisions = tuple(decisions)
         self._closed = False
         self._called = module
-        """What is called in place of the module: the module itself, or its wrapper (`wrap_with`)."""
+        """The object that is called for a forward: the module, or its wrapper (`wrap_with`)."""
         self._requires_wrapper = False
 
     def __call__(self, batch: Any) -> torch.Tensor:

@@ -42,6 +42,7 @@ def load(
     decisions: Sequence[Decision],
 ) -> None:
     """Load what `saved` returned. Raises `PlanFileError`, and changes nothing, if the state does not fit this step."""
+    # Refuse a state that does not fit before anything is changed.
     if not isinstance(state, Mapping) or not state.keys() >= _KEYS:
         raise PlanFileError("this is not the state of a training step: give what its state_dict() returned")
     if state["plan"] != plan_fingerprint(decisions, module):

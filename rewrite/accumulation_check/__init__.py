@@ -112,7 +112,7 @@ class AccumulationCheck(StepObserver):
         """Watch the reductions of a micro-batch until `after_loss`.
 
         Args:
-            weight: of its loss; None if it is given to `refuse_other_weights` later.
+            weight: the weight of its loss; None if `refuse_other_weights` gets the weights.
         """
         if self._watcher is None:
             if self._watches_next_step:

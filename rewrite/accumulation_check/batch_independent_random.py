@@ -123,7 +123,7 @@ def _index(device: torch.device) -> int:
 
 
 def _arguments_of(op: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by name, including defaults."""
+    """Returns the arguments of a call by name, including defaults."""
     schema = op._schema.arguments
     defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
     return defaults | {argument.name: value for argument, value in zip(schema, args, strict=False)} | kwargs

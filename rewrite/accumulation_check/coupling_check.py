@@ -1,15 +1,16 @@
 """Check on a few samples that the gradient of a batch is the weighted sum of those of its parts.
 
-What it checks: micro-batches train as the batch would only if the loss of the batch is made up of the losses of its
-parts. A loss that compares samples with each other (contrastive losses such as CLIP's), a sum, or a mean over something
-that no label says has a value for each part as well, so nothing else would show the fault.
+What it checks: micro-batches train as the batch would only if the loss of the batch is the weighted sum of the losses
+of its parts. A loss that compares samples with each other (contrastive losses such as CLIP's), a sum, or a mean over
+something that no label says also has a value for each part, so that wrong training would not raise any error.
 
 How: take up to 8 samples of the batch, and compare their gradient with the weighted sum of the gradients of two halves
 (`gradient_probe`), for several choices of samples (`sample_choice`). If they differ, compare pairs of whole
 micro-batches, since a loss may compare samples within groups of which each micro-batch has whole ones. Only if these
 differ too is the step refused. Batches 1, 2, 4, 8 and 16 of those that are split are checked. The samples are never
 more than a micro-batch has, so that the probe takes no more memory than the training step. If there is not even room
-for the gradients of two samples, the values of the loss are compared.
+for the gradients of two samples, the values of the loss are compared. Pairs of whole micro-batches take more memory;
+they are compared only if the step would be refused otherwise.
 
 What it cannot see: coupling that does not show in the chosen samples or batches, losses that accept no single sample,
 and losses that draw random numbers which depend on the samples. The last two are logged.
@@ -52,7 +53,7 @@ class CouplingCheck:
     """Number of samples in a batch, as planned."""
     micro_batch_size: int
     terms_of: Callable[[Any, int], torch.Tensor | float]
-    """From a batch and its number of samples to the number of terms that its loss is taken to be a mean over."""
+    """Returns the number of terms that a loss is taken to be a mean over, from a batch and its number of samples."""
     loss_fn: Callable | None = None
     """The loss function, if it is not part of the model. Its state is restored after each probe."""
     uses_autocast: bool = False
@@ -60,7 +61,7 @@ class CouplingCheck:
     has_stated_weights: bool = False
     """True if the user stated the weights (`loss_weight`): differences are then logged and not refused."""
     way_out: str = "forbid accumulation, or give apply loss_weight=... if the loss is a sum or another mean"
-    """What the user can do about a refusal, for the message."""
+    """The end of the error message: a remedy for the user."""
     _batches: int = 0
     """Number of split batches so far."""
     _warned_topics: set[str] = dataclasses.field(default_factory=set)

@@ -81,7 +81,7 @@ class ObjectSnapshot:
         self._empty: list[Any] = []
         """Containers that were empty, which most of those in modules are."""
         self._generators: list[tuple[Callable[[], Any], Callable[[Any], Any], Any]] = []
-        """For each generator of random numbers: read the state, write it, and the state."""
+        """Functions that read and write the state of each generator of random numbers, and the state."""
         self._types: dict[int, _TypeInfo] = {}
         self._warned_topics: set[str] = set()
         modules = [root.modules() if isinstance(root, torch.nn.Module) else [root] for root in roots]
@@ -405,7 +405,7 @@ def _restore_tensor(
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Where the elements of a tensor are in memory, and their type."""
+    """Address, shape, strides and dtype of a tensor."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 

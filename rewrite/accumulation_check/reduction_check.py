@@ -67,12 +67,12 @@ class ReductionWatcher(TorchFunctionMode):
         """True while this mode is on torch's stack of modes."""
         self._in_forward = True
         self._label_means_in_forward: set[bool] = set()
-        """For each mean over labels that was seen: True if it was taken in the forward, False if after it."""
+        """Contains True if a mean over labels was taken in a forward, and False if one was taken after it."""
         self._weights: list[torch.Tensor | float | None] = []
         self._means: list[list[tuple[Callable, torch.Tensor]]] = []
-        """For each micro-batch: the functions that took a mean, and over how many terms."""
+        """The functions that took a mean in each micro-batch, and the number of terms of each."""
         self._sums: list[list[torch.Tensor]] = []
-        """For each micro-batch: the results of functions that took a sum."""
+        """The results of the functions that took a sum in each micro-batch."""
         self._losses: list[torch.Tensor] = []
 
     @property

@@ -128,7 +128,7 @@ def pairs_of_micro_batches(batch: Any, samples: int, size: int) -> list[tuple[to
 
 
 def _tensors(batch: Any, samples: int | None = None) -> list[torch.Tensor]:
-    """All tensors of a batch except those in lists with one mapping per sample (`samples=None`: in any such list)."""
+    """Returns the tensors of a batch, without those in lists of one mapping per sample (None: in any such list)."""
     tensors: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,7 @@ def _tensors(batch: Any, samples: int | None = None) -> list[torch.Tensor]:
 
 
 def _lists_of_samples(batch: Any, samples: int) -> list[list[Any]]:
-    """All lists of a batch with one mapping per sample."""
+    """Returns the lists of a batch that have one mapping per sample."""
     lists: list[list[Any]] = []
 
     def note(mappings: list[Any]) -> list[Any] | None:

@@ -1,4 +1,4 @@
-"""Applying a plan: to the model it was made for, all of it or nothing, and back again."""
+"""A plan is applied only to the model it was made for, completely or not at all, and can be undone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stopping and going on gives the same bits as not having stopped, and never goes on from another plan."""
+"""A resumed training gives the same bits as one without a stop; a state of another plan is refused."""
 
 from __future__ import annotations
 
