@@ -95,10 +95,14 @@ class ReductionWatcher(TorchFunctionMode):
         self._activate()
 
     def end_part(self, loss: torch.Tensor | None) -> None:
-        """Stop watching, and note the loss of this micro-batch. None if there is none, for example after an error."""
-        if self._is_active:
-            self._is_active = False
-            self.__exit__(None, None, None)
+        """Stop watching, and note the loss of this micro-batch. None if there is none, for example after an error.
+
+        Does nothing if no micro-batch is being watched, for example after a forward for evaluation.
+        """
+        if not self._is_active:
+            return
+        self._is_active = False
+        self.__exit__(None, None, None)
         if loss is not None:
             self._losses.append(loss.detach())
 
