@@ -21,6 +21,8 @@ from planner.virtual_gpu.forked_process import Child
 from planner.workload.workload import Workload, resized, tensors_of, workload
 from tests.support.workloads import BARE, certifying_graph, plain
 
+pytestmark = pytest.mark.slow
+
 
 def mean_square(output, batch):
     return F.mse_loss(output, batch[-1])

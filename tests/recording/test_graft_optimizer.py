@@ -13,6 +13,8 @@ from planner.rewrite.rehearse import start_update
 from planner.workload.workload import workload
 from tests.support.workloads import BARE, example, transformer, what_if
 
+pytestmark = pytest.mark.slow
+
 UPDATES = {
     "8 bits": Optimizer(),
     "fused": OptimizerKernel(kernel="fused"),

@@ -26,6 +26,8 @@ from planner.workload.workload import workload
 from tests.support.training import cross_entropy
 from tests.support.workloads import BARE, CARD, certifying_graph, example, plain, transformer
 
+pytestmark = pytest.mark.slow
+
 FUSED, LOOP = OptimizerKernel(kernel="fused"), OptimizerKernel(kernel="for-loop")
 EXACT = Constraints(fidelity=Fidelity.EXACT, forced=(), forbidden=())
 FP16 = Precision(dtype="fp16")

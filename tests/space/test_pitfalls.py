@@ -17,6 +17,8 @@ from planner.space.outer_choices import SearchSpace, offer
 from planner.workload.workload import workload
 from tests.support.workloads import BARE, plain
 
+pytestmark = pytest.mark.slow
+
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
 )

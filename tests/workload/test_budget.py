@@ -16,6 +16,8 @@ from planner.workload import cards
 from planner.workload.budget import card_and_budget
 from tests.support.training import Perceptron, cross_entropy, plan_for, seeded, vectors
 
+pytestmark = pytest.mark.slow
+
 SMALL_CARD = profiles.load("rtx-2060")
 
 

@@ -17,6 +17,8 @@ from planner.workload.workload import Workload, workload
 from tests.support.workloads import BARE
 from tests.zoo.table import TORCH, TRANSFORMERS, Entry
 
+pytestmark = pytest.mark.slow
+
 ENTRIES = (*TRANSFORMERS, *TORCH)
 _STAYS = (Category.PARAMETER, Category.OPTIMIZER_STATE, Category.INPUT)
 

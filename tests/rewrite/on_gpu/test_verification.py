@@ -28,6 +28,8 @@ from planner.workload.budget import card_and_budget
 from planner.workload.loading import load_workload
 from tests.support.counting_device import CountingCpu
 
+pytestmark = pytest.mark.slow
+
 TESTS = pathlib.Path(__file__).parents[2]
 COUNTED = functools.partial(run_in_process, command=(sys.executable, str(TESTS / "support" / "counting_device.py")))
 NET = """
