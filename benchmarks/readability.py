@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import pathlib
 import random
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ def docstrings() -> Iterator[tuple[str, str, str]]:
                 number = getattr(node, "lineno", 1)
                 yield f"{path}:{number}", "" if isinstance(node, ast.Module) else lines[number - 1].strip(), text
             body = getattr(node, "body", [])
-            for before, after in zip(body, body[1:], strict=False) if isinstance(body, list) else ():
+            for before, after in itertools.pairwise(body) if isinstance(body, list) else ():
                 is_note = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
                 if is_note and isinstance(before, (ast.Assign, ast.AnnAssign)) and isinstance(after.value.value, str):
                     yield f"{path}:{before.lineno}", lines[before.lineno - 1].strip(), after.value.value
