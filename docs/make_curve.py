@@ -72,12 +72,15 @@ def svg(curves: list[tuple[str, np.ndarray, np.ndarray]], budget_bytes: int) -> 
     for gib in range(top_gib + 1):
         lines.append(f'<path d="M{LEFT},{up(gib * GIB):.1f}H{RIGHT}" stroke="#e5e7eb"/>')
         lines.append(text(LEFT - 8, up(gib * GIB) + 4, f"{gib} GiB", "end"))
-    lines.append(text((LEFT + RIGHT) / 2, BOTTOM + 20, f"predicted time in the step (0 to {longest:,.0f} ms)", "middle"))
+    lines.append(
+        text((LEFT + RIGHT) / 2, BOTTOM + 20, f"predicted time in the step (0 to {longest:,.0f} ms)", "middle")
+    )
     lines.append(f'<path d="M{LEFT},{up(budget_bytes):.1f}H{RIGHT}" stroke="#dc2626" stroke-dasharray="6 4"/>')
     lines.append(text(RIGHT, up(budget_bytes) - 6, f"budget {format_size(budget_bytes)}", "end", "#dc2626"))
     for number, (label, times, live) in enumerate(curves):
         points = columns(times, live, scale)
-        path = "M" + "L".join(f"{x},{up(n_bytes):.1f}" for x, n_bytes in points)
+        # Bytes are constant while an op runs, so the line goes up or down first, and then across to the op's end.
+        path = f"M{LEFT},{up(points[0][1]):.1f}" + "".join(f"V{up(n_bytes):.1f}H{x}" for x, n_bytes in points)
         lines.append(f'<path d="{path}" fill="none" stroke="{COLOURS[number]}" stroke-width="1.8"/>')
         y = BOTTOM + 42 + 17 * number
         lines.append(f'<path d="M{LEFT},{y - 4}h24" stroke="{COLOURS[number]}" stroke-width="3"/>')
@@ -92,7 +95,9 @@ def main() -> None:
     budget_bytes = int(baseline[1].max() * BUDGET_SHARE)
     constraints = parse_constraints(fidelity="exact", force=(), forbid=(), only=ONLY)
     plan = plan_workload(work, card, vram_bytes=budget_bytes, constraints=constraints)
-    print(f"fits: {plan.fits}; promised {plan.solver.promised_bytes:,}, certified {plan.solver.certified_bytes:,} bytes")
+    print(
+        f"fits: {plan.fits}; promised {plan.solver.promised_bytes:,}, certified {plan.solver.certified_bytes:,} bytes"
+    )
     curves = [("baseline", *baseline)]
     for count, decision in enumerate(plan.decisions, start=1):
         print(f"- {decision.describe()}")

@@ -1,4 +1,4 @@
-"""The tutorial's example of `rewrite.verify`: a plan for a small network on the CPU, compared with training without it."""
+"""The tutorial's example of `rewrite.verify`: train a small network with and without a plan, and compare."""
 
 from __future__ import annotations
 
