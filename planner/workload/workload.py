@@ -15,6 +15,7 @@ from planner.errors import WorkloadError
 from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import ModelFacts, WorkloadFacts
 from planner.workload.call_convention import Calling, LossFn
+from planner.workload.model_loss import own_loss
 from planner.workload.torch_optimizers import sparse_lookups
 
 OptimizerSpec = str | torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -62,6 +63,7 @@ class Workload:
             has_loss_fn=self.loss_fn is not None,
             optimizer=optimizer_name(self.optimizer),
             gradients_alive=self.gradients_alive,
+            own_loss=own_loss(self.model, self.calling, self.loss_fn),
         )
 
 

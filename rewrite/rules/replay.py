@@ -20,8 +20,8 @@ from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import EmittedCode, assignment
 from planner.rewrite.portable import replay_ops, replay_tape
 from planner.rewrite.portable.module_forward import detached, forward_function
+from planner.rewrite.recomputed_modules import modules_to_run_again
 from planner.rewrite.rewriting import Rewriting
-from planner.rewrite.rules.recomputed_modules import modules_to_run_again
 
 
 def replay(rewriting: Rewriting, decision: Replay) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from planner.choose.budget_search import PromiseBudgets, search
 
+pytestmark = pytest.mark.no_torch
+
 TIE = 1.05
 
 

@@ -13,6 +13,8 @@ from planner.plan_types.decisions import Freeze, StepInBackward, micro_batches_o
 from planner.space.lower_bounds import TrainedParameters, lower_bound_bytes
 from planner.workload.workload import workload
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 
 

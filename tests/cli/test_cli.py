@@ -13,6 +13,8 @@ from planner.cli import main
 from planner.plan_types.plan import Plan
 from tests.support.workloads import EXAMPLES
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).parents[2]
 MODEL = """
 import torch

@@ -18,6 +18,8 @@ from planner.plan_types.plan import Plan
 from planner.workload import cards
 from planner.workload.loading import load_workload
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).parents[2]
 MODEL = """
 import os

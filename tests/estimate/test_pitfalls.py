@@ -15,11 +15,13 @@ from planner.choose.recordings import Recordings
 from planner.estimate.footprint import with_whole_batch
 from planner.plan_types.decisions import Accumulation, Decision
 from planner.recording.step_graph import Category, Phase, StepGraph
-from planner.rewrite.certificate import start_rehearsal, start_update
+from planner.rewrite.rehearse import start_rehearsal, start_update
 from planner.space.micro_batches import MicroBatching
 from planner.virtual_gpu.forked_process import Child
 from planner.workload.workload import Workload, resized, tensors_of, workload
 from tests.support.workloads import BARE, certifying_graph, plain
+
+pytestmark = pytest.mark.slow
 
 
 def mean_square(output, batch):

@@ -17,6 +17,8 @@ from tests.support.flat_models import Flat
 from tests.support.training import cross_entropy, vectors
 from tests.support.workloads import BARE, plain, units, what_if
 
+pytestmark = pytest.mark.slow
+
 
 class Deep(Flat):
     """Layers of four ops - two products, an activation, a sum - of which only the residual stream crosses."""

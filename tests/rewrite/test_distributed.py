@@ -21,6 +21,8 @@ from planner.errors import DecisionError
 from planner.plan_types.decisions import Accumulation, Checkpoint, ChunkedLoss, StepInBackward
 from tests.support.training import plan_for, seeded
 
+pytestmark = pytest.mark.slow
+
 UNEVEN = Accumulation(micro_batch_size=4, micro_batches=2)
 """For batches of 6 samples: 4, then 2."""
 BLOCKS = Checkpoint(modules=("first", "second"))

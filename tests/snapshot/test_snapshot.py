@@ -30,6 +30,8 @@ from planner.estimate.allocation_stream import signed_sizes
 from planner.plan_types.sizes import GIB, MIB
 from planner.snapshot import load, main, recorded_stream, replay_history
 
+pytestmark = pytest.mark.no_torch
+
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE_BYTES = 2 * MIB
 NATIVE = AllocatorSettings()

@@ -14,6 +14,8 @@ from planner.space import lm_head
 from planner.workload.workload import workload
 from tests.support.workloads import BARE, certifying_graph, plain, transformer, what_if
 
+pytestmark = pytest.mark.slow
+
 WORDS = 4096
 MODELS = {
     "roberta": ("roberta", "RobertaForMaskedLM", "lm_head.decoder", {"num_hidden_layers": 2}),

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import planner
-from planner import pipeline
 from planner.choose.candidates import optimizer_ns
 from planner.choose.chooser import Chooser
 from planner.choose.recordings import Recordings
@@ -21,10 +20,13 @@ from planner.plan_types.constraints import Constraints
 from planner.plan_types.decisions import Accumulation, Fidelity, Optimizer, OptimizerKernel, Precision, StepInBackward
 from planner.recording.step_graph import Category, Phase, StepGraph
 from planner.rewrite.optimizers import OPTIMIZERS
+from planner.workload.cards import resolve_card
 from planner.workload.torch_optimizers import kernel_beside_foreach, kind_of
 from planner.workload.workload import workload
 from tests.support.training import cross_entropy
 from tests.support.workloads import BARE, CARD, certifying_graph, example, plain, transformer
+
+pytestmark = pytest.mark.slow
 
 FUSED, LOOP = OptimizerKernel(kernel="fused"), OptimizerKernel(kernel="for-loop")
 EXACT = Constraints(fidelity=Fidelity.EXACT, forced=(), forbidden=())
@@ -300,7 +302,7 @@ def test_accumulated_fp16_steps_are_grafted_as_they_are_rehearsed():
     constraints = Constraints(
         fidelity=Fidelity.ROUNDED, forced=("optimizer-kernel", "precision", "accumulation"), forbidden=()
     )
-    card = pipeline.resolve_card("rtx-2060", None)
+    card = resolve_card("rtx-2060", None)
     plan = plan_workload(work, card, vram_bytes=card.vram_bytes, constraints=constraints)
     assert plan.decision(Precision) == FP16 and plan.decision(Accumulation) is not None
     assert plan.solver.promised_bytes == plan.solver.certified_bytes

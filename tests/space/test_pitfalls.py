@@ -12,10 +12,12 @@ import planner
 from planner.errors import DecisionError, WorkloadError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decisions import Accumulation, Fidelity, Optimizer
-from planner.rewrite.certificate import start_rehearsal
+from planner.rewrite.rehearse import start_rehearsal
 from planner.space.outer_choices import SearchSpace, offer
 from planner.workload.workload import workload
 from tests.support.workloads import BARE, plain
+
+pytestmark = pytest.mark.slow
 
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"

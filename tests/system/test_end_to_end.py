@@ -12,6 +12,8 @@ from planner import rewrite
 from planner.errors import PlanFileError
 from planner.plan_types.decisions import Accumulation, Checkpoint, Replay
 
+pytestmark = pytest.mark.slow
+
 
 class Block(torch.nn.Module):
     def __init__(self, width: int) -> None:

@@ -17,6 +17,8 @@ from planner.virtual_gpu.forked_process import run_in_child
 from planner.workload.workload import Workload
 from tests.support.workloads import CARD, certifying_graph, example, transformer
 
+pytestmark = pytest.mark.slow
+
 
 def tensors() -> list[torch.Tensor]:
     """Of one shape, with strides, offsets, dtypes and devices that differ."""

@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import planner
 from planner.errors import PlannerError, RehearsalProcessError, WorkloadError
 
+pytestmark = pytest.mark.slow
+
 CALLER = os.getpid()
 
 

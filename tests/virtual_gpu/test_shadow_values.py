@@ -13,6 +13,8 @@ from planner.recording.step_graph import Category, Phase
 from planner.workload.workload import workload
 from tests.support.workloads import BARE, CARD, certifying_graph, plain, transformer, what_if
 
+pytestmark = pytest.mark.slow
+
 
 class Asking(nn.Module):
     """A linear layer whose forward calls `ask` with the input and keeps the answer."""

@@ -6,8 +6,8 @@ import pytest
 
 from planner import profiles
 from planner.errors import DeviceProfileError
-from planner.pipeline import card_and_budget
 from planner.workload import cards
+from planner.workload.budget import card_and_budget
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ from planner.workspaces import FORMULAS, formula_of, is_known
 from planner.workspaces.reductions import reduction
 from planner.workspaces.registry import KernelCall, Layout, takes_scratch
 
+pytestmark = pytest.mark.no_torch
+
 H100 = profiles.load("h100")
 
 

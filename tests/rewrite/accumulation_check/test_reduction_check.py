@@ -28,6 +28,8 @@ from tests.support.training import (
     verified,
 )
 
+pytestmark = pytest.mark.slow
+
 UNEVEN = Accumulation(micro_batch_size=4, micro_batches=2)
 """For batches of 6 samples: 4, then 2."""
 

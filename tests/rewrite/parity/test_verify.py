@@ -44,6 +44,8 @@ from tests.support.training import (
     verified,
 )
 
+pytestmark = pytest.mark.slow
+
 UNEVEN = Accumulation(micro_batch_size=4, micro_batches=2)
 """For batches of 6 samples: 4, then 2."""
 BLOCKS = Checkpoint(modules=("first", "twice"))

@@ -34,6 +34,8 @@ from tests.support.training import (
     vectors,
 )
 
+pytestmark = pytest.mark.slow
+
 UNEVEN = Accumulation(micro_batch_size=4, micro_batches=2)
 """For batches of 6 samples: 4, then 2."""
 

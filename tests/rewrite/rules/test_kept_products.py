@@ -29,6 +29,8 @@ from tests.support.training import (
 )
 from tests.support.workloads import transformer, units, what_if
 
+pytestmark = pytest.mark.slow
+
 LAYERS = {"roberta": "roberta.encoder.layer.{}", "gpt2": "transformer.h.{}"}
 BUILDS = {"roberta": roberta, "gpt2": gpt2}
 

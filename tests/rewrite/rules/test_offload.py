@@ -42,6 +42,8 @@ from tests.support.training import (
 )
 from tests.support.workloads import BARE, CARD, plain, transformer, units, what_if
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def copies(monkeypatch) -> list[rule.Copy]:

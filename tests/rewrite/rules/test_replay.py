@@ -39,6 +39,8 @@ from tests.support.training import (
 )
 from tests.support.workloads import BARE, CARD, plain, units, what_if
 
+pytestmark = pytest.mark.slow
+
 MODELS = {
     model.__name__: (model, images if model is Convolutions else vectors)
     for model in (Perceptron, Convolutions, Attention, Odd, Interrupted, Written, Complex, Statistics)
