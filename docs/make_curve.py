@@ -19,7 +19,7 @@ from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.sizes import GIB, format_size
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import StepGraph
-from planner.rewrite.certificate import certifying_graph
+from planner.rewrite.rehearse import certifying_graph
 from planner.workload.cards import resolve_card
 from planner.workload.loading import load_workload
 
