@@ -229,7 +229,10 @@ def replan(saved: Plan, *, vram: str | None, gpu: str | None) -> Plan:
         card, vram_bytes = card_and_budget(gpu or saved.card, vram)
     for split in (decision for decision in saved.decisions if isinstance(decision, Accumulation)):
         if split.micro_batches != -(-work.batch_size // split.micro_batch_size):
-            raise PlanFileError(f"the plan splits a batch of {work.batch_size} into {split.describe()}: make it again")
+            raise PlanFileError(
+                f"the plan splits a batch of {work.batch_size} into {split.micro_batches} micro-batches of "
+                f"{split.micro_batch_size}: make it again"
+            )
     began = time.perf_counter()
     constraints = Constraints(
         fidelity=Fidelity.parse(saved.fidelity),

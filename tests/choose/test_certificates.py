@@ -97,7 +97,7 @@ def test_the_search_foresees_what_it_chooses(monkeypatch):
     monkeypatch.setattr(Certificates, "_child", child)
     work = example("sequential.py:build", 256)
     constraints = Constraints(
-        fidelity=BF16[0].fidelity, forced=("precision",), forbidden=("optimizer", "optimizer-kernel")
+        fidelity=BF16[0].fidelity, forced=("mixed-precision",), forbidden=("8bit-optimizer", "optimizer-kernel")
     )
     plan = plan_workload(work, CARD, vram_bytes=8 << 30, constraints=constraints)
     assert plan.decisions == BF16
