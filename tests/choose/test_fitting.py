@@ -75,7 +75,7 @@ def test_the_smallest_plan_fits_its_own_total_and_is_then_told_as_a_way_out():
     assert not smallest.fits and again.fits and again.peak.total_bytes <= vram
     without = planner.plan(model, batch, vram=vram, only=(), **options)
     opens = {one.relax: one.opens for one in without.shortfall.relaxations}
-    assert not without.fits and opens["allow precision"]
+    assert not without.fits and opens["allow mixed-precision"]
 
 
 class PooledNorm(torch.nn.Module):
