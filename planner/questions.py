@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from planner import pipeline, profiles
 from planner.errors import DecisionError, PlannerError, WorkloadError
-from planner.plan_types.constraints import Constraints
-from planner.plan_types.decisions import Accumulation, Decision, Freeze
+from planner.plan_types.constraints import Constraints, kinds_of
+from planner.plan_types.decision_base import Decision, Role
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
 from planner.profiles.device import DeviceProfile
@@ -21,8 +21,8 @@ _EXACT_TO = 64
 _FAR = 2
 """Sizes so many times as large as those known are searched anew."""
 _LEFT_OUT = (
-    (Accumulation, "with which any batch fits where one sample does"),
-    (Freeze, "since each frozen prefix would make another"),
+    (Role.MICRO_BATCHING, "with which any batch fits where one sample does"),
+    (Role.FREEZING, "since each frozen prefix would make another"),
 )
 """Techniques that this question is asked without, and why."""
 
@@ -45,7 +45,7 @@ def largest_batch(
     """
     if constraints.max_slowdown is not None:
         raise DecisionError("the largest batch is asked for at any speed: leave out the limit of the slowdown")
-    for kind, why in _LEFT_OUT:
+    for kind, why in ((kind, why) for role, why in _LEFT_OUT for kind in kinds_of(role)):
         if constraints.force(kind):
             raise DecisionError(f"the largest batch is asked for without {kind.kind}, {why}: do not force it")
         if constraints.allow(kind):

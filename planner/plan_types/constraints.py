@@ -36,11 +36,11 @@ class Constraints:
 
     def allow(self, technique: type[Decision] | Role) -> bool:
         """True if a plan may use this technique, or a technique with this role."""
-        return any(kind.fidelity <= self.fidelity and kind.kind not in self.forbidden for kind in _kinds_of(technique))
+        return any(kind.fidelity <= self.fidelity and kind.kind not in self.forbidden for kind in kinds_of(technique))
 
     def force(self, technique: type[Decision] | Role) -> bool:
         """True if every plan must use this technique, or a certain technique with this role."""
-        return any(kind.kind in self.forced for kind in _kinds_of(technique))
+        return any(kind.kind in self.forced for kind in kinds_of(technique))
 
 
 def parse_constraints(
@@ -75,7 +75,8 @@ def known_kinds(names: Sequence[str]) -> tuple[str, ...]:
     return kinds
 
 
-def _kinds_of(technique: type[Decision] | Role) -> tuple[type[Decision], ...]:
+def kinds_of(technique: type[Decision] | Role) -> tuple[type[Decision], ...]:
+    """The techniques with a role; a technique itself."""
     if isinstance(technique, Role):
         return tuple(kind for kind in KINDS.values() if kind.role is technique)
     return (technique,)

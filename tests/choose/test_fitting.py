@@ -196,6 +196,6 @@ def test_an_optimizer_that_keeps_more_for_some_elements_than_for_others_has_no_h
         TrainedParameters.of(work, [name for name, _ in model.named_parameters()]),
         optimizer_peak_bytes=2 * parameter_bytes + whole_bytes,
         state_bytes=whole_bytes,
-        outer=(Freeze(modules=("0",)), *update),
+        config=(Freeze(modules=("0",)), *update),
     )
     assert floor <= parameter_bytes + (0 if update else still.nbytes) + state_bytes[still]

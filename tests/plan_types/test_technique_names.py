@@ -99,7 +99,7 @@ def test_names_are_unique():
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize(("decision", "text"), zip(DECISIONS, DESCRIPTIONS, strict=True), ids=KINDS)
+@pytest.mark.parametrize(("decision", "text"), list(zip(DECISIONS, DESCRIPTIONS, strict=True)), ids=KINDS)
 def test_a_decision_says_what_it_does(decision, text):
     assert decision.describe() == text
 
