@@ -60,7 +60,6 @@ class Precision(Decision):
 
     kind: ClassVar[str] = "mixed-precision"
     former_kind: ClassVar[str | None] = "precision"
-    rule: ClassVar[str | None] = "precision"
     fidelity: ClassVar[Fidelity] = Fidelity.ROUNDED
     role: ClassVar[Role] = Role.PRECISION
     dtype: str
@@ -85,7 +84,7 @@ class Optimizer(Decision):
 
     kind: ClassVar[str] = "8bit-optimizer"
     former_kind: ClassVar[str | None] = "optimizer"
-    rule: ClassVar[str | None] = "optimizer"
+    rule: ClassVar[str | None] = "eight_bit_optimizer"
     fidelity: ClassVar[Fidelity] = Fidelity.ROUNDED
     role: ClassVar[Role] = Role.OPTIMIZER
     eight_bit_state: ClassVar[bool] = True
@@ -273,7 +272,6 @@ class Replay(Decision):
 
     kind: ClassVar[str] = "segment-checkpoint"
     former_kind: ClassVar[str | None] = "replay"
-    rule: ClassVar[str | None] = "replay"
     fidelity: ClassVar[Fidelity] = Fidelity.EXACT
     role: ClassVar[Role] = Role.RECOMPUTE
     modules: tuple[str, ...]
