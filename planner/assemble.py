@@ -10,7 +10,6 @@ from planner.choose.pareto_front import Front, total_bytes
 from planner.choose.planning_session import Certified, PlanningSession
 from planner.estimate.add_workspaces import unknown_ops
 from planner.plan_types.constraints import Constraints
-from planner.plan_types.decisions import Offload
 from planner.plan_types.plan import Plan, Shortfall, SolverFacts
 from planner.plan_types.sizes import format_size
 from planner.plan_types.tradeoff import Tradeoff
@@ -42,8 +41,8 @@ def assemble_plan(
     if session.undecided:
         notes += (f"{session.undecided} programs hit their time limit without an answer: a faster plan may exist",)
     return Plan(
-        model=session.work.model_facts(),
-        workload=session.work.facts(),
+        model=session.workload.model_facts(),
+        workload=session.workload.facts(),
         card=session.card.name,
         card_source=session.card.source,
         vram_bytes=vram_bytes,
@@ -114,7 +113,7 @@ def versions() -> dict[str, str]:
 def _host_memory_notes(certified: Certified) -> tuple[str, ...]:
     """State how much pinned host memory an offload takes."""
     graph = certified.graph
-    if not any(isinstance(decision, Offload) for decision in certified.choice.decisions):
+    if not any(decision.needs_host_memory for decision in certified.choice.decisions):
         return ()
     copied_bytes: dict[int, int] = {}
     for op in graph.ops:

@@ -24,7 +24,7 @@ from planner.choose.pareto_front import front
 from planner.choose.planning_session import PlanningSession
 from planner.choose.relaxations import relaxations
 from planner.plan_types.constraints import Constraints
-from planner.plan_types.decisions import Decision
+from planner.plan_types.decision_base import Decision
 from planner.plan_types.plan import Plan
 from planner.plan_types.tradeoff import Tradeoff
 from planner.profiles.device import DeviceProfile
@@ -46,7 +46,7 @@ def plan_workload(workload: Workload, card: DeviceProfile, *, vram_bytes: int | 
         if vram_bytes is None:
             return assemble_plan(session, session.baseline, constraints, vram_bytes, began=began)
         session.expect(constraints)
-        space = session.offer(constraints)
+        space = session.search_space(constraints)
         certified, shortfall = fitting.best(session, space, constraints), None
         if certified is None or not session.quick_enough(certified, constraints):
             certified = fitting.nearest(session, space, constraints)

@@ -11,8 +11,8 @@ from planner.assemble import assemble_plan
 from planner.choose import fitting
 from planner.errors import DecisionError, PlannerError, WorkloadError
 from planner.estimate.footprint import smallest_capacity_bytes
-from planner.plan_types.constraints import Constraints
-from planner.plan_types.decisions import Accumulation, Decision, Freeze
+from planner.plan_types.constraints import Constraints, kinds_of
+from planner.plan_types.decision_base import Decision, Role
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
 from planner.profiles.device import DeviceProfile
@@ -26,8 +26,8 @@ _EXACT_TO = 64
 _FAR = 2
 """Sizes so many times as large as those known are searched anew."""
 _LEFT_OUT = (
-    (Accumulation, "with which any batch fits where one sample does"),
-    (Freeze, "since each frozen prefix would make another"),
+    (Role.MICRO_BATCHING, "with which any batch fits where one sample does"),
+    (Role.FREEZING, "since each frozen prefix would make another"),
 )
 """Techniques that this question is asked without, and why."""
 
@@ -50,7 +50,7 @@ def largest_batch(
     """
     if constraints.max_slowdown is not None:
         raise DecisionError("the largest batch is asked for at any speed: leave out the limit of the slowdown")
-    for kind, why in _LEFT_OUT:
+    for kind, why in ((kind, why) for role, why in _LEFT_OUT for kind in kinds_of(role)):
         if constraints.force(kind):
             raise DecisionError(f"the largest batch is asked for without {kind.kind}, {why}: do not force it")
         if constraints.allow(kind):
@@ -190,7 +190,7 @@ def plan_that_fits(
     began = time.perf_counter()
     usable_bytes, card_notes = within_card(card, vram_bytes)
     with pipeline.open_session(workload, card, usable_bytes) as session:
-        space = session.offer(constraints)
+        space = session.search_space(constraints)
         certified = fitting.best(session, space, constraints)
         if certified is None or not session.quick_enough(certified, constraints):
             return None
@@ -208,7 +208,7 @@ def smallest_configuration(
     """
     usable_bytes, _ = within_card(card, vram_bytes)
     with pipeline.open_session(workload, card, usable_bytes) as session:
-        certified = session.certify(session.chooser(session.offer(constraints), constraints).smallest())
+        certified = session.certify(session.chooser(session.search_space(constraints), constraints).smallest())
         return session.smallest_budget_bytes(certified), certified.choice.decisions
 
 
@@ -218,7 +218,7 @@ def configuration_within(
     """Return total and decisions of the plan of `plan_workload`, which looks further than the smallest promise."""
     usable_bytes, _ = within_card(card, vram_bytes)
     with pipeline.open_session(workload, card, usable_bytes) as session:
-        space = session.offer(constraints)
+        space = session.search_space(constraints)
         certified = fitting.best(session, space, constraints) or fitting.nearest(session, space, constraints)
         return certified.measured.footprint.total_bytes, certified.choice.decisions
 

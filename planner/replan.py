@@ -11,7 +11,7 @@ from planner.choose import fitting
 from planner.choose.chooser import Choice
 from planner.errors import PlanFileError
 from planner.plan_types.constraints import Constraints
-from planner.plan_types.decisions import Accumulation, Fidelity
+from planner.plan_types.decision_base import Fidelity, micro_batch_size_of, micro_batches_of
 from planner.plan_types.plan import Plan
 from planner.workload.budget import card_and_budget, within_card
 from planner.workload.cards import resolve_card
@@ -71,9 +71,9 @@ def _load(saved: Plan) -> Workload:
             f"'{saved.model.reference}' is not the {saved.model.name} that the plan was made for: names, shapes or "
             "dtypes of its parameters differ; make the plan again"
         )
-    for split in (decision for decision in saved.decisions if isinstance(decision, Accumulation)):
-        if split.micro_batches != -(-workload.batch_size // split.micro_batch_size):
-            raise PlanFileError(
-                f"the plan splits a batch of {workload.batch_size} into {split.describe()}: make it again"
-            )
+    size, count = micro_batch_size_of(saved.decisions), micro_batches_of(saved.decisions)
+    if size is not None and count != -(-workload.batch_size // size):
+        raise PlanFileError(
+            f"the plan splits a batch of {workload.batch_size} into {count} micro-batches of {size}: make it again"
+        )
     return workload

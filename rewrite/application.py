@@ -9,7 +9,7 @@ from typing import final
 import torch
 
 from planner.errors import DecisionError, PlanFileError, WorkloadError
-from planner.plan_types.decisions import Accumulation, Checkpoint, ChunkedLoss, Decision, StepInBackward, conflict
+from planner.plan_types.decision_base import Decision, Role, conflict, has_role, micro_batch_size_of
 from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import Plan
 from planner.rewrite.accumulation_check.coupling_check import CouplingCheck
@@ -101,11 +101,11 @@ def apply(
 
 def _tried_apart(plan: Plan, rewriting: Rewriting) -> CouplingCheck | None:
     """Not where a loss is taken in chunks, which needs all logits in evaluation; it is a mean over labels."""
-    split = plan.decision(Accumulation)
-    if split is None or split.micro_batches == 1 or plan.decision(ChunkedLoss) is not None:
+    micro_batch_size = micro_batch_size_of(plan.decisions)
+    if micro_batch_size is None or has_role(plan.decisions, Role.LOSS):
         return None
     return CouplingCheck(
-        batch_size=rewriting.batch_size, micro_batch_size=split.micro_batch_size, terms_of=rewriting.loss_terms,
+        batch_size=rewriting.batch_size, micro_batch_size=micro_batch_size, terms_of=rewriting.loss_terms,
         loss_fn=rewriting.loss_fn, doubled=rewriting.autocast_dtype is not None,
         is_stated=rewriting.loss_weight is not None,
     )  # fmt: skip
@@ -135,7 +135,7 @@ def turns_cache_off(plan: Plan) -> bool:
     """Models that are named by a reference are planned without a cache of keys and values; so is checkpointing."""
     if plan.workload.calling != Calling.KEYWORDS.name:
         return False
-    return plan.model.reference is not None or plan.decision(Checkpoint) is not None
+    return plan.model.reference is not None or any(decision.disables_kv_cache for decision in plan.decisions)
 
 
 def apply_decisions(
@@ -156,7 +156,7 @@ def apply_decisions(
         DecisionError: when a decision cannot be applied or a kind comes twice. The model is then as it was.
     """
     by_kind = one_of_each_kind(decisions)
-    if StepInBackward in by_kind and max_grad_norm is not None:
+    if any(kind.steps_in_backward for kind in by_kind) and max_grad_norm is not None:
         raise DecisionError(
             "step-in-backward never has all gradients at once, so that their norm cannot be clipped: leave "
             "max_grad_norm out, or plan with step-in-backward forbidden"

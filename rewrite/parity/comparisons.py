@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 
-from planner.plan_types.decisions import (
-    Accumulation,
-    ChunkedLoss,
-    Decision,
-    Freeze,
-    Optimizer,
-    OptimizerKernel,
-    Precision,
+from planner.plan_types.decision_base import (
+    Role,
+    autocast_dtype_of,
+    frozen_modules_of,
+    has_role,
+    micro_batches_of,
 )
 from planner.plan_types.plan import Plan
 from planner.rewrite.parity.model_structure import difference, identity_facts, mutable_settings
@@ -41,29 +39,24 @@ Comparison = Callable[[str, VerifyInputs, list[str]], list[Row]]
 def comparisons(plan: Plan) -> dict[str, Comparison]:
     """Those that this plan asks for, by name."""
     found: dict[str, Comparison] = {"as planned": as_planned, "kept": kept}
-    if (precision := plan.decision(Precision)) is not None and precision.dtype == "fp16":
+    if any(decision.needs_gradient_scaler for decision in plan.decisions):
         found["overflow"] = overflow
-    if plan.decision(Freeze) is not None:
+    if has_role(plan.decisions, Role.FREEZING):
         found["freeze"] = freeze
-    if any(_reorders(decision) for decision in plan.decisions):
+    if any(decision.reorders_sums for decision in plan.decisions):
         found["in double"] = in_double
-    if plan.decision(Precision) is not None:
+    if has_role(plan.decisions, Role.PRECISION):
         found["rounding"] = rounding
-    if plan.decision(Optimizer) is not None:
+    if any(decision.eight_bit_state for decision in plan.decisions):
         found["8-bit state"] = eight_bit_state
     return found
-
-
-def _reorders(decision: Decision) -> bool:
-    fused = isinstance(decision, OptimizerKernel) and decision.kernel == "fused"
-    return fused or isinstance(decision, (Accumulation, ChunkedLoss))
 
 
 def as_planned(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
     """Everything, for every step, to the bit."""
     decisions = given.plan.decisions
-    order = tuple(decision for decision in decisions if _reorders(decision) or isinstance(decision, Optimizer))
-    plain = given.plain(order, precision=given.plan.decision(Precision), updates=given.steps)
+    order = tuple(d for d in decisions if d.reorders_sums or d.eight_bit_state)
+    plain = given.plain(order, precision=autocast_dtype_of(given.plan.decisions), updates=given.steps)
     planned = given.planned(decisions, updates=given.steps)
     rows = _updates(name, plain, planned, given.steps)
     for kind in ("loss", "gradient", "parameter", "buffer", "state", "random"):
@@ -94,8 +87,8 @@ def kept(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
 def overflow(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
     """A step whose gradients are not finite trains nothing, and lowers the scale."""
     decisions = given.plan.decisions
-    order = tuple(decision for decision in decisions if _reorders(decision) or isinstance(decision, Optimizer))
-    precision = given.plan.decision(Precision)
+    order = tuple(d for d in decisions if d.reorders_sums or d.eight_bit_state)
+    precision = autocast_dtype_of(given.plan.decisions)
     plain = given.plain(order, precision=precision, scale=LARGEST_SCALE, updates=1)
     planned = given.planned(decisions, scale=LARGEST_SCALE, updates=1)
     if plain.updates:
@@ -111,8 +104,8 @@ def freeze(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
     In double, since some kernels look at whether a gradient is wanted, and add up in another order without (recurrent).
     """
     given = dataclasses.replace(given, max_grad_norm=None)  # the norm of all gradients is another one
-    decisions = tuple(d for d in given.plan.decisions if not isinstance(d, (Precision, Optimizer)))
-    order = tuple(decision for decision in decisions if _reorders(decision))
+    decisions = tuple(d for d in given.plan.decisions if d.role is not Role.PRECISION and not d.eight_bit_state)
+    order = tuple(decision for decision in decisions if decision.reorders_sums)
     plain, double, eps = _in_double(
         name, given, notes, dropout=True, run=lambda double: given.plain(order, trained=True, double=double, updates=1)
     )
@@ -143,8 +136,8 @@ def _in_double(
 
 def in_double(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
     """Only the order of sums differs from the untouched step on the full batch."""
-    decisions = tuple(d for d in given.plan.decisions if not isinstance(d, (Precision, Optimizer)))
-    split = given.plan.decision(Accumulation) is not None
+    decisions = tuple(d for d in given.plan.decisions if d.role is not Role.PRECISION and not d.eight_bit_state)
+    split = micro_batches_of(given.plan.decisions) > 1
     if split:
         notes.append(f"{name}: dropout is off, and batch normalisation takes its running statistics")
     plain, double, eps = _in_double(
@@ -178,7 +171,7 @@ def rounding(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
     normalised it may be much. Whatever else the plan does must not add to it.
     """
     notes.append(f"{name}: dropout is off, which draws other masks in another precision")
-    precision, split = given.plan.decision(Precision), given.plan.decision(Accumulation) is not None
+    precision, split = autocast_dtype_of(given.plan.decisions), micro_batches_of(given.plan.decisions) > 1
     with Comparable(dropout=False, double=False):
         plain = given.plain(split=split, updates=1)
         alone = given.plain(precision=precision, split=split, updates=1)
@@ -200,7 +193,7 @@ def rounding(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
 def eight_bit_state(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
     """The first update is made from state that is not quantized yet; after it, the state is what was quantized."""
     plain = given.plain(updates=1)
-    decisions = tuple(decision for decision in given.plan.decisions if isinstance(decision, (Freeze, Optimizer)))
+    decisions = tuple(d for d in given.plan.decisions if d.role is Role.FREEZING or d.eight_bit_state)
     planned = given.planned(decisions, updates=1)
     bound = TERMS * torch.finfo(torch.float32).eps
     moved = module_scales({key: largest(plain.after[key] - before) for key, before in plain.before.items()})
@@ -279,5 +272,5 @@ def _state_scales(state: dict[str, Any]) -> dict[str, float]:
 
 
 def _is_frozen(parameter: str, plan: Plan) -> bool:
-    frozen = plan.decision(Freeze)
-    return frozen is not None and any(not name or parameter.startswith(f"{name}.") for name in frozen.modules)
+    frozen = frozen_modules_of(plan.decisions)
+    return any(not name or parameter.startswith(f"{name}.") for name in frozen)

@@ -1,4 +1,4 @@
-"""A forward that writes its ops down, and stretches of it that run again: what `rewrite/rules/replay.py` applies.
+"""A forward that writes its ops down, and stretches of it that run again: `rules/segment_checkpoint.py`.
 
 The text that runs here is the text that is emitted.
 """

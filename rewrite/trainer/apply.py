@@ -31,7 +31,8 @@ from typing import final
 import torch
 
 from planner.errors import WorkloadError
-from planner.plan_types.decisions import Accumulation, Optimizer, OptimizerKernel, StepInBackward
+from planner.plan_types.decision_base import Role, micro_batches_of
+from planner.plan_types.decisions import OptimizerKernel
 from planner.plan_types.plan import Plan
 from planner.rewrite.application import change_by_rules, one_of_each_kind, refuse_another_model, turns_cache_off
 from planner.rewrite.rewriting import Rewriting
@@ -42,7 +43,7 @@ from planner.workload.call_convention import Calling
 from planner.workload.model_loss import takes_the_loss
 from planner.workload.torch_optimizers import sparse_lookups
 
-_OF_THE_OPTIMIZER = (Optimizer, OptimizerKernel, StepInBackward)
+_OF_THE_OPTIMIZER = (Role.OPTIMIZER, Role.UPDATE_TIME)
 
 
 @final
@@ -118,7 +119,7 @@ def apply_for_trainer(plan: Plan, model: torch.nn.Module) -> RewrittenForTrainer
         loss_fn=None, loss_weight=None,
     )  # fmt: skip
     try:
-        change_by_rules(rewriting, {kind: by_kind[kind] for kind in by_kind if kind not in _OF_THE_OPTIMIZER})
+        change_by_rules(rewriting, {kind: by_kind[kind] for kind in by_kind if kind.role not in _OF_THE_OPTIMIZER})
         if turns_cache_off(plan):
             rewriting.turn_cache_off()
         share = _weighted_by_share(rewriting, plan) if accumulates(plan) else None
@@ -129,7 +130,7 @@ def apply_for_trainer(plan: Plan, model: torch.nn.Module) -> RewrittenForTrainer
 
 
 def accumulates(plan: Plan) -> bool:
-    return plan.decision(Accumulation) is not None or plan.workload.gradients_alive
+    return micro_batches_of(plan.decisions) > 1 or plan.workload.gradients_alive
 
 
 def _weighted_by_share(rewriting: Rewriting, plan: Plan) -> LossWeighting:

@@ -11,7 +11,6 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from planner.errors import DecisionError, PlanFileError, PromiseError, WorkloadError
-from planner.plan_types.decisions import Optimizer
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
 from planner.rewrite.optimizers import OPTIMIZERS
@@ -251,7 +250,7 @@ def larger_than_planned(plan: Plan, given: dict[str, tuple[tuple[int, ...], str]
 def refuse_another_optimizer(plan: Plan, optimizer: torch.optim.Optimizer) -> None:
     """Raises `DecisionError` where its kind, the size of its state or its momentum is not what was planned."""
     planned = plan.workload.optimizer
-    if plan.decision(Optimizer) is not None:
+    if any(decision.eight_bit_state for decision in plan.decisions):
         bits = getattr(getattr(optimizer, "args", None), "optim_bits", None)
         if bits != 8 or "adam" not in type(optimizer).__name__.lower():
             raise DecisionError(

@@ -17,7 +17,7 @@ from typing import Any, final
 import torch
 
 from planner.errors import DecisionError
-from planner.plan_types.decisions import ChunkedLoss, Precision
+from planner.plan_types.decision_base import Role, has_role
 from planner.plan_types.plan import Plan
 from planner.rewrite.accumulation_check.coupling_check import CouplingCheck
 from planner.rewrite.accumulation_check.reduction_check import ReductionWatcher
@@ -95,8 +95,8 @@ class LossWeighting:
             labelled=any(path.partition(".")[0] == "labels" for path, _, _ in plan.workload.batch),
             size=micro_batches(plan)[0],
             batch_size=plan.workload.batch_size,
-            in_lower=plan.decision(Precision) is not None,
-            in_chunks=plan.decision(ChunkedLoss) is not None,
+            in_lower=has_role(plan.decisions, Role.PRECISION),
+            in_chunks=has_role(plan.decisions, Role.LOSS),
         )
 
     def hooks_on(self, model: torch.nn.Module) -> list[Any]:

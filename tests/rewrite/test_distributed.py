@@ -15,7 +15,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import planner
-import planner.space.outer_choices
+import planner.space.search_space
 from planner import rewrite
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Accumulation, Checkpoint, ChunkedLoss, StepInBackward
@@ -216,6 +216,6 @@ def test_each_may_train_by_itself_where_that_is_said(found):
 
 
 def test_among_several_processes_no_step_in_backward_is_planned(monkeypatch):
-    monkeypatch.setattr(planner.space.outer_choices, "several_processes", lambda: True)
+    monkeypatch.setattr(planner.space.search_space, "several_processes", lambda: True)
     with pytest.raises(DecisionError, match="step-in-backward is forced, but gradients of several processes are added"):
         planner.plan(seeded(Language), batch_of(0), vram="1GiB", gpu="bare", force=("step-in-backward",))

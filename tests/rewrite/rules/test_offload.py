@@ -479,8 +479,7 @@ def test_the_emitted_file_loses_the_same(tmp_path):
 def test_it_is_saved_and_told():
     decision = offload("a.0", "a.1", "b", inputs_of=("b",))
     assert decision_from_json(decision.to_json()) == decision
-    told = "hold in pinned host memory what is saved in 2 modules: a.{0-1}; the inputs of 1 module: b"
-    assert decision.describe() == told
+    assert decision.describe() == "offload to pinned host memory: tensors saved in a.{0-1}; inputs of b"
 
 
 @pytest.mark.parametrize(

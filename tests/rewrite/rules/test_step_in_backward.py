@@ -284,12 +284,12 @@ def test_it_is_not_offered_where_it_cannot_be(monkeypatch):
 
 
 def test_what_is_pruned_before_it_is_recorded_would_not_have_been_chosen(monkeypatch):
-    from planner.choose.candidates import Case
+    from planner.choose.candidates import Candidate
     from planner.pipeline import plan_workload
     from planner.plan_types.constraints import Constraints
 
     pruned = 0
-    could_pay = Case.could_pay
+    could_pay = Candidate.could_pay
 
     def counting(self, *arguments, **options) -> bool:
         nonlocal pruned
@@ -303,9 +303,9 @@ def test_what_is_pruned_before_it_is_recorded_would_not_have_been_chosen(monkeyp
         whole = plan_workload(work, BARE, vram_bytes=None, constraints=constraints).peak.total_bytes
         for share in shares:
             budget = int(share * whole)
-            monkeypatch.setattr(Case, "could_pay", counting)
+            monkeypatch.setattr(Candidate, "could_pay", counting)
             quick = plan_workload(work, BARE, vram_bytes=budget, constraints=constraints)
-            monkeypatch.setattr(Case, "could_pay", lambda self, *arguments, **options: True)
+            monkeypatch.setattr(Candidate, "could_pay", lambda self, *arguments, **options: True)
             thorough = plan_workload(work, BARE, vram_bytes=budget, constraints=constraints)
             assert (quick.fits, quick.decisions) == (thorough.fits, thorough.decisions), (samples, share)
     assert pruned

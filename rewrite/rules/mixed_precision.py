@@ -13,7 +13,7 @@ from planner.rewrite.rewriting import Rewriting
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def precision(rewriting: Rewriting, decision: Precision) -> None:
+def mixed_precision(rewriting: Rewriting, decision: Precision) -> None:
     """Set the step's autocast dtype and scaler. Raises `DecisionError` unless trained weights are fp32."""
     for name, parameter in rewriting.model.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
@@ -27,7 +27,7 @@ def precision(rewriting: Rewriting, decision: Precision) -> None:
         rewriting.scaler = torch.amp.GradScaler(rewriting.device_type())
 
 
-def precision_source(plan: Plan, decision: Precision) -> EmittedCode:
+def mixed_precision_source(plan: Plan, decision: Precision) -> EmittedCode:
     return EmittedCode(
         autocast=f"torch.autocast(next(model.parameters()).device.type, dtype={_DTYPES[decision.dtype]})",
         scaled=decision.dtype == "fp16",

@@ -24,7 +24,7 @@ from planner.rewrite.recomputed_modules import modules_to_run_again
 from planner.rewrite.rewriting import Rewriting
 
 
-def replay(rewriting: Rewriting, decision: Replay) -> None:
+def segment_checkpoint(rewriting: Rewriting, decision: Replay) -> None:
     """Let the forward of each named module write down its stretches, on the instance.
 
     Raises:
@@ -35,7 +35,7 @@ def replay(rewriting: Rewriting, decision: Replay) -> None:
         rewriting.replace(module, "forward", forward, place=f"forward of '{name}'")
 
 
-def replay_source(plan: Plan, decision: Replay) -> EmittedCode:
+def segment_checkpoint_source(plan: Plan, decision: Replay) -> EmittedCode:
     parts = (
         replay_tape.replayed,
         replay_tape.Tape,

@@ -22,7 +22,7 @@ from planner.workload.torch_optimizers import has_step_hooks, sparse_lookups
 _TAKEN_OVER = ("lr", "betas", "eps", "weight_decay")
 
 
-def optimizer(rewriting: Rewriting, decision: Optimizer) -> None:
+def eight_bit_optimizer(rewriting: Rewriting, decision: Optimizer) -> None:
     """Replace AdamW or Adam by `bitsandbytes.optim.AdamW8bit` with the same groups and hyperparameters.
 
     Raises:
@@ -95,7 +95,7 @@ def keep_embeddings_in_32_bits(optimizer, model):
     optimizer.mng = manager
 
 
-def optimizer_source(plan: Plan, decision: Optimizer) -> EmittedCode:
+def eight_bit_optimizer_source(plan: Plan, decision: Optimizer) -> EmittedCode:
     named = OPTIMIZERS["adam" if plan.workload.optimizer == "adam" else "adamw"]
     arguments = "".join(f"        {name}={named.hyperparameters[name]!r},\n" for name in _TAKEN_OVER)
     return EmittedCode(

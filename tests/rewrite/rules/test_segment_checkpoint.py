@@ -319,11 +319,11 @@ def test_the_emitted_file_loses_the_same(tmp_path):
 def test_it_is_saved_and_told():
     decision = replay_of([(0, 8, (1,)), (8, 16, ())])
     assert decision_from_json(decision.to_json()) == decision
-    told = "replay in backward: ops 0-7, 8-15 of the model's forward but for 1 result"
-    assert decision.describe() == told
+    described = "segment checkpointing: ops 0-7, 8-15 of the model's forward, keeping 1 op output"
+    assert decision.describe() == described
     divided = dataclasses.replace(decision, stops=((), (10, 13)))
     assert decision_from_json(divided.to_json()) == divided
-    assert divided.describe() == f"{told}, in 3 parts that start from each other"
+    assert divided.describe() == f"{described}, recomputed in 3 parts"
 
 
 @pytest.mark.parametrize(
@@ -342,5 +342,5 @@ def test_it_is_saved_and_told():
     ids=str,
 )
 def test_what_cannot_be_meant_is_refused(fields):
-    with pytest.raises(DecisionError, match="replay"):
+    with pytest.raises(DecisionError, match="segment-checkpoint"):
         Replay(**fields)
