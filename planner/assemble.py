@@ -15,6 +15,7 @@ from planner.plan_types.sizes import format_size
 from planner.plan_types.tradeoff import Tradeoff
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import Phase
+from planner.workload.budget import Budget
 
 _MOST_KERNELS_NAMED = 4
 """Maximum number of kernels with unknown workspaces that a note names."""
@@ -76,24 +77,23 @@ def assemble_plan(
 
 
 def assemble_tradeoff(
-    session: PlanningSession,
-    front: Front,
-    constraints: Constraints,
-    vram_bytes: int | None,
-    *,
-    usable_bytes: int | None,
-    notes: tuple[str, ...],
-    began: float,
+    session: PlanningSession, front: Front, constraints: Constraints, budget: Budget | None, *, began: float
 ) -> Tradeoff:
-    """Return the trade-off with a plan for each point of the front, whose budget is that point's own total."""
+    """Return the trade-off with a plan for each point of the front, whose budget is that point's own total.
+
+    Args:
+        budget: the user's, to be marked among the plans; None marks none.
+        began: `time.perf_counter()` when planning began.
+    """
+    notes = () if budget is None else budget.notes(session.card)
     return Tradeoff(
         as_it_is=assemble_plan(session, session.baseline, constraints, None, began=began),
         points=tuple(
             assemble_plan(session, point, constraints, total_bytes(point), notes=notes, began=began)
             for point in front.points
         ),
-        vram_bytes=vram_bytes,
-        usable_bytes=usable_bytes,
+        vram_bytes=None if budget is None else budget.asked_bytes,
+        usable_bytes=None if budget is None else budget.usable_bytes,
         complete=front.complete,
         seconds=time.perf_counter() - began,
     )

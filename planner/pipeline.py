@@ -30,7 +30,7 @@ from planner.plan_types.tradeoff import Tradeoff
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import StepGraph
 from planner.rewrite import rehearse
-from planner.workload.budget import within_card
+from planner.workload.budget import Budget
 from planner.workload.workload import Workload
 
 
@@ -41,9 +41,9 @@ def plan_workload(workload: Workload, card: DeviceProfile, *, vram_bytes: int | 
     would help. If `vram_bytes` is None, the baseline is rehearsed and nothing is decided.
     """
     began = time.perf_counter()
-    usable_bytes, card_notes = within_card(card, vram_bytes)
-    with open_session(workload, card, usable_bytes) as session:
-        if vram_bytes is None:
+    budget = None if vram_bytes is None else Budget.on(card, vram_bytes)
+    with open_session(workload, card, budget) as session:
+        if budget is None:
             return assemble_plan(session, session.baseline, constraints, vram_bytes, began=began)
         session.expect(constraints)
         space = session.search_space(constraints)
@@ -52,7 +52,7 @@ def plan_workload(workload: Workload, card: DeviceProfile, *, vram_bytes: int | 
             certified = fitting.nearest(session, space, constraints)
             if not certified.measured.fits or not session.quick_enough(certified, constraints):
                 shortfall = fitting.shortfall(session, certified, relaxations(session, constraints))
-        notes = (*card_notes, *space.notes)
+        notes = (*budget.notes(card), *space.notes)
         return assemble_plan(session, certified, constraints, vram_bytes, shortfall=shortfall, notes=notes, began=began)
 
 
@@ -66,13 +66,12 @@ def tradeoff_workload(
         seconds: time limit for refining the front.
     """
     began = time.perf_counter()
-    usable_bytes, card_notes = within_card(card, vram_bytes)
+    budget = None if vram_bytes is None else Budget.on(card, vram_bytes)
     with open_session(workload, card, None) as session:
         session.expect(constraints)
+        usable_bytes = None if budget is None else budget.usable_bytes
         found = front(session, constraints, vram_bytes=usable_bytes, seconds=seconds)
-        return assemble_tradeoff(
-            session, found, constraints, vram_bytes, usable_bytes=usable_bytes, notes=card_notes, began=began
-        )
+        return assemble_tradeoff(session, found, constraints, budget, began=began)
 
 
 def record_step(workload: Workload, card: DeviceProfile, decisions: Sequence[Decision] = ()) -> StepGraph:
@@ -81,14 +80,14 @@ def record_step(workload: Workload, card: DeviceProfile, decisions: Sequence[Dec
 
 
 @contextlib.contextmanager
-def open_session(workload: Workload, card: DeviceProfile, vram_bytes: int | None) -> Iterator[PlanningSession]:
+def open_session(workload: Workload, card: DeviceProfile, budget: Budget | None) -> Iterator[PlanningSession]:
     """Yield a planning session; rehearsals that are still running when it closes are ended."""
     with _without_garbage_collector():
         workload = rehearse.with_gradient_names(workload, card)
         session = PlanningSession(
             workload,
             card,
-            vram_bytes=vram_bytes,
+            budget=budget,
             start_what_if=lambda decisions, sizes: rehearse.start_rehearsal(
                 workload, decisions, card, sizes=sizes, steps=1, primed=True, what_if=True
             ),

@@ -16,7 +16,7 @@ from planner.plan_types.decision_base import Decision, Role
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
 from planner.profiles.device import DeviceProfile
-from planner.workload.budget import within_card
+from planner.workload.budget import Budget
 from planner.workload.workload import Workload
 
 _MOST_SAMPLES = 1 << 20
@@ -56,7 +56,7 @@ def largest_batch(
         if constraints.allow(kind):
             constraints = dataclasses.replace(constraints, forbidden=(*constraints.forbidden, kind.kind))
 
-    usable_bytes, _ = within_card(card, vram_bytes)
+    usable_bytes = Budget.on(card, vram_bytes).usable_bytes
     needs = _Needs(build, card, usable_bytes, constraints)
     while True:
         samples, too_many = largest_within(
@@ -188,14 +188,14 @@ def plan_that_fits(
 ) -> Plan | None:
     """Return the plan of `plan_workload` if one fits; otherwise None, without looking for the smallest plan."""
     began = time.perf_counter()
-    usable_bytes, card_notes = within_card(card, vram_bytes)
-    with pipeline.open_session(workload, card, usable_bytes) as session:
+    budget = Budget.on(card, vram_bytes)
+    with pipeline.open_session(workload, card, budget) as session:
         space = session.search_space(constraints)
         certified = fitting.best(session, space, constraints)
         if certified is None or not session.quick_enough(certified, constraints):
             return None
         return assemble_plan(
-            session, certified, constraints, vram_bytes, notes=(*card_notes, *space.notes), began=began
+            session, certified, constraints, vram_bytes, notes=(*budget.notes(card), *space.notes), began=began
         )
 
 
@@ -206,8 +206,7 @@ def smallest_configuration(
 
     This is faster than to look for the smallest plan, which also searches for less allocator slack.
     """
-    usable_bytes, _ = within_card(card, vram_bytes)
-    with pipeline.open_session(workload, card, usable_bytes) as session:
+    with pipeline.open_session(workload, card, Budget.on(card, vram_bytes)) as session:
         certified = session.certify(session.chooser(session.search_space(constraints), constraints).smallest())
         return session.smallest_budget_bytes(certified), certified.choice.decisions
 
@@ -216,8 +215,7 @@ def configuration_within(
     workload: Workload, card: DeviceProfile, *, vram_bytes: int, constraints: Constraints
 ) -> tuple[int, tuple[Decision, ...]]:
     """Return total and decisions of the plan of `plan_workload`, which looks further than the smallest promise."""
-    usable_bytes, _ = within_card(card, vram_bytes)
-    with pipeline.open_session(workload, card, usable_bytes) as session:
+    with pipeline.open_session(workload, card, Budget.on(card, vram_bytes)) as session:
         space = session.search_space(constraints)
         certified = fitting.best(session, space, constraints) or fitting.nearest(session, space, constraints)
         return certified.measured.footprint.total_bytes, certified.choice.decisions

@@ -13,7 +13,7 @@ from planner.errors import PlanFileError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Fidelity, micro_batch_size_of, micro_batches_of
 from planner.plan_types.plan import Plan
-from planner.workload.budget import card_and_budget, within_card
+from planner.workload.budget import Budget, card_and_budget
 from planner.workload.cards import resolve_card
 from planner.workload.loading import load_workload
 from planner.workload.workload import Workload
@@ -41,13 +41,14 @@ def replan(saved: Plan, *, vram: str | None, gpu: str | None) -> Plan:
         forbidden=saved.forbidden,
         max_slowdown=saved.max_slowdown,
     )
-    usable_bytes, notes = within_card(card, vram_bytes)
-    with pipeline.open_session(workload, card, usable_bytes) as session:
+    budget = None if vram_bytes is None else Budget.on(card, vram_bytes)
+    notes = () if budget is None else budget.notes(card)
+    with pipeline.open_session(workload, card, budget) as session:
         choice = Choice(decisions=saved.decisions, peak_bytes=0, step_ns=0, status="not needed", gap=0.0)
         certified = session.certify(choice)
-        if vram_bytes is not None:
+        if budget is not None:
             certified = session.measure_at_smallest_budget(certified)
-        fits = vram_bytes is None or (certified.measured.fits and session.quick_enough(certified, constraints))
+        fits = budget is None or (certified.measured.fits and session.quick_enough(certified, constraints))
         # Nothing was searched, so that the promise is what the rehearsal gave.
         promised = dataclasses.replace(certified.choice, peak_bytes=certified.measured.curve_bytes)
         certified = dataclasses.replace(certified, choice=promised)

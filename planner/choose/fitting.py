@@ -68,7 +68,7 @@ def with_prefix(
 
     def promises(number: int) -> bool:
         chooser = session.chooser(narrow.with_frozen(candidates[number]), constraints)
-        return chooser.fastest(session.budget_bytes) is not None
+        return chooser.fastest(session.budget.tensor_bytes) is not None
 
     def holds(number: int) -> bool:
         return fastest(session, narrow.with_frozen(candidates[number]), constraints) is not None
@@ -118,19 +118,23 @@ def _search(
     session: PlanningSession, space: SearchSpace, constraints: Constraints, *, attempts: int, until: float
 ) -> tuple[Certified | None, tuple[Certified, ...]]:
     """The fastest plan that fits, and every plan that was certified on the way."""
-    chooser, budget_bytes = session.chooser(space, constraints), session.budget_bytes
+    chooser, budget_bytes = session.chooser(space, constraints), session.budget.tensor_bytes
     if chooser.fastest(budget_bytes) is None:
-        budget_bytes = session.capacity_bytes  # the slack may be less than the first guess of it
+        budget_bytes = session.budget.allocator_bytes  # the slack may be less than the first guess of it
     tried: dict[Choice, Certified] = {}
 
     def short_bytes_of(choice: Choice) -> int:
         tried[choice] = certified = session.certify(choice)
-        return 0 if certified.measured.fits else max(session.smallest_budget_bytes(certified) - session.total_bytes, 1)
+        return (
+            0
+            if certified.measured.fits
+            else max(session.smallest_budget_bytes(certified) - session.budget.usable_bytes, 1)
+        )
 
     choice = search(
         lambda budget_of, below_ns: chooser.fastest(budget_of, below_ns=below_ns),
         short_bytes_of,
-        budgets=PromiseBudgets(budget_bytes, finest_bytes=session.budget_bytes // _FINEST_STEP, tie=TIE),
+        budgets=PromiseBudgets(budget_bytes, finest_bytes=session.budget.tensor_bytes // _FINEST_STEP, tie=TIE),
         tie=TIE,
         attempts=attempts,
         hopeless=_HOPELESS,
@@ -200,7 +204,7 @@ def shortfall(session: PlanningSession, smallest: Certified, relaxations: Sequen
     binding = max(parts, key=lambda category: parts[category])
     open_steps = [relaxation.next_step for relaxation in relaxations if relaxation.next_step is not None]
     return Shortfall(
-        missing_bytes=max(smallest.measured.footprint.total_bytes - session.total_bytes, 0),
+        missing_bytes=max(smallest.measured.footprint.total_bytes - session.budget.usable_bytes, 0),
         binding=str(binding),
         binding_bytes=parts[binding],
         next_step=min(open_steps, key=lambda step: step.slowdown, default=None),
@@ -219,6 +223,6 @@ def frozen_prefixes(session: PlanningSession) -> tuple[Decision, ...]:
 def _guessed_prefix(session: PlanningSession, candidates: tuple[Decision, ...], chosen: Choice) -> int:
     """The number of the prefix that is enough if freezing saves only gradients and optimizer state."""
     config = with_roles(chosen.decisions, Role.PRECISION, Role.OPTIMIZER, Role.UPDATE_TIME)
-    missing = chosen.peak_bytes - session.budget_bytes
+    missing = chosen.peak_bytes - session.budget.tensor_bytes
     saved = [session.lower_bound_bytes(config) - session.lower_bound_bytes((frozen, *config)) for frozen in candidates]
     return next((number for number, size in enumerate(saved) if size >= missing), len(candidates))

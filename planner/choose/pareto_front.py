@@ -67,7 +67,7 @@ def front(session: PlanningSession, constraints: Constraints, *, vram_bytes: int
     until = began + _SEARCHING * seconds
     # The two ends, and the plan at the user's budget: what is asked for later lies between them.
     largest_bytes = max(total_bytes(session.baseline), vram_bytes or 0)
-    answers = {session.with_budget(largest_bytes).budget_bytes: _fastest(session, constraints, largest_bytes)}
+    answers = {session.with_budget(largest_bytes).budget.tensor_bytes: _fastest(session, constraints, largest_bytes)}
     at_budget = None if vram_bytes is None else _at_budget(session, constraints, vram_bytes)
     smallest = _smallest(session, constraints, until=began + _DESCENDING * seconds)
     if smallest is None:
@@ -100,7 +100,7 @@ def _fastest(session: PlanningSession, constraints: Constraints, vram_bytes: int
     """The fastest plan by its promise, without a certificate."""
     budgeted = session.with_budget(vram_bytes)
     chooser = budgeted.chooser(budgeted.search_space(constraints), constraints)
-    return chooser.fastest(vram_bytes - session.card.context_bytes)
+    return chooser.fastest(budgeted.budget.allocator_bytes)
 
 
 def _at_budget(session: PlanningSession, constraints: Constraints, vram_bytes: int) -> Certified | None:

@@ -29,12 +29,10 @@ from planner.space.lm_head import loss_in_chunks
 from planner.space.lower_bounds import TrainedParameters, lower_bound_bytes
 from planner.space.search_space import SearchSpace, search_space
 from planner.virtual_gpu.forked_process import Child
+from planner.workload.budget import Budget
 from planner.workload.eight_bit import least_state_bytes
 from planner.workload.torch_optimizers import kind_of, moves_all_its_state
 from planner.workload.workload import Workload
-
-_FIRST_SLACK = 0.01
-"""Fraction of the budget that is reserved for the allocator's slack at first."""
 
 StartWhatIf = Callable[[tuple[Decision, ...], tuple[int, ...]], Child]
 """Starts a what-if rehearsal of one step, rewritten by decisions, with these micro-batch sizes."""
@@ -59,16 +57,16 @@ class PlanningSession:
         workload: Workload,
         card: DeviceProfile,
         *,
-        vram_bytes: int | None,
+        budget: Budget | None,
         start_what_if: StartWhatIf,
         start_update: StartUpdate,
         certificates: Certificates,
     ) -> None:
         """
         Args:
-            vram_bytes: the budget; None if there is none. Only `baseline` and `with_budget` work without one.
+            budget: None if there is none. Only `baseline` and `with_budget` work without one.
         """
-        self.workload, self.card, self.vram_bytes = workload, card, vram_bytes
+        self.workload, self.card, self._budget = workload, card, budget
         self._certificates = certificates
         self._recordings = Recordings(
             start_what_if,
@@ -87,7 +85,7 @@ class PlanningSession:
             self.card,
             constraints,
             batch_statistics=graph.batch_statistics,
-            chunks=loss_in_chunks(graph, self.workload.model, vram_bytes=self.total_bytes),
+            chunks=loss_in_chunks(graph, self.workload.model, vram_bytes=self.budget.usable_bytes),
         )
 
     def expect(self, constraints: Constraints) -> None:
@@ -102,11 +100,11 @@ class PlanningSession:
         self._certificates.forget()
         self._recordings.close()
 
-    def with_budget(self, vram_bytes: int) -> PlanningSession:
-        """The same session for another budget. Recordings, candidates and certificates are shared."""
+    def with_budget(self, total_bytes: int) -> PlanningSession:
+        """The same session for another limit of the total. Recordings, candidates and certificates are shared."""
         _ = self.baseline_graph  # recorded before the copy, so that both have it
         other = copy.copy(self)
-        other.vram_bytes = vram_bytes
+        other._budget = Budget.of_total(self.card, total_bytes)
         other.__dict__.pop("baseline", None)
         return other
 
@@ -119,7 +117,7 @@ class PlanningSession:
     def baseline(self) -> Certified:
         """The step without any decision, on the card."""
         graph = self.baseline_graph
-        measured = measure(graph, self.card, vram_bytes=self.vram_bytes, micro_batches=1)
+        measured = measure(graph, self.card, vram_bytes=self._usable_bytes, micro_batches=1)
         step_ns, peak_bytes = measured.footprint.step_ns, measured.curve_bytes
         choice = Choice(decisions=(), peak_bytes=peak_bytes, step_ns=step_ns, status="not needed", gap=0.0)
         return Certified(choice=choice, graph=graph, measured=measured)
@@ -134,7 +132,7 @@ class PlanningSession:
             return dataclasses.replace(self.baseline, choice=choice)
         graph = self._certificates.of(choice.decisions, then=None if then is None else then.decisions)
         count = micro_batches_of(choice.decisions)
-        measured = measure(graph, self.card, vram_bytes=self.vram_bytes, micro_batches=count)
+        measured = measure(graph, self.card, vram_bytes=self._usable_bytes, micro_batches=count)
         return Certified(choice=choice, graph=graph, measured=measured)
 
     def chooser(self, space: SearchSpace, constraints: Constraints) -> Chooser:
@@ -187,28 +185,22 @@ class PlanningSession:
         return certified.measured.footprint.step_ns <= self._slowest_ns(constraints)
 
     @property
-    def total_bytes(self) -> int:
-        """The budget for the whole process. Raises `RuntimeError` in a session without one."""
-        if self.vram_bytes is None:
+    def budget(self) -> Budget:
+        """The budget. Raises `RuntimeError` in a session without one."""
+        if self._budget is None:
             raise RuntimeError("this session has no budget: call with_budget first")
-        return self.vram_bytes
+        return self._budget
 
     @property
-    def budget_bytes(self) -> int:
-        """The budget for tensors: the budget without the CUDA context and a first guess of the allocator's slack."""
-        return self.capacity_bytes - (round(self.capacity_bytes * _FIRST_SLACK) if self.card.allocator else 0)
-
-    @property
-    def capacity_bytes(self) -> int:
-        """The budget without the CUDA context."""
-        return self.total_bytes - self.card.context_bytes
+    def _usable_bytes(self) -> int | None:
+        return None if self._budget is None else self._budget.usable_bytes
 
     def measure_at_smallest_budget(self, certified: Certified) -> Certified:
         """The same choice measured under the budget, or under the smallest larger one in which its step runs."""
         count = micro_batches_of(certified.choice.decisions)
-        total_bytes = max(self.total_bytes, self.smallest_budget_bytes(certified))
+        total_bytes = max(self.budget.usable_bytes, self.smallest_budget_bytes(certified))
         measured = measure(certified.graph, self.card, vram_bytes=total_bytes, micro_batches=count)
-        fits = total_bytes <= self.total_bytes
+        fits = total_bytes <= self.budget.usable_bytes
         return dataclasses.replace(certified, measured=dataclasses.replace(measured, fits=fits))
 
     def smallest_budget_bytes(self, certified: Certified) -> int:
