@@ -135,7 +135,7 @@ def _gradients_kept(model: torch.nn.Module, rows: list[Row]) -> Iterator[None]:
 def _refuse_a_rewritten_model(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
         function = getattr(vars(module).get("forward"), "__func__", None)
-        if isinstance(function, types.FunctionType) and function.__globals__["__name__"].startswith("rewrite."):
+        if isinstance(function, types.FunctionType) and function.__globals__["__name__"].startswith("planner.rewrite."):
             raise DecisionError(
                 f"the forward of '{name}' is rewritten already: undo() first, verify applies the plan to copies"
             )
