@@ -234,7 +234,7 @@ def test_nothing_outlives_its_use():
     result = rewritten(model, replay_of([(0, 9, ()), (9, 14, ())]), batch=batch, loss_fn=cross_entropy)
     cross_entropy(result.module(batch[0]), batch).backward()
     made: list[weakref.ref] = []
-    before = replay_tape.Stretch.__init__
+    before = replay_tape.Segment.__init__
 
     def noting(self, *args, **options) -> None:
         before(self, *args, **options)
@@ -244,7 +244,7 @@ def test_nothing_outlives_its_use():
     gc.disable()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(replay_tape.Stretch, "__init__", noting)
+            patch.setattr(replay_tape.Segment, "__init__", noting)
             output = result.module(batch[0])
             held = [stretch() is not None for stretch in made]
             del output
