@@ -1,4 +1,8 @@
-"""One technique, one file, one rule: what is done to a live model, and beside it the source that does the same."""
+"""The rules: one file per technique, with the change to a live model and the source text that does the same.
+
+`RULES` and `SOURCES` map a decision's type to its two functions. To add a technique, add a `Decision`, a file here and
+one entry in each table.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +46,7 @@ RULES: dict[type[Decision], Callable] = {
     Replay: replay.replay,
     Offload: offload.offload,
 }
-"""Rule by decision, in the order in which they are applied: `rule(rewriting, decision)`."""
+"""`rule(rewriting, decision)` by type of decision, in the order in which the rules are applied."""
 
 SOURCES: dict[type[Decision], Callable] = {
     Freeze: freeze.freeze_source,
@@ -56,4 +60,4 @@ SOURCES: dict[type[Decision], Callable] = {
     Replay: replay.replay_source,
     Offload: offload.offload_source,
 }
-"""The emitted counterpart of each rule: `source(plan, decision)` -> `EmittedCode`."""
+"""The emitted counterpart of each rule, `source(plan, decision)` -> `EmittedCode`."""

@@ -162,7 +162,7 @@ def test_loss_and_gradients_are_those_of_the_whole(options, loss, chunks):
 
 @pytest.mark.parametrize("loss", REFUSED, ids=lambda loss: loss.__name__)
 def test_what_asks_for_all_logits_or_changes_them_is_refused(loss):
-    with pytest.raises((AttributeError, TypeError), match=r"taken in chunks|'Logits'"):
+    with pytest.raises((AttributeError, TypeError), match=r"computed in chunks|'Logits'"):
         trained(Tagger().double(), loss, chunks=3)
 
 
@@ -197,7 +197,7 @@ def test_a_micro_batch_in_which_no_label_counts_trains_nothing():
 
 def test_a_batch_in_which_no_label_counts_is_refused():
     for _, result, batch in steps_in_parts(ignored=4):
-        with pytest.raises(ValueError, match="a mean over no term at all"):
+        with pytest.raises(ValueError, match="which is a mean over zero terms"):
             result.step(batch)
 
 
@@ -317,7 +317,7 @@ def test_a_second_backward_is_refused_and_so_is_another_module():
     )
     loss = flat(model(inputs), labels)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="used up"):
+    with pytest.raises(RuntimeError, match="can be used once"):
         loss.backward()
     with pytest.raises(DecisionError, match=r"'words', a Embedding: the head must be a torch.nn.Linear"):
         apply_decisions(

@@ -44,17 +44,17 @@ from tests.support.workloads import BARE, CARD, plain, transformer, units, what_
 
 
 @pytest.fixture
-def copies(monkeypatch) -> list[rule.Copy]:
+def copies(monkeypatch) -> list[rule.HostCopy]:
     """On the CPU nothing is copied, since all lies on the host; here it is, and the copies are noted."""
-    made: list[rule.Copy] = []
+    made: list[rule.HostCopy] = []
 
-    class Counted(rule.Copy):
+    class Counted(rule.HostCopy):
         def __init__(self, tensor: torch.Tensor) -> None:
             super().__init__(tensor)
             made.append(self)
 
     monkeypatch.setattr(rule, "is_on_host", lambda tensor: False)
-    monkeypatch.setattr(rule, "Copy", Counted)
+    monkeypatch.setattr(rule, "HostCopy", Counted)
     return made
 
 

@@ -282,12 +282,12 @@ def test_it_is_not_offered_where_it_cannot_be(monkeypatch):
 
 
 def test_what_is_pruned_before_it_is_recorded_would_not_have_been_chosen(monkeypatch):
-    from planner.choose.candidates import Case
+    from planner.choose.candidates import Candidate
     from planner.pipeline import plan_workload
     from planner.plan_types.constraints import Constraints
 
     pruned = 0
-    could_pay = Case.could_pay
+    could_pay = Candidate.could_pay
 
     def counting(self, *arguments, **options) -> bool:
         nonlocal pruned
@@ -301,9 +301,9 @@ def test_what_is_pruned_before_it_is_recorded_would_not_have_been_chosen(monkeyp
         whole = plan_workload(work, BARE, vram_bytes=None, constraints=constraints).peak.total_bytes
         for share in shares:
             budget = int(share * whole)
-            monkeypatch.setattr(Case, "could_pay", counting)
+            monkeypatch.setattr(Candidate, "could_pay", counting)
             quick = plan_workload(work, BARE, vram_bytes=budget, constraints=constraints)
-            monkeypatch.setattr(Case, "could_pay", lambda self, *arguments, **options: True)
+            monkeypatch.setattr(Candidate, "could_pay", lambda self, *arguments, **options: True)
             thorough = plan_workload(work, BARE, vram_bytes=budget, constraints=constraints)
             assert (quick.fits, quick.decisions) == (thorough.fits, thorough.decisions), (samples, share)
     assert pruned
@@ -329,7 +329,7 @@ def test_a_gradient_from_before_is_refused(eight_bit):
     decisions = (*((Optimizer(),) if eight_bit else ()), StepInBackward())
     result = rewritten(model, *decisions, batch=vectors(), loss_fn=cross_entropy, optimizer="adamw")
     model.head.weight.grad = torch.ones_like(model.head.weight)
-    with pytest.raises(RuntimeError, match="left from before"):
+    with pytest.raises(RuntimeError, match="has a gradient from before"):
         result.step(vectors())
     result.optimizer.zero_grad()
     result.step(vectors())
