@@ -148,7 +148,7 @@ class Inner(nn.Module):
 
 def test_parts_of_a_storage_are_copied_once_and_come_back_as_they_were(copies):
     assert not differences(seeded(Views), offload("inner"), batches=[vectors()], loss_fn=cross_entropy)
-    storages = [copied.known for copied in copies]
+    storages = [copied.reference for copied in copies]
     assert len({storage.cdata for storage in storages}) == len(storages) > 5
 
 
@@ -294,7 +294,7 @@ class ChangedInside(nn.Module):
 
 def test_what_was_written_to_is_copied_again(copies):
     assert not differences(seeded(Changed), offload("inner"), batches=[vectors()], loss_fn=cross_entropy)
-    assert len({copied.known.cdata for copied in copies}) < len(copies)
+    assert len({copied.reference.cdata for copied in copies}) < len(copies)
 
 
 class Widths(nn.Module):
