@@ -54,7 +54,7 @@ def place_of(full: Full, steps: int = 1) -> OomLocation:
                 model(x).backward()
                 optimizer.step()
     assert not optimizer._optimizer_step_pre_hooks
-    return last.place
+    return last.location
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_the_first_op_that_ran_out_is_told():
     for op in ("cos", "sin"):
         with Full(op), last.watching(), contextlib.suppress(torch.OutOfMemoryError):
             getattr(torch, op)(torch.ones(1))
-    assert last.place.op == "aten.cos.default"
+    assert last.location.op == "aten.cos.default"
 
 
 NET = """
