@@ -1,4 +1,4 @@
-"""How an emitted file builds its model and a batch: from an embedded configuration, or by the reference of the plan."""
+"""Write the source that builds a model and a batch, from an embedded configuration or the reference of the plan."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def verification(plan: Plan, *, run: Run | None = None, beside_plain: bool = Tru
 def _parity(plan: Plan, plain: Ran | RanOut, run: Run) -> tuple[Parity | None, str]:
     """Return the comparison of the trainings, or None and the reason."""
     if not plan.decisions:
-        return None, "the plan changes nothing"
+        return None, "the plan is the baseline itself"
     if isinstance(plain, RanOut):
         return None, 'the baseline does not fit this card: use rewrite.verify(..., device="cpu") to compare on the host'
     parity = run(plan, ("--parity",))

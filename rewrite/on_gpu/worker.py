@@ -57,7 +57,7 @@ class Ran:
     total_bytes: int
     """`reserved_bytes`, plus what the process held outside of the allocator after the last step."""
     total_source: str
-    """How the memory of the process was measured, see `planner.profiles.process_memory`."""
+    """The method by which the memory of the process was measured, see `planner.profiles.process_memory`."""
     peaks: tuple[tuple[int, int], ...]
     """Peaks of allocated and reserved bytes so far, after the set-up and after each step."""
     losses: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""What a rewriting must not change: the objects a model consists of, the keys it saves, and its hooks."""
+"""Facts about a model that a rewriting must not change: its objects, the keys that it saves, and its hooks."""
 
 from __future__ import annotations
 

@@ -95,10 +95,10 @@ class ReferenceStep:
 
 @dataclasses.dataclass(kw_only=True)
 class StepTrace:
-    """What some steps did. Tensors are copies in host memory, by their first name in the model."""
+    """A record of some steps. Tensors are copies in host memory, by their first name in the model."""
 
     losses: dict[str, torch.Tensor]
-    """By number of the step, from '1'."""
+    """Loss by number of the step, from '1'."""
     gradients: dict[str, torch.Tensor]
     """Gradients of the first update, as the optimizer received them."""
     gradient_counts: dict[str, int]
@@ -161,7 +161,7 @@ def trace_steps(
 
     def note(stepping: torch.optim.Optimizer, *_: object) -> None:
         """Record the gradients that the optimizer is about to use. A step in backward comes here once per parameter."""
-        # A fused optimizer unscales by itself, and skips the update if a gradient is not finite.
+        # A fused optimizer unscales gradients in its kernel, and skips the update if a gradient is not finite.
         overflow = getattr(stepping, "found_inf", None)
         if overflow is not None and overflow.item():
             return

@@ -39,7 +39,7 @@ class Row:
     bit_equal: bool
     passed: bool
     why: str = ""
-    """What is wrong, if it is not a numerical difference."""
+    """The fault, if it is not a numerical difference."""
 
     def __str__(self) -> str:
         wrong = self.why or f"relative difference {self.measured:.2g}, bound {self.bound:.2g}"
@@ -52,7 +52,7 @@ class Parity:
 
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
-    """What was done differently from normal training for the comparison, and why."""
+    """Remarks on how the comparison differed from normal training, and why."""
 
     @property
     def passed(self) -> bool:

@@ -118,7 +118,7 @@ def version_of(tensor):
 
 
 def without_bits(tensor):
-    """Return the tensor as it is stored, if it is a lazy conjugate or negative of that."""
+    """Return the tensor without its lazy conjugation or negation: the numbers that are in memory."""
     tensor = torch._conj(tensor) if tensor.is_conj() else tensor
     return torch._neg_view(tensor) if tensor.is_neg() else tensor
 

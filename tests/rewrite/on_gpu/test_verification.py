@@ -108,7 +108,7 @@ def test_without_a_budget_the_step_as_it_is_is_measured(reference):
     plan = planned(reference, None)
     found = verification(plan, run=COUNTED)
     assert found.kept and found.cap_bytes is None and found.plain is found.planned
-    assert found.parity is None and "as it is" in found.why_no_parity
+    assert found.parity is None and "is the baseline" in found.why_no_parity
 
 
 def test_out_of_memory_is_a_broken_promise_that_names_the_op_and_what_was_alive(reference):
@@ -222,7 +222,7 @@ def test_the_command_says_whether_the_promise_is_kept(reference, capsys, monkeyp
     )
     assert command.main([str(path), "--verify"]) == command.DOES_NOT_FIT
     told = capsys.readouterr().out
-    assert "the promise is BROKEN" in told and "allocated" in told and "it stands for bare" in told
+    assert "the promise is BROKEN" in told and "allocated" in told and "in place of bare" in told
     ran_out = RanOut(device="x", step=2, message="tried to allocate", place=PLACE)
     monkeypatch.setattr(verifying, "run_in_process", lambda plan, options: ran_out)
     assert command.main([str(path), "--verify"]) == command.DOES_NOT_FIT
