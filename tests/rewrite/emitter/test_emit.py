@@ -1,4 +1,4 @@
-"""Emitted files run without us, read like a person's, and train to the same bits as the live objects."""
+"""Emitted files run without this package, are readable, and train to the same bits as the live objects."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_another_loss_weight_in_the_file_would_be_seen(tmp_path):
 
 
 class OwnCausal(torch.nn.Module):
-    """A causal model of somebody's own, which is no class of transformers."""
+    """A user-defined causal model, not a class of transformers."""
 
     def __init__(self) -> None:
         super().__init__()

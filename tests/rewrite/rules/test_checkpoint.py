@@ -1,4 +1,4 @@
-"""Checkpointing changes memory, and not one bit of what is trained."""
+"""Checkpointing changes the memory of a step, and no bit of its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunked loss: the same loss and gradients, and never all logits at once."""
+"""A chunked loss gives the same loss and gradients, and never holds all logits at once."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def tokens(dtype=torch.int64):
 
 
 def trained(model, loss, *, chunks: int | None, micro_batches: int = 1):
-    """Loss and gradients of one batch, with the head rewritten or not."""
+    """Return the loss and the gradients of one batch, with or without the rewritten head."""
     model, batch = copy.deepcopy(model), tokens()
     decisions = [] if chunks is None else [ChunkedLoss(module="head", chunks=chunks)]
     if micro_batches > 1:
@@ -167,7 +167,7 @@ def test_what_asks_for_all_logits_or_changes_them_is_refused(loss):
 
 
 def steps_in_parts(ignored: int):
-    """A step in chunks and one without, of a batch whose first samples have no label that counts."""
+    """Run a step with and without chunks on a batch whose first samples have no label that counts."""
     torch.manual_seed(1)
     inputs, labels = tokens()
     labels[:ignored] = -100
@@ -202,7 +202,7 @@ def test_a_batch_in_which_no_label_counts_is_refused():
 
 
 class Surrounded(Tagger):
-    """A head in a context of its own."""
+    """A head that runs in its own context."""
 
     def __init__(self, context, *, before=lambda hidden: hidden) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""8-bit AdamW takes over the groups and hyperparameters of the optimizer that it replaces."""
+"""8-bit AdamW has the groups and hyperparameters of the optimizer that it replaces."""
 
 from __future__ import annotations
 
