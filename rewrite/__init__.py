@@ -1,8 +1,11 @@
-"""Do what a plan says: `rewrite.apply(plan, model)` for live objects, `rewrite.emit(plan, path)` for a Python file.
+"""Carry out a plan: `rewrite.apply(plan, model)` on live objects, `rewrite.emit(plan, path)` as a Python file.
 
-`rewrite.certify(plan, model, batch)` rehearses the rewritten step without a GPU; `rewrite.verify(plan, model, batch)`
-runs it beside the plain one, and compares what comes out. `rewrite.apply_for_trainer(plan, model)` leaves the step to
-transformers' `Trainer`, with `training_arguments` and a `trainer_callback`.
+`rewrite.certify(plan, model, batch)` rehearses the rewritten step without a GPU. `rewrite.verify(plan, model, batch)`
+trains copies of the model with the plan and without it, and compares the results. For transformers' `Trainer`, which
+runs the step itself, use `rewrite.apply_for_trainer(plan, model)`, `training_arguments` and `trainer_callback`.
+
+The technique behind each decision is a rule in `rules/`. The rules, the step and the emitter share the functions in
+`portable/`, so the text of an emitted file is the text that runs here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The modules whose forward a rule runs again in backward."""
+"""Look up the modules that a rule recomputes in backward, and check that they can be."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from planner.rewrite.rewriting import Rewriting
 def modules_to_run_again(
     rewriting: Rewriting, names: Iterable[str], kind: str, *, nested: bool
 ) -> dict[str, torch.nn.Module]:
-    """Module by name; one that is shared under several names once.
+    """Return the modules by name. A module that is shared under several names is returned once.
 
     Args:
-        nested: whether they may be nested in each other.
+        nested: True if the modules may be nested in each other.
 
     Raises:
-        DecisionError: for a module that does not exist or is never called, and for nested ones that may not be.
+        DecisionError: if a module does not exist or has no forward, or if modules are nested but must not be.
     """
     chosen: dict[str, torch.nn.Module] = {}
-    known: dict[int, str] = {}
+    name_of: dict[int, str] = {}
     for name in names:
         module = rewriting.module(name, kind)
         if getattr(type(module).forward, "__name__", "") == "_forward_unimplemented":
             raise DecisionError(
-                f"{kind} names '{name}', a {type(module).__name__} without a forward of its own: name its children"
+                f"{kind} names '{name}', a {type(module).__name__}, which has no forward: name its children instead"
             )
-        if id(module) not in known:
-            known[id(module)] = name
+        if id(module) not in name_of:
+            name_of[id(module)] = name
             chosen[name] = module
     for name, module in () if nested else chosen.items():
-        for part in module.modules():
-            if part is not module and id(part) in known:
+        for submodule in module.modules():
+            if submodule is not module and id(submodule) in name_of:
                 raise DecisionError(
-                    f"{kind} names '{name}' and '{known[id(part)]}' inside it, which would be recomputed twice: "
+                    f"{kind} names '{name}' and '{name_of[id(submodule)]}' inside it, which would be recomputed twice: "
                     "keep one of them"
                 )
     return chosen

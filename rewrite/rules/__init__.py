@@ -1,4 +1,4 @@
-"""One technique, one file, one rule: what is done to a live model, and the emitted source that does the same.
+"""The rules: one file per technique, with the change to a live model and the source text that does the same.
 
 A rule is found by its name. For a decision of kind 'chunked-loss' the module `chunked_loss` has two functions:
 `chunked_loss(rewriting, decision)` changes a live model, `chunked_loss_source(plan, decision)` returns `EmittedCode`.
@@ -21,7 +21,7 @@ def _functions(suffix: str) -> dict[type[Decision], Callable]:
 
 
 RULES = _functions("")
-"""Rule by decision, in the order in which they are applied: `rule(rewriting, decision)`."""
+"""`rule(rewriting, decision)` by type of decision, in the order in which the rules are applied."""
 
 SOURCES = _functions("_source")
-"""The emitted counterpart of each rule: `source(plan, decision)` -> `EmittedCode`."""
+"""The emitted counterpart of each rule, `source(plan, decision)` -> `EmittedCode`."""

@@ -160,7 +160,7 @@ REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
     ),
     "a step in backward from a file": (
         lambda rank: emitted(rank, StepInBackward()),
-        "RuntimeError: a step in backward uses gradients before those of other processes are added to them",
+        "RuntimeError: a step in backward would use gradients before they are reduced over the processes",
     ),
 }
 
