@@ -30,7 +30,7 @@ from planner.rewrite.on_gpu.oom_location import OomLocator
 from planner.rewrite.parity.result import Parity, Row
 from planner.rewrite.parity.verify import verify
 from planner.workload.loading import load_workload
-from planner.workload.workload import Workload, map_tensors
+from planner.workload.workload import Workload, map_batch
 
 STEPS = 3
 """The first makes the optimizer's state, the second is the first full one, the third shows that nothing grows."""
@@ -121,7 +121,7 @@ def _with_weights(plan: Plan) -> Workload:
 
 def _trained(plan: Plan, work: Workload, device: Device, *, find_op: bool) -> Ran:
     model = work.model.to(device.name)
-    batch = map_tensors(lambda tensor: tensor.to(device.name), work.batch)
+    batch = map_batch(lambda tensor: tensor.to(device.name), work.batch)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="the plan does not fit its budget")  # that is what is found out here
         rewritten = apply(plan, model, loss_fn=work.loss_fn)
