@@ -48,7 +48,7 @@ from planner.recording.saved_tensors import SavedTensors
 from planner.recording.step_graph import Category, Op, Phase, Save, StepGraph, Storage
 from planner.virtual_gpu import sparse_gradients
 from planner.virtual_gpu.data_dependence import DataDependence
-from planner.virtual_gpu.data_dependent_ops import run_by_value
+from planner.virtual_gpu.data_dependent_ops import run_data_dependent_op
 from planner.virtual_gpu.in_place import InPlaceRule
 from planner.virtual_gpu.kernels import KERNELS
 from planner.virtual_gpu.shadow_values import tensors_in
@@ -178,7 +178,7 @@ class Recorder(TorchDispatchMode):
                     out, scratch = kernel(self.data_dependence, op, *args, **kwargs)
             else:
                 if traits.asks_values:
-                    ran, out, args = run_by_value(self.data_dependence, self._run, op, args, kwargs)
+                    ran, out, args = run_data_dependent_op(self.data_dependence, self._run, op, args, kwargs)
                 if not ran:
                     out = op(*args, **kwargs)
         except _DATA_DEPENDENT:
