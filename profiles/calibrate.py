@@ -43,6 +43,8 @@ WIDTHS = {"fp32": 8192, "tf32": 8192, "fp16": 8192, "bf16": 8192, "fp64": 4096}
 """Width of the square matrices whose product is timed, by dtype."""
 REPEATS = 5
 """Number of timed runs of each quantity."""
+HOST_COPIES = {"copies to the card": False, "copies to the host": True}
+"""Names of the two measured copies, and whether a copy goes back to the host."""
 SEGMENTS = 24
 """Number of new segments whose addresses are compared."""
 
@@ -139,7 +141,7 @@ def calibrate(card: Card) -> Calibration:
             name, sent_bytes, functools.partial(card.host_copy_seconds, sent_bytes, back=back),
             known.host_link_bytes_per_s,
         )
-        for name, back in (("copies to the card", False), ("copies to the host", True))
+        for name, back in HOST_COPIES.items()
     )  # fmt: skip
     return Calibration(
         facts=facts,
@@ -280,13 +282,13 @@ def _training_step(torch: ModuleType) -> None:
         optimizer.zero_grad()
 
 
-def as_toml(found: Calibration, title: str) -> str:
+def as_toml(calibration: Calibration, title: str) -> str:
     """Returns the text of a profile file that `planner.profiles.device.read` reads, with the source of each number."""
-    facts = found.facts
-    how = f"{found.date}, torch {facts.torch_version}, CUDA {facts.cuda_version}, driver {facts.driver}"
-    contexts = ", ".join(f"{size // MIB} MiB after a {stage}" for stage, size in found.context_bytes.items())
-    context = found.context_bytes[CONTEXT_STAGES[-1]]
-    native = [dtype for dtype in ("bf16", "fp16") if _is_native(found, dtype)]
+    facts = calibration.facts
+    how = f"{calibration.date}, torch {facts.torch_version}, CUDA {facts.cuda_version}, driver {facts.driver}"
+    contexts = ", ".join(f"{size // MIB} MiB after a {stage}" for stage, size in calibration.context_bytes.items())
+    context = calibration.context_bytes[CONTEXT_STAGES[-1]]
+    native = [dtype for dtype in ("bf16", "fp16") if _is_native(calibration, dtype)]
     lines = [
         f"title = {json.dumps(title)}",
         f"source = {json.dumps(f'calibrated {how}')}",
@@ -296,36 +298,36 @@ def as_toml(found: Calibration, title: str) -> str:
         f"max_threads_per_sm = {facts.max_threads_per_sm}  # the driver",
         f"vram_bytes = {facts.vram_bytes:_}  # the driver",
         f"context_bytes = {context:_}  # measured as context_source says",
-        f"context_source = {json.dumps(f'measured by {found.memory_source}: {contexts}')}",
-        f"memory_bandwidth_bytes_per_s = {found.memory_bandwidth_bytes_per_s:_}"
-        f"  # {_by(found, ['bandwidth'], 'copy of 1 GiB, both ways')}",
+        f"context_source = {json.dumps(f'measured by {calibration.memory_source}: {contexts}')}",
+        f"memory_bandwidth_bytes_per_s = {calibration.memory_bandwidth_bytes_per_s:_}"
+        f"  # {_by(calibration, ['bandwidth'], 'copy of 1 GiB, both ways')}",
         f"native_dtypes = {json.dumps(native)}  # measured: products at least 1.2 times as fast as in fp32",
-        f"launch_ns = {found.launch_ns:_}  # measured: in-place additions to one number",
-        f"host_link_bytes_per_s = {found.host_link_bytes_per_s:_}"
-        f"  # {_by(found, ['copies to the card', 'copies to the host'], '256 MiB of pinned memory, there and back')}",
-        f'segment_addresses = "{found.segment_addresses}"  # measured: {SEGMENTS} new segments of 20 MiB',
-        f"# a cuBLAS handle keeps {found.workspace_bytes:_} bytes; allocator: {found.allocator}",
+        f"launch_ns = {calibration.launch_ns:_}  # measured: in-place additions to one number",
+        f"host_link_bytes_per_s = {calibration.host_link_bytes_per_s:_}"
+        f"  # {_by(calibration, [*HOST_COPIES], '256 MiB of pinned memory, there and back')}",
+        f'segment_addresses = "{calibration.segment_addresses}"  # measured: {SEGMENTS} new segments of 20 MiB',
+        f"# a cuBLAS handle keeps {calibration.workspace_bytes:_} bytes; allocator: {calibration.allocator}",
         "",
         "[flops_per_s]",
         *(
-            f"{dtype} = {found.flops_per_s[dtype]:_}"
-            f"  # {_by(found, [f'products in {dtype}'], 'product of square matrices')}"
+            f"{dtype} = {calibration.flops_per_s[dtype]:_}"
+            f"  # {_by(calibration, [f'products in {dtype}'], 'product of square matrices')}"
             for dtype in DTYPES
         ),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _by(found: Calibration, names: list[str], how: str) -> str:
+def _by(calibration: Calibration, names: list[str], how: str) -> str:
     """Returns the source of a number that depends on the quantities `names`."""
-    missing = [f"{name}: {found.not_measured[name]}" for name in names if name in found.not_measured]
+    missing = [f"{name}: {calibration.not_measured[name]}" for name in names if name in calibration.not_measured]
     return f"not measured ({'; '.join(missing)}): as the datasheet says" if missing else f"measured: {how}"
 
 
-def _is_native(found: Calibration, dtype: str) -> bool:
+def _is_native(calibration: Calibration, dtype: str) -> bool:
     """True if training in this dtype is faster. Below compute capability 8.0 bf16 is emulated, so it does not count."""
-    emulated = dtype == "bf16" and found.facts.compute_capability < (8, 0)
-    return not emulated and found.flops_per_s[dtype] > 1.2 * found.flops_per_s["fp32"]
+    emulated = dtype == "bf16" and calibration.facts.compute_capability < (8, 0)
+    return not emulated and calibration.flops_per_s[dtype] > 1.2 * calibration.flops_per_s["fp32"]
 
 
 def title_of(facts: Facts) -> str:

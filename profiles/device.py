@@ -74,7 +74,7 @@ class DeviceProfile:
     host_link_bytes_per_s: int
     """Rate of copies between pinned host memory and the card in one direction."""
     segment_addresses: str = "unknown"
-    """Whether the driver places a new segment above or below the previous one: one of `SEGMENT_ADDRESSES`.
+    """Direction in which the driver places new segments: one of `SEGMENT_ADDRESSES`.
 
     Among free blocks of equal size the caching allocator takes the one at the lowest address, so fragmentation depends
     on this.

@@ -86,7 +86,7 @@ def _all() -> tuple[DeviceProfile, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CardFacts:
-    """What the driver reports of a card. The fields are those of `DeviceProfile`."""
+    """The facts that the driver reports of a card. The fields are those of `DeviceProfile`."""
 
     cuda_name: str
     compute_capability: tuple[int, int]

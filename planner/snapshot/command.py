@@ -61,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command's arguments."""
     parser = _Arguments(
         prog="python -m planner.snapshot",
         description="Replays a snapshot of torch.cuda.memory._dump_snapshot through the simulated caching allocator.",
@@ -186,4 +187,5 @@ def _blocks(segment: Segment | None, *, with_sizes: bool) -> str:
 
 
 def _address(address: int | None) -> str:
+    """Returns the text for an address. None stands for a request that ran out of memory."""
     return "out of memory" if address is None else f"{address:#x}"

@@ -184,6 +184,7 @@ class _Replay:
         return self._result()
 
     def _result(self) -> ReplayResult:
+        """Returns the comparison after the last event."""
         allocator = self._allocator
         return ReplayResult(
             counts=_counts(self._history),

@@ -113,6 +113,8 @@ class _DeviceModule:
         pass
 
     class device:
+        """The context `torch.vgpu.device(index)`, which has nothing to do for a single device."""
+
         def __init__(self, *_: object) -> None:
             pass
 
@@ -175,6 +177,7 @@ def _register_kernels(target: Target) -> None:
     aten.impl("scaled_dot_product_attention", scaled_dot_product_attention, "AutogradPrivateUse1")
 
     def like_last(grad, input):
+        """Allocates the gradient as the fused kernel does."""
         return torch.empty_like(input)
 
     for name in ONE_KERNEL_ON_CUDA:

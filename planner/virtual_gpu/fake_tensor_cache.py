@@ -71,7 +71,7 @@ class _NotPlainError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _TensorRecipe:
-    """How to create a tensor that a call returns: it is an argument, a view of one, or new."""
+    """Describes how to create a tensor that a call returns: it is an argument, a view of one, or new."""
 
     argument: int | None
     """Position of the argument that is returned or whose storage is shared; None for a new tensor."""
@@ -229,6 +229,7 @@ class _Pickler(pickle.Pickler):
     """Pickles ops by name, and the virtual GPU as `privateuseone`, its name in a process that did not install it."""
 
     def reducer_override(self, value: Any) -> Any:
+        """Returns how to pickle ops and devices; `NotImplemented` for all other values."""
         if isinstance(value, torch._ops.OpOverload):
             packet = value.overloadpacket
             return _op, (value.namespace, packet.__name__, value._overloadname)

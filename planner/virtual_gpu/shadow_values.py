@@ -333,6 +333,7 @@ class ShadowValues:
             self._shadows.pop(tensor.untyped_storage()._cdata, None)
 
     def _forget_all(self, tensors: list) -> None:
+        """Removes the shadows of all tensors in a nested list."""
         for tensor in tensors_in(tensors):
             self._forget(tensor)
 

@@ -1,6 +1,6 @@
-"""How the model is called with a batch, and how its loss is read from the output.
+"""The convention by which a model is called with a batch, and by which its loss is read from the output.
 
-The rehearsal, the training step and the emitted code all use this one convention.
+The rehearsal, the training step and the emitted code all use it.
 """
 
 from __future__ import annotations

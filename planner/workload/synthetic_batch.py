@@ -32,6 +32,7 @@ def synthetic_batch(
 
 
 def _inputs(model: Any, main: str, batch: int, seq_len: int) -> dict[str, torch.Tensor]:
+    """Returns the model's main input (`main_input_name`)."""
     config = model.config
     match main:
         case "input_ids":
@@ -49,6 +50,7 @@ def _inputs(model: Any, main: str, batch: int, seq_len: int) -> dict[str, torch.
 
 
 def _labels(model: Any, accepted: set[str], batch: int, seq_len: int) -> dict[str, torch.Tensor]:
+    """Returns labels whose shape is inferred from the name of the model's class."""
     name = type(model).__name__
     if {"start_positions", "end_positions"} <= accepted:
         return {name: torch.randint(seq_len, (batch,)) for name in ("start_positions", "end_positions")}
@@ -64,10 +66,11 @@ def _labels(model: Any, accepted: set[str], batch: int, seq_len: int) -> dict[st
     raise _unknown(model, "takes labels whose shape cannot be inferred from its class name")
 
 
-def _unknown(model: Any, why: str) -> WorkloadError:
+def _unknown(model: Any, reason: str) -> WorkloadError:
+    """Returns the error for a model that no batch can be made for."""
     return WorkloadError(
-        f"{type(model).__name__} {why}: give a Python function that returns (model, batch) or (model, batch, loss_fn) "
-        "as path/file.py:name"
+        f"{type(model).__name__} {reason}: give a Python function that returns (model, batch) or "
+        "(model, batch, loss_fn) as path/file.py:name"
     )
 
 
@@ -78,4 +81,5 @@ def _vocabulary(model: Any) -> int:
 
 
 def _pair(size: int | list[int] | tuple[int, int]) -> tuple[int, int]:
+    """Returns height and width of an image size, which is one number for a square."""
     return (size, size) if isinstance(size, int) else (size[0], size[1])

@@ -84,7 +84,7 @@ def why_no_kernel(kernel: str, optimizer: object, model: torch.nn.Module) -> str
         return f"{kind.__name__} has no fused kernel"
     if sparse_lookups(model):
         return "an embedding produces sparse gradients"
-    # What the user chose for a group stays as it is.
+    # An implementation that the user chose for a group is not changed.
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if isinstance(optimizer, torch.optim.Optimizer):
         for group in optimizer.param_groups:
