@@ -34,7 +34,7 @@ from types import FrameType
 _ALL_TRUE = (("_check_tensor_all_with", "torch/__init__.py"), ("__init__", "torch/distributions/distribution.py"))
 """Functions of torch that raise unless the boolean they ask for is true: function name and end of the file name.
 
-They loop over their checks, or the `raise` is preceded by other statements, so their source does not match.
+The first one passes the boolean to another function, which raises, so its source does not match a check.
 """
 
 
