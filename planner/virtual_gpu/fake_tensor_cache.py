@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from planner.virtual_gpu.shadow_values import tensors_in
+from planner.virtual_gpu.shadow_values import nested_tensors
 
 _PLAIN_DTYPES = frozenset(
     {
@@ -172,7 +172,7 @@ class FakeTensorCache:
         # Aliasing has to come out right: a storage that lives longer, or is counted twice, changes the memory curve.
         storages = [_storage(tensor) for tensor in results if tensor is not None]
         nested = [value for value in args if isinstance(value, (list, tuple))]
-        unaddressable = {_storage(tensor) for tensor in tensors_in((kwargs, nested))}
+        unaddressable = {_storage(tensor) for tensor in nested_tensors((kwargs, nested))}
         if len(set(storages)) != len(storages) or not unaddressable.isdisjoint(storages):
             return None  # Two results share a storage, or one shares it with an argument that has no position.
         try:

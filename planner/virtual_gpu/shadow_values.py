@@ -176,7 +176,7 @@ class ShadowValues:
             return
         # The order matters: a constant is known whatever its arguments are, and a random result is unknown even if they
         # are known. Only then is an op run on the values of its arguments.
-        results = [tensor for tensor in tensors_in(out) if tensor.layout is torch.strided]
+        results = [tensor for tensor in nested_tensors(out) if tensor.layout is torch.strided]
         if op.overloadpacket in _CONSTANTS and self._follow_constant(op, args, kwargs, results):
             return
         if op in _RANDOM:
@@ -203,10 +203,10 @@ class ShadowValues:
 
     def _follow_known(self, op: Any, args: tuple, kwargs: dict, results: list, written: list) -> None:
         """Finds the shadows of an op's results from the shadows of its arguments."""
-        targets = list(tensors_in(written))
+        targets = list(nested_tensors(written))
         overwrites = op.overloadpacket is _aten.copy_  # `copy_` does not read its target.
         shadows: list[_ShadowValue] = []
-        for tensor in tensors_in((args, kwargs)):
+        for tensor in nested_tensors((args, kwargs)):
             if isinstance(tensor, FakeTensor) and not (overwrites and tensor is targets[0]):
                 shadow = self._shadow(tensor)
                 if shadow is None:
@@ -230,7 +230,7 @@ class ShadowValues:
                     value = value.reshape(-1)[:1].reshape(())
                 self._put(results[0], _ShadowValue(value=value, assumed=assumed))
         elif all(_is_tracked(tensor) for tensor in results):
-            for fake, value in zip(results, tensors_in(self.compute(op, args, kwargs)), strict=False):
+            for fake, value in zip(results, nested_tensors(self.compute(op, args, kwargs)), strict=False):
                 if fake not in self:  # A view of an argument shares its shadow already.
                     self.learn(fake, value, assumed)
 
@@ -334,7 +334,7 @@ class ShadowValues:
 
     def _forget_all(self, tensors: list) -> None:
         """Removes the shadows of all tensors in a nested list."""
-        for tensor in tensors_in(tensors):
+        for tensor in nested_tensors(tensors):
             self._forget(tensor)
 
     def _real(self, value: Any) -> tuple[bool, Any]:
@@ -432,13 +432,13 @@ def _on_host(kwargs: dict) -> dict:
     return {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
 
 
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
+def nested_tensors(value: object) -> Iterator[torch.Tensor]:
     """Yields the tensors in nested lists, tuples and dicts, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from tensors_in(item)
+            yield from nested_tensors(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from tensors_in(item)
+            yield from nested_tensors(item)
