@@ -186,6 +186,7 @@ def rounding(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
     """
     notes.append(f"{name}: dropout is off, since its masks differ between precisions")
     precision, split = autocast_dtype_of(given.plan.decisions), micro_batches_of(given.plan.decisions) > 1
+    assert precision is not None, "only plans with mixed precision are compared so"
     with Comparable(dropout=False, double=False):
         plain = given.plain(split=split, updates=1)
         alone = given.plain(precision=precision, split=split, updates=1)

@@ -71,7 +71,7 @@ def test_what_the_search_is_promised_of_a_split_holds_the_whole_batch_too():
         lambda graph: graph,
     )
     case = Candidates(recordings, BARE, batch_bytes=work.batch_bytes).of((), MicroBatching(micro_batches=13, size=5))
-    assert case.floor_bytes >= bytes_of(batch)
+    assert case.lower_bound_bytes >= bytes_of(batch)
     assert case.peak_bytes == certifying_graph(work, case.decisions(()), BARE).live_bytes().max()
 
 

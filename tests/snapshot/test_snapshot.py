@@ -276,7 +276,7 @@ def test_the_device_is_chosen_by_its_number(tmp_path):
     path = _written(data, tmp_path / "snapshot.pickle")
     assert replay_history(load(path, device=2)).is_equal
     (note,) = load(path).notes
-    assert note == "devices 0, 2 have events: this is device 0"
+    assert note == "devices 0, 2 have events, and this is device 0: choose another one with --device"
     with pytest.raises(SnapshotError, match="no events of device 1: choose one of 0, 2"):
         load(path, device=1)
 

@@ -257,8 +257,8 @@ class Custom(torch.optim.SGD):
 
 
 NOT_OFFERED = {
-    "fused already": (lambda p: torch.optim.AdamW(p, fused=True), "fused=True, which is a choice already"),
-    "a loop already": (lambda p: torch.optim.AdamW(p, foreach=False), "foreach=False, which is a choice already"),
+    "fused already": (lambda p: torch.optim.AdamW(p, fused=True), "fused=True, which is kept"),
+    "a loop already": (lambda p: torch.optim.AdamW(p, foreach=False), "foreach=False, which is kept"),
     "of one's own": (lambda p: Custom(p, lr=0.1), "Custom is not known"),
 }
 

@@ -127,14 +127,17 @@ def in_groups(parameters):
 
 
 KEPT = {
-    "sgd by name": ("sgd", "sgd has no 8-bit twin"),
-    "sgd": (lambda p: torch.optim.SGD(p), "SGD has no 8-bit twin"),
+    "sgd by name": ("sgd", "sgd has no 8-bit counterpart"),
+    "sgd": (lambda p: torch.optim.SGD(p), "SGD has no 8-bit counterpart"),
     "amsgrad": (lambda p: torch.optim.AdamW(p, amsgrad=True), "neither amsgrad nor maximize"),
     "maximize": (lambda p: torch.optim.AdamW(p, maximize=True), "neither amsgrad nor maximize"),
-    "adam with weight decay": (lambda p: torch.optim.Adam(p, weight_decay=0.1), "Adam's weight decay is not AdamW's"),
-    "weight decay in one group": (in_groups, "Adam's weight decay is not AdamW's"),
-    "a subclass of AdamW": (OwnAdamW, "OwnAdamW has no 8-bit twin"),
-    "an optimizer that has stepped": (stepped, "holds state already"),
+    "adam with weight decay": (
+        lambda p: torch.optim.Adam(p, weight_decay=0.1),
+        "Adam's weight decay differs",
+    ),
+    "weight decay in one group": (in_groups, "Adam's weight decay differs"),
+    "a subclass of AdamW": (OwnAdamW, "OwnAdamW has no 8-bit counterpart"),
+    "an optimizer that has stepped": (stepped, "already holds state"),
 }
 REPLACED = {
     "adamw by name": "adamw",
