@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from planner import profiles
-from planner.pipeline import plan_workload, versions
+from planner.assemble import versions
+from planner.pipeline import plan_workload
 from planner.plan_types.constraints import Constraints, parse_constraints
 from planner.plan_types.decisions import Checkpoint, Fidelity
 from planner.workload.loading import load_workload

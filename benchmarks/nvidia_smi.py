@@ -28,10 +28,10 @@ from rich.progress import track
 from torch import nn
 
 from planner import profiles
+from planner.assemble import versions
 from planner.estimate.add_workspaces import with_workspaces
 from planner.estimate.allocation_stream import allocation_stream
 from planner.estimate.footprint import replayed
-from planner.pipeline import versions
 from planner.recording.program import rehearse_program
 from planner.virtual_gpu.backend import Target
 

@@ -27,11 +27,11 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from benchmarks.main_job import EXAMPLES, MIB, proportional_bytes
 from planner import profiles
-from planner.pipeline import versions
+from planner.assemble import versions
 from planner.recording.recorder import Recorder
 from planner.recording.rehearsal import make_virtual, record_steps, virtual_batch
 from planner.rewrite.application import apply_decisions
-from planner.rewrite.certificate import start_rehearsal
+from planner.rewrite.rehearse import start_rehearsal
 from planner.virtual_gpu import backend
 from planner.virtual_gpu.forked_process import run_in_child
 from planner.virtual_gpu.in_place import InPlaceRule

@@ -67,20 +67,15 @@ def plan(
     Raises:
         planner.errors.PlannerError: for input that cannot be used; the message says what to change.
     """
-    from planner.pipeline import plan_live_model
+    from planner import pipeline
     from planner.plan_types.constraints import parse_constraints
+    from planner.workload.budget import card_and_budget
+    from planner.workload.workload import workload
 
     constraints = parse_constraints(fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown)
-    return plan_live_model(
-        model,
-        batch,
-        vram=vram,
-        loss_fn=loss_fn,
-        gpu=gpu,
-        optimizer=optimizer,
-        gradients_alive=gradients_alive,
-        constraints=constraints,
-    )
+    step = workload(model, batch, loss_fn=loss_fn, optimizer=optimizer, gradients_alive=gradients_alive)
+    card, vram_bytes = card_and_budget(gpu, vram)
+    return pipeline.plan_workload(step, card, vram_bytes=vram_bytes, constraints=constraints)
 
 
 def tradeoff(
@@ -109,21 +104,15 @@ def tradeoff(
     Raises:
         planner.errors.PlannerError: for input that cannot be used; the message says what to change.
     """
-    from planner.pipeline import tradeoff_of_live_model
+    from planner import pipeline
     from planner.plan_types.constraints import parse_constraints
+    from planner.workload.budget import card_and_budget
+    from planner.workload.workload import workload
 
     constraints = parse_constraints(fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown)
-    return tradeoff_of_live_model(
-        model,
-        batch,
-        vram=vram,
-        loss_fn=loss_fn,
-        gpu=gpu,
-        optimizer=optimizer,
-        gradients_alive=gradients_alive,
-        constraints=constraints,
-        seconds=seconds,
-    )
+    step = workload(model, batch, loss_fn=loss_fn, optimizer=optimizer, gradients_alive=gradients_alive)
+    card, vram_bytes = card_and_budget(gpu, vram)
+    return pipeline.tradeoff_workload(step, card, vram_bytes=vram_bytes, constraints=constraints, seconds=seconds)
 
 
 def record(
@@ -142,6 +131,10 @@ def record(
     Raises:
         planner.errors.PlannerError: for input that cannot be used; the message says what to change.
     """
-    from planner.pipeline import record_live_model
+    from planner import pipeline
+    from planner.recording.fx_graph import to_fx
+    from planner.workload.cards import resolve_card
+    from planner.workload.workload import workload
 
-    return record_live_model(model, batch, loss_fn=loss_fn, gpu=gpu, optimizer=optimizer)
+    step = workload(model, batch, loss_fn=loss_fn, optimizer=optimizer)
+    return to_fx(pipeline.record_step(step, resolve_card(gpu, None)))

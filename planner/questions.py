@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 
 from planner import pipeline, profiles
+from planner.assemble import assemble_plan
+from planner.choose import fitting
 from planner.errors import DecisionError, PlannerError, WorkloadError
-from planner.plan_types.constraints import Constraints
-from planner.plan_types.decisions import Accumulation, Decision, Freeze
+from planner.estimate.footprint import smallest_capacity_bytes
+from planner.plan_types.constraints import Constraints, kinds_of
+from planner.plan_types.decision_base import Decision, Role
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
 from planner.profiles.device import DeviceProfile
+from planner.workload.budget import Budget
 from planner.workload.workload import Workload
 
 _MOST_SAMPLES = 1 << 20
@@ -21,8 +26,8 @@ _EXACT_TO = 64
 _FAR = 2
 """Sizes so many times as large as those known are searched anew."""
 _LEFT_OUT = (
-    (Accumulation, "with which any batch fits where one sample does"),
-    (Freeze, "since each frozen prefix would make another"),
+    (Role.MICRO_BATCHING, "with which any batch fits where one sample does"),
+    (Role.FREEZING, "since each frozen prefix would make another"),
 )
 """Techniques that this question is asked without, and why."""
 
@@ -45,13 +50,13 @@ def largest_batch(
     """
     if constraints.max_slowdown is not None:
         raise DecisionError("the largest batch is asked for at any speed: leave out the limit of the slowdown")
-    for kind, why in _LEFT_OUT:
+    for kind, why in ((kind, why) for role, why in _LEFT_OUT for kind in kinds_of(role)):
         if constraints.force(kind):
             raise DecisionError(f"the largest batch is asked for without {kind.kind}, {why}: do not force it")
         if constraints.allow(kind):
             constraints = dataclasses.replace(constraints, forbidden=(*constraints.forbidden, kind.kind))
 
-    usable_bytes, _ = pipeline.within_card(card, vram_bytes)
+    usable_bytes = Budget.on(card, vram_bytes).usable_bytes
     needs = _Needs(build, card, usable_bytes, constraints)
     while True:
         samples, too_many = largest_within(
@@ -94,7 +99,7 @@ class _Needs:
             return self.searched_bytes(samples)
         if samples not in self._at_most:
             try:
-                self._at_most[samples] = pipeline.total_bytes_with(self._build(samples), self._card, self._way)
+                self._at_most[samples] = total_bytes_with(self._build(samples), self._card, self._way)
             except PlannerError:
                 return self.searched_bytes(samples)  # this size may need another way, or be refused whatever the way
         return self._at_most[samples]
@@ -102,12 +107,12 @@ class _Needs:
     def searched_bytes(self, samples: int) -> int:
         """Of this size; the smallest way is then tried on others, too."""
         if samples not in self._searched:
-            self._search(pipeline.smallest_configuration, samples)
+            self._search(smallest_configuration, samples)
         return self._searched[samples]
 
     def refuted(self, samples: int) -> bool:
         """Whether no plan is found for this size; one that is found is then tried on others, too."""
-        self._search(pipeline.configuration_within, samples)
+        self._search(configuration_within, samples)
         return self._searched[samples] > self._vram_bytes
 
     def _search(self, function: Callable[..., tuple[int, tuple[Decision, ...]]], samples: int) -> None:
@@ -165,7 +170,7 @@ def smallest_card(work: Workload, constraints: Constraints) -> Plan:
     """
     cards = sorted((profiles.load(name) for name in profiles.known()), key=lambda card: (card.vram_bytes, card.name))
     for number, card in enumerate(cards):
-        plan = pipeline.plan_that_fits(work, card, vram_bytes=card.vram_bytes, constraints=constraints)
+        plan = plan_that_fits(work, card, vram_bytes=card.vram_bytes, constraints=constraints)
         if plan is not None:
             smaller = f"no plan fits on {number} with as little memory or less" if number else "none known has less"
             return _noted(plan, f"smallest card: {card.title} ({format_size(card.vram_bytes)}); {smaller}")
@@ -176,3 +181,46 @@ def smallest_card(work: Workload, constraints: Constraints) -> Plan:
 
 def _noted(plan: Plan, note: str) -> Plan:
     return dataclasses.replace(plan, notes=(note, *plan.notes))
+
+
+def plan_that_fits(
+    workload: Workload, card: DeviceProfile, *, vram_bytes: int, constraints: Constraints
+) -> Plan | None:
+    """Return the plan of `plan_workload` if one fits; otherwise None, without looking for the smallest plan."""
+    began = time.perf_counter()
+    budget = Budget.on(card, vram_bytes)
+    with pipeline.open_session(workload, card, budget) as session:
+        space = session.search_space(constraints)
+        certified = fitting.best(session, space, constraints)
+        if certified is None or not session.quick_enough(certified, constraints):
+            return None
+        return assemble_plan(
+            session, certified, constraints, vram_bytes, notes=(*budget.notes(card), *space.notes), began=began
+        )
+
+
+def smallest_configuration(
+    workload: Workload, card: DeviceProfile, *, vram_bytes: int, constraints: Constraints
+) -> tuple[int, tuple[Decision, ...]]:
+    """Return the decisions with the smallest promise (no frozen prefix), and the smallest total under which they run.
+
+    This is faster than to look for the smallest plan, which also searches for less allocator slack.
+    """
+    with pipeline.open_session(workload, card, Budget.on(card, vram_bytes)) as session:
+        certified = session.certify(session.chooser(session.search_space(constraints), constraints).smallest())
+        return session.smallest_budget_bytes(certified), certified.choice.decisions
+
+
+def configuration_within(
+    workload: Workload, card: DeviceProfile, *, vram_bytes: int, constraints: Constraints
+) -> tuple[int, tuple[Decision, ...]]:
+    """Return total and decisions of the plan of `plan_workload`, which looks further than the smallest promise."""
+    with pipeline.open_session(workload, card, Budget.on(card, vram_bytes)) as session:
+        space = session.search_space(constraints)
+        certified = fitting.best(session, space, constraints) or fitting.nearest(session, space, constraints)
+        return certified.measured.footprint.total_bytes, certified.choice.decisions
+
+
+def total_bytes_with(workload: Workload, card: DeviceProfile, decisions: tuple[Decision, ...]) -> int:
+    """Return the smallest total under which the step with these decisions runs, by rehearsal."""
+    return smallest_capacity_bytes(pipeline.record_step(workload, card, decisions), card)

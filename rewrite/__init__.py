@@ -1,8 +1,11 @@
-"""Carry out a plan: `rewrite.apply(plan, model)` on a live model, `rewrite.emit(plan, path)` as a Python file.
+"""Carry out a plan: `rewrite.apply(plan, model)` on live objects, `rewrite.emit(plan, path)` as a Python file.
 
 `rewrite.certify(plan, model, batch)` rehearses the rewritten step without a GPU. `rewrite.verify(plan, model, batch)`
-runs the rewritten step and the baseline, and compares the results. `rewrite.apply_for_trainer(plan, model)` is for
-transformers' `Trainer`, which takes the steps itself, with `training_arguments` and a `trainer_callback`.
+trains copies of the model with the plan and without it, and compares the results. For transformers' `Trainer`, which
+runs the step itself, use `rewrite.apply_for_trainer(plan, model)`, `training_arguments` and `trainer_callback`.
+
+The technique behind each decision is a rule in `rules/`. The rules, the step and the emitter share the functions in
+`portable/`, so the text of an emitted file is the text that runs here.
 """
 
 from __future__ import annotations

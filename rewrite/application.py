@@ -9,7 +9,14 @@ from typing import Any, final
 import torch
 
 from planner.errors import DecisionError, PlanFileError, WorkloadError
-from planner.plan_types.decisions import Accumulation, Checkpoint, ChunkedLoss, Decision, StepInBackward, conflict
+from planner.plan_types.decision_base import (
+    Decision,
+    Role,
+    conflict,
+    has_role,
+    micro_batch_size_of,
+    micro_batches_of,
+)
 from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import Plan
 from planner.rewrite.accumulation_check import AccumulationCheck, CouplingCheck
@@ -105,14 +112,15 @@ def apply(
 
 def _accumulation_checks(plan: Plan, rewriting: Rewriting) -> tuple[AccumulationCheck, ...]:
     """The check that micro-batches add up to their batch; empty if the plan does not accumulate."""
-    accumulation = plan.decision(Accumulation)
-    if accumulation is None or rewriting.loss_terms is None:
+    if rewriting.loss_terms is None:
         return ()
+    micro_batch_size = micro_batch_size_of(plan.decisions)
     coupling = None
     # A chunked loss is a mean over labels, and outside of training it would need all logits at once: no probe of it.
-    if accumulation.micro_batches > 1 and plan.decision(ChunkedLoss) is None:
+    is_split = micro_batches_of(plan.decisions) > 1
+    if micro_batch_size is not None and is_split and not has_role(plan.decisions, Role.LOSS):
         coupling = CouplingCheck(
-            batch_size=rewriting.batch_size, micro_batch_size=accumulation.micro_batch_size,
+            batch_size=rewriting.batch_size, micro_batch_size=micro_batch_size,
             terms_of=rewriting.loss_terms, loss_fn=rewriting.loss_fn,
             uses_autocast=rewriting.autocast_dtype is not None,
             has_stated_weights=rewriting.loss_weight is not None,
@@ -153,7 +161,7 @@ def turns_cache_off(plan: Plan) -> bool:
     """True if the model is planned without a key-value cache: with checkpointing, and if it was loaded by name."""
     if plan.workload.calling != Calling.KEYWORDS.name:
         return False
-    return plan.model.reference is not None or plan.decision(Checkpoint) is not None
+    return plan.model.reference is not None or any(decision.disables_kv_cache for decision in plan.decisions)
 
 
 def apply_decisions(
@@ -174,7 +182,7 @@ def apply_decisions(
         DecisionError: if a decision cannot be applied, or there are two of one kind. The model is unchanged then.
     """
     by_kind = one_of_each_kind(decisions)
-    if StepInBackward in by_kind and max_grad_norm is not None:
+    if any(kind.steps_in_backward for kind in by_kind) and max_grad_norm is not None:
         raise DecisionError(
             "step-in-backward never has all gradients at once, so their norm cannot be clipped: leave max_grad_norm "
             "out, or plan with step-in-backward forbidden"

@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from planner.pipeline import versions
+from planner.assemble import versions
 from planner.profiles.finding import UNLISTED
 from planner.profiles.process_memory import driver_version
 from planner.workload.cards import GENERIC, resolve_card

@@ -11,7 +11,7 @@ from benchmarks.card.cases import Case
 from benchmarks.card.device import Device
 from benchmarks.card.history import History, history_of, signed
 from planner.rewrite.application import Rewritten, apply_decisions
-from planner.workload.workload import Workload, map_tensors
+from planner.workload.workload import Workload, map_batch
 
 STEPS = 3
 """The first makes the optimizer's state, the second is the first full one, the third shows that nothing grows."""
@@ -48,7 +48,7 @@ def measure(case: Case, work: Workload, device: Device) -> Measured:
     """Train on the card. The process must not have used it before."""
     device.begin()
     model = work.model.to(device.name)
-    batch = map_tensors(lambda tensor: tensor.to(device.name), work.batch)
+    batch = map_batch(lambda tensor: tensor.to(device.name), work.batch)
     rewritten = apply_decisions(
         case.decisions(work),
         model,

@@ -27,7 +27,7 @@ from planner.rewrite.on_gpu.cuda import Cuda, Device
 from planner.rewrite.portable.batch_slicing import samples_between
 from planner.workload.call_convention import loss_of
 from planner.workload.loading import load_workload
-from planner.workload.workload import Workload, map_tensors
+from planner.workload.workload import Workload, map_batch
 
 STEPS, TIMED_STEPS = 3, 5
 COMPILE_BUDGETS = (0.7, 0.3)
@@ -96,7 +96,7 @@ def run(case: Case, way: str, micro_batch: int, device: Device, *, cap_bytes: in
 
 def _trained(work: Workload, change: Callable, micro_batch: int, device: Device) -> dict[str, Any]:
     model = work.model.to(device.name)
-    batch = map_tensors(lambda tensor: tensor.to(device.name), work.batch)
+    batch = map_batch(lambda tensor: tensor.to(device.name), work.batch)
     called, optimizer, losses = change(model), torch.optim.AdamW(model.parameters()), []
 
     def step() -> None:

@@ -14,6 +14,7 @@ from benchmarks.card.budgets import CASES, Case
 from planner import pipeline
 from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.plan import Plan
+from planner.workload.budget import card_and_budget
 from planner.workload.loading import load_workload
 
 AS_IT_IS = "as-it-is"
@@ -27,7 +28,7 @@ def planned(case: Case, budget: str, gpu: str) -> Plan:
     """
     work = load_workload(case.reference, batch_size=case.batch_size, seq_len=case.seq_len, optimizer="adamw")
     constraints = parse_constraints(fidelity=case.fidelity, force=(), forbid=())
-    card, vram_bytes = pipeline.card_and_budget(gpu, None if budget == AS_IT_IS or budget.endswith("%") else budget)
+    card, vram_bytes = card_and_budget(gpu, None if budget == AS_IT_IS or budget.endswith("%") else budget)
     if budget.endswith("%"):
         whole = pipeline.plan_workload(work, card, vram_bytes=None, constraints=constraints)
         vram_bytes = int(float(budget.removesuffix("%")) / 100 * whole.baseline.total_bytes)

@@ -13,7 +13,7 @@ from planner.estimate.footprint import ALLOCATOR_GRANULARITY_BYTES, measure
 from planner.plan_types.decisions import Decision, micro_batches_of
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import StepGraph
-from planner.rewrite.certificate import certifying_graph, rehearsed_sizes
+from planner.rewrite.rehearse import certifying_graph, rehearsed_sizes
 from planner.workload.workload import Workload
 
 

@@ -26,8 +26,8 @@ from benchmarks.guard import zoo
 from benchmarks.guard.cost import costs
 from benchmarks.guard.losses import CASES
 from benchmarks.guard.trying import Outcome, outcomes, plan_of
+from planner.assemble import versions
 from planner.errors import PlannerError
-from planner.pipeline import versions
 
 RIGHT = 1e-6
 """Of a gradient in fp64: what is off by less is rounding, of constants that are taken in fp32."""

@@ -23,7 +23,7 @@ from planner.rewrite.accumulation_check import coupling_check
 from planner.rewrite.accumulation_check.gradient_probe import GradientProbe, ProbeResult
 from planner.rewrite.application import apply_decisions
 from planner.workload.call_convention import Calling
-from planner.workload.workload import map_tensors, workload
+from planner.workload.workload import map_batch, workload
 
 Seen = Literal["refused", "told", "nothing"]
 
@@ -104,7 +104,7 @@ def _gradient(
         loss_fn=case.loss_fn,
     )
     torch.manual_seed(0)
-    result.step(map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch))
+    result.step(map_batch(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch))
     return torch.cat([(b - p.detach()).flatten() for b, p in zip(before, model.parameters(), strict=True)])
 
 

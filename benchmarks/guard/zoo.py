@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.guard.losses import Case
-from planner.workload.workload import map_tensors, resized
+from planner.workload.workload import map_batch, resized
 
 SAMPLES = 8
 AS_IT_IS = " as in the tests"
@@ -27,7 +27,7 @@ def cases() -> Iterator[Case]:
 
 def _as_it_is(batch: Any) -> Any:
     """For models that take no random tokens."""
-    return map_tensors(lambda t: torch.rand_like(t) if t.is_floating_point() else t, batch)
+    return map_batch(lambda t: torch.rand_like(t) if t.is_floating_point() else t, batch)
 
 
 def _filled(words: int, batch: Any) -> Any:

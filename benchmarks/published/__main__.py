@@ -8,7 +8,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from benchmarks.published import language, vision
-from planner.pipeline import versions
+from planner.assemble import versions
 
 
 def main() -> None:

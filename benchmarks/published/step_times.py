@@ -25,9 +25,9 @@ from scipy.optimize import nnls
 
 from benchmarks.card import results
 from benchmarks.published.timm_steps import ops_of, published, without_torchvision
+from planner.assemble import versions
 from planner.errors import PlannerError
 from planner.estimate.roofline import op_ns
-from planner.pipeline import versions
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import Op
 

@@ -24,7 +24,7 @@ from planner import profiles
 from planner.plan_types.decisions import Precision
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import Op, Phase
-from planner.rewrite.certificate import start_rehearsal
+from planner.rewrite.rehearse import start_rehearsal
 from planner.workload.workload import workload
 
 CARDS = {"rtx3090": "rtx-3090", "rtx4090": "rtx-4090", "4090": "rtx-4090", "5090": "rtx-5090"}

@@ -25,7 +25,8 @@ from benchmarks.quality.counting import Counted, counted
 from benchmarks.quality.models import CASES, Case
 from benchmarks.quality.peers import peers
 from planner import profiles, rewrite
-from planner.pipeline import plan_workload, versions
+from planner.assemble import versions
+from planner.pipeline import plan_workload
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decisions import Fidelity
 from planner.plan_types.plan import Plan

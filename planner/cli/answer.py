@@ -13,6 +13,8 @@ from planner.errors import PlanFileError, WorkloadError
 from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.plan import Plan
 from planner.plan_types.tradeoff import DEFAULT_SECONDS, Tradeoff
+from planner.replan import replan
+from planner.workload.budget import card_and_budget
 from planner.workload.loading import load_workload
 
 _SAID_BY_A_PLAN = (
@@ -46,7 +48,7 @@ def answer(options: argparse.Namespace) -> Plan | Tradeoff:
     )
     if options.smallest_card:
         return questions.smallest_card(load(batch_size=options.batch_size), constraints)
-    card, vram_bytes = pipeline.card_and_budget(options.gpu, options.vram)
+    card, vram_bytes = card_and_budget(options.gpu, options.vram)
     if options.largest_batch:
         return questions.largest_batch(
             lambda batch_size: load(batch_size=batch_size), card, vram_bytes=vram_bytes, constraints=constraints
@@ -63,7 +65,7 @@ def _again(saved: Plan, options: argparse.Namespace) -> Plan:
         if getattr(options, name):
             option = f"--{name.replace('_', '-')}"
             raise WorkloadError(f"{option} does not go with a saved plan, which says it already: plan the model anew")
-    return pipeline.replan(saved, vram=options.vram, gpu=options.gpu)
+    return replan(saved, vram=options.vram, gpu=options.gpu)
 
 
 def _saved_plan(reference: str) -> Plan | None:

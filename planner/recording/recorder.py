@@ -48,10 +48,10 @@ from planner.recording.saved_tensors import SavedTensors
 from planner.recording.step_graph import Category, Op, Phase, Save, StepGraph, Storage
 from planner.virtual_gpu import sparse_gradients
 from planner.virtual_gpu.data_dependence import DataDependence
-from planner.virtual_gpu.data_dependent_ops import run_by_value
+from planner.virtual_gpu.data_dependent_ops import run_data_dependent_op
 from planner.virtual_gpu.in_place import InPlaceRule
 from planner.virtual_gpu.kernels import KERNELS
-from planner.virtual_gpu.shadow_values import tensors_in
+from planner.virtual_gpu.shadow_values import nested_tensors
 from planner.virtual_gpu.source_lines import source_line
 from planner.workspaces import has_formula
 
@@ -173,12 +173,12 @@ class Recorder(TorchDispatchMode):
             return args[0]
         try:
             kernel = KERNELS.get(op)
-            if kernel is not None and any(self._watches(tensor) for tensor in tensors_in(args)):
+            if kernel is not None and any(self._watches(tensor) for tensor in nested_tensors(args)):
                 with self.pause():
                     out, scratch = kernel(self.data_dependence, op, *args, **kwargs)
             else:
                 if traits.asks_values:
-                    ran, out, args = run_by_value(self.data_dependence, self._run, op, args, kwargs)
+                    ran, out, args = run_data_dependent_op(self.data_dependence, self._run, op, args, kwargs)
                 if not ran:
                     out = op(*args, **kwargs)
         except _DATA_DEPENDENT:
@@ -192,7 +192,7 @@ class Recorder(TorchDispatchMode):
         if not ran and not (traits.is_view and isinstance(args[0], FakeTensor)):
             self.data_dependence.known.follow(op, args, kwargs, out, traits.written_arguments(args, kwargs))
         if isinstance(out, torch.Tensor) and out.is_sparse:
-            sparse_gradients.hold_parts(out, tensors_in((args, kwargs)))
+            sparse_gradients.hold_parts(out, nested_tensors((args, kwargs)))
             self.data_dependence.assume((sparse_gradients.ASSUMED_TEMPORARIES,))
         self._note_op(op, traits, args, kwargs, out, tick)
         for tensor in scratch:
@@ -217,9 +217,9 @@ class Recorder(TorchDispatchMode):
         )
 
     def _note_op(self, op, traits: OpTraits, args, kwargs, out, tick: int) -> None:
-        read = [leaf for leaf in tensors_in((args, kwargs)) if self._watches(leaf)]
-        written = [leaf for leaf in tensors_in(in_order_of_birth(op, out)) if self._watches(leaf)]
-        changed = [leaf for leaf in tensors_in(changed_arguments(op, args, kwargs)) if self._watches(leaf)]
+        read = [leaf for leaf in nested_tensors((args, kwargs)) if self._watches(leaf)]
+        written = [leaf for leaf in nested_tensors(in_order_of_birth(op, out)) if self._watches(leaf)]
+        changed = [leaf for leaf in nested_tensors(changed_arguments(op, args, kwargs)) if self._watches(leaf)]
         if not read and not written:
             return
         index = len(self.ops)
@@ -234,7 +234,7 @@ class Recorder(TorchDispatchMode):
                 source=source_line() if phase is Phase.FORWARD else "",
                 flops=flops_of(op, args, kwargs, out),
                 moved_bytes=0 if traits.is_view else moved_bytes(op, read, (*written, *changed)),
-                host_bytes=host_bytes(op, (*read, *written), tensors_in((args, out))) if self.virtual else 0,
+                host_bytes=host_bytes(op, (*read, *written), nested_tensors((args, out))) if self.virtual else 0,
                 dtype=dtype_name(read, written),
                 is_view=traits.is_view,
                 step=self.step,
@@ -259,7 +259,7 @@ class Recorder(TorchDispatchMode):
             self._batch_statistics[module] = None
 
     def _note_writes(self, traits: OpTraits, args, kwargs, tick: int, call: int | None) -> None:
-        for target in tensors_in(traits.written_arguments(args, kwargs)):
+        for target in nested_tensors(traits.written_arguments(args, kwargs)):
             if (storage := self.storage_of(target)) is not None:
                 self._writes.append((tick, storage, call))
 

@@ -24,7 +24,7 @@ from planner.virtual_gpu.shadow_values import ShadowValues, assume_full, learn_b
 from planner.virtual_gpu.source_lines import is_model_code
 from planner.virtual_gpu.sparse_gradients import no_rows_of
 from planner.workload.torch_optimizers import sparse_lookups
-from planner.workload.workload import map_tensors, tensors_of
+from planner.workload.workload import map_batch, tensors_of
 
 Prepare = Callable[[torch.nn.Module], tuple[Callable[[Any], Any], torch.optim.Optimizer]]
 """From a model to its training step (`step(batch)`) and optimizer; called in the child, on the virtual model."""
@@ -232,4 +232,4 @@ def virtual_batch(batch: Any, batch_size: int, wanted_size: int, device: str) ->
             shape[0] = wanted_size
         return torch.empty(shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
 
-    return map_tensors(fake, batch)
+    return map_batch(fake, batch)

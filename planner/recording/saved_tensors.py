@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 class _SavedPlaceholder:
     """Stands for a saved tensor: what is needed to make one like it."""
 
-    __slots__ = ("dtype", "offset", "recorder", "save", "shape", "stride", "twin")
+    __slots__ = ("dtype", "offset", "recorder", "save", "shadow", "shape", "stride")
 
     def __init__(self, recorder: Recorder, tensor: torch.Tensor, save: Save) -> None:
         self.recorder, self.save = recorder, save
-        self.twin = recorder.data_dependence.known.twin(tensor)
+        self.shadow = recorder.data_dependence.known.shadow(tensor)
         self.shape, self.stride, self.offset, self.dtype = (
             tensor.shape,
             tensor.stride(),
@@ -80,5 +80,5 @@ class SavedTensors:
             elements = math.ceil(self._recorder.storages[save.storage].size_bytes / packed.dtype.itemsize)
             base = torch.empty(elements, dtype=packed.dtype, device=self._recorder.device)
             self._recorder.storage_of(base, adopt=save.storage)
-            self._recorder.data_dependence.known.take_over(base, packed.twin)
+            self._recorder.data_dependence.known.take_over(base, packed.shadow)
             return base.as_strided(packed.shape, packed.stride, packed.offset)

@@ -1,4 +1,8 @@
-"""Write a plan as a Python file of plain torch that needs nothing of ours to run, and reads like a person's."""
+"""Write a plan as a readable Python file of plain torch that runs without this package.
+
+Each rule contributes an `EmittedCode`; the sections are put together here. Functions are the source text of those that
+run in this process (`inspect.getsource`), so the file does what `rewrite.apply` does.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +23,31 @@ from planner.workload.torch_optimizers import may_take_sparse
 
 
 def emit(plan: Plan, path: str | pathlib.Path) -> None:
-    """Write `source(plan)` to a file, whole or not at all.
+    """Write `source(plan)` to a file, atomically.
 
     Raises:
-        PlanFileError: when the file cannot be written.
+        PlanFileError: if the file cannot be written.
     """
     path = pathlib.Path(path)
     write_text_atomically(path, source(plan, file_name=path.name))
 
 
 def source(plan: Plan, *, file_name: str = "train_step.py") -> str:
-    """The text of the emitted file: `rewrite`, `make_optimizer`, `training_step`, and a `main` that runs them."""
+    """Return the text of the emitted file: `rewrite`, `make_optimizer`, `training_step`, and a `main` that runs them.
+
+    The order is that of reading: constants, what is done to the model, the functions that it needs, optimizer, step.
+    A file for a live model, which it cannot build, has a `main` that says how to import it.
+    """
     by_kind = one_of_each_kind(plan.decisions)
     fragments = [emitted(plan, by_kind[kind]) for kind, emitted in SOURCES.items() if kind in by_kind]
     model = model_source(plan)
     scaled = any(fragment.scaled for fragment in fragments)
-    constants = ["\n".join(group) for group in (model.constants, *(each.constants for each in fragments)) if group]
+    constants = ["\n".join(group) for group in (model.constants, *(code.constants for code in fragments)) if group]
     sections = [
         _imports(fragments, model) + ("\n\n" + "\n\n".join(constants) if constants else ""),
         *([model.build] if model.build else []),
         _rewrite(plan, fragments),
+        # Rules share functions: each is written once, where it is first needed.
         *dict.fromkeys(function for fragment in fragments for function in fragment.functions),
         *model.functions,
         *([inspect.getsource(clip_gradients)] if _clips_sparse(plan, fragments) else []),
@@ -54,26 +63,30 @@ def source(plan: Plan, *, file_name: str = "train_step.py") -> str:
     return f'{header(plan, file_name)}\n\n{body}\n\n\nif __name__ == "__main__":\n    main()\n'
 
 
+_LIBRARIES = ("torch", "transformers", "bitsandbytes")
+
+
 def _imports(fragments: list[EmittedCode], model: ModelSource) -> str:
-    """Standard library first, then the others, each sorted as isort does: plain imports before `from`."""
+    """Write the imports as isort sorts them: standard library, libraries, own modules; plain imports before `from`."""
     lines = {"import torch", *model.imports, *(line for fragment in fragments for line in fragment.imports)}
     if model.build:
         lines.add("import argparse")
-    foreign = {line for line in lines if line.split()[1].split(".")[0] in ("torch", "transformers", "bitsandbytes")}
+    third_party = {line for line in lines if line.split()[1].split(".")[0] in _LIBRARIES}
     blocks = ["from __future__ import annotations"]
-    for block in (lines - foreign - model.own_imports, foreign, model.own_imports):
+    for block in (lines - third_party - model.own_imports, third_party, model.own_imports):
         if block:
             blocks.append("\n".join(sorted(block, key=lambda line: (line.startswith("from"), line.split()[1]))))
     return "\n\n".join(blocks)
 
 
 def _rewrite(plan: Plan, fragments: list[EmittedCode]) -> str:
+    """Write `rewrite(model)`."""
     statements = "".join(text for fragment in fragments for text in fragment.rewriting)
     if turns_cache_off(plan):
         statements += _CACHE_OFF
     return (
         "def rewrite(model):\n"
-        '    """Prepare the model for the planned step, in place: its parameters and `state_dict` keys stay."""\n'
+        '    """Prepare the model for the planned step, in place. Parameters and `state_dict` keys stay the same."""\n'
         f"{textwrap.indent(statements, '    ')}    return model\n"
     )
 
@@ -81,40 +94,42 @@ def _rewrite(plan: Plan, fragments: list[EmittedCode]) -> str:
 _CACHE_OFF = """\
 for module in model.modules():
     if getattr(getattr(module, "config", None), "use_cache", False):
-        module.config.use_cache = False  # training fills a cache of keys and values for nothing
+        module.config.use_cache = False  # training does not read the key-value cache
 """
 
 
 def _optimizer(plan: Plan, fragments: list[EmittedCode]) -> str:
+    """Write `make_optimizer(model)`, for a plan that does not replace the optimizer."""
     name = plan.workload.optimizer
     options = [option for fragment in fragments for option in fragment.optimizer_options]
     parameters = "[parameter for parameter in model.parameters() if parameter.requires_grad]"
     if name.startswith("torch.optim."):
         return (
             "def make_optimizer(model):\n"
-            '    """With torch\'s own hyperparameters: set those that the plan was made with."""\n'
+            '    """These are torch\'s default hyperparameters: set the ones that you train with."""\n'
             f"    parameters = {parameters}\n"
             f"    return torch.optim.{name.rpartition('.')[2]}({', '.join(['parameters', *options])})\n"
         )
     if name not in OPTIMIZERS:
         return (
             "def make_optimizer(model):\n"
-            f'    """The plan was made with {name}: make it here, over the parameters that require a gradient."""\n'
-            f'    raise NotImplementedError("make_optimizer: return the {name} that the plan was made with")\n'
+            f'    """The plan was made with {name}: construct it over the parameters that require a gradient."""\n'
+            f'    raise NotImplementedError("make_optimizer must return the {name} that the plan was made with")\n'
         )
-    chosen = OPTIMIZERS[name]
-    given = [f"{key}={literal(value)}" for key, value in chosen.hyperparameters.items()]
-    arguments = ", ".join([*given, *options])
+    choice = OPTIMIZERS[name]
+    hyperparameters = [f"{key}={literal(value)}" for key, value in choice.hyperparameters.items()]
+    arguments = ", ".join([*hyperparameters, *options])
     return (
         "def make_optimizer(model):\n"
-        '    """Set the hyperparameters that you train with: what was planned does not depend on them."""\n'
+        '    """Set the hyperparameters that you train with here: the plan does not depend on them."""\n'
         f"    parameters = {parameters}\n"
-        f"    return torch.optim.{chosen.class_name}(parameters, {arguments})\n"
+        f"    return torch.optim.{choice.class_name}(parameters, {arguments})\n"
     )
 
 
 def _training_step(plan: Plan, fragments: list[EmittedCode], model: ModelSource) -> str:
-    """The loop of `planner.rewrite.step.TrainingStep`, with only what this plan needs."""
+    """Write `training_step`: the loop of `planner.rewrite.step.TrainingStep`, with only what this plan needs."""
+    # Forward, in autocast if the plan has it.
     autocast = next((fragment.autocast for fragment in fragments if fragment.autocast), "")
     split = next((fragment.split for fragment in fragments if fragment.split), "")
     scaled = any(fragment.scaled for fragment in fragments)
@@ -122,10 +137,12 @@ def _training_step(plan: Plan, fragments: list[EmittedCode], model: ModelSource)
     forward = f"loss = {_loss(plan, model, part)}\n"
     if autocast:
         forward = f"with {autocast}:\n    {forward}"
+    # Backward, which may be scaled, and may take the optimizer's steps itself.
     stepping = next((fragment.backward for fragment in fragments if fragment.backward), "")
     backward = "scaler.scale(loss).backward()\n" if scaled else "loss.backward()\n"
     if stepping:
         backward = f"with {stepping}:\n    {backward}"
+    # A loop over micro-batches, if the batch is split, which frees each loss before the next forward.
     if split:
         share = "if weight is not None:\n    loss = weighted(loss, weight)\n"
         running = "total = loss.detach() if total is None else total + loss.detach()\ndel loss\n"
@@ -133,6 +150,7 @@ def _training_step(plan: Plan, fragments: list[EmittedCode], model: ModelSource)
         compute = f"total = None\nparts = {split}\nfor part, weight in parts:\n{body}"
     else:
         compute = forward + backward
+    # Update: unscale, clip, step, schedule, zero. After a step in backward only the last two are left.
     unscale = "    scaler.unscale_(optimizer)\n" if scaled else ""
     clipped = "clip_gradients(model, max_grad_norm)"
     if not _clips_sparse(plan, fragments):
@@ -146,6 +164,7 @@ def _training_step(plan: Plan, fragments: list[EmittedCode], model: ModelSource)
         + "optimizer.zero_grad(set_to_none=True)\n"
         + ("return total\n" if split else "return loss.detach()\n")
     )
+    # The signature: what the step needs, then what has a default.
     options = [option for fragment in fragments for option in fragment.options]
     named = [
         *(["scaler"] if scaled else []),
@@ -159,35 +178,37 @@ def _training_step(plan: Plan, fragments: list[EmittedCode], model: ModelSource)
     signature = f"def training_step({parameters}):\n"
     if len(signature) > WIDTH + 1:
         signature = f"def training_step(\n    {parameters}\n):\n"
-    asks = "loss_terms" in options
+    needs_loss_terms = "loss_terms" in options
     return (
         f"{signature}"
-        '    """One optimizer step on a batch that is on the model\'s device; returns the batch\'s loss.'
-        + (_LOSS_TERMS if asks else "")
+        '    """Take one optimizer step on a batch, which must be on the model\'s device, and return its loss.'
+        + (_LOSS_TERMS if needs_loss_terms else "")
         + '"""\n'
         + textwrap.indent(compute + update, "    ")
     )
 
 
 def _clips_sparse(plan: Plan, fragments: list[EmittedCode]) -> bool:
-    """Whether there may be sparse gradients, which torch's function does not clip."""
+    """Return True if gradients may be sparse, which `torch.nn.utils.clip_grad_norm_` refuses."""
     replaced = any(fragment.backward or fragment.optimizer for fragment in fragments)
     return may_take_sparse(plan.workload.optimizer) and not replaced
 
 
 _LOSS_TERMS = """
 
-    loss_terms(batch, samples) says over how many terms the loss is a mean: samples_only, or a function of your own.
+    loss_terms(batch, samples) returns the number of terms that the loss is a mean over: pass samples_only if those are
+    the samples, else a function of your own.
     """
 
 _SCALED_STEP = """\
 scale = None if scheduler is None else scaler.get_scale()
 scaler.step(optimizer)
-scaler.update()  # a lower scale: a gradient was not finite, and the step was skipped
+scaler.update()  # lowers the scale if a gradient was not finite, in which case the step was skipped
 """
 
 
 def _loss(plan: Plan, model: ModelSource, part: str) -> str:
+    """Write the expression of the loss of `part`, the name of a batch or of a micro-batch."""
     call = Calling[plan.workload.calling].value.replace("batch", part)
     if plan.workload.has_loss_fn:
         return f"loss_fn({call}, {part})"
@@ -197,6 +218,7 @@ def _loss(plan: Plan, model: ModelSource, part: str) -> str:
 
 
 def _main(plan: Plan, model: ModelSource, fragments: list[EmittedCode], scaled: bool) -> str:
+    """Write `main`, which trains a few steps on random data."""
     named = [
         *(["scaler=scaler"] if scaled else []),
         *(["loss_fn=loss_fn"] if plan.workload.has_loss_fn else []),
@@ -224,11 +246,12 @@ def _main(plan: Plan, model: ModelSource, fragments: list[EmittedCode], scaled: 
 
 
 def _guidance(file_name: str) -> str:
+    """Write the `main` of a file for a live model, which tells how to import it."""
     module = pathlib.Path(file_name).stem
     return (
         "def main():\n"
         "    raise SystemExit(\n"
-        '        "The plan was made for a live model, which this file cannot build. Where yours is made:\\n"\n'
+        '        "The plan was made for a live model, which this file cannot build. Where yours is built:\\n"\n'
         f'        "    from {module} import make_optimizer, rewrite, training_step"\n'
         "    )\n"
     )

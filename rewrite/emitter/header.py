@@ -1,4 +1,4 @@
-"""The docstring of an emitted file: the plan, what it is predicted to take, and the command that makes it again."""
+"""The docstring of an emitted file: the plan, the command that makes it again, and the predicted memory."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ MIB = 2**20
 
 
 def header(plan: Plan, file_name: str) -> str:
-    rehearsed = "" if plan.certified else " (not rehearsed)"
+    """Return the docstring of the file, with its quotes."""
+    rehearsed = "" if plan.certified else " (predicted by the solver, not rehearsed)"
     paragraphs = [
         _title(plan),
-        f"{_wrapped(_made_by(plan))}\n\n{_command(plan, file_name)}",
-        "What it does:\n" + "\n".join(_wrapped(f"- {line}", hang="  ") for line in _decisions(plan)),
-        f"Predicted for one step{rehearsed}, at the peak of each, in MiB:\n\n{_table(plan)}",
+        f"{_wrapped(_made_with(plan))}\n\n{_command(plan, file_name)}",
+        "The plan:\n" + "\n".join(_wrapped(f"- {line}", hang="  ") for line in _decisions(plan)),
+        f"Memory at the peak of one step, in MiB{rehearsed}:\n\n{_table(plan)}",
         _wrapped(_peak(plan)),
-        *(["\n".join(_wrapped(f"- {note}", hang="  ") for note in plan.notes)] if plan.notes else []),
+        *(["Notes:\n" + "\n".join(_wrapped(f"- {note}", hang="  ") for note in plan.notes)] if plan.notes else []),
     ]
     text = "\n\n".join(paragraphs).replace('"""', "'''")
+    # A raw string if there are backslashes, such as those at the ends of a command's lines.
     return f'{"r" if chr(92) in text else ""}"""{text}\n"""'
 
 
@@ -33,12 +35,13 @@ def _title(plan: Plan) -> str:
     return f"{title}, {verdict} {plan.vram_bytes / MIB:,.0f} MiB."
 
 
-def _made_by(plan: Plan) -> str:
-    return f"Planned with {', '.join(f'{name} {version}' for name, version in plan.versions.items())} by"
+def _made_with(plan: Plan) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
+    return f"Planned with {versions} by this command:"
 
 
 def _command(plan: Plan, file_name: str) -> str:
-    """As typed: in Python for a live model, in a shell otherwise. Options stay with their values."""
+    """Return the command that makes the plan again: a Python call for a live model, else a shell command."""
     if plan.model.reference is None:
         call = (
             f"vram={plan.vram_bytes if plan.vram_bytes is None else repr(_size(plan.vram_bytes))}",
@@ -65,22 +68,23 @@ def _command(plan: Plan, file_name: str) -> str:
         *([("--gradients-alive",)] if plan.workload.gradients_alive else []),
         ("--emit", file_name),
     ]
-    return _filled([shlex.join(words) for words in (("plan", plan.model.reference), *options)], " ", " \\")
+    return _filled([shlex.join(option) for option in (("plan", plan.model.reference), *options)], " ", " \\")
 
 
-def _filled(units: list[str], between: str, at_end: str) -> str:
-    """Units joined to indented lines of at most the file's width."""
-    lines = ["    " + units[0]]
-    for unit in units[1:]:
-        if len(lines[-1]) + len(between) + len(unit) + len(at_end) <= WIDTH:
-            lines[-1] += between + unit
+def _filled(options: list[str], between: str, at_end: str) -> str:
+    """Join options to indented lines of at most the file's width, keeping each option and its value on one line."""
+    lines = ["    " + options[0]]
+    for option in options[1:]:
+        if len(lines[-1]) + len(between) + len(option) + len(at_end) <= WIDTH:
+            lines[-1] += between + option
         else:
             lines[-1] += at_end
-            lines.append("        " + unit)
+            lines.append("        " + option)
     return "\n".join(lines)
 
 
 def _size(size_bytes: int) -> str:
+    """Write a size in the largest binary unit that gives a whole number."""
     for unit_bytes, unit in ((2**30, "GiB"), (MIB, "MiB")):
         if size_bytes % unit_bytes == 0:
             return f"{size_bytes // unit_bytes}{unit}"
@@ -93,6 +97,7 @@ def _decisions(plan: Plan) -> list[str]:
 
 
 def _table(plan: Plan) -> str:
+    """Compare the baseline with the plan: the breakdown of the peak by category, then the totals."""
     names = list(dict.fromkeys([*plan.baseline.breakdown, *plan.peak.breakdown]))
     rows = [(name, plan.baseline.breakdown.get(name, 0), plan.peak.breakdown.get(name, 0)) for name in names]
     rows += [
@@ -100,18 +105,18 @@ def _table(plan: Plan) -> str:
         ("reserved by the allocator", plan.baseline.reserved_bytes, plan.peak.reserved_bytes),
         ("allocated by tensors", plan.baseline.allocated_bytes, plan.peak.allocated_bytes),
     ]
-    lines = [f"    {'':<26}{'as given':>12}{'this file':>12}"]
+    lines = [f"    {'':<26}{'baseline':>12}{'with the plan':>16}"]
     for name, before, after in rows:
         if name == "total (nvidia-smi)":
-            lines.append("    " + "-" * 50)
-        lines.append(f"    {name:<26}{before / MIB:>12,.1f}{after / MIB:>12,.1f}")
-    lines.append(f"    {'step time':<26}{'1.00x':>12}{f'{plan.slowdown:.2f}x':>12}")
+            lines.append("    " + "-" * 54)
+        lines.append(f"    {name:<26}{before / MIB:>12,.1f}{after / MIB:>16,.1f}")
+    lines.append(f"    {'step time':<26}{'1.00x':>12}{f'{plan.slowdown:.2f}x':>16}")
     return "\n".join(lines)
 
 
 def _peak(plan: Plan) -> str:
-    place = f" in {plan.peak.module}" if plan.peak.module else ""
-    return f"The peak of this file is in {plan.peak.phase}{place}, at {plan.peak.op}."
+    module = f", in module {plan.peak.module}" if plan.peak.module else ""
+    return f"With the plan, memory peaks in {plan.peak.phase}{module}, at {plan.peak.op}."
 
 
 def _wrapped(text: str, hang: str = "") -> str:

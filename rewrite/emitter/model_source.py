@@ -1,4 +1,4 @@
-"""How an emitted file gets its model and a batch: from an embedded configuration, or from where the plan got it."""
+"""Write the source that builds a model and a batch, from an embedded configuration or the reference of the plan."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
+from typing import Any
 
 from planner.errors import PlanFileError
 from planner.plan_types.plan import Plan
@@ -16,37 +17,41 @@ from planner.workload.call_convention import Calling
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """Source text around `build`. An empty `build` means that the file cannot make the model."""
+    """Source text that builds the model."""
 
     build: str = ""
+    """The function `build`; empty if the file cannot build the model."""
     imports: tuple[str, ...] = ()
     own_imports: frozenset[str] = frozenset()
-    """Imports of the user's own modules, which sort last."""
+    """Imports of the user's own modules, which are sorted last."""
     constants: tuple[str, ...] = ()
+    """Assignments at the top of the file."""
     functions: tuple[str, ...] = ()
     """Functions that `training_step` calls."""
     target: str = "model"
-    """What `build(...)` is assigned to."""
+    """Names that the result of `build(...)` is assigned to."""
     build_arguments: str = ""
+    """Arguments that `main` passes to `build`."""
     arguments: tuple[str, ...] = ()
-    """Lines that add to `parser`."""
+    """Lines of `main` that add arguments to `parser`."""
     returns_model_output: bool = False
-    """Whether the model's output has its loss as `.loss`."""
+    """True if the model's output holds its loss as `.loss`."""
     config: dict[str, object] = dataclasses.field(default_factory=dict)
+    """The transformers configuration; empty if it is not known."""
 
 
 def model_source(plan: Plan) -> ModelSource:
-    """Source for `plan.model.reference`.
+    """Return the source that builds `plan.model.reference`.
 
     Raises:
-        PlanFileError: when the reference is a configuration file that cannot be read.
+        PlanFileError: if the reference is a configuration file that cannot be read.
     """
     reference = plan.model.reference
     if reference is None:
         return ModelSource(imports=_loss_imports(plan), functions=_loss_functions(plan))
     if ":" in reference and not pathlib.Path(reference).exists():
-        place, _, name = reference.rpartition(":")
-        return _callable_source(plan, place, name)
+        location, _, name = reference.rpartition(":")
+        return _callable_source(plan, location, name)
     return _transformers_source(plan, reference)
 
 
@@ -64,7 +69,7 @@ def _transformers_source(plan: Plan, reference: str) -> ModelSource:
     return ModelSource(
         build=f'''\
 def build(weights=None):
-    """The model, with random weights or those saved in a folder."""
+    """Build the model, with random weights or with pretrained ones from a folder."""
     if weights is not None:
         return transformers.{kind}.from_pretrained(weights, dtype=torch.float32)
     return transformers.{kind}(transformers.{kind}.config_class.from_dict(CONFIG))
@@ -72,7 +77,7 @@ def build(weights=None):
         imports=("import transformers",),
         constants=(assignment("CONFIG", config),),
         build_arguments="arguments.weights",
-        arguments=('parser.add_argument("--weights", help="folder of pretrained weights; random without")',),
+        arguments=('parser.add_argument("--weights", help="folder of pretrained weights (default: random)")',),
         returns_model_output=True,
         config=config,
     )
@@ -82,7 +87,7 @@ def _hub_source(kind: str, reference: str) -> ModelSource:
     return ModelSource(
         build=f'''\
 def build():
-    """The pretrained model."""
+    """Load the pretrained model."""
     return transformers.{kind}.from_pretrained({literal(reference)}, dtype=torch.float32)
 ''',
         imports=("import transformers",),
@@ -90,29 +95,32 @@ def build():
     )
 
 
-def _callable_source(plan: Plan, place: str, name: str) -> ModelSource:
+def _callable_source(plan: Plan, location: str, name: str) -> ModelSource:
+    """Return the source that calls `name` of `location`, a Python file or the dotted name of a module."""
     sizes = {"batch_size": plan.workload.batch_size, "seq_len": plan.workload.seq_len}
-    accepted = _parameters(place, name)
-    given = ", ".join(f"{key}={size}" for key, size in sizes.items() if key in accepted and size is not None)
-    if place.endswith(".py"):
-        path = pathlib.Path(place).resolve()
+    accepted = _parameters(location, name)
+    arguments = ", ".join(f"{key}={size}" for key, size in sizes.items() if key in accepted and size is not None)
+    imports: tuple[str, ...] = ()
+    own_imports: frozenset[str] = frozenset()
+    if location.endswith(".py"):
+        path = pathlib.Path(location).resolve()
         load = f"""\
     path = pathlib.Path({literal(str(path))})
     sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location({literal(f"planned_{path.stem}")}, path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    made = module.{name}({given})
+    built = module.{name}({arguments})
 """
-        imports, own_imports = ("import importlib.util", "import pathlib", "import sys"), frozenset()
+        imports = ("import importlib.util", "import pathlib", "import sys")
     else:
-        load = f"    made = {place}.{name}({given})\n"
-        imports, own_imports = (), frozenset({f"import {place}"})
+        load = f"    built = {location}.{name}({arguments})\n"
+        own_imports = frozenset({f"import {location}"})
     loss_fn = plan.workload.has_loss_fn
-    wanted = "(model, batch, loss function)" if loss_fn else "the model, alone or first of a tuple"
-    result = "made[0], made[2]" if loss_fn else "made[0] if isinstance(made, tuple) else made"
+    returned = "(model, batch, loss function)" if loss_fn else "the model or a tuple that starts with it"
+    result = "built[0], built[2]" if loss_fn else "built[0] if isinstance(built, tuple) else built"
     return ModelSource(
-        build=f'def build():\n    """From {place}:{name}, which returns {wanted}."""\n{load}    return {result}\n',
+        build=f'def build():\n    """Call {location}:{name}, which returns {returned}."""\n{load}    return {result}\n',
         functions=_loss_functions(plan),
         imports=(*imports, *_loss_imports(plan), *(["import dataclasses"] if _takes_dataclass(plan) else [])),
         own_imports=own_imports,
@@ -120,46 +128,55 @@ def _callable_source(plan: Plan, place: str, name: str) -> ModelSource:
     )
 
 
-def _parameters(place: str, name: str) -> set[str]:
-    """Names of the callable's parameters, read from its source without running it; none where that is not found."""
+def _parameters(location: str, name: str) -> set[str]:
+    """Return the names of the callable's parameters, read from its source without running it.
+
+    The set is empty if the source is not found.
+    """
     try:
-        spec = None if place.endswith(".py") else importlib.util.find_spec(place)
-        tree = ast.parse(pathlib.Path(place if spec is None else spec.origin).read_text())
+        spec = None if location.endswith(".py") else importlib.util.find_spec(location)
+        file = location if spec is None else spec.origin
+        if file is None:
+            return set()
+        tree = ast.parse(pathlib.Path(file).read_text())
     except (ImportError, OSError, SyntaxError, TypeError, ValueError):
         return set()
-    body = {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    found = body.get(name)
-    if isinstance(found, ast.ClassDef):
-        methods = (node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
-        found = next(methods, None)
-    return set() if found is None else {argument.arg for argument in (*found.args.args, *found.args.kwonlyargs)}
+    definitions = {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    definition = definitions.get(name)
+    if isinstance(definition, ast.ClassDef):
+        methods = (node for node in definition.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+        definition = next(methods, None)
+    if definition is None:
+        return set()
+    return {argument.arg for argument in (*definition.args.args, *definition.args.kwonlyargs)}
 
 
 def batch_source(plan: Plan, model: ModelSource) -> str:
-    """`synthetic_batch(device)`: random data of the planned shapes."""
-    batch: dict[str, object] = {}
+    """Write `synthetic_batch(device)`, which returns random data of the planned shapes."""
+    batch: dict[str, Any] = {}
     for path, shape, dtype in plan.workload.batch:
-        place = batch
+        container = batch
         *parents, last = path.split(".")
         for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = _tensor(last, tuple(shape), dtype.removeprefix("torch."), plan, model)
+            container = container.setdefault(parent, {})
+        container[last] = _tensor(last, tuple(shape), dtype.removeprefix("torch."), plan, model)
     if list(batch) == [""]:
         text = batch[""]
     elif _takes_dataclass(plan):
         text = f'dataclasses.make_dataclass("Batch", {literal(list(batch))})(**{_container(batch, True)})'
     else:
         text = _container(batch, plan.workload.calling == Calling.KEYWORDS.name)
-    docstring = '"""Random data of the planned shapes: put yours here."""'
+    docstring = '"""Return random data of the planned shapes: replace it with your own."""'
     return f"def synthetic_batch(device):\n    {docstring}\n    return {text}\n"
 
 
 def _takes_dataclass(plan: Plan) -> bool:
+    """Return True if the model takes the batch as one object with attributes."""
     return plan.workload.calling == Calling.SINGLE.name and plan.workload.batch[0][0] != ""
 
 
-def _container(items: dict[str, object], mapping: bool, indent: int = 4) -> str:
-    """A dict, or a tuple where the keys are 0, 1, ...; one item a line."""
+def _container(items: dict[str, Any], mapping: bool, indent: int = 4) -> str:
+    """Write a dict, or a tuple if the keys are 0, 1, ... and no mapping is required; one item per line."""
     mapping = mapping or not all(key.isdigit() for key in items)
     pad = " " * (indent + 4)
     lines = []
@@ -171,6 +188,7 @@ def _container(items: dict[str, object], mapping: bool, indent: int = 4) -> str:
 
 
 def _tensor(name: str, shape: tuple[int, ...], dtype: str, plan: Plan, model: ModelSource) -> str:
+    """Write the expression of a tensor that the model accepts: token ids below the vocabulary size, masks of ones."""
     size = literal(shape)
     if dtype.startswith(("float", "bfloat")):
         return f"torch.randn({size}, dtype=torch.{dtype}, device=device)"
@@ -195,7 +213,7 @@ def _loss_imports(plan: Plan) -> tuple[str, ...]:
 
 _LOSS_OF = '''\
 def loss_of(output):
-    """The loss of a forward: `.loss`, `["loss"]`, the first of a tuple, or the output itself."""
+    """Return the loss from a model's output: `.loss`, `["loss"]`, the first item of a tuple, or the output itself."""
     if isinstance(getattr(output, "loss", None), torch.Tensor):
         return output.loss
     if isinstance(output, Mapping):

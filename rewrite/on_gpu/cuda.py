@@ -1,4 +1,4 @@
-"""The CUDA card as a measurement sees it. A test puts another object with these methods in its place."""
+"""The interface to the card on which a plan is measured. Tests replace it by an object with the same methods."""
 
 from __future__ import annotations
 
@@ -14,31 +14,35 @@ from planner.profiles.process_memory import ProcessMemory, card_used_bytes, proc
 
 
 class Device(Protocol):
-    """What is asked of a card."""
+    """A card on which memory and time can be measured."""
 
     name: str
-    """What tensors are moved to."""
+    """Name of the torch device that tensors are moved to, such as 'cuda'."""
 
     def begin(self, cap_bytes: int | None = None) -> None:
-        """Start CUDA in this process. The allocator may then take `cap_bytes` from the driver; None: all there is."""
+        """Initialize the device in this process.
+
+        Args:
+            cap_bytes: maximum that the allocator may reserve; None: no cap.
+        """
 
     def title(self) -> str:
-        """What the driver calls the card."""
+        """Return the driver's name for the card."""
 
     def peaks(self) -> tuple[int, int]:
-        """Largest number of bytes allocated and reserved so far."""
+        """Return the largest number of bytes allocated, and reserved, so far."""
 
     def allocated_bytes(self) -> int:
-        """Now."""
+        """Return the bytes that tensors use now."""
 
     def reserved_bytes(self) -> int:
-        """Now."""
+        """Return the bytes that the allocator holds now."""
 
     def process_memory(self) -> ProcessMemory:
-        """Now."""
+        """Return the memory of this process on the card now, as the driver counts it."""
 
     def milliseconds(self, function: Callable[[], object]) -> float:
-        """Wall time of a call and of all that it queued on the card."""
+        """Return the wall time of a call, including all work that it queued on the card."""
 
 
 class Cuda:
@@ -48,7 +52,7 @@ class Cuda:
 
     def begin(self, cap_bytes: int | None = None) -> None:
         if torch.version.cuda is None or not torch.cuda.is_available():
-            raise MeasurementError("there is no CUDA card here: what a plan promises is measured on one")
+            raise MeasurementError("there is no CUDA card here: run this on a machine that has one")
         self._used_before_bytes = card_used_bytes()
         torch.cuda.init()
         if cap_bytes is None:
@@ -56,8 +60,8 @@ class Cuda:
         card_bytes = torch.cuda.get_device_properties(0).total_memory
         if cap_bytes > card_bytes:
             raise MeasurementError(
-                f"the budget leaves {format_size(cap_bytes)} beside the context, and this card has "
-                f"{format_size(card_bytes)}: give a budget that it has"
+                f"the budget leaves {format_size(cap_bytes)} for the allocator, but this card has "
+                f"{format_size(card_bytes)} in all: give a smaller budget"
             )
         torch.cuda.set_per_process_memory_fraction(cap_bytes / card_bytes, 0)
 

@@ -1,4 +1,4 @@
-"""Where memory ran out: the op that asked, its module and phase, and what was alive then."""
+"""Find where memory ran out: the op that asked for it, its module and phase, and what was alive then."""
 
 from __future__ import annotations
 
@@ -14,29 +14,31 @@ from torch.utils._pytree import tree_leaves
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OomLocation:
-    """Of a training step."""
+    """The place in a training step where an allocation failed."""
 
     phase: str
     """'forward', 'backward', 'recompute' or 'optimizer'."""
     module: str
-    """The innermost whose forward runs, or runs again; '' in the rest of the backward."""
+    """The innermost module whose forward was running or being recomputed; '' if there was none."""
     op: str
+    """The op whose allocation failed, such as 'aten.mm.default'."""
     alive: dict[str, int]
-    """Bytes of tensors: 'parameters' (and buffers), 'gradients', 'optimizer state', 'the rest'."""
+    """Bytes alive at that moment: 'parameters' (with buffers), 'gradients', 'optimizer state', 'the rest'."""
 
 
 class OomLocator(TorchDispatchMode):
-    """Notes where the first op of a training step runs out of memory, and lets the error go on.
+    """Records where the first out-of-memory error of a training step occurs, and lets the error propagate.
 
-    Under a dispatch mode some ops need a little more (autograd adds up gradients out of place): it is for a run of its
-    own, after one that ran out.
+    Under a dispatch mode some ops use a little more memory (autograd accumulates gradients out of place). So use it in
+    a second run, after one without it has run out of memory.
     """
 
     def __init__(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, allocated_bytes: Callable[[], int]
     ) -> None:
         super().__init__()
-        self.place: OomLocation | None = None
+        self.location: OomLocation | None = None
+        """None until an op has run out of memory."""
         self._model, self._optimizer, self._allocated_bytes = model, optimizer, allocated_bytes
         self._names = {id(module): name for name, module in model.named_modules()}
         self._running: list[str] = []
@@ -44,7 +46,7 @@ class OomLocator(TorchDispatchMode):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """With it, and with hooks that say what runs."""
+        """Activate the mode, with hooks that track which module and phase is running."""
         hooks = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -62,8 +64,8 @@ class OomLocator(TorchDispatchMode):
         try:
             return op(*args, **(kwargs or {}))
         except torch.OutOfMemoryError:
-            if self.place is None:
-                self.place = self._here(str(op))
+            if self.location is None:  # code that handles the first error may run out of memory again
+                self.location = self._here(str(op))
             raise
 
     def _here(self, op: str) -> OomLocation:
@@ -78,7 +80,7 @@ class OomLocator(TorchDispatchMode):
     def _phase(self) -> str:
         if self._updates:
             return "optimizer"
-        if torch._C._current_graph_task_id() == -1:
+        if torch._C._current_graph_task_id() == -1:  # no backward is running
             return "forward"
         return "recompute" if self._running else "backward"
 
@@ -95,7 +97,7 @@ class OomLocator(TorchDispatchMode):
 
 
 def _size_of(values: Iterable[object]) -> int:
-    """Of the storages of tensors that are on a device of their own, each once."""
+    """Return the bytes of the storages of all tensors among the values, counting each storage once."""
     storages = {
         value.untyped_storage()._cdata: value.untyped_storage().nbytes()
         for value in values

@@ -1,9 +1,11 @@
-"""Hold a plan to its promise on a card: train by it in a fresh process under the budget, and compare.
+"""Check a plan's promise on a card: train with the plan in a fresh process under the budget, and measure.
 
-The cap leaves the budget less the context that was promised to the allocator, so that the whole process stays inside.
-Then the same step without the plan is timed, without a cap, where the card is large enough for it; and copies are
-trained by the plan and without it, and compared (`rewrite.verify`). Each of the three has a process of its own, and
-this one does not use the card.
+1. Train with the plan. The allocator is capped at the budget minus the promised CUDA context, so that the whole process
+   stays within the budget. If memory runs out, a second run finds the op.
+2. Time the baseline, without a cap, if the card is large enough for it.
+3. Train copies with the plan and without it, and compare (`rewrite.verify`).
+
+Each run has its own process (`planner.rewrite.on_gpu.worker`), and this process does not use the card.
 """
 
 from __future__ import annotations
@@ -24,49 +26,52 @@ from planner.rewrite.on_gpu.worker import Outcome, Ran, RanOut, outcome_from_jso
 from planner.rewrite.parity.result import Parity
 
 TOLERANCE = 1.01
-"""What is measured may be so much of what was promised."""
+"""Maximum ratio of measured to promised bytes for a promise that counts as kept."""
 RUN_ON_CARD = (sys.executable, "-m", "planner.rewrite.on_gpu.worker")
 _ERROR_LINES = 3
+"""Number of lines of a failed process's output that an error message quotes."""
 _OUT_OF_MEMORY = "OutOfMemoryError"
 
 Execute = Callable[[list[str], BinaryIO], "int | None"]
+"""Runs a command with its output written to a file; returns the exit code, None if the process was terminated."""
 Run = Callable[[Plan, Sequence[str]], Outcome]
-"""A plan and the options of `planner.rewrite.on_gpu.worker` -> what came of it."""
+"""Runs a plan with options of `planner.rewrite.on_gpu.worker`, and returns the outcome."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantity:
-    """One number that was promised."""
+    """One promised or predicted number, and its measurement."""
 
     name: str
-    """'allocated', 'reserved', 'total', 'step time', 'slowdown'."""
+    """'allocated', 'reserved' and 'total' in bytes, 'step time' in milliseconds, 'slowdown' as a ratio."""
     promised: float
     measured: float | None
-    """In bytes, in milliseconds, or as a ratio; None: not measured."""
+    """None if it was not measured."""
     kept: bool | None
-    """None for what is told and not promised, and for what was not measured."""
+    """None if it is a prediction and not a promise, or was not measured."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verification:
-    """What became of a plan on a card."""
+    """The result of checking a plan on a card."""
 
     plan: Plan
     cap_bytes: int | None
-    """What the allocator was allowed to take; None: no budget was given."""
+    """Maximum that the allocator could reserve; None if the plan has no budget."""
     planned: Ran | RanOut
-    """The step by the plan, under the cap."""
+    """The run with the plan, under the cap."""
     plain: Ran | RanOut | None
-    """The step as it is, with as much memory as the card has; None: not run."""
+    """The run of the baseline, without a cap; None if it was not run."""
     parity: Parity | None
-    """None: not compared."""
+    """The comparison of the two trainings; None if they were not compared."""
     why_no_parity: str = ""
+    """Why the trainings were not compared."""
     same_card: bool = True
-    """Whether the card is the one that was planned for; else it stands for that one under the cap."""
+    """True if the card is the planned one; False if another card was used in its place."""
 
     @property
     def quantities(self) -> tuple[Quantity, ...]:
-        """What the plan promised or predicted, beside what was measured."""
+        """Each promised or predicted number with its measurement."""
         ran, peak = self.planned if isinstance(self.planned, Ran) else None, self.plan.peak
         plain = self.plain if isinstance(self.plain, Ran) else None
         step_ms = None if ran is None else ran.step_ms
@@ -81,7 +86,7 @@ class Verification:
 
     @property
     def kept(self) -> bool:
-        """Whether the step got through, in no more memory than promised, and trained as the step that it replaces."""
+        """True if the step ran within the promised memory, and trained like the baseline, if that was compared."""
         measured = isinstance(self.planned, Ran)
         return measured and all(q.kept is not False for q in self.quantities) and self._trains_alike
 
@@ -90,15 +95,15 @@ class Verification:
         return self.parity is None or self.parity.passed
 
     def _total(self, ran: Ran | None) -> Quantity:
-        """Another card has another context: there the total is told, and nothing is promised of it."""
-        found = _promised("total", self.plan.peak.total_bytes, None if ran is None else ran.total_bytes)
+        """The total memory of the process, promised only on the planned card, since the CUDA context depends on it."""
+        total = _promised("total", self.plan.peak.total_bytes, None if ran is None else ran.total_bytes)
         if ran is None or not self.same_card:
-            return dataclasses.replace(found, kept=None)
+            return dataclasses.replace(total, kept=None)
         inside = self.plan.vram_bytes is None or ran.total_bytes <= self.plan.vram_bytes
-        return dataclasses.replace(found, kept=found.kept and inside)
+        return dataclasses.replace(total, kept=total.kept and inside)
 
     def to_json(self) -> dict[str, Any]:
-        """Of the plan itself only what it promised."""
+        """Return the result as JSON data, with the promised numbers but without the plan itself."""
         parity = self.parity
         return {
             "kept": self.kept,
@@ -121,26 +126,27 @@ class Verification:
 
 
 def verification(plan: Plan, *, run: Run | None = None, beside_plain: bool = True) -> Verification:
-    """Train by the plan on the card at hand, in fresh processes.
+    """Train with the plan on the available card, in fresh processes, and measure.
 
     Args:
-        run: what starts them; None: processes of `planner.rewrite.on_gpu.worker`.
-        beside_plain: also time the step as it is, and compare the training with it.
+        run: starts a process; None: `run_in_process`.
+        beside_plain: also time the baseline, and compare the training with it.
 
     Raises:
-        MeasurementError: it cannot be run here; the message says why.
+        MeasurementError: if the plan cannot be run on this machine.
     """
     run = run or run_in_process
     cap_bytes = None
     if plan.vram_bytes is not None:
         cap_bytes = plan.vram_bytes - (plan.peak.total_bytes - plan.peak.reserved_bytes)
     options = () if cap_bytes is None else ("--cap", str(cap_bytes))
-    planned = run(plan, options)
+    planned = _trained(run(plan, options))
     if isinstance(planned, RanOut):
-        planned = _with_place(planned, run(plan, (*options, "--find-op")))
-    plain, parity, why = None, None, ""
+        planned = _with_location(planned, run(plan, (*options, "--find-op")))
+    plain: Ran | RanOut | None = None
+    parity, why = None, ""
     if beside_plain and isinstance(planned, Ran):
-        plain = run(dataclasses.replace(plan, decisions=()), ()) if plan.decisions else planned
+        plain = _trained(run(dataclasses.replace(plan, decisions=()), ())) if plan.decisions else planned
         parity, why = _parity(plan, plain, run)
     known = profiles.matching(planned.device)
     return Verification(
@@ -155,22 +161,33 @@ def verification(plan: Plan, *, run: Run | None = None, beside_plain: bool = Tru
 
 
 def _parity(plan: Plan, plain: Ran | RanOut, run: Run) -> tuple[Parity | None, str]:
-    """The comparison, or why there is none."""
+    """Return the comparison of the trainings, or None and the reason."""
     if not plan.decisions:
-        return None, "the plan is the step as it is"
+        return None, "the plan is the baseline itself"
     if isinstance(plain, RanOut):
-        return None, 'the step as it is does not fit this card: rewrite.verify(..., device="cpu") compares on the host'
+        return None, 'the baseline does not fit this card: use rewrite.verify(..., device="cpu") to compare on the host'
     parity = run(plan, ("--parity",))
+    if not isinstance(parity, Parity):
+        raise MeasurementError(
+            f"the comparison of the trainings ended with {type(parity).__name__} instead of a result"
+        )
+    # If copies did not fit, nothing was compared; but another failure next to that is a result.
     if any(_OUT_OF_MEMORY in row.why for row in parity.failures):
         others = [row for row in parity.failures if _OUT_OF_MEMORY not in row.why]
         if not others:
-            return None, 'the copies do not fit this card: rewrite.verify(..., device="cpu") compares on the host'
+            return None, 'the copies do not fit this card: use rewrite.verify(..., device="cpu") to compare on the host'
     return parity, ""
 
 
-def _with_place(found: RanOut, again: Outcome) -> RanOut:
-    """What the second run says of where; the first one says how much."""
-    return dataclasses.replace(found, place=again.place) if isinstance(again, RanOut) else found
+def _trained(outcome: Outcome) -> Ran | RanOut:
+    if isinstance(outcome, Parity):
+        raise MeasurementError("a training run ended with a comparison instead of measurements")
+    return outcome
+
+
+def _with_location(first: RanOut, second: Outcome) -> RanOut:
+    """Add the location that the second run found. The message stays that of the first run, which had no overhead."""
+    return dataclasses.replace(first, place=second.place) if isinstance(second, RanOut) else first
 
 
 def _promised(name: str, promised: int, measured: int | None) -> Quantity:
@@ -181,23 +198,23 @@ def _promised(name: str, promised: int, measured: int | None) -> Quantity:
 def run_in_process(
     plan: Plan, options: Sequence[str], *, command: Sequence[str] = RUN_ON_CARD, execute: Execute | None = None
 ) -> Outcome:
-    """Run `planner.rewrite.on_gpu.worker` in a process of its own.
+    """Run `planner.rewrite.on_gpu.worker` in its own process.
 
     Args:
-        command: what takes the arguments that it takes.
-        execute: runs a command with its output in a file; returns the exit code, or None where it was ended.
+        command: the command that starts it, or one that takes the same arguments.
+        execute: runs a command; None: `subprocess.run`.
 
     Raises:
-        MeasurementError: it ended without a result.
+        MeasurementError: if the process ended without a result.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path, result, said = (pathlib.Path(folder) / name for name in ("plan.json", "result.json", "said"))
+        path, result, log = (pathlib.Path(folder) / name for name in ("plan.json", "result.json", "log"))
         plan.save(path)
-        with said.open("wb") as output:
+        with log.open("wb") as output:
             code = (execute or _execute)([*command, str(path), str(result), *options], output)
         if code == 0:
             return outcome_from_json(json.loads(result.read_text()))
-        last = [line for line in said.read_text(errors="replace").splitlines() if line.strip()][-_ERROR_LINES:]
+        last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-_ERROR_LINES:]
         why = "it took too long" if code is None else f"it ended with exit code {code}"
         raise MeasurementError(" | ".join(last) or why)
 

@@ -1,10 +1,11 @@
-"""Train by a plan on a card, in a process of its own, and say what that took.
+"""Train with a plan on a card, in its own process, and measure memory and time.
 
     python -m planner.rewrite.on_gpu.worker PLAN.json RESULT.json [--cap BYTES] [--find-op | --parity]
 
-The model is made with random weights, moved to the card, rewritten, and trained by `STEPS` optimizer steps from an
-empty allocator that gets no more than `--cap`; then some more steps are timed. RESULT holds `Ran` or `RanOut` as JSON.
-With `--parity` copies of it are trained by the plan and without it, and RESULT holds what `rewrite.verify` says.
+The model is built with random weights, moved to the card, rewritten, and trained for `STEPS` optimizer steps, starting
+with an empty allocator that may reserve at most `--cap` bytes. Then some more steps are timed. RESULT holds `Ran` or
+`RanOut` as JSON. With `--parity`, copies of the model are trained with the plan and without it instead, and RESULT
+holds the result of `rewrite.verify`.
 """
 
 from __future__ import annotations
@@ -30,85 +31,92 @@ from planner.rewrite.on_gpu.oom_location import OomLocator
 from planner.rewrite.parity.result import Parity, Row
 from planner.rewrite.parity.verify import verify
 from planner.workload.loading import load_workload
-from planner.workload.workload import Workload, map_tensors
+from planner.workload.workload import Workload, map_batch
 
 STEPS = 3
-"""The first makes the optimizer's state, the second is the first full one, the third shows that nothing grows."""
+"""Number of measured steps: the first creates the optimizer state, the second is the first with it, and the third shows
+that nothing grows."""
 TIMED_STEPS, TIMED_SECONDS = 5, 30.0
-"""So many, or fewer if they take so long."""
+"""Maximum number of timed steps, and maximum seconds after which no further one is started."""
 MOST_SKIPPED = 24
-"""Steps that a gradient scaler may skip: it begins at 2^16 and halves, and fp16 ends at 2^-24."""
+"""Maximum number of steps that a gradient scaler skips: its scale starts at 2^16 and halves, and fp16 ends at 2^-24."""
 COULD_NOT_RUN = 2
+"""Exit code if there is no result."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ran:
-    """What training took. Bytes on the card; peaks are of the set-up and of the first steps."""
+    """Measurements of a training that ran. Peaks are those of the set-up and of the steps before the timed ones."""
 
     device: str
-    """What the driver calls the card."""
+    """The driver's name for the card."""
     allocated_bytes: int
+    """Peak of the bytes that tensors used."""
     reserved_bytes: int
+    """Peak of the bytes that the allocator held."""
     total_bytes: int
-    """The largest that was reserved, and what the process holds beside the allocator after the last step."""
+    """`reserved_bytes`, plus what the process held outside of the allocator after the last step."""
     total_source: str
-    """How the process was measured, `planner.profiles.process_memory`."""
+    """The method by which the memory of the process was measured, see `planner.profiles.process_memory`."""
     peaks: tuple[tuple[int, int], ...]
-    """Allocated and reserved so far: after the set-up and after each step."""
+    """Peaks of allocated and reserved bytes so far, after the set-up and after each step."""
     losses: tuple[float, ...]
+    """Loss of each step."""
     skipped: int
-    """Steps that a gradient scaler skipped, beside those that trained."""
+    """Number of steps that the gradient scaler skipped, in addition to those that trained."""
     step_ms: float
-    """Median."""
+    """Median time of a step in milliseconds."""
     step_ms_spread: float
-    """Slowest less fastest."""
+    """Time of the slowest step minus that of the fastest, in milliseconds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RanOut:
-    """Where the card had no more memory."""
+    """A training that ran out of memory on the card."""
 
     device: str
+    """The driver's name for the card."""
     step: int
-    """0: while model and batch were moved to the card."""
+    """Number of the step, from 1; 0: while the model and the batch were moved to the card."""
     message: str
-    """What the allocator said."""
+    """Message of the allocator, on one line."""
     place: dict[str, Any] | None = None
-    """`on_gpu.oom_location.Place` as data; None where it was not looked for, or is none of a step's ops."""
+    """`OomLocation` as a dict; None if the run did not search for it, or no op of a step ran out of memory."""
 
 
 class _StepError(Exception):
-    """The number of the step that ran out of memory, and the place."""
+    """The cause of an out-of-memory error: number of the step, and the location if it was searched for."""
 
-    def __init__(self, step: int, place: dict[str, Any] | None) -> None:
+    def __init__(self, step: int, location: dict[str, Any] | None) -> None:
         super().__init__(step)
-        self.step, self.place = step, place
+        self.step, self.location = step, location
 
 
 def run(plan: Plan, device: Device, *, cap_bytes: int | None, find_op: bool = False) -> Ran | RanOut:
     """Train on a device that this process has not used before.
 
     Args:
-        cap_bytes: what the allocator may take from the driver.
-        find_op: note which op runs out; what is measured is then a little more.
+        cap_bytes: maximum that the allocator may reserve; None: no cap.
+        find_op: record which op runs out of memory. This needs a little more memory, see `OomLocator`.
 
     Raises:
-        MeasurementError: there is no such card, or the plan is for a live model.
-        PlannerError: the model cannot be made, or the plan not applied to it.
+        MeasurementError: if there is no such card, or the plan is for a live model.
+        PlannerError: if the model cannot be built, or the plan cannot be applied to it.
     """
-    work = _with_weights(plan)
+    workload = _with_weights(plan)
     try:
         device.begin(cap_bytes)
-        return _trained(plan, work, device, find_op=find_op)
+        return _trained(plan, workload, device, find_op=find_op)
     except torch.OutOfMemoryError as error:
-        where = error.__cause__ if isinstance(error.__cause__, _StepError) else _StepError(0, None)
+        cause = error.__cause__ if isinstance(error.__cause__, _StepError) else _StepError(0, None)
         message = " ".join(str(error).split())
-        return RanOut(device=device.title(), step=where.step, message=message, place=where.place)
+        return RanOut(device=device.title(), step=cause.step, message=message, place=cause.location)
 
 
 def _with_weights(plan: Plan) -> Workload:
+    """Build the plan's model with seeded random weights."""
     if plan.model.reference is None:
-        raise MeasurementError("the plan is for a live model, which another process cannot make: name a model instead")
+        raise MeasurementError("the plan is for a live model, which another process cannot build: name a model instead")
     torch.manual_seed(0)
     return load_workload(
         plan.model.reference,
@@ -119,12 +127,12 @@ def _with_weights(plan: Plan) -> Workload:
     )
 
 
-def _trained(plan: Plan, work: Workload, device: Device, *, find_op: bool) -> Ran:
-    model = work.model.to(device.name)
-    batch = map_tensors(lambda tensor: tensor.to(device.name), work.batch)
+def _trained(plan: Plan, workload: Workload, device: Device, *, find_op: bool) -> Ran:
+    model = workload.model.to(device.name)
+    batch = map_batch(lambda tensor: tensor.to(device.name), workload.batch)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="the plan does not fit its budget")  # that is what is found out here
-        rewritten = apply(plan, model, loss_fn=work.loss_fn)
+        warnings.filterwarnings("ignore", message="the plan does not fit its budget")  # this run finds out
+        rewritten = apply(plan, model, loss_fn=workload.loss_fn)
     steps = _Steps(plan, rewritten, batch, device, find_op=find_op)
     peaks = [device.peaks()]
     while steps.trained < STEPS:
@@ -133,13 +141,13 @@ def _trained(plan: Plan, work: Workload, device: Device, *, find_op: bool) -> Ra
         if steps.skipped > MOST_SKIPPED:
             raise MeasurementError(f"the gradient scaler skipped {steps.skipped} steps: this model overflows in fp16")
     process = device.process_memory()
-    beside_bytes = process.process_bytes - device.reserved_bytes()
+    outside_bytes = process.process_bytes - device.reserved_bytes()  # CUDA context, kernels, libraries
     times = steps.timed()
     return Ran(
         device=device.title(),
         allocated_bytes=peaks[-1][0],
         reserved_bytes=peaks[-1][1],
-        total_bytes=peaks[-1][1] + beside_bytes,
+        total_bytes=peaks[-1][1] + outside_bytes,
         total_source=process.source,
         peaks=tuple(peaks),
         losses=tuple(steps.losses),
@@ -150,97 +158,101 @@ def _trained(plan: Plan, work: Workload, device: Device, *, find_op: bool) -> Ra
 
 
 class _Steps:
-    """Training steps, one after the other."""
+    """Runs training steps and counts them."""
 
     def __init__(self, plan: Plan, rewritten: Rewritten, batch: Any, device: Device, *, find_op: bool) -> None:
         self._rewritten, self._batch, self._device, self._find_op = rewritten, batch, device, find_op
-        self._held: tuple[torch.nn.Parameter, ...] = ()
-        self._holds = plan.workload.gradients_alive
+        self._keeps_gradients = plan.workload.gradients_alive
+        self._with_gradient: tuple[torch.nn.Parameter, ...] = ()
+        """Parameters that got a gradient in the step before."""
         self.losses: list[float] = []
         self.skipped = self._begun = 0
 
     @property
     def trained(self) -> int:
+        """Number of steps that were not skipped."""
         return len(self.losses) - self.skipped
 
     def one(self) -> None:
-        """A step that is counted and looked at."""
+        """Run one step, and record its loss and whether the gradient scaler skipped it."""
         scaler = self._rewritten.step.scaler
-        scale = None if scaler is None else scaler.get_scale()
+        scale = 0.0 if scaler is None else scaler.get_scale()
         self.losses.append(float(self._step()))
         self.skipped += scaler is not None and scaler.get_scale() < scale
 
     def timed(self) -> list[float]:
-        """Milliseconds of some more."""
+        """Run some more steps after one to warm up, and return the milliseconds of each."""
         self._step()
-        began, times = time.perf_counter(), []
+        began = time.perf_counter()
+        times: list[float] = []
         while len(times) < TIMED_STEPS and (not times or time.perf_counter() - began < TIMED_SECONDS):
             times.append(self._device.milliseconds(self._step))
         return times
 
     def _step(self) -> torch.Tensor:
-        """Raises torch's error where memory runs out, from a `_StepError`."""
+        """Run a step. If memory runs out, torch's error is raised with a `_StepError` as its cause."""
         self._begun += 1
-        last = OomLocator(self._rewritten.module, self._rewritten.optimizer, self._device.allocated_bytes)
+        locator = OomLocator(self._rewritten.module, self._rewritten.optimizer, self._device.allocated_bytes)
         try:
-            with last.watching() if self._find_op else contextlib.nullcontext():
-                return self._step_with_gradients() if self._holds else self._rewritten.step(self._batch)
+            with locator.watching() if self._find_op else contextlib.nullcontext():
+                return self._step_with_gradients() if self._keeps_gradients else self._rewritten.step(self._batch)
         except torch.OutOfMemoryError as error:
-            raise error from _StepError(self._begun, None if last.place is None else dataclasses.asdict(last.place))
+            location = None if locator.location is None else dataclasses.asdict(locator.location)
+            raise error from _StepError(self._begun, location)
 
     def _step_with_gradients(self) -> torch.Tensor:
-        """With gradients alive before it, of all parameters that got one in the step before."""
-        for parameter in self._held:
+        """Run a step as in a loop that accumulates gradients: those of earlier batches exist when it starts."""
+        for parameter in self._with_gradient:
             parameter.grad = torch.zeros_like(parameter)
-        found: list[torch.nn.Parameter] = []
+        with_gradient: list[torch.nn.Parameter] = []
 
         def note(*_: object) -> None:
-            found.extend(p for p in self._rewritten.module.parameters() if p.grad is not None)
+            with_gradient.extend(p for p in self._rewritten.module.parameters() if p.grad is not None)
 
         hook = self._rewritten.optimizer.register_step_pre_hook(note)
         try:
             return self._rewritten.step(self._batch)
         finally:
             hook.remove()
-            self._held = tuple(found)
+            self._with_gradient = tuple(with_gradient)
 
 
 def compared(plan: Plan, device: Device) -> Parity:
-    """What `rewrite.verify` says of the plan on this device.
+    """Return the result of `rewrite.verify` for the plan on this device.
 
     Raises:
-        MeasurementError: there is no such card, or the plan is for a live model.
+        MeasurementError: if there is no such card, or the plan is for a live model.
     """
-    work = _with_weights(plan)
+    workload = _with_weights(plan)
     device.begin()
-    return verify(plan, work.model, work.batch, loss_fn=work.loss_fn, device=device.name)
+    return verify(plan, workload.model, workload.batch, loss_fn=workload.loss_fn, device=device.name)
 
 
 Outcome = Ran | RanOut | Parity
 
 
 def outcome_to_json(outcome: Outcome) -> dict[str, Any]:
-    """Inverse of `outcome_from_json`."""
-    kind = next(kind for kind, found in _KINDS.items() if isinstance(outcome, found))
+    """Return an outcome as JSON data."""
+    kind = next(kind for kind, outcome_type in _KINDS.items() if isinstance(outcome, outcome_type))
     return {"kind": kind, **dataclasses.asdict(outcome)}
 
 
 def outcome_from_json(data: dict[str, Any]) -> Outcome:
-    """What a process wrote."""
-    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
-    found = _KINDS[fields.pop("kind")]
-    if found is Ran:
+    """Return the outcome that a process wrote."""
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+    outcome_type = _KINDS[fields.pop("kind")]
+    if outcome_type is Ran:
         fields["peaks"] = tuple(tuple(pair) for pair in fields["peaks"])
-    if found is Parity:
+    if outcome_type is Parity:
         fields["rows"] = tuple(Row(**row) for row in fields["rows"])
-    return found(**fields)
+    return outcome_type(**fields)
 
 
-_KINDS: dict[str, type] = {"ran": Ran, "ran out": RanOut, "parity": Parity}
+_KINDS: dict[str, type[Outcome]] = {"ran": Ran, "ran out": RanOut, "parity": Parity}
 
 
 def main(arguments: list[str], device: Device) -> int:
-    """0: the result is written, whatever it says; 2: it could not be run, and the last line says why."""
+    """Run the command. Returns 0 if a result was written, 2 if it could not be run: the last line then says why."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", type=pathlib.Path)
     parser.add_argument("result", type=pathlib.Path)
@@ -250,6 +262,7 @@ def main(arguments: list[str], device: Device) -> int:
     options = parser.parse_args(arguments)
     try:
         plan = Plan.load(options.plan)
+        outcome: Outcome
         if options.parity:
             outcome = compared(plan, device)
         else:

@@ -1,4 +1,4 @@
-"""The comparisons that `rewrite.verify` makes, each of a planned run with a plain one."""
+"""The comparisons of `rewrite.verify`, each of a planned run with a reference run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 
-from planner.plan_types.decisions import (
-    Accumulation,
-    ChunkedLoss,
-    Decision,
-    Freeze,
-    Optimizer,
-    OptimizerKernel,
-    Precision,
+from planner.plan_types.decision_base import (
+    Role,
+    autocast_dtype_of,
+    frozen_modules_of,
+    has_role,
+    micro_batches_of,
 )
 from planner.plan_types.plan import Plan
 from planner.rewrite.parity.model_structure import difference, identity_facts, mutable_settings
@@ -25,94 +23,93 @@ from planner.rewrite.parity.result import TERMS, Row, compare, dense, failed, he
 from planner.rewrite.parity.runs import VerifyInputs, lower_dtype
 
 ROUNDINGS = 16
-"""Of a lower precision, in the norm of a gradient: each op rounds once, and independent errors add as the square root
-of their number, so that this is enough for some 256 ops between a weight and the loss and back."""
+"""Allowed relative error of a gradient's norm under a lower precision, in roundings of that precision.
+
+Each op rounds once, and independent errors add up as the square root of their number: 16 covers about 256 ops on the
+way from a weight to the loss and back."""
 
 LOOSEST = 0.01
-"""A larger bound of how far parameters move would hold nothing, and is not claimed."""
+"""Maximum relative bound on the movement of parameters. A comparison with a looser bound would show nothing."""
 
 LARGEST_SCALE = 2.0**120
-"""Of a loss, such that gradients overflow in fp16 and the loss in fp32 does not."""
+"""A loss scale at which gradients overflow in fp16 while the loss in fp32 does not."""
 
 Comparison = Callable[[str, VerifyInputs, list[str]], list[Row]]
-"""Of its name and what was given: rows, after notes were added to."""
+"""`comparison(name, inputs, notes)` -> rows. It may append to the notes."""
 
 
 def comparisons(plan: Plan) -> dict[str, Comparison]:
-    """Those that this plan asks for, by name."""
-    found: dict[str, Comparison] = {"as planned": as_planned, "kept": kept}
-    if (precision := plan.decision(Precision)) is not None and precision.dtype == "fp16":
-        found["overflow"] = overflow
-    if plan.decision(Freeze) is not None:
-        found["freeze"] = freeze
-    if any(_reorders(decision) for decision in plan.decisions):
-        found["in double"] = in_double
-    if plan.decision(Precision) is not None:
-        found["rounding"] = rounding
-    if plan.decision(Optimizer) is not None:
-        found["8-bit state"] = eight_bit_state
-    return found
-
-
-def _reorders(decision: Decision) -> bool:
-    fused = isinstance(decision, OptimizerKernel) and decision.kernel == "fused"
-    return fused or isinstance(decision, (Accumulation, ChunkedLoss))
+    """Return the comparisons that apply to this plan, by name."""
+    chosen: dict[str, Comparison] = {"as planned": as_planned, "kept": kept}
+    if any(decision.needs_gradient_scaler for decision in plan.decisions):
+        chosen["overflow"] = overflow
+    if has_role(plan.decisions, Role.FREEZING):
+        chosen["freeze"] = freeze
+    if any(decision.reorders_sums for decision in plan.decisions):
+        chosen["in double"] = in_double
+    if has_role(plan.decisions, Role.PRECISION):
+        chosen["rounding"] = rounding
+    if any(decision.eight_bit_state for decision in plan.decisions):
+        chosen["8-bit state"] = eight_bit_state
+    return chosen
 
 
 def as_planned(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
-    """Everything, for every step, to the bit."""
+    """Compare everything in every step, bit by bit, with a reference step of the same rounding and order of sums."""
     decisions = given.plan.decisions
-    order = tuple(decision for decision in decisions if _reorders(decision) or isinstance(decision, Optimizer))
-    plain = given.plain(order, precision=given.plan.decision(Precision), updates=given.steps)
+    order = tuple(d for d in decisions if d.reorders_sums or d.eight_bit_state)
+    plain = given.plain(order, precision=autocast_dtype_of(given.plan.decisions), updates=given.steps)
     planned = given.planned(decisions, updates=given.steps)
     rows = _updates(name, plain, planned, given.steps)
     for kind in ("loss", "gradient", "parameter", "buffer", "state", "random"):
         rows += compare(name, kind, _of(kind, plain), _of(kind, planned), bound=0.0)
-    for parameter in (each for each in planned.before if _is_frozen(each, given.plan)):
+    for parameter in (name for name in planned.before if _is_frozen(name, given.plan)):
         moved = not torch.equal(planned.before[parameter], planned.after[parameter])
-        got = parameter in planned.times or (parameter in planned.left and parameter not in plain.left)
-        why = "it changed" if moved else "it got a gradient" if got else ""
+        is_leftover = parameter in planned.leftover_gradients and parameter not in plain.leftover_gradients
+        has_gradient = parameter in planned.gradient_counts or is_leftover
+        why = "it changed" if moved else "it got a gradient" if has_gradient else ""
         rows.append(held(name, "frozen", parameter, why))
     return rows
 
 
 def kept(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
-    """The objects, keys, modes and hooks of the model while it is rewritten, and with its forwards after `undo`."""
+    """Compare the model's objects, keys, modes and hooks while it is rewritten; after `undo` also its forwards."""
     model = given.copied()
-    first = given.rewritten(model, ())  # in its first step a model may set itself up
+    first = given.rewritten(model, ())  # a model may set itself up in its first step
     first.step(given.fresh())
     first.undo()
     before, settings = identity_facts(model), mutable_settings(model)
     rewritten = given.rewritten(model, given.plan.decisions)
-    found = {"applied": difference(before, identity_facts(model))}
+    differences = {"applied": difference(before, identity_facts(model))}
     rewritten.step(given.fresh())
     rewritten.undo()
-    found["undone"] = difference(before | settings, identity_facts(model) | mutable_settings(model))
-    return [held(name, when, aspect, why) for when, aspects in found.items() for aspect, why in aspects.items()]
+    differences["undone"] = difference(before | settings, identity_facts(model) | mutable_settings(model))
+    return [held(name, when, aspect, why) for when, aspects in differences.items() for aspect, why in aspects.items()]
 
 
 def overflow(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
-    """A step whose gradients are not finite trains nothing, and lowers the scale."""
+    """Compare a step whose gradients overflow: it must update nothing, and lower the scale."""
     decisions = given.plan.decisions
-    order = tuple(decision for decision in decisions if _reorders(decision) or isinstance(decision, Optimizer))
-    precision = given.plan.decision(Precision)
+    order = tuple(d for d in decisions if d.reorders_sums or d.eight_bit_state)
+    precision = autocast_dtype_of(given.plan.decisions)
     plain = given.plain(order, precision=precision, scale=LARGEST_SCALE, updates=1)
     planned = given.planned(decisions, scale=LARGEST_SCALE, updates=1)
     if plain.updates:
-        notes.append(f"{name}: no gradient is so large that it overflows at a scale of {LARGEST_SCALE:.2g}")
+        notes.append(f"{name}: no gradient overflows at a loss scale of {LARGEST_SCALE:.2g}")
     rows = compare(name, "parameter", plain.after, planned.after, bound=0.0)
     rows += compare(name, "buffer", plain.buffers, planned.buffers, bound=0.0)
     return rows + compare(name, "state", plain.state, planned.state, bound=0.0)
 
 
 def freeze(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
-    """What stays trained gets the gradient that it had; later steps differ, since the prefix stays where it was.
+    """Compare the first step's gradients of the parameters that stay trainable with those of training everything.
 
-    In double, since some kernels look at whether a gradient is wanted, and add up in another order without (recurrent).
+    Later steps differ, because the frozen parameters no longer move. The comparison is in double, because some kernels
+    (recurrent ones) add up in another order if no gradient is needed.
     """
-    given = dataclasses.replace(given, max_grad_norm=None)  # the norm of all gradients is another one
-    decisions = tuple(d for d in given.plan.decisions if not isinstance(d, (Precision, Optimizer)))
-    order = tuple(decision for decision in decisions if _reorders(decision))
+    given = dataclasses.replace(given, max_grad_norm=None)  # the global norm is that of fewer gradients
+    decisions = tuple(d for d in given.plan.decisions if d.role is not Role.PRECISION and not d.eight_bit_state)
+    order = tuple(decision for decision in decisions if decision.reorders_sums)
     plain, double, eps = _in_double(
         name, given, notes, dropout=True, run=lambda double: given.plain(order, trained=True, double=double, updates=1)
     )
@@ -126,44 +123,54 @@ def freeze(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
 def _in_double(
     name: str, given: VerifyInputs, notes: list[str], *, dropout: bool, run: Callable[[bool], StepTrace]
 ) -> tuple[StepTrace, bool, float]:
-    """A run of the plain step in double, or where it has none as it is; which of them; eps of its lowest precision."""
+    """Run the reference step in double, or in its own precision if it cannot run in double.
+
+    Returns the trace, True if it ran in double, and the eps of the lowest precision in it.
+    """
     narrowing = Narrowing()
     try:
         with narrowing, Comparable(dropout=dropout, double=True):
-            found = run(True)
-    except Exception as error:  # the untouched step: no fault of the plan's
-        notes.append(f"{name}: the step as it is cannot run in double ({first_line(error)}): it is compared as it is")
+            trace = run(True)
+    except Exception as error:  # the step without the plan: not a failure of the plan
+        notes.append(
+            f"{name}: the baseline cannot run in double ({first_line(error)}): it is compared in its own precision"
+        )
         with Comparable(dropout=dropout, double=False):
-            found = run(False)
-        return found, False, max(torch.finfo(p.dtype).eps for p in given.model.parameters() if p.requires_grad)
+            trace = run(False)
+        return trace, False, max(torch.finfo(p.dtype).eps for p in given.model.parameters() if p.requires_grad)
     if narrowing.eps > torch.finfo(torch.float64).eps:
-        notes.append(f"{name}: not all of it is double, rounding is {narrowing.eps:.2g}")
-    return found, True, narrowing.eps
+        notes.append(f"{name}: some ops round to a lower precision than double, with eps {narrowing.eps:.2g}")
+    return trace, True, narrowing.eps
 
 
 def in_double(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
-    """Only the order of sums differs from the untouched step on the full batch."""
-    decisions = tuple(d for d in given.plan.decisions if not isinstance(d, (Precision, Optimizer)))
-    split = given.plan.decision(Accumulation) is not None
+    """Compare with the baseline on the full batch, in double: only the order of sums may differ.
+
+    Dropout and whatever else depends on the split is switched off on both sides if the batch is split.
+    """
+    decisions = tuple(d for d in given.plan.decisions if d.role is not Role.PRECISION and not d.eight_bit_state)
+    split = micro_batches_of(given.plan.decisions) > 1
     if split:
-        notes.append(f"{name}: dropout is off, and batch normalisation takes its running statistics")
+        notes.append(f"{name}: dropout is off, and batch normalisation uses its running statistics")
     plain, double, eps = _in_double(
         name, given, notes, dropout=not split,
         run=lambda double: given.plain(double=double, split=split, updates=given.steps),
     )  # fmt: skip
     with Comparable(dropout=not split, double=double):
         planned = given.planned(decisions, double=double, split=split, updates=given.steps)
-    if split and plain.drew:
-        notes.append(f"{name}: the model draws random numbers that are not dropout's: they are all the same here")
+    if split and plain.drew_random_numbers:
+        notes.append(f"{name}: random numbers that the model draws, other than for dropout, are replaced by a constant")
     bound = TERMS * eps
     rows = _updates(name, plain, planned, given.steps)
     for kind in ("loss", "gradient", "buffer"):
         rows += compare(name, kind, _of(kind, plain), _of(kind, planned), bound=bound)
+    # Parameters and state: their bound is that of the gradients times what the optimizer makes of an error.
     growth = plain.growth()
     if growth * bound > LOOSEST:
-        notes.append(f"{name}: parameters and state are left out, rounding errors grow too large in this optimizer")
+        notes.append(f"{name}: parameters and state are not compared, since this optimizer amplifies rounding errors")
         return rows
     bound *= growth
+    # Differences are relative to how far the parameters of a module moved, plus the rounding of their own size.
     moved = module_scales({key: largest(plain.after[key] - before) for key, before in plain.before.items()})
     for key, value in plain.after.items():
         moved[key] += largest(value) * eps * given.steps / bound
@@ -172,13 +179,14 @@ def in_double(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
 
 
 def rounding(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
-    """Off from the untouched step by no more than twice what autocast alone is off by, and some roundings.
+    """Compare the first update with the baseline: the error may be twice that of autocast alone, plus `ROUNDINGS`.
 
-    What a lower precision does to a model is the model's: where a gradient jumps (ReLU) and where batches are
-    normalised it may be much. Whatever else the plan does must not add to it.
+    How much a lower precision changes a gradient depends on the model: it can be a lot where the gradient jumps (ReLU)
+    or where batches are normalised. The rest of the plan must not add to it.
     """
-    notes.append(f"{name}: dropout is off, which draws other masks in another precision")
-    precision, split = given.plan.decision(Precision), given.plan.decision(Accumulation) is not None
+    notes.append(f"{name}: dropout is off, since its masks differ between precisions")
+    precision, split = autocast_dtype_of(given.plan.decisions), micro_batches_of(given.plan.decisions) > 1
+    assert precision is not None, "only plans with mixed precision are compared so"
     with Comparable(dropout=False, double=False):
         plain = given.plain(split=split, updates=1)
         alone = given.plain(precision=precision, split=split, updates=1)
@@ -186,42 +194,46 @@ def rounding(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
     rows, eps = [], torch.finfo(lower_dtype(precision)).eps
     for kind, size in (("loss", largest), ("gradient", norm)):
         exact, rounded, ours = (_of(kind, run) for run in (plain, alone, planned))
-        if kind == "loss":  # of later steps, a scaler may have skipped some
+        if kind == "loss":  # only that of the first step, since a scaler may have skipped it and run others
             exact, rounded, ours = ({"1": losses["1"]} for losses in (exact, rounded, ours))
         off = {row.name: row.measured for row in compare(name, kind, exact, rounded, bound=math.inf, size=size)}
         bounds = {key: ROUNDINGS * eps + 2 * measured for key, measured in off.items()}
         rows += compare(name, kind, exact, ours, bound=bounds, size=size)
-        worst = max(off, key=off.get, default=None)
+        worst = max(off, key=off.__getitem__, default=None)
         if worst is not None and off[worst] > ROUNDINGS * eps:
             notes.append(f"{name}: autocast alone moves the {kind} of {worst} by {off[worst]:.2g} of its size")
     return rows
 
 
 def eight_bit_state(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
-    """The first update is made from state that is not quantized yet; after it, the state is what was quantized."""
+    """Compare the first update of the 8-bit optimizer with that of the original one.
+
+    The first update uses state that is not quantized yet, so it must be the same. The state after it must be the same
+    up to one quantization, and that of embeddings must not be quantized.
+    """
     plain = given.plain(updates=1)
-    decisions = tuple(decision for decision in given.plan.decisions if isinstance(decision, (Freeze, Optimizer)))
+    decisions = tuple(d for d in given.plan.decisions if d.role is Role.FREEZING or d.eight_bit_state)
     planned = given.planned(decisions, updates=1)
     bound = TERMS * torch.finfo(torch.float32).eps
     moved = module_scales({key: largest(plain.after[key] - before) for key, before in plain.before.items()})
     rows = compare(name, "parameter", plain.after, planned.after, bound=bound, scales=moved)
     averages = {key: value for key, value in plain.state.items() if key.endswith((".exp_avg", ".exp_avg_sq"))}
-    found, bounds = dequantized(planned.state)
-    for key in dict.fromkeys([*averages, *found]):
-        one, other = ({key: each[key]} if key in each else {} for each in (averages, found))
-        rows += compare(name, "state", one, other, bound=bounds.get(key, bound))
+    planned_averages, bounds = dequantized(planned.state)
+    for key in dict.fromkeys([*averages, *planned_averages]):
+        pair = ({key: side[key]} if key in side else {} for side in (averages, planned_averages))
+        rows += compare(name, "state", *pair, bound=bounds.get(key, bound))
     for owner, module in given.model.named_modules():
         for part, weight in module.named_parameters(owner, recurse=False) if type(module) is torch.nn.Embedding else ():
-            eight = [key for key in bounds if key.rpartition(".")[0] == part and weight.requires_grad]
-            rows.append(held(name, "embedding", part, f"{eight[0]} is in 8 bits" if eight else ""))
+            in_8_bits = [key for key in bounds if key.rpartition(".")[0] == part and weight.requires_grad]
+            rows.append(held(name, "embedding", part, f"{in_8_bits[0]} is in 8 bits" if in_8_bits else ""))
     return rows
 
 
 def dequantized(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Averages of an 8-bit Adam by torch's names, and the largest relative difference that quantizing them makes.
+    """Return the averages of an 8-bit Adam under torch's names, and bounds on the relative error of quantizing them.
 
-    Each number becomes the nearest of a block's 256: half the largest gap between two of them, of the block's largest,
-    and as much as the averages differ before that.
+    Block-wise quantization replaces each number by the nearest of 256 codes, times the largest number of its block. The
+    error is at most half the largest gap between two codes, plus the error that the averages have before.
     """
     from bitsandbytes.functional import dequantize_blockwise
 
@@ -240,37 +252,40 @@ def dequantized(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[st
 
 
 def _updates(comparison: str, plain: StepTrace, planned: StepTrace, steps: int) -> list[Row]:
-    """Whether there were as many updates as steps, of each parameter as many as without the plan, from gradients."""
+    """Check that each step updated, that each parameter was updated as often as in the reference, and leftovers."""
     rows = []
-    for side, run in (("plain", plain), ("planned", planned)):
+    for side, run in (("reference", plain), ("planned", planned)):
         why = f"{run.updates} updates instead of {steps}" if run.updates != steps else ""
         rows.append(held(comparison, "updates", f"of the {side} step", why or ("" if run.gradients else "no gradient")))
-    for name in dict.fromkeys([*plain.times, *planned.times]):
-        ours, theirs = planned.times.get(name, 0), plain.times.get(name, 0)
-        rows.append(held(comparison, "updates", name, "" if ours == theirs else f"{ours} updates instead of {theirs}"))
-    for name in sorted({*plain.left} ^ {*planned.left}):
+    for name in dict.fromkeys([*plain.gradient_counts, *planned.gradient_counts]):
+        count, expected = planned.gradient_counts.get(name, 0), plain.gradient_counts.get(name, 0)
+        why = "" if count == expected else f"{count} updates instead of {expected}"
+        rows.append(held(comparison, "updates", name, why))
+    for name in sorted({*plain.leftover_gradients} ^ {*planned.leftover_gradients}):
         rows.append(failed(comparison, "updates", name, "a gradient is left after the step, on one side only"))
     return rows
 
 
 def first_line(error: Exception) -> str:
+    """Return the type and the first line of an error."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _of(kind: str, run: StepTrace) -> dict[str, Any]:
-    found = {
+    """Return the quantities of one kind."""
+    by_kind: dict[str, dict[str, Any]] = {
         "loss": run.losses,
         "gradient": run.gradients,
         "parameter": run.after,
         "buffer": run.buffers,
         "state": run.state,
-        "random": {"numbers": run.numbers},
+        "random": {"numbers": run.rng_state},
     }
-    return found[kind]
+    return by_kind[kind]
 
 
 def _state_scales(state: dict[str, Any]) -> dict[str, float]:
-    """As for gradients, for each kind of state."""
+    """Return the scales of state tensors: `module_scales` for each kind of state, such as 'exp_avg'."""
     by_part: dict[str, dict[str, float]] = {}
     for key, value in state.items():
         name, _, part = key.rpartition(".")
@@ -279,5 +294,5 @@ def _state_scales(state: dict[str, Any]) -> dict[str, float]:
 
 
 def _is_frozen(parameter: str, plan: Plan) -> bool:
-    frozen = plan.decision(Freeze)
-    return frozen is not None and any(not name or parameter.startswith(f"{name}.") for name in frozen.modules)
+    frozen = frozen_modules_of(plan.decisions)
+    return any(not name or parameter.startswith(f"{name}.") for name in frozen)

@@ -1,4 +1,4 @@
-"""What a rewriting must leave as it is: which objects a model is made of, what it saves, and what watches it."""
+"""Facts about a model that a rewriting must not change: its objects, the keys that it saves, and its hooks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ _HOOKS = (
     "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_state_dict_hooks",
     "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
-"""Of a `torch.nn.Module`, by what they are called inside."""
+"""Attributes of `torch.nn.Module` that hold hooks."""
 
 Structure = dict[str, dict[str, Hashable]]
-"""Aspect -> place in the model -> what is there."""
+"""Aspect (such as 'hooks') -> name in the model -> a value that identifies what is there."""
 
 
 def identity_facts(model: torch.nn.Module) -> Structure:
-    """What `apply` promises to keep, by name: identities, keys of the state, modes and hooks, but no values."""
+    """Return what `apply` promises to keep: object identities, `state_dict` keys, train/eval modes and hooks.
+
+    Values of tensors are not part of it.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     return {
         "classes": {name: (id(module), type(module)) for name, module in modules.items()},
@@ -38,20 +41,20 @@ def identity_facts(model: torch.nn.Module) -> Structure:
 
 
 def mutable_settings(model: torch.nn.Module) -> Structure:
-    """What a rule may change as long as it is applied: forwards, what is trained, and how a model is configured."""
-    configured = {name: module.config for name, module in model.named_modules() if hasattr(module, "config")}
+    """Return what rules may change until `undo`: forwards, configurations and `requires_grad`."""
+    configs = {name: module.config for name, module in model.named_modules() if hasattr(module, "config")}
     return {
         "forwards": {name: id(vars(module).get("forward")) for name, module in model.named_modules()},
-        "configurations": {name: repr(getattr(config, "__dict__", config)) for name, config in configured.items()},
+        "configurations": {name: repr(getattr(config, "__dict__", config)) for name, config in configs.items()},
         "flags": {name: parameter.requires_grad for name, parameter in model.named_parameters()},
     }
 
 
 def difference(before: Structure, after: Structure) -> dict[str, str]:
-    """By aspect: a place where the two differ, first one that only one of them has; '' where there is none."""
-    found = {}
-    for aspect, places in before.items():
+    """Return the first difference by aspect, '' if there is none. Names that only one side has come first."""
+    differences = {}
+    for aspect, values in before.items():
         now = after[aspect]
-        others = [*sorted(places.keys() ^ now.keys()), *(name for name in places if places[name] != now.get(name))]
-        found[aspect] = f"changed at '{others[0]}'" if others else ""
-    return found
+        changed = [*sorted(values.keys() ^ now.keys()), *(name for name in values if values[name] != now.get(name))]
+        differences[aspect] = f"changed at '{changed[0]}'" if changed else ""
+    return differences

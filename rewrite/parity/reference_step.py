@@ -1,6 +1,6 @@
-"""The step as anybody writes it, and what is seen of a training step: the other side of `rewrite.verify`.
+"""The reference for `rewrite.verify`: a training step as one would write it by hand, and a record of what steps do.
 
-Nothing here is shared with `planner.rewrite.step`, which is what is checked.
+`ReferenceStep` shares no code with `planner.rewrite.step`, the code under test.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +27,11 @@ from planner.workload.call_convention import Calling, LossFn, loss_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReferenceStep:
-    """One optimizer step. `parts` yields the parts of a batch with the weights of their losses."""
+    """One optimizer step, written without the planner.
+
+    It has the options that change rounding or the order of sums, so that it can be compared bit by bit with a plan that
+    does: autocast, a gradient scaler, micro-batches, clipping.
+    """
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -38,6 +42,7 @@ class ReferenceStep:
     scaler: torch.amp.GradScaler | None = None
     scheduler: LRScheduler | None = None
     parts: Callable[[Any], Iterator[tuple[Any, Any]]] | None = None
+    """Yields the micro-batches of a batch with the weights of their losses; None: the batch is not split."""
 
     def __call__(self, batch: Any) -> torch.Tensor:
         losses = []
@@ -48,7 +53,7 @@ class ReferenceStep:
                 enabled=self.autocast_dtype is not None,
             ):
                 loss = loss_of(self.calling.call(self.model, part), part, self.loss_fn).reshape(())
-            if weight is not None and weight == 0:  # no term of it counts: the loss is 0/0
+            if weight is not None and weight == 0:  # no term counts, and the loss is 0/0
                 losses.append(torch.zeros_like(loss))
                 continue
             if weight is not None:
@@ -59,12 +64,12 @@ class ReferenceStep:
         if self.scaler:
             if self.max_grad_norm is not None:
                 self.scaler.unscale_(self.optimizer)
-                self._clip()
+                self._clip(self.max_grad_norm)
             self.scaler.step(self.optimizer)
             self.scaler.update()
         else:
             if self.max_grad_norm is not None:
-                self._clip()
+                self._clip(self.max_grad_norm)
             self.optimizer.step()
         if self.scheduler and trains:
             self.scheduler.step()
@@ -72,51 +77,60 @@ class ReferenceStep:
         return functools.reduce(torch.add, losses)
 
     def _gradients(self) -> list[torch.Tensor]:
-        """Whole, or the values of sparse ones."""
-        found = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        return [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in found]
+        """Return all gradients, the values of sparse ones."""
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        return [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
 
-    def _clip(self) -> None:
-        trained = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        for parameter in trained:
-            if parameter.grad.is_sparse:
+    def _clip(self, max_norm: float) -> None:
+        """Clip gradients by their global norm, also sparse ones, which torch's own function refuses."""
+        for parameter in self.model.parameters():
+            if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
-        values = [p.grad.values().detach() if p.grad.is_sparse else p.grad for p in trained]
-        total = torch.nn.utils.get_total_norm(values)  # torch's, which adds up by dtype and device
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        values = [gradient.values().detach() if gradient.is_sparse else gradient for gradient in gradients]
+        total = torch.nn.utils.get_total_norm(values)  # adds up by device and dtype: the same order as clip_grad_norm_
         for value in values:
-            value.mul_((self.max_grad_norm / (total + 1e-6)).clamp(max=1.0))
+            value.mul_((max_norm / (total + 1e-6)).clamp(max=1.0))
 
 
 @dataclasses.dataclass(kw_only=True)
 class StepTrace:
-    """What was seen of some steps; tensors are copies in host memory, by their first name in the model."""
+    """A record of some steps. Tensors are copies in host memory, by their first name in the model."""
 
     losses: dict[str, torch.Tensor]
+    """Loss by number of the step, from '1'."""
     gradients: dict[str, torch.Tensor]
-    """Of the first update, as the optimizer was shown them."""
-    times: dict[str, int]
-    """How often the optimizer was shown a gradient during all steps."""
+    """Gradients of the first update, as the optimizer received them."""
+    gradient_counts: dict[str, int]
+    """Number of updates in which the optimizer received a gradient for the parameter."""
     before: dict[str, torch.Tensor]
+    """Parameters before the first step."""
     after: dict[str, torch.Tensor]
-    """Parameters."""
+    """Parameters after the last step."""
     buffers: dict[str, torch.Tensor]
-    state: dict[str, object]
-    """Of the optimizer, by 'parameter.key', and of a scaler."""
-    left: tuple[str, ...]
+    """Buffers after the last step."""
+    state: dict[str, Any]
+    """State of the optimizer after the last step, as 'parameter.key', and of the gradient scaler."""
+    leftover_gradients: tuple[str, ...]
     """Parameters that have a gradient after the last step."""
     updates: int
-    drew: bool
-    """Whether the first step drew random numbers."""
-    numbers: torch.Tensor
-    """State of the generator of random numbers after all steps, which others go on from."""
-    kind: type[torch.optim.Optimizer]
+    """Number of steps that updated at least one parameter."""
+    drew_random_numbers: bool
+    """True if the first step drew random numbers."""
+    rng_state: torch.Tensor
+    """State of the random number generator after the last step."""
+    optimizer_type: type[torch.optim.Optimizer]
     eps: float | None
-    """Smallest number that the optimizer adds to what it divides by."""
+    """Smallest eps of the optimizer's groups, which it adds to a divisor; None if a group has none."""
 
     def growth(self) -> float:
-        """By how much more an update may be off than the gradient it comes from, both relative to the largest."""
+        """Return the factor by which the relative error of an update can exceed that of its gradient.
+
+        Adam and its relatives divide by the size of the gradient plus eps: if a gradient vanishes, its rounding error
+        is divided by eps. SGD does not divide. The factor is infinite for optimizers that nothing is known about.
+        """
         if self.eps is None:
-            return 1.0 if self.kind in (torch.optim.SGD, torch.optim.ASGD) else math.inf
+            return 1.0 if self.optimizer_type in (torch.optim.SGD, torch.optim.ASGD) else math.inf
         sizes = [gradient.abs().max().item() for gradient in map(torch.Tensor.to_dense, self.gradients.values())]
         return max(1.0, max(sizes, default=0.0) / self.eps)
 
@@ -131,44 +145,53 @@ def trace_steps(
     calls: int,
     scaler: torch.amp.GradScaler | None = None,
 ) -> StepTrace:
-    """Step until there were so many updates, or so many calls: a gradient scaler skips what overflows. Seeded."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    run = StepTrace(
-        losses={}, gradients={}, times={}, before=_on_host(model.named_parameters()), after={}, buffers={}, state={},
-        left=(), updates=0, drew=False, numbers=torch.empty(0), kind=type(optimizer), eps=_eps(optimizer),
-    )  # fmt: skip
-    shown: set[str] = set()
+    """Run steps with seeded random numbers, and return what they did.
 
-    def note(shown_to: torch.optim.Optimizer, *_: object) -> None:
-        overflow = getattr(shown_to, "found_inf", None)
+    Args:
+        updates: number of updates after which to stop.
+        calls: maximum number of calls of `step`, since a gradient scaler skips updates whose gradients overflow.
+    """
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    run = StepTrace(
+        losses={}, gradients={}, gradient_counts={}, before=_on_host(model.named_parameters()), after={}, buffers={},
+        state={}, leftover_gradients=(), updates=0, drew_random_numbers=False, rng_state=torch.empty(0),
+        optimizer_type=type(optimizer), eps=_eps(optimizer),
+    )  # fmt: skip
+    updated: set[str] = set()  # parameters that the running step has updated
+
+    def note(stepping: torch.optim.Optimizer, *_: object) -> None:
+        """Record the gradients that the optimizer is about to use. A step in backward comes here once per parameter."""
+        # A fused optimizer unscales gradients in its kernel, and skips the update if a gradient is not finite.
+        overflow = getattr(stepping, "found_inf", None)
         if overflow is not None and overflow.item():
             return
-        scale = getattr(shown_to, "grad_scale", None)
-        for parameter in (parameter for group in shown_to.param_groups for parameter in group["params"]):
+        scale = getattr(stepping, "grad_scale", None)
+        for parameter in (parameter for group in stepping.param_groups for parameter in group["params"]):
             if parameter.grad is None or parameter not in names:
                 continue
             name = names[parameter]
-            shown.add(name)
-            run.times[name] = run.times.get(name, 0) + 1
+            updated.add(name)
+            run.gradient_counts[name] = run.gradient_counts.get(name, 0) + 1
             if run.updates == 0:
                 gradient = parameter.grad.detach().cpu().clone()
                 run.gradients[name] = gradient if scale is None else gradient / scale.cpu()
 
     device = next(model.parameters()).device
     _seed()
-    numbers = _numbers(device)
+    rng_state = _rng_state(device)
     hook = optimizer.register_step_pre_hook(note)
     try:
         while run.updates < updates and len(run.losses) < calls:
-            shown.clear()
+            updated.clear()
             run.losses[str(len(run.losses) + 1)] = step(batch).detach().cpu().clone()
-            run.drew |= len(run.losses) == 1 and not torch.equal(numbers, _numbers(device))
-            run.updates += bool(shown)
+            run.drew_random_numbers |= len(run.losses) == 1 and not torch.equal(rng_state, _rng_state(device))
+            run.updates += bool(updated)
     finally:
         hook.remove()
+    # What is left after the last step.
     run.after, run.buffers = _on_host(model.named_parameters()), _on_host(model.named_buffers())
-    run.numbers = _host(_numbers(device))
-    run.left = tuple(name for parameter, name in names.items() if parameter.grad is not None)
+    run.rng_state = _host(_rng_state(device))
+    run.leftover_gradients = tuple(name for parameter, name in names.items() if parameter.grad is not None)
     for parameter, state in optimizer.state.items():
         name = names.get(parameter, "?")
         tensors = {f"{name}.{key}": value for key, value in state.items()}
@@ -183,11 +206,12 @@ def trace_steps(
 
 
 def _eps(optimizer: torch.optim.Optimizer) -> float | None:
-    found = [group.get("eps") for group in optimizer.param_groups]
-    return min(found) if all(isinstance(eps, float) and eps > 0 for eps in found) else None
+    values = [group.get("eps") for group in optimizer.param_groups]
+    positive = [eps for eps in values if isinstance(eps, float) and eps > 0]
+    return min(positive) if len(positive) == len(values) else None
 
 
-def _on_host(named) -> dict[str, torch.Tensor]:
+def _on_host(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: _host(tensor) for name, tensor in named}
 
 
@@ -202,29 +226,31 @@ def _seed() -> None:
         numpy.random.seed(0)
 
 
-def _numbers(device: torch.device) -> torch.Tensor:
-    """State of the generator that random numbers on this device come from."""
+def _rng_state(device: torch.device) -> torch.Tensor:
+    """Return the state of the device's random number generator."""
     return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
 @contextlib.contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
-    """After it, random numbers of torch, Python and numpy go on as if nothing had been drawn."""
+    """Restore the random state of torch, Python and numpy on exit."""
     numpy = sys.modules.get("numpy")
-    before, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
-    kept = torch.random.fork_rng() if device.type == "cpu" else torch.random.fork_rng(device_type=device.type)
+    python_state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
+    torch_state_kept = (
+        torch.random.fork_rng() if device.type == "cpu" else torch.random.fork_rng(device_type=device.type)
+    )
     try:
-        with kept:
+        with torch_state_kept:
             yield
     finally:
-        random.setstate(before)
+        random.setstate(python_state)
         if numpy is not None:
-            numpy.random.set_state(arrays)
+            numpy.random.set_state(numpy_state)
 
 
 @contextlib.contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """Without kernels that add up in another order each time; torch warns where it has no other."""
+    """Use deterministic kernels inside the context; torch warns about ops that have none. On the CPU all are."""
     if device.type == "cpu":
         yield
         return
@@ -239,10 +265,12 @@ def deterministic(device: torch.device) -> Iterator[None]:
 
 
 class Comparable(TorchFunctionMode):
-    """Without dropout, whose masks depend on how a batch is split, and in double where a model asks for float.
+    """Runs steps so that they can be compared across splits of the batch, and in double.
 
-    Without dropout, numbers that a model draws by itself are all the same: they would be others for another split.
-    What is made as float from nothing stays so, such as an optimizer's step numbers, which kernels want as float.
+    dropout=False: dropout is off, since its masks depend on how a batch is split, and other random numbers are replaced
+    by a constant, for the same reason.
+    double=True: casts of double tensors to float32 are casts to double instead. Tensors that are created as float32,
+    not cast, stay float32: for example the step counters of an optimizer, which kernels require as float32.
     """
 
     _DROPOUTS = (
@@ -262,9 +290,12 @@ class Comparable(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if function is torch.Tensor.backward and all(value in (None, False) for value in kwargs.values()):
-            with self:  # it would run without this mode, and the forwards that run again in it too
+            # loss.backward() would run with this mode switched off, including the forwards that it recomputes. Call the
+            # engine, which is what it does, with the mode on.
+            with self:
                 one = (torch.ones_like(args[0]),)
                 return _engine_run_backward(args, one, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        # Classes with their own __torch_function__, such as the logits of a chunked loss, come first.
         for value in args:
             if not isinstance(value, torch.Tensor) and hasattr(type(value), "__torch_function__"):
                 with self:
@@ -291,7 +322,7 @@ class Comparable(TorchFunctionMode):
         return args, kwargs
 
     def _same_number(self, function, args, kwargs):
-        """Drawn all the same: whether there are random numbers to go on from must not change."""
+        """Draw random numbers, so that the generator advances as usual, and overwrite them with their typical value."""
         drawn, value = function(*args, **kwargs), 0.5
         if "bernoulli" in function.__name__:
             value = 1.0
@@ -303,7 +334,7 @@ class Comparable(TorchFunctionMode):
 
 
 class Narrowing(TorchDispatchMode):
-    """Finds the lowest precision that numbers in double are rounded to on their way."""
+    """Finds the lowest precision that double tensors are rounded to by any op; `eps` is that of its dtype."""
 
     def __init__(self) -> None:
         super().__init__()

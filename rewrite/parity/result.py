@@ -1,9 +1,8 @@
-"""What a comparison of two trainings says: one row for each loss, gradient, parameter, buffer and piece of state.
+"""The result of a comparison of two trainings: one row for each loss, gradient, parameter, buffer and optimizer state.
 
-A difference is told relative to the largest entry of what it is a difference of. Where a sum vanishes, such as the
-gradient of the keys' bias in attention, all that is left of it is rounding: so the largest entry is taken over the
-tensors of one module, whose gradients are sums over the same terms, and is not below the rounding of the largest entry
-of the whole model.
+Differences are relative to the largest entry of the tensor. If a sum cancels, such as the gradient of the key bias in
+attention, what is left of it is rounding only; so the largest entry is taken over all tensors of the module, whose
+gradients are sums over the same terms, and is at least the rounding of the largest entry of the whole model.
 """
 
 from __future__ import annotations
@@ -15,29 +14,32 @@ from collections.abc import Callable, Mapping
 import torch
 
 TERMS = 4096
-"""How often a rounding error may add up where only the order of a sum differs: n terms are off by at most n roundings
-of the largest one, and by about the square root of n as a rule (Higham, Accuracy and Stability of Numerical
-Algorithms, 4.2): 4096 are enough for sums of 2^12 terms at worst, of 2^24 as a rule. In double that is 9.1e-13."""
+"""Maximum number of rounding errors by which two orders of the same sum may differ.
+
+A sum of n terms is off by at most n roundings of the largest term, and by about the square root of n typically (Higham,
+Accuracy and Stability of Numerical Algorithms, 4.2): 4096 covers sums of 2^12 terms in the worst case, and of 2^24
+typically. In double that is a relative difference of 9.1e-13."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One quantity of the planned step, compared with that of the plain one."""
+    """One quantity of the planned step, compared with the same quantity of the reference step."""
 
     comparison: str
-    """Of which comparison: 'as planned', 'kept', 'overflow', 'in double', 'freeze', 'rounding', '8-bit state'."""
+    """Name of the comparison: 'as planned', 'kept', 'overflow', 'in double', 'freeze', 'rounding', '8-bit state'."""
     kind: str
     """'loss', 'gradient', 'parameter', 'buffer', 'state', 'random', 'frozen', 'updates', 'embedding', 'applied',
     'undone' or 'run'."""
     name: str
+    """Name of the tensor in the model, number of the step for a loss."""
     bound: float
-    """Largest relative difference that passes; 0.0: every bit must be equal."""
+    """Maximum relative difference that passes; 0.0: every bit must be equal."""
     measured: float
-    """Largest relative difference; NaN where there is nothing to compare."""
+    """Largest relative difference; NaN if the two could not be compared."""
     bit_equal: bool
     passed: bool
     why: str = ""
-    """What is wrong, where it is not a difference."""
+    """The fault, if it is not a numerical difference."""
 
     def __str__(self) -> str:
         wrong = self.why or f"relative difference {self.measured:.2g}, bound {self.bound:.2g}"
@@ -46,19 +48,20 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parity:
-    """Whether a plan trains as the step that it replaces. `str()` is a report for people."""
+    """The result of `rewrite.verify`: does the plan train like the step that it replaces? `str()` gives a report."""
 
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
-    """What was done differently from training, and why."""
+    """Remarks on how the comparison differed from normal training, and why."""
 
     @property
     def passed(self) -> bool:
-        """True only if something was compared, and all of it is inside its bounds."""
+        """True if at least one quantity was compared, and all are within their bounds."""
         return bool(self.rows) and all(row.passed for row in self.rows)
 
     @property
     def failures(self) -> tuple[Row, ...]:
+        """The rows that did not pass."""
         return tuple(row for row in self.rows if not row.passed)
 
     def __str__(self) -> str:
@@ -76,6 +79,7 @@ class Parity:
 
 
 def _summary(rows: list[Row]) -> str:
+    """Summarize the rows of one kind in a line, with the one that is closest to its bound or furthest beyond."""
     passed, equal = sum(row.passed for row in rows), sum(row.bit_equal for row in rows)
     text = f"{passed} of {len(rows)} pass, {equal} equal to the bit"
     differing = [row for row in rows if not row.bit_equal and math.isfinite(row.measured)]
@@ -86,10 +90,12 @@ def _summary(rows: list[Row]) -> str:
 
 
 def largest(tensor: torch.Tensor) -> float:
+    """Return the largest absolute value, 0.0 for an empty tensor."""
     return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
 def norm(tensor: torch.Tensor) -> float:
+    """Return the Euclidean norm."""
     return torch.linalg.vector_norm(tensor).item()
 
 
@@ -103,13 +109,13 @@ def compare(
     size: Callable[[torch.Tensor], float] = largest,
     scales: Mapping[str, float] | None = None,
 ) -> list[Row]:
-    """A row for every name that either side has.
+    """Return one row for every name that either side has.
 
     Args:
-        plain, planned: tensors or numbers by name.
-        bound: of all, or by name.
-        size: of a difference and of a tensor, the largest entry or the norm.
-        scales: what differences are relative to, by name; else the size of the tensors of the same module.
+        plain, planned: tensors or numbers of the reference step and of the planned step, by name.
+        bound: maximum relative difference, for all rows or by name; 0.0 asks for equal bits.
+        size: how differences and tensors are measured, `largest` or `norm`.
+        scales: sizes that differences are relative to, by name. None: the largest size within the module.
     """
     if bound == 0.0:
         scales = {name: size(_wide(value)) for name, value in plain.items()}
@@ -119,7 +125,7 @@ def compare(
     for name in dict.fromkeys([*plain, *planned]):
         limit = bound if isinstance(bound, float) else bound.get(name, 0.0)
         if name not in planned or name not in plain:
-            why = f"only the {'planned' if name in planned else 'plain'} step has one"
+            why = f"only the {'planned' if name in planned else 'reference'} step has one"
             rows.append(failed(comparison, kind, name, why, bound=limit))
         else:
             rows.append(_compared(comparison, kind, name, plain[name], planned[name], limit, size, scales[name]))
@@ -127,7 +133,7 @@ def compare(
 
 
 def failed(comparison: str, kind: str, name: str, why: str, *, bound: float = 0.0) -> Row:
-    """The row of something that could not be compared."""
+    """Return the row of a quantity that failed or could not be compared."""
     return Row(
         comparison=comparison, kind=kind, name=name, bound=bound, measured=math.nan, bit_equal=False, passed=False,
         why=why,
@@ -135,7 +141,7 @@ def failed(comparison: str, kind: str, name: str, why: str, *, bound: float = 0.
 
 
 def held(comparison: str, kind: str, name: str, why_not: str) -> Row:
-    """The row of a condition that is met, or not, for a reason."""
+    """Return the row of a condition. It is met if `why_not` is empty."""
     if why_not:
         return failed(comparison, kind, name, why_not)
     return Row(
@@ -144,21 +150,31 @@ def held(comparison: str, kind: str, name: str, why_not: str) -> Row:
 
 
 def module_scales(sizes: Mapping[str, float]) -> dict[str, float]:
-    """By name of a tensor: the largest size in its module, or the model's largest one over `TERMS` if that is more."""
+    """Return, for each tensor, the largest size in its module, but at least the model's largest size over `TERMS`."""
     by_module: dict[str, float] = {}
-    for name, found in sizes.items():
+    for name, size in sizes.items():
         owner = name.rpartition(".")[0]
-        by_module[owner] = max(by_module.get(owner, 0.0), found)
+        by_module[owner] = max(by_module.get(owner, 0.0), size)
     floor = max(sizes.values(), default=0.0) / TERMS
     return {name: max(by_module[name.rpartition(".")[0]], floor) for name in sizes}
 
 
-def _compared(comparison, kind, name, plain, planned, bound, size, scale) -> Row:
-    plain, planned = _tensor(plain), _tensor(planned)
-    for what in ("layout", "dtype", "shape"):
-        ours, theirs = getattr(planned, what), getattr(plain, what)
-        if ours != theirs:
-            return failed(comparison, kind, name, f"{what} is {ours} instead of {theirs}", bound=bound)
+def _compared(
+    comparison: str,
+    kind: str,
+    name: str,
+    plain_value: object,
+    planned_value: object,
+    bound: float,
+    size: Callable[[torch.Tensor], float],
+    scale: float,
+) -> Row:
+    """Compare one quantity: layout, dtype and shape first, then the numbers. Integers must be equal."""
+    plain, planned = _tensor(plain_value), _tensor(planned_value)
+    for attribute in ("layout", "dtype", "shape"):
+        actual, expected = getattr(planned, attribute), getattr(plain, attribute)
+        if actual != expected:
+            return failed(comparison, kind, name, f"{attribute} is {actual} instead of {expected}", bound=bound)
     plain, planned = dense(plain), dense(planned)
     if not (torch.isfinite(plain).all() and torch.isfinite(planned).all()):
         return failed(comparison, kind, name, "is not finite", bound=bound)
@@ -177,9 +193,11 @@ def _tensor(value: object) -> torch.Tensor:
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a sparse tensor as a dense one."""
     return tensor.to_dense() if tensor.layout is not torch.strided else tensor
 
 
 def _wide(value: object) -> torch.Tensor:
+    """Return the value in double, or complex double, so that the comparison itself does not round."""
     tensor = dense(_tensor(value))
     return tensor.to(torch.promote_types(tensor.dtype, torch.float64))

@@ -1,4 +1,4 @@
-"""The two sides of a comparison: the planned step and the plain one, each on a copy of the model."""
+"""The two runs of a comparison: the planned step and the reference step, each on its own copy of the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from planner.plan_types.decisions import Decision, Freeze, Precision
+from planner.errors import DecisionError
+from planner.plan_types.decision_base import Decision, frozen_modules_of
 from planner.plan_types.plan import Plan
 from planner.rewrite.application import Rewritten, apply_decisions
 from planner.rewrite.optimizers import OptimizerChoice
@@ -21,19 +22,19 @@ from planner.workload.call_convention import Calling, LossFn
 from planner.workload.workload import OptimizerBlueprint
 
 OVERFLOWS = 24
-"""Steps that a gradient scaler may skip: it begins at 2^16 and halves, and fp16 ends at 2^-24."""
+"""Maximum number of steps that a gradient scaler skips: its scale starts at 2^16 and halves, and fp16 ends at 2^-24."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VerifyInputs:
-    """What `verify` was given, with the batch on the device."""
+    """The arguments of `verify`, with the batch on the device."""
 
     plan: Plan
     model: torch.nn.Module
     batch: Any
     device: torch.device
     is_moved: bool
-    """Whether copies go to the device as a whole; else they stay where the model lies, on one device or several."""
+    """True if copies of the model are moved to `device`; else they stay on the model's device or devices."""
     loss_fn: LossFn | None
     optimizer: OptimizerChoice
     max_grad_norm: float | None
@@ -42,22 +43,27 @@ class VerifyInputs:
     steps: int
 
     def copied(self, *, double: bool = False, trained: bool = True) -> torch.nn.Module:
-        """A copy of the model on the device. `trained=False`: frozen as planned, but by hand."""
-        model = copy.deepcopy(self.model, _made_by_forwards(self.model))
+        """Return a copy of the model on the device.
+
+        Args:
+            double: convert it to double.
+            trained: False: freeze the modules that the plan freezes, without using the rule.
+        """
+        model = copy.deepcopy(self.model, _copies_of_non_leaves(self.model))
         model = model.to(self.device) if self.is_moved else model
         model.zero_grad()
         model = model.double() if double else model
         for module in model.modules():
-            if getattr(getattr(module, "config", None), "use_cache", False):
-                module.config.use_cache = False
-        freeze = self.plan.decision(Freeze)
-        if freeze is not None and not trained:
-            for name in freeze.modules:
+            config = getattr(module, "config", None)
+            if config is not None and getattr(config, "use_cache", False):
+                config.use_cache = False
+        if not trained:
+            for name in frozen_modules_of(self.plan.decisions):
                 model.get_submodule(name).requires_grad_(False)
         return model
 
     def rewritten(self, model: torch.nn.Module, decisions: tuple[Decision, ...]) -> Rewritten:
-        """A copy rewritten by decisions, with a copy of the optimizer."""
+        """Apply decisions to a copy of the model, with a copy of the optimizer."""
         optimizer = self.optimizer
         if isinstance(optimizer, torch.optim.Optimizer):
             state = copy.deepcopy(optimizer.state_dict())
@@ -71,12 +77,12 @@ class VerifyInputs:
         )  # fmt: skip
 
     def fresh(self, *, double: bool = False) -> Any:
-        """A copy of the batch: a model may write to its inputs, and the other side must not see it."""
+        """Return a copy of the batch, since a model may write to its inputs, which the other run must not see."""
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
-            copy = tensor.detach().clone()
-            copy = copy.double() if double and copy.is_floating_point() else copy
-            return copy.requires_grad_(tensor.requires_grad)
+            clone = tensor.detach().clone()
+            clone = clone.double() if double and clone.is_floating_point() else clone
+            return clone.requires_grad_(tensor.requires_grad)
 
         return map_tensors(copied, self.batch)
 
@@ -89,60 +95,88 @@ class VerifyInputs:
         scale: float | None = None,
         updates: int,
     ) -> StepTrace:
-        """The rewritten step. `split`: the batch is, so that no sample may depend on others."""
+        """Run the rewritten step.
+
+        Args:
+            split: True if the batch is split in the comparison: layers that mix samples are then decoupled.
+            scale: run one step at this scale of the gradient scaler, instead of steps until there are `updates`.
+        """
         model = self.copied(double=double)
         rewritten = self.rewritten(model, decisions)
         _decouple_samples(model, split)
         scaler = rewritten.step.scaler
-        return self._watched(rewritten.step, model, rewritten.optimizer, scaler, scale, double=double, updates=updates)
+        return self._traced(rewritten.step, model, rewritten.optimizer, scaler, scale, double=double, updates=updates)
 
     def plain(
         self,
         decisions: tuple[Decision, ...] = (),
         *,
-        precision: Precision | None = None,
+        precision: str | None = None,
         trained: bool = False,
         double: bool = False,
         split: bool = False,
         scale: float | None = None,
         updates: int,
     ) -> StepTrace:
-        """The plain loop over the model with decisions that change the order of sums, and under a precision."""
+        """Run the reference step.
+
+        Args:
+            decisions: applied to the model, to have the same order of sums as the plan.
+            precision: run under its autocast, with a gradient scaler for fp16.
+            trained: train also what the plan freezes.
+            split, scale: as for `planned`.
+        """
         model = self.copied(double=double, trained=trained)
         rewritten = self.rewritten(model, decisions)
         _decouple_samples(model, split)
-        fp16 = precision is not None and precision.dtype == "fp16"
-        scaler = torch.amp.GradScaler(self.device.type) if fp16 else None
+        scaler = torch.amp.GradScaler(self.device.type) if precision == "fp16" else None
         step = ReferenceStep(
             model=model, optimizer=rewritten.optimizer, calling=Calling[self.plan.workload.calling],
             loss_fn=self.loss_fn, max_grad_norm=self.max_grad_norm, scaler=scaler, parts=rewritten.step._split,
             autocast_dtype=lower_dtype(precision) if precision else None, scheduler=rewritten.step.scheduler,
         )  # fmt: skip
-        return self._watched(step, model, rewritten.optimizer, scaler, scale, double=double, updates=updates)
+        return self._traced(step, model, rewritten.optimizer, scaler, scale, double=double, updates=updates)
 
-    def _watched(self, step, model, optimizer, scaler, scale, *, double: bool, updates: int) -> StepTrace:
-        """`scale`: take one step at this scale of the loss, instead of as many as make the updates."""
+    def _traced(
+        self,
+        step: Callable[[Any], torch.Tensor],
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None,
+        scale: float | None,
+        *,
+        double: bool,
+        updates: int,
+    ) -> StepTrace:
         calls = updates + (OVERFLOWS if scaler else 0)
         if scale is not None:
+            if scaler is None:
+                raise DecisionError("a step at a given loss scale needs a gradient scaler, and this one has none")
             scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
             calls = 1
         batch = self.fresh(double=double)
         return trace_steps(step, model, optimizer, batch, updates=updates, calls=calls, scaler=scaler)
 
 
-def lower_dtype(precision: Precision) -> torch.dtype:
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}[precision.dtype]
+def lower_dtype(precision: str) -> torch.dtype:
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
 
-def _made_by_forwards(model: torch.nn.Module) -> dict[int, torch.Tensor]:
-    """For `copy.deepcopy`, which refuses tensors with a graph: what `torch.nn.utils.weight_norm` leaves on modules."""
+def _copies_of_non_leaves(model: torch.nn.Module) -> dict[int, torch.Tensor]:
+    """Return a memo for `copy.deepcopy`, which refuses tensors with a graph.
+
+    Such tensors are attributes that a forward has set, for example by `torch.nn.utils.weight_norm`.
+    """
     values = (value for module in model.modules() for value in vars(module).values())
-    made = (value for value in values if isinstance(value, torch.Tensor) and not value.is_leaf)
-    return {id(value): value.detach().clone() for value in made}
+    non_leaves = (value for value in values if isinstance(value, torch.Tensor) and not value.is_leaf)
+    return {id(value): value.detach().clone() for value in non_leaves}
 
 
 def _decouple_samples(model: torch.nn.Module, split: bool) -> None:
-    """Where a batch is split: nothing of a sample may depend on the others, as far as modules say so."""
+    """If the batch is split, switch off layers in which a sample depends on the others or on how the batch is split.
+
+    Batch normalisation uses its running statistics, and recurrent layers drop nothing. (`Comparable` handles dropout.)
+    """
     for module in model.modules() if split else ():
         if isinstance(module, torch.nn.modules.batchnorm._NormBase) and module.track_running_stats:
             module.eval()

@@ -1,24 +1,26 @@
-"""Verify: the planned step is run beside the plain one, and what comes out is compared.
+"""Verify: train copies of a model with the plan and without it, and compare the results.
 
-Each comparison holds one kind of decision against the sharpest thing that it can be held against:
+Each comparison checks one kind of decision against the strictest reference that it can match:
 
-| comparison | planned side | plain side | bound |
+| comparison | planned run | reference run | bound |
 |---|---|---|---|
-| as planned | the whole plan, dropout and all | a plain loop with the plan's rounding and order of sums | every bit |
-| kept | the model while rewritten, and after `undo` | the model as it was | every object, key, mode and hook |
-| overflow | a step in fp16 whose gradients are not finite | the same of the plain loop | every bit |
-| freeze | the plan's first step, in double | the same loop, training everything | order of sums |
-| in double | the plan without what rounds | the untouched step on the full batch | order of sums |
-| rounding | the plan's first update | the untouched step | twice what autocast alone is off by |
-| 8-bit state | the first update alone | the untouched optimizer | one quantization |
+| as planned | the whole plan, with dropout | a plain loop with the plan's rounding and order of sums | equal bits |
+| kept | the model while rewritten, and after `undo` | the model before | every object, key, mode and hook |
+| overflow | an fp16 step whose gradients overflow | the same in the plain loop | equal bits |
+| freeze | the plan's first step, in double | the plain loop, training everything | order of sums |
+| in double | the plan without lower precision and 8-bit state | the baseline on the full batch | order of sums |
+| rounding | the plan's first update | the baseline | twice the error of autocast alone |
+| 8-bit state | the first update | the baseline with the original optimizer | one quantization |
 
-What runs in the same order gives the same bits: recompute, replay, the step in backward, an optimizer's loop, a frozen
-prefix. Accumulation, a loss in chunks and a fused kernel only change the order of sums, which `parity.TERMS` roundings
-bound; in double that is below 1e-12, and mistakes cannot hide in it. So the plain side of 'as planned' has those three
-and the lower precision as well, and 'in double' and 'rounding' hold these against the step without any of them.
+Decisions that keep the order of all sums give equal bits: recomputing, replay, a step in backward, the for-loop kernel
+of an optimizer, a frozen prefix. Accumulation, a chunked loss and a fused kernel change the order of sums, which is
+bounded by `result.TERMS` roundings; in double that is below 1e-12, so a mistake cannot hide in it. The reference of
+'as planned' therefore has these three and the lower precision as well, and 'in double' and 'rounding' compare them with
+the step without them.
 
-In double, an optimizer that divides by the size of a gradient makes a rounding error of a gradient that vanishes larger
-by up to 1/eps of the optimizer: parameters and state have the bound times that, for gradients of the size found.
+An optimizer that divides by the size of a gradient amplifies the rounding error of a vanishing gradient by up to 1/eps.
+In double, the bound on parameters and state is multiplied by that factor, for gradients of the size that occurred
+(`StepTrace.growth`).
 """
 
 from __future__ import annotations
@@ -59,29 +61,31 @@ def verify(
     device: torch.device | str | None = None,
     steps: int = 3,
 ) -> Parity:
-    """Train copies of `model` by the plan and without it, and compare losses, gradients, weights, buffers and state.
+    """Train copies of `model` with the plan and without it, and compare losses, gradients, weights, buffers and state.
 
-    Needs memory for a second model and the step as it is, in double for plans that change the order of sums: where the
-    card has not got it, give `device="cpu"`. Sides run one after the other, and what was seen lies in host memory. The
-    model, its optimizer and the random state stay as they are. Where the batch is split, what depends on how it is
-    split is compared with plain micro-batches (dropout, batch normalisation), and left out against the full batch;
-    another buffer that a forward changes by what it sees of the batch is held against the full batch, and fails.
+    This needs memory for a second model and for the baseline step, in double for plans that change the order of sums:
+    if the card has too little, pass `device="cpu"`. The two runs of a comparison follow each other, and their results
+    are kept in host memory. The model, its optimizer and the random state are not changed.
+
+    If the plan splits the batch, layers that depend on the split (dropout, batch normalisation) are compared with the
+    same micro-batches in a plain loop, and switched off in the comparison with the full batch. Any other buffer that a
+    forward computes from the batch is compared with the full batch, and fails.
 
     Args:
-        plan: made for a model with these parameters.
-        batch: with as many samples as planned.
-        loss_fn, optimizer, max_grad_norm, loss_weight: as `apply` takes them.
-        scheduler: as `apply` takes it, as a function: each side has an optimizer of its own.
-        device: where to run; None: where the model is.
-        steps: updates to compare.
+        plan: a plan for a model with these parameters.
+        batch: a batch with the planned number of samples.
+        loss_fn, optimizer, max_grad_norm, loss_weight: as for `apply`.
+        scheduler: a function from an optimizer to a scheduler, since each run has its own optimizer.
+        device: the device to run on; None: the model's device.
+        steps: number of updates to compare.
 
     Returns:
-        A `Parity` with one row for each quantity. A side that raises, gives no gradient, or is not finite, fails.
+        A `Parity` with one row per quantity. A run that raises, produces no gradient, or is not finite, fails.
 
     Raises:
-        PlanFileError: for another model or another batch size.
-        WorkloadError: for another loss function or optimizer, and for a model without weights.
-        DecisionError: when the model is rewritten already, or `steps` is not positive.
+        PlanFileError: if the plan is for another model or another batch size.
+        WorkloadError: if loss function or optimizer are not those of the plan, or the model has no weights.
+        DecisionError: if the model is rewritten already, or `steps` is not positive.
     """
     optimizer = matched(plan, model, optimizer, loss_fn)
     if steps < 1:
@@ -95,29 +99,34 @@ def verify(
     _refuse_a_rewritten_model(model)
     if isinstance(scheduler, LRScheduler):
         raise WorkloadError(
-            f"{type(scheduler).__name__} is over one optimizer: give a function from one to a scheduler"
+            f"{type(scheduler).__name__} belongs to one optimizer, and each run has its own: give a function from an "
+            "optimizer to a scheduler"
         )
     target, device = device, next(model.parameters()).device if device is None else torch.device(device)
-    given = VerifyInputs(
+    inputs = VerifyInputs(
         plan=plan, model=model, batch=map_tensors(lambda t: t.to(device), batch), device=device, loss_fn=loss_fn,
         is_moved=target is not None, optimizer=optimizer, max_grad_norm=max_grad_norm, loss_weight=loss_weight,
         scheduler=scheduler, steps=steps,
     )  # fmt: skip
-    rows, notes = [], []
+    rows: list[Row] = []
+    notes: list[str] = []
     if isinstance(optimizer, torch.optim.Optimizer) and has_step_hooks(optimizer):
         notes.append(f"the step hooks of {type(optimizer).__name__} did not run")
     with random_state_kept(device), deterministic(device), _gradients_kept(model, rows):
         for name, comparison in comparisons(plan).items():
             try:
-                rows += comparison(name, given, notes)
-            except Exception as error:  # a comparison that cannot be made is one that failed, whatever the reason
+                rows += comparison(name, inputs, notes)
+            except Exception as error:  # whatever the reason, what was not compared has not passed
                 rows.append(failed(name, "run", "comparison", f"could not run: {first_line(error)}"))
     return Parity(rows=tuple(rows), notes=tuple(dict.fromkeys(notes)))
 
 
 @contextlib.contextmanager
 def _gradients_kept(model: torch.nn.Module, rows: list[Row]) -> Iterator[None]:
-    """A loss function or hook that holds on to the model itself trains that, not the copies: told, and taken back."""
+    """Restore the gradients of the model itself, and add a failed row for each that the runs have set.
+
+    A loss function or hook that refers to the model, instead of to its arguments, trains the model and not the copies.
+    """
     before = [parameter.grad for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = None
@@ -125,7 +134,7 @@ def _gradients_kept(model: torch.nn.Module, rows: list[Row]) -> Iterator[None]:
         yield
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                why = "the model itself got a gradient: its loss function or a hook reads it, not what it is given"
+                why = "the model itself got a gradient: a loss function or hook refers to it, not to its arguments"
                 rows.append(failed("as planned", "run", name, why))
     finally:
         for parameter, gradient in zip(model.parameters(), before, strict=True):
@@ -135,7 +144,7 @@ def _gradients_kept(model: torch.nn.Module, rows: list[Row]) -> Iterator[None]:
 def _refuse_a_rewritten_model(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
         function = getattr(vars(module).get("forward"), "__func__", None)
-        if isinstance(function, types.FunctionType) and function.__globals__["__name__"].startswith("rewrite."):
+        if isinstance(function, types.FunctionType) and function.__globals__["__name__"].startswith("planner.rewrite."):
             raise DecisionError(
-                f"the forward of '{name}' is rewritten already: undo() first, verify applies the plan to copies"
+                f"the forward of '{name}' is rewritten already: undo() first, verify applies the plan to its copies"
             )

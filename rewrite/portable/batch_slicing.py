@@ -1,6 +1,6 @@
-"""The samples of a batch of any nesting: how many there are, and a batch of some of them.
+"""Count the samples of a batch and slice it by samples, whatever containers hold its tensors.
 
-The text that runs here is the text that is emitted.
+All of this module is emitted: the text that runs here is the text that is emitted.
 """
 
 import copy
@@ -11,7 +11,7 @@ import torch
 
 
 def samples_between(start, stop, batch, samples):
-    """The part of a batch with these samples; what has no sample dimension is shared."""
+    """Slice samples [start, stop) out of a batch. Tensors without a sample dimension are shared, not sliced."""
     return map_tensors(
         lambda t: t[start:stop] if t.dim() and t.shape[0] == samples else t,
         batch,
@@ -20,7 +20,7 @@ def samples_between(start, stop, batch, samples):
 
 
 def count_samples(batch, batch_size):
-    """How many samples the batch has: as planned, or for a smaller last batch what all its tensors agree on."""
+    """Return the number of samples: `batch_size`, or for a smaller last batch the first dimension of its tensors."""
     sizes = set()
 
     def count(tensor):
@@ -28,49 +28,50 @@ def count_samples(batch, batch_size):
         return tensor
 
     map_tensors(count, batch, lambda mappings: mappings)
-    if not sizes:  # all of them are in lists of mappings
+    if not sizes:  # every tensor is inside a list with one mapping per sample
         map_tensors(count, batch)
     if batch_size in sizes:
         return batch_size
-    found = sizes - {1} or sizes
-    if len(found) != 1:
+    candidates = sizes - {1} or sizes  # a first dimension of 1 usually broadcasts over the samples
+    if len(candidates) != 1:
         raise ValueError(
-            f"no tensor of the batch has {batch_size} samples, and their first dimensions {sorted(found)} differ: "
+            f"no tensor of the batch has {batch_size} samples, and their first dimensions {sorted(candidates)} differ: "
             f"give batches of {batch_size} samples (drop_last=True), with the sample as first dimension"
         )
-    return found.pop()
+    return candidates.pop()
 
 
 def map_tensors(function, batch, of_mappings=None):
     """Apply a function to every tensor of nested mappings, dataclasses, tuples and lists; share everything else.
 
-    A list of mappings inside of a batch, such as one for each sample, is what `of_mappings` makes of it, unless that is
-    None.
+    `of_mappings` handles a list of mappings inside the batch, such as one mapping per sample: the list is replaced by
+    what `of_mappings(list)` returns, or mapped tensor by tensor if that is None.
     """
 
     def inside(value):
         is_list = of_mappings and isinstance(value, list) and value and all(isinstance(v, Mapping) for v in value)
-        made = of_mappings(value) if is_list else None
-        return map_tensors(function, value, of_mappings) if made is None else made
+        replacement = of_mappings(value) if is_list else None
+        return map_tensors(function, value, of_mappings) if replacement is None else replacement
 
     if isinstance(batch, torch.Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
+        # Copy the mapping so that its class is kept (BatchEncoding, for example).
         values = dict(batch)
         mapped = copy.copy(batch)
         for key, value in values.items():
             mapped[key] = inside(value)
-            if batch[key] is not value:  # a copy that shares what it holds
+            if batch[key] is not value:  # the copy shares its storage with the batch: undo, and return a plain dict
                 batch[key] = value
                 return {key: inside(value) for key, value in values.items()}
         return mapped
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        mapped = copy.copy(batch)  # past its __init__
+        mapped = copy.copy(batch)  # does not run __init__, and object.__setattr__ also works on frozen dataclasses
         for field in dataclasses.fields(batch):
             if hasattr(batch, field.name):
                 object.__setattr__(mapped, field.name, inside(getattr(batch, field.name)))
         return mapped
     if isinstance(batch, (tuple, list)):
         parts = [inside(value) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)  # _fields: a named tuple
     return batch

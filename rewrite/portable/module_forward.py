@@ -1,4 +1,4 @@
-"""What rules that run a forward again share: which forward it is, and what its ops write to."""
+"""Helpers of the rules that run a forward again: the forward function itself, and which tensors an op writes to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import torch
 
 
 def forward_function(module: torch.nn.Module):
-    """The module's forward as a function of the module, so that a deep copy of the module runs its own weights."""
+    """Return the module's forward as a function that takes the module as its first argument.
+
+    A deep copy of the module then runs its own weights, not those of the original.
+    """
     own = vars(module).get("forward")
     if own is None:
         return type(module).forward
@@ -22,13 +25,17 @@ def forward_function(module: torch.nn.Module):
 
 
 def detached(tensor):
-    """Apart from the graph, but counting what is written to the tensor, as a view made below autograd does not."""
+    """Detach a tensor from the graph, sharing its version counter.
+
+    Inside a dispatch mode `detach()` alone returns a view with a version counter of its own, which would miss later
+    in-place writes to the tensor.
+    """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 
 def written_by(op, args, kwargs):
-    """The arguments that an op writes to."""
+    """Return the arguments that an op writes to, according to its schema."""
     arguments = op._schema.arguments
-    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
-    return [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    by_name = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+    return [by_name.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]

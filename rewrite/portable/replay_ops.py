@@ -1,4 +1,8 @@
-"""Ops and the tensors in their arguments, such that an op can run again: as part of the text of `replay_tape.py`."""
+"""Facts about ops, and references to their tensors, that let an op run again. Part of the text of `replay_tape.py`.
+
+A tensor is referred to by its storage and its layout in it (`StorageView`), since in-place ops and views make many
+tensors share one storage: what an op reads, writes and creates is a set of storages.
+"""
 
 from __future__ import annotations
 
@@ -12,38 +16,44 @@ from torch.utils._pytree import tree_leaves
 
 @functools.cache
 def traits_of(op):
-    """Of an op: whether it makes and writes nothing; which arguments it writes; whether it may draw random numbers.
+    """Return facts about an op from its schema.
 
-    And where a batch norm that writes running statistics, and does not say so, has them and its switch for training.
+    1. True if the op only makes views: it creates no storage and writes to none.
+    2. The arguments that it writes to, as (position, name).
+    3. True if it may draw random numbers. Custom ops count as such, since their schema does not say.
+    4. For a batch norm that updates its running statistics although its schema does not declare the write: the
+       positions of running_mean, running_var and training. Empty for other ops.
     """
     arguments = [argument.name for argument in op._schema.arguments]
     aliases = [argument.alias_info for argument in op._schema.arguments]
     written = tuple((n, arguments[n]) for n, alias in enumerate(aliases) if alias is not None and alias.is_write)
     tensors = [result for result in op._schema.returns if "Tensor" in str(result.type)]
-    passes = not written and all(result.alias_info is not None for result in tensors)
+    only_views = not written and all(result.alias_info is not None for result in tensors)
     draws = torch.Tag.nondeterministic_seeded in op.tags or op.namespace not in ("aten", "prims")
     statistics = ("running_mean", "running_var", "training")
     is_norm = not written and "backward" not in op.__name__ and set(statistics) <= set(arguments)
-    return passes, written, draws, tuple(map(arguments.index, statistics)) if is_norm else ()
+    return only_views, written, draws, tuple(map(arguments.index, statistics)) if is_norm else ()
 
 
 def random_numbers(args, kwargs, device):
-    """How to draw the same random numbers again: the generator's setter and getter, and its state."""
+    """Return the setter, the getter and the current state of the random number generator that an op would use."""
     leaves = tree_leaves((args, kwargs))
     for generator in leaves:
         if isinstance(generator, torch.Generator):
             return generator.set_state, generator.get_state, generator.get_state()
     if device.type == "cpu":
         return torch.set_rng_state, torch.get_rng_state, torch.get_rng_state()
-    places = [leaf.device if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    place = next((p for p in places if isinstance(p, torch.device) and p.type == device.type), device)
-    module = torch.get_device_module(place)
-    getter = functools.partial(module.get_rng_state, place)
-    return functools.partial(module.set_rng_state, device=place), getter, getter()
+    # With several devices of one type each has its own generator: take the one of the op's arguments.
+    devices = [leaf.device if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    device = next((d for d in devices if isinstance(d, torch.device) and d.type == device.type), device)
+    module = torch.get_device_module(device)
+    getter = functools.partial(module.get_rng_state, device)
+    return functools.partial(module.set_rng_state, device=device), getter, getter()
 
 
 @contextlib.contextmanager
 def rng_state_restored(set_state, get_state, state):
+    """Draw random numbers from `state` inside the context, and continue from the current state after it."""
     before = get_state()
     set_state(state)
     try:
@@ -53,7 +63,7 @@ def rng_state_restored(set_state, get_state, state):
 
 
 class StorageView:
-    """A tensor by its place in a storage."""
+    """Refers to a tensor by its storage, layout and dtype, without keeping its memory alive."""
 
     def __init__(self, key, tensor):
         self.key, self.dtype = key, tensor.dtype
@@ -61,7 +71,7 @@ class StorageView:
         self.is_conj, self.is_neg = tensor.is_conj(), tensor.is_neg()
 
     def of(self, tensor):
-        """The tensor of this layout in the storage of another one."""
+        """Return the tensor with this layout in the storage of `tensor`."""
         if tensor.dtype != self.dtype:
             size, stride, offset = self.layout
             empty = torch.empty(0, dtype=self.dtype, device=tensor.device)
@@ -73,14 +83,15 @@ class StorageView:
 
 
 class KeptTensor:
-    """A saved tensor that is kept."""
+    """A saved tensor that stays in memory, as autograd would keep it."""
 
     def __init__(self, tensor):
-        self.held, self.version = tensor if tensor.grad_fn is None else tensor.detach(), version_of(tensor)
+        self.kept, self.version = tensor if tensor.grad_fn is None else tensor.detach(), version_of(tensor)
 
     def tensor(self):
-        refuse_change(self.version, version_of(self.held))
-        return self.held
+        """Return the saved tensor. Saved tensor hooks switch off autograd's check for in-place changes: repeat it."""
+        refuse_change(self.version, version_of(self.kept))
+        return self.kept
 
 
 def refuse_change(before, now):
@@ -89,7 +100,10 @@ def refuse_change(before, now):
 
 
 def key_of(tensor):
-    """The number of a tensor's storage; None where a layout alone does not make the tensor."""
+    """Return a number for the tensor's storage, or None if storage and layout do not define the tensor.
+
+    That is the case for sparse, nested and quantized tensors, wrapper subclasses, and tensors without memory.
+    """
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return None
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and is_traceable_wrapper_subclass(tensor):
@@ -99,29 +113,31 @@ def key_of(tensor):
 
 
 def version_of(tensor):
+    """Return how often the tensor was written to in place. Inference tensors do not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def without_bits(tensor):
-    """What lies in memory, where a tensor is its conjugate or its negative."""
+    """Return the tensor without its lazy conjugation or negation: the numbers that are in memory."""
     tensor = torch._conj(tensor) if tensor.is_conj() else tensor
     return torch._neg_view(tensor) if tensor.is_neg() else tensor
 
 
 def copy_of(tensor):
-    """The same tensor in a copy of its whole storage: others lie there as well."""
+    """Return the same tensor in a copy of its whole storage, which may hold other tensors as well."""
     whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
     return whole.clone().as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
 def tensors_in(values):
+    """Return the tensors in nested lists and tuples."""
     if isinstance(values, torch.Tensor):
         return [values]
     return [tensor for value in values for tensor in tensors_in(value)] if isinstance(values, (list, tuple)) else []
 
 
 def map_args(kind, function, values):
-    """The same lists, tuples and dicts with a function of all that is of a kind."""
+    """Apply a function to every value of one type in nested lists, tuples and dicts; tuples become lists."""
     if isinstance(values, kind):
         return function(values)
     if isinstance(values, (list, tuple)):

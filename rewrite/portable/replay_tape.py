@@ -1,6 +1,35 @@
-"""A forward that writes its ops down, and stretches of it that run again: what `rewrite/rules/replay.py` applies.
+"""Recompute segments of a forward op by op: the mechanism behind `rewrite/rules/segment_checkpoint.py`.
 
-The text that runs here is the text that is emitted.
+`torch.utils.checkpoint` recomputes a function: it keeps the arguments and calls the Python code again. That needs a
+function, and a long forward written in one piece has none for its parts. Here the forward runs once, under a dispatch
+mode (`Tape`) that records the ops of each segment, and saved tensor hooks that replace each tensor which autograd
+saves by a `DeferredTensor`. When backward asks for the first of them, the recorded ops that lead to saved tensors run
+again (`Segment`).
+
+1. Recording. The state that ops act on is a set of storages, since views and in-place ops let many tensors share one.
+   For each op the tape records which storages it reads, creates and writes. A storage that a segment reads but did not
+   create is one of its *starts*: it is kept, and copied before something overwrites it.
+2. Pruning. When a segment ends, ops that lead to no saved tensor are dropped (dead code elimination), and with them
+   the starts that only they read.
+3. Recomputing. Ops run again on the same values, below autograd and autocast, with the state of the random number
+   generator that they had; each value is released after its last use.
+
+A segment can be divided into parts, so that backward has the saved tensors of one part at a time. A part reads
+tensors that earlier parts create, so these run first. Doing so for each of n parts would cost O(n^2) op runs;
+keeping the state at every part would cost O(n) memory. States are kept by recursive bisection instead, which takes
+O(n log n) runs and O(log n) states (Griewank, Achieving logarithmic growth of temporal and spatial complexity in
+reverse automatic differentiation, 1992).
+
+Compared with selective activation checkpointing (`torch.utils.checkpoint.create_selective_checkpoint_contexts`), what
+is kept is also chosen op by op, but Python code does not run again: the forward may have side effects and may branch
+on anything.
+
+The gradients have the same bits as without recomputing, if the ops are deterministic. Not seen, and therefore not
+recomputed: writes that do not go through the dispatcher, such as a kernel launched by hand on a tensor that already
+has contents. (A tensor from `empty` that no recorded op has filled when it is read is taken to be filled by such a
+kernel, and kept.) If a start is changed in place after the forward, backward raises a RuntimeError.
+
+The classes and functions are emitted: the text that runs here is the text that is emitted.
 """
 
 from __future__ import annotations
@@ -34,11 +63,12 @@ from planner.rewrite.portable.replay_ops import (
 )
 
 
-def replayed(forward, stretches):
-    """A forward that keeps nothing of its stretches but their starts for backward; unchanged without gradients.
+def replayed(forward, segments):
+    """Return a forward that recomputes segments of its ops in backward instead of keeping what autograd saves there.
 
-    A stretch is (first op, op after the last, ops whose results are kept, ops at which it is divided). Ops are numbered
-    as a call runs them: those that make a tensor on the module's device, or change one.
+    A segment is (first op, op after the last, ops whose results are kept, ops before which the segment is divided).
+    Ops are numbered in the order in which a call runs them, counting those that create a tensor on the module's
+    device or write to one. Without gradients the forward is unchanged.
     """
 
     @functools.wraps(forward)
@@ -48,7 +78,7 @@ def replayed(forward, stretches):
         tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         device = next((tensor.device for tensor in itertools.chain(module.parameters(), tensors)), torch.device("cpu"))
         with (
-            Tape(stretches, device) as tape,
+            Tape(segments, device) as tape,
             torch.autograd.graph.saved_tensors_hooks(tape.pack, lambda packed: packed.tensor()),
         ):
             return forward(module, *args, **kwargs)
@@ -57,90 +87,99 @@ def replayed(forward, stretches):
 
 
 class Tape(TorchDispatchMode):
-    """Writes down what a forward runs in its stretches."""
+    """Records the ops that a forward runs in its segments, so that backward can run them again."""
 
     @classmethod
     def _should_skip_dynamo(cls):
-        return False  # what makes compilers leave it out holds on to the arguments of its first call
+        return False  # the wrapper that hides a mode from torch.compile keeps the arguments of its first call alive
 
-    def __init__(self, stretches, device):
+    def __init__(self, segments, device):
         super().__init__()
-        self.device, self.ahead = device, list(reversed(stretches))
-        self.count, self.sequence, self.is_paused = 0, None, False
-        self.stop, self.kept, self.stops, self.stretch, self.stretches = 0, (), (), None, []
-        self.statistics = set()
-        self.known = {}  # a storage that is known here has its number for itself as long as its reference lives
+        self.device, self.is_paused = device, False
+        self.upcoming = list(reversed(segments))  # the next segment is the last of the list
+        self.segment, self.segments = None, []  # the one that is being recorded, and all that were begun
+        self.segment_stop, self.kept_ops, self.split_points = 0, (), ()  # of the one that is being recorded
+        self.count = 0  # ops so far
+        self.sequence = None  # autograd's sequence number after the latest op
+        self.statistics = set()  # storages of running statistics that a batch norm has updated
+        self.known = {}  # storage number -> weak reference; while that lives, no other storage gets the number
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        passes, written_at, draws, statistics = traits_of(op)
-        if passes or self.is_paused:
+        only_views, written_at, draws, statistics = traits_of(op)
+        if only_views or self.is_paused:
             return op(*args, **kwargs)
-        stretch, written, noted = self.stretch_at(self.count), {}, None
-        is_kept = self.count in self.kept and not written_at
+        segment, written, entry = self.segment_at(self.count), {}, None
+        is_kept = self.count in self.kept_ops and not written_at
+        # Before the op runs: segments keep a copy of what it is about to overwrite and they will need.
         if written_at:
             written = self.storages([args[n] if n < len(args) else kwargs.get(name) for n, name in written_at])
             for key, tensor in written.items():
-                for other in self.stretches:
+                for other in self.segments:
                     other.before_write(key, tensor)
-        if statistics and args[statistics[-1]]:  # it is training, and writes to them although it does not say so
+        if statistics and args[statistics[-1]]:  # in training a batch norm writes to them without declaring it
             self.write_statistics([args[n] for n in statistics[:-1]])
-        if stretch and not is_kept:
+        if segment and not is_kept:
             random = random_numbers(args, kwargs, self.device) if draws else None
-            noted = stretch.note(op, args, kwargs, written, random)
-        given = set(map(key_of, tensors_in([*args, *kwargs.values()])))
+            entry = segment.record(op, args, kwargs, written, random)
+        keys_before = set(map(key_of, tensors_in([*args, *kwargs.values()])))
         result = op(*args, **kwargs)
-        made = {key: tensor for key, tensor in self.storages(result).items() if key not in given}
-        if made or written:
-            if stretch and is_kept:
-                for key, tensor in made.items():
-                    stretch.start_from(key, detached(tensor))
-            elif stretch:
-                stretch.add(noted, result, made, written, bisect(self.stops, self.count))
+        # After it: the storages that it created are results to keep, or known to be recomputable.
+        created = {key: tensor for key, tensor in self.storages(result).items() if key not in keys_before}
+        if created or written:
+            if segment and is_kept:
+                for key, tensor in created.items():
+                    segment.start_from(key, detached(tensor))
+            elif segment:
+                segment.add(entry, result, created, written, bisect(self.split_points, self.count))
             self.count += 1
             self.sequence = torch.autograd._get_sequence_nr()
         return result
 
     def write_statistics(self, tensors):
-        """Of a batch norm. What it computes does not depend on them; other ops may have read them, or will."""
+        """Protect running statistics from a batch norm that updates them now.
+
+        In training the output of the norm does not depend on them, but other ops may have read them, or will.
+        """
         for tensor in tensors_in(tensors):
             key = key_of(tensor)
             self.know(key, tensor)
             self.statistics.add(key)
-            for stretch in self.stretches:
-                if key in stretch.starts:
-                    stretch.before_write(key, tensor)
+            for segment in self.segments:
+                if key in segment.starts:
+                    segment.before_write(key, tensor)
 
     def storages(self, values):
-        """The tensors on the device, by their storages."""
+        """Return the tensors on the device by the number of their storage."""
         on_device = (tensor for tensor in tensors_in(values) if tensor.device.type == self.device.type)
         return {key: tensor for tensor in on_device for key in [key_of(tensor)] if key is not None}
 
     def know(self, key, tensor):
+        """Hold a weak reference to the storage, so that its number is not given to another one."""
         if key not in self.known:
             self.known[key] = StorageWeakRef(tensor.untyped_storage())
 
     def __exit__(self, *raised):
         super().__exit__(*raised)
-        if self.stretch:
-            self.stretch.complete()
-        self.stretch, self.stretches = None, []  # autograd holds on to `pack` as long as it keeps anything
+        if self.segment:
+            self.segment.complete()
+        self.segment, self.segments = None, []  # autograd keeps `pack`, and so this tape, alive until backward is done
 
-    def stretch_at(self, number):
-        """The stretch that op `number` is in, or None; those before it are complete."""
-        if self.stretch and number >= self.stop:
-            self.stretch.complete()
-            self.stretch = None
-        if not self.stretch and self.ahead and self.ahead[-1][0] <= number:
-            _, self.stop, self.kept, self.stops = self.ahead.pop()
-            self.stretch = Stretch(self, parts=len(self.stops) + 1)
-            self.stretches.append(self.stretch)
-            return self.stretch_at(number)
-        return self.stretch
+    def segment_at(self, number):
+        """Return the segment that op `number` is in, or None; complete the one that ended before it."""
+        if self.segment and number >= self.segment_stop:
+            self.segment.complete()
+            self.segment = None
+        if not self.segment and self.upcoming and self.upcoming[-1][0] <= number:
+            _, self.segment_stop, self.kept_ops, self.split_points = self.upcoming.pop()
+            self.segment = Segment(self, parts=len(self.split_points) + 1)
+            self.segments.append(self.segment)
+            return self.segment_at(number)
+        return self.segment
 
     @contextlib.contextmanager
     def pause(self):
-        """For a backward that the forward itself runs."""
+        """Do not record recomputed ops, if the forward itself runs a backward."""
         before, self.is_paused = self.is_paused, True
         try:
             yield
@@ -148,185 +187,210 @@ class Tape(TorchDispatchMode):
             self.is_paused = before
 
     def pack(self, tensor):
-        """What autograd keeps: for the op that comes if its node is there already, else for the one that just ran."""
-        comes = torch.autograd._get_sequence_nr() != self.sequence
-        number = self.count if comes else self.count - 1
-        stretch = self.stretch_at(number)
-        return (stretch and stretch.saved(tensor, bisect(self.stops, number))) or KeptTensor(tensor)
+        """Stand in for a tensor that autograd saves.
+
+        Autograd saves an op's inputs before the op runs and its results after. Its sequence number tells them apart:
+        it has increased since the latest op if the node of the next op exists already.
+        """
+        is_of_next_op = torch.autograd._get_sequence_nr() != self.sequence
+        number = self.count if is_of_next_op else self.count - 1
+        segment = self.segment_at(number)
+        return (segment and segment.defer(tensor, bisect(self.split_points, number))) or KeptTensor(tensor)
 
 
-class Stretch:
-    """Ops that can run again, and what they read of what was there before them.
+class Segment:
+    """Recorded ops that can run again, and the tensors they start from.
 
-    A part of a stretch starts from tensors that parts before it make. Of these few are there at a time: on the way to a
-    part, those at half of the parts that backward has yet to ask for are held, at half of the rest, and so on.
+    `record` and `add` are called while the forward runs, `complete` once at its end, `value` by backward.
+
+    Backward asks for the parts from last to first, and each part reads tensors of earlier parts, which run first. On
+    the way to a part, the state at half of the parts that backward has yet to ask for is kept, at half of the rest,
+    and so on: O(log n) states and O(n log n) op runs for n parts (Griewank, 1992).
     """
 
     def __init__(self, tape, parts):
-        self.tape, self.ops, self.starts, self.made, self.blank = tape, [[] for _ in range(parts)], {}, set(), set()
-        self.wanted, self.writes, self.is_complete = [Counter() for _ in range(parts)], Counter(), False
-        self.to_make, self.to_pass, self.crossing, self.on_the_way = [], [], [], {}
-        self.results, self.pending, self.parts_run = {}, Counter(), set()
+        self.tape, self.is_complete = tape, False
+        # Recording: entries by part; and as storage numbers, what the segment created, and what of it is unwritten.
+        self.ops, self.created, self.unwritten = [[] for _ in range(parts)], set(), set()
+        self.starts = {}  # storage number -> (tensor, version): read here, created before
+        self.writes = Counter()  # storage number -> number of in-place writes
+        self.wanted = [Counter() for _ in range(parts)]  # by part: storage number -> number of saved tensors in it
+        # By part: ops to run for its saved tensors, ops to run for later parts, storages that it needs from before.
+        self.to_make, self.to_pass, self.needed_from_before = [], [], []
+        # Recomputing: states at the start of parts, recomputed storages, saved tensors that were not asked for yet.
+        self.states, self.results, self.pending, self.parts_run = {}, {}, Counter(), set()
 
-    def note(self, op, args, kwargs, written, random):
-        """An op that is about to run."""
-        self.blank -= written.keys()
+    # ---- while the forward runs
+
+    def record(self, op, args, kwargs, written, random):
+        """Return the entry of an op that is about to run."""
+        self.unwritten -= written.keys()
         read, statistics = set(), traits_of(op)[-1]
-        given = {n: args[n].detach() for n in statistics[:-1] if args[n] is not None} if statistics else {}
-        args = [given[n] if n in given else self.pieces(value, read) for n, value in enumerate(args)]
-        return TapeEntry(op, args, self.pieces(kwargs, read), [], read, set(), set(), random)
+        # Running statistics are kept without a copy: in training the output of the norm does not depend on them.
+        norm_args = {n: args[n].detach() for n in statistics[:-1] if args[n] is not None} if statistics else {}
+        args = [norm_args[n] if n in norm_args else self.views(value, read) for n, value in enumerate(args)]
+        return TapeEntry(op, args, self.views(kwargs, read), [], read, set(), set(), random)
 
-    def add(self, noted, result, made, written, part):
-        """It has run, and made and written to these storages."""
-        for key, tensor in made.items():
+    def add(self, entry, result, created, written, part):
+        """Complete the entry of an op that has run, which created and wrote to these storages."""
+        for key, tensor in created.items():
             self.tape.know(key, tensor)
-            self.made.add(key)
+            self.created.add(key)
         for key in written:
             self.writes[key] += 1
-        if noted.op.__name__.startswith(("empty", "new_empty")):
-            self.blank.update(made)
-        noted.outputs.extend(key_of(tensor) for tensor in tensors_in(result))
-        noted.made.update(made)
-        noted.changed.update(made, written)
-        self.ops[part].append(noted)
+        if entry.op.__name__.startswith(("empty", "new_empty")):
+            self.unwritten.update(created)
+        entry.outputs.extend(key_of(tensor) for tensor in tensors_in(result))
+        entry.created.update(created)
+        entry.changed.update(created, written)
+        self.ops[part].append(entry)
 
-    def pieces(self, values, read):
-        return map_args(torch.Tensor, lambda tensor: self.piece(tensor, read), values)
+    def views(self, values, read):
+        """Replace the tensors in an op's arguments by references to their storages, which are added to `read`."""
+        return map_args(torch.Tensor, lambda tensor: self.view(tensor, read), values)
 
-    def piece(self, tensor, read):
-        """Stands for an argument. One that is still blank was written by nobody seen here: it is kept as it is."""
+    def view(self, tensor, read):
+        """Return a reference to one argument, or the argument itself if it cannot be referred to."""
         key = key_of(tensor)
         if key is None:
             return tensor.detach() if tensor.requires_grad else tensor
-        if key in self.tape.statistics:
+        if key in self.tape.statistics:  # the next norm overwrites them unseen: keep the numbers of this moment
             return tensor.detach().clone()
-        if key in self.blank:
-            self.made.discard(key)
-        if key not in self.made and key not in self.starts:
+        if key in self.unwritten:  # no recorded op has filled it, so that rerunning `empty` would not: keep the tensor
+            self.created.discard(key)
+        if key not in self.created and key not in self.starts:
             self.start_from(key, tensor)
         read.add(key)
         return StorageView(key, tensor)
 
     def start_from(self, key, tensor):
-        """Hold what was there before, apart from the graph, with the number of times that it was written to."""
+        """Keep a tensor that the segment did not create, detached, with its version."""
         self.tape.know(key, tensor)
-        if tensor.requires_grad or tensor.dim():  # the numbers of Python that become tensors are more than their value
+        if tensor.requires_grad or tensor.dim():  # detaching a Python number passed as a tensor would lose its mark
             tensor = detached(tensor)
         self.starts[key] = without_bits(tensor), version_of(tensor)
 
     def before_write(self, key, tensor):
-        """What was there before, and is about to change, is copied."""
-        if not self.is_complete and key not in self.made and key not in self.starts:
+        """Copy what the segment starts from, if it is about to be overwritten."""
+        if not self.is_complete and key not in self.created and key not in self.starts:
             self.start_from(key, tensor)
         if key in self.starts:
             self.start_from(key, copy_of(self.starts[key][0]))
 
-    def saved(self, tensor, part):
-        """Stands for a tensor that the stretch makes again; None for others."""
+    def defer(self, tensor, part):
+        """Return a stand-in for a saved tensor that can be recomputed, else None."""
         key = key_of(tensor)
-        if key not in self.made or key in self.blank:
+        if key not in self.created or key in self.unwritten:
             return None
         self.wanted[part][key] += 1
         return DeferredTensor(self, part, StorageView(key, tensor), self.writes[key])
 
+    # ---- at its end
+
     def complete(self):
-        """Leave out ops that lead to no saved tensor, and let go of what only they need."""
+        """Drop ops that lead to no saved tensor, and release the starts that only they read."""
         self.plan()
-        read = set().union(*(noted.read for ops in self.to_make + self.to_pass for noted in ops))
+        read = set().union(*(entry.read for ops in self.to_make + self.to_pass for entry in ops))
         self.starts = {key: start for key, start in self.starts.items() if key in read}
         self.ops, self.is_complete = None, True
 
     def plan(self):
-        """By part: ops that make what is saved in it, ops that make what later parts read, what comes from before."""
-        self.to_make, self.to_pass, self.crossing, after = [], [], [], set()
-        changed = [set().union(*(noted.changed for noted in ops)) for ops in self.ops]
+        """Find, for each part, the ops to run for its saved tensors, the ops to run on the way to later parts, and the
+        storages that it needs from earlier parts. This is a liveness analysis, from the last part to the first.
+        """
+        self.to_make, self.to_pass, self.needed_from_before, needed_after = [], [], [], set()
+        changed = [set().union(*(entry.changed for entry in ops)) for ops in self.ops]
         before = list(itertools.accumulate(changed, set.union, initial=set()))[:-1]
         for ops, wanted, changed_before in reversed(list(zip(self.ops, self.wanted, before, strict=True))):
             make, reads = leading_to(wanted, ops)
-            on, also_reads = leading_to(after, ops)
-            after = (reads | also_reads) & changed_before
+            on_the_way, also_reads = leading_to(needed_after, ops)
+            needed_after = (reads | also_reads) & changed_before
             self.to_make.insert(0, make)
-            self.to_pass.insert(0, on)
-            self.crossing.insert(0, after)
+            self.to_pass.insert(0, on_the_way)
+            self.needed_from_before.insert(0, needed_after)
 
-    def value(self, later):
-        """A tensor that was saved; the first one of a part that is asked for runs the part again."""
-        key = later.part, later.piece.key
-        refuse_change(later.writes, self.writes[later.piece.key])
+    # ---- in backward
+
+    def value(self, deferred):
+        """Return a saved tensor. The first one that is asked for in a part makes the part run again."""
+        key = deferred.part, deferred.view.key
+        refuse_change(deferred.writes, self.writes[deferred.view.key])
         if key not in self.results:
-            self.run(later.part)
+            self.run(deferred.part)
         tensor = self.results[key]
         self.pending[key] -= 1
         if not self.pending[key]:
             del self.results[key]
-        return later.piece.of(tensor)
+        return deferred.view.of(tensor)
 
     def run(self, part):
-        if not self.is_complete:
+        """Recompute the saved tensors of a part, from the nearest state before it."""
+        if not self.is_complete:  # the forward itself runs a backward, in the middle of the segment
             self.plan()
-        at = max((number for number in self.on_the_way if number <= part), default=0)
-        values = dict(self.on_the_way.get(at, {}))
-        to_hold = halves([n for n in range(at + 1, part) if self.wanted[n] and n not in self.parts_run])
+        start = max((number for number in self.states if number <= part), default=0)
+        values = dict(self.states.get(start, {}))
+        to_keep = halves([n for n in range(start + 1, part) if self.wanted[n] and n not in self.parts_run])
         self.parts_run.add(part)
         with self.tape.pause(), torch.enable_grad(), torch.autocast(self.tape.device.type, enabled=False):
-            for number in range(at, part):
-                self.again(self.to_pass[number], values, self.crossing[number + 1])
-                if number + 1 in to_hold:
-                    self.on_the_way[number + 1] = dict(values)
-            self.on_the_way.pop(part, None)
-            self.again(self.to_make[part], values, self.wanted[part].keys())
+            for number in range(start, part):
+                self.run_ops(self.to_pass[number], values, self.needed_from_before[number + 1])
+                if number + 1 in to_keep:
+                    self.states[number + 1] = dict(values)
+            self.states.pop(part, None)
+            self.run_ops(self.to_make[part], values, self.wanted[part].keys())
         for key, times in self.wanted[part].items():
             self.results[part, key], self.pending[part, key] = values[key], times
 
-    def again(self, ops, values, to_keep):
-        """Run ops on values by storage, which become those to keep."""
-        last_use = {key: noted for noted in ops for key in noted.read | noted.changed}
+    def run_ops(self, ops, values, to_keep):
+        """Run ops on `values`, tensors by storage number, until it holds what is `to_keep`."""
+        last_use = {key: entry for entry in ops for key in entry.read | entry.changed}
         for key in values.keys() - last_use.keys() - to_keep:
             del values[key]
-        changed = set().union(*(noted.changed - noted.made for noted in ops))
+        # Ops write to copies: a state that is kept, or a start, may be needed again.
+        changed = set().union(*(entry.changed - entry.created for entry in ops))
         for key in values.keys() & changed:
             values[key] = copy_of(values[key])
         for key in (last_use.keys() & self.starts.keys()) - values.keys():
             tensor, version = self.starts[key]
             refuse_change(version, version_of(tensor))
             values[key] = copy_of(tensor) if key in changed else tensor
-        for noted in ops:
-            values |= noted.again(values)
-            for key in (noted.read | noted.changed) - to_keep:
-                if last_use[key] is noted:
+        for entry in ops:
+            values |= entry.run_again(values)
+            for key in (entry.read | entry.changed) - to_keep:
+                if last_use[key] is entry:
                     values.pop(key, None)
 
 
 def halves(parts):
-    """The part in the middle, the one in the middle of those after it, and so on."""
+    """Return the middle part, the middle one of those after it, and so on."""
     return {parts[len(parts) // 2], *halves(parts[len(parts) // 2 + 1 :])} if parts else set()
 
 
 def leading_to(wanted, ops):
-    """Those ops that lead to storages, and all that they and the storages need."""
-    needed, found = set(wanted), []
-    for noted in reversed(ops):
-        if not needed.isdisjoint(noted.changed):
-            needed |= noted.read
-            found.append(noted)
-    return found[::-1], needed
+    """Return the ops that the wanted storages depend on, and all storages that these ops need, with the wanted ones."""
+    needed, chosen = set(wanted), []
+    for entry in reversed(ops):
+        if not needed.isdisjoint(entry.changed):
+            needed |= entry.read
+            chosen.append(entry)
+    return chosen[::-1], needed
 
 
 class TapeEntry(NamedTuple):
-    """An op that ran, with pieces in the place of tensors; by storage: what it returned, read, made, made or wrote."""
+    """A recorded op. In its arguments each tensor is replaced by a `StorageView`; the rest are storage numbers."""
 
     op: object
-    args: tuple
+    args: list
     kwargs: dict
-    outputs: list
+    outputs: list  # of the tensors that it returned, in their order
     read: set
-    made: set
-    changed: set
-    random: object
+    created: set
+    changed: set  # created or written to
+    random: object  # how to restore the random numbers that it drew; None if it draws none
 
-    def again(self, values):
-        """The storages that it makes or changes when it runs again; running statistics are left alone."""
-        args, kwargs = map_args(StorageView, lambda piece: piece.of(values[piece.key]), [self.args, self.kwargs])
+    def run_again(self, values):
+        """Return the storages that the op creates or writes to. Running statistics are not updated a second time."""
+        args, kwargs = map_args(StorageView, lambda view: view.of(values[view.key]), [self.args, self.kwargs])
         for number in traits_of(self.op)[-1][:-1]:
             args[number] = None if args[number] is None else args[number].clone()
         with contextlib.nullcontext() if self.random is None else rng_state_restored(*self.random):
@@ -336,16 +400,16 @@ class TapeEntry(NamedTuple):
 
 
 class DeferredTensor:
-    """Stands for a saved tensor until backward asks for it."""
+    """Stands in for a saved tensor until backward asks for it."""
 
-    def __init__(self, stretch, part, piece, writes):
-        self.stretch, self.part, self.piece, self.writes = stretch, part, piece, writes
+    def __init__(self, segment, part, view, writes):
+        self.segment, self.part, self.view, self.writes = segment, part, view, writes
 
     def tensor(self):
-        return self.stretch.value(self)
+        return self.segment.value(self)
 
     def __del__(self):
-        wanted = self.stretch.wanted[self.part]
-        wanted[self.piece.key] -= 1
-        if not wanted[self.piece.key]:  # nobody can ask for it any more
-            del wanted[self.piece.key]
+        wanted = self.segment.wanted[self.part]
+        wanted[self.view.key] -= 1
+        if not wanted[self.view.key]:  # no node can ask for this storage any more: do not recompute it
+            del wanted[self.view.key]

@@ -1,12 +1,21 @@
-"""Checkpoint: keep only the inputs of a module call, and perhaps some results; recompute the rest in backward.
+"""Checkpoint: keep only the inputs of a module call, and optionally some op results; recompute the rest in backward.
 
-Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016, by `torch.utils.checkpoint` (non-reentrant); what is
-kept beside the inputs are results of products (`planner.recompute.kept_products`), by its selective contexts.
-The recompute draws the same dropout masks. Batch and instance normalisation must not count a batch twice; other
-modules that change buffers of their own in forward (spectral norm) would do so twice, and those that draw from a
-generator of their own would draw other numbers: they should not be named, and the planner does not.
-A cache of keys and values is turned off; without its copies attention reads another memory layout, and its last
-bit may differ from the plain step that filled the cache.
+The mechanism is `torch.utils.checkpoint.checkpoint` (non-reentrant), one call per module (Chen et al., Training Deep
+Nets with Sublinear Memory Cost, 2016). With kept results it is selective activation checkpointing: a pair of dispatch
+modes as `context_fn`, of which the first stores results and the second returns them instead of running the op again.
+torch's own `create_selective_checkpoint_contexts` is not used, because it selects by kind of op, while a plan selects
+single calls ("the third and fifth product of this module", `planner.recompute.kept_products`). The modes also drop a
+result that the forward overwrites later, and never keep one whose op draws random numbers.
+
+The gradients have the same bits as without checkpointing: dropout draws the same masks (`preserve_rng_state`), and
+batch and instance normalisation do not update their running statistics a second time. It stops being exact for
+
+- other modules that change buffers of their own in forward (spectral norm), which would do so twice;
+- modules that draw from a generator of their own, which would draw other numbers;
+- a transformers model that filled a cache of keys and values: the cache is turned off, attention then reads another
+  memory layout, and its last bit may differ.
+
+The planner does not offer modules of the first two kinds.
 """
 
 from __future__ import annotations
@@ -27,36 +36,41 @@ from planner.plan_types.plan import Plan
 from planner.recompute import kept_products
 from planner.rewrite.emitted_code import EmittedCode, assignment
 from planner.rewrite.portable.module_forward import detached, forward_function, written_by
+from planner.rewrite.recomputed_modules import modules_to_run_again
 from planner.rewrite.rewriting import Rewriting
-from planner.rewrite.rules.recomputed_modules import modules_to_run_again
 
-PRODUCTS = {getattr(torch.ops.aten, name).default: place for name, place in kept_products.PRODUCTS.items()}
+PRODUCTS = {getattr(torch.ops.aten, name).default: position for name, position in kept_products.PRODUCTS.items()}
+"""Ops whose results may be kept -> position of the argument dropout_p, None for ops without dropout."""
 
 
 def checkpoint(rewriting: Rewriting, decision: Checkpoint) -> None:
-    """Wrap the forward of each named module, on the instance: classes, parameters and `state_dict` stay.
+    """Wrap the forward of each named module, on the instance: classes, parameters and `state_dict` keys are kept.
 
     Raises:
-        DecisionError: for a module that does not exist or is never called, and for modules nested in each other.
+        DecisionError: if a module does not exist or is never called, or if modules are nested in each other.
     """
     kept = decision.by_module
     for name, module in modules_to_run_again(rewriting, decision.modules, decision.kind, nested=False).items():
         contexts = functools.partial(keeping, kept[name]) if kept[name] else keeping_nothing
         forward = types.MethodType(recomputed(forward_function(module), contexts), module)
         rewriting.replace(module, "forward", forward, place=f"forward of '{name}'")
-    rewriting.turn_cache_off()  # a recompute would append the same keys and values again
+    rewriting.turn_cache_off()  # the recompute would append the same keys and values a second time
 
 
 # ---- below: the text that runs here is the text that is emitted -------------------------------------------------
 
 
 def recomputed(forward, contexts):
-    """A forward that runs again in backward, each time in its context; unchanged where no gradient is wanted."""
+    """Return a forward that is recomputed in backward. Without gradients it is unchanged.
+
+    `contexts(module)` returns the context manager of the first run and that of the recompute.
+    """
 
     @functools.wraps(forward)
     def wrapper(module, /, *args, **kwargs):
         if not torch.is_grad_enabled():
             return forward(module, *args, **kwargs)
+        # Pass keyword arguments by position: only positional tensors are saved through autograd, where hooks see them.
         positional, names = len(args), tuple(kwargs)
 
         def run(*inputs):
@@ -75,18 +89,21 @@ def recomputed(forward, contexts):
 
 
 def keeping_nothing(module):
-    """Contexts of the two runs: only the inputs are kept."""
-    return contextlib.nullcontext(), Again(statistics_kept, module)
+    """Return the contexts of the first run and of the recompute, if only the inputs are kept."""
+    return contextlib.nullcontext(), Recompute(statistics_kept, module)
 
 
 def keeping(numbers, module):
-    """Contexts of the two runs: the second one takes the results of the products with these numbers from the first."""
+    """Return the contexts of the first run and of the recompute, which reuses the results of the products `numbers`.
+
+    Products are numbered from 0 in the order in which a call of the module runs them.
+    """
     first = KeepingResults(numbers)
-    return first, Again(statistics_kept, module, TakingResults(first.results))
+    return first, Recompute(statistics_kept, module, TakingResults(first.results))
 
 
-class Again(contextlib.ExitStack):
-    """The context of the second run, and of a third: a backward may be run twice."""
+class Recompute(contextlib.ExitStack):
+    """The context of the recompute. It can be entered again, since a graph may be traversed more than once."""
 
     def __init__(self, statistics, module, *modes):
         super().__init__()
@@ -99,9 +116,10 @@ class Again(contextlib.ExitStack):
 
 
 class KeepingResults(TorchDispatchMode):
-    """Keeps the results of products by number: not of those that draw random numbers, nor what is written to later.
+    """Keeps the results of the products with the given numbers, in the first run.
 
-    Which op a number means may differ between devices, and between batches. So all of this is looked at while it runs.
+    A result is not kept if its op draws random numbers, and is dropped if a later op writes to it. This is checked
+    while the ops run, because the op behind a number may differ between devices and between batches.
     """
 
     def __init__(self, numbers):
@@ -117,6 +135,7 @@ class KeepingResults(TorchDispatchMode):
                 self.results[self.count] = op, kept, versions(kept)
             self.count += 1
         elif op._schema.is_mutable and self.results:
+            # The recompute would read the overwritten numbers: recompute that result instead.
             written = storages(written_by(op, args, kwargs))
             for number in [n for n, (_, kept, _) in self.results.items() if not written.isdisjoint(storages(kept))]:
                 del self.results[number]
@@ -124,7 +143,11 @@ class KeepingResults(TorchDispatchMode):
 
 
 class TakingResults(TorchDispatchMode):
-    """Takes each kept result once, where the same product has the same number and nothing was written to the result."""
+    """Returns kept results instead of running their ops again, in the recompute.
+
+    Each result is returned once, so that it can be freed, and only for the same op with the same number, if nothing
+    was written to it since.
+    """
 
     def __init__(self, results):
         super().__init__()
@@ -144,29 +167,32 @@ class TakingResults(TorchDispatchMode):
 
 
 def drops_out(op, args, kwargs):
-    """Whether attention draws random numbers: were it not run again, what follows would draw others than before."""
-    place = PRODUCTS[op]
-    return place is not None and kwargs.get("dropout_p", args[place] if len(args) > place else 0.0) > 0.0
+    """Return True if attention draws random numbers: skipping it would shift those that later ops draw."""
+    position = PRODUCTS[op]
+    return position is not None and kwargs.get("dropout_p", args[position] if len(args) > position else 0.0) > 0.0
 
 
 def storages(tree):
+    """Return the numbers of the storages of all tensors in nested containers."""
     return {leaf.untyped_storage()._cdata for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)}
 
 
 def versions(tree):
+    """Return how often each tensor in nested containers was written to in place."""
     return [leaf._version for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 @contextlib.contextmanager
 def statistics_kept(module):
-    """Normalisation layers leave their running statistics alone: the first forward has already updated them."""
+    """Keep normalisation layers from updating their running statistics, as the first forward has done so already."""
     with contextlib.ExitStack() as restore:
         for norm in module.modules():
             if not isinstance(norm, torch.nn.modules.batchnorm._NormBase) or not norm.track_running_stats:
                 continue
             hidden = {"momentum": 0.0, "num_batches_tracked": None}
-            if isinstance(norm, torch.nn.modules.instancenorm._InstanceNorm):  # rounds them even with momentum 0
-                hidden |= {"running_mean": norm.running_mean.clone(), "running_var": norm.running_var.clone()}
+            if isinstance(norm, torch.nn.modules.instancenorm._InstanceNorm):
+                # With momentum 0 it still averages the statistics over the samples, which rounds: give it copies.
+                hidden |= {name: getattr(norm, name).clone() for name in ("running_mean", "running_var")}
             for name, value in hidden.items():
                 restore.callback(setattr, norm, name, getattr(norm, name))
                 setattr(norm, name, value)
@@ -174,13 +200,17 @@ def statistics_kept(module):
 
 
 def checkpoint_source(plan: Plan, decision: Checkpoint) -> EmittedCode:
+    """Return the emitted counterpart of `checkpoint`. The dispatch modes are emitted only if results are kept."""
+    constants: tuple[str, ...]
     keeps = any(decision.kept)
     if keeps:
-        listed = "".join(f"    torch.ops.aten.{name}.default: {at},\n" for name, at in kept_products.PRODUCTS.items())
+        products = kept_products.PRODUCTS.items()
+        listed = "".join(f"    torch.ops.aten.{name}.default: {position},\n" for name, position in products)
         constants = (
-            "# Ops whose results may be kept: products, and attention with the position of its dropout_p.\n"
+            "# Ops whose results may be kept: products, and attention with the position of its argument dropout_p.\n"
             f"PRODUCTS = {{\n{listed}}}",
-            "# Modules that run again in backward, but for results of these ops: numbered as a forward runs them.\n"
+            "# Modules that are recomputed in backward, except for the results of these PRODUCTS. They are numbered\n"
+            "# from 0 in the order in which the module's forward runs them.\n"
             + assignment("RECOMPUTED", decision.by_module),
         )
         rewriting = """\
@@ -190,14 +220,14 @@ for name, numbers in RECOMPUTED.items():
     module.forward = types.MethodType(recomputed(type(module).forward, contexts), module)
 """
     else:
-        constants = (assignment("RECOMPUTED", decision.modules),)
+        constants = ("# Modules that are recomputed in backward.\n" + assignment("RECOMPUTED", decision.modules),)
         rewriting = """\
 for name in RECOMPUTED:
     module = model.get_submodule(name)
     module.forward = types.MethodType(recomputed(type(module).forward, keeping_nothing), module)
 """
     imports = ["import contextlib", "import functools", "import types", "import torch.utils.checkpoint"]
-    functions: list[Callable] = [recomputed, keeping_nothing, Again, statistics_kept]
+    functions: list[Callable] = [recomputed, keeping_nothing, Recompute, statistics_kept]
     if keeps:
         imports += [
             "from torch.utils._python_dispatch import TorchDispatchMode",
@@ -207,6 +237,6 @@ for name in RECOMPUTED:
     return EmittedCode(
         imports=tuple(imports),
         constants=constants,
-        functions=tuple(map(inspect.getsource, functions)),
+        functions=tuple(inspect.getsource(function) for function in functions),
         rewriting=(rewriting,),
     )

@@ -1,11 +1,20 @@
-"""Chunked loss: the logits of a language model's head exist for a few rows at a time, never all at once.
+"""Chunked loss: compute the logits of a language-model head and their cross entropy a few rows at a time.
 
-In training the head returns `Logits`, which cross entropy takes in chunks of rows; the gradients of hidden states and
-weights are computed along the way, so that nothing is recomputed in backward (Hsu et al., Liger Kernel: Efficient
-Triton Kernels for LLM Training, 2024). The gradient of the weights is the sum over chunks: only the order of a sum
-differs. Whatever else is asked of the logits would need or change all of them, and is refused.
+With a large vocabulary the logits and their gradient are often the largest tensors of the step. In training the head
+returns `Logits`, a stand-in that holds the hidden states. When `F.cross_entropy` is called on it,
+`ChunkedCrossEntropy` runs a loop over chunks of rows: logits = hidden W^T + b, loss += NLL(log_softmax(logits)), and
+at once the gradient of the logits, softmax(logits) - onehot(label), and from it those of hidden states, weight and
+bias. Backward only scales them, so nothing is recomputed, and at most one chunk of logits exists at a time (Hsu et
+al., Liger Kernel: Efficient Triton Kernels for LLM Training, 2024).
 
-In evaluation, and where no gradients are made, the head returns what it always did.
+Exactness: loss, weight and bias gradients are sums over chunks, accumulated in fp32 (or double), so only the order of
+a sum differs. The gradient of the logits is formed before the gradient of the loss is known; with fp16 it is therefore
+scaled to the range of the format by `half_precision_scale`, instead of by the gradient scaler.
+
+Limits: the head is a plain `torch.nn.Linear`, and the loss a mean or sum of cross entropy with one label per row. Any
+other use of the logits would need all of them, and raises an error that names it. In evaluation, and without
+gradients, the head returns ordinary logits. The gradients can be used once: a second backward over the same graph
+raises.
 """
 
 from __future__ import annotations
@@ -27,7 +36,11 @@ from planner.workload.module_hooks import has_backward_hooks
 
 
 def chunked_loss(rewriting: Rewriting, decision: ChunkedLoss) -> None:
-    """Let the named head, a `torch.nn.Linear`, return `Logits`. Raises `DecisionError` for any other module."""
+    """Make the named head return `Logits` in training.
+
+    Raises:
+        DecisionError: if the head is not a plain `torch.nn.Linear`, or has backward hooks.
+    """
     head = rewriting.module(decision.module, decision.kind)
     if type(head) is not torch.nn.Linear:
         raise DecisionError(
@@ -35,8 +48,8 @@ def chunked_loss(rewriting: Rewriting, decision: ChunkedLoss) -> None:
         )
     if has_backward_hooks(head):
         raise DecisionError(
-            f"'{decision.module}' has backward hooks, and {decision.kind} never makes the gradient that they want: "
-            "remove them or forbid chunked-loss"
+            f"'{decision.module}' has backward hooks, which need the gradient of all logits, and {decision.kind} never "
+            "holds that: remove the hooks or forbid chunked-loss"
         )
     forward = types.MethodType(logits_in_chunks(decision.chunks), head)
     rewriting.replace(head, "forward", forward, place=f"forward of '{decision.module}'")
@@ -46,7 +59,7 @@ def chunked_loss(rewriting: Rewriting, decision: ChunkedLoss) -> None:
 
 
 def logits_in_chunks(chunks):
-    """A forward for a linear layer whose output, in training, is only wanted by cross entropy."""
+    """Return a forward for a linear layer whose output, in training, is only used by cross entropy."""
 
     def forward(self, hidden):
         if not (self.training and torch.is_grad_enabled()):
@@ -57,25 +70,29 @@ def logits_in_chunks(chunks):
 
 
 def compute_dtype(hidden):
-    """In which a linear layer computes, here and now."""
+    """Return the dtype in which a linear layer would compute here, under autocast or not."""
     kind = hidden.device.type
     casts = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if casts else hidden.dtype
 
 
 class Logits:
-    """What a linear layer returns before it is computed: cross entropy takes it by rows, all else is refused."""
+    """The output of a linear layer, not computed yet. Cross entropy computes it in chunks of rows.
+
+    It has the shape, dtype and device of the logits. Slicing, reshaping and casting to fp32 are applied to the hidden
+    states or postponed; anything else that needs the values raises. `whole()` computes all logits.
+    """
 
     def __init__(self, hidden, weight, bias, chunks, dtype, upcast=False):
         self.hidden, self.weight, self.bias, self.chunks = hidden, weight, bias, chunks
         self.layer_dtype, self.upcast = dtype, upcast
 
-    def _of(self, hidden, upcast=False):
+    def _with(self, hidden, upcast=False):
         return Logits(hidden, self.weight, self.bias, self.chunks, self.layer_dtype, self.upcast or upcast)
 
     def whole(self):
-        """All logits, as a tensor."""
-        weight, bias = (None if each is None else each.to(self.layer_dtype) for each in (self.weight, self.bias))
+        """Compute all logits, as a tensor."""
+        weight, bias = self.weight.to(self.layer_dtype), None if self.bias is None else self.bias.to(self.layer_dtype)
         with torch.autocast(self.device.type, enabled=False):
             logits = F.linear(self.hidden.to(self.layer_dtype), weight, bias)
         return logits.float() if self.upcast else logits
@@ -103,11 +120,11 @@ class Logits:
         return self.ndim
 
     def float(self):
-        return self._of(self.hidden, upcast=True)
+        return self._with(self.hidden, upcast=True)
 
-    def to(self, *wanted, **named):
+    def to(self, *args, **kwargs):
         result = self
-        for value in (*wanted, *named.values()):
+        for value in (*args, *kwargs.values()):
             if value == torch.float32:
                 result = result.float()
             elif value != self.device and value != self.dtype and not isinstance(value, bool):
@@ -123,8 +140,8 @@ class Logits:
             known = math.prod(size for size in shape if size != -1)
             shape = tuple(math.prod(self.shape) // known if size == -1 else size for size in shape)
         if not shape or shape[-1] != self.shape[-1]:
-            refuse(f"view{shape}")
-        return self._of(self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]))
+            refuse(f"view{shape}")  # a view of the hidden states exists only if the last dimension is unchanged
+        return self._with(self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]))
 
     reshape = view
 
@@ -133,12 +150,12 @@ class Logits:
         return self.view(*self.shape[:start_dim], -1, *self.shape[end + 1 :])
 
     def __getitem__(self, index):
-        parts = index if isinstance(index, tuple) else (index,)
+        parts = index if isinstance(index, tuple) else (index,)  # for example [..., :-1, :], to shift the labels
         plain = all(part is Ellipsis or isinstance(part, (slice, int)) for part in parts)
         reaches_last = len(parts) == self.ndim or any(part is Ellipsis for part in parts)
         if not plain or (reaches_last and parts[-1] != slice(None)):
             refuse(f"[{index}]")
-        return self._of(self.hidden[index])
+        return self._with(self.hidden[index])
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -159,8 +176,8 @@ class Logits:
 
 def refuse(what):
     raise AttributeError(
-        f"the loss is taken in chunks of logits, and {what} asks for all of them or changes them: use logits.whole(), "
-        "or plan with chunked-loss forbidden"
+        f"the loss is computed in chunks of logits, but {what} needs all logits or changes them: "
+        "use logits.whole(), or plan again with chunked-loss forbidden"
     )
 
 
@@ -174,18 +191,18 @@ def chunked_cross_entropy(
     reduction="mean",
     label_smoothing=0.0,
 ):
-    """`F.cross_entropy` of `Logits` with one label a row."""
+    """Replace `F.cross_entropy` for `Logits` with one label per row."""
     if not isinstance(logits, Logits) or logits.ndim != 2 or target.ndim != 1 or target.is_floating_point():
-        refuse("a cross entropy over other things than rows with one label each")
+        refuse("a cross entropy that is not over rows with one label each")
     if not (weight is size_average is reduce is None) or reduction not in ("mean", "sum") or label_smoothing != 0.0:
-        refuse("a cross entropy with weights, smoothing, or one term a row")
+        refuse("a cross entropy with class weights, label smoothing, or reduction='none'")
     inputs = (logits.hidden, logits.weight, logits.bias, target.long())
     loss = ChunkedCrossEntropy.apply(*inputs, logits.chunks, logits.layer_dtype, ignore_index, reduction == "mean")
     return loss if torch.is_autocast_enabled(target.device.type) else loss.to(logits.dtype)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Cross entropy of a linear layer's output, whose gradients are made along the way."""
+    """Cross entropy of a linear layer's output. The forward computes the gradients as well, chunk by chunk."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, chunks, dtype, ignore_index, mean):
@@ -204,17 +221,20 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 total += F.nll_loss(log_probabilities, labels, ignore_index=ignore_index, reduction="sum")
                 if not any(wanted):
                     continue
-                gradient = log_probabilities.exp_()  # of the logits: the probabilities, less one at the label
+                # Gradient of the logits, in place: softmax(logits) - onehot(label). Rows whose label is ignored are
+                # given label 0 here, and multiplied by `counted`, 0, in the products below.
+                gradient = log_probabilities.exp_()
                 at_label = labels.where(counted.squeeze(1), 0).unsqueeze(1)
                 gradient.scatter_(1, at_label, gradient.gather(1, at_label) - 1)
                 del log_probabilities
+                # Gradients of the inputs, each a product with it in the dtype of the layer.
                 scale = half_precision_scale(rows, weight) if dtype == torch.float16 else None
                 gradient = (gradient if scale is None else gradient.mul_(scale)).to(dtype)
-                if wanted[0]:
+                if hidden_grad is not None:
                     hidden_grad.chunk(chunks)[number].copy_(unscaled((gradient @ weight) * counted, scale))
-                if wanted[1]:
+                if weight_grad is not None:
                     weight_grad += unscaled(gradient.t() @ (rows * counted), scale)
-                if wanted[2]:
+                if bias_grad is not None:
                     bias_grad += unscaled((counted.to(dtype).t() @ gradient)[0], scale)
                 del gradient
         ctx.gradients = (hidden_grad, weight_grad, bias_grad)
@@ -225,15 +245,20 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, share):
         if ctx.gradients is None:
-            raise RuntimeError("the gradients of a chunked loss are used up: run its forward again")
+            raise RuntimeError("the gradients of a chunked loss can be used once: run its forward again")
         gradients, ctx.gradients = ctx.gradients, None
-        share = torch.where(ctx.terms == 0, 0.0, share / ctx.terms if ctx.mean else share)  # as torch: zero, not 0/0
+        # If no label counts, the gradient is zero, as torch has it, not 0/0.
+        share = torch.where(ctx.terms == 0, 0.0, share / ctx.terms if ctx.mean else share)
         pairs = zip(gradients, ctx.dtypes, strict=True)
         return *(None if grad is None else grad.mul_(share).to(dtype) for grad, dtype in pairs), *[None] * 5
 
 
 def half_precision_scale(rows, weight):
-    """By which the gradient of the logits is multiplied before its products: fp16 sums overflow, small parts vanish."""
+    """Return a factor for the gradient of the logits before its products in fp16.
+
+    Without it, sums over rows could overflow and small probabilities underflow. 16384 is a quarter of the largest fp16
+    number.
+    """
     largest = torch.maximum(len(rows) * rows.abs().amax().float(), 2 * weight.abs().amax().float())
     return (16384 / largest).clamp(max=1024)
 
@@ -243,6 +268,7 @@ def unscaled(product, scale):
 
 
 def chunked_loss_source(plan: Plan, decision: ChunkedLoss) -> EmittedCode:
+    """Return the emitted counterpart of `chunked_loss`."""
     parts = (
         logits_in_chunks,
         compute_dtype,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+
+import torch
+
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Freeze
 from planner.plan_types.plan import Plan
@@ -10,27 +14,37 @@ from planner.rewrite.rewriting import Change, Rewriting
 
 
 def freeze(rewriting: Rewriting, decision: Freeze) -> None:
-    """Clear `requires_grad` on every parameter of the modules; gradients and values stay as they are."""
+    """Set `requires_grad` to False on every parameter of the modules.
+
+    Raises:
+        DecisionError: if such a parameter has a gradient, which the optimizer would still use.
+    """
     for name in decision.modules:
         for suffix, parameter in rewriting.module(name, decision.kind).named_parameters():
             if not parameter.requires_grad:
                 continue
-            place = f"{name}.{suffix}".lstrip(".")
+            full_name = f"{name}.{suffix}".lstrip(".")
             if parameter.grad is not None:
                 raise DecisionError(
-                    f"freeze would leave the gradient of '{place}' to the optimizer: call optimizer.zero_grad() first"
+                    f"freeze would leave the gradient of '{full_name}' to the optimizer: call optimizer.zero_grad() "
+                    "first"
                 )
             parameter.requires_grad_(False)
             rewriting.changes.append(
                 Change(
-                    place=f"requires_grad of '{place}'",
+                    place=f"requires_grad of '{full_name}'",
                     intact=lambda: True,
-                    restore=lambda parameter=parameter: parameter.requires_grad_(True),
+                    restore=functools.partial(_train_again, parameter),
                 )
             )
 
 
+def _train_again(parameter: torch.nn.Parameter) -> None:
+    parameter.requires_grad_(True)
+
+
 def freeze_source(plan: Plan, decision: Freeze) -> EmittedCode:
+    """Return the emitted counterpart of `freeze`."""
     return EmittedCode(
         constants=(assignment("FROZEN", decision.modules),),
         rewriting=(

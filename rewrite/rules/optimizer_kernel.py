@@ -1,12 +1,13 @@
-"""Optimizer kernel: torch's own optimizer steps by its fused kernel, or by its loop over single parameters.
+"""Optimizer kernel: let a torch optimizer step with its fused kernel, or with its loop over single parameters.
 
-On CUDA torch takes foreach, which makes temporaries of all parameters at once (Adam: one more copy of them, Adagrad:
-two). `fused=True` is one kernel in place; `foreach=False` makes temporaries of one parameter at a time. The optimizer
-stays one object: groups, schedules and state are what they were, but for the step numbers, which the fused kernel
-reads from the parameters' device (torch/optim/adam.py, "special device hosting for step").
+On CUDA torch uses the foreach implementation by default, which allocates temporaries for all parameters at once (Adam:
+one more copy of the parameters, Adagrad: two). `fused=True` updates in place with one kernel; `foreach=False` allocates
+temporaries for one parameter at a time. The optimizer object, its groups, schedules and state are kept. Only the step
+counters move, because the fused kernel reads them from the parameters' device (torch/optim/adam.py, "special device
+hosting for step").
 
-A gradient scaler goes on to unscale the gradients itself, and to skip a step in which one is not finite: only an
-optimizer that was made with `fused=True` tells it to leave that to the kernel. Both give the same.
+The gradient scaler unscales gradients itself and skips a step whose gradients are not finite. It leaves both to the
+kernel only for an optimizer that was constructed with `fused=True`, so not here; the results are the same.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from planner.rewrite.rewriting import Change, Rewriting
 from planner.workload.torch_optimizers import why_no_kernel
 
 OPTIONS = {"fused": ("fused", True), "for-loop": ("foreach", False)}
-"""By kernel: what torch's optimizers call it, in their groups and when they are made."""
+"""Kernel of the decision -> option of torch's optimizers, in their constructors and groups, and its value."""
 
 
 def optimizer_kernel(rewriting: Rewriting, decision: OptimizerKernel) -> None:
-    """Set the option in all groups of the optimizer, now and after `load_state_dict`, whose groups replace them.
+    """Set the option in all groups of the optimizer, now and after `load_state_dict`, which replaces the groups.
 
     Raises:
-        DecisionError: for an optimizer that cannot step so, or for which its user chose already.
+        DecisionError: if the optimizer has no such kernel, or its user has already chosen one.
     """
     optimizer = rewriting.optimizer
     why_not = why_no_kernel(decision.kernel, optimizer, rewriting.model)
@@ -57,7 +58,7 @@ def optimizer_kernel(rewriting: Rewriting, decision: OptimizerKernel) -> None:
 
 
 def _set(optimizer: torch.optim.Optimizer, option: str, value: bool | None) -> None:
-    """None lets torch choose, as it does without a decision."""
+    """Set the option in the optimizer's defaults and groups. None lets torch choose."""
     optimizer.defaults[option] = value  # for groups that are added later
     for group in optimizer.param_groups:
         group[option] = value
@@ -66,7 +67,10 @@ def _set(optimizer: torch.optim.Optimizer, option: str, value: bool | None) -> N
 
 
 def _move_step_numbers(optimizer: torch.optim.Optimizer, group: dict) -> None:
-    """To where this group's kernel reads them: the parameter's device for fused and capturable, else the host."""
+    """Move step counters to where the group's kernel reads them: for fused the parameter's device, else the host.
+
+    A capturable optimizer keeps them where they are, on the parameter's device.
+    """
     wide = torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
     for parameter in group["params"]:
         state = optimizer.state.get(parameter, {})
@@ -79,5 +83,6 @@ def _move_step_numbers(optimizer: torch.optim.Optimizer, group: dict) -> None:
 
 
 def optimizer_kernel_source(plan: Plan, decision: OptimizerKernel) -> EmittedCode:
+    """Return the emitted counterpart of `optimizer_kernel`."""
     option, value = OPTIONS[decision.kernel]
     return EmittedCode(optimizer_options=(f"{option}={value}",))

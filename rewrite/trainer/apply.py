@@ -33,7 +33,8 @@ from typing import final
 import torch
 
 from planner.errors import WorkloadError
-from planner.plan_types.decisions import Accumulation, Optimizer, OptimizerKernel, StepInBackward
+from planner.plan_types.decision_base import Role, micro_batches_of
+from planner.plan_types.decisions import OptimizerKernel
 from planner.plan_types.plan import Plan
 from planner.rewrite.application import change_by_rules, one_of_each_kind, refuse_another_model, turns_cache_off
 from planner.rewrite.rewriting import Rewriting
@@ -44,8 +45,8 @@ from planner.workload.call_convention import Calling
 from planner.workload.model_loss import takes_the_loss
 from planner.workload.torch_optimizers import sparse_lookups
 
-_OPTIMIZER_DECISIONS = (Optimizer, OptimizerKernel, StepInBackward)
-"""Decisions that the Trainer carries out itself, or refuses."""
+_OPTIMIZER_ROLES = (Role.OPTIMIZER, Role.UPDATE_TIME)
+"""Roles of the decisions that the Trainer carries out itself, or refuses."""
 
 
 @final
@@ -87,7 +88,7 @@ class RewrittenForTrainer:
             DecisionError: if the optimizer does not have that kernel, or another kernel was chosen for it.
         """
         decision = self.plan.decision(OptimizerKernel)
-        if decision is None:
+        if not isinstance(decision, OptimizerKernel):
             return
         option, value = OPTIONS[decision.kernel]
         if not all(group.get(option) is value for group in optimizer.param_groups):
@@ -122,7 +123,7 @@ def apply_for_trainer(plan: Plan, model: torch.nn.Module) -> RewrittenForTrainer
         loss_fn=None, loss_weight=None,
     )  # fmt: skip
     try:
-        change_by_rules(rewriting, {kind: by_kind[kind] for kind in by_kind if kind not in _OPTIMIZER_DECISIONS})
+        change_by_rules(rewriting, {kind: by_kind[kind] for kind in by_kind if kind.role not in _OPTIMIZER_ROLES})
         if turns_cache_off(plan):
             rewriting.turn_cache_off()
         share = _weighted_by_share(rewriting, plan) if accumulates(plan) else None
@@ -134,7 +135,7 @@ def apply_for_trainer(plan: Plan, model: torch.nn.Module) -> RewrittenForTrainer
 
 def accumulates(plan: Plan) -> bool:
     """True if the Trainer may accumulate gradients: over planned micro-batches, or as often as the user likes."""
-    return plan.decision(Accumulation) is not None or plan.workload.gradients_alive
+    return micro_batches_of(plan.decisions) > 1 or plan.workload.gradients_alive
 
 
 def _weighted_by_share(rewriting: Rewriting, plan: Plan) -> LossWeighting:

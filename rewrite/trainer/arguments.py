@@ -7,7 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.errors import DecisionError, WorkloadError
-from planner.plan_types.decisions import Accumulation, Decision, Optimizer, OptimizerKernel, Precision, StepInBackward
+from planner.plan_types.decision_base import (
+    Role,
+    autocast_dtype_of,
+    micro_batch_size_of,
+    micro_batches_of,
+    optimizer_kernel_of,
+    with_roles,
+)
 from planner.plan_types.plan import Plan
 from planner.workload.call_convention import Calling
 
@@ -77,13 +84,13 @@ def training_arguments(plan: Plan, *, kind: type | None = None, **overrides: Any
 def planned_arguments(plan: Plan) -> dict[str, Any]:
     """The arguments that the plan sets, by their present names."""
     size, count = micro_batches(plan)
-    precision = plan.decision(Precision)
+    precision = autocast_dtype_of(plan.decisions)
     optim = planned_optim(plan)
     return {
         "per_device_train_batch_size": size,
         "gradient_accumulation_steps": count,
-        "bf16": precision is not None and precision.dtype == "bf16",
-        "fp16": precision is not None and precision.dtype == "fp16",
+        "bf16": precision == "bf16",
+        "fp16": precision == "fp16",
         **({} if optim is None else {"optim": optim}),
         **({"optim_args": "momentum=0.9"} if plan.workload.optimizer == "sgd-momentum" else {}),
         **({"weight_decay": 0.0} if plan.workload.optimizer == "adam" else {}),
@@ -93,11 +100,10 @@ def planned_arguments(plan: Plan) -> dict[str, Any]:
 
 def planned_optim(plan: Plan) -> str | None:
     """The Trainer's name of the planned optimizer; None if it has none (pass the Trainer `optimizers=` then)."""
-    if plan.decision(Optimizer) is not None:
+    if any(decision.eight_bit_state for decision in plan.decisions):
         return _EIGHT_BIT
     name = _NAMES.get(plan.workload.optimizer)
-    kernel = plan.decision(OptimizerKernel)
-    fused = kernel is not None and kernel.kernel == "fused"
+    fused = optimizer_kernel_of(plan.decisions) == "fused"
     return "adamw_torch_fused" if fused and name == "adamw_torch" else name
 
 
@@ -107,15 +113,17 @@ def micro_batches(plan: Plan) -> tuple[int, int]:
     Raises:
         DecisionError: if the batch can only be split evenly into more than twice as many as planned.
     """
-    accumulation, samples = plan.decision(Accumulation), plan.workload.batch_size
-    if accumulation is None:
+    planned, size = micro_batches_of(plan.decisions), micro_batch_size_of(plan.decisions)
+    samples = plan.workload.batch_size
+    if size is None:
         return samples, 1
-    count = next(n for n in range(accumulation.micro_batches, samples + 1) if samples % n == 0)
-    if count > 2 * accumulation.micro_batches:
-        whole = accumulation.micro_batches * accumulation.micro_batch_size
+    count = next(n for n in range(planned, samples + 1) if samples % n == 0)
+    if count > 2 * planned:
+        whole = planned * size
         raise DecisionError(
-            f"accumulation plans {accumulation.describe()} for a batch of {samples}, and the Trainer's micro-batches "
-            f"all have the same size: plan for a batch of {whole}, or use rewrite.apply, whose last one may be smaller"
+            f"accumulation plans {planned} micro-batches of {size} for a batch of {samples}, and the Trainer's "
+            f"micro-batches all have the same size: plan for a batch of {whole}, or use rewrite.apply, whose last one "
+            "may be smaller"
         )
     return samples // count, count
 
@@ -145,7 +153,7 @@ def arguments_of(args: Any) -> dict[str, Any]:
 
 def refuse_what_trainers_cannot_do(plan: Plan) -> None:
     """Raise `DecisionError` or `WorkloadError` for a plan that the Trainer cannot follow with any arguments."""
-    if plan.decision(StepInBackward) is not None:
+    if any(decision.steps_in_backward for decision in plan.decisions):
         raise DecisionError(
             "the Trainer cannot do step-in-backward, because it steps after backward: plan with step-in-backward "
             "forbidden (--forbid step-in-backward), or use rewrite.apply"
@@ -163,14 +171,14 @@ def refuse_what_trainers_cannot_do(plan: Plan) -> None:
 
 def _set_by(plan: Plan, name: str) -> str:
     """The part of the plan that sets an argument, for an error message."""
-    kinds: dict[str, tuple[type[Decision], ...]] = {
-        "per_device_train_batch_size": (Accumulation,),
-        "gradient_accumulation_steps": (Accumulation,),
-        "bf16": (Precision,),
-        "fp16": (Precision,),
-        "optim": (Optimizer, OptimizerKernel),
+    roles = {
+        "per_device_train_batch_size": (Role.MICRO_BATCHING,),
+        "gradient_accumulation_steps": (Role.MICRO_BATCHING,),
+        "bf16": (Role.PRECISION,),
+        "fp16": (Role.PRECISION,),
+        "optim": (Role.OPTIMIZER,),
     }
-    decided = [decision.describe() for decision in map(plan.decision, kinds.get(name, ())) if decision is not None]
+    decided = [decision.describe() for decision in with_roles(plan.decisions, *roles.get(name, ()))]
     batch = f"a batch of {plan.workload.batch_size}, optimizer {plan.workload.optimizer}"
     return "; ".join([*decided, batch])
 

@@ -11,7 +11,6 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from planner.errors import DecisionError, PlanFileError, PromiseError, WorkloadError
-from planner.plan_types.decisions import Optimizer
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
 from planner.rewrite.optimizers import OPTIMIZERS
@@ -262,7 +261,7 @@ def larger_than_planned(plan: Plan, tensors: dict[str, tuple[tuple[int, ...], st
 def refuse_another_optimizer(plan: Plan, optimizer: torch.optim.Optimizer) -> None:
     """Raise `DecisionError` if the optimizer's class, the precision of its state or its momentum is not as planned."""
     planned = plan.workload.optimizer
-    if plan.decision(Optimizer) is not None:
+    if any(decision.eight_bit_state for decision in plan.decisions):
         bits = getattr(getattr(optimizer, "args", None), "optim_bits", None)
         if bits != 8 or "adam" not in type(optimizer).__name__.lower():
             raise DecisionError(

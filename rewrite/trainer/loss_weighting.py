@@ -19,7 +19,7 @@ from typing import Any, final
 import torch
 
 from planner.errors import DecisionError, WorkloadError
-from planner.plan_types.decisions import ChunkedLoss, Precision
+from planner.plan_types.decision_base import Role, has_role
 from planner.plan_types.plan import Plan
 from planner.rewrite.accumulation_check import AccumulationCheck, CouplingCheck
 from planner.rewrite.portable.batch_slicing import count_samples
@@ -106,8 +106,8 @@ class LossWeighting:
             labelled=any(path.partition(".")[0] == "labels" for path, _, _ in plan.workload.batch),
             micro_batch_size=micro_batches(plan)[0],
             batch_size=plan.workload.batch_size,
-            uses_autocast=plan.decision(Precision) is not None,
-            loss_in_chunks=plan.decision(ChunkedLoss) is not None,
+            uses_autocast=has_role(plan.decisions, Role.PRECISION),
+            loss_in_chunks=has_role(plan.decisions, Role.LOSS),
         )
 
     def hooks_on(self, model: torch.nn.Module) -> list[Any]:

@@ -25,6 +25,8 @@ from planner.allocator.settings import AllocatorSettings
 from planner.plan_types.decisions import Checkpoint
 from tests.support.measuring import CONTEXT_BYTES, MIB, TINY, FakeDevice, snapshot_of
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).parents[2]
 H100 = profiles.load("h100")
 

@@ -20,6 +20,8 @@ from planner.rewrite.on_gpu.worker import RanOut
 from planner.workload.loading import load_workload
 from tests.rewrite.on_gpu.test_verification import made_up
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def plan():

@@ -17,6 +17,8 @@ from benchmarks.card.peer_run import WAYS
 from benchmarks.promise import NoAnswerError, Settings
 from tests.support.counting_device import CountingCpu
 
+pytestmark = pytest.mark.slow
+
 NET = """
 import torch
 

@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks import times
 
+pytestmark = pytest.mark.no_torch
+
 GIB = 1 << 30
 
 

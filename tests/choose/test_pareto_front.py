@@ -19,6 +19,8 @@ from planner.plan_types.sizes import MIB
 from planner.rewrite import certify
 from planner.workload import cards
 
+pytestmark = pytest.mark.slow
+
 MODEL = """
 import torch
 

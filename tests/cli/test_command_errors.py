@@ -18,6 +18,8 @@ from planner.plan_types.plan import Plan
 from planner.workload import cards
 from planner.workload.loading import load_workload
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).parents[2]
 MODEL = """
 import os
@@ -112,7 +114,7 @@ FAULTS = {
     "exits_quietly": "called sys.exit(0)",
     "exits_with_words": "called sys.exit('not today",
     "raises_lines": "raised ValueError: first line",
-    "returns_nothing": "returned 0 things: return model",
+    "returns_nothing": "returned 0 values: return model",
     "interrupted": "interrupted",
     "leaves_in_forward": "refused the batch: SystemExit",
     "breaks_the_planner": "ZeroDivisionError: first line second line; this is a fault of the planner",

@@ -19,6 +19,8 @@ from planner.questions import largest_within
 from planner.workload import cards
 from planner.workload.loading import load_workload
 
+pytestmark = pytest.mark.slow
+
 MODEL = """
 import torch
 

@@ -15,6 +15,8 @@ from planner.workload.workload import workload
 from tests.support.training import differences
 from tests.support.workloads import units, what_if
 
+pytestmark = pytest.mark.slow
+
 WIDTH = 16
 
 

@@ -15,6 +15,8 @@ from planner.recording.step_graph import Category, Phase
 from planner.workload.workload import workload
 from tests.support.workloads import BARE, CARD, certifying_graph, plain, transformer, what_if
 
+pytestmark = pytest.mark.slow
+
 
 def mlp(*, batch: int = 64, width: int = 32) -> torch.nn.Sequential:
     model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, 1))

@@ -14,6 +14,8 @@ import pytest
 from planner.recording.step_graph import Op, StepGraph, Storage
 from tests.support.truth import CASES, rehearsal, truth
 
+pytestmark = pytest.mark.slow
+
 EXCEPTIONS = ("in-place, sliced", "bf16 autocast")
 """Each has its own test below."""
 

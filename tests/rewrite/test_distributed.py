@@ -15,11 +15,13 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import planner
-import planner.space.outer_choices
+import planner.space.search_space
 from planner import rewrite
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Accumulation, Checkpoint, ChunkedLoss, StepInBackward
 from tests.support.training import plan_for, seeded
+
+pytestmark = pytest.mark.slow
 
 UNEVEN = Accumulation(micro_batch_size=4, micro_batches=2)
 """Splits batches of 6 samples into 4 and 2."""
@@ -158,7 +160,7 @@ REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
     ),
     "a step in backward from a file": (
         lambda rank: emitted(rank, StepInBackward()),
-        "RuntimeError: a step in backward uses gradients before those of other processes are added to them",
+        "RuntimeError: a step in backward would use gradients before they are reduced over the processes",
     ),
 }
 
@@ -214,6 +216,6 @@ def test_each_may_train_alone_where_that_is_said(found):
 
 
 def test_among_several_processes_no_step_in_backward_is_planned(monkeypatch):
-    monkeypatch.setattr(planner.space.outer_choices, "several_processes", lambda: True)
+    monkeypatch.setattr(planner.space.search_space, "several_processes", lambda: True)
     with pytest.raises(DecisionError, match="step-in-backward is forced, but gradients of several processes are added"):
         planner.plan(seeded(Language), batch_of(0), vram="1GiB", gpu="bare", force=("step-in-backward",))

@@ -21,6 +21,8 @@ from planner.search.problem import CheckpointProblem, Hold, Recompute
 from planner.search.reduce import normal_form, reduce
 from planner.search.symmetry import fold
 
+pytestmark = [pytest.mark.slow, pytest.mark.no_torch]
+
 SIZES = (lambda rng: 1, lambda rng: 512, lambda rng: 10**9 + 7, lambda rng: 10**11 + rng.randint(0, 3))
 """Bytes are multiples of one of these: small, allocator-like, odd, and large with differences of one byte."""
 

@@ -13,7 +13,7 @@ from planner.estimate.roofline import HostCopies
 from planner.plan_types.decisions import Checkpoint, Offload, Replay
 from planner.recompute.units import Units, units_of
 from planner.recording.step_graph import StepGraph
-from planner.rewrite.certificate import certifying_graph, start_rehearsal
+from planner.rewrite.rehearse import certifying_graph, start_rehearsal
 from planner.search.curve import CompiledProblem
 from planner.workload.loading import load_workload
 from planner.workload.workload import Workload, workload

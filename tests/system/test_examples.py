@@ -13,6 +13,8 @@ import transformers
 
 from planner.workload.call_convention import Calling, loss_of
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 SMALL_BUILDS = {

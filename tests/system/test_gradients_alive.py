@@ -17,6 +17,8 @@ from planner.rewrite import certify
 from planner.virtual_gpu.backend import Target
 from planner.workload import cards
 
+pytestmark = pytest.mark.slow
+
 MODEL = """
 import torch
 

@@ -15,6 +15,8 @@ from planner.workload.workload import workload
 from tests.support.training import roberta, seeded, tokens
 from tests.support.workloads import CARD, what_if
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 

@@ -14,6 +14,8 @@ from planner.plan_types.decisions import KINDS, Checkpoint, Fidelity, Precision,
 from planner.workload.workload import workload
 from tests.support.workloads import BARE, CARD, example, plain, transformer, units, what_if
 
+pytestmark = pytest.mark.slow
+
 
 class InPlace(torch.nn.Module):
     """In-place activations, a residual that keeps its input, a module called twice."""

@@ -27,6 +27,8 @@ from planner.rewrite.accumulation_check.side_effects import SideEffectGuard, _Co
 from tests.support.counting_device import Counting
 from tests.support.training import Perceptron, plan_for, seeded, vectors, without_coupling_check
 
+pytestmark = pytest.mark.slow
+
 SAMPLES, LENGTH = 16, 24
 
 

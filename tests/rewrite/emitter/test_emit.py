@@ -1,4 +1,4 @@
-"""Emitted files run without us, read like a person's, and train to the same bits as the live objects."""
+"""Emitted files run without this package, are readable, and train to the same bits as the live objects."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ from tests.support.training import (
     tokens,
     vectors,
 )
+
+pytestmark = pytest.mark.slow
 
 LAYERS = ("roberta.encoder.layer.0", "roberta.encoder.layer.1")
 ACCUMULATION = Accumulation(micro_batch_size=4, micro_batches=2)
@@ -101,7 +103,7 @@ def test_another_loss_weight_in_the_file_would_be_seen(tmp_path):
 
 
 class OwnCausal(torch.nn.Module):
-    """A causal model of somebody's own, which is no class of transformers."""
+    """A user-defined causal model, not a class of transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +195,8 @@ def test_the_header_tells_the_plan_the_prediction_and_the_command(tmp_path):
     assert "within 6,144 MiB" in header
     assert "- 2 micro-batches of 4 samples" in header
     assert "--vram 6GiB --batch-size 6 --optimizer adamw --gpu rtx-2060" in " ".join(header.replace("\\", "").split())
-    assert "cuda context                     420.0       420.0" in header
+    assert "cuda context                     420.0           420.0" in header
+    assert "baseline   with the plan" in header
     assert all(len(line) <= 120 for line in path.read_text().splitlines())
 
 

@@ -1,7 +1,7 @@
-"""Plans and the files they are emitted as, kept as text: what changes is seen, read, and run beside the live objects.
+"""The emitted file of each plan is a fixture, so that changes show in a diff; each is run against the live objects.
 
-`pytest tests/rewrite/emitter/test_emitted_fixtures.py --rewrite-fixtures` writes them anew. Their plans are made
-up: no number in their headers was predicted.
+`pytest tests/rewrite/emitter/test_emitted_fixtures.py --rewrite-fixtures` writes them. The numbers in their
+headers are invented, not predicted.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ LAYERS = ("roberta.encoder.layer.0", "roberta.encoder.layer.1")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What a fixture is made from."""
+    """The model, the batches and the plan of one fixture."""
 
     build: Callable[[], torch.nn.Module]
     batch_of: Callable[[int], object]
-    """From a seed."""
+    """Returns a batch for a seed."""
     decisions: tuple[Decision, ...]
     reference: str | None
     loss_fn: Callable | None = None
@@ -134,7 +134,7 @@ def test_a_plan_is_emitted_as_this_text(name, monkeypatch, request):
         path.write_text(text)
     before = path.read_text()
     difference = difflib.unified_diff(before.splitlines(), text.splitlines(), str(path), "emitted", lineterm="")
-    assert before == text, "\n".join([*difference, "write it anew with --rewrite-fixtures, and read what changed"])
+    assert before == text, "\n".join([*difference, "write it with --rewrite-fixtures, and read what changed"])
 
 
 @each_case

@@ -1,4 +1,4 @@
-"""Where memory ran out in a training step, and what a run on a card makes of what the device says."""
+"""The location of an out-of-memory error, and what a run on a card derives from the numbers of the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.training import plan_for
 
 
 class Full(TorchDispatchMode):
-    """Memory that is over at an op, when it comes for the so manyth time."""
+    """Raises an out-of-memory error at the n-th call of an op."""
 
     def __init__(self, op: str, times: int = 1) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Net(nn.Module):
 PARAMETERS = 2 * (16 + 4) * 4
 
 
-def place_of(full: Full, steps: int = 1) -> OomLocation:
+def location_of(full: Full, steps: int = 1) -> OomLocation:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
     last, x = OomLocator(model, optimizer, lambda: 1000), torch.ones(2, 4, requires_grad=True)
@@ -54,7 +54,7 @@ def place_of(full: Full, steps: int = 1) -> OomLocation:
                 model(x).backward()
                 optimizer.step()
     assert not optimizer._optimizer_step_pre_hooks
-    return last.place
+    return last.location
 
 
 @pytest.mark.parametrize(
@@ -69,29 +69,29 @@ def place_of(full: Full, steps: int = 1) -> OomLocation:
     ],
 )
 def test_phase_and_module_of_the_op_that_ran_out(full, phase, module):
-    found = place_of(full)
+    found = location_of(full)
     assert (found.phase, found.module) == (phase, module)
 
 
 def test_what_was_alive_when_it_ran_out():
-    assert place_of(Full("exp")).alive == {
+    assert location_of(Full("exp")).alive == {
         "parameters": PARAMETERS, "gradients": 0, "optimizer state": 0, "the rest": 1000 - PARAMETERS,
     }  # fmt: skip
-    updated = place_of(Full("exp", 2), steps=2).alive
+    updated = location_of(Full("exp", 2), steps=2).alive
     assert updated == {
         "parameters": PARAMETERS, "gradients": PARAMETERS, "optimizer state": PARAMETERS,
         "the rest": 1000 - 3 * PARAMETERS,
     }  # fmt: skip
 
 
-def test_the_first_op_that_ran_out_is_told():
-    """What handles the error may run out too."""
+def test_the_first_op_that_ran_out_is_reported():
+    """Code that handles the error may run out of memory, too."""
     model = Net()
     last = OomLocator(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda: 0)
     for op in ("cos", "sin"):
         with Full(op), last.watching(), contextlib.suppress(torch.OutOfMemoryError):
             getattr(torch, op)(torch.ones(1))
-    assert last.place.op == "aten.cos.default"
+    assert last.location.op == "aten.cos.default"
 
 
 NET = """
@@ -111,7 +111,7 @@ def plan(tmp_path):
     return plan_for(nn.Linear(4, 4), batch, loss_fn=loss_fn, optimizer="sgd", reference=f"{tmp_path / 'net.py'}:net")
 
 
-def test_the_total_is_what_was_reserved_and_what_the_process_holds_beside(plan):
+def test_the_total_is_the_reserved_memory_plus_what_the_process_holds_outside_of_it(plan):
     device = CountingCpu(beside_bytes=7 * MIB)
     try:
         found = worker.run(plan, device, cap_bytes=None)
@@ -120,7 +120,7 @@ def test_the_total_is_what_was_reserved_and_what_the_process_holds_beside(plan):
     assert found.total_bytes == found.reserved_bytes + 7 * MIB
 
 
-def test_a_scaler_that_skips_without_end_is_told(plan, monkeypatch):
+def test_a_scaler_that_keeps_skipping_is_an_error(plan, monkeypatch):
     class Skipping:
         def __init__(self, *_: object, **__: object) -> None:
             self.trained, self.skipped = 0, 0

@@ -1,4 +1,4 @@
-"""What a plan promised, held against a run in a fresh process: here on a CPU that counts its bytes, with a limit."""
+"""A plan's promise against a run in a fresh process, here on a CPU that counts its bytes and has a limit."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ from planner.rewrite.on_gpu.verification import Verification, run_in_process, ve
 from planner.rewrite.on_gpu.worker import Ran, RanOut, outcome_from_json, outcome_to_json
 from planner.rewrite.parity.result import Parity, Row, failed
 from planner.workload import cards
+from planner.workload.budget import card_and_budget
 from planner.workload.loading import load_workload
 from tests.support.counting_device import CountingCpu
+
+pytestmark = pytest.mark.slow
 
 TESTS = pathlib.Path(__file__).parents[2]
 COUNTED = functools.partial(run_in_process, command=(sys.executable, str(TESTS / "support" / "counting_device.py")))
@@ -47,9 +50,9 @@ def reference(tmp_path_factory) -> str:
 
 
 def planned(reference: str, share: float | None, *, optimizer: str = "sgd", alive: bool = False, **constraints) -> Plan:
-    """A plan for a bare card, within a share of what the step takes as it is."""
+    """Return a plan for a bare card, within a fraction of the baseline's peak."""
     work = load_workload(reference, batch_size=None, seq_len=None, optimizer=optimizer, gradients_alive=alive)
-    card, _ = pipeline.card_and_budget("bare", None)
+    card, _ = card_and_budget("bare", None)
     allowed = parse_constraints(**{"fidelity": "exact", "force": (), "forbid": ("offload",), **constraints})
     whole = pipeline.plan_workload(work, card, vram_bytes=None, constraints=allowed)
     if share is None:
@@ -104,11 +107,11 @@ def test_gradients_that_are_alive_before_the_step_are_alive_when_it_is_measured(
     assert found.kept and found.planned.allocated_bytes == plan.peak.allocated_bytes > usual.peak.allocated_bytes
 
 
-def test_without_a_budget_the_step_as_it_is_is_measured(reference):
+def test_without_a_budget_the_baseline_is_measured(reference):
     plan = planned(reference, None)
     found = verification(plan, run=COUNTED)
     assert found.kept and found.cap_bytes is None and found.plain is found.planned
-    assert found.parity is None and "as it is" in found.why_no_parity
+    assert found.parity is None and "is the baseline" in found.why_no_parity
 
 
 def test_out_of_memory_is_a_broken_promise_that_names_the_op_and_what_was_alive(reference):
@@ -129,7 +132,7 @@ def test_the_place_where_memory_ran_out_knows_its_phase(reference, cap_bytes, ph
     assert bool(found.place["module"]) is (phase == "forward")
 
 
-def test_a_model_that_does_not_even_reach_the_card_is_told(reference):
+def test_a_model_that_does_not_fit_the_card_is_reported(reference):
     found = COUNTED(planned(reference, None), ("--cap", "1000", "--find-op"))
     assert isinstance(found, RanOut) and found.step == 0 and found.place is None
 
@@ -146,7 +149,7 @@ def test_a_model_that_does_not_even_reach_the_card_is_told(reference):
     ],
 )
 def test_a_promise_is_kept_only_if_each_number_is(reference, peak, vram_bytes, kept):
-    """Within 1 %, which of such small numbers is nothing; the budget holds to the byte."""
+    """A promise is kept within 1 %, which is less than a byte of these numbers; the budget is exact to the byte."""
     promise = {"allocated_bytes": 90, "reserved_bytes": 95, "total_bytes": 99, **peak}
     plan = dataclasses.replace(promising(planned(reference, None), **promise), vram_bytes=vram_bytes)
     assert of(plan, made_up()).kept is kept
@@ -159,7 +162,7 @@ def test_a_plan_that_trains_otherwise_is_broken_however_little_it_takes(referenc
     assert not of(plan, made_up(), parity=Parity(rows=(same, failed("as planned", "loss", "2", "is not finite")))).kept
 
 
-def test_on_another_card_the_total_is_told_and_not_promised(reference):
+def test_on_another_card_the_total_is_not_promised(reference):
     plan = promising(planned(reference, None), allocated_bytes=90, reserved_bytes=95, total_bytes=10)
     assert not of(plan, made_up()).kept
     assert of(plan, made_up(), same_card=False).kept
@@ -184,7 +187,7 @@ def test_outcomes_survive_as_json():
         assert outcome_from_json(json.loads(json.dumps(outcome_to_json(outcome)))) == outcome
 
 
-def test_a_process_that_fails_is_told_by_its_last_words(reference):
+def test_the_error_of_a_failed_process_quotes_its_last_lines(reference):
     live = dataclasses.replace(planned(reference, None))
     live = dataclasses.replace(live, model=dataclasses.replace(live.model, reference=None))
     with pytest.raises(MeasurementError, match="live model"):
@@ -222,7 +225,7 @@ def test_the_command_says_whether_the_promise_is_kept(reference, capsys, monkeyp
     )
     assert command.main([str(path), "--verify"]) == command.DOES_NOT_FIT
     told = capsys.readouterr().out
-    assert "the promise is BROKEN" in told and "allocated" in told and "it stands for bare" in told
+    assert "the promise is BROKEN" in told and "allocated" in told and "in place of bare" in told
     ran_out = RanOut(device="x", step=2, message="tried to allocate", place=PLACE)
     monkeypatch.setattr(verifying, "run_in_process", lambda plan, options: ran_out)
     assert command.main([str(path), "--verify"]) == command.DOES_NOT_FIT

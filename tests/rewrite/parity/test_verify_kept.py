@@ -1,4 +1,4 @@
-"""Parity where numbers alone do not tell: objects, modes, hooks, random numbers, overflows; and odd healthy models."""
+"""Parity of objects, modes, hooks, random numbers and overflows; and unusual models that must pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from planner.plan_types.decisions import Accumulation, Checkpoint, Optimizer, Precision, StepInBackward
 from planner.rewrite.parity.model_structure import difference, identity_facts
-from planner.rewrite.rules import RULES, optimizer
+from planner.rewrite.rules import RULES, eight_bit_optimizer
 from planner.rewrite.step import TrainingStep
 from tests.support.training import (
     Convolutional,
@@ -26,7 +26,7 @@ from tests.support.training import (
 )
 
 UNEVEN = Accumulation(micro_batch_size=4, micro_batches=2)
-"""For batches of 6 samples: 4, then 2."""
+"""A batch of 6 samples becomes micro-batches of 4 and 2."""
 HEAD = Checkpoint(modules=("head",))
 PLAIN_UPDATE = TrainingStep.update
 
@@ -35,7 +35,7 @@ PLAIN_UPDATE = TrainingStep.update
 
 
 class Watched(Perceptron):
-    """With a hook that only looks."""
+    """A model with a hook that changes nothing."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.0)
@@ -43,7 +43,7 @@ class Watched(Perceptron):
 
 
 class Configured(Perceptron):
-    """With a configuration, as models of transformers have one."""
+    """A model with a configuration, as in transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def configured(rewriting, decision) -> None:
         (Configured, configured, "kept: undone configurations: changed at ''"),
     ],
 )
-def test_a_model_that_is_not_kept_as_it_was_is_told(build, rule, told, monkeypatch):
+def test_a_change_of_the_model_that_undo_leaves_is_reported(build, rule, told, monkeypatch):
     batch = images(6) if build is Convolutional else vectors(6)
     assert verified(build, batch, HEAD, loss_fn=cross_entropy, steps=1).passed
     monkeypatch.setitem(RULES, Checkpoint, rule)
@@ -128,14 +128,14 @@ def test_what_only_others_or_a_later_step_would_notice_is_caught(update, decisio
     assert kind in {row.kind for row in found.failures}, str(found)
 
 
-def test_a_gradient_that_cannot_overflow_is_said_to_test_nothing():
+def test_a_note_says_that_no_gradient_could_overflow():
     found = verified(Watched, vectors(6), Precision(dtype="fp16"), loss_fn=lambda o, b: cross_entropy(o, b) * 1e-42)
-    assert "no gradient is so large that it overflows" in str(found)
+    assert "no gradient overflows at a loss scale" in str(found)
 
 
 def test_embeddings_in_8_bits_are_caught(monkeypatch):
     pytest.importorskip("bitsandbytes")
-    monkeypatch.setattr(optimizer, "keep_embeddings_in_32_bits", lambda *_: None)
+    monkeypatch.setattr(eight_bit_optimizer, "keep_embeddings_in_32_bits", lambda *_: None)
     found = verified(lambda: roberta(hidden_size=64, vocab_size=80), tokens(), Optimizer(), steps=1)
     assert {row.kind for row in found.failures} == {"embedding"}
 
@@ -153,14 +153,14 @@ def test_structures_differ_where_one_has_more():
 
 
 class Writing(Perceptron):
-    """Writes to what it is given."""
+    """Writes to its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.mul_(0.9))
 
 
 class Settling(Perceptron):
-    """Its first forward sets it up."""
+    """A model that creates its modules in the first forward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.layers[0].eval()
@@ -168,7 +168,7 @@ class Settling(Perceptron):
 
 
 class Normalized(nn.Module):
-    """Weights that are made by hooks and by parametrizations."""
+    """A model whose weights are computed by hooks and by parametrizations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class Normalized(nn.Module):
 
 
 class Hooked(Perceptron):
-    """With hooks that change what passes."""
+    """A model with hooks that change inputs and outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class Hooked(Perceptron):
 
 
 class Noisy(Perceptron):
-    """Draws random numbers in every way."""
+    """Draws random numbers in every way that torch offers."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + 0.1 * torch.randn_like(x) + torch.empty_like(x).uniform_(-1, 3)
@@ -204,7 +204,7 @@ class Noisy(Perceptron):
 
 
 class Partly(nn.Module):
-    """A tied weight, a layer called twice, one without gradients, one never called, random numbers of its own."""
+    """A tied weight, a layer called twice, one without gradients, one never called, and its own random numbers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Micro-batches give the loss and the gradient of the full batch, whatever its loss is a mean over."""
+"""Micro-batches give the loss and the gradient of the full batch, whatever terms its loss is a mean over."""
 
 from __future__ import annotations
 
@@ -34,12 +34,14 @@ from tests.support.training import (
     vectors,
 )
 
+pytestmark = pytest.mark.slow
+
 UNEVEN = Accumulation(micro_batch_size=4, micro_batches=2)
-"""For batches of 6 samples: 4, then 2."""
+"""A batch of 6 samples becomes micro-batches of 4 and 2."""
 
 
 def ForCausalLMLoss(logits, labels, vocab_size, **_):
-    """The loss of transformers' causal models without its rounding to fp32."""
+    """The loss of transformers' causal models, without the cast to fp32."""
     return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1))
 
 
@@ -179,7 +181,7 @@ def test_every_nesting_is_split_and_everything_else_is_shared():
 
 
 def test_a_dataclass_trains_as_a_batch_live_and_from_a_file(tmp_path):
-    """Nested, with a tensor without samples, in parts that do not divide it."""
+    """A nested batch with a tensor without samples, and a size that is no multiple of the micro-batch size."""
     path = tmp_path / "net.py"
     path.write_text("from torch import nn\n\ndef build():\n    return nn.Linear(4, 3)\n")
     pair = Sample(image=torch.ones(5, 4), name=torch.tensor(2.0))
@@ -211,7 +213,7 @@ def test_a_dataclass_trains_as_a_batch_live_and_from_a_file(tmp_path):
 
 
 def detected(samples: int, each: int = 3) -> dict:
-    """As many boxes in each image as there may be images in a batch."""
+    """The number of boxes in an image can equal the number of images in the batch."""
     generator = torch.Generator().manual_seed(0)
     draw = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
     return {"image": draw(samples, 8), "boxes": [{"where": draw(each, 3), "name": str(n)} for n in range(samples)]}
@@ -239,12 +241,12 @@ def test_a_list_of_a_mapping_for_each_sample_is_split(each):
 
 
 def test_a_loss_that_a_model_takes_of_such_a_list_is_not_planned_in_parts():
-    """Of the models of transformers that detect, it is divided by the number of boxes of the batch."""
+    """Detection models of transformers divide their loss by the number of boxes in the batch."""
     model, batch = Detector().double(), detected(6)
     options = {"gpu": "bare", "optimizer": "sgd", "only": ("accumulation",)}
     plan = planner.plan(model, batch, vram="1GiB", **options)
     assert plan.workload.batch_size == 6
-    assert "no mean over samples, of which each has a mapping of its own" in " ".join(plan.notes)
+    assert "not a mean over samples, each of which has a mapping of its own" in " ".join(plan.notes)
 
 
 def test_a_list_of_views_is_no_list_of_samples():
@@ -259,7 +261,7 @@ def test_a_list_of_views_is_no_list_of_samples():
 
 
 def test_the_arguments_of_a_forward_are_no_list_of_samples():
-    """`torch.utils.data.DataLoader` makes a list of what a data set gives as a tuple."""
+    """`torch.utils.data.DataLoader` returns a list for a data set of tuples."""
     batch = [{"x": torch.ones(5, 2)}, {"y": torch.ones(5)}]
     assert batch_size_of(batch) == 5
     parts = list(accumulation.micro_batches(batch, micro_batch_size=3, batch_size=5, loss_terms=samples_only))
@@ -303,7 +305,7 @@ def test_weights_are_made_without_asking_the_device():
 
 
 def test_nothing_but_gradients_lives_between_micro_batches():
-    """Counted where the next forward begins: no tensor with a graph is left from the part before."""
+    """When the next forward begins, no tensor with a graph is left from the micro-batch before."""
     import gc
 
     alive = []

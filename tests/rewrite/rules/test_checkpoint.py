@@ -1,4 +1,4 @@
-"""Checkpointing changes memory, and not one bit of what is trained."""
+"""Checkpointing changes the memory of a step, and no bit of its result."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_unknown_and_nested_modules_are_refused_by_name(modules, message):
 def test_a_container_that_is_never_called_is_refused():
     model = nn.Module()
     model.parts = nn.ModuleList([nn.Linear(2, 2)])
-    with pytest.raises(DecisionError, match="'parts', a ModuleList without a forward"):
+    with pytest.raises(DecisionError, match="'parts', a ModuleList, which has no forward"):
         rewritten(model, Checkpoint(modules=("parts",)), batch=vectors(), loss_fn=cross_entropy)
 
 

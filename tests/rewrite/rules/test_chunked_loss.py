@@ -1,4 +1,4 @@
-"""Chunked loss: the same loss and gradients, and never all logits at once."""
+"""A chunked loss gives the same loss and gradients, and never holds all logits at once."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def tokens(dtype=torch.int64):
 
 
 def trained(model, loss, *, chunks: int | None, micro_batches: int = 1):
-    """Loss and gradients of one batch, with the head rewritten or not."""
+    """Return the loss and the gradients of one batch, with or without the rewritten head."""
     model, batch = copy.deepcopy(model), tokens()
     decisions = [] if chunks is None else [ChunkedLoss(module="head", chunks=chunks)]
     if micro_batches > 1:
@@ -162,12 +162,12 @@ def test_loss_and_gradients_are_those_of_the_whole(options, loss, chunks):
 
 @pytest.mark.parametrize("loss", REFUSED, ids=lambda loss: loss.__name__)
 def test_what_asks_for_all_logits_or_changes_them_is_refused(loss):
-    with pytest.raises((AttributeError, TypeError), match=r"taken in chunks|'Logits'"):
+    with pytest.raises((AttributeError, TypeError), match=r"computed in chunks|'Logits'"):
         trained(Tagger().double(), loss, chunks=3)
 
 
 def steps_in_parts(ignored: int):
-    """A step in chunks and one without, of a batch whose first samples have no label that counts."""
+    """Run a step with and without chunks on a batch whose first samples have no label that counts."""
     torch.manual_seed(1)
     inputs, labels = tokens()
     labels[:ignored] = -100
@@ -197,12 +197,12 @@ def test_a_micro_batch_in_which_no_label_counts_trains_nothing():
 
 def test_a_batch_in_which_no_label_counts_is_refused():
     for _, result, batch in steps_in_parts(ignored=4):
-        with pytest.raises(ValueError, match="a mean over no term at all"):
+        with pytest.raises(ValueError, match="which is a mean over zero terms"):
             result.step(batch)
 
 
 class Surrounded(Tagger):
-    """A head in a context of its own."""
+    """A head that runs in its own context."""
 
     def __init__(self, context, *, before=lambda hidden: hidden) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ def test_a_second_backward_is_refused_and_so_is_another_module():
     )
     loss = flat(model(inputs), labels)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="used up"):
+    with pytest.raises(RuntimeError, match="can be used once"):
         loss.backward()
     with pytest.raises(DecisionError, match=r"'words', a Embedding: the head must be a torch.nn.Linear"):
         apply_decisions(

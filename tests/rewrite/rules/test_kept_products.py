@@ -1,4 +1,4 @@
-"""Recompute all of a module but its products: the same bits, the products once, and what may not be kept."""
+"""Selective checkpointing: the bits are the same, kept products run once, and some results must not be kept."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ from tests.support.training import (
 )
 from tests.support.workloads import transformer, units, what_if
 
+pytestmark = pytest.mark.slow
+
 LAYERS = {"roberta": "roberta.encoder.layer.{}", "gpt2": "transformer.h.{}"}
 BUILDS = {"roberta": roberta, "gpt2": gpt2}
 
 
 class Attention(nn.Module):
-    """Attention with dropout inside of it, a dropout after it, and an activation in place."""
+    """Attention with dropout, a dropout after it, and an in-place activation."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -61,7 +63,7 @@ class Net(nn.Module):
 
 
 def kept_of(model: nn.Module, batch, name: str, loss_fn=None) -> tuple[int, ...]:
-    """The largest choice of products that the planner offers for a module."""
+    """Return the largest set of products that the planner offers to keep for a module."""
     found = units(what_if(workload(model, batch, loss_fn=loss_fn)))[0]
     return max((unit.kept for unit in found.units if unit.module == name), key=len)
 
@@ -91,7 +93,7 @@ def test_convolutions_with_batch_norm_train_to_the_same_bits(modules):
 
 
 def test_products_that_are_kept_are_not_computed_again():
-    """Without dropout in attention, which runs other products on the CPU."""
+    """Attention has no dropout here, because with dropout it runs other products on the CPU."""
     batch = tokens()
     plain = flops(seeded(gpt2, attn_pdrop=0.0), batch=batch)
     name = LAYERS["gpt2"].format(0)
@@ -107,7 +109,7 @@ def test_products_that_are_kept_are_not_computed_again():
 
 @pytest.mark.parametrize("numbers", [(), (0,), (0, 1), (0, 1, 2)], ids=str)
 def test_any_numbers_train_to_the_same_bits_where_nothing_random_is_skipped(numbers):
-    """Also numbers that the planner would not choose; attention without dropout draws nothing."""
+    """Numbers that the planner would not choose work too; attention without dropout draws no random numbers."""
     model = seeded(lambda: Net(Attention(), nn.Linear(3, 16), Attention()))
     names = ("blocks.0", "blocks.2")
     allowed = tuple(number for number in numbers if number != 2)  # its result is changed in place
@@ -128,7 +130,7 @@ class Dropping(nn.Module):
 
 
 def test_what_draws_random_numbers_is_run_again_whatever_its_number(monkeypatch):
-    """A plan's numbers are those of its card; elsewhere attention may be another op, and then they mean others."""
+    """The numbers of a plan are those on its card. On another device attention may be another op and shift them."""
     monkeypatch.setitem(checkpoint.PRODUCTS, torch.ops.aten.native_dropout.default, 1)  # as attention that drops out
     model = seeded(lambda: Net(Dropping(), nn.Linear(16, 3)))
     decision = Checkpoint(modules=("blocks.0",), kept=((0, 1, 2),))
@@ -155,7 +157,7 @@ def test_a_result_that_is_changed_in_place_is_computed_again_whatever_its_number
 
 
 class ChangedOutside(nn.Module):
-    """The caller changes in place what the module made, and from which the second run would make more."""
+    """The caller changes a result of the module in place, which the recompute would read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +179,7 @@ class TwoResults(nn.Module):
 
 
 class Cell(nn.Module):
-    """On a CPU the cell changes chunks of its products in place; a card has one kernel for it."""
+    """On a CPU the cell changes chunks of its products in place; on a card it is one kernel."""
 
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
@@ -191,7 +193,7 @@ class Cell(nn.Module):
 
 
 class ByBatchSize(nn.Module):
-    """Small batches run one product more."""
+    """Runs one more product for small batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +234,7 @@ def test_a_result_is_taken_once_and_only_for_the_product_that_made_it():
 
 
 def test_weights_that_autocast_has_cast_before_are_cast_again():
-    """The second call of a module finds its weights in autocast's cache; its second run does not."""
+    """The second call of a module finds its weights in the cache of autocast; its recompute does not."""
     model = seeded(lambda: Net(Attention(), nn.Linear(3, 16), *[Twice()] * 2, nn.Linear(16, 3)))
     decisions = (Precision(dtype="bf16"), Checkpoint(modules=("blocks.2",), kept=((1,),)))
     batches = [vectors(seed=seed) for seed in range(3)]
@@ -252,7 +254,7 @@ class Twice(nn.Module):
         return self.norm(x + nn.functional.dropout(self.down(nn.functional.gelu(self.up(x))), 0.1))
 
 
-def test_statistics_of_instance_norm_are_kept_apart():
+def test_statistics_of_instance_norm_are_not_changed_by_a_recompute():
     build = lambda: nn.Sequential(  # noqa: E731
         nn.Conv2d(3, 8, 3, padding=1), nn.InstanceNorm2d(8, track_running_stats=True), nn.ReLU(), nn.Conv2d(8, 4, 1)
     )
@@ -311,14 +313,12 @@ def test_where_products_differ_much_in_worth_the_better_ones_can_be_kept_alone()
 def test_the_decision_says_what_it_keeps_and_survives_its_file():
     decision = Checkpoint(modules=("a.0", "a.1", "b"), kept=((0, 2), (0, 2), ()))
     assert decision_from_json(json.loads(json.dumps(decision.to_json()))) == decision
-    assert decision.describe() == (
-        "recompute 1 module in backward: b; 2 modules but for 2 products each in backward: a.{0-1}"
-    )
+    assert decision.describe() == "activation checkpointing: b; a.{0-1}, keeping 2 op outputs each"
 
 
 @pytest.mark.parametrize(
     "kept", [((0,),), None, (0, 1), *(((0,), other) for other in ((-1,), (True,), ("1",), (1, 1), (2, 1)))]
 )
-def test_what_is_kept_is_said_of_each_module_in_numbers(kept):
+def test_the_description_gives_the_number_of_kept_results_per_module(kept):
     with pytest.raises(DecisionError, match=r"of each module, or of none|in rising order"):
         Checkpoint(modules=("a", "b"), kept=kept)

@@ -1,4 +1,4 @@
-"""Offload: the same training to the bit, saved tensors on the host meanwhile, and a promise that holds to the byte."""
+"""Offloading trains to the same bits, keeps saved tensors on the host, and has the promised peak to the byte."""
 
 from __future__ import annotations
 
@@ -42,19 +42,21 @@ from tests.support.training import (
 )
 from tests.support.workloads import BARE, CARD, plain, transformer, units, what_if
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
-def copies(monkeypatch) -> list[rule.Copy]:
-    """On the CPU nothing is copied, since all lies on the host; here it is, and the copies are noted."""
-    made: list[rule.Copy] = []
+def copies(monkeypatch) -> list[rule.HostCopy]:
+    """Copy tensors of the CPU too, which are on the host already, and record the copies."""
+    made: list[rule.HostCopy] = []
 
-    class Counted(rule.Copy):
+    class Counted(rule.HostCopy):
         def __init__(self, tensor: torch.Tensor) -> None:
             super().__init__(tensor)
             made.append(self)
 
     monkeypatch.setattr(rule, "is_on_host", lambda tensor: False)
-    monkeypatch.setattr(rule, "Copy", Counted)
+    monkeypatch.setattr(rule, "HostCopy", Counted)
     return made
 
 
@@ -119,7 +121,7 @@ def test_transformers_with_dropout_train_to_the_same_bits(build, copies):
 
 
 class Views(nn.Module):
-    """Saves parts of one storage, a transposed view, an integer mask, a complex conjugate, and writes in place."""
+    """Saves views of one storage, a transposed view, an integer mask and a complex conjugate, and writes in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,12 +150,12 @@ class Inner(nn.Module):
 
 def test_parts_of_a_storage_are_copied_once_and_come_back_as_they_were(copies):
     assert not differences(seeded(Views), offload("inner"), batches=[vectors()], loss_fn=cross_entropy)
-    storages = [copied.known for copied in copies]
+    storages = [copied.reference for copied in copies]
     assert len({storage.cdata for storage in storages}) == len(storages) > 5
 
 
 class Same(nn.Module):
-    """Does something else where it is given one tensor twice, as `torch.nn.MultiheadAttention` does."""
+    """Computes something else if one tensor is passed twice, as `torch.nn.MultiheadAttention` does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +203,7 @@ class OfItsOwn(torch.Tensor):
 
 
 class Odd(nn.Module):
-    """Saves a tensor of a class of its own, or parts of a storage whose size is no multiple of theirs."""
+    """Saves a tensor of a user-defined class, or views whose item size does not divide the size of the storage."""
 
     def __init__(self, *, own_class: bool) -> None:
         super().__init__()
@@ -269,7 +271,7 @@ def test_without_gradients_nothing_is_copied_and_undo_restores(copies):
 
 
 class Changed(nn.Module):
-    """Saves a tensor for nothing, changes it in place, and saves it again."""
+    """Saves a tensor that no gradient needs, changes it in place, and saves it again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,7 +296,7 @@ class ChangedInside(nn.Module):
 
 def test_what_was_written_to_is_copied_again(copies):
     assert not differences(seeded(Changed), offload("inner"), batches=[vectors()], loss_fn=cross_entropy)
-    assert len({copied.known.cdata for copied in copies}) < len(copies)
+    assert len({copied.reference.cdata for copied in copies}) < len(copies)
 
 
 class Widths(nn.Module):
@@ -348,7 +350,7 @@ def test_the_promise_holds_for_each_unit_and_for_many_together(widths):
 
 
 class TwoDtypes(nn.Module):
-    """Saves parts of one storage in two dtypes; it is no multiple of the larger one."""
+    """Saves views of one storage in two dtypes; the larger item size does not divide the size of the storage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -474,11 +476,10 @@ def test_the_emitted_file_loses_the_same(tmp_path):
     assert losses[0] == losses[1] and losses[0].count("loss") == 3
 
 
-def test_it_is_saved_and_told():
+def test_the_decision_survives_json_and_describes_itself():
     decision = offload("a.0", "a.1", "b", inputs_of=("b",))
     assert decision_from_json(decision.to_json()) == decision
-    told = "hold in pinned host memory what is saved in 2 modules: a.{0-1}; the inputs of 1 module: b"
-    assert decision.describe() == told
+    assert decision.describe() == "offload to pinned host memory: tensors saved in a.{0-1}; inputs of b"
 
 
 @pytest.mark.parametrize(

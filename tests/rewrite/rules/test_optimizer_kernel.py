@@ -1,4 +1,4 @@
-"""An optimizer that steps by another kernel of torch's trains as it did, and is given back as it was."""
+"""An optimizer that steps with another of torch's kernels trains the same, and undo restores it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def made_by(kind, options, **more):
 
 
 def trained(model, batches, *decisions: Decision, **options):
-    """Losses, weights and optimizer state (by parameter, as it is) after one step on each batch."""
+    """Return losses, weights and a copy of the optimizer state by parameter, after one step on each batch."""
     result = rewritten(model, *decisions, batch=batches[0], loss_fn=cross_entropy, **options)
     torch.manual_seed(1)
     losses = [result.step(batch) for batch in batches]
@@ -92,7 +92,7 @@ BESIDE = {
 @pytest.mark.parametrize("clipped", [False, True], ids=["", "clipped"])
 @pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
 @pytest.mark.parametrize("kernel", [FUSED, LOOP], ids=["fused", "loop"])
-def test_beside_other_decisions(kernel, beside, clipped):
+def test_together_with_other_decisions(kernel, beside, clipped):
     model, options = seeded(Perceptron), {"optimizer": "adamw", **({"max_grad_norm": 0.1} if clipped else {})}
     before = trained(copy.deepcopy(model), THREE, *beside, **options)
     assert_close(trained(copy.deepcopy(model), THREE, *beside, kernel, **options), before, **CLOSE)
@@ -152,7 +152,7 @@ def test_what_was_set_otherwise_since_is_not_silently_undone():
 
 @pytest.mark.parametrize("name", ["adamw", "adagrad", "sgd, nesterov"])
 def test_state_goes_from_one_kernel_to_the_other_and_back(name):
-    """Also over `load_state_dict`, whose groups say nothing of a kernel."""
+    """The kernel stays chosen after `load_state_dict`, whose groups do not contain the option."""
     make = made_by(*WITH_FUSED[name])
     batches = [vectors(seed=seed) for seed in range(6)]
     expected = trained(seeded(Perceptron), batches, optimizer=make)
@@ -175,7 +175,7 @@ def test_state_goes_from_one_kernel_to_the_other_and_back(name):
 
 
 class Custom(torch.optim.SGD):
-    """Nobody knows what its step looks at."""
+    """An optimizer of unknown kind: its step may look at all gradients."""
 
 
 class Complex(nn.Module):
@@ -201,7 +201,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("kernel", "build", "optimizer", "told"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_step_so_is_refused_and_left_alone(kernel, build, optimizer, told):
+def test_an_optimizer_without_this_kernel_is_refused_and_not_changed(kernel, build, optimizer, told):
     model = seeded(build)
     given = optimizer(model.parameters())
     before = options_of(given)

@@ -1,4 +1,4 @@
-"""Step in backward: the same training, and gradients that never exist all together."""
+"""A step in backward trains the same, and its gradients never exist all together."""
 
 from __future__ import annotations
 
@@ -37,11 +37,13 @@ from tests.support.training import (
 )
 from tests.support.workloads import BARE, certifying_graph, plain, units, what_if
 
+pytestmark = pytest.mark.slow
+
 IN_BACKWARD = (StepInBackward(),)
 
 
 class Detached(nn.Module):
-    """Reads the last layer's weights again where no gradient flows, in a block of its own if wanted."""
+    """Reads the last layer's weights a second time without a gradient, optionally in a separate block."""
 
     def __init__(self, *, saved: bool) -> None:
         super().__init__()
@@ -63,7 +65,7 @@ class Scaled(nn.Module):
 
 
 class Reentrant(nn.Module):
-    """One layer in two checkpoints that run a backward each."""
+    """One layer in two reentrant checkpoints, each of which runs a backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +103,7 @@ def steps(model, batches, *decisions: Decision, **options) -> tuple[list[torch.T
 
 
 def assert_same_training(model, batches, *decisions: Decision, beside: tuple[Decision, ...] = (), **options) -> None:
-    """To the bit, in losses, weights and optimizer state."""
+    """Check that losses, weights and optimizer state have the same bits."""
     losses, weights, state = steps(copy.deepcopy(model), batches, *beside, **options)
     other_losses, other_weights, other_state = steps(copy.deepcopy(model), batches, *beside, *decisions, **options)
     torch.testing.assert_close(other_losses, losses, rtol=0, atol=0)
@@ -131,14 +133,14 @@ def test_tied_weights_are_updated_once(build):
     ],
     ids=["checkpoint", "freeze", "bf16 and checkpoint"],
 )
-def test_beside_other_decisions(beside):
+def test_together_with_other_decisions(beside):
     batches = [images(seed=seed) for seed in range(3)]
     options = {"loss_fn": cross_entropy, "optimizer": "adamw"}
     assert_same_training(seeded(Convolutional), batches, StepInBackward(), beside=beside, **options)
 
 
 def test_with_state_in_8_bits():
-    """Large enough for 8 bits, and an embedding that keeps 32 by its place among the parameters."""
+    """Weights that are large enough for 8-bit state, and an embedding that keeps 32-bit state by its position."""
     model = nn.Sequential(nn.Embedding(300, 64), nn.Linear(64, 128), nn.Flatten(), nn.Linear(4 * 128, 3))
     torch.manual_seed(0)
     batches = [(torch.randint(300, (8, 4)), torch.randint(3, (8,))) for _ in range(3)]
@@ -181,7 +183,7 @@ def test_no_hook_and_no_narrowed_group_stays_behind():
 
 
 class Custom(torch.optim.SGD):
-    """Nobody knows what its step looks at."""
+    """An optimizer of unknown kind: its step may look at all gradients."""
 
 
 def test_what_looks_at_all_gradients_is_refused():
@@ -207,7 +209,7 @@ def test_a_second_gradient_of_one_parameter_is_refused():
 
 
 def test_a_weight_that_is_read_after_its_update_is_refused():
-    """Saved for backward, autograd itself sees that it was written to; read by a recompute, nobody but the recorder."""
+    """Autograd notices a write to a saved tensor itself; a write to an input of a recompute only the recorder sees."""
     batch = vectors()
     work = workload(seeded(Detached, saved=True), batch, loss_fn=cross_entropy)
     certifying_graph(work, IN_BACKWARD, BARE)
@@ -244,7 +246,7 @@ def test_gradients_are_alive_one_by_one():
 
 @pytest.mark.parametrize("samples", [4, 512])
 def test_the_promise_holds(samples):
-    """The curve that the search sees is that of the rewritten step, with and without recompute."""
+    """The memory curve of the search is that of the rewritten step, with and without recompute."""
     work = work_of(samples)
     found, compiled = units(what_if(work, IN_BACKWARD))
     blocks = [number for number, unit in enumerate(found.units) if unit.module.isdigit()]
@@ -282,12 +284,12 @@ def test_it_is_not_offered_where_it_cannot_be(monkeypatch):
 
 
 def test_what_is_pruned_before_it_is_recorded_would_not_have_been_chosen(monkeypatch):
-    from planner.choose.candidates import Case
+    from planner.choose.candidates import Candidate
     from planner.pipeline import plan_workload
     from planner.plan_types.constraints import Constraints
 
     pruned = 0
-    could_pay = Case.could_pay
+    could_pay = Candidate.could_pay
 
     def counting(self, *arguments, **options) -> bool:
         nonlocal pruned
@@ -301,16 +303,16 @@ def test_what_is_pruned_before_it_is_recorded_would_not_have_been_chosen(monkeyp
         whole = plan_workload(work, BARE, vram_bytes=None, constraints=constraints).peak.total_bytes
         for share in shares:
             budget = int(share * whole)
-            monkeypatch.setattr(Case, "could_pay", counting)
+            monkeypatch.setattr(Candidate, "could_pay", counting)
             quick = plan_workload(work, BARE, vram_bytes=budget, constraints=constraints)
-            monkeypatch.setattr(Case, "could_pay", lambda self, *arguments, **options: True)
+            monkeypatch.setattr(Candidate, "could_pay", lambda self, *arguments, **options: True)
             thorough = plan_workload(work, BARE, vram_bytes=budget, constraints=constraints)
             assert (quick.fits, quick.decisions) == (thorough.fits, thorough.decisions), (samples, share)
     assert pruned
 
 
 def test_hooks_on_the_optimizer_speak_against_it():
-    """They would run once for each parameter: clipping by the norm of all would clip by that of one."""
+    """Step hooks would run once per parameter: a hook that clips by the global norm would clip by that of one."""
     model, batch = deep(), (torch.zeros(4, 64), torch.zeros(4, dtype=torch.long))
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.register_step_pre_hook(lambda *_: None)
@@ -329,14 +331,14 @@ def test_a_gradient_from_before_is_refused(eight_bit):
     decisions = (*((Optimizer(),) if eight_bit else ()), StepInBackward())
     result = rewritten(model, *decisions, batch=vectors(), loss_fn=cross_entropy, optimizer="adamw")
     model.head.weight.grad = torch.ones_like(model.head.weight)
-    with pytest.raises(RuntimeError, match="left from before"):
+    with pytest.raises(RuntimeError, match="has a gradient from before"):
         result.step(vectors())
     result.optimizer.zero_grad()
     result.step(vectors())
 
 
 def test_a_weight_that_is_not_trained_may_be_read_again():
-    """It gets a gradient, but the optimizer does not hold it; another that it holds is updated before the read."""
+    """A parameter outside of the optimizer gets a gradient; one in the optimizer is updated before it is read."""
     model, batch = seeded(Detached, saved=True), vectors()
     model.block = nn.Sequential(model.block, nn.Linear(16, 16))
     held = torch.optim.SGD([*model.first.parameters(), *model.block.parameters()], lr=0.1)
@@ -355,7 +357,7 @@ def test_a_file_is_not_written_of_what_cannot_be_done_together():
 
 
 class ReadAgain(nn.Module):
-    """A language model that cannot take its steps in backward, whatever becomes of its loss."""
+    """A language model that cannot step in backward, with or without a chunked loss."""
 
     def __init__(self, words: int = 4096, width: int = 32) -> None:
         super().__init__()

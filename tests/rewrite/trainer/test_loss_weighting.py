@@ -15,6 +15,8 @@ from planner.errors import DecisionError, WorkloadError
 from planner.plan_types.decisions import Accumulation, Precision
 from tests.support.training import gpt2, plan_for, roberta_config, seeded, tokens, vectors
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
 
 IN_THREE = Accumulation(micro_batch_size=2, micro_batches=3)

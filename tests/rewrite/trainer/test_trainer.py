@@ -26,6 +26,8 @@ from planner.plan_types.decisions import (
 from planner.rewrite.trainer import callback
 from tests.support.training import cross_entropy, gpt2, plan_for, roberta, roberta_config, seeded, tokens, vectors
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
 
 STEPS, SAMPLES = 3, 6

@@ -1,4 +1,4 @@
-"""8-bit AdamW takes over the groups and hyperparameters of the optimizer that it replaces."""
+"""8-bit AdamW has the groups and hyperparameters of the optimizer that it replaces."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def test_small_tensors_train_as_plain_adamw_does():
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        ("sgd", "takes over AdamW or Adam, not SGD"),
+        ("sgd", "replaces AdamW or Adam, not SGD"),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), "has no amsgrad, which group 0"),
-        (lambda p: torch.optim.Adam(p, weight_decay=0.1), "weight_decay 0.1 added to the gradient"),
+        (lambda p: torch.optim.Adam(p, weight_decay=0.1), "adds weight_decay 0.1 to the gradient"),
     ],
 )
 def test_optimizers_that_would_become_another_one_are_refused(optimizer, message):

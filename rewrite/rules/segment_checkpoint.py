@@ -1,13 +1,14 @@
-"""Replay: of stretches of a long forward only what they start from is kept; their ops run again in backward.
+"""Replay: recompute segments of a long forward op by op in backward, keeping only the tensors they start from.
 
-For what one module does in a single forward there is no part to checkpoint. A dispatch mode writes down each op of a
-stretch; when backward asks for the first tensor that was saved there, those ops that lead to saved tensors run once
-more, on the same values, with the same random numbers, below autograd and autocast. Nothing is traced beforehand: what
-the forward does may depend on anything, and its Python runs once.
+Activation checkpointing recomputes a module call, so it cannot divide what one module does in a single forward. Replay
+can: a dispatch mode records the ops of each segment, and when backward asks for the first tensor that was saved there,
+the ops that lead to saved tensors run again, on the same values, with the same random numbers, below autograd and
+autocast. Nothing is traced beforehand: the forward may depend on anything, and its Python code runs once.
 
-Rematerialization from a tape: Griewank, Achieving logarithmic growth of temporal and spatial complexity in reverse
-automatic differentiation, 1992; by a dispatcher as in Kirisame et al., Dynamic Tensor Rematerialization, 2021. What is
-written below the dispatcher, by a kernel that is launched by hand on memory with contents, is not seen.
+The mechanism, its limits and how it differs from selective activation checkpointing are described in
+`rewrite/portable/replay_tape.py`. It is rematerialization from a tape (Griewank, Achieving logarithmic growth of
+temporal and spatial complexity in reverse automatic differentiation, 1992), recorded by a dispatcher as in Kirisame et
+al., Dynamic Tensor Rematerialization, 2021; unlike there, what to recompute is decided before the step, by the plan.
 """
 
 from __future__ import annotations
@@ -20,26 +21,27 @@ from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import EmittedCode, assignment
 from planner.rewrite.portable import replay_ops, replay_tape
 from planner.rewrite.portable.module_forward import detached, forward_function
+from planner.rewrite.recomputed_modules import modules_to_run_again
 from planner.rewrite.rewriting import Rewriting
-from planner.rewrite.rules.recomputed_modules import modules_to_run_again
 
 
-def replay(rewriting: Rewriting, decision: Replay) -> None:
-    """Let the forward of each named module write down its stretches, on the instance.
+def segment_checkpoint(rewriting: Rewriting, decision: Replay) -> None:
+    """Wrap the forward of each named module, on the instance, so that its segments are recorded and recomputed.
 
     Raises:
-        DecisionError: for a module that does not exist or is never called.
+        DecisionError: if a module does not exist or is never called.
     """
     for name, module in modules_to_run_again(rewriting, decision.by_module, decision.kind, nested=True).items():
         forward = types.MethodType(replay_tape.replayed(forward_function(module), decision.by_module[name]), module)
         rewriting.replace(module, "forward", forward, place=f"forward of '{name}'")
 
 
-def replay_source(plan: Plan, decision: Replay) -> EmittedCode:
+def segment_checkpoint_source(plan: Plan, decision: Replay) -> EmittedCode:
+    """Return the emitted counterpart of `segment_checkpoint`."""
     parts = (
         replay_tape.replayed,
         replay_tape.Tape,
-        replay_tape.Stretch,
+        replay_tape.Segment,
         replay_tape.halves,
         replay_tape.leading_to,
         replay_tape.TapeEntry,
@@ -59,9 +61,9 @@ def replay_source(plan: Plan, decision: Replay) -> EmittedCode:
         detached,
     )
     rewriting = """\
-for name, stretches in REPLAYED.items():
+for name, segments in REPLAYED.items():
     module = model.get_submodule(name)
-    module.forward = types.MethodType(replayed(type(module).forward, stretches), module)
+    module.forward = types.MethodType(replayed(type(module).forward, segments), module)
 """
     return EmittedCode(
         imports=(
@@ -77,10 +79,10 @@ for name, stretches in REPLAYED.items():
             "from torch.utils._pytree import tree_leaves",
         ),
         constants=(
-            "# Stretches of a module's forward that run again in backward: the first op, the one after the last,\n"
-            "# ops whose results are kept, ops at which the stretch is divided.\n"
+            "# Segments of a module's forward that backward recomputes op by op: the first op, the op after the last,\n"
+            "# ops whose results are kept, ops before which the segment is divided.\n"
             + assignment("REPLAYED", decision.by_module),
         ),
-        functions=tuple(map(inspect.getsource, parts)),
+        functions=tuple(inspect.getsource(part) for part in parts),
         rewriting=(rewriting,),
     )

@@ -1,4 +1,4 @@
-"""Precision: forward and loss under autocast, fp32 master weights, a gradient scaler for fp16."""
+"""Precision: run forward and loss under autocast, with fp32 master weights and a gradient scaler for fp16."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from planner.rewrite.rewriting import Rewriting
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def precision(rewriting: Rewriting, decision: Precision) -> None:
-    """Set the step's autocast dtype and scaler. Raises `DecisionError` unless trained weights are fp32."""
+def mixed_precision(rewriting: Rewriting, decision: Precision) -> None:
+    """Set the step's autocast dtype and scaler.
+
+    Raises:
+        DecisionError: if a trainable parameter is not fp32.
+    """
     for name, parameter in rewriting.model.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
             dtype = str(parameter.dtype).removeprefix("torch.")
@@ -27,7 +31,8 @@ def precision(rewriting: Rewriting, decision: Precision) -> None:
         rewriting.scaler = torch.amp.GradScaler(rewriting.device_type())
 
 
-def precision_source(plan: Plan, decision: Precision) -> EmittedCode:
+def mixed_precision_source(plan: Plan, decision: Precision) -> EmittedCode:
+    """Return the emitted counterpart of `mixed_precision`."""
     return EmittedCode(
         autocast=f"torch.autocast(next(model.parameters()).device.type, dtype={_DTYPES[decision.dtype]})",
         scaled=decision.dtype == "fp16",

@@ -1,4 +1,4 @@
-"""Stretches of a forward that run again op by op: the same bits, no more memory than promised, nothing held on to."""
+"""Segments that are recomputed op by op give the same bits, need no more memory than promised, and leak nothing."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ from tests.support.training import (
 )
 from tests.support.workloads import BARE, CARD, plain, units, what_if
 
+pytestmark = pytest.mark.slow
+
 MODELS = {
     model.__name__: (model, images if model is Convolutions else vectors)
     for model in (Perceptron, Convolutions, Attention, Odd, Interrupted, Written, Complex, Statistics)
@@ -51,8 +53,8 @@ def op_count(model: nn.Module, batch: tuple) -> int:
     return ops.count
 
 
-def some_stretches(ops: int, chance: random.Random) -> Replay:
-    """Ranges of ops at random places, with some of them kept."""
+def random_segments(ops: int, chance: random.Random) -> Replay:
+    """Return random segments of ops, some of whose results are kept."""
     cuts = sorted(chance.sample(range(ops + 1), 2 * chance.randint(1, 4)))
     ranges = tuple(zip(cuts[::2], cuts[1::2], strict=True))
     kept = tuple(tuple(n for n in range(*r) if chance.random() < 0.2) for r in ranges)
@@ -62,12 +64,12 @@ def some_stretches(ops: int, chance: random.Random) -> Replay:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_stretches_anywhere_train_to_the_same_bits(name):
+def test_segments_anywhere_train_to_the_same_bits(name):
     build, batch_of = MODELS[name]
     model, batches = seeded(build), [batch_of(seed=seed) for seed in range(3)]
     ops = op_count(model, batches[0])
     for seed in range(6):
-        decision = some_stretches(ops, random.Random(seed))
+        decision = random_segments(ops, random.Random(seed))
         assert differences(model, decision, batches=batches, loss_fn=cross_entropy) == [], decision
 
 
@@ -78,7 +80,7 @@ def test_under_autocast_and_in_micro_batches_too(name):
     with torch.autocast("cpu", torch.bfloat16):
         ops = op_count(model, batches[0])
     for seed in range(2):
-        replay = some_stretches(ops, random.Random(seed))
+        replay = random_segments(ops, random.Random(seed))
         for others in ((Precision(dtype="bf16"),), (Accumulation(micro_batch_size=2, micro_batches=2),)):
             wanted = trained(model, *others, batches=[tuple(t[:4] for t in batch) for batch in batches])
             found = trained(model, *others, replay, batches=[tuple(t[:4] for t in batch) for batch in batches])
@@ -95,7 +97,7 @@ def trained(model: nn.Module, *decisions, batches) -> list[torch.Tensor]:
 
 
 def ops_again(model: nn.Module, stretches, batch) -> list[str]:
-    """Names of the ops that run in backward beside those of a plain one."""
+    """Return the names of the ops that run in backward in addition to those of the baseline."""
 
     def names(module: nn.Module) -> list[str]:
         loss = cross_entropy(module(batch[0]), batch)
@@ -129,7 +131,7 @@ def replay_of(stretches) -> Replay:
 
 
 class Chain(Flat):
-    """Of which every op is one in `NAMES`."""
+    """A model that runs exactly the ops `NAMES`."""
 
     NAMES = ("mm", "tanh", "exp", "mm", "sigmoid", "mm")
 
@@ -160,7 +162,7 @@ def test_only_what_leads_to_saved_tensors_runs_again(stretch, again):
     assert sorted(names) == sorted(f"aten.{name}.default" for name in again)
 
 
-def test_a_backward_runs_as_often_as_it_is_asked_for():
+def test_a_graph_can_be_traversed_more_than_once():
     model, batch = seeded(Perceptron), vectors()
     torch.manual_seed(0)
     wanted = torch.autograd.grad(cross_entropy(model(batch[0]), batch), model.parameters())
@@ -211,7 +213,7 @@ def test_what_a_replay_starts_from_must_not_change_after_the_forward():
 
 
 def test_what_is_saved_must_not_change_in_the_forward():
-    """As without a replay: autograd refuses it."""
+    """Autograd refuses it without a replay, too."""
 
     class Changed(Flat):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -229,12 +231,12 @@ def test_what_is_saved_must_not_change_in_the_forward():
 
 
 def test_nothing_outlives_its_use():
-    """Also where no backward comes; Python's collector has nothing to do."""
+    """Memory is freed without Python's garbage collector, also if there is no backward."""
     model, batch = seeded(Perceptron), vectors()
     result = rewritten(model, replay_of([(0, 9, ()), (9, 14, ())]), batch=batch, loss_fn=cross_entropy)
     cross_entropy(result.module(batch[0]), batch).backward()
     made: list[weakref.ref] = []
-    before = replay_tape.Stretch.__init__
+    before = replay_tape.Segment.__init__
 
     def noting(self, *args, **options) -> None:
         before(self, *args, **options)
@@ -244,7 +246,7 @@ def test_nothing_outlives_its_use():
     gc.disable()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(replay_tape.Stretch, "__init__", noting)
+            patch.setattr(replay_tape.Segment, "__init__", noting)
             output = result.module(batch[0])
             held = [stretch() is not None for stretch in made]
             del output
@@ -314,14 +316,14 @@ def test_the_emitted_file_loses_the_same(tmp_path):
     assert losses[0] == losses[1] and losses[0].count("loss") == 3
 
 
-def test_it_is_saved_and_told():
+def test_the_decision_survives_json_and_describes_itself():
     decision = replay_of([(0, 8, (1,)), (8, 16, ())])
     assert decision_from_json(decision.to_json()) == decision
-    told = "replay in backward: ops 0-7, 8-15 of the model's forward but for 1 result"
-    assert decision.describe() == told
+    described = "segment checkpointing: ops 0-7, 8-15 of the model's forward, keeping 1 op output"
+    assert decision.describe() == described
     divided = dataclasses.replace(decision, stops=((), (10, 13)))
     assert decision_from_json(divided.to_json()) == divided
-    assert divided.describe() == f"{told}, in 3 parts that start from each other"
+    assert divided.describe() == f"{described}, recomputed in 3 parts"
 
 
 @pytest.mark.parametrize(
@@ -339,6 +341,6 @@ def test_it_is_saved_and_told():
     ],
     ids=str,
 )
-def test_what_cannot_be_meant_is_refused(fields):
-    with pytest.raises(DecisionError, match="replay"):
+def test_inconsistent_segments_are_refused(fields):
+    with pytest.raises(DecisionError, match="segment-checkpoint"):
         Replay(**fields)
