@@ -66,7 +66,7 @@ _TAKE_NONE = frozenset({torch.Tag.pointwise, torch.Tag.inplace_view})
 
 
 @functools.cache
-def traits_of(op: torch._ops.OpOverload) -> OpTraits:
+def op_traits(op: torch._ops.OpOverload) -> OpTraits:
     schema = op._schema
     written = tuple(
         (position, argument.name)
@@ -145,7 +145,7 @@ def changed_arguments(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> l
     if op._schema.returns:
         return []
     kept = "grads" if op._schema.name.startswith("aten::_fused") and kwargs.get("grad_scale") is None else ""
-    traits = traits_of(op)
+    traits = op_traits(op)
     named = zip(traits.written, traits.written_arguments(args, kwargs), strict=True)
     return [value for (_, name), value in named if name != kept]
 

@@ -141,7 +141,7 @@ STATEFUL = {
     GrowingList: "changes its attribute 'seen'",
     RandomNumber: "changes Python's random state",
     NumpyNumber: "changes numpy's random state",
-    OwnGenerator: "draws from a generator of its own",
+    OwnGenerator: "draws from its own random generator",
     Around: "changes its attribute 'calls'",
 }
 REPEATABLE = (Plain, Dropout, Normalised)
