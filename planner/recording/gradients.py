@@ -112,11 +112,12 @@ class Updates:
         self.running = False
         updated, self._waiting = self._waiting, []
         if self._in_backward:
-            for parameter in updated:
-                if (storage := self._table.storage_of(parameter)) is not None:
-                    self._updated[storage] = self._names[id(parameter)]
-        # Outside of backward, hooks cannot tell which parameters this update is about: its whole state is marked.
-        for parameter in updated if self._in_backward else tuple(optimizer.state):
+            for weight in updated:
+                if (storage := self._table.storage_of(weight)) is not None:
+                    self._updated[storage] = self._names[id(weight)]
+        # An update inside of backward is about the waiting parameters; one after it, about all.
+        parameters: Iterable[torch.Tensor] = updated if self._in_backward else tuple(optimizer.state)
+        for parameter in parameters:
             for value in optimizer.state.get(parameter, {}).values():
                 if isinstance(value, torch.Tensor):
                     self._table.mark(value, Category.OPTIMIZER_STATE)

@@ -9,7 +9,7 @@ from torch import nn
 
 import planner
 from planner.plan_types.decisions import Checkpoint, Replay
-from planner.recompute.segments import with_stretches
+from planner.recompute.segments import with_segments
 from planner.recompute.units import units_of
 from planner.search import milp
 from planner.workload.workload import workload
@@ -103,14 +103,14 @@ def work_of(model: nn.Module, samples: int = 256):
 
 
 def test_cuts_are_where_the_fewest_bytes_cross():
-    graph = with_stretches(what_if(work_of(Deep(8))))
-    begins = {call.stretch[0] for call in graph.calls if call.stretch is not None}
+    graph = with_segments(what_if(work_of(Deep(8))))
+    begins = {call.segment[0] for call in graph.calls if call.segment is not None}
     assert begins <= {0, *range(3, 33)} and {4 * n for n in range(2, 8)} <= begins
 
 
 def test_nothing_is_cut_where_modules_do_the_work():
     graph = what_if(work_of(Stack(4)))
-    assert not any(call.module in ("", "layers") for call in with_stretches(graph).calls if call.stretch is not None)
+    assert not any(call.module in ("", "layers") for call in with_segments(graph).calls if call.segment is not None)
 
 
 def smallest(model: nn.Module, *kinds) -> int:
@@ -131,7 +131,7 @@ def test_parts_that_start_from_each_other_go_below_one_level(build):
     depth = 32
     work = work_of(build(depth))
     found, curve = units(what_if(work))
-    whole = [number for number, unit in enumerate(found.units) if unit.stops and unit.stretch[0] == 0]
+    whole = [number for number, unit in enumerate(found.units) if unit.split_points and unit.segment[0] == 0]
     peaks = {curve.peak((number,)): number for number in whole}
     least = min(peaks)
     assert least == plain(work, found.decisions((peaks[least],)), card=BARE).live_bytes().max()
@@ -144,7 +144,7 @@ def test_parts_that_start_from_each_other_go_below_one_level(build):
 def test_the_promise_for_every_division_is_what_its_rehearsal_takes(build, depth):
     work = work_of(build(depth), samples=64)
     found, curve = units(what_if(work))
-    divided = [number for number, unit in enumerate(found.units) if unit.stops]
+    divided = [number for number, unit in enumerate(found.units) if unit.split_points]
     assert divided
     for number in divided:
         rehearsed = plain(work, found.decisions((number,)), card=BARE).live_bytes().max()
