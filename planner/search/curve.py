@@ -60,7 +60,7 @@ class CompiledProblem:
                 f"hold {int(np.argmin(self.hold_bytes))} has {self.hold_bytes.min()} bytes: sizes must be >= 0"
             )
         if np.any((self.recompute_at < 0) | (self.recompute_at >= self.events)):
-            raise ValueError(f"a recompute is outside of the events 0..{self.events - 1}")
+            raise ValueError(f"a recompute is outside the events 0..{self.events - 1}")
         named = np.concatenate((self._unless.members, self._when.members, self.recompute_unit))
         if named.size and not 0 <= named.min() <= named.max() < self.unit_count:
             raise ValueError(

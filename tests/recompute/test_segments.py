@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import networkx
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +10,7 @@ from torch import nn
 
 import planner
 from planner.plan_types.decisions import Checkpoint, Replay
+from planner.recompute.recompute_cost import Replays
 from planner.recompute.segments import with_segments
 from planner.recompute.units import units_of
 from planner.search import milp
@@ -106,6 +108,26 @@ def test_cuts_are_where_the_fewest_bytes_cross():
     graph = with_segments(what_if(work_of(Deep(8))))
     begins = {call.segment[0] for call in graph.calls if call.segment is not None}
     assert begins <= {0, *range(3, 33)} and {4 * n for n in range(2, 8)} <= begins
+
+
+@pytest.mark.parametrize("build", [Skips, Wide, Deep])
+def test_what_is_replayed_are_the_ancestors_of_what_was_saved(build):
+    graph = with_segments(what_if(work_of(build(4), samples=32)))
+    replays = Replays(graph, [1] * len(graph.ops), [storage.size_bytes for storage in graph.storages])
+    for call in (number for number, call in enumerate(graph.calls) if call.segment is not None):
+        ops = replays.ops_of(call)
+        flow: networkx.DiGraph = networkx.DiGraph()
+        writer: dict[int, int] = {}
+        for op in ops:  # edges from the last op that wrote a storage
+            flow.add_node(op)
+            record = graph.ops[op]
+            touched = {*record.inputs, *record.outputs} & writer.keys()
+            flow.add_edges_from((writer[storage], op) for storage in touched)
+            writer |= dict.fromkeys(record.outputs, op)
+        wanted = {save.storage for save in graph.saves if save.storage in writer}
+        flow.add_edges_from((writer[storage], "saved") for storage in wanted)
+        leading, _ = replays._leading_to(wanted, ops)
+        assert set(leading) == (networkx.ancestors(flow, "saved") if wanted else set())
 
 
 def test_nothing_is_cut_where_modules_do_the_work():
