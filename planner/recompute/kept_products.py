@@ -119,6 +119,7 @@ class Keepable:
         ]
 
     def _usable(self, products: list[int], last_tick: int) -> set[int]:
+        """Returns the numbers of the products that can be kept, among those that run before `last_tick`."""
         return {
             number
             for number, index in enumerate(products)

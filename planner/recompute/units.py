@@ -1,4 +1,4 @@
-"""From a what-if recording to the checkpoint problem: what would be alive if given module calls were recomputed.
+"""Builds the checkpoint problem of a what-if recording: the memory curve as a function of what is recomputed.
 
 A unit is a module, or a segment of a module's forward, together with the outputs that it keeps (none or some).
 Selecting it applies to all calls of the module. `torch.utils.checkpoint` (non-reentrant) then works as follows:
@@ -217,7 +217,7 @@ def _choices(
     keepable, reruns, replays = Keepable(graph, op_ns, sizes), Reruns(graph, op_ns, sizes), Replays(graph, op_ns, sizes)
     units: list[Unit] = []
     options: _Options = {}
-    recompute_ns: dict[str, int] = {}
+    recompute_ns: dict[str, int] = {}  # by module: the time to recompute it, which an offload has to beat
 
     def add(unit: Unit, costs: Mapping[int, Rerun | None]) -> None:
         """Adds a unit if it is possible in every call of its module."""
@@ -265,6 +265,7 @@ def _cost_ns(costs: Mapping[int, Rerun | None]) -> float:
 
 
 def _costs(options: _Options, n_units: int) -> tuple[int, ...]:
+    """Returns the time of each unit, added up over its calls."""
     costs = [0] * n_units
     for option in itertools.chain.from_iterable(options.values()):
         costs[option.unit] += option.rerun.cost_ns

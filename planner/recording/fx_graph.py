@@ -92,6 +92,7 @@ def to_networkx(graph: Graph, *, storages: bool = False) -> networkx.DiGraph[str
 
 
 def _attributes(node: Node) -> dict[str, Any]:
+    """Returns the attributes of a node of the fx graph as those of a node of the networkx graph."""
     meta, is_op = node.meta, node.op == "call_function"
     return {
         "kind": "op" if is_op else "storage",

@@ -95,20 +95,23 @@ class Updates:
         return {index for tensor in tensors if (index := self._table.storage_of(tensor)) is not None}
 
     def _got_gradient(self, parameter: torch.Tensor) -> None:
+        """Called by autograd after it has accumulated into `parameter.grad`."""
         gradient = parameter.grad
-        assert isinstance(parameter, torch.nn.Parameter) and gradient is not None  # autograd has just accumulated it
+        assert isinstance(parameter, torch.nn.Parameter) and gradient is not None  # autograd has just set it
         self._table.mark(gradient, Category.GRADIENT)
         self._is_sparse[self._names[id(parameter)]] = gradient.is_sparse
         if id(parameter) in self._optimized:
             self._waiting.append(parameter)
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        """Pre-hook of every `optimizer.step`."""
         self.running = True
         if not self.in_setup:
             self._in_backward = torch._C._current_autograd_node() is not None
             self._began = None if self._in_backward else self._table.next_tick()
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        """Post-hook of every `optimizer.step`."""
         self.running = False
         updated, self._waiting = self._waiting, []
         if self._in_backward:

@@ -53,6 +53,8 @@ class HookErrors:
         return guarded
 
     def _registering(self, register: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the method that registers hooks, changed so that it wraps them."""
+
         @functools.wraps(register)
         def registering(owner: Any, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return register(owner, self.kept(hook), *args, **kwargs)

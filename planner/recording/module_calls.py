@@ -49,7 +49,7 @@ class ModuleCalls:
         """True if a module's forward is running."""
         return bool(self._stack)
 
-    def place(self) -> str:
+    def location(self) -> str:
         """Returns the module that is running, as words for an error message."""
         return f"in module '{self._stack[-1][0] or 'the model itself'}'" if self._stack else "outside of the model"
 
@@ -67,6 +67,8 @@ class ModuleCalls:
             call = self.all[call].parent
 
     def _entering(self, name: str) -> Callable[[torch.nn.Module, tuple, dict], None]:
+        """Returns the forward pre-hook of one module."""
+
         def enter(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
             if torch._C._current_autograd_node() is not None:  # a recomputation inside backward
                 self._stack.append((name, None))
@@ -109,6 +111,7 @@ class ModuleCalls:
         return None if torch.is_grad_enabled() else _WITHOUT_GRADIENTS
 
     def _leaving(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
+        """Forward hook of every module; it is called even if the forward raises."""
         _, call = self._stack.pop()
         if call is not None:
             self.all[call].end = self._table.next_tick()

@@ -81,7 +81,7 @@ class Recorder(TorchDispatchMode):
         self.ops: list[Op] = []
         self.table = StorageTable(device, virtual=virtual)
         self.calls = ModuleCalls(self.table, self.enters_model)
-        self.data_dependence = DataDependence(self.calls.place)
+        self.data_dependence = DataDependence(self.calls.location)
         self.updates = Updates(self.table, self.data_dependence)
         self.step = 0
         self.micro_batch = 0
@@ -179,6 +179,7 @@ class Recorder(TorchDispatchMode):
         changed = [leaf for leaf in tensors_in(changed_arguments(op, args, kwargs)) if watches(leaf)]
         if not read and not written:
             return
+        # 1. The op, attributed to the phase, module and source line that run it.
         index = len(self.ops)
         phase, module, call, forward_op = self._where(index)
         self.ops.append(
@@ -203,13 +204,14 @@ class Recorder(TorchDispatchMode):
                 draws_random_numbers=draws_random_numbers(op, args, kwargs),
             )
         )
-        # Registers storages in the order in which the kernel allocates them, on which the simulated allocator depends.
+        # 2. Its storages, in the order in which the kernel allocates them: the simulated allocator depends on it.
         if not self._in_setup:
             self.table.birth_op = index
         record = self.ops[index]
         record.inputs = tuple(i for t in read if (i := storage_of(t)) is not None)
         record.outputs = tuple(i for t in written if (i := storage_of(t)) is not None)
         record.shapes = tuple(tuple(t.shape) for t in written)
+        # 3. What later events ask for: the last op that made something, updates in backward, in-place writes.
         if record.makes_or_changes:
             self.sequence = torch.autograd._get_sequence_nr()
         self.updates.check(record)
@@ -219,6 +221,7 @@ class Recorder(TorchDispatchMode):
             self._batch_statistics[module] = None
 
     def _note_writes(self, traits: OpTraits, args, kwargs, tick: int, call: int | None) -> None:
+        """Records the storages that an op of the forward writes in place."""
         for target in tensors_in(traits.written_arguments(args, kwargs)):
             if (storage := self.table.storage_of(target)) is not None:
                 self._writes.append((tick, storage, call))

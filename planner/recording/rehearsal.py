@@ -158,11 +158,11 @@ def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module, ho
     except (Exception, SystemExit) as error:
         message = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
         raise WorkloadError(
-            f"the model refused the batch: {type(error).__name__}: {message} ({_place(error, model)})"
+            f"the model refused the batch: {type(error).__name__}: {message} ({_location(error, model)})"
         ) from error
 
 
-def _place(error: BaseException, model: torch.nn.Module) -> str:
+def _location(error: BaseException, model: torch.nn.Module) -> str:
     """Returns the innermost module and line of model code in a traceback, as words for an error message."""
     names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
     module, line = "", ""

@@ -30,7 +30,7 @@ class Phase(enum.StrEnum):
 
 
 class Category(enum.StrEnum):
-    """What memory is used for, in the order in which reports list it."""
+    """A use of memory, in the order in which reports list them."""
 
     PARAMETER = "parameters"
     GRADIENT = "gradients"

@@ -46,7 +46,7 @@ class Effort:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Found:
+class LoopResult:
     """The best selection when the loop ended."""
 
     units: tuple[int, ...] | None
@@ -118,7 +118,7 @@ class CuttingLoop:
         *,
         tolerance: int = 0,
         below: int | None = None,
-    ) -> Found:
+    ) -> LoopResult:
         """Minimises an objective over the selections that fit.
 
         Args:
@@ -145,27 +145,27 @@ class CuttingLoop:
             )
             # 2. Update the bound. Rows are valid for every selection that fits, so infeasible means nothing fits.
             if outcome.infeasible:
-                return Found(units=best, bound=bound, proven=best is None)
+                return LoopResult(units=best, bound=bound, proven=best is None)
             bound = max(bound, outcome.bound)
             if bound >= cutoff or outcome.values is None:
-                return Found(units=best, bound=bound, proven=best is None and bound >= cutoff)
+                return LoopResult(units=best, bound=bound, proven=best is None and bound >= cutoff)
             # 3. Unfold the solution and check it exactly; the rows that it violates are now in `core`.
             units = self._unfolded(program, folded, outcome.values)
             if units is not None and not self._fits(units):
                 units = self.repaired(units) if best is None else None
             if units is not None and total(objective, units) > cutoff:
                 if distance(objective, units, bound) == 0.0:
-                    return Found(units=best, bound=bound, proven=best is None)
+                    return LoopResult(units=best, bound=bound, proven=best is None)
                 # HiGHS may stop at a solution beyond its cutoff if its gap allows for one below: ask for no gap.
                 units, coarse_gap, tolerance = None, 0.0, 0
             # 4. Keep the better selection, and stop if it reaches the bound.
             if units is not None:
                 best = units if best is None else min(best, units, key=lambda selection: total(objective, selection))
             if best is not None and distance(objective, best, bound) <= tolerance:
-                return Found(units=best, bound=bound, proven=True)
+                return LoopResult(units=best, bound=bound, proven=True)
             if not outcome.complete:
                 break
-        return Found(units=best, bound=bound, proven=False)
+        return LoopResult(units=best, bound=bound, proven=False)
 
     def lowest(self, floor_bytes: int, tolerance_bytes: int) -> tuple[tuple[int, ...], int]:
         """Returns a selection whose peak is as small as the solver can prove, and a lower bound of all peaks.

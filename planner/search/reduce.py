@@ -146,6 +146,7 @@ def _without_when(
 
 
 def _holds(sizes: dict[tuple[int, int, Condition], int]) -> tuple[Hold, ...]:
+    """Returns the holds of bytes by (start, stop, condition), in a fixed order."""
     return tuple(
         Hold(size_bytes=size_bytes, start=start, stop=stop, unless=unless, when=when)
         for (start, stop, (unless, when)), size_bytes in sorted(sizes.items())

@@ -34,6 +34,7 @@ def descend(
     cost_ns = reduced.problem.cost_ns
 
     def rank(option: frozenset[int]) -> tuple[int, int, list[int]]:
+        """Lowest peak first, then lowest cost; the list of units makes the order unique."""
         return compiled.peak(option), sum(cost_ns[unit] for unit in option), sorted(option)
 
     current = lowest = frozenset(units)

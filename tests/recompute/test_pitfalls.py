@@ -1,4 +1,4 @@
-"""Modules that must not be run twice are not offered for recompute; those beside and inside of them are."""
+"""Modules that must not be run twice are not offered for recompute; their siblings and submodules are."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def test_a_flat_net_is_planned_as_well_as_the_same_net_of_modules():
 
 @pytest.mark.parametrize("build", [Deep, Stack])
 def test_parts_that_start_from_each_other_go_below_one_level(build):
-    """What is held beside one layer grows like the logarithm of the depth, where checkpoints grow with it."""
+    """Memory held in addition to one layer grows with the logarithm of the depth; checkpoints grow linearly."""
     bytes_of_layer = 256 * 16 * 4  # of the residual stream
     depth = 32
     work = work_of(build(depth))

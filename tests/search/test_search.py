@@ -1,4 +1,4 @@
-"""The search against its oracle: every answer on small problems is what trying everything gives."""
+"""The search compared with brute force: on small problems every answer is the best of all selections."""
 
 from __future__ import annotations
 
