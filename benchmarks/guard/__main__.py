@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--limit-s", type=float, default=1200.0, help="for each")
     given = parser.parse_args()
-    logging.getLogger("rewrite").propagate = False
+    logging.getLogger("planner.rewrite").propagate = False
     torch.set_num_threads(1)
     console = Console(width=140)
     console.print(", ".join(f"{name} {version}" for name, version in versions().items()))

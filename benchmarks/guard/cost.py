@@ -18,8 +18,8 @@ from benchmarks.quality.models import GPT, Classifier
 from planner import rewrite
 from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Precision
 from planner.rewrite.accumulation_check import gradient_probe
-from planner.rewrite.accumulation_check.coupling_check import _TRIED
-from planner.rewrite.accumulation_check.side_effects import _CopiesOfWritten
+from planner.rewrite.accumulation_check.coupling_check import _CHECKED_BATCHES
+from planner.rewrite.accumulation_check.side_effects import _CopyOnWrite
 
 STEPS = 7
 SPLIT = {
@@ -47,9 +47,9 @@ class Cost:
 
     def relative(self) -> list[tuple[int, float, float]]:
         """(number, peak, time) of the steps that were tried, over the smallest of those that were not."""
-        plain = [number for number in range(1, STEPS + 1) if number not in _TRIED]
+        plain = [number for number in range(1, STEPS + 1) if number not in _CHECKED_BATCHES]
         peak, seconds = (min(row[number - 1] for number in plain) for row in (self.peaks, self.seconds))
-        tried = [number for number in _TRIED if number <= STEPS]
+        tried = [number for number in _CHECKED_BATCHES if number <= STEPS]
         return [(number, self.peaks[number - 1] / peak, self.seconds[number - 1] / seconds) for number in tried]
 
 
@@ -83,7 +83,7 @@ def _peak_bytes(model: torch.nn.Module, step: Callable[[Any], torch.Tensor], bat
     """Without what a trial keeps on the host, which is no other memory here: copies of what is written, and samples of
     gradients."""
     with (
-        mock.patch.object(_CopiesOfWritten, "_copy", _uncounted(_CopiesOfWritten._copy)),
+        mock.patch.object(_CopyOnWrite, "_copy", _uncounted(_CopyOnWrite._copy)),
         mock.patch.object(gradient_probe, "_spread", lambda gradient, stride: gradient.sum().view(1)),
         LiveBytes([*model.parameters(), *model.buffers(), *batch]) as memory,
     ):

@@ -134,15 +134,15 @@ def _listening() -> Iterator[tuple[list[ProbeResult | None], list[str]]]:
     told: list[str] = []
 
     class Listened(GradientProbe):
-        def of_gradient(self, *args: Any, **options: Any) -> ProbeResult | None:
-            compared.append(super().of_gradient(*args, **options))
+        def compare_gradients(self, *args: Any, **options: Any) -> ProbeResult | None:
+            compared.append(super().compare_gradients(*args, **options))
             return compared[-1]
 
     class Told(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             told.append(record.getMessage())
 
-    logger, handler = logging.getLogger("rewrite"), Told(level=logging.WARNING)
+    logger, handler = logging.getLogger("planner.rewrite"), Told(level=logging.WARNING)
     logger.addHandler(handler)
     coupling_check.GradientProbe = Listened
     try:

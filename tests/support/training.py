@@ -16,7 +16,7 @@ from torch import nn
 
 from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import Footprint, ModelFacts, Plan, SolverFacts, WorkloadFacts
-from planner.rewrite import Parity, apply, apply_decisions, emit, verify
+from planner.rewrite import Parity, Rewritten, apply, apply_decisions, emit, verify
 from planner.workload.call_convention import Calling
 from planner.workload.model_loss import own_loss
 from planner.workload.workload import batch_size_of, described
@@ -251,3 +251,10 @@ def assert_same_training(plan, emitted, model, other, batches, **options) -> Non
     state, other_state = model.state_dict(), other.state_dict()
     assert list(state) == list(other_state)
     assert [name for name in state if not torch.equal(state[name], other_state[name])] == []
+
+
+def without_coupling_check(rewritten: Rewritten) -> None:
+    """Let the step check the weights of micro-batches, and compare no samples."""
+    (check,) = rewritten.step.observers
+    check.coupling = None
+    check.start_watching()
