@@ -15,11 +15,12 @@ from planner.plan_types.tradeoff import DEFAULT_SECONDS, Tradeoff
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import networkx
     import torch
 
     from planner.workload.call_convention import LossFn
 
-__all__ = ["Footprint", "Plan", "Tradeoff", "plan", "record", "tradeoff"]
+__all__ = ["Footprint", "Plan", "Tradeoff", "plan", "record", "to_networkx", "tradeoff"]
 
 
 def __getattr__(name: str) -> ModuleType:
@@ -126,7 +127,7 @@ def record(
     """Two training steps as they would run on the card, as one graph of aten ops in execution order.
 
     Arguments are those of `plan`. Every node's `meta` tells its phase, module path, source line, FLOPs and bytes; see
-    `planner.recording.fx_graph.to_fx`.
+    `planner.recording.fx_graph.to_fx`. `planner.to_networkx` converts the graph for the algorithms of networkx.
 
     Raises:
         planner.errors.PlannerError: for input that cannot be used; the message says what to change.
@@ -138,3 +139,19 @@ def record(
 
     step = workload(model, batch, loss_fn=loss_fn, optimizer=optimizer)
     return to_fx(pipeline.record_step(step, resolve_card(gpu, None)))
+
+
+def to_networkx(graph: torch.fx.Graph, *, storages: bool = False) -> networkx.DiGraph[str]:
+    """Convert the result of `planner.record` to a `networkx.DiGraph`: nodes are ops, edges are data dependencies.
+
+    Nodes have the attributes `kind`, `name`, `phase`, `module`, `bytes`, `flops`, `moved_bytes`, `line`, `step` and
+    `micro_batch`, edges have `bytes`. `examples/step_graph.py` finds the largest op and a minimum cut.
+
+    Args:
+        graph: the result of `planner.record`.
+        storages: add a node for each tensor between the op that wrote it and its readers, so that a minimum cut by
+            `bytes` counts it once; see `planner.recording.fx_graph.to_networkx`.
+    """
+    from planner.recording.fx_graph import to_networkx
+
+    return to_networkx(graph, storages=storages)

@@ -9,14 +9,7 @@ from typing import Any, final
 import torch
 
 from planner.errors import DecisionError, PlanFileError, WorkloadError
-from planner.plan_types.decision_base import (
-    Decision,
-    Role,
-    conflict,
-    has_role,
-    micro_batch_size_of,
-    micro_batches_of,
-)
+from planner.plan_types.decision_base import Decision, Role, conflict, has_role, micro_batch_size_of, micro_batches_of
 from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import Plan
 from planner.rewrite.accumulation_check import AccumulationCheck, CouplingCheck
@@ -112,13 +105,12 @@ def apply(
 
 def _accumulation_checks(plan: Plan, rewriting: Rewriting) -> tuple[AccumulationCheck, ...]:
     """The check that micro-batches add up to their batch; empty if the plan does not accumulate."""
-    if rewriting.loss_terms is None:
-        return ()
     micro_batch_size = micro_batch_size_of(plan.decisions)
+    if micro_batch_size is None or rewriting.loss_terms is None:
+        return ()
     coupling = None
     # A chunked loss is a mean over labels, and outside of training it would need all logits at once: no probe of it.
-    is_split = micro_batches_of(plan.decisions) > 1
-    if micro_batch_size is not None and is_split and not has_role(plan.decisions, Role.LOSS):
+    if micro_batches_of(plan.decisions) > 1 and not has_role(plan.decisions, Role.LOSS):
         coupling = CouplingCheck(
             batch_size=rewriting.batch_size, micro_batch_size=micro_batch_size,
             terms_of=rewriting.loss_terms, loss_fn=rewriting.loss_fn,

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from planner.estimate.footprint import ALLOCATOR_GRANULARITY_BYTES
 from planner.profiles.device import DeviceProfile
-from planner.recording.op_schema import in_order_of_birth, kernel_call, traits_of
+from planner.recording.op_schema import in_order_of_birth, kernel_call, op_traits
 from planner.recording.step_graph import round_up
 from planner.workspaces import formula_of, is_known
 
@@ -42,7 +42,7 @@ class OpBlocks(TorchDispatchMode):
         kwargs = kwargs or {}
         before = 0 if self._events is None else len(self._events())
         result = op(*args, **kwargs)
-        if not traits_of(op).is_view:
+        if not op_traits(op).is_view:
             row = {"op": str(op), "arguments": _shown(args, kwargs)}
             if (key := str(row)) not in self._seen:
                 self._seen.add(key)

@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from planner.recording.op_schema import traits_of
+from planner.recording.op_schema import op_traits
 from planner.rewrite.accumulation_check.object_snapshot import ObjectSnapshot
 
 
@@ -66,7 +66,7 @@ class _CopyOnWrite(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        traits = traits_of(op)
+        traits = op_traits(op)
         if traits.writes:
             for tensor in tree_leaves(traits.written_arguments(args, kwargs)):
                 self._copy(tensor)

@@ -276,7 +276,7 @@ def test_the_curve_of_the_program_is_that_of_the_rewritten_step(name, card):
     build, batch_of = MODELS[name]
     work = workload(seeded(build), batch_of(), loss_fn=cross_entropy)
     found, curve = units(what_if(work, card=card))
-    assert any(unit.stretch is not None for unit in found.units)
+    assert any(unit.segment is not None for unit in found.units)
     chance = random.Random(0)
     for _ in range(6):
         chosen: list[int] = []
