@@ -243,7 +243,7 @@ _SPELLINGS = {"gradients_alive": "--accumulating-loop (--gradients-alive)"}
 
 
 def option(name: str) -> str:
-    """Returns the option as it is typed, for its attribute name in the parsed namespace."""
+    """Returns the spelling of an option, for its attribute name in the parsed namespace."""
     return _SPELLINGS.get(name, f"--{name.replace('_', '-')}")
 
 
