@@ -86,7 +86,7 @@ def test_a_budget_that_holds_no_plan_is_an_answer_and_nothing_is_trained(plan, s
 
     (row,), asked = rows(plan, settings, train, [(CASES["gpt2"], "35%")], fits=lambda budget: False)
     assert row["error"] is None and row["kept"] is None and asked == [("gpt2", "35%")]
-    assert "0 of 0 promises kept; 1 budgets hold no plan" in drawn([row])
+    assert "0 of 0 promises kept; no plan fits 1 of the budgets" in drawn([row])
 
 
 def test_nothing_is_begun_when_time_is_up(plan, settings):
