@@ -1,4 +1,4 @@
-"""The promise driver, with plans and runs that are made up: what its rows say, and what it does only once."""
+"""The promise driver with invented plans and runs: the contents of its rows, and the work that it does only once."""
 
 from __future__ import annotations
 

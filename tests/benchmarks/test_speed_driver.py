@@ -1,4 +1,4 @@
-"""The speed driver: how it looks for the largest micro-batch, what its rows say, and that each way really trains."""
+"""The speed driver: its search for the largest micro-batch, its rows, and a real step of each method."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command as people call it: output, files, exit codes, and what bad input gets."""
+"""The command as users call it: output, files, exit codes, and messages for bad input."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def run(*arguments: str, capsys) -> tuple[int, dict | str, str]:
     return code, json.loads(captured.out) if "--json" in arguments else captured.out, captured.err
 
 
-def test_a_model_that_fits_exits_with_zero_and_tells_both_peaks_and_the_plan(folder, capsys):
+def test_a_model_that_fits_exits_with_zero_and_shows_both_peaks_and_the_plan(folder, capsys):
     code, text, _ = run("net.py:build", "--vram", "1GiB", "--gpu", "rtx-3090", "--batch-size", "8192", capsys=capsys)
     assert code == 0
     for words in ("baseline", "activations", "CUDA context", "total", "fits:", "certified by rehearsal", "1.00 GiB"):
@@ -97,7 +97,7 @@ def test_the_batch_size_is_the_one_asked_for(folder, capsys):
     assert large["baseline"]["breakdown"]["activations"] == 2 * small["baseline"]["breakdown"]["activations"]
 
 
-def test_when_nothing_fits_the_shortfall_and_the_binding_term_are_told_and_the_exit_code_is_one(folder, capsys):
+def test_when_nothing_fits_the_shortfall_and_the_binding_term_are_reported_and_the_exit_code_is_one(folder, capsys):
     arguments = ("--vram", "300KiB", "--gpu", "bare", "--fidelity", "exact", "--json")
     code, data, _ = run("net.py:build", *arguments, capsys=capsys)
     assert code == 1
@@ -182,12 +182,12 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_gets_one_clear_line_exit_code_two_and_nothing_written(folder, capsys, case):
-    arguments, told = BAD[case]
+    arguments, message = BAD[case]
     before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     code, data, stderr = run(*arguments, "--json", capsys=capsys)
     assert code == 2
     assert data["fits"] is None
-    assert told in data["error"]["message"]
+    assert message in data["error"]["message"]
     assert stderr.rstrip().splitlines()[-1] == f"plan: {data['error']['message']}"
     assert "\n" not in data["error"]["message"]
     assert {path: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
