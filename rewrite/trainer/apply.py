@@ -88,7 +88,7 @@ class RewrittenForTrainer:
             DecisionError: if the optimizer does not have that kernel, or another kernel was chosen for it.
         """
         decision = self.plan.decision(OptimizerKernel)
-        if decision is None:
+        if not isinstance(decision, OptimizerKernel):
             return
         option, value = OPTIONS[decision.kernel]
         if not all(group.get(option) is value for group in optimizer.param_groups):
