@@ -119,8 +119,8 @@ def micro_batches(plan: Plan) -> tuple[int, int]:
         whole = planned * size
         raise DecisionError(
             f"accumulation plans {planned} micro-batches of {size} samples for a batch of {samples}, and the "
-            f"Trainer's micro-batches are all of one size: plan for a batch of {whole}, or use rewrite.apply, whose last "
-            "one may be smaller"
+            f"Trainer's micro-batches are all of one size: plan for a batch of {whole}, or use rewrite.apply, whose "
+            "last one may be smaller"
         )
     return samples // count, count
 
