@@ -38,7 +38,9 @@ def samples(count: int) -> list[dict[str, torch.Tensor]]:
 def main() -> None:
     model, data = build(), samples(20 * BATCH_SIZE)
     batch = transformers.default_data_collator(data[:BATCH_SIZE])
-    plan = planner.plan(model, batch, vram="3.1MB", gpu="bare", fidelity="exact", forbid=("step-in-backward", "replay"))
+    plan = planner.plan(
+        model, batch, vram="3.1MB", gpu="bare", fidelity="exact", forbid=("step-in-backward", "segment-checkpoint")
+    )
     for decision in plan.decisions:
         print(f"- {decision.describe()}")
 

@@ -124,8 +124,9 @@ def test_a_state_of_another_plan_is_refused_and_nothing_changes():
     stepped(other, images(6), 2)
     before = copy.deepcopy(other.optimizer.state_dict())
     message = (
-        r"^the state was saved under another plan \(it had 'recompute 2 modules in backward: first, twice', this one "
-        r"has 'recompute 1 module in backward: twice; 2 micro-batches of 4 samples'\): apply that plan, or start with "
+        r"^the state was saved under another plan \(it had 'activation checkpointing: first, twice', this one "
+        r"has 'activation checkpointing: twice; gradient accumulation: 2 micro-batches of 4'\): "
+        r"apply that plan, or start with "
         r"new optimizer state$"
     )
     with pytest.raises(PlanFileError, match=message):
