@@ -88,6 +88,9 @@ class _Needs:
     A search tries every configuration; a rehearsal tries only the decisions that were smallest at another size, and is
     several times cheaper. Either shows that a batch fits. Only a search within the budget shows that it does not,
     because the configuration with the smallest predicted peak may not have the least allocator slack.
+
+    Measured on examples/sequential.py:build with --vram 1GiB --fidelity exact: 5 searches and 10 rehearsals, 56 s of
+    CPU time. Bisection between powers of two with a search for each size took 17 searches and over 71 s.
     """
 
     def __init__(
