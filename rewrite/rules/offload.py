@@ -108,7 +108,7 @@ class HostCopy:
         self.views, self.pending = 0, 0  # saved tensors in this storage, and those that backward has yet to ask for
         size = tensor.untyped_storage().nbytes()
         self.host = torch.empty(size, dtype=torch.uint8, pin_memory=tensor.is_cuda)
-        with torch.no_grad():  # only views on the device: a tape of `replay` counts ops that create or change tensors
+        with torch.no_grad():  # only views on the device: a `Tape` around this counts ops that create or change tensors
             whole = without_bits(tensor).as_strided((1,), (1,), 0).view(torch.uint8).as_strided((size,), (1,), 0)
             self.host.copy_(whole, non_blocking=True)
 

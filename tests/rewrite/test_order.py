@@ -142,7 +142,7 @@ def test_schedulers_that_cannot_be_stepped_here_are_refused():
         rewritten(seeded(Perceptron), scheduler=lambda optimizer: 0.1, **options)
     model = seeded(Perceptron)
     plan = plan_for(model, vectors(6), loss_fn=cross_entropy)
-    with pytest.raises(WorkloadError, match="StepLR belongs to one optimizer, and each run has its own: give a function"):
+    with pytest.raises(WorkloadError, match="StepLR belongs to one optimizer, and each run has its own"):
         rewrite.verify(
             plan, model, vectors(6), loss_fn=cross_entropy, scheduler=halving(adamw(model.parameters()))
         )  # fmt: skip
