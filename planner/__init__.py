@@ -1,6 +1,6 @@
 """Plan a PyTorch training step that fits a card: `planner.plan(model, batch, vram="6GiB")`.
 
-Nothing here imports torch until a plan is made, so that plan files and the search can be used without it.
+This module imports torch only when a plan is computed, so that plan files and the search can be used without it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from planner.plan_types.tradeoff import DEFAULT_SECONDS, Tradeoff
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import networkx
     import torch
 
     from planner.workload.call_convention import LossFn
 
-__all__ = ["Footprint", "Plan", "Tradeoff", "plan", "record", "tradeoff"]
+__all__ = ["Footprint", "Plan", "Tradeoff", "plan", "record", "to_networkx", "tradeoff"]
 
 
 def __getattr__(name: str) -> ModuleType:
-    """`planner.rewrite` and `planner.profiles` are imported when they are first used: the rewriter needs torch."""
+    """Import `planner.rewrite` and `planner.profiles` when they are first used: the rewriter needs torch."""
     if name in ("rewrite", "profiles"):
         return importlib.import_module(f"planner.{name}")
     raise AttributeError(f"module 'planner' has no attribute {name!r}")
@@ -44,43 +45,41 @@ def plan(
     max_slowdown: float | None = None,
     gradients_alive: bool = False,
 ) -> Plan:
-    """Plan one optimizer step of `model` on `batch` inside `vram`.
+    """Plan one optimizer step of `model` on `batch` so that its memory stays inside `vram`.
 
     Args:
-        model: any module; its weights may be on the CPU or on the meta device. It is left untouched.
-        batch: a dict of keyword arguments, a dataclass, a tuple, or a tensor; dimension 0 of its tensors is the sample.
-        vram: a size such as "6GiB" or "80%" (of the card), or bytes; None rehearses without choosing.
-        loss_fn: `loss_fn(output, batch)`; None where the model returns a loss.
-        gpu: a profile's name such as "rtx-2060", or "bare"; None takes the CUDA card at hand, else a generic one.
-        fidelity: how far the plan may go: "exact", "rounded" or "partial".
+        model: any module; its weights may be on the CPU or on the meta device. It is not changed.
+        batch: a dict of keyword arguments, a dataclass, a tuple, or a tensor. Dimension 0 of its tensors is the sample.
+        vram: the memory budget: a size such as "6GiB" or "80%" (of the card), or a number of bytes. If None, the step
+            is rehearsed and nothing is decided.
+        loss_fn: called as `loss_fn(output, batch)`; None if the model returns a loss.
+        gpu: a profile's name such as "rtx-2060", the path of a profile's TOML file, or "bare". If None, the CUDA card
+            of this machine, or a generic Ampere GPU if there is none.
+        fidelity: how closely training must match the original: "exact" (same math), "rounded" (lower precision) or
+            "partial" (freeze layers).
         optimizer: a name such as "adamw", a torch optimizer, or a function from parameters to one.
         force: kinds of decision that must be used.
         forbid: kinds of decision that must not be used.
-        only: kinds of decision that may be used; all others are forbidden. None: all.
-        max_slowdown: the step may take so many times as long as it does without a plan. None: as long as it likes.
-        gradients_alive: gradients of earlier batches are there before the step, and it adds to them: for a loop that
-            accumulates by itself. What is promised then holds for each of its batches, the last of them included.
+        only: kinds of decision that may be used; all others are forbidden. None allows all.
+        max_slowdown: maximum step time over that of the baseline; None for no limit.
+        gradients_alive: True if your own loop accumulates gradients over several batches. The plan then counts the
+            gradients of earlier batches, which the step adds to, and its promise holds for every batch of the loop.
 
     Returns:
-        A certified plan. `Plan.fits` says whether it is inside the budget.
+        A certified plan. `Plan.fits` is True if it is inside the budget.
 
     Raises:
-        planner.errors.PlannerError: for input that cannot be used; the message says what to change.
+        planner.errors.PlannerError: an argument cannot be used; the message says what to change.
     """
-    from planner.pipeline import plan_live_model
+    from planner import pipeline
     from planner.plan_types.constraints import parse_constraints
+    from planner.workload.budget import card_and_budget
+    from planner.workload.workload import workload
 
     constraints = parse_constraints(fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown)
-    return plan_live_model(
-        model,
-        batch,
-        vram=vram,
-        loss_fn=loss_fn,
-        gpu=gpu,
-        optimizer=optimizer,
-        gradients_alive=gradients_alive,
-        constraints=constraints,
-    )
+    step = workload(model, batch, loss_fn=loss_fn, optimizer=optimizer, gradients_alive=gradients_alive)
+    card, vram_bytes = card_and_budget(gpu, vram)
+    return pipeline.plan_workload(step, card, vram_bytes=vram_bytes, constraints=constraints)
 
 
 def tradeoff(
@@ -99,31 +98,25 @@ def tradeoff(
     gradients_alive: bool = False,
     seconds: float = DEFAULT_SECONDS,
 ) -> Tradeoff:
-    """Memory against step time: certified plans from the fastest to the smallest.
+    """Compute the trade-off between memory and step time: certified plans from the fastest to the smallest.
 
-    Arguments are those of `plan`; `vram` only marks the plan that is the fastest inside it.
+    The arguments are those of `plan`, but `vram` only marks the fastest plan inside it.
 
     Args:
-        seconds: about how long it may take; less leaves the front rougher.
+        seconds: about how long the search may take. With less time there are fewer plans in between.
 
     Raises:
-        planner.errors.PlannerError: for input that cannot be used; the message says what to change.
+        planner.errors.PlannerError: an argument cannot be used; the message says what to change.
     """
-    from planner.pipeline import tradeoff_of_live_model
+    from planner import pipeline
     from planner.plan_types.constraints import parse_constraints
+    from planner.workload.budget import card_and_budget
+    from planner.workload.workload import workload
 
     constraints = parse_constraints(fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown)
-    return tradeoff_of_live_model(
-        model,
-        batch,
-        vram=vram,
-        loss_fn=loss_fn,
-        gpu=gpu,
-        optimizer=optimizer,
-        gradients_alive=gradients_alive,
-        constraints=constraints,
-        seconds=seconds,
-    )
+    step = workload(model, batch, loss_fn=loss_fn, optimizer=optimizer, gradients_alive=gradients_alive)
+    card, vram_bytes = card_and_budget(gpu, vram)
+    return pipeline.tradeoff_workload(step, card, vram_bytes=vram_bytes, constraints=constraints, seconds=seconds)
 
 
 def record(
@@ -134,14 +127,35 @@ def record(
     gpu: str | None = None,
     optimizer: Any = "adamw",
 ) -> torch.fx.Graph:
-    """Two training steps as they would run on the card, as one graph of aten ops in execution order.
+    """Record two training steps as they would run on the card: one graph of aten ops in execution order.
 
-    Arguments are those of `plan`. Every node's `meta` tells its phase, module path, source line, FLOPs and bytes; see
-    `planner.recording.fx_graph.to_fx`.
+    The arguments are those of `plan`. The `meta` of each node has its phase, module path, source line, FLOPs and bytes;
+    see `planner.recording.fx_graph.to_fx`. `planner.to_networkx`
+    converts the graph for the algorithms of networkx.
 
     Raises:
-        planner.errors.PlannerError: for input that cannot be used; the message says what to change.
+        planner.errors.PlannerError: an argument cannot be used; the message says what to change.
     """
-    from planner.pipeline import record_live_model
+    from planner import pipeline
+    from planner.recording.fx_graph import to_fx
+    from planner.workload.cards import resolve_card
+    from planner.workload.workload import workload
 
-    return record_live_model(model, batch, loss_fn=loss_fn, gpu=gpu, optimizer=optimizer)
+    step = workload(model, batch, loss_fn=loss_fn, optimizer=optimizer)
+    return to_fx(pipeline.record_step(step, resolve_card(gpu, None)))
+
+
+def to_networkx(graph: torch.fx.Graph, *, storages: bool = False) -> networkx.DiGraph[str]:
+    """Convert the result of `planner.record` to a `networkx.DiGraph`: nodes are ops, edges are data dependencies.
+
+    Nodes have the attributes `kind`, `name`, `phase`, `module`, `bytes`, `flops`, `moved_bytes`, `line`, `step` and
+    `micro_batch`, edges have `bytes`. `examples/step_graph.py` finds the largest op and a minimum cut.
+
+    Args:
+        graph: the result of `planner.record`.
+        storages: add a node for each tensor between the op that wrote it and its readers, so that a minimum cut by
+            `bytes` counts it once; see `planner.recording.fx_graph.to_networkx`.
+    """
+    from planner.recording.fx_graph import to_networkx
+
+    return to_networkx(graph, storages=storages)

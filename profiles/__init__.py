@@ -1,9 +1,9 @@
-"""Device data: what each card holds, costs and computes, and where every number comes from."""
+"""Profiles of GPUs: memory, fixed costs and rates of each card, with the source of every number."""
 
 from __future__ import annotations
 
 if __name__ != "planner.profiles":
-    raise ImportError("this folder is installed as planner.profiles: write `from planner import profiles`")
+    raise ImportError("this folder is imported as planner.profiles: write `from planner import profiles`")
 
 from planner.profiles.device import DeviceProfile, ProfileError, read
 from planner.profiles.finding import CardFacts, known, like, load, matching, own_folder

@@ -1,12 +1,17 @@
-"""Measure the card at hand and write its profile, in the form of the files in `devices/`.
+"""Measures this machine's card and writes its profile, in the form of the files in `devices/`.
 
     python -m planner.profiles.calibrate [--out FILE.toml] [--json FILE.json]
 
-Run it alone on the card, in a process that has not used CUDA. It takes about 20 seconds. What is measured: the CUDA
-context after a first kernel, a matrix product, a convolution and a training step; what the first product leaves in the
-allocator; bandwidth of a copy; matrix products in each dtype; the host's time for an operator; copies from pinned host
-memory and to it. What cannot be measured is told, and taken from the profile that is known of this card or of one like
-it. Without `--out` the profile goes where planning looks first (`profiles.own_folder`).
+Run it while nothing else uses the card, in a process that has not used CUDA. It takes about 20 seconds. It measures:
+
+- the CUDA context after a first kernel, a matrix product, a convolution and a training step;
+- the workspace that the first matrix product leaves in the allocator;
+- the bandwidth of a copy, and the rate of matrix products in each dtype;
+- the time that the host takes to launch an operator;
+- copies from and to pinned host memory.
+
+A quantity that cannot be measured is reported, and taken from the existing profile of this card or of the most similar
+one. Without `--out` the profile is written to the folder where planning looks first (`profiles.own_folder`).
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from types import ModuleType
 from typing import Protocol
 
 from planner.profiles.device import DTYPES, MIB
@@ -32,16 +38,20 @@ from planner.profiles.finding import CardFacts, like, matching, own_folder
 from planner.profiles.process_memory import card_used_bytes, driver_version, process_memory
 
 CONTEXT_STAGES = ("first kernel", "matrix product", "convolution", "training step")
+"""Stages after which the CUDA context is measured. Each may load more kernels."""
 WIDTHS = {"fp32": 8192, "tf32": 8192, "fp16": 8192, "bf16": 8192, "fp64": 4096}
-"""Of the square matrices whose product is timed."""
+"""Width of the square matrices whose product is timed, by dtype."""
 REPEATS = 5
+"""Number of timed runs of each quantity."""
+HOST_COPIES = {"copies to the card": False, "copies to the host": True}
+"""Names of the two measured copies, and whether a copy goes back to the host."""
 SEGMENTS = 24
-"""New segments whose addresses are looked at."""
+"""Number of new segments whose addresses are compared."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts(CardFacts):
-    """Of the card, its name without 'NVIDIA ' in front, and with what it was measured."""
+    """The card (with its name without 'NVIDIA ' in front) and the software that it was measured with."""
 
     driver: str
     torch_version: str
@@ -50,13 +60,13 @@ class Facts(CardFacts):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What was measured."""
+    """All measured quantities."""
 
     facts: Facts
     context_bytes: dict[str, int]
-    """The process's memory outside the allocator, after each of `CONTEXT_STAGES`."""
+    """Memory of the process outside the allocator, after each of `CONTEXT_STAGES`."""
     memory_source: str
-    """Who told the process's memory: 'nvml', 'nvidia-smi', 'difference'."""
+    """Source of the process's memory: 'nvml', 'nvidia-smi' or 'difference' (`process_memory`)."""
     memory_bandwidth_bytes_per_s: int
     flops_per_s: dict[str, int]
     launch_ns: int
@@ -64,73 +74,81 @@ class Calibration:
     segment_addresses: str
     """One of `planner.profiles.device.SEGMENT_ADDRESSES`."""
     workspace_bytes: int
-    """What the first matrix product leaves allocated: the workspace of its cuBLAS handle."""
+    """Bytes that the first matrix product leaves allocated: the workspace of its cuBLAS handle."""
     allocator: str
     """Backend and settings of the caching allocator."""
     date: str
+    """Day of the measurement in ISO format."""
     not_measured: dict[str, str] = dataclasses.field(default_factory=dict)
-    """By field: why not. Its number is of a profile that was known."""
+    """Reason by the name of each quantity that could not be measured. Its value is that of an existing profile."""
 
 
 class Card(Protocol):
-    """What is asked of a card; a test puts one with made-up numbers in its place."""
+    """The operations that calibration needs of a card. Tests supply a card with fixed numbers."""
 
     def begin(self) -> None:
-        """Start CUDA in this process."""
+        """Starts CUDA in this process."""
 
     def facts(self) -> Facts:
-        """Of the card and the software."""
+        """Returns facts of the card and the software."""
 
     def after_stage(self, stage: str) -> tuple[int, str]:
-        """Do what `stage` names, then: bytes of the process outside the allocator, and who said so."""
+        """Runs a stage of `CONTEXT_STAGES`.
+
+        Returns the bytes of the process outside the allocator after it, and the source of that number.
+        """
 
     def copy_seconds(self, size_bytes: int) -> float:
-        """Copy a tensor of that size on the card."""
+        """Returns the time to copy a tensor of `size_bytes` on the card."""
 
     def product_seconds(self, dtype: str, width: int) -> float:
-        """Multiply two square matrices."""
+        """Returns the time to multiply two square matrices."""
 
     def small_ops_seconds(self, count: int) -> float:
-        """Run as many ops on one number each."""
+        """Returns the time to run `count` ops on a tensor with one element."""
 
     def host_copy_seconds(self, size_bytes: int, *, back: bool) -> float:
-        """Copy from pinned host memory to the card, or back."""
+        """Returns the time to copy from pinned host memory to the card, or back."""
 
     def workspace_bytes(self) -> int:
-        """What is allocated though no tensor is alive."""
+        """Returns the allocated bytes while no tensor is alive."""
 
     def allocator(self) -> str:
-        """Backend and settings."""
+        """Returns backend and settings of the caching allocator."""
 
     def new_segments(self, count: int, size_bytes: int) -> list[int]:
-        """Addresses of tensors that each take a segment of their own, in the order in which they are made."""
+        """Returns the addresses of tensors that each take a new segment, in the order of their allocation."""
 
 
 def calibrate(card: Card) -> Calibration:
-    """Measure all of it. Rates are the fastest of several runs: what a dense kernel can reach."""
+    """Measures everything. Each rate is that of the fastest of several runs, which a dense kernel can reach."""
     card.begin()
+    # The context comes first: later measurements load more kernels than a training step needs.
     contexts = [card.after_stage(stage) for stage in CONTEXT_STAGES]
-    facts, copied, sent, ops = card.facts(), 1 << 30, 256 * MIB, 2000
+    facts, copied_bytes, sent_bytes, ops = card.facts(), 1 << 30, 256 * MIB, 2000
     known = matching(facts.cuda_name) or like(facts)
     missing: dict[str, str] = {}
 
     def rate(name: str, amount: float, seconds: Callable[[], float], otherwise: int) -> int:
         try:
             return round(amount / min(seconds() for _ in range(REPEATS)))
-        except RuntimeError as why:  # no memory for it, or no kernel
-            missing[name] = str(why).splitlines()[0]
+        except RuntimeError as error:  # The card has no memory for it, or PyTorch no kernel.
+            missing[name] = str(error).splitlines()[0]
             return otherwise
 
-    there, back = (
-        rate(name, sent, functools.partial(card.host_copy_seconds, sent, back=back), known.host_link_bytes_per_s)
-        for name, back in (("copies to the card", False), ("copies to the host", True))
-    )
+    to_card, to_host = (
+        rate(
+            name, sent_bytes, functools.partial(card.host_copy_seconds, sent_bytes, back=back),
+            known.host_link_bytes_per_s,
+        )
+        for name, back in HOST_COPIES.items()
+    )  # fmt: skip
     return Calibration(
         facts=facts,
         context_bytes={stage: size for stage, (size, _) in zip(CONTEXT_STAGES, contexts, strict=True)},
         memory_source=contexts[-1][1],
         memory_bandwidth_bytes_per_s=rate(
-            "bandwidth", 2 * copied, lambda: card.copy_seconds(copied), known.memory_bandwidth_bytes_per_s
+            "bandwidth", 2 * copied_bytes, lambda: card.copy_seconds(copied_bytes), known.memory_bandwidth_bytes_per_s
         ),
         flops_per_s={
             dtype: rate(
@@ -140,7 +158,7 @@ def calibrate(card: Card) -> Calibration:
             for dtype, width in WIDTHS.items()
         },
         launch_ns=round(statistics.median(card.small_ops_seconds(ops) for _ in range(REPEATS)) / ops * 1e9),
-        host_link_bytes_per_s=round(2 / (1 / there + 1 / back)),
+        host_link_bytes_per_s=round(2 / (1 / to_card + 1 / to_host)),  # The harmonic mean: a copy goes out and back.
         segment_addresses=_order(card.new_segments(SEGMENTS, 20 * MIB)),
         workspace_bytes=card.workspace_bytes(),
         allocator=card.allocator(),
@@ -150,7 +168,7 @@ def calibrate(card: Card) -> Calibration:
 
 
 def _order(addresses: list[int]) -> str:
-    """Which way most new segments lie from the one before: a few fill gaps that were left."""
+    """Returns the direction in which the driver places most new segments. A few of them may fill gaps."""
     above = sum(later > earlier for earlier, later in itertools.pairwise(addresses))
     if above >= 0.8 * (len(addresses) - 1):
         return "ascending"
@@ -158,13 +176,13 @@ def _order(addresses: list[int]) -> str:
 
 
 class CudaCard:
-    """The first CUDA card."""
+    """The first CUDA card of this machine."""
 
     def begin(self) -> None:
         import torch
 
         self._torch, self._used_before_bytes = torch, card_used_bytes()
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # torch.cuda.init has no annotations
 
     def facts(self) -> Facts:
         torch = self._torch
@@ -192,8 +210,8 @@ class CudaCard:
             case "training step":
                 _training_step(torch)
         torch.cuda.synchronize()
-        found = process_memory(used_before_bytes=self._used_before_bytes)
-        return found.process_bytes - torch.cuda.memory_reserved(), found.source
+        memory = process_memory(used_before_bytes=self._used_before_bytes)
+        return memory.process_bytes - torch.cuda.memory_reserved(), memory.source
 
     def copy_seconds(self, size_bytes: int) -> float:
         source = self._torch.empty(size_bytes, dtype=self._torch.uint8, device="cuda")
@@ -203,22 +221,22 @@ class CudaCard:
     def product_seconds(self, dtype: str, width: int) -> float:
         torch = self._torch
         kind = {"fp64": torch.float64, "fp16": torch.float16, "bf16": torch.bfloat16}.get(dtype, torch.float32)
-        one, other = (torch.randn(width, width, device="cuda").to(kind) for _ in range(2))
+        left, right = (torch.randn(width, width, device="cuda").to(kind) for _ in range(2))
         before = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
         try:
-            return self._seconds(lambda: one @ other)
+            return self._seconds(lambda: left @ right)
         finally:
             torch.backends.cuda.matmul.allow_tf32 = before
 
     def small_ops_seconds(self, count: int) -> float:
         number = self._torch.zeros(1, device="cuda")
 
-        def all_of_them() -> None:
+        def add_repeatedly() -> None:
             for _ in range(count):
                 number.add_(1)
 
-        return self._seconds(all_of_them)
+        return self._seconds(add_repeatedly)
 
     def host_copy_seconds(self, size_bytes: int, *, back: bool) -> float:
         source = self._torch.empty(size_bytes, dtype=self._torch.uint8, pin_memory=True)
@@ -240,7 +258,7 @@ class CudaCard:
         return [segment.data_ptr() for segment in segments]
 
     def _seconds(self, function: Callable[[], object]) -> float:
-        """Of the second call: the first one loads kernels."""
+        """Returns the time of the second call, because the first one loads kernels."""
         function()
         self._torch.cuda.synchronize()
         began = time.perf_counter()
@@ -249,8 +267,8 @@ class CudaCard:
         return time.perf_counter() - began
 
 
-def _training_step(torch) -> None:
-    """One step of a small net with the common layers."""
+def _training_step(torch: ModuleType) -> None:
+    """Trains a small network of common layers for two steps, so that their kernels are loaded."""
     nn = torch.nn
     layers = (nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.GELU(), nn.Flatten(), nn.Dropout(0.1))
     model = nn.Sequential(*layers, nn.Linear(16 * 256, 64), nn.LayerNorm(64), nn.Linear(64, 10)).cuda()
@@ -264,13 +282,13 @@ def _training_step(torch) -> None:
         optimizer.zero_grad()
 
 
-def as_toml(found: Calibration, title: str) -> str:
-    """A profile file: every number with its source, as `planner.profiles.device.read` takes it."""
-    facts = found.facts
-    how = f"{found.date}, torch {facts.torch_version}, CUDA {facts.cuda_version}, driver {facts.driver}"
-    contexts = ", ".join(f"{size // MIB} MiB after a {stage}" for stage, size in found.context_bytes.items())
-    context = found.context_bytes[CONTEXT_STAGES[-1]]
-    native = [dtype for dtype in ("bf16", "fp16") if _is_native(found, dtype)]
+def as_toml(calibration: Calibration, title: str) -> str:
+    """Returns the text of a profile file that `planner.profiles.device.read` reads, with the source of each number."""
+    facts = calibration.facts
+    how = f"{calibration.date}, torch {facts.torch_version}, CUDA {facts.cuda_version}, driver {facts.driver}"
+    contexts = ", ".join(f"{size // MIB} MiB after a {stage}" for stage, size in calibration.context_bytes.items())
+    context = calibration.context_bytes[CONTEXT_STAGES[-1]]
+    native = [dtype for dtype in ("bf16", "fp16") if _is_native(calibration, dtype)]
     lines = [
         f"title = {json.dumps(title)}",
         f"source = {json.dumps(f'calibrated {how}')}",
@@ -280,61 +298,61 @@ def as_toml(found: Calibration, title: str) -> str:
         f"max_threads_per_sm = {facts.max_threads_per_sm}  # the driver",
         f"vram_bytes = {facts.vram_bytes:_}  # the driver",
         f"context_bytes = {context:_}  # measured as context_source says",
-        f"context_source = {json.dumps(f'measured by {found.memory_source}: {contexts}')}",
-        f"memory_bandwidth_bytes_per_s = {found.memory_bandwidth_bytes_per_s:_}"
-        f"  # {_by(found, ['bandwidth'], 'copy of 1 GiB, both ways')}",
+        f"context_source = {json.dumps(f'measured by {calibration.memory_source}: {contexts}')}",
+        f"memory_bandwidth_bytes_per_s = {calibration.memory_bandwidth_bytes_per_s:_}"
+        f"  # {_by(calibration, ['bandwidth'], 'copy of 1 GiB, both ways')}",
         f"native_dtypes = {json.dumps(native)}  # measured: products at least 1.2 times as fast as in fp32",
-        f"launch_ns = {found.launch_ns:_}  # measured: in-place additions to one number",
-        f"host_link_bytes_per_s = {found.host_link_bytes_per_s:_}"
-        f"  # {_by(found, ['copies to the card', 'copies to the host'], '256 MiB of pinned memory, there and back')}",
-        f'segment_addresses = "{found.segment_addresses}"  # measured: {SEGMENTS} new segments of 20 MiB',
-        f"# a cuBLAS handle keeps {found.workspace_bytes:_} bytes; allocator: {found.allocator}",
+        f"launch_ns = {calibration.launch_ns:_}  # measured: in-place additions to one number",
+        f"host_link_bytes_per_s = {calibration.host_link_bytes_per_s:_}"
+        f"  # {_by(calibration, [*HOST_COPIES], '256 MiB of pinned memory, there and back')}",
+        f'segment_addresses = "{calibration.segment_addresses}"  # measured: {SEGMENTS} new segments of 20 MiB',
+        f"# a cuBLAS handle keeps {calibration.workspace_bytes:_} bytes; allocator: {calibration.allocator}",
         "",
         "[flops_per_s]",
         *(
-            f"{dtype} = {found.flops_per_s[dtype]:_}"
-            f"  # {_by(found, [f'products in {dtype}'], 'product of square matrices')}"
+            f"{dtype} = {calibration.flops_per_s[dtype]:_}"
+            f"  # {_by(calibration, [f'products in {dtype}'], 'product of square matrices')}"
             for dtype in DTYPES
         ),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _by(found: Calibration, names: list[str], how: str) -> str:
-    """Where a number comes from."""
-    missing = [f"{name}: {found.not_measured[name]}" for name in names if name in found.not_measured]
+def _by(calibration: Calibration, names: list[str], how: str) -> str:
+    """Returns the source of a number that depends on the quantities `names`."""
+    missing = [f"{name}: {calibration.not_measured[name]}" for name in names if name in calibration.not_measured]
     return f"not measured ({'; '.join(missing)}): as the datasheet says" if missing else f"measured: {how}"
 
 
-def _is_native(found: Calibration, dtype: str) -> bool:
-    """Whether training in it is faster; bf16 before 8.0 is emulated, however fast."""
-    emulated = dtype == "bf16" and found.facts.compute_capability < (8, 0)
-    return not emulated and found.flops_per_s[dtype] > 1.2 * found.flops_per_s["fp32"]
+def _is_native(calibration: Calibration, dtype: str) -> bool:
+    """True if training in this dtype is faster. Below compute capability 8.0 bf16 is emulated, so it does not count."""
+    emulated = dtype == "bf16" and calibration.facts.compute_capability < (8, 0)
+    return not emulated and calibration.flops_per_s[dtype] > 1.2 * calibration.flops_per_s["fp32"]
 
 
 def title_of(facts: Facts) -> str:
-    """As the known profile of this card is called, else the driver's name of it."""
+    """Returns the title of the existing profile of this card, else the driver's name of the card."""
     known = matching(facts.cuda_name)
     return facts.cuda_name if known is None else known.title
 
 
 def main(card: Card | None = None, arguments: list[str] | None = None) -> None:
-    """Measure and write."""
+    """Runs the command: measures the card, and writes and prints its profile."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=pathlib.Path, help="the profile, named after the card")
-    parser.add_argument("--json", type=pathlib.Path, help="everything measured, as one JSON object")
+    parser.add_argument("--out", type=pathlib.Path, help="file for the profile; its name becomes the card's name")
+    parser.add_argument("--json", type=pathlib.Path, help="file to write all measured quantities to, as a JSON object")
     options = parser.parse_args(arguments)
-    found = calibrate(card or CudaCard())
-    name = re.sub(r"[^a-z0-9]+", "-", found.facts.cuda_name.casefold()).strip("-")
+    calibration = calibrate(card or CudaCard())
+    name = re.sub(r"[^a-z0-9]+", "-", calibration.facts.cuda_name.casefold()).strip("-")
     out = options.out or own_folder() / f"{name}.toml"
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(as_toml(found, title_of(found.facts)))
+    out.write_text(as_toml(calibration, title_of(calibration.facts)))
     if options.json is not None:
-        options.json.write_text(json.dumps(dataclasses.asdict(found)) + "\n")
+        options.json.write_text(json.dumps(dataclasses.asdict(calibration)) + "\n")
     print(out.read_text(), end="")
     print(f"written to {out}", file=sys.stderr)
-    for name, why in found.not_measured.items():
-        print(f"not measured: {name} ({why})", file=sys.stderr)
+    for quantity, reason in calibration.not_measured.items():
+        print(f"not measured: {quantity} ({reason})", file=sys.stderr)
 
 
 if __name__ == "__main__":

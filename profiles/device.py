@@ -1,7 +1,7 @@
-"""What a planner has to know about a card: its memory, its fixed costs and its rates.
+"""The profile of a card: its memory, its fixed costs and its rates.
 
-A card is one TOML file in `devices/`, named after its slug; adding a card is adding a file (`finding`). Every number
-there carries its source as a comment beside it: a vendor datasheet, a public log, a model, or an assumption.
+Each card is one TOML file in `devices/`, named after its slug. To add a card, add a file (`finding`). Every number in
+it has its source in a comment: a vendor datasheet, a public log, a model, or an assumption.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 MIB = 1 << 20
 GIB = 1 << 30
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp64")
-"""The names of rates in `DeviceProfile.flops_per_s`; a profile states all of them."""
+"""Names of the rates in `DeviceProfile.flops_per_s`. A profile states all of them."""
 
 AUTOCAST_DTYPES = ("bf16", "fp16")
 """The dtypes that can be native, the preferred one first: bf16 needs no loss scaling."""
@@ -26,59 +27,63 @@ SEGMENT_ADDRESSES: Mapping[str, tuple[bool, ...]] = {
     "descending": (True,),
     "unknown": (False, True),
 }
-"""Values of `DeviceProfile.segment_addresses`, with the answers to "is each below the one before?" that they leave."""
+"""Values of `DeviceProfile.segment_addresses`, each with the orders to simulate. True means descending addresses."""
 
 
 class ProfileError(Exception):
-    """A card that is not known, or a profile file that is not well formed."""
+    """Raised for an unknown card, or for a profile file that is not well formed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceProfile:
-    """One card, as PyTorch on Linux sees it.
+    """A card as PyTorch on Linux sees it.
 
-    Rates are peaks that a dense kernel can reach; only their ratios should decide anything.
+    Rates are peaks that a dense kernel can reach. Base decisions on ratios of them only.
     """
 
     name: str
-    """The slug users give, such as 'rtx-2060'."""
+    """Slug that users give with --gpu, such as 'rtx-2060'."""
     title: str
-    """The name people know, such as 'GeForce RTX 2060 6 GB'."""
+    """Product name, such as 'GeForce RTX 2060 6 GB'."""
     source: str
-    """'datasheet', or 'calibrated ...' with when and how."""
+    """'datasheet', or 'calibrated ...' with date and versions."""
     cuda_names: tuple[str, ...] = ()
-    """Patterns of `torch.cuda.get_device_name()`, without 'NVIDIA ' in front; see `matching`."""
+    """Patterns for `torch.cuda.get_device_name()` without 'NVIDIA ' in front; see `matching`."""
     compute_capability: tuple[int, int]
     sm_count: int
+    """Number of streaming multiprocessors."""
     max_threads_per_sm: int
     vram_bytes: int
-    """`torch.cuda.get_device_properties().total_memory` on Linux; differs by some MiB with the driver."""
+    """`torch.cuda.get_device_properties().total_memory` on Linux. It differs by some MiB between drivers."""
     context_bytes: int
-    """The CUDA context after a training step, outside the caching allocator, with kernels loaded lazily."""
+    """Size of the CUDA context after a training step, outside the caching allocator, with lazily loaded kernels."""
     context_source: str
-    """Where `context_bytes` comes from: measured (and on what) or modelled."""
+    """Source of `context_bytes`: how it was measured, or the model that it was computed with."""
     memory_bandwidth_bytes_per_s: int
     flops_per_s: Mapping[str, int] = dataclasses.field(hash=False)
-    """Floating-point operations per second, a key for each of `DTYPES`.
+    """Floating-point operations per second for each of `DTYPES`.
 
-    'fp32' is a plain fp32 matmul, which is PyTorch's default; 'tf32' only counts where the user allows it. 'fp16'
-    and 'bf16' are dense and accumulate in fp32. A dtype that the card emulates has the rate of the emulation.
+    'fp32' is the rate of a plain fp32 matmul, which is PyTorch's default; 'tf32' counts only if the user allows it.
+    'fp16' and 'bf16' are rates of dense matmuls that accumulate in fp32. The rate of an emulated dtype is that of the
+    emulation.
     """
     native_dtypes: tuple[str, ...]
-    """Those of `AUTOCAST_DTYPES` that make training on this card faster, the preferred one first."""
+    """Members of `AUTOCAST_DTYPES` that make training on this card faster, the preferred one first."""
     launch_ns: int
-    """Least time between two kernels of eager PyTorch: the host's work for one operator."""
+    """Minimum time between two kernels of eager PyTorch, which is the host's time for one operator."""
     host_link_bytes_per_s: int
-    """Copies between pinned host memory and the card, one direction."""
+    """Rate of copies between pinned host memory and the card in one direction."""
     segment_addresses: str = "unknown"
-    """Where the driver places a new segment, above or below the one before: one of `SEGMENT_ADDRESSES`.
+    """Direction in which the driver places new segments: one of `SEGMENT_ADDRESSES`.
 
-    Among free blocks of one size the caching allocator takes the lowest, so fragments depend on it.
+    Among free blocks of equal size the caching allocator takes the one at the lowest address, so fragmentation depends
+    on this.
     """
     allocator: bool = True
-    """Whether tensors come from a caching allocator; False where bytes are only counted (`bare`)."""
+    """True if tensors come from a caching allocator; False if only their bytes are counted (`bare`)."""
 
     def __post_init__(self) -> None:
+        """Checks the fields, and raises `ProfileError` for the first that is wrong."""
         if unknown := [dtype for dtype in self.native_dtypes if dtype not in AUTOCAST_DTYPES]:
             raise ProfileError(
                 f"{self.name}: native_dtypes names '{unknown[0]}': choose from {', '.join(AUTOCAST_DTYPES)}"
@@ -95,20 +100,26 @@ class DeviceProfile:
                 f"choose from {', '.join(SEGMENT_ADDRESSES)}"
             )
         if set(self.flops_per_s) != set(DTYPES):
-            odd = min(set(self.flops_per_s) ^ set(DTYPES))
-            verb = "misses" if odd in DTYPES else "has an unknown"
-            raise ProfileError(f"{self.name}: flops_per_s {verb} key '{odd}': state exactly {', '.join(DTYPES)}")
+            wrong_key = min(set(self.flops_per_s) ^ set(DTYPES))
+            problem = "lacks the" if wrong_key in DTYPES else "has an unknown"
+            raise ProfileError(
+                f"{self.name}: flops_per_s {problem} key '{wrong_key}': state exactly {', '.join(DTYPES)}"
+            )
 
     def cublas_workspace_bytes(self, torch_version: str) -> int:
-        """Bytes that one cuBLAS handle takes from the caching allocator at its first matmul.
+        """Returns the bytes that one cuBLAS handle allocates from the caching allocator at its first matmul.
 
-        There is one handle a host thread and stream, so eager training holds two of these: the main thread's and
-        that of autograd's device thread. `torch_version` reads like `torch.__version__`; versions before 2.4 are
-        answered as 2.4. 0 where the card has no caching allocator. From torch 2.15 on the workspace is given back
-        after each call unless TORCH_CUBLAS_WORKSPACE_CACHE=1 keeps it.
+        There is one handle for each host thread and stream, so eager training has two: the main thread's and that of
+        autograd's device thread. The result is 0 for a card without a caching allocator. From torch 2.15 on the
+        workspace is freed after each call unless TORCH_CUBLAS_WORKSPACE_CACHE=1 keeps it.
 
         Source: `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp, in the releases 2.4 to 2.15.
-        Raises `ProfileError` for a version that cannot be read.
+
+        Args:
+            torch_version: A version like `torch.__version__`. Versions before 2.4 are treated as 2.4.
+
+        Raises:
+            ProfileError: the version cannot be read.
         """
         if not self.allocator:
             return 0
@@ -118,26 +129,26 @@ class DeviceProfile:
 
 
 _CUBLAS_SMALL_BYTES = (2 * 4096 + 8 * 16) * 1024
-"""cuBLAS's own default, ':4096:2:16:8' in KiB."""
+"""The default of cuBLAS, ':4096:2:16:8' in KiB."""
 _CUBLAS_LARGE_BYTES = 32 * MIB
 _CUBLAS_LARGE_SINCE: Mapping[int, tuple[int, int]] = {9: (2, 4), 10: (2, 12), 12: (2, 12), 11: (2, 14)}
-"""By compute capability major: the first torch release that chooses the large workspace (of those answered here)."""
+"""First torch release (2.4 or later) that chooses the large workspace, by the major compute capability."""
 
 
 def read(path: Path) -> DeviceProfile:
-    """The profile in one TOML file; its name is the file's.
+    """Reads a profile from a TOML file. The profile has the name of the file.
 
-    Raises `ProfileError`, naming the file and the key, for a key that is unknown, missing or of the wrong type.
+    Raises `ProfileError` with the file and the key if a key is unknown, missing or of the wrong type.
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ProfileError(f"profile file {path} cannot be read: {error}") from error
     if unknown := sorted(set(table) - set(_READERS)):
-        raise ProfileError(f"{path}: key '{unknown[0]}' is unknown: known are {', '.join(_READERS)}")
+        raise ProfileError(f"{path}: key '{unknown[0]}' is unknown: the keys are {', '.join(_READERS)}")
     if missing := [key for key in _READERS if key not in table]:
         raise ProfileError(f"{path}: key '{missing[0]}' is missing: a profile states all of {', '.join(_READERS)}")
-    fields = {}
+    fields: dict[str, Any] = {}
     for key, reader in _READERS.items():
         try:
             fields[key] = reader(table[key])
@@ -150,10 +161,17 @@ def read(path: Path) -> DeviceProfile:
 
 
 def _release(torch_version: str) -> tuple[int, int]:
+    """Returns the major and minor version of a torch version."""
     match = re.match(r"(\d+)\.(\d+)", torch_version)
     if match is None:
-        raise ProfileError(f"torch version '{torch_version}' cannot be read: give it like torch.__version__, '2.13.0'")
+        raise ProfileError(
+            f"torch version '{torch_version}' cannot be read: give a version like torch.__version__, such as '2.13.0'"
+        )
     return int(match[1]), int(match[2])
+
+
+# Each of the following functions returns a value of the TOML file in the type of the field. It raises a TypeError that
+# describes the expected value, as the end of "key 'title' is 3: give ...".
 
 
 def _text(value: object) -> str:
@@ -203,4 +221,4 @@ _READERS: Mapping[str, Callable[[object], object]] = {
     "segment_addresses": _text,
     "flops_per_s": _rates,
 }
-"""Every key of a profile file and what reads its value."""
+"""All keys of a profile file, with the function that reads the value."""

@@ -1,4 +1,4 @@
-"""Which profile is meant: by its name, by its file, or by the card at hand."""
+"""Finds the profile of a card by its name, by its file, or for a card of this machine."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from planner.profiles.device import DeviceProfile, ProfileError, read
 from planner.profiles.generic import bare, modelled_context_bytes
 
 UNLISTED = "unlisted"
-"""The name of a card at hand that no file claims."""
+"""Name of the profile of a present card that no file claims."""
 
 _DEVICES = Path(__file__).parent / "devices"
 
 
 def known() -> tuple[str, ...]:
-    """The names of all cards with a file in `devices/`, sorted. `load` also takes 'bare'."""
+    """Returns the sorted names of all cards with a file in `devices/`. `load` also accepts 'bare'."""
     return tuple(sorted(path.stem for path in _DEVICES.glob("*.toml")))
 
 
 def load(name: str) -> DeviceProfile:
-    """The profile of a card by its name, of 'bare', or of a profile file by its path (ending in '.toml').
+    """Returns the profile with a name, the profile 'bare', or the profile in a file (a path that ends in '.toml').
 
-    Raises `ProfileError` for an unknown name (with near ones) and for a file that is not well formed.
+    Raises `ProfileError` for an unknown name (with similar names), or for a file that is not well formed.
     """
     if name.endswith(".toml"):
         return read(Path(name))
@@ -40,28 +40,30 @@ def load(name: str) -> DeviceProfile:
     choices = (*known(), "bare")
     slug = re.sub(r"[\s_]+", "-", name.strip().casefold())
     containing = [choice for choice in choices if slug in choice]
-    near = containing[:3] or difflib.get_close_matches(slug, choices, n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(near)}? Known are" if near else "known are"
+    similar = containing[:3] or difflib.get_close_matches(slug, choices, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(similar)}? The known cards are" if similar else "the known cards are"
     raise ProfileError(
-        f"card '{name}' is unknown: {hint} {', '.join(choices)}; "
-        "or give the path of a .toml file like them, or no card at all for a generic one of the budget's size"
+        f"card '{name}' is unknown: {hint} {', '.join(choices)}; or give the path of a .toml file like those in "
+        "profiles/devices, or leave the card out for a generic Ampere GPU with as much memory as the budget"
     )
 
 
 def own_folder() -> Path:
-    """Where calibrated profiles of one's own cards are: PLANNER_DEVICES, or torch-planner/devices in the user's
-    configuration (XDG_CONFIG_HOME)."""
+    """Returns the folder of the user's calibrated profiles.
+
+    It is PLANNER_DEVICES, or torch-planner/devices in the user's configuration folder (XDG_CONFIG_HOME).
+    """
     if own := os.environ.get("PLANNER_DEVICES"):
         return Path(own)
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "torch-planner" / "devices"
 
 
 def matching(cuda_device_name: str) -> DeviceProfile | None:
-    """The profile of a live card by `torch.cuda.get_device_name()`, or None when no file claims that name.
+    """Returns the profile that claims a name of `torch.cuda.get_device_name()`; None if no file does.
 
-    One in `own_folder` goes before those of the package; its name is then its path, so that `load` finds it again.
-    'NVIDIA ' in front and letter case do not matter. Names do not tell memory sizes apart (there is an RTX 2060
-    with 12 GB), so a caller that holds the card should put its `total_memory` in place of `vram_bytes`.
+    Profiles in `own_folder` take precedence over those of the package. Their name is their path, so that `load` finds
+    them again. 'NVIDIA ' in front and letter case are ignored. Cards of the same name can differ in memory (there is an
+    RTX 2060 with 12 GB), so a caller with access to the card should replace `vram_bytes` by its `total_memory`.
     """
     name = cuda_device_name.strip().casefold().removeprefix("nvidia ")
     for profile in (*_own(), *_all()):
@@ -71,18 +73,20 @@ def matching(cuda_device_name: str) -> DeviceProfile | None:
 
 
 def _own() -> Iterator[DeviceProfile]:
+    """Yields the user's calibrated profiles."""
     for path in sorted(own_folder().glob("*.toml")):
         yield dataclasses.replace(read(path), name=str(path))
 
 
 @functools.cache
 def _all() -> tuple[DeviceProfile, ...]:
+    """Returns the profiles of the package."""
     return tuple(load(name) for name in known())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CardFacts:
-    """What the driver says of a card."""
+    """The facts that the driver reports of a card. The fields are those of `DeviceProfile`."""
 
     cuda_name: str
     compute_capability: tuple[int, int]
@@ -92,10 +96,11 @@ class CardFacts:
 
 
 def like(card: CardFacts) -> DeviceProfile:
-    """A card that no file claims, scaled by multiprocessors from the most similar one that is known.
+    """Returns a profile for a card that no file claims, scaled from that of the most similar known card.
 
-    That is one of the same compute capability, or else of the nearest below (or above), of the same family (GeForce or
-    not), with the nearest number of multiprocessors. The context is modelled.
+    Rates are scaled by the number of multiprocessors. The most similar card has the same compute capability, or else
+    the nearest lower one (or higher, if there is none), is of the same family (GeForce or not), and has the nearest
+    number of multiprocessors, in this order of importance. The size of the CUDA context is modelled.
     """
     is_geforce = "geforce" in card.cuda_name.casefold()
 
@@ -126,4 +131,5 @@ def like(card: CardFacts) -> DeviceProfile:
 
 
 def _as_number(compute_capability: tuple[int, int]) -> int:
+    """Returns a number that grows with the compute capability, so that distances can be compared."""
     return 100 * compute_capability[0] + compute_capability[1]

@@ -1,4 +1,4 @@
-"""Cards that are none: of a size, for when no card is named, and one that only counts bytes."""
+"""Profiles that belong to no real card: a generic Ampere GPU of a given memory, and a card that only counts bytes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from planner.profiles.device import GIB, MIB, DeviceProfile, ProfileError
 
 
 def modelled_context_bytes(sm_count: int) -> int:
-    """The CUDA context with lazily loaded kernels: 13 MiB + 3.41 MiB a multiprocessor, within about 25 %.
+    """Estimates the size of the CUDA context with lazily loaded kernels, to within about 25 %.
 
-    Source: least squares over public out-of-memory messages of torch 2.1 and later (the process's memory less what
+    It is 13 MiB and 3.41 MiB for each multiprocessor.
+
+    Source: least squares over public out-of-memory messages of torch 2.1 and later (memory of the process minus what
     PyTorch had reserved), from a T4 with 40 multiprocessors to an RTX 5090 with 170; residuals -120 to +71 MiB.
     """
     return 13 * MIB + sm_count * 341 * MIB // 100
@@ -19,7 +21,7 @@ def modelled_context_bytes(sm_count: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Anchor:
-    """A real Ampere card that the generic one passes through."""
+    """A real Ampere card between which the generic card is interpolated."""
 
     vram_bytes: int
     sm_count: int
@@ -39,14 +41,14 @@ _ANCHORS = (
 
 
 def generic(vram_bytes: int) -> DeviceProfile:
-    """An Ampere-class card (compute capability 8.6) with `vram_bytes` of memory, for when no card is named.
+    """Returns a generic Ampere GPU (compute capability 8.6) with `vram_bytes` of memory, used if no card is named.
 
-    Multiprocessors, bandwidth and rates are interpolated between real GeForce cards of 4 to 24 GiB and stay at the
-    nearest one outside: no chip of this capability has more than 84 multiprocessors, however much memory it has.
-    The context is modelled. Raises `ProfileError` for a size that is not positive.
+    Multiprocessors, bandwidth and rates are interpolated between real GeForce cards of 4 to 24 GiB. Outside that range
+    they are those of the nearest card, because no chip of this compute capability has more than 84 multiprocessors. The
+    size of the CUDA context is modelled. Raises `ProfileError` for a size that is not positive.
     """
     if vram_bytes <= 0:
-        raise ProfileError(f"a card of {vram_bytes} bytes cannot be: give a positive number of bytes")
+        raise ProfileError(f"a card cannot have {vram_bytes} bytes of memory: give a positive number of bytes")
     sm_count, bandwidth, fp32 = (
         _interpolated(vram_bytes, field) for field in ("sm_count", "memory_bandwidth_bytes_per_s", "fp32_flops_per_s")
     )
@@ -61,7 +63,8 @@ def generic(vram_bytes: int) -> DeviceProfile:
         context_bytes=modelled_context_bytes(sm_count),
         context_source="modelled: 13 MiB + 3.41 MiB x multiprocessors",
         memory_bandwidth_bytes_per_s=bandwidth,
-        # GeForce Ampere: tensor cores with fp32 sums run at twice fp32 in half precision and at 1x in TF32.
+        # On GeForce Ampere, tensor cores that accumulate in fp32 have twice the fp32 rate in half precision, and the
+        # fp32 rate in TF32.
         flops_per_s={"fp32": fp32, "tf32": fp32, "fp16": 2 * fp32, "bf16": 2 * fp32, "fp64": fp32 // 64},
         native_dtypes=("bf16", "fp16"),
         launch_ns=6_000,
@@ -70,17 +73,18 @@ def generic(vram_bytes: int) -> DeviceProfile:
 
 
 def _interpolated(vram_bytes: int, field: str) -> int:
-    """Linear between neighbouring anchors, constant outside them, rounded down."""
+    """Interpolates a field linearly between neighbouring anchors, constant outside of them, rounded down."""
     size = min(max(vram_bytes, _ANCHORS[0].vram_bytes), _ANCHORS[-1].vram_bytes)
     low, high = next(pair for pair in itertools.pairwise(_ANCHORS) if size <= pair[1].vram_bytes)
-    start, end = getattr(low, field), getattr(high, field)
+    start: int = getattr(low, field)
+    end: int = getattr(high, field)
     return start + (end - start) * (size - low.vram_bytes) // (high.vram_bytes - low.vram_bytes)
 
 
 def bare() -> DeviceProfile:
-    """A card that only counts bytes: no context, no workspaces, no allocator; total = reserved = allocated.
+    """Returns a card that only counts bytes: no context, no workspaces, no allocator; total = reserved = allocated.
 
-    Its rates are those of the generic card of 24 GiB. Its memory is 1 TiB, so that a budget is its only limit.
+    It has the rates of the generic card of 24 GiB, and 1 TiB of memory, so that only a budget limits it.
     """
     return dataclasses.replace(
         generic(24 * GIB),

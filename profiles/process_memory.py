@@ -1,4 +1,4 @@
-"""How much memory of the first card a process holds, context and libraries included, as `nvidia-smi` shows it."""
+"""Measures the memory that a process holds on the first card, with context and libraries, as `nvidia-smi` shows it."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import dataclasses
 import importlib
 import os
 import subprocess
+from typing import Any
 
 MIB = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessMemory:
-    """Of one process on the first card."""
+    """Memory of one process on the first card."""
 
     process_bytes: int
     source: str
-    """'nvml', 'nvidia-smi', or 'difference': what the whole card uses more than before the process came."""
+    """'nvml', 'nvidia-smi', or 'difference' (the memory in use on the card minus that before the process used it)."""
 
 
 def card_used_bytes() -> int:
-    """What all processes and the driver hold of the first card."""
+    """Returns the memory of the first card that all processes and the driver hold."""
     nvml = _nvml()
     if nvml is not None:
         return int(nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(0)).used)
@@ -28,36 +29,39 @@ def card_used_bytes() -> int:
 
 
 def process_memory(*, used_before_bytes: int, pid: int | None = None) -> ProcessMemory:
-    """Of this process, or of `pid`; by difference where the driver does not list it (some containers hide processes).
+    """Returns the memory of this process, or of `pid`.
+
+    It is measured by difference if the driver does not list the process, because some containers hide processes.
 
     Args:
-        used_before_bytes: `card_used_bytes()` from before the process used CUDA. No other may come or go since.
+        used_before_bytes: `card_used_bytes()` from before the process used CUDA. For a measurement by difference no
+            other process may have started or ended on the card since then.
     """
     pid = os.getpid() if pid is None else pid
     nvml = _nvml()
     if nvml is not None:
         processes = nvml.nvmlDeviceGetComputeRunningProcesses(nvml.nvmlDeviceGetHandleByIndex(0))
-        found = {process.pid: process.usedGpuMemory for process in processes}
+        bytes_by_pid = {process.pid: process.usedGpuMemory for process in processes}
         source = "nvml"
     else:
-        found = {row[0]: row[1] * MIB for row in _smi_mib("--query-compute-apps=pid,used_memory")}
+        bytes_by_pid = {row[0]: row[1] * MIB for row in _smi_mib("--query-compute-apps=pid,used_memory")}
         source = "nvidia-smi"
-    if found.get(pid):
-        return ProcessMemory(process_bytes=int(found[pid]), source=source)
+    if bytes_by_pid.get(pid):
+        return ProcessMemory(process_bytes=int(bytes_by_pid[pid]), source=source)
     return ProcessMemory(process_bytes=card_used_bytes() - used_before_bytes, source="difference")
 
 
 def driver_version() -> str:
-    """Of the kernel driver."""
+    """Returns the version of the kernel driver."""
     nvml = _nvml()
     if nvml is not None:
-        version = nvml.nvmlSystemGetDriverVersion()
+        version: str | bytes = nvml.nvmlSystemGetDriverVersion()
         return version.decode() if isinstance(version, bytes) else version
     return _smi("--query-gpu=driver_version").splitlines()[0].strip()
 
 
-def _nvml():
-    """NVML's Python binding, ready to be asked; None where it is not installed."""
+def _nvml() -> Any:
+    """Returns NVML's Python binding, initialised; None if it is not installed."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
@@ -67,9 +71,11 @@ def _nvml():
 
 
 def _smi(query: str) -> str:
+    """Returns the output of `nvidia-smi` for a query about the first card."""
     command = ["nvidia-smi", "--id=0", query, "--format=csv,noheader,nounits"]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
 
 
 def _smi_mib(query: str) -> list[list[int]]:
+    """Returns the rows of a query whose columns are all numbers; sizes are in MiB."""
     return [[int(cell) for cell in line.split(",")] for line in _smi(query).splitlines() if line.strip()]

@@ -1,28 +1,34 @@
-"""Apply a plan to a live model: the same object, patched in place, with a training step and a way back."""
+"""Apply a plan to a live model: it is patched in place, gets a training step, and can be restored with `undo`."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 
 from planner.errors import DecisionError, PlanFileError, WorkloadError
-from planner.plan_types.decisions import Accumulation, Checkpoint, ChunkedLoss, Decision, StepInBackward, conflict
+from planner.plan_types.decision_base import Decision, Role, conflict, has_role, micro_batch_size_of, micro_batches_of
 from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import Plan
-from planner.rewrite.accumulation_check.coupling_check import CouplingCheck
+from planner.rewrite.accumulation_check import AccumulationCheck, CouplingCheck
 from planner.rewrite.optimizers import OPTIMIZERS, OptimizerChoice, SchedulerChoice, make_scheduler, refuse_closure
 from planner.rewrite.rewriting import LossWeight, Rewriting
 from planner.rewrite.rules import RULES
 from planner.rewrite.step import TrainingStep
-from planner.workload.call_convention import Calling, LossFn
+from planner.workload.call_convention import Calling, LossFn, loss_of
 
 
 @final
 class Rewritten:
-    """A rewritten model. `module` is the object that was given; `step(batch)` trains it by one optimizer step."""
+    """A rewritten model.
+
+    Attributes:
+        module: the model that was passed to `apply`, the same object.
+        step: `step(batch)` trains it by one optimizer step and returns the loss.
+        optimizer: the optimizer of the step.
+    """
 
     def __init__(self, rewriting: Rewriting, step: TrainingStep) -> None:
         self.module = rewriting.model
@@ -31,10 +37,10 @@ class Rewritten:
         self._rewriting = rewriting
 
     def undo(self) -> None:
-        """Restore forwards, flags and configuration as they were before; trained weights stay. Twice is once.
+        """Restore forwards, flags and configuration to what they were. Trained weights stay. May be called again.
 
         Raises:
-            DecisionError: when something was replaced again after `apply`: restoring would silently drop it.
+            DecisionError: if something was replaced again after `apply`, because restoring would silently drop that.
                 Nothing is changed then.
         """
         self._rewriting.undo()
@@ -53,27 +59,28 @@ def apply(
 ) -> Rewritten:
     """Rewrite `model` in place as the plan says.
 
-    A pickle or a deep copy can be made of it at any time: the copy is rewritten too, the pickle is not, and takes the
-    plan anew. What `save_pretrained` writes is the model with `use_cache` as it is while rewritten: off.
+    The model can be pickled and deep-copied at any time. A copy is rewritten too; a pickle is not, so apply the plan
+    again to the model that is loaded from it. `save_pretrained` writes `use_cache=False` while the model is rewritten.
 
     Args:
-        plan: made for a model with these parameter names, shapes and dtypes.
-        model: its class, parameters, hooks and `state_dict` keys stay as they are.
-        optimizer: a torch optimizer over the model's parameters, a function from parameters to one, or a name;
-            None takes the one the plan was made with. A plan with 8-bit state makes a new one from its groups:
-            give learning-rate schedulers `Rewritten.optimizer`, or a function as `scheduler`.
-        loss_fn: `loss_fn(output, batch)`, where the plan was made with one.
+        plan: a plan that was made for a model with these parameter names, shapes and dtypes.
+        model: the model. Its class, parameters, hooks and `state_dict` keys do not change.
+        optimizer: a torch optimizer over the model's parameters, a function from parameters to one, or a name; None
+            takes the optimizer of the plan. A plan with 8-bit state makes a new optimizer from its parameter groups:
+            make learning-rate schedulers over `Rewritten.optimizer`, or pass a function as `scheduler`.
+        loss_fn: `loss_fn(output, batch)`, if the plan was made with a loss function.
         max_grad_norm: clip the norm of all gradients to this before the optimizer steps.
-        loss_weight: how many terms the mean loss of a batch is taken over, for accumulation over losses that are
-            means over something else than samples or counted `labels`; 1 for losses that are sums. Without it, the
-            first step holds its own weights against the means that `torch.nn.functional` takes in the loss.
+        loss_weight: number of terms that the mean loss of a batch is taken over, for accumulation with losses that are
+            means over something other than samples or counted `labels`; 1 for losses that are sums. Without it, the
+            first step compares its own weights with the means that `torch.nn.functional` takes in the loss.
         scheduler: a learning-rate scheduler over the optimizer, or a function from the optimizer to one. It is stepped
-            once after each step that trained: in fp16 not after one that the gradient scaler skipped.
+            after each optimizer step, but not after one that the gradient scaler skipped.
 
     Raises:
-        PlanFileError: when the plan was made for another model.
-        WorkloadError: when the loss function or the optimizer is not what was planned, or the scheduler not over it.
-        DecisionError: when a decision cannot be applied. The model is then as it was.
+        PlanFileError: if the plan was made for another model.
+        WorkloadError: if the loss function or the optimizer does not match the plan, or the scheduler is over another
+            optimizer.
+        DecisionError: if a decision cannot be applied. The model is unchanged then.
     """
     optimizer = matched(plan, model, optimizer, loss_fn)
     if not plan.fits:
@@ -90,31 +97,41 @@ def apply(
         scheduler=scheduler,
     )
     rewritten.step.require_wrapper()
-    if loss_weight is None:
-        rewritten.step.check_weights(_tried_apart(plan, rewritten._rewriting))
-    else:
-        rewritten.step.check_splitting(_tried_apart(plan, rewritten._rewriting))
+    rewritten.step.observers = _accumulation_checks(plan, rewritten._rewriting)
     if turns_cache_off(plan):
         rewritten._rewriting.turn_cache_off()
     return rewritten
 
 
-def _tried_apart(plan: Plan, rewriting: Rewriting) -> CouplingCheck | None:
-    """Not where a loss is taken in chunks, which needs all logits in evaluation; it is a mean over labels."""
-    split = plan.decision(Accumulation)
-    if split is None or split.micro_batches == 1 or plan.decision(ChunkedLoss) is not None:
-        return None
-    return CouplingCheck(
-        batch_size=rewriting.batch_size, micro_batch_size=split.micro_batch_size, terms_of=rewriting.loss_terms,
-        loss_fn=rewriting.loss_fn, doubled=rewriting.autocast_dtype is not None,
-        is_stated=rewriting.loss_weight is not None,
+def _accumulation_checks(plan: Plan, rewriting: Rewriting) -> tuple[AccumulationCheck, ...]:
+    """The check that micro-batches add up to their batch; empty if the plan does not accumulate."""
+    micro_batch_size = micro_batch_size_of(plan.decisions)
+    if micro_batch_size is None or rewriting.loss_terms is None:
+        return ()
+    coupling = None
+    # A chunked loss is a mean over labels, and outside of training it would need all logits at once: no probe of it.
+    if micro_batches_of(plan.decisions) > 1 and not has_role(plan.decisions, Role.LOSS):
+        coupling = CouplingCheck(
+            batch_size=rewriting.batch_size, micro_batch_size=micro_batch_size,
+            terms_of=rewriting.loss_terms, loss_fn=rewriting.loss_fn,
+            uses_autocast=rewriting.autocast_dtype is not None,
+            has_stated_weights=rewriting.loss_weight is not None,
+        )  # fmt: skip
+
+    def full_precision_loss(batch: Any) -> torch.Tensor:
+        return loss_of(rewriting.calling.call(rewriting.model, batch), batch, rewriting.loss_fn)
+
+    return (
+        AccumulationCheck(
+            rewriting.model, full_precision_loss, coupling, checks_weights=rewriting.loss_weight is None
+        ),
     )  # fmt: skip
 
 
 def matched(
     plan: Plan, model: torch.nn.Module, optimizer: OptimizerChoice | None, loss_fn: LossFn | None
 ) -> OptimizerChoice:
-    """The optimizer that was given or planned. Raises as `apply` does for another model, loss function or optimizer."""
+    """Returns `optimizer`, or the plan's if it is None. Raises like `apply` if model or loss function do not match."""
     refuse_another_model(plan, model)
     if plan.workload.has_loss_fn != (loss_fn is not None):
         raise WorkloadError(
@@ -126,16 +143,17 @@ def matched(
         return optimizer
     if plan.workload.optimizer not in OPTIMIZERS:
         raise WorkloadError(
-            f"the plan was made with optimizer '{plan.workload.optimizer}', which is no name: give optimizer=..."
+            f"the plan was made with optimizer '{plan.workload.optimizer}', which cannot be made by name: "
+            "give optimizer=..."
         )
     return plan.workload.optimizer
 
 
 def turns_cache_off(plan: Plan) -> bool:
-    """Models that are named by a reference are planned without a cache of keys and values; so is checkpointing."""
+    """True if the model is planned without a key-value cache: with checkpointing, and if it was loaded by name."""
     if plan.workload.calling != Calling.KEYWORDS.name:
         return False
-    return plan.model.reference is not None or plan.decision(Checkpoint) is not None
+    return plan.model.reference is not None or any(decision.disables_kv_cache for decision in plan.decisions)
 
 
 def apply_decisions(
@@ -150,16 +168,16 @@ def apply_decisions(
     loss_weight: LossWeight | None = None,
     scheduler: SchedulerChoice | None = None,
 ) -> Rewritten:
-    """Rewrite `model` in place by these decisions; without any, the step is the plain one.
+    """Rewrite `model` in place by these decisions. Without decisions the step is the baseline.
 
     Raises:
-        DecisionError: when a decision cannot be applied or a kind comes twice. The model is then as it was.
+        DecisionError: if a decision cannot be applied, or there are two of one kind. The model is unchanged then.
     """
     by_kind = one_of_each_kind(decisions)
-    if StepInBackward in by_kind and max_grad_norm is not None:
+    if any(kind.steps_in_backward for kind in by_kind) and max_grad_norm is not None:
         raise DecisionError(
-            "step-in-backward never has all gradients at once, so that their norm cannot be clipped: leave "
-            "max_grad_norm out, or plan with step-in-backward forbidden"
+            "step-in-backward never has all gradients at once, so their norm cannot be clipped: leave max_grad_norm "
+            "out, or plan with step-in-backward forbidden"
         )
     rewriting = Rewriting(
         model, optimizer=optimizer, calling=calling, batch_size=batch_size, loss_fn=loss_fn, loss_weight=loss_weight
@@ -187,7 +205,7 @@ def apply_decisions(
 
 
 def change_by_rules(rewriting: Rewriting, by_kind: Mapping[type[Decision], Decision]) -> None:
-    """Let the rule of each decision do its part, in the order of the rules."""
+    """Apply the rule of each decision, in the order of `RULES`."""
     for kind, rule in RULES.items():
         if kind in by_kind:
             rule(rewriting, by_kind[kind])
@@ -196,9 +214,9 @@ def change_by_rules(rewriting: Rewriting, by_kind: Mapping[type[Decision], Decis
 
 
 def one_of_each_kind(decisions: Sequence[Decision]) -> dict[type[Decision], Decision]:
-    """The decisions by kind. Raises `DecisionError` for two of one kind, and for two that cannot be done together."""
-    if (why := conflict(decisions)) is not None:
-        raise DecisionError(f"{why}: keep one of the two")
+    """Returns the decisions by kind. Raises `DecisionError` for two of one kind, and for two that are incompatible."""
+    if (reason := conflict(decisions)) is not None:
+        raise DecisionError(f"{reason}: keep one of the two")
     by_kind: dict[type[Decision], Decision] = {}
     for decision in decisions:
         kind = type(decision)
@@ -213,7 +231,7 @@ def one_of_each_kind(decisions: Sequence[Decision]) -> dict[type[Decision], Deci
 
 
 def refuse_another_model(plan: Plan, model: torch.nn.Module) -> None:
-    """Raises `PlanFileError`, and says what differs, unless the plan was made for this model."""
+    """Raise `PlanFileError`, and say what differs, unless the plan was made for this model."""
     if fingerprint(model) == plan.model.fingerprint:
         return
     name = type(model).__name__

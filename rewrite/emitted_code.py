@@ -1,4 +1,4 @@
-"""Pieces of an emitted file: what one rule contributes, and Python literals as a formatter would lay them out."""
+"""Parts of an emitted file: what each rule contributes, and Python literals formatted like ruff or black would."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import json
 import math
 
 WIDTH = 120
+"""Maximum length of an emitted line."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmittedCode:
-    """What one decision adds to the emitted file. Everything is source text."""
+    """The source text that one decision adds to the emitted file."""
 
     imports: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
@@ -19,29 +20,35 @@ class EmittedCode:
     rewriting: tuple[str, ...] = ()
     """Statements on `model`, in the body of `rewrite(model)`."""
     autocast: str = ""
-    """Context of forward and loss."""
+    """Context expression for forward and loss; empty without autocast."""
     scaled: bool = False
-    """Whether the step takes a gradient scaler."""
+    """True if the step uses a gradient scaler."""
     backward: str = ""
-    """Context of a backward that takes the optimizer's steps itself."""
+    """Context expression for a backward that also applies the updates; empty if the optimizer steps after it."""
     split: str = ""
-    """Expression over `batch` that yields (part, weight)."""
+    """Expression over `batch` that yields (part, weight); empty if the batch is not split."""
     options: tuple[str, ...] = ()
-    """Keyword arguments of the step that `split` needs."""
+    """Keyword parameters of the step that `split` needs."""
     main_arguments: tuple[str, ...] = ()
-    """What `main` gives the step for them."""
+    """Arguments that `main` passes for `options`."""
     optimizer: str = ""
-    """The function `make_optimizer(model)`."""
+    """Definition of `make_optimizer(model)`; empty for the optimizer of the plan."""
     optimizer_options: tuple[str, ...] = ()
-    """Keyword arguments beside the hyperparameters, where torch's own optimizer is made."""
+    """Further keyword arguments for a torch optimizer, in addition to its hyperparameters."""
 
 
 def assignment(name: str, value: object) -> str:
+    """Python source of `name = value`."""
     return f"{name} = {literal(value, used=len(name) + 3)}"
 
 
 def literal(value: object, *, indent: int = 0, used: int = 0) -> str:
-    """Python source of plain data; containers that do not fit on the line have one item a line."""
+    """Python source of plain data. Containers that do not fit on the line get one line per item.
+
+    Args:
+        indent: columns that the statement is indented by.
+        used: columns of the line that stand before the literal.
+    """
     line = _one_line(value)
     if not isinstance(value, (dict, list, tuple)) or not value or indent + used + len(line) <= WIDTH:
         return line

@@ -12,8 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from planner.errors import DecisionError, WorkloadError
 
 OptimizerChoice = torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer] | str
-"""A torch optimizer over the model's parameters, a function from parameters to one, or a name of `OPTIMIZERS`."""
-
+"""A torch optimizer over the model's parameters, a function from parameters to one, or a name in `OPTIMIZERS`."""
 
 SchedulerChoice = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
 """A learning-rate scheduler over the optimizer of the step, or a function from that optimizer to one."""
@@ -21,16 +20,17 @@ SchedulerChoice = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerByName:
-    """`torch.optim.<class_name>` with these keyword arguments; all others keep torch's defaults."""
+    """`torch.optim.<class_name>` with these keyword arguments; all others have torch's defaults."""
 
     class_name: str
     hyperparameters: dict[str, float | tuple[float, float]]
 
     def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer over these parameters."""
         return getattr(torch.optim, self.class_name)(parameters, **self.hyperparameters)
 
 
-_ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
+_ADAM: dict[str, float | tuple[float, float]] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
 
 OPTIMIZERS: dict[str, OptimizerByName] = {
     "adamw": OptimizerByName(class_name="AdamW", hyperparameters={**_ADAM, "weight_decay": 1e-2}),
@@ -43,11 +43,11 @@ OPTIMIZERS: dict[str, OptimizerByName] = {
 
 
 def make_optimizer(choice: OptimizerChoice, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer over the trainable parameters of `model`; a given optimizer is returned as it is.
+    """Returns the optimizer over the trainable parameters of `model`. An optimizer object is returned unchanged.
 
     Raises:
-        DecisionError: when nothing is left to train.
-        WorkloadError: for an unknown name, or an optimizer that is not over this model's parameters.
+        DecisionError: if no parameter requires a gradient.
+        WorkloadError: for an unknown name, or an optimizer that holds none of this model's parameters.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
@@ -73,20 +73,20 @@ def make_optimizer(choice: OptimizerChoice, model: torch.nn.Module) -> torch.opt
 
 
 def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `WorkloadError` for an optimizer that cannot step by gradients alone."""
+    """Raise `WorkloadError` for an optimizer whose step needs a closure that runs the model again."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise WorkloadError(
-            f"{type(optimizer).__name__} runs the model again inside of its own step (closure), which is then another "
-            "one than what is planned: use an optimizer that steps by the gradients that are there"
+            f"{type(optimizer).__name__} runs the model again inside its own step (closure), and the plan does not "
+            "include that: use an optimizer whose step needs gradients only"
         )
 
 
 def make_scheduler(choice: SchedulerChoice, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """The scheduler over this optimizer; a given scheduler is returned as it is.
+    """Returns the scheduler over this optimizer. A scheduler object is returned unchanged.
 
     Raises:
-        WorkloadError: for one over another optimizer, and for one that steps by a metric.
+        WorkloadError: for a scheduler over another optimizer, and for one that steps by a metric.
     """
     scheduler = choice if isinstance(choice, LRScheduler) else choice(optimizer)
     kind = type(scheduler).__name__

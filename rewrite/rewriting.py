@@ -1,4 +1,4 @@
-"""What the rules work on: a model, the settings of its training step, and a way back for every change."""
+"""The object that rules work on: a model, the settings of its training step, and a way to undo every change."""
 
 from __future__ import annotations
 
@@ -14,23 +14,33 @@ from planner.rewrite.optimizers import OptimizerChoice, make_optimizer
 from planner.workload.call_convention import Calling, LossFn
 
 LossWeight = Callable[[Any], torch.Tensor | float]
-"""`loss_weight(batch)` -> how many terms the mean loss of this batch, or of a part of it, is taken over."""
+"""`loss_weight(batch)` returns the number of terms that the mean loss of a batch, or of a micro-batch, is over."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Change:
-    """One thing a rule did to the model, and how to take it back."""
+    """One change that a rule made to the model, and how to undo it."""
 
     place: str
-    """What was changed, for people: 'forward of encoder.layer.0'."""
+    """Description of what was changed, for messages: 'forward of encoder.layer.0'."""
     intact: Callable[[], bool]
-    """Whether the change is still as the rule left it."""
+    """Returns True while the change is still as the rule left it."""
     restore: Callable[[], None]
+    """Undoes the change."""
 
 
 @final
 class Rewriting:
-    """A model being rewritten. Constraints set the fields below and record what they change on the model itself."""
+    """A model that is being rewritten. Rules set the attributes below, and record what they change on the model.
+
+    Attributes:
+        autocast_dtype: lower precision of forward and loss; None for none.
+        scaler: the gradient scaler; None unless the step runs in fp16.
+        split: splits a batch into micro-batches; None if the step takes the batch whole.
+        loss_terms: number of terms that the mean loss of a part of a batch is over, from the part and its samples.
+        backward: context of a backward that updates the parameters itself; None if the optimizer steps after it.
+        changes: changes to the model, in the order in which they were made.
+    """
 
     def __init__(
         self,
@@ -51,19 +61,17 @@ class Rewriting:
         self.scaler: torch.amp.GradScaler | None = None
         self.split: Callable[[Any], Any] | None = None
         self.loss_terms: Callable[[Any, int], torch.Tensor | float] | None = None
-        """From a part of a batch and its samples, over how many terms its loss is taken to be a mean."""
         self.backward: Callable[[], contextlib.AbstractContextManager] | None = None
-        """Context of a backward that updates the parameters itself."""
         self.changes: list[Change] = []
         self._latest: dict[tuple[int, str], object] = {}
-        """Attributes as the last of those rules left them that set them."""
+        """The last value that a rule gave each attribute, by the id of its owner and its name."""
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._choice = optimizer
         self._optimizer: torch.optim.Optimizer | None = None
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Made on first use: rules that freeze parameters come before those that look at the optimizer."""
+        """The optimizer. It is made on first use, so that rules that freeze parameters run before."""
         if self._optimizer is None:
             self._optimizer = make_optimizer(self._choice, self.model)
         return self._optimizer
@@ -73,7 +81,7 @@ class Rewriting:
         self._optimizer = optimizer
 
     def module(self, name: str, kind: str) -> torch.nn.Module:
-        """The submodule that a decision of this kind names. Raises `DecisionError` when there is none."""
+        """The submodule that a decision of this kind names. Raises `DecisionError` if there is none."""
         if name in self._modules:
             return self._modules[name]
         known = name
@@ -86,11 +94,11 @@ class Rewriting:
         )
 
     def device_type(self) -> str:
-        """Where the parameters are now, as `torch.autocast` wants it."""
+        """The type of the device that the parameters are on, for `torch.autocast`."""
         return next(self.model.parameters()).device.type
 
     def replace(self, owner: object, name: str, value: object, *, place: str) -> None:
-        """Set an attribute on this one object; undo restores what the object itself held, or its class's."""
+        """Set an attribute of one object. Undo restores its own value, or removes it if it came from the class."""
         own = vars(owner)
         missing = object()
         before = own.get(name, missing)
@@ -108,34 +116,39 @@ class Rewriting:
         )
 
     def add_hooks(self, handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
-        """Have hooks of the model removed when all is taken back; twice is once."""
+        """Remove these hooks of the model on undo. Hooks that were removed before are left alone."""
+
+        def remove_hooks() -> None:
+            for handle in handles:
+                handle.remove()
+
         self.changes.append(
             Change(
                 place="hooks of the model",
                 intact=lambda: True,
-                restore=lambda: [handle.remove() for handle in handles],
+                restore=remove_hooks,
             )
         )
 
     def is_latest(self, owner: object, name: str, value: object) -> bool:
-        """Whether it was `value` that the last rule to replace this attribute set it to."""
+        """True if `value` is the last value that a rule gave this attribute."""
         return self._latest.get((id(owner), name)) is value
 
     def turn_cache_off(self) -> None:
-        """No `config.use_cache` (transformers): training fills a cache of keys and values for nothing."""
+        """Set `config.use_cache` (transformers) to False: training would fill a key-value cache that nothing reads."""
         for name, module in self.model.named_modules():
             config = getattr(module, "config", None)
             if getattr(config, "use_cache", None) is True:
                 self.replace(config, "use_cache", False, place=f"config.use_cache of '{name}'")
 
     def undo(self) -> None:
-        """Take back every change, unless one was changed again. Raises `DecisionError` then, and nothing is changed."""
+        """Undo every change. Raises `DecisionError`, and undoes nothing, if one of them was overwritten since."""
         for change in self.changes:
             if not change.intact():
                 raise DecisionError(f"{change.place} was replaced after the plan was applied: undo that first")
         self.restore()
 
     def restore(self) -> None:
-        """Take back every change, the latest first."""
+        """Undo every change, the latest first, whether it was overwritten or not."""
         while self.changes:
             self.changes.pop().restore()

@@ -1,4 +1,4 @@
-"""One optimizer step on a full batch. Without any decision it is the plain loop that everyone writes."""
+"""One optimizer step on a full batch. Without any decision it is the usual training loop."""
 
 from __future__ import annotations
 
@@ -12,25 +12,32 @@ from torch.optim.lr_scheduler import LRScheduler
 from planner.errors import DecisionError, WorkloadError
 from planner.plan_types.decisions import Decision
 from planner.rewrite import step_state
-from planner.rewrite.accumulation_check.coupling_check import CouplingCheck
-from planner.rewrite.accumulation_check.reduction_check import ReductionWatcher
 from planner.rewrite.portable.loss_and_clipping import clip_gradients, weighted
+from planner.rewrite.step_observer import StepObserver
 from planner.workload.call_convention import Calling, LossFn, loss_of
 from planner.workload.torch_optimizers import why_not_dense, why_not_sparse
 from planner.workload.workload import several_processes
 
 BatchSplitter = Callable[[Any], Iterator[tuple[Any, "torch.Tensor | float | None"]]]
-"""A batch -> its parts, each with the weight of its loss (None: the part is the whole batch)."""
+"""Function from a batch to its micro-batches, each with the weight of its loss (None: the batch is not split)."""
 
 
 @final
 class TrainingStep:
-    """Call it with a batch on the model's device; the loss of that batch comes back, detached, as a 0-dim tensor.
+    """Trains by one batch per call: `loss = step(batch)`. The batch lies on the model's device.
 
-    Order: split the batch; for each part forward and loss (under autocast), weight, scale, backward; then
-    unscale, clip, optimizer step, scaler update, scheduler, zero (where backward takes the optimizer's steps: scheduler
-    and zero alone). A step whose gradients are not finite is skipped by the scaler, and the scheduler with it.
-    Outputs die before backward, and nothing but gradients and the running loss lives from one part to the next.
+    The loss of the batch is returned, detached, as a 0-dim tensor. The order is that of the emitted `training_step`:
+    split the batch; for each micro-batch forward and loss under autocast, weight, scale, backward; then unscale, clip,
+    optimizer step, scaler update, scheduler step, zero gradients. If backward applies the updates itself
+    (step-in-backward), only scheduler and zero gradients are left. If the gradient scaler skips a step because a
+    gradient is not finite, the scheduler is not stepped either.
+
+    The model's output is freed before backward. From one micro-batch to the next only gradients and the running loss
+    stay in memory.
+
+    Args:
+        backward: returns the context of each backward; None if the optimizer steps after backward.
+        observers: called between the stages of each step (`StepObserver`).
     """
 
     def __init__(
@@ -47,6 +54,7 @@ class TrainingStep:
         split: BatchSplitter | None = None,
         backward: Callable[[], contextlib.AbstractContextManager] | None = None,
         decisions: Sequence[Decision] = (),
+        observers: tuple[StepObserver, ...] = (),
     ) -> None:
         self.module = module
         self.optimizer = optimizer
@@ -56,160 +64,160 @@ class TrainingStep:
         self.autocast_dtype = autocast_dtype
         self.scaler = scaler
         self.scheduler = scheduler
+        self.observers = observers
         self._split = split
         self._backward = backward
         self._decisions = tuple(decisions)
         self._closed = False
-        self._means: ReductionWatcher | None = None
-        self._later: Callable[[], ReductionWatcher] | None = None
-        """What watches later steps, where the labels of any batch may make its loss a mean over other terms."""
-        self._tried: CouplingCheck | None = None
         self._called = module
-        self._asks_for_wrapper = False
+        """The object that is called for a forward: the module, or its wrapper (`wrap_with`)."""
+        self._requires_wrapper = False
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Train by a batch.
 
         Raises:
-            DecisionError: after `undo`; where micro-batches are weighted by other shares than the loss has terms
-                (`hold_weights`); among several processes that nothing brings together (`through`). Nothing is
-                trained then.
+            DecisionError: after `undo`; if several processes train and `wrap_with` was not called; if the gradients of
+                the micro-batches do not add up to that of the batch (`AccumulationCheck`). Nothing is trained then.
         """
         self._refuse_if_closed()
-        if self._asks_for_wrapper and several_processes():
-            raise DecisionError(
-                "several processes train here, and this step would train the model of each by its own gradients: "
-                "step.through(torch.nn.parallel.DistributedDataParallel(rewritten.module)) adds them up; "
-                "step.through(rewritten.module) trains each by itself, or as something else brings them together"
-            )
-        watch, self._means = self._means, None
-        if watch is None and self._later is not None:
-            watch = self._later()
+        self._refuse_separate_processes()
         try:
-            total = self._backward_of(batch, watch)
-            if watch is not None:
-                self._check_weights(watch, batch)
-            if self._tried is not None:
-                self._tried.refuse_coupled_samples(self.module, batch, self._loss_in_full)
+            total = self._accumulate_gradients(batch)
+            for observer in self.observers:
+                observer.before_update(batch)
         except BaseException:
-            if watch is not None and watch.first:
-                self._means = ReductionWatcher()
-            if self._split is not None:  # gradients of some parts
+            for observer in self.observers:
+                observer.after_error()
+            if self._split is not None:  # drop the gradients of the micro-batches that went before
                 self.optimizer.zero_grad(set_to_none=True)
             raise
         self.update()
         return total
 
-    def _backward_of(self, batch: Any, watch: ReductionWatcher | None) -> torch.Tensor:
-        """Forward and backward of each part; returns the loss of the batch."""
+    def _accumulate_gradients(self, batch: Any) -> torch.Tensor:
+        """Forward and backward of each micro-batch; returns the loss of the batch."""
         total = None
-        for part, weight, together in self._parts(batch):
-            with together:
-                loss = self._loss(part) if watch is None or weight is None else self._watched_loss(part, weight, watch)
+        for part, weight, no_sync in self._micro_batches(batch):
+            with no_sync:
+                loss = self._loss(part, weight)
                 if weight is not None:
                     loss = weighted(loss, weight)
                 with contextlib.nullcontext() if self._backward is None else self._backward():
                     (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             total = loss.detach() if total is None else total + loss.detach()
             del loss
+        assert total is not None, "a batch has at least one micro-batch"
         return total
 
-    def through(self, wrapper: torch.nn.Module) -> None:
-        """Call the model through a wrapper from now on, such as `DistributedDataParallel(rewritten.module)`.
+    def _micro_batches(
+        self, batch: Any
+    ) -> Iterator[tuple[Any, torch.Tensor | float | None, contextlib.AbstractContextManager]]:
+        """Yields each micro-batch, its weight, and the context of its forward and backward.
 
-        What has `no_sync`, as that has, is asked for the gradients of all processes once, with the last micro-batch.
-        The model itself as a wrapper: each process trains by itself, as far as the step knows.
-
-        Raises:
-            DecisionError: for what does not wrap this model, and under a plan with a step in backward, which uses a
-                gradient before those of other processes are added to it.
+        The context is the wrapper's `no_sync` for all micro-batches but the last, so that DistributedDataParallel
+        reduces the gradients once per step.
         """
-        if wrapper is not self.module and getattr(wrapper, "module", None) is not self.module:
-            raise DecisionError(
-                f"this {type(wrapper).__name__} does not wrap the rewritten {type(self.module).__name__}: give what "
-                "was made of rewritten.module"
-            )
-        if wrapper is not self.module and self._backward is not None:
-            raise DecisionError(
-                f"step-in-backward uses each gradient before {type(wrapper).__name__} has added up those of all "
-                "processes: plan with step-in-backward forbidden"
-            )
-        self._called, self._asks_for_wrapper = wrapper, False
+        parts = iter(((batch, None),)) if self._split is None else self._split(batch)
+        no_sync = None if self._called is self.module else getattr(self._called, "no_sync", None)
+        if no_sync is None:
+            for part, weight in parts:
+                yield part, weight, contextlib.nullcontext()
+            return
+        before = next(parts)
+        for following in parts:
+            yield *before, no_sync()
+            before = following
+        yield *before, contextlib.nullcontext()
 
-    def require_wrapper(self) -> None:
-        """Refuse to step among several processes until `through` has said what brings them together."""
-        self._asks_for_wrapper = True
-
-    def check_weights(self, tried: CouplingCheck | None = None) -> None:
-        """Hold the weights of micro-batches against what the loss is a mean over, in the next step that has any.
-
-        Where that is by labels, each later step is held against it too.
-
-        Args:
-            tried: refuses a batch whose parts do not add up to it.
-        """
-        self._means, self._tried = ReductionWatcher(), tried
-
-    def check_splitting(self, tried: CouplingCheck | None) -> None:
-        """Look at some batches whether their parts add up to them, whatever means are taken."""
-        self._tried = tried
-
-    def _watched_loss(self, part: Any, weight: torch.Tensor | float, means: ReductionWatcher) -> torch.Tensor:
-        with self._autocast(), contextlib.ExitStack() as watched:
-            note = None
-            if means.forward_too:
-                note = watched.enter_context(means.part(weight))
+    def _loss(self, part: Any, weight: torch.Tensor | float | None) -> torch.Tensor:
+        """Forward and loss of one micro-batch, under autocast."""
+        with self._autocast():
+            for observer in self.observers:
+                observer.before_forward(weight)
             output = self.calling.call(self._called, part)
-            means.forward_is_over()
-            note = note or watched.enter_context(means.part(weight))
-            loss = _scalar(loss_of(output, part, self.loss_fn))
-        note(loss)
+            for observer in self.observers:
+                observer.after_forward()
+            loss = loss_of(output, part, self.loss_fn)
+            del output  # frees what the loss does not need for backward
+            loss = loss.reshape(()) if loss.dim() else loss
+            for observer in self.observers:
+                observer.after_loss(loss)
         return loss
 
-    def _check_weights(self, means: ReductionWatcher, batch: Any) -> None:
-        if not means.parts:  # a batch so small that it was not split
-            self._means = means
-            return
-        try:
-            means.refuse_other_weights()
-        except DecisionError:
-            options = {"parts": means.farthest_off, "among": means.parts}
-            if self._tried is None or not self._tried.agrees(self.module, batch, self._loss_in_full, **options):
-                raise
-            self._later = None  # means that are no part of the loss, or of single samples
-            return
-        self._later = means.later() or self._later
+    def _autocast(self) -> contextlib.AbstractContextManager:
+        if self.autocast_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(next(self.module.parameters()).device.type, dtype=self.autocast_dtype)
 
     def update(self) -> None:
-        """Train by the gradients that the parameters have, and drop them. Part of every call.
+        """Update the parameters by their gradients, and set these to None. Part of every call.
 
         Raises:
-            WorkloadError: for a sparse gradient that the optimizer cannot take. Nothing is trained then.
+            WorkloadError: for a sparse or dense gradient that the optimizer does not support. Nothing is trained then.
         """
         refuse_layouts(self.module, self.optimizer)
         if self.max_grad_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
             clip_gradients(self.module, self.max_grad_norm)
-        stepped = True
+        has_stepped = True
         if self.scaler is not None:
             scale = None if self.scheduler is None else self.scaler.get_scale()
             self.scaler.step(self.optimizer)
             self.scaler.update()
-            stepped = scale is not None and self.scaler.get_scale() >= scale
+            # A lower scale means that a gradient was not finite and the step was skipped.
+            has_stepped = scale is not None and self.scaler.get_scale() >= scale
         elif self._backward is None:
             self.optimizer.step()
-        if self.scheduler is not None and stepped:
+        if self.scheduler is not None and has_stepped:
             self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What is needed to go on, for `torch.save`: optimizer state, gradient scaler, scheduler, and of which plan.
+    def wrap_with(self, wrapper: torch.nn.Module) -> None:
+        """Call the model through a wrapper from now on, such as `DistributedDataParallel(rewritten.module)`.
 
-        Not in it: the model's weights (`model.state_dict()`), schedules that `apply` was not given, and the random
-        state, which dropout goes on from (`torch.get_rng_state()`, `torch.cuda.get_rng_state()`). With all of them,
-        training goes on to the same bits. As with torch's optimizers the tensors are the live ones, and go on to
-        change.
+        If the wrapper has `no_sync`, the gradients of all processes are reduced once per step, in the backward of the
+        last micro-batch. Pass `rewritten.module` itself to let each process train separately.
+
+        Raises:
+            DecisionError: if the wrapper does not wrap this model, or the plan has step-in-backward, which uses each
+                gradient before those of other processes are added to it.
+        """
+        if wrapper is not self.module and getattr(wrapper, "module", None) is not self.module:
+            raise DecisionError(
+                f"this {type(wrapper).__name__} does not wrap the rewritten {type(self.module).__name__}: wrap "
+                "rewritten.module and give that"
+            )
+        if wrapper is not self.module and self._backward is not None:
+            raise DecisionError(
+                f"step-in-backward uses each gradient before {type(wrapper).__name__} has added up those of all "
+                "processes: plan with step-in-backward forbidden"
+            )
+        self._called, self._requires_wrapper = wrapper, False
+
+    through = wrap_with
+    """Former name of `wrap_with`."""
+
+    def require_wrapper(self) -> None:
+        """Refuse to step when several processes train, until `wrap_with` was called."""
+        self._requires_wrapper = True
+
+    def _refuse_separate_processes(self) -> None:
+        if self._requires_wrapper and several_processes():
+            raise DecisionError(
+                "several processes train here, and this step would train the model of each by its own gradients: "
+                "step.wrap_with(torch.nn.parallel.DistributedDataParallel(rewritten.module)) averages them; "
+                "step.wrap_with(rewritten.module) trains each process separately, or synchronised by your own code"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the optimizer, gradient scaler and scheduler, and the plan's fingerprint.
+
+        Save it with `torch.save`. Also save the model's weights (`model.state_dict()`), schedulers that were not given
+        to `apply`, and the random state that dropout draws from (`torch.get_rng_state()`,
+        `torch.cuda.get_rng_state()`): with all of them, training continues to the same bits. The tensors are not
+        copied, like those of a torch optimizer's `state_dict`, and change with the next step.
 
         Raises:
             DecisionError: after `undo`.
@@ -218,14 +226,14 @@ class TrainingStep:
         return step_state.saved(self.module, self.optimizer, self.scaler, self.scheduler, self._decisions)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, by the same plan for the same model.
+        """Continue from a `state_dict`, under the same plan and for the same model.
 
-        Load it with `torch.load(path, map_location="cpu")`: each tensor is then moved to its parameter by itself, and
-        the card holds the optimizer's state once, as the plan promises. The state that was there is dropped first. What
-        lies on the card already stays there as long as `state` does.
+        Load it with `torch.load(path, map_location="cpu")`. Each tensor is then copied to the device of its parameter,
+        and the card holds the optimizer state once, as the plan promises; the present state is freed first. Tensors of
+        `state` that are already on the card stay there as long as `state` exists.
 
         Raises:
-            PlanFileError: for a state of another plan, model or optimizer. Nothing is changed then.
+            PlanFileError: if the state belongs to another plan, model or optimizer. Nothing is changed then.
             DecisionError: after `undo`.
         """
         self._refuse_if_closed()
@@ -239,55 +247,20 @@ class TrainingStep:
         if self._closed:
             raise DecisionError("this training step was undone: apply the plan again to get a new one")
 
-    def _parts(
-        self, batch: Any
-    ) -> Iterator[tuple[Any, torch.Tensor | float | None, contextlib.AbstractContextManager]]:
-        """Parts, weights, and the context of forward and backward."""
-        parts = iter(((batch, None),)) if self._split is None else self._split(batch)
-        if self._called is self.module or not hasattr(self._called, "no_sync"):
-            for part, weight in parts:
-                yield part, weight, contextlib.nullcontext()
-            return
-        before = next(parts)
-        for following in parts:
-            yield *before, self._called.no_sync()
-            before = following
-        yield *before, contextlib.nullcontext()
-
-    def _loss(self, batch: Any) -> torch.Tensor:
-        with self._autocast():
-            return self._loss_of(self._called, batch)
-
-    def _loss_in_full(self, batch: Any) -> torch.Tensor:
-        """In full precision, and past what brings several processes together."""
-        return self._loss_of(self.module, batch)
-
-    def _loss_of(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        return _scalar(loss_of(self.calling.call(model, batch), batch, self.loss_fn))
-
-    def _autocast(self) -> contextlib.AbstractContextManager:
-        if self.autocast_dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(next(self.module.parameters()).device.type, dtype=self.autocast_dtype)
-
-
-def _scalar(loss: torch.Tensor) -> torch.Tensor:
-    return loss.reshape(()) if loss.dim() else loss
-
 
 def refuse_layouts(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise for gradients that the optimizer cannot take, by name, before it has updated any other parameter."""
+    """Raise `WorkloadError` if the optimizer does not support the layout of a gradient, before it updates anything."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
             sparse = parameter.grad.is_sparse
-            why = why_not_sparse(optimizer, group) if sparse else why_not_dense(optimizer)
-            if why is None:
+            reason = why_not_sparse(optimizer, group) if sparse else why_not_dense(optimizer)
+            if reason is None:
                 continue
             name = next((name for name, known in module.named_parameters() if known is parameter), "a parameter")
             optimizer.zero_grad(set_to_none=True)
             raise WorkloadError(
-                f"{why}, and '{name}' has a {'sparse' if sparse else 'dense'} one: use SGD or Adagrad "
-                "without weight_decay, which take both, or embeddings with sparse=False"
+                f"{reason}, and '{name}' has a {'sparse' if sparse else 'dense'} one: use SGD or Adagrad "
+                "without weight_decay, which support both, or embeddings with sparse=False"
             )

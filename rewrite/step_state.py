@@ -1,4 +1,4 @@
-"""What a training step needs to go on where it stopped, besides weights and random numbers."""
+"""Save and load the state of a training step: optimizer, gradient scaler and scheduler, but not the weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def saved(
     scheduler: LRScheduler | None,
     decisions: Sequence[Decision],
 ) -> dict[str, Any]:
-    """Plain values and the live tensors of the optimizer's state."""
+    """The state as plain values and the tensors of the optimizer, which are not copied."""
     return {
         "plan": plan_fingerprint(decisions, module),
         "decisions": [decision.to_json() for decision in decisions],
@@ -41,50 +41,53 @@ def load(
     scheduler: LRScheduler | None,
     decisions: Sequence[Decision],
 ) -> None:
-    """Take over what `saved` gave. Raises `PlanFileError` for anything else, and nothing is changed then."""
+    """Load what `saved` returned. Raises `PlanFileError`, and changes nothing, if the state does not fit this step."""
+    # Refuse a state that does not fit before anything is changed.
     if not isinstance(state, Mapping) or not state.keys() >= _KEYS:
         raise PlanFileError("this is not the state of a training step: give what its state_dict() returned")
     if state["plan"] != plan_fingerprint(decisions, module):
         raise PlanFileError(
             f"the state was saved under another plan ({_difference(state['decisions'], decisions)}): apply that plan, "
-            "or begin with new optimizer state"
+            "or start with new optimizer state"
         )
-    kind, given = _class_of(optimizer), state["optimizer"]
+    kind, optimizer_state = _class_of(optimizer), state["optimizer"]
     if state["optimizer_class"] != kind:
         raise PlanFileError(
             f"the state is of {state['optimizer_class']}, this step's optimizer is {kind}: give that one"
         )
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    found = [len(group["params"]) for group in given["param_groups"]]
-    if sizes != found:
+    saved_sizes = [len(group["params"]) for group in optimizer_state["param_groups"]]
+    if sizes != saved_sizes:
         raise PlanFileError(
-            f"the state is of an optimizer over groups of {found} parameters, this one has {sizes}: give the same"
+            f"the state is of an optimizer over groups of {saved_sizes} parameters, this one has {sizes}: give the same"
         )
     schedule = state.get("scheduler")
     if (schedule is None) is not (scheduler is None):
         has, wants = ("no", "one") if schedule is None else ("a", "none")
         raise PlanFileError(f"the state is of a step with {has} scheduler, this one has {wants}: give apply the same")
-    optimizer.state.clear()  # or the old state would be there beside the new one
-    optimizer.load_state_dict(given)
-    _apart_from(given, optimizer)
+    # Free the present state first, or the card would hold the optimizer state twice.
+    optimizer.state.clear()
+    optimizer.load_state_dict(optimizer_state)
+    _copy_shared_tensors(optimizer_state, optimizer)
     if scaler is not None:
         scaler.load_state_dict(state["scaler"])
-    if scheduler is not None:
+    if scheduler is not None and schedule is not None:
         scheduler.load_state_dict(schedule)
 
 
-def _apart_from(given: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Tensors that torch took as they are, since they lay in host memory as they should, are copied one by one."""
-    known = {id(value) for each in given["state"].values() for value in each.values()}
+def _copy_shared_tensors(optimizer_state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Copy tensors in host memory that torch took over from `optimizer_state` without a copy."""
+    shared = {id(value) for state in optimizer_state["state"].values() for value in state.values()}
     for state in optimizer.state.values():
         for name, value in state.items():
-            if isinstance(value, torch.Tensor) and id(value) in known and value.device.type == "cpu":
+            if isinstance(value, torch.Tensor) and id(value) in shared and value.device.type == "cpu":
                 state[name] = value.clone()
 
 
 def _difference(saved_decisions: Sequence[dict], decisions: Sequence[Decision]) -> str:
+    """How the decisions of a saved state differ from the present ones, for an error message."""
     try:
-        before = [decision_from_json(each).describe() for each in saved_decisions]
+        before = [decision_from_json(decision).describe() for decision in saved_decisions]
     except (DecisionError, TypeError, AttributeError) as error:
         return f"which cannot be read: {error}"
     now = [decision.describe() for decision in decisions]

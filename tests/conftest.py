@@ -16,6 +16,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-fixtures", action="store_true", help="write tests/fixtures/emitted anew")
 
 
+def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+    """Do not even import files that a lane leaves out as a whole: importing torch and transformers takes seconds."""
+    if not collection_path.match("test_*.py"):
+        return None
+    marks = next((line for line in collection_path.read_text().splitlines() if line.startswith("pytestmark")), "")
+    lane = config.getoption("markexpr")
+    left_out = {"not slow": "mark.slow" in marks, "no_torch": "mark.no_torch" not in marks}
+    return True if left_out.get(lane) else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests that need other people's recordings."""
+    for item in items:
+        if "shared_data" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.recordings)
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> pathlib.Path:
     """Other people's measurements, read where they lie: the folder that PLANNER_SHARED_DATA names."""

@@ -1,4 +1,4 @@
-"""Predicted beside published: memory that others measured on their cards.
+"""Compare predicted memory with figures that others measured and published.
 
 python -m benchmarks.published
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from benchmarks.published import language, vision
-from planner.pipeline import versions
+from planner.assemble import versions
 
 
 def main() -> None:

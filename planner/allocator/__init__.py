@@ -1,1 +1,1 @@
-"""A simulator of CUDA's caching allocator: which address and segment every block gets."""
+"""An exact simulator of CUDA's caching allocator: the address and the segment of every block."""

@@ -1,17 +1,21 @@
-"""An exact simulator of CUDA's caching allocator: which addresses it hands out, and what it takes from the driver.
+"""An exact simulator of CUDA's caching allocator: the address of each block, and the memory taken from the driver.
 
 Sources: pytorch's c10/cuda/CUDACachingAllocator.cpp (`malloc`, `get_free_block`, `should_split`, `alloc_block`,
 `free_block`, `release_cached_blocks`, `garbage_collect_cached_blocks`) and c10/core/AllocatorConfig.h (the constants).
 
-A request is rounded to 512 bytes and searched in the pool of its stream and size class (up to 1 MiB: small). The
-smallest free block that is large enough wins, ties go to the lowest address; the rest is split off when it is worth it
-(small pool: 512 bytes; large pool: more than 1 MiB; expandable segments: 512 bytes). Without such a block a segment is
-taken from the driver: 2 MiB for small requests, 20 MiB below 10 MiB, else the request rounded to 2 MiB. When the driver
-refuses, free segments are given back and it is asked once more. Freed blocks merge with free neighbours.
+The algorithm is best fit with splitting and immediate coalescing of free neighbours. A request is rounded up to 512
+bytes and searched in the pool of its stream and size class (up to 1 MiB: small). Among the free blocks that are large
+enough the smallest one is taken, and among equals the one at the lowest address. The rest is split off if it is large
+enough (small pool: 512 bytes; large pool: more than 1 MiB; expandable segments: 512 bytes). If no free block fits, a
+segment is taken from the driver: 2 MiB for small requests, 20 MiB for requests below 10 MiB, else the request rounded
+up to 2 MiB. If the driver refuses, free segments are released and the driver is asked once more.
 
-Where it stops being exact: addresses of new segments are made up in ascending order unless they are supplied, and the
-driver's choice decides between free blocks of equal size; a block that was used on a second stream is free at once,
-where the real allocator waits for that stream; private pools of CUDA graphs and free-memory callbacks are left out.
+Where it stops being exact:
+
+- New segments get synthetic, ascending addresses unless addresses are supplied. The driver's real choice decides
+  between free blocks of equal size.
+- A block that was used on a second stream is free at once; the real allocator waits for that stream.
+- Private pools of CUDA graphs and callbacks for free memory are not simulated.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
-from planner.allocator.blocks import Block, Clock, Driver, Pool, Segment, mapped_stretches
+from planner.allocator.blocks import Block, Clock, Driver, Pool, Segment, mapped_segments
 from planner.allocator.expandable_segments import ExpandableRanges, expanded_bytes
 from planner.allocator.settings import (
     LARGEST_SMALL_BYTES,
@@ -35,18 +39,18 @@ from planner.plan_types.sizes import format_size
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OutOfMemoryReport:
-    """What the allocator held when a request did not fit."""
+    """The state of the allocator when a request did not fit."""
 
     asked_bytes: int
-    """The request, rounded."""
+    """Size of the request after rounding."""
     allocated_bytes: int
     reserved_bytes: int
     capacity_bytes: int
-    """The limit that was in the way."""
+    """The limit that the request would have exceeded."""
 
 
 class OutOfMemory(PlannerError):
-    """A request that does not fit, even after everything free was given back to the driver."""
+    """Raised for a request that does not fit, even after all free segments were released."""
 
     def __init__(self, report: OutOfMemoryReport) -> None:
         self.report = report
@@ -58,15 +62,15 @@ class OutOfMemory(PlannerError):
 
 
 class CachingAllocator:
-    """The allocator of one device. Sizes in bytes; streams are told apart by their number only.
+    """The caching allocator of one device.
 
     Args:
-        settings: options of the allocator.
-        capacity_bytes: memory that segments can take in all; None: no limit.
-        place: from the size of a new segment to its address, for replays; None makes addresses up. An expandable
-            segment is placed once, with the size of its whole address range.
-        card_bytes: total memory of the card, which the address ranges of expandable segments are made for; None: the
-            capacity.
+        settings: Options of the allocator.
+        capacity_bytes: Maximum memory of all segments together. None means no limit.
+        place: Returns the address of a new segment of a given size, for replays. None means synthetic addresses. For
+            an expandable segment it is called once, with the size of its whole address range.
+        card_bytes: Total memory of the card, from which the length of the address ranges of expandable segments
+            follows. None means the capacity.
     """
 
     def __init__(
@@ -92,13 +96,13 @@ class CachingAllocator:
         }
         self._collects_garbage = settings.allowed_bytes is not None and settings.garbage_collection_threshold > 0
         self.allocated_bytes = 0
-        """Sum of the blocks handed out, with what was not worth splitting off."""
+        """Sum of all allocated blocks, with rests that were too small to be split off."""
         self.requested_bytes = 0
-        """Sum of the requests behind them, before rounding."""
+        """Sum of the requests for these blocks, before rounding."""
         self.peak_allocated_bytes = 0
         self.peak_requested_bytes = 0
         self.retries = 0
-        """How often free segments were given back in order to make room (`num_alloc_retries`)."""
+        """Number of times that free segments were released to make room (`num_alloc_retries`)."""
 
     @property
     def reserved_bytes(self) -> int:
@@ -107,17 +111,18 @@ class CachingAllocator:
 
     @property
     def peak_reserved_bytes(self) -> int:
+        """Maximum memory taken from the driver so far."""
         return self._driver.peak_reserved_bytes
 
     def malloc(self, size_bytes: int, stream: int = 0) -> Block:
-        """Hand out a block of at least `size_bytes` bytes.
+        """Allocates a block of at least `size_bytes` bytes.
 
         Raises:
-            OutOfMemory: when it does not fit even after everything free was given back.
-            ValueError: for a size below 1: such storages never reach the allocator.
+            OutOfMemory: the block does not fit, even after all free segments were released.
+            ValueError: the size is below 1. Empty storages never reach the allocator.
         """
         if size_bytes < 1:
-            raise ValueError(f"malloc of {size_bytes} bytes: storages without bytes take nothing, leave them out")
+            raise ValueError(f"malloc of {size_bytes} bytes: an empty storage allocates nothing, leave it out")
         rounded_bytes = round_size(size_bytes, self._settings)
         pool = self._pool(rounded_bytes <= LARGEST_SMALL_BYTES, stream)
         block = self._take_free(pool, rounded_bytes) or self._take_new(pool, rounded_bytes)
@@ -132,7 +137,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Take a block back and merge it with free neighbours. Nothing goes back to the driver."""
+        """Frees a block and merges it with free neighbours. No memory is returned to the driver."""
         if not block.is_allocated:
             raise ValueError(f"free of the block at {block.address:#x}, which is free already: free a block once")
         block.is_allocated = False
@@ -151,11 +156,12 @@ class CachingAllocator:
         pool.insert(block)
 
     def is_cached(self, size_bytes: int, stream: int = 0) -> bool:
-        """Whether a free block would serve such a request, so that nothing is asked of the driver."""
+        """True if a free block would serve a request, so that the driver would not be asked for memory."""
         rounded_bytes = round_size(size_bytes, self._settings)
         pool = self._pool(rounded_bytes <= LARGEST_SMALL_BYTES, stream)
         searches = pool.clock.searches
         block = self._take_free(pool, rounded_bytes)
+        # The search must leave no trace: the clock and the age of the block are restored.
         pool.clock.searches = searches
         if block is None:
             return False
@@ -165,7 +171,7 @@ class CachingAllocator:
         return True
 
     def empty_cache(self) -> None:
-        """Give every segment without a live block, and every whole free page, back to the driver."""
+        """Releases all segments without an allocated block, or all whole free pages of expandable segments."""
         for pool in self._pools.values():
             if self._settings.expandable_segments:
                 self._ranges[pool.is_small].release_free_pages(pool)
@@ -175,25 +181,31 @@ class CachingAllocator:
                         self._release(block)
 
     def segments(self) -> tuple[Segment, ...]:
-        """What is reserved now, by ascending address."""
+        """Returns all reserved memory by ascending address."""
         heads = [*self._heads.values(), *(head for ranges in self._ranges.values() for head in ranges.heads.values())]
-        segments = [segment for head in heads for segment in mapped_stretches(head)]
+        segments = [segment for head in heads for segment in mapped_segments(head)]
         return tuple(sorted(segments, key=lambda segment: segment.address))
 
     def adopt(self, segments: Iterable[Segment]) -> dict[int, Block]:
-        """Start from a known state: take over segments of fixed size with their blocks; live blocks by address."""
+        """Adds existing segments of fixed size with their blocks, to start from a known state.
+
+        Returns the allocated blocks by address.
+
+        Raises:
+            ValueError: a segment does not fit in the capacity, or segments are expandable.
+        """
         live: dict[int, Block] = {}
         for segment in segments:
             if self._settings.expandable_segments or not self._driver.take(segment.size_bytes):
                 raise ValueError(
                     f"the segment of {format_size(segment.size_bytes)} at {segment.address:#x} cannot be adopted: "
-                    "only segments of fixed size that fit the capacity can"
+                    "give segments of fixed size that together fit in the capacity"
                 )
             pool = self._pool(segment.is_small, segment.stream)
             block = Block(address=segment.address, size_bytes=segment.size_bytes, pool=pool)
             self._heads[segment.address] = block
             for index, shown in enumerate(segment.blocks):
-                rest = block.split_off(shown.size_bytes) if index + 1 < len(segment.blocks) else None
+                rest = block.split_off(shown.size_bytes) if index + 1 < len(segment.blocks) else block
                 if shown.is_allocated:
                     block.is_allocated = True
                     block.requested_bytes = shown.requested_bytes
@@ -208,23 +220,27 @@ class CachingAllocator:
         return live
 
     def _pool(self, is_small: bool, stream: int) -> Pool:
+        """Returns the pool of a size class and stream."""
         pool = self._pools.get((is_small, stream))
         if pool is None:
             pool = self._pools[is_small, stream] = Pool(is_small=is_small, stream=stream, clock=self._clocks[is_small])
         return pool
 
     def _take_free(self, pool: Pool, size_bytes: int) -> Block | None:
+        """Removes the best free block from the pool and returns it; None if there is none (`get_free_block`)."""
         if self._collects_garbage:
             pool.clock.searches += 1
         index = pool.first_fit_index(size_bytes)
         if index == len(pool):
             return None
         if self._settings.expandable_segments:
+            # Upstream compares blocks by the size to which they can grow, and walks on while that decreases.
             while index + 1 < len(pool) and expanded_bytes(pool[index + 1]) < expanded_bytes(pool[index]):
                 index += 1
         block = pool[index]
         most_bytes = self._settings.max_split_size_bytes
         if most_bytes is not None:
+            # Blocks from the split limit on are for requests from that limit on, and must not waste too much.
             rest_bytes = block.size_bytes - size_bytes
             if size_bytes < most_bytes <= block.size_bytes:
                 return None
@@ -234,6 +250,7 @@ class CachingAllocator:
         return block
 
     def _is_worth_splitting(self, block: Block, size_bytes: int) -> bool:
+        """True if the rest of a block becomes a free block (`should_split`)."""
         rest_bytes = block.size_bytes - size_bytes
         if block.pool.is_small or self._settings.expandable_segments:
             return rest_bytes >= SMALLEST_BLOCK_BYTES
@@ -241,6 +258,9 @@ class CachingAllocator:
         return rest_bytes > LARGEST_SMALL_BYTES and (most_bytes is None or size_bytes < most_bytes)
 
     def _take_new(self, pool: Pool, size_bytes: int) -> Block:
+        """Returns a block in new memory; raises `OutOfMemory` if there is none (`malloc` after `get_free_block`)."""
+        # Upstream tries in this order, and each step releases more than the one before: the old segments above the
+        # threshold of garbage collection, then large blocks that suffice for the request, then all free segments.
         if self._collects_garbage:
             self._collect_garbage()
         block = self._extend(pool, size_bytes)
@@ -263,7 +283,7 @@ class CachingAllocator:
         return block
 
     def _extend(self, pool: Pool, size_bytes: int) -> Block | None:
-        """A block in no list, in memory that the driver gave just now; None when it refused."""
+        """Returns a block in no pool in new memory of the driver; None if the driver or the limit refuses it."""
         new_bytes = segment_size(size_bytes, self._settings)
         allowed_bytes = self._settings.allowed_bytes
         if allowed_bytes is not None and self._driver.reserved_bytes + new_bytes > allowed_bytes:
@@ -277,12 +297,16 @@ class CachingAllocator:
         return block
 
     def _release(self, block: Block) -> None:
+        """Returns a free block that is a whole segment to the driver."""
         block.pool.remove(block)
         del self._heads[block.address]
         self._driver.give_back(block.size_bytes)
 
     def _release_oversize(self, pool: Pool, size_bytes: int) -> bool:
-        """Give back as many blocks above the split limit as the request needs, one alone if one is large enough."""
+        """Releases free blocks above the split limit, if they suffice for the request: one large block, or several.
+
+        Returns True if enough was released (`release_available_cached_blocks`).
+        """
         most_bytes = self._settings.max_split_size_bytes
         if most_bytes is None or self._settings.expandable_segments:
             return False
@@ -300,8 +324,10 @@ class CachingAllocator:
         return released_bytes >= wanted_bytes
 
     def _collect_garbage(self) -> None:
-        """Give back free large segments of at least average age until the threshold is respected."""
-        most_bytes = int(self._settings.garbage_collection_threshold * self._settings.allowed_bytes)
+        """Releases free large segments of at least average age until the reserved memory is below the threshold."""
+        allowed_bytes = self._settings.allowed_bytes
+        assert allowed_bytes is not None  # Without it, garbage collection is off.
+        most_bytes = int(self._settings.garbage_collection_threshold * allowed_bytes)
         excess_bytes = self.reserved_bytes - most_bytes
         if excess_bytes <= 0 or self._settings.expandable_segments:
             return

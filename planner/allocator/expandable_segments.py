@@ -1,14 +1,15 @@
-"""Expandable segments: address ranges larger than the card, with memory mapped page by page as it is needed.
+"""Expandable segments: address ranges larger than the card, to which memory is mapped page by page when it is needed.
 
 Source: `ExpandableSegment`, `find_expandable_block`, `map_block`, `unmap_block` and
 `try_allocate_expandable_block` in pytorch's c10/cuda/CUDACachingAllocator.cpp.
 
-A range starts as one unmapped block. An allocation that no free block can hold takes the lowest address
-where free and unmapped blocks together are long enough, and maps whole pages there: 2 MiB in the small
-pool, the large segment size (20 MiB) in the large pool. Only whole free pages are ever given back.
+A range starts as one unmapped block. An allocation that fits in no free block takes the lowest address where adjacent
+free and unmapped blocks together are long enough, and maps whole pages there: 2 MiB in the small pool, the large
+segment size (20 MiB) in the large pool. Only whole free pages are released.
 
-A range is 1 1/8 times as long as the card's memory. Where it stops being exact: without it the simulated capacity is
-taken. The length matters only close to the end of a range: best fit compares free blocks by what they can grow to.
+A range is 1 1/8 times as long as the card's memory. Where it stops being exact: if the memory of the card is not given,
+the simulated capacity stands in for it. The length matters only near the end of a range, because best fit compares free
+blocks by the size to which they can grow.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 from planner.allocator.blocks import Block, Driver, Pool
 
 UNKNOWN_CARD_BYTES = 1 << 42
-"""Memory that a range is made for where neither card nor capacity is given: 4 TiB."""
+"""Memory of the card that the length of a range follows from if neither card nor capacity is given: 4 TiB."""
 
 
 class ExpandableRanges:
@@ -31,22 +32,23 @@ class ExpandableRanges:
         """First block of each range, by address."""
 
     def allocate(self, pool: Pool, size_bytes: int) -> Block | None:
-        """A free block of at least `size_bytes`, taken out of the pool; None where physical memory ran out.
+        """Returns a free block of at least `size_bytes`, in no pool; None if physical memory ran out.
 
         Pages that were mapped before memory ran out stay mapped, as upstream.
         """
-        candidate: Block | None = self._find_room(pool, size_bytes)
-        if not candidate.is_mapped:
-            candidate = self._map(candidate, min(candidate.size_bytes, size_bytes))
+        room = self._find_room(pool, size_bytes)
+        candidate = room if room.is_mapped else self._map(room, min(room.size_bytes, size_bytes))
+        # The room may consist of several free and unmapped blocks. Each mapped block merges with its free neighbours.
         while candidate is not None and candidate.size_bytes < size_bytes:
             unmapped = candidate.next
+            assert unmapped is not None  # `_find_room` has checked that the room is long enough.
             candidate = self._map(unmapped, min(size_bytes - candidate.size_bytes, unmapped.size_bytes))
         if candidate is not None:
             pool.remove(candidate)
         return candidate
 
     def release_free_pages(self, pool: Pool) -> None:
-        """Unmap every whole free page of the pool, and drop ranges that are left without any memory."""
+        """Unmaps all whole free pages of the pool, and removes ranges without any memory."""
         for block in pool.free_blocks():
             unmapped = self._unmap(block)
             if unmapped is not None and unmapped.is_whole_segment():
@@ -54,6 +56,7 @@ class ExpandableRanges:
                 del self.heads[unmapped.address]
 
     def _find_room(self, pool: Pool, size_bytes: int) -> Block:
+        """Returns the first block of the lowest room of `size_bytes`, or of a new range (`find_expandable_block`)."""
         for unmapped in pool.unmapped_blocks():
             before = unmapped.previous
             start = before if before is not None and not before.is_allocated else unmapped
@@ -67,7 +70,10 @@ class ExpandableRanges:
         return unmapped
 
     def _map(self, block: Block, size_bytes: int) -> Block | None:
-        """Put memory behind the first `size_bytes` of an unmapped block, rounded up to pages; merge; insert as free."""
+        """Maps the first `size_bytes` of an unmapped block, rounded up to pages, and adds the result to the pool.
+
+        Returns the block after merging with free neighbours; None if physical memory ran out.
+        """
         pool = block.pool
         mapped_bytes = -(-size_bytes // self._page_bytes) * self._page_bytes
         if not self._driver.take(mapped_bytes):
@@ -87,8 +93,10 @@ class ExpandableRanges:
         return block
 
     def _unmap(self, block: Block) -> Block | None:
-        """Take the memory from the whole pages inside a free block; the unmapped block, or None without such pages."""
+        """Unmaps the whole pages inside a free block. Returns the unmapped block; None if there are no such pages."""
         pool, start, page_bytes = block.pool, block.range_start, self._page_bytes
+        assert start is not None  # All blocks of expandable segments have it.
+        # Round the start up and the end down to pages, counted from the start of the range.
         first = start - (start - block.address) // page_bytes * page_bytes
         end = start + (block.address + block.size_bytes - start) // page_bytes * page_bytes
         if first >= end:
@@ -113,12 +121,13 @@ class ExpandableRanges:
 
 
 def expanded_bytes(block: Block) -> int:
-    """Size of a free block including the unmapped space after it: what best fit compares in a range."""
+    """Returns the size to which a free block can grow: with the unmapped space after it. Best fit compares it."""
     after = block.next
     return block.size_bytes + (after.size_bytes if after is not None and not after.is_mapped else 0)
 
 
 def _has_room(block: Block | None, size_bytes: int) -> bool:
+    """True if `block` and the free and unmapped blocks after it together have at least `size_bytes`."""
     room_bytes = 0
     while room_bytes < size_bytes and block is not None and not block.is_allocated:
         room_bytes += block.size_bytes

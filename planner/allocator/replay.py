@@ -1,10 +1,10 @@
-"""A stream of births and deaths of storages through an empty allocator, and what that does to it."""
+"""Replays a stream of allocations and frees through an empty allocator, and reports the peaks."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from planner.allocator.blocks import Block, falling_addresses
 from planner.allocator.caching_allocator import CachingAllocator, OutOfMemory, OutOfMemoryReport
@@ -16,22 +16,25 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllocatorOutcome:
-    """What a stream of births and deaths does to the allocator."""
+    """The state of the allocator during and after a replay."""
 
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     peak_requested_bytes: int
     peak_allocated_event: int | None
-    """Index of the first event at which `peak_allocated_bytes` was reached; None for a stream that takes nothing."""
+    """Index of the first event at which `peak_allocated_bytes` was reached; None for a stream without allocations."""
     out_of_memory_event: int | None
-    """Index of the birth that did not fit, where the replay ended; None when everything fitted."""
+    """Index of the allocation that did not fit, with which the replay ended; None if everything fit."""
     out_of_memory: OutOfMemoryReport | None
+    """State of the allocator at that event; None if everything fit."""
     final_allocated_bytes: int
     final_reserved_bytes: int
     final_fragments: int
-    """Free blocks at the end that share their segment with a live one, so that no `empty_cache` frees them."""
+    """Number of free blocks at the end that share a segment with an allocated one, so `empty_cache` keeps them."""
     final_fragment_bytes: int
+    """Size of these blocks together."""
     retries: int
+    """Number of times that free segments were released to make room."""
 
 
 def replay(
@@ -42,20 +45,21 @@ def replay(
     card_bytes: int | None = None,
     descending: bool = False,
 ) -> AllocatorOutcome:
-    """Run births and deaths of storages, all on one stream, through an empty allocator.
+    """Replays allocations and frees of storages, all on one stream, through an empty allocator.
 
     Args:
-        events: pairs (storage, size in bytes), as a sequence, an int64 array of shape (n, 2), or two int64 arrays of
-            length n. A size above 0 is the birth of that storage, 0 or less its death. A size of 0 for a storage
-            that is not alive is a storage without bytes: it takes nothing. Numbers may be reused after a death.
-        settings: options of the allocator.
-        capacity_bytes: memory for segments; None: no limit.
-        card_bytes: total memory of the card, for expandable segments; None: the capacity.
-        descending: whether the driver places each new segment below the one before, else above. Among free blocks of
-            one size the lowest wins, so that this decides which segments are split.
+        events: Pairs (storage, size in bytes), as a sequence, an int64 array of shape (n, 2), or two int64 arrays of
+            length n. A size above 0 allocates that storage, and a size of 0 or less frees it. A size of 0 for a
+            storage that is not alive stands for an empty storage, and has no effect. The number of a storage may be
+            reused after it is freed.
+        settings: Options of the allocator.
+        capacity_bytes: Maximum memory of all segments together. None means no limit.
+        card_bytes: Total memory of the card, for expandable segments. None means the capacity.
+        descending: True if the driver places each new segment below the one before, False if above. Among free blocks
+            of equal size the one at the lowest address is taken, so this decides which segments are split.
 
     Raises:
-        ValueError: for a birth of a storage that is alive, or a death with a size of one that is not.
+        ValueError: a storage is allocated while it is alive, or freed with a negative size while it is not.
     """
     place = falling_addresses() if descending else None
     allocator = CachingAllocator(settings, capacity_bytes, place=place, card_bytes=card_bytes)
@@ -65,7 +69,7 @@ def replay(
     for index, (storage, size_bytes) in enumerate(_pairs(events)):
         if size_bytes > 0:
             if storage in alive:
-                raise ValueError(f"event {index}: storage {storage} is born twice: record its death first")
+                raise ValueError(f"event {index}: storage {storage} is allocated twice: record its free first")
             try:
                 alive[storage] = allocator.malloc(size_bytes)
             except OutOfMemory as error:
@@ -76,7 +80,7 @@ def replay(
         elif storage in alive:
             allocator.free(alive.pop(storage))
         elif size_bytes < 0:
-            raise ValueError(f"event {index}: storage {storage} dies but is not alive: record its birth first")
+            raise ValueError(f"event {index}: storage {storage} is freed but not alive: record its allocation first")
     fragments = [
         block.size_bytes
         for segment in allocator.segments()
@@ -99,10 +103,11 @@ def replay(
     )
 
 
-def _pairs(events: object) -> Iterable[tuple[int, int]]:
-    """Pairs of plain ints: arithmetic on numpy scalars is many times slower."""
+def _pairs(events: Any) -> Iterable[tuple[int, int]]:
+    """Returns the events as pairs of plain ints, because arithmetic on numpy scalars is many times slower."""
+    pairs: Iterable[tuple[int, int]] = events
     if hasattr(events, "tolist"):
-        return events.tolist()
-    if isinstance(events, tuple) and len(events) == 2 and all(hasattr(part, "tolist") for part in events):
-        return zip(events[0].tolist(), events[1].tolist(), strict=True)
-    return events
+        pairs = events.tolist()
+    elif isinstance(events, tuple) and len(events) == 2 and all(hasattr(part, "tolist") for part in events):
+        pairs = zip(events[0].tolist(), events[1].tolist(), strict=True)
+    return pairs

@@ -1,10 +1,18 @@
-"""How much a plan may promise, so that with the allocator's slack it is inside the budget.
+"""Finds how many bytes a plan may promise, so that it still fits once the allocator's slack is added.
 
-The search promises bytes of tensors; what the allocator needs beside them is only known of a plan that was certified,
-and differs by the outer choice (a loss in chunks leaves other holes than whole logits). So first all are asked for less
-by what was missing, and then for half of that again where so little leaves nothing, until something fits. Then choices
-of which no plan failed may promise all of the budget again, and for those of which one did, what lies between what is
-known and what failed is halved: as long as a plan there could be quicker by more than a tie.
+The chooser promises a peak of *tensors*; whether a plan fits is known only after its certificate, which includes the
+allocator's slack (rounding and fragmentation). The slack is not known in advance, and differs between configurations:
+a loss in chunks leaves other holes than full logits. So the search adapts the budget for promises in two stages:
+
+1. *Together.* All configurations have one budget. When a plan fails its certificate, the budget goes down by what was
+   missing (at least by a step that doubles with each failure), and the chooser is asked again. If nothing is left under
+   so small a budget, the search bisects between that budget and the smallest promise that failed.
+2. *Each.* Once a plan fits, configurations that never failed get the whole budget back. For a configuration that
+   failed, the range between what is known to be searched and what failed is bisected, the one with the fastest plan
+   first, as long as a plan in the range could be faster than the best one by more than a tie.
+
+Where it is not exact: slack is not monotonic in the promise, so that a plan in a range that was given up may fit. The
+number of attempts and the width of a range (`finest_bytes`) are limited.
 """
 
 from __future__ import annotations
@@ -12,146 +20,163 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 
 class Promise(Protocol):
-    """A plan that was chosen."""
+    """A plan that was chosen, with the peak and the time that it promises."""
 
-    outer: Hashable
-    peak_bytes: int
-    step_ns: int
+    @property
+    def config(self) -> Hashable: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def step_ns(self) -> int: ...
 
 
-Propose = Callable[[Callable[[Any], int], float], "Promise | None"]
-"""The fastest plan whose outer choice may promise so many bytes, and that takes less time; None: there is none."""
-Attempt = Callable[[Any], int]
-"""A plan -> bytes that it is short of when it is certified; 0 or less: it fits."""
+P = TypeVar("P", bound=Promise)
+BudgetOf = Callable[[Any], int]
+"""A configuration -> maximum number of bytes that its plans may promise."""
 
 
 def search(
-    ask: Propose,
-    short_bytes_of: Attempt,
+    propose: Callable[[BudgetOf, float], P | None],
+    short_bytes_of: Callable[[P], int],
     *,
-    descent: PromiseBudgets,
+    budgets: PromiseBudgets,
     tie: float,
     attempts: int,
     hopeless: int,
     is_over: Callable[[], bool],
-) -> Promise | None:
+) -> P | None:
     """The fastest plan that was found to fit; None if none was.
 
     Args:
-        attempts: so many plans are tried at most.
-        hopeless: so many that do not fit before the first that does.
-        is_over: asked after each of them, whether to stop at what is found.
+        propose: returns the fastest plan within these budgets that takes less than the given time in ns, or None.
+        short_bytes_of: certifies a plan and returns how many bytes it lacks; 0 or less if it fits.
+        attempts: maximum number of plans that are certified.
+        hopeless: maximum number of plans that fail before the first one that fits.
+        is_over: asked after each attempt; True ends the search with the best plan so far.
     """
-    found: Promise | None = None
-    choice = ask(descent.budget_of, math.inf)
+    best: P | None = None
+    plan = propose(budgets.budget_of, math.inf)
     for attempt in range(attempts):
-        if found is None and attempt == hopeless:
+        if best is None and attempt == hopeless:
             break
-        below_ns = math.inf if found is None else found.step_ns / tie
-        while choice is None:
-            if not descent.widen(None if found is None else found.step_ns):
-                return found
-            choice = ask(descent.budget_of, below_ns)
-        short_bytes = short_bytes_of(choice)
+        below_ns = math.inf if best is None else best.step_ns / tie
+        # Nothing left under these budgets: widen them where a faster plan may still be, or stop.
+        while plan is None:
+            if not budgets.widen(None if best is None else best.step_ns):
+                return best
+            plan = propose(budgets.budget_of, below_ns)
+        short_bytes = short_bytes_of(plan)
         if short_bytes <= 0:
-            found = choice
+            best = plan
         else:
-            descent.fail(
-                choice.outer, promised_bytes=choice.peak_bytes, short_bytes=short_bytes, step_ns=choice.step_ns
-            )
+            budgets.fail(plan.config, promised_bytes=plan.peak_bytes, short_bytes=short_bytes, step_ns=plan.step_ns)
         if is_over():
             break
-        choice = None if short_bytes <= 0 else ask(descent.budget_of, below_ns)
-    return found
+        # After a success the budgets are widened first: under the present ones the plan was already the fastest.
+        plan = None if short_bytes <= 0 else propose(budgets.budget_of, below_ns)
+    return best
 
 
 @dataclasses.dataclass(kw_only=True)
 class _Range:
-    """What is known of plans after one of them failed."""
+    """The range of promises in which it is not known whether a plan fits, after one of them failed."""
 
     asked_bytes: int
-    """What they may promise now."""
+    """Maximum number of bytes that plans may promise now."""
     low_bytes: int = 0
-    """With so much nothing is left to find."""
+    """Up to this budget everything has been searched."""
     high_bytes: int
-    """A plan that promised so much did not fit."""
+    """A plan that promised this many bytes did not fit."""
     step_ns: int
-    """Time of the slowest that did not fit: what is quicker promises more."""
+    """Step time of the slowest plan that failed; faster plans promise more bytes."""
 
     def fail(self, high_bytes: int, less_bytes: int, step_ns: int) -> None:
-        """Another plan did not fit."""
+        """Another plan failed: ask for `less_bytes` less, or bisect if this was searched before."""
         self.high_bytes, self.step_ns = high_bytes, max(self.step_ns, step_ns)
         self.asked_bytes = high_bytes - less_bytes
         if self.asked_bytes <= self.low_bytes:
             self.halve()
 
     def halve(self) -> None:
-        """Ask in the middle of what is unknown."""
+        """Ask in the middle of the range."""
         self.asked_bytes = (self.low_bytes + self.high_bytes) // 2
 
 
 class PromiseBudgets:
-    """The budget of each outer choice while plans are chosen and certified."""
+    """The budget of each configuration while plans are chosen and certified."""
 
     def __init__(self, budget_bytes: int, *, finest_bytes: int, tie: float) -> None:
+        """
+        Args:
+            budget_bytes: the budget of every configuration before any plan failed.
+            finest_bytes: ranges that are narrower are given up; also the smallest step of the budget.
+            tie: plans whose times differ by less than this factor count as equally fast.
+        """
         self._budget_bytes, self._finest_bytes, self._tie = budget_bytes, max(finest_bytes, 1), tie
-        self._all: _Range | None = None
-        """Of all plans, until something fits."""
+        self._together: _Range | None = None
+        """The range of all configurations, until a plan fits; None before the first failure."""
         self._each: dict[Hashable, _Range] = {}
-        """By outer choice."""
-        self._together = True
+        """The range of each configuration of which a plan failed."""
+        self._is_together = True
         self._failures = 0
         self._first_ns: int | None = None
-        """Time of the first plan that failed: what was never tried is no quicker."""
+        """Step time of the first plan that failed. Plans that were never proposed are not faster."""
 
-    def budget_of(self, outer: Hashable) -> int:
-        """Bytes that plans of this outer choice may promise."""
-        known = self._all if self._together else self._each.get(outer)
+    def budget_of(self, config: Hashable) -> int:
+        """Maximum number of bytes that plans of this configuration may promise."""
+        known = self._together if self._is_together else self._each.get(config)
         return self._budget_bytes if known is None else known.asked_bytes
 
-    def fail(self, outer: Hashable, *, promised_bytes: int, short_bytes: int, step_ns: int) -> None:
-        """A plan of this outer choice did not fit: `short_bytes` were missing."""
-        high_bytes = min(self.budget_of(outer), promised_bytes)
+    def fail(self, config: Hashable, *, promised_bytes: int, short_bytes: int, step_ns: int) -> None:
+        """Record that a plan of this configuration lacked `short_bytes` to fit."""
+        high_bytes = min(self.budget_of(config), promised_bytes)
         less_bytes = max(short_bytes, self._finest_bytes * 2**self._failures)
         self._failures += 1
         self._first_ns = step_ns if self._first_ns is None else self._first_ns
         new = _Range(asked_bytes=0, high_bytes=high_bytes, step_ns=step_ns)
-        self._each.setdefault(outer, new).fail(high_bytes, less_bytes, step_ns)
-        if self._together:
-            self._all = self._all or dataclasses.replace(new)
-            self._all.fail(high_bytes, less_bytes, step_ns)
+        self._each.setdefault(config, new).fail(high_bytes, less_bytes, step_ns)
+        if self._is_together:
+            self._together = self._together or dataclasses.replace(new)
+            self._together.fail(high_bytes, less_bytes, step_ns)
 
-    def widen(self, found_ns: int | None) -> bool:
-        """Nothing is left with these budgets that is quicker than `found_ns` by more than a tie: ask for more, or stop.
+    def widen(self, best_ns: int | None) -> bool:
+        """Raise the budgets, since nothing faster than `best_ns` by more than a tie is left within them.
 
         Args:
-            found_ns: time of the plan that fits; None: nothing did yet.
+            best_ns: step time of the best plan that fits; None if none does yet.
+
+        Returns:
+            False if there is no range left in which a faster plan could be.
         """
-        if self._first_ns is None or not self._could_be_quicker(self._first_ns, found_ns):
+        if self._first_ns is None or not self._could_be_faster(self._first_ns, best_ns):
             return False
-        if self._together:
-            self._all.low_bytes = self._all.asked_bytes
+        if self._is_together and self._together is not None:
+            # What was searched together was searched for each configuration.
+            together = self._together
+            together.low_bytes = together.asked_bytes
             for known in self._each.values():
-                known.low_bytes = max(known.low_bytes, min(known.asked_bytes, self._all.asked_bytes))
-            self._together = found_ns is None and self._is_wide(self._all)
-            if self._together:
-                self._all.halve()
+                known.low_bytes = max(known.low_bytes, min(known.asked_bytes, together.asked_bytes))
+            self._is_together = best_ns is None and self._is_wide(together)
+            if self._is_together:
+                together.halve()
             return True
         for known in self._each.values():
             known.low_bytes = max(known.low_bytes, known.asked_bytes)
-        left = [
-            one for one in self._each.values() if self._is_wide(one) and self._could_be_quicker(one.step_ns, found_ns)
+        wide = [
+            known
+            for known in self._each.values()
+            if self._is_wide(known) and self._could_be_faster(known.step_ns, best_ns)
         ]
-        if left:
-            min(left, key=lambda known: known.step_ns).halve()
-        return bool(left)
+        if wide:
+            min(wide, key=lambda known: known.step_ns).halve()
+        return bool(wide)
 
-    def _could_be_quicker(self, step_ns: int, found_ns: int | None) -> bool:
-        return found_ns is None or found_ns > self._tie * step_ns
+    def _could_be_faster(self, step_ns: int, best_ns: int | None) -> bool:
+        return best_ns is None or best_ns > self._tie * step_ns
 
     def _is_wide(self, known: _Range) -> bool:
         return known.high_bytes - known.low_bytes > self._finest_bytes

@@ -1,14 +1,21 @@
-"""A case: one outer choice with one split of the batch, from its recording to a problem that can be solved."""
+"""Candidates: one configuration with one split of the batch, from its recording to a problem that can be solved.
+
+A configuration is what is decided for the whole step: precision, optimizer, loss, time of the update. A candidate knows
+the time and the peak of its step without recompute, which bound all of its plans: recompute only makes a plan slower.
+Which modules to recompute or offload is an integer program over the units of its recording (`recompute.units`,
+`search.milp`). Building that problem is costly, so each part is built when it is first needed.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 
 from planner.choose.recordings import Recordings
 from planner.estimate import roofline
 from planner.estimate.footprint import granularity_bytes, with_whole_batch
-from planner.plan_types.decisions import ChunkedLoss, Decision
+from planner.plan_types.decision_base import Decision, Role, has_role
 from planner.profiles.device import DeviceProfile
 from planner.recompute.units import Units, units_of
 from planner.recording.step_graph import Category, Phase, StepGraph
@@ -18,38 +25,39 @@ from planner.space.lm_head import ChunkedLossOption
 from planner.space.micro_batches import MicroBatching
 
 RECOMPUTE_TOLERANCE = 1000
-"""Recompute costs are proven minimal to within one part in this of the step: less means nothing."""
+"""The cost of recompute is proven minimal to within the step time divided by this; a smaller gap is not worth time."""
 
 
 class Candidate:
-    """What is known of an outer choice with a split. Costly parts are made when they are first asked for."""
+    """A configuration with a split of the batch."""
 
     def __init__(
         self,
-        outer: tuple[Decision, ...],
+        config: tuple[Decision, ...],
         split: MicroBatching,
         graph: StepGraph,
         card: DeviceProfile,
         *,
         recompute: tuple[type[Decision], ...],
     ) -> None:
-        self.outer, self.split, self._kinds = outer, split, recompute
+        self.config, self.split, self._kinds = config, split, recompute
         self._graph, self._granularity_bytes = graph, granularity_bytes(card)
         self._host_copies = roofline.HostCopies(card=card, repeats=roofline.repetitions(graph, split.micro_batches))
         self._op_ns = roofline.op_times_ns(graph, card, split.micro_batches)
         self.step_ns = sum(self._op_ns)
-        """Without any recompute: no plan of this case is faster."""
+        """Step time without recompute: no plan of this candidate is faster."""
         self.optimizer_ns = optimizer_ns(graph, self._op_ns)
         self._cheapest: dict[tuple[int, int | None], Selection | None] = {}
         self._could_pay: dict[tuple[int, int | None, bool, int | None], bool] = {}
 
     @functools.cached_property
     def peak_bytes(self) -> int:
-        """Without any recompute."""
+        """Peak of the tensors without recompute."""
         return int(self._graph.live_bytes(granularity_bytes=self._granularity_bytes).max())
 
     @functools.cached_property
     def units(self) -> Units:
+        """The modules and segments that can be recomputed or offloaded."""
         return units_of(
             self._graph,
             self._op_ns,
@@ -60,15 +68,16 @@ class Candidate:
 
     @functools.cached_property
     def search(self) -> milp.Search:
+        """The integer program over the units."""
         return milp.Search(self.units.problem)
 
     @property
     def lower_bound_bytes(self) -> int:
-        """Bytes alive at some moment whatever is recomputed: no plan of this case is smaller."""
+        """Maximum over time of the bytes that no unit can free: no plan of this candidate has a smaller peak."""
         return int(self.units.problem.fixed_bytes.max())
 
     def cheapest(self, budget_bytes: int, *, below_ns: int | None) -> Selection | None:
-        """The cheapest units to recompute for a peak inside the budget, if they cost less than `below_ns`."""
+        """The cheapest units to recompute for a peak inside the budget; None if they cost `below_ns` or more."""
         asked = (budget_bytes, below_ns)
         if asked not in self._cheapest:
             tolerance_ns = self.step_ns // RECOMPUTE_TOLERANCE
@@ -76,13 +85,13 @@ class Candidate:
         return self._cheapest[asked]
 
     def could_pay(self, budget_bytes: int, *, state_bytes: int | None, gradients: bool, below_ns: int | None) -> bool:
-        """Whether some units, or none, could be enough and cost less than `below_ns`, if the optimizer kept less.
+        """True if a plan could fit for less than `below_ns` of recompute with another optimizer.
 
-        False is certain: the relaxed problem leaves out all that another optimizer would need during its update.
+        False is certain, True is not: the relaxed problem ignores what another optimizer needs during its update.
 
         Args:
-            state_bytes: at least what the other optimizer keeps; None: as it is.
-            gradients: whether they are kept until the update.
+            state_bytes: lower bound on the state of the other optimizer; None: the state of this candidate.
+            gradients: True if gradients are kept until the update.
         """
         asked = (budget_bytes, state_bytes, gradients, below_ns)
         if asked not in self._could_pay:
@@ -94,13 +103,14 @@ class Candidate:
     ) -> bool:
         if self._graph.update_tick is None:
             return True
+        # Take the saved bytes out of what is always alive, and ignore everything from the update on.
         fixed = self.units.problem.fixed_bytes.copy()
         if state_bytes is not None:
             fixed -= max(self._graph.bytes_of(Category.OPTIMIZER_STATE) - state_bytes, 0)
         if not gradients:
-            kept = [s for s in self._graph.storages if s.category is Category.GRADIENT]
-            gradients_alone = dataclasses.replace(self._graph, storages=kept, saves=[])
-            fixed -= gradients_alone.live_bytes(granularity_bytes=self._granularity_bytes)[: len(fixed)]
+            gradient_storages = [s for s in self._graph.storages if s.category is Category.GRADIENT]
+            gradients_only = dataclasses.replace(self._graph, storages=gradient_storages, saves=[])
+            fixed -= gradients_only.live_bytes(granularity_bytes=self._granularity_bytes)[: len(fixed)]
         fixed[self._graph.update_tick :] = 0
         relaxed = milp.Search(dataclasses.replace(self.units.problem, fixed_bytes=fixed))
         try:
@@ -110,10 +120,11 @@ class Candidate:
             return True
 
     def smallest(self) -> Selection:
+        """The units with the smallest peak."""
         return self.search.smallest_peak(tolerance_ns=self.step_ns // RECOMPUTE_TOLERANCE)
 
     def cheapest_single(self, budget_bytes: int) -> Selection | None:
-        """The one unit that costs least, for when checkpointing is forced and nothing needs it."""
+        """The cheapest single unit that fits: if recompute is forced, a plan that does not need it recomputes one."""
         costs = self.units.problem.cost_ns
         for unit in sorted(range(len(costs)), key=lambda unit: (costs[unit], unit)):
             peak = self.search.exact.peak((unit,))
@@ -124,12 +135,12 @@ class Candidate:
         return None
 
     def decisions(self, units: tuple[int, ...]) -> tuple[Decision, ...]:
-        """Outer choice, split and these units, as a plan states them."""
-        return (*self.outer, *self.split.decisions(), *self.units.decisions(units))
+        """Configuration, split and these units, as a plan lists them."""
+        return (*self.config, *self.split.decisions(), *self.units.decisions(units))
 
 
 class Candidates:
-    """All cases of one planning under one set of ways to recompute, each made once."""
+    """All candidates of one planning session for one set of ways to recompute. Each is made once."""
 
     def __init__(
         self,
@@ -140,62 +151,73 @@ class Candidates:
         recompute: tuple[type[Decision], ...] = (),
     ) -> None:
         self._recordings, self._card, self._batch_bytes, self._recompute = recordings, card, batch_bytes, recompute
-        self._made: dict[tuple[tuple[Decision, ...], MicroBatching], Candidate] = {}
-        self._others = {recompute: self}
+        self._candidates: dict[tuple[tuple[Decision, ...], MicroBatching], Candidate] = {}
+        self._by_recompute = {recompute: self}
 
-    def under(self, recompute: tuple[type[Decision], ...]) -> Candidates:
-        """The cases under these ways to recompute: from the same recordings."""
-        if recompute not in self._others:
+    def with_recompute(self, recompute: tuple[type[Decision], ...]) -> Candidates:
+        """The candidates for another set of ways to recompute, from the same recordings."""
+        if recompute not in self._by_recompute:
             other = Candidates(self._recordings, self._card, batch_bytes=self._batch_bytes, recompute=recompute)
-            self._others[recompute], other._others = other, self._others
-        return self._others[recompute]
+            self._by_recompute[recompute], other._by_recompute = other, self._by_recompute
+        return self._by_recompute[recompute]
 
-    def prefetch(self, outer: tuple[Decision, ...], splits: tuple[MicroBatching, ...]) -> None:
-        """Begin the recordings of these cases."""
-        self._recordings.prefetch(outer, splits)
+    def prefetch(self, config: tuple[Decision, ...], splits: tuple[MicroBatching, ...]) -> None:
+        """Start the recordings of these candidates."""
+        self._recordings.prefetch(config, splits)
 
-    def of(self, outer: tuple[Decision, ...], split: MicroBatching) -> Candidate:
-        key = (outer, split)
-        if key not in self._made:
-            graph = with_whole_batch(self._recordings.of(outer, split), self._batch_bytes)
-            self._made[key] = Candidate(outer, split, graph, self._card, recompute=self._recompute)
-        return self._made[key]
+    def of(self, config: tuple[Decision, ...], split: MicroBatching) -> Candidate:
+        """The candidate. Raises `PlannerError` if its step cannot be rehearsed."""
+        key = (config, split)
+        if key not in self._candidates:
+            graph = with_whole_batch(self._recordings.of(config, split), self._batch_bytes)
+            self._candidates[key] = Candidate(config, split, graph, self._card, recompute=self._recompute)
+        return self._candidates[key]
 
-    def made(self) -> tuple[Candidate, ...]:
-        """All so far."""
-        return tuple(self._made.values())
+    def all(self) -> tuple[Candidate, ...]:
+        """All candidates that were made so far."""
+        return tuple(self._candidates.values())
 
-    def known(self, outer: tuple[Decision, ...], split: MicroBatching) -> Candidate | None:
-        """The case, if it has been made already."""
-        return self._made.get((outer, split))
+    def get(self, config: tuple[Decision, ...], split: MicroBatching) -> Candidate | None:
+        """The candidate if it has been made, else None."""
+        return self._candidates.get((config, split))
 
 
 class ChunkedCandidates:
-    """The same cases, by outer choices in which the loss is in as many chunks as the whole batch needs."""
+    """The same candidates, asked for by configurations whose loss has the number of chunks for the whole batch.
 
-    def __init__(self, cases: Candidates, chunks: ChunkedLossOption | None) -> None:
-        self._cases, self._chunks = cases, chunks
+    A micro-batch needs fewer chunks; this class replaces the number by the one for the split.
+    """
 
-    def outer(self, outer: tuple[Decision, ...], split: MicroBatching) -> tuple[Decision, ...]:
-        """The outer choice with the number of chunks that a micro-batch needs; without them where it needs none."""
-        if self._chunks is None or not any(isinstance(decision, ChunkedLoss) for decision in outer):
-            return outer
-        part = self._chunks.for_micro_batches(split.micro_batches)
-        replaced = (part if isinstance(decision, ChunkedLoss) else decision for decision in outer)
+    def __init__(self, candidates: Candidates, chunks: ChunkedLossOption | None) -> None:
+        self._candidates, self._chunks = candidates, chunks
+
+    def config(self, config: tuple[Decision, ...], split: MicroBatching) -> tuple[Decision, ...]:
+        """The configuration with the number of chunks that a micro-batch needs; without chunks if it needs none."""
+        if self._chunks is None or not has_role(config, Role.LOSS):
+            return config
+        chunked = self._chunks.for_micro_batches(split.micro_batches)
+        replaced = (chunked if decision.role is Role.LOSS else decision for decision in config)
         return tuple(decision for decision in replaced if decision is not None)
 
-    def prefetch(self, outer: tuple[Decision, ...], splits: tuple[MicroBatching, ...]) -> None:
-        for found in dict.fromkeys(self.outer(outer, split) for split in splits):
-            self._cases.prefetch(found, tuple(split for split in splits if self.outer(outer, split) == found))
+    def prefetch(self, config: tuple[Decision, ...], splits: Iterable[MicroBatching]) -> None:
+        """Start the recordings of these candidates; splits with equal numbers of chunks share them."""
+        by_config: dict[tuple[Decision, ...], list[MicroBatching]] = {}
+        for split in splits:
+            by_config.setdefault(self.config(config, split), []).append(split)
+        for chunked, members in by_config.items():
+            self._candidates.prefetch(chunked, tuple(members))
 
-    def of(self, outer: tuple[Decision, ...], split: MicroBatching) -> Candidate:
-        return self._cases.of(self.outer(outer, split), split)
+    def of(self, config: tuple[Decision, ...], split: MicroBatching) -> Candidate:
+        """The candidate. Raises `PlannerError` if its step cannot be rehearsed."""
+        return self._candidates.of(self.config(config, split), split)
 
-    def known(self, outer: tuple[Decision, ...], split: MicroBatching) -> Candidate | None:
-        return self._cases.known(self.outer(outer, split), split)
+    def get(self, config: tuple[Decision, ...], split: MicroBatching) -> Candidate | None:
+        """The candidate if it has been made, else None."""
+        return self._candidates.get(self.config(config, split), split)
 
-    def made(self) -> tuple[Candidate, ...]:
-        return self._cases.made()
+    def all(self) -> tuple[Candidate, ...]:
+        """All candidates that were made so far."""
+        return self._candidates.all()
 
 
 def optimizer_ns(graph: StepGraph, op_times_ns: list[int]) -> int:

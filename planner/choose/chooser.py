@@ -1,7 +1,20 @@
-"""The fastest plan that fits: outer choices by best bound first, checkpoints by the integer program for each.
+"""Finds the fastest plan whose promised peak is inside a budget: branch and bound over configurations.
 
-A case without any recompute bounds the time of all its plans; what cannot beat the best plan found is never recorded
-or solved. Plans whose times are within `TIE` count as equally fast; among them the more faithful, then the simpler.
+A plan has three levels. A *configuration* (precision, loss, optimizer, time of the update) and a *split* of the batch
+make a candidate; on top, *units* are recomputed or offloaded. The first two levels are few and are enumerated. The
+third is an integer program for each candidate (`search.milp`).
+
+1. Configurations are tried in the order of `_configs`: the fastest precision first, so that its time prunes the others.
+2. Before a candidate is recorded, lower bounds of its time are known: from the baseline, and from simpler candidates
+   (without another optimizer, without chunks), less the most that the difference can save. What cannot beat the best
+   plan so far is neither recorded nor solved. A lower bound of memory (`Bounds.lower_bound_bytes`) prunes likewise.
+3. For one configuration, splits are tried from few micro-batches to many, until one fits without recompute. Its time
+   bounds what recompute may cost with fewer micro-batches, which the integer program then minimizes.
+
+Times within the factor `TIE` count as equal; among equally fast plans the more faithful wins, then the simpler.
+
+Where it is not exact: times are predictions, a program that hits its time limit is counted as without an answer
+(`undecided`), and without chunks only the whole batch is tried if chunks are available.
 """
 
 from __future__ import annotations
@@ -9,137 +22,126 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
+from planner.choose.bounds import Bounds
 from planner.choose.candidates import Candidate, ChunkedCandidates
 from planner.choose.certificates import Certificates
+from planner.choose.prefetcher import Prefetcher, with_upcoming
 from planner.errors import DecisionError, PlannerError
-from planner.plan_types.decisions import (
-    ChunkedLoss,
+from planner.plan_types.decision_base import (
     Decision,
-    Optimizer,
-    OptimizerKernel,
-    Precision,
-    StepInBackward,
+    Role,
     conflict,
+    fidelity_of,
+    has_role,
+    with_roles,
+    without_roles,
 )
 from planner.search import milp
 from planner.search.problem import Selection
 from planner.space.micro_batches import MicroBatching
-from planner.space.outer_choices import SearchSpace
+from planner.space.search_space import SearchSpace
 
 TIE = 1.05
-"""Predicted times closer than this factor say nothing about which is faster."""
+"""Predicted times closer than this factor say nothing about which plan is faster."""
 
-_AT_ONCE = max(2, min(os.cpu_count() or 2, 4))
-"""Outer choices that are recorded at a time, where it is clear that they will be asked for."""
+Config = tuple[Decision, ...]
+"""A configuration: the decisions about precision, loss, optimizer and time of the update."""
 
-Budget = Callable[[tuple[Decision, ...]], int]
-"""An outer choice -> bytes that its plans may promise."""
+Budget = Callable[[Config], int]
+"""A configuration -> maximum number of bytes that its plans may promise."""
 
-_SPARING = (Optimizer, OptimizerKernel, ChunkedLoss, StepInBackward)
-_SUBSETS = tuple(itertools.chain.from_iterable(itertools.combinations(_SPARING, n) for n in (1, 2, 3)))
-"""What may have been left out of a choice that is known, and what then bounds the time with it."""
+_SAVING = (Role.OPTIMIZER, Role.LOSS, Role.UPDATE_TIME)
+"""Decisions that may save time; everything else in a configuration costs none or decides the precision."""
+_SUBSETS = tuple(itertools.chain.from_iterable(itertools.combinations(_SAVING, n) for n in (1, 2, 3)))
+"""The roles in which a configuration may differ from a simpler one that bounds its time."""
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One way to train, with what the program promises of it."""
+    """A plan before its certificate, with the peak and the time that it promises."""
 
     decisions: tuple[Decision, ...]
     peak_bytes: int
     step_ns: int
     status: str
+    """Status of the solver, as in `SolverFacts`."""
     gap: float
-    """Share of the step time by which another selection of units could at most be quicker."""
-    outer: tuple[Decision, ...] = ()
-    """The outer choice that it is a plan of, as offered."""
+    """Maximum share of the step time by which another selection of units could be faster."""
+    config: Config = ()
+    """The configuration that it is a plan of, with the chunks of the whole batch."""
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """Order among equally fast plans."""
+        """Order among equally fast plans: fidelity, number of decisions, time."""
         return fidelity_of(self.decisions), len(self.decisions), self.step_ns
 
 
 class _ChunksRefusedError(Exception):
-    """The step cannot be rehearsed with its loss in chunks and this kind of update."""
+    """The step cannot be rehearsed with its loss in chunks at this time of the update."""
 
-    def __init__(self, update: tuple[Decision, ...]) -> None:
+    def __init__(self, update: Config) -> None:
         super().__init__(update)
         self.update = update
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LeastUpdate:
-    """What an update cannot go below, however its kernels are made."""
-
-    ns: int
-    """To move parameters, gradients and state through the card's memory once."""
-    state_bytes: int | None
-    """Of all that is trained; None: of the state as it is."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """What the baseline says of other choices before they are recorded."""
-
-    step_ns: int
-    """No plan that keeps the precision is faster, but for its optimizer: the baseline's time, or its forward alone."""
-    optimizer_ns: int
-    loss_ns: int
-    """Time of the baseline's ops that only move logits about: what a loss in chunks could at most spare."""
-    updates: Mapping[type[Decision], LeastUpdate]
-    """By the kind of decision that puts another update in the optimizer's place."""
-    lower_bound_bytes: Callable[[tuple[Decision, ...]], int]
-    """Of an outer choice: bytes that none of its plans goes below."""
-
-
 class Chooser:
-    """Chooses under one set of rules, for any budget."""
+    """Chooses among the plans of one search space, for any budget."""
 
     def __init__(
         self,
-        offer: SearchSpace,
-        cases: ChunkedCandidates,
+        space: SearchSpace,
+        candidates: ChunkedCandidates,
         bounds: Bounds,
         certificates: Certificates,
         *,
         force_recompute: bool,
         slowest_ns: float = math.inf,
     ) -> None:
-        self._offer, self._cases, self._bounds, self._certificates = offer, cases, bounds, certificates
+        """
+        Args:
+            force_recompute: every plan recomputes or offloads at least one unit.
+            slowest_ns: maximum step time of a plan.
+        """
+        self._space, self._candidates, self._bounds = space, candidates, bounds
+        self._prefetcher = Prefetcher(candidates, certificates)
         self._force_recompute = force_recompute
         self._above_ns = slowest_ns if math.isinf(slowest_ns) else math.floor(slowest_ns) + 1
-        """Plans that take so long are too slow, however few bytes they need."""
+        """Plans that take this long are too slow."""
         self.solve_seconds = 0.0
         self.dropped: dict[tuple[Decision, ...], PlannerError] = {}
-        """Choices, with their split, that could not be rehearsed, and why."""
-        self._unchunked: set[tuple[Decision, ...]] = set()
-        """Kinds of updates beside which the loss cannot be taken in chunks, although that is offered."""
-        self._without_case: set[tuple[Decision, ...]] = set()
-        """Choices that could not be rehearsed as bounds of others."""
+        """Configurations with their split that could not be rehearsed, and why."""
+        self._unchunked: set[Config] = set()
+        """Times of the update at which the loss cannot be in chunks, although the search space has chunks."""
+        self._without_bound: set[Config] = set()
+        """Simpler configurations that could not be rehearsed, and so bound no others."""
         self.undecided = 0
-        """Programs that hit their time limit without an answer."""
+        """Number of integer programs that hit their time limit without an answer."""
 
     def fastest(self, budget: int | Budget, *, below_ns: float = math.inf) -> Choice | None:
         """The fastest choice whose promised peak is inside the budget; None if there is none.
 
         Args:
-            budget: in bytes, of all or by the outer choice.
-            below_ns: only plans that take less.
+            budget: in bytes, for all configurations or by configuration.
+            below_ns: only plans that take less time count.
         """
-        budget_of = budget if callable(budget) else lambda outer: budget
+        budget_of = budget if callable(budget) else lambda config: budget
         return self._or_without_chunks(lambda: self._fastest(budget_of, min(self._above_ns, below_ns)))
 
     def smallest(self) -> Choice:
-        """The choice with the smallest promised peak; cases that cannot be smaller than the best are not solved."""
+        """The choice with the smallest promised peak; candidates that cannot beat the best one are not solved."""
         return self._or_without_chunks(self._smallest)
 
-    def _or_without_chunks(self, search: Callable[[], Any]) -> Any:
-        """Where chunks are offered, less is tried without them: if the step then refuses them, all is tried again."""
+    def _or_without_chunks(self, search: Callable[[], T]) -> T:
+        """Search again with more of the space if the step turns out to refuse chunks.
+
+        If chunks are available, less is tried without them. So where they are refused, the search starts over.
+        """
         while True:
             try:
                 return search()
@@ -150,223 +152,236 @@ class Chooser:
 
     def _fastest(self, budget_of: Budget, above_ns: float) -> Choice | None:
         found: list[Choice] = []
-        outers = [outer for outer in self._outer_choices() if self._bounds.lower_bound_bytes(outer) <= budget_of(outer)]
-        for number, outer in enumerate(outers):
-            limit_ns = self._limit_ns(outer, found, above_ns)
-            if self._bound_ns(outer) >= limit_ns:
+        within = (config for config, least_bytes in self._bounded_configs() if least_bytes <= budget_of(config))
+        for number, (config, *upcoming) in enumerate(with_upcoming(within)):
+            # Prune by time: what is known already may show that this configuration cannot win.
+            limit_ns = self._limit_ns(config, found, above_ns)
+            if self._bound_ns(config) >= limit_ns:
                 continue
-            if number and not found:  # it will hardly be this one, and all that follow are looked at
-                self._certificates.forget()
-                for soon in outers[number : number + _AT_ONCE]:
-                    self._cases.prefetch(self._simpler(soon), self._splits(soon)[:1])
-            if self._could_pay(outer, budget_of(outer), limit_ns):
-                if number and not found:
-                    self._cases.prefetch(outer, self._splits(outer)[:1])
+            # The first configuration often fits as it is. If it did not, those that follow will be needed too.
+            several = number > 0 and not found
+            if several:
+                self._prefetcher.several((self._simpler(soon), self._splits(soon)) for soon in (config, *upcoming))
+            if self._could_pay(config, budget_of(config), limit_ns):
+                if several:
+                    self._prefetcher.first_split(config, self._splits(config))
                 else:
-                    self._foresee(outer)
-                choices = self._fastest_of(outer, budget_of(outer), limit_ns)
-                found += [dataclasses.replace(one, outer=outer) for one in choices if one.step_ns < above_ns]
+                    self._prefetcher.with_certificate(config, self._splits(config))
+                choices = self._fastest_of(config, budget_of(config), limit_ns)
+                found += [dataclasses.replace(choice, config=config) for choice in choices if choice.step_ns < above_ns]
         if not found:
             return None
-        quickest = min(choice.step_ns for choice in found)
-        return min((choice for choice in found if choice.step_ns <= TIE * quickest), key=lambda choice: choice.rank)
+        # Among those within a tie of the fastest, the most faithful and simplest.
+        fastest_ns = min(choice.step_ns for choice in found)
+        return min((choice for choice in found if choice.step_ns <= TIE * fastest_ns), key=lambda choice: choice.rank)
 
     def _smallest(self) -> Choice:
-        outers = sorted(
-            (outer for outer in self._outer_choices() if not self._has_better(outer)),
-            key=self._bounds.lower_bound_bytes,
+        configs = sorted(
+            (bounded for bounded in self._bounded_configs() if not self._has_better(bounded[0])),
+            key=lambda bounded: bounded[1],
         )
         found: list[Choice] = []
-        for number, outer in enumerate(outers):
-            smallest_bytes = min((choice.peak_bytes for choice in found), default=math.inf)
-            for soon in outers[number : number + _AT_ONCE]:
-                if self._bounds.lower_bound_bytes(soon) < smallest_bytes:
-                    self._cases.prefetch(soon, self._splits_to_the_smallest(soon))
-            for split in self._splits_to_the_smallest(outer):
-                smallest_bytes = min((choice.peak_bytes for choice in found), default=math.inf)
-                if self._bounds.lower_bound_bytes(outer) >= smallest_bytes:
+
+        def smallest_bytes() -> float:
+            return min((choice.peak_bytes for choice in found), default=math.inf)
+
+        for window in with_upcoming(configs):
+            config, least_bytes = window[0]
+            self._prefetcher.smallest(
+                (soon, self._splits_to_the_smallest(soon))
+                for soon, least_soon in window
+                if least_soon < smallest_bytes()
+            )
+            for split in self._splits_to_the_smallest(config):
+                if least_bytes >= smallest_bytes():
                     continue
-                case = self._case(outer, split)
-                if case is not None and case.lower_bound_bytes < smallest_bytes:
-                    found.append(dataclasses.replace(self._smallest_of(case), outer=outer))
+                candidate = self._candidate(config, split)
+                if candidate is not None and candidate.lower_bound_bytes < smallest_bytes():
+                    found.append(dataclasses.replace(self._smallest_of(candidate), config=config))
         if not found:
             raise next(iter(self.dropped.values()), DecisionError(f"nothing is left to choose from: {self._clash()}"))
-        if self._force_recompute and not any(case.units.units for case in self._cases.made()):
+        if self._force_recompute and not any(candidate.units.units for candidate in self._candidates.all()):
             raise DecisionError(
-                f"{self._offer.recompute[0].kind} is forced, but nothing in this model can be recomputed so: "
+                f"{self._space.recompute[0].kind} is forced, but nothing in this model can be recomputed so: "
                 "do not force it"
             )
         return min(found, key=lambda choice: (choice.peak_bytes, choice.step_ns))
 
-    def _splits_to_the_smallest(self, outer: tuple[Decision, ...]) -> tuple[MicroBatching, ...]:
-        """Where recompute can follow, the extremes are enough; without it gradients and halves may tip the scale."""
-        splits = self._splits(outer)
-        return tuple(dict.fromkeys(splits[-1:] + splits[:1])) if self._offer.recompute else splits[::-1]
+    def _splits_to_the_smallest(self, config: Config) -> tuple[MicroBatching, ...]:
+        """The splits among which the smallest peak is.
 
-    def _case(self, outer: tuple[Decision, ...], split: MicroBatching) -> Candidate | None:
-        """The case, or None if the step cannot be rehearsed so; then the reason is kept."""
+        With recompute the two extremes are enough; without it the trade between the gradients, which accumulation
+        keeps, and activations may favor a split between them.
+        """
+        splits = self._splits(config)
+        return tuple(dict.fromkeys(splits[-1:] + splits[:1])) if self._space.recompute else splits[::-1]
+
+    def _candidate(self, config: Config, split: MicroBatching) -> Candidate | None:
+        """The candidate; None if its step cannot be rehearsed, for a reason that is kept in `dropped`."""
         try:
-            return self._cases.of(outer, split)
+            return self._candidates.of(config, split)
         except PlannerError as error:
-            self.dropped[(*outer, *split.decisions())] = error
-            if len(self._offer.losses) > 1 and any(isinstance(decision, ChunkedLoss) for decision in outer):
-                raise _ChunksRefusedError(_update_of(outer)) from error
+            self.dropped[(*config, *split.decisions())] = error
+            if len(self._space.losses) > 1 and has_role(config, Role.LOSS):
+                raise _ChunksRefusedError(_update_of(config)) from error
             return None
 
-    # ---- outer choices ------------------------------------------------------------------------------------------
+    # ---- configurations -----------------------------------------------------------------------------------------
 
-    def _outer_choices(self) -> Iterator[tuple[Decision, ...]]:
-        """The quickest precision first, so that its time prunes the others; simple optimizers before 8-bit ones."""
-        for optimizer, update in itertools.product(self._offer.optimizers, self._offer.updates):
-            for precision, loss in itertools.product(reversed(self._offer.precisions), self._offer.losses):
-                outer = (*precision, *loss, *optimizer, *update)
-                if conflict(outer) is None and not (loss and update in self._unchunked):
-                    yield outer
+    def _configs(self) -> Iterator[Config]:
+        """All configurations in the order in which they are tried.
+
+        The fastest precision comes first, so that its time prunes the others, and simple optimizers before 8-bit ones.
+        """
+        for optimizer, update in itertools.product(self._space.optimizers, self._space.updates):
+            for precision, loss in itertools.product(reversed(self._space.precisions), self._space.losses):
+                config = (*precision, *loss, *optimizer, *update)
+                if conflict(config) is None and not (loss and update in self._unchunked):
+                    yield config
+
+    def _bounded_configs(self) -> Iterator[tuple[Config, int]]:
+        """All configurations in the same order, each with the lower bound of its plans' peaks in bytes."""
+        return ((config, self._bounds.lower_bound_bytes(config)) for config in self._configs())
 
     def _clash(self) -> str | None:
-        """Why what is offered cannot be done together."""
-        offer = self._offer
-        chosen = itertools.product(offer.optimizers, offer.updates, offer.precisions, offer.losses)
-        pairs = itertools.product((tuple(itertools.chain(*kinds)) for kinds in chosen), offer.splits)
-        return next(filter(None, (conflict((*outer, *split.decisions())) for outer, split in pairs)), None)
+        """Why nothing in the search space can be done together."""
+        space = self._space
+        alternatives = itertools.product(space.optimizers, space.updates, space.precisions, space.losses)
+        pairs = itertools.product((tuple(itertools.chain(*parts)) for parts in alternatives), space.splits)
+        return next(filter(None, (conflict((*config, *split.decisions())) for config, split in pairs)), None)
 
-    def _splits(self, outer: tuple[Decision, ...]) -> tuple[MicroBatching, ...]:
-        """Where the loss could be taken in chunks, without them only the batch as it is: chunks spare more for less."""
-        whole_only = self._has_better(outer)
+    def _splits(self, config: Config) -> tuple[MicroBatching, ...]:
+        """The splits with which a configuration is tried.
+
+        Without chunks, if chunks are available, only the whole batch: chunks save more memory and cost less time.
+        """
+        whole_only = self._has_better(config)
         return tuple(
             split
-            for split in (self._offer.splits[:1] if whole_only else self._offer.splits)
-            if conflict((*outer, *split.decisions())) is None
+            for split in (self._space.splits[:1] if whole_only else self._space.splits)
+            if conflict((*config, *split.decisions())) is None
         )
 
-    def _has_better(self, outer: tuple[Decision, ...]) -> bool:
-        chunked = any(isinstance(decision, ChunkedLoss) for decision in outer)
-        return len(self._offer.losses) > 1 and not chunked and _update_of(outer) not in self._unchunked
+    def _has_better(self, config: Config) -> bool:
+        """True if the same configuration with its loss in chunks is available."""
+        chunked = has_role(config, Role.LOSS)
+        return len(self._space.losses) > 1 and not chunked and _update_of(config) not in self._unchunked
 
-    def _limit_ns(self, outer: tuple[Decision, ...], found: list[Choice], above_ns: float) -> float:
-        """Plans of this outer choice that take longer are of no use: a tie is one only if it is more faithful."""
+    # ---- bounds -------------------------------------------------------------------------------------------------
+
+    def _limit_ns(self, config: Config, found: list[Choice], above_ns: float) -> float:
+        """Plans of this configuration that take this long cannot win: a tie counts only if it is more faithful."""
         if not found:
             return above_ns
-        quickest = min(choice.step_ns for choice in found)
-        more_faithful = fidelity_of(outer) < min(choice.rank[0] for choice in found)
-        return min(above_ns, quickest * TIE if more_faithful else quickest / TIE)
+        fastest_ns = min(choice.step_ns for choice in found)
+        more_faithful = fidelity_of(config) < min(choice.rank[0] for choice in found)
+        return min(above_ns, fastest_ns * TIE if more_faithful else fastest_ns / TIE)
 
-    def _bound_ns(self, outer: tuple[Decision, ...]) -> int:
-        """Time that no plan of this outer choice can go below, from what is known already."""
+    def _bound_ns(self, config: Config) -> int:
+        """Lower bound of the time of every plan of this configuration, from what is known already.
+
+        A simpler configuration lacks some decisions that may save time: its time less the most that they can save is
+        a bound. So is the baseline's time for configurations in its precision.
+        """
         bounds = [0]
-        if not any(isinstance(decision, Precision) for decision in outer):
-            bounds.append(self._bounds.step_ns - self._most_spared_ns(outer, self._bounds.optimizer_ns))
-        for kinds in _SUBSETS:
-            left_out = tuple(decision for decision in outer if isinstance(decision, kinds))
-            simpler = tuple(decision for decision in outer if decision not in left_out)
-            if left_out and (case := self._cases.known(simpler, self._offer.splits[0])) is not None:
-                bounds.append(case.step_ns - self._most_spared_ns(left_out, case.optimizer_ns))
+        if not has_role(config, Role.PRECISION):
+            bounds.append(self._bounds.step_ns - self._bounds.most_saved_ns(config, self._bounds.optimizer_ns))
+        for roles in _SUBSETS:
+            left_out = with_roles(config, *roles)
+            simpler = without_roles(config, *roles)
+            if left_out and (candidate := self._candidates.get(simpler, self._space.splits[0])) is not None:
+                bounds.append(candidate.step_ns - self._bounds.most_saved_ns(left_out, candidate.optimizer_ns))
         return max(bounds)
 
-    def _most_spared_ns(self, decisions: tuple[Decision, ...], optimizer_ns: int) -> int:
-        """By these, at most, of a step whose optimizer takes this long."""
-        chunked = any(isinstance(decision, ChunkedLoss) for decision in decisions)
-        return self._spared_ns(decisions, optimizer_ns) + chunked * self._bounds.loss_ns
+    def _simpler(self, config: Config) -> Config:
+        """The configuration with the baseline's update after the backward: its candidate bounds other updates."""
+        return without_roles(config, Role.OPTIMIZER, Role.UPDATE_TIME)
 
-    def _spared_ns(self, decisions: tuple[Decision, ...], optimizer_ns: int) -> int:
-        """At most, by the update that they put in the place of one that takes this long."""
-        least = self._least_update(decisions)
-        return 0 if least is None else max(optimizer_ns - least.ns, 0)
+    def _could_pay(self, config: Config, budget_bytes: int, limit_ns: float) -> bool:
+        """True if another update, or a step in backward, may be useful; False is certain.
 
-    def _least_update(self, decisions: tuple[Decision, ...]) -> LeastUpdate | None:
-        updates = self._bounds.updates
-        return next((updates[type(decision)] for decision in decisions if type(decision) in updates), None)
-
-    def _simpler(self, outer: tuple[Decision, ...]) -> tuple[Decision, ...]:
-        """The outer choice with the update as it is, after the backward: its case bounds those of other updates."""
-        return tuple(d for d in outer if type(d) not in self._bounds.updates and not isinstance(d, StepInBackward))
-
-    def _could_pay(self, outer: tuple[Decision, ...], budget_bytes: int, limit_ns: float) -> bool:
-        """Whether another update, or a step in backward, can be of use; True if the cases without do not tell."""
-        simpler, least = self._simpler(outer), self._least_update(outer)
-        if simpler == outer:
+        The candidates of the simpler configuration tell: the program without what the update saves is a relaxation.
+        """
+        simpler, least = self._simpler(config), self._bounds.least_update(config)
+        if simpler == config:
             return True
-        for number, split in enumerate(self._splits(outer)):
-            case = self._cases.known(simpler, split) if number else self._bounding(simpler, split)
-            if case is None:
+        for number, split in enumerate(self._splits(config)):
+            # Only the first split is worth a recording.
+            candidate = self._candidates.get(simpler, split) if number else self._bounding(simpler, split)
+            if candidate is None:
                 return True
             below_ns = None
             if not math.isinf(limit_ns):
-                below_ns = math.floor(limit_ns) - (case.step_ns - self._spared_ns(outer, case.optimizer_ns))
+                saved_ns = self._bounds.saved_by_update_ns(config, candidate.optimizer_ns)
+                below_ns = math.floor(limit_ns) - (candidate.step_ns - saved_ns)
                 if below_ns <= 0:
-                    return False  # and later splits take longer still
-            if self._has_better(outer):
-                below_ns = 1  # only as it is, without recompute
+                    return False  # and later splits take even longer
+            if self._has_better(config):
+                below_ns = 1  # it is only tried without recompute
             state_bytes = None if least is None else least.state_bytes
-            gradients = not any(isinstance(decision, StepInBackward) for decision in outer)
-            if case.could_pay(budget_bytes, state_bytes=state_bytes, gradients=gradients, below_ns=below_ns):
+            gradients = not any(decision.steps_in_backward for decision in config)
+            if candidate.could_pay(budget_bytes, state_bytes=state_bytes, gradients=gradients, below_ns=below_ns):
                 return True
         return False
 
-    def _bounding(self, simpler: tuple[Decision, ...], split: MicroBatching) -> Candidate | None:
-        """A case that others are bounded by; None if it is not offered, or cannot be rehearsed."""
-        if simpler in self._without_case or simpler not in self._outer_choices():
+    def _bounding(self, simpler: Config, split: MicroBatching) -> Candidate | None:
+        """A candidate that bounds others; None if it is not in the search space, or cannot be rehearsed."""
+        if simpler in self._without_bound or simpler not in self._configs():
             return None
         try:
-            return self._cases.of(simpler, split)
-        except PlannerError:  # told when it is looked at for itself
-            self._without_case.add(simpler)
+            return self._candidates.of(simpler, split)
+        except PlannerError:  # it is reported when this configuration itself is tried
+            self._without_bound.add(simpler)
             return None
 
-    def _fastest_of(self, outer: tuple[Decision, ...], budget_bytes: int, limit_ns: float) -> list[Choice]:
-        """The best plan of one outer choice: first without recompute, which then bounds what recompute may cost."""
-        splits = self._splits(outer)
+    # ---- one configuration, one candidate -----------------------------------------------------------------------
+
+    def _fastest_of(self, config: Config, budget_bytes: int, limit_ns: float) -> list[Choice]:
+        """The best plan of one configuration, or nothing."""
+        splits = self._splits(config)
         tight: list[Candidate] = []
         best: list[Choice] = []
+        # Without recompute: the first split that fits is the fastest, since more micro-batches take more time.
         for split in splits:
             if tight:
-                self._certificates.forget()  # it needs more than this choice, and the cores are wanted
-                self._cases.prefetch(outer, splits)
-            case = self._case(outer, split)
-            if case is None:
+                self._prefetcher.all_splits(config, splits)
+            candidate = self._candidate(config, split)
+            if candidate is None:
                 continue
-            if case.step_ns >= limit_ns:
+            if candidate.step_ns >= limit_ns:
                 break
-            if case.peak_bytes <= budget_bytes:
-                best = self._unchanged(case, budget_bytes)
+            if candidate.peak_bytes <= budget_bytes:
+                best = self._without_recompute(candidate, budget_bytes)
                 break
-            tight.append(case)
-        for case in tight if self._offer.recompute and not self._has_better(outer) else ():
+            tight.append(candidate)
+        # With recompute: splits with fewer micro-batches, if recompute costs less than more micro-batches do.
+        for candidate in tight if self._space.recompute and not self._has_better(config) else ():
             limit_ns = min([limit_ns, *(choice.step_ns for choice in best)])
-            if case.step_ns >= limit_ns:
+            if candidate.step_ns >= limit_ns:
                 break
-            below_ns = None if math.isinf(limit_ns) else math.floor(limit_ns) - case.step_ns
-            if (selection := self._solve(case, budget_bytes, below_ns)) is not None:
-                best = [_choice(case, selection)]
+            below_ns = None if math.isinf(limit_ns) else math.floor(limit_ns) - candidate.step_ns
+            if (selection := self._solve(candidate, budget_bytes, below_ns)) is not None:
+                best = [_choice(candidate, selection)]
         return best
 
-    def _foresee(self, outer: tuple[Decision, ...]) -> None:
-        """Record it as it is, and certify it beside: it may be all that is needed."""
-        for split in self._splits(outer)[:1]:
-            if self._cases.known(outer, split) is None:
-                self._cases.prefetch(outer, (split,))
-                self._certificates.foresee((*self._cases.outer(outer, split), *split.decisions()))
-
-    # ---- one case -----------------------------------------------------------------------------------------------
-
-    def _unchanged(self, case: Candidate, budget_bytes: int) -> list[Choice]:
-        """The case fits as it is; where recompute is forced it gets its cheapest unit."""
+    def _without_recompute(self, candidate: Candidate, budget_bytes: int) -> list[Choice]:
+        """The candidate fits without recompute; if recompute is forced, its cheapest unit is recomputed."""
         if not self._force_recompute:
-            return [_choice(case, _nothing(case))]
-        selection = case.cheapest_single(budget_bytes)
-        return [] if selection is None else [_choice(case, selection)]
+            return [_choice(candidate, _nothing(candidate))]
+        selection = candidate.cheapest_single(budget_bytes)
+        return [] if selection is None else [_choice(candidate, selection)]
 
-    def _solve(self, case: Candidate, budget_bytes: int, below_ns: int | None) -> Selection | None:
+    def _solve(self, candidate: Candidate, budget_bytes: int, below_ns: int | None) -> Selection | None:
         try:
-            return self._timed(lambda: case.cheapest(budget_bytes, below_ns=below_ns))
+            return self._timed(lambda: candidate.cheapest(budget_bytes, below_ns=below_ns))
         except milp.SearchTimeout:
             self.undecided += 1
             return None
 
-    def _smallest_of(self, case: Candidate) -> Choice:
-        return _choice(case, self._timed(case.smallest) if self._offer.recompute else _nothing(case))
+    def _smallest_of(self, candidate: Candidate) -> Choice:
+        return _choice(candidate, self._timed(candidate.smallest) if self._space.recompute else _nothing(candidate))
 
-    def _timed(self, function: Callable[[], Any]) -> Any:
+    def _timed(self, function: Callable[[], T]) -> T:
         began = time.perf_counter()
         try:
             return function()
@@ -374,24 +389,20 @@ class Chooser:
             self.solve_seconds += time.perf_counter() - began
 
 
-def fidelity_of(decisions: tuple[Decision, ...]) -> int:
-    """The least faithful decision decides."""
-    return max((decision.fidelity for decision in decisions), default=0)
+def _update_of(config: Config) -> Config:
+    return with_roles(config, Role.UPDATE_TIME)
 
 
-def _update_of(outer: tuple[Decision, ...]) -> tuple[Decision, ...]:
-    return tuple(decision for decision in outer if isinstance(decision, StepInBackward))
+def _nothing(candidate: Candidate) -> Selection:
+    """The selection without any unit."""
+    return Selection(units=(), peak_bytes=candidate.peak_bytes, cost_ns=0, status="optimal", gap=0.0, seconds=0.0)
 
 
-def _nothing(case: Candidate) -> Selection:
-    return Selection(units=(), peak_bytes=case.peak_bytes, cost_ns=0, status="optimal", gap=0.0, seconds=0.0)
-
-
-def _choice(case: Candidate, selection: Selection) -> Choice:
+def _choice(candidate: Candidate, selection: Selection) -> Choice:
     return Choice(
-        decisions=case.decisions(selection.units),
+        decisions=candidate.decisions(selection.units),
         peak_bytes=selection.peak_bytes,
-        step_ns=case.step_ns + selection.cost_ns,
+        step_ns=candidate.step_ns + selection.cost_ns,
         status=selection.status,
-        gap=selection.gap * selection.cost_ns / (case.step_ns + selection.cost_ns),
+        gap=selection.gap * selection.cost_ns / (candidate.step_ns + selection.cost_ns),
     )

@@ -1,7 +1,15 @@
-"""The best plan that holds on the card, and what to say when there is none.
+"""Finds the best plan whose certificate fits the budget, and explains what is missing if there is none.
 
-The search promises bytes of tensors; the allocator needs some more. So choose, certify, and where the certificate does
-not fit, choose again with less. A frozen prefix is the last resort: only if nothing else fits, as short as possible.
+The chooser promises a peak of tensors, and the allocator needs some more. So a plan is found by *choose, certify, and
+choose again with a smaller budget for promises* until a certificate fits (`budget_search`). Around this loop:
+
+- `best` is the answer for a user: the fastest plan, with a frozen prefix only if nothing else fits, and then with the
+  shortest prefix that is enough (binary search over prefixes, guessed from the bytes that freezing saves).
+- `smallest` is the answer to "how little memory is possible", where the allocator's slack matters most.
+- `nearest` and `shortfall` say what is missing if nothing fits.
+
+Where it is not exact: the slack is not monotonic in the promise, and the number of certificates is limited, so that a
+faster plan may exist. A plan that is returned as fitting always has a certificate that fits.
 """
 
 from __future__ import annotations
@@ -16,169 +24,179 @@ from planner.choose.budget_search import PromiseBudgets, search
 from planner.choose.chooser import TIE, Choice
 from planner.choose.planning_session import Certified, PlanningSession
 from planner.plan_types.constraints import Constraints
-from planner.plan_types.decisions import ChunkedLoss, Freeze, Optimizer, OptimizerKernel, Precision, StepInBackward
+from planner.plan_types.decision_base import Decision, Role, has_role, with_roles
 from planner.plan_types.plan import Relaxation, Shortfall
 from planner.recording.step_graph import Category
 from planner.search.threshold import first_true
 from planner.space.frozen_prefixes import prefixes
-from planner.space.outer_choices import SearchSpace, finest_offer, frozen_offer, only
+from planner.space.search_space import SearchSpace
 
 _ATTEMPTS, _FEW_ATTEMPTS = 10, 4
-"""Plans that are certified until the allocator's slack is paid for: the few where any that fits will do."""
+"""Maximum number of plans that are certified in a search. The few are where any plan that fits will do."""
 _HOPELESS = 6
-"""So many that do not fit, and none is taken to."""
+"""Maximum number of plans that fail before the first one that fits."""
 _FINEST_STEP = 512
-"""The budget for tensors goes down by at least its share of one in this, and by twice as much each round."""
+"""The smallest step by which the budget for promises goes down is the budget divided by this."""
 _LARGE_SLACK = 0.05
-"""Share of the total from which on the allocator's slack is worth another look for the smallest plan."""
+"""Fraction of the total from which on the allocator's slack is worth another search for the smallest plan."""
 _DESCENTS = 2
-"""So many times something smaller is looked for, by one segment of small blocks each."""
+"""Maximum number of searches for an even smaller plan. Each asks for one segment of small blocks less."""
 
 
-def best(session: PlanningSession, offered: SearchSpace, constraints: Constraints) -> Certified | None:
-    """The fastest certified plan among what is offered; None if nothing fits."""
-    if not constraints.force(Freeze):
-        found = fastest_in_chunks(session, offered, constraints)
-        if found is not None or not constraints.allow(Freeze):
-            return found
-    return with_prefix(session, offered, constraints)
+def best(session: PlanningSession, space: SearchSpace, constraints: Constraints) -> Certified | None:
+    """The fastest certified plan of a search space; None if nothing fits."""
+    if not constraints.force(Role.FREEZING):
+        certified = fastest_in_chunks(session, space, constraints)
+        if certified is not None or not constraints.allow(Role.FREEZING):
+            return certified
+    return with_prefix(session, space, constraints)
 
 
 def with_prefix(
-    session: PlanningSession, offered: SearchSpace, constraints: Constraints, *, roughly: bool = False
+    session: PlanningSession, space: SearchSpace, constraints: Constraints, *, roughly: bool = False
 ) -> Certified | None:
     """The fastest certified plan with the shortest frozen prefix for which anything fits; None if nothing does.
 
     Args:
-        roughly: the plan need not be the fastest, only one that fits.
+        roughly: any plan that fits will do, not only the fastest.
     """
-    offered = finest_offer(offered) or offered
+    space = space.with_most_chunks() or space
     candidates = frozen_prefixes(session)
-    smallest_choice = session.chooser(offered, constraints).smallest()
-    narrow = only(offered, smallest_choice.outer)  # how short a prefix may be is asked of the smallest way alone
+    # Only the configuration with the smallest peak decides how short a prefix may be: this saves recordings.
+    smallest_choice = session.chooser(space, constraints).smallest()
+    narrow = space.restricted_to(smallest_choice.config)
 
     def promises(number: int) -> bool:
-        chooser = session.chooser(frozen_offer(narrow, candidates[number]), constraints)
-        return chooser.fastest(session.budget_bytes) is not None
+        chooser = session.chooser(narrow.with_frozen(candidates[number]), constraints)
+        return chooser.fastest(session.budget.tensor_bytes) is not None
 
     def holds(number: int) -> bool:
-        return fastest(session, frozen_offer(narrow, candidates[number]), constraints) is not None
+        return fastest(session, narrow.with_frozen(candidates[number]), constraints) is not None
 
+    # Three answers, each the guess for the next: by bytes that freezing saves, by promises, by certificates.
     guess = _guessed_prefix(session, candidates, smallest_choice)
     guess = first_true(len(candidates), promises, guess=guess)
-    shortest = first_true(len(candidates), holds, guess=guess)  # the same, unless the allocator's slack asks for more
+    shortest = first_true(len(candidates), holds, guess=guess)
     if shortest == len(candidates):
         return None
-    return fastest(session, frozen_offer(narrow if roughly else offered, candidates[shortest]), constraints)
+    return fastest(session, (narrow if roughly else space).with_frozen(candidates[shortest]), constraints)
 
 
 def fastest_in_chunks(
-    session: PlanningSession, offered: SearchSpace, constraints: Constraints, *, attempts: int = _ATTEMPTS
+    session: PlanningSession, space: SearchSpace, constraints: Constraints, *, attempts: int = _ATTEMPTS
 ) -> Certified | None:
-    """The fastest, with the loss in as many chunks as the budget asks for; where nothing fits so, as many as can be."""
-    found = fastest(session, offered, constraints, attempts=attempts)
-    if found is None and (finer := finest_offer(offered)) is not None:
+    """The fastest plan with as many chunks of the loss as the budget asks for, or with the maximum if nothing fits."""
+    certified = fastest(session, space, constraints, attempts=attempts)
+    if certified is None and (finer := space.with_most_chunks()) is not None:
         return fastest(session, finer, constraints, attempts=_FEW_ATTEMPTS)
-    return found
+    return certified
 
 
-def roughly_fastest(session: PlanningSession, offered: SearchSpace, constraints: Constraints) -> Certified | None:
-    """One that fits, and a fast one among the first of those; None if nothing fits."""
-    return fastest_in_chunks(session, offered, constraints, attempts=_FEW_ATTEMPTS)
+def roughly_fastest(session: PlanningSession, space: SearchSpace, constraints: Constraints) -> Certified | None:
+    """A plan that fits, and the fastest of the few that were tried; None if none fits."""
+    return fastest_in_chunks(session, space, constraints, attempts=_FEW_ATTEMPTS)
 
 
 def fastest(
     session: PlanningSession,
-    offered: SearchSpace,
+    space: SearchSpace,
     constraints: Constraints,
     *,
     attempts: int = _ATTEMPTS,
     until: float = math.inf,
 ) -> Certified | None:
-    """Choose, certify, and choose again with less where the allocator's slack did not fit (`choose.budget_search`).
+    """The fastest certified plan, found by `budget_search`; None if none fits.
 
     Args:
-        attempts: so many plans are certified at most.
-        until: when to stop at what is found by then (`time.perf_counter`).
+        attempts: maximum number of plans that are certified.
+        until: the moment at which the search stops with the best plan so far (`time.perf_counter`).
     """
-    return _settled(session, offered, constraints, attempts=attempts, until=until)[0]
+    return _search(session, space, constraints, attempts=attempts, until=until)[0]
 
 
-def _settled(
-    session: PlanningSession, offered: SearchSpace, constraints: Constraints, *, attempts: int, until: float
+def _search(
+    session: PlanningSession, space: SearchSpace, constraints: Constraints, *, attempts: int, until: float
 ) -> tuple[Certified | None, tuple[Certified, ...]]:
-    """The fastest, and everything that was certified on the way."""
-    chooser, budget_bytes = session.chooser(offered, constraints), session.budget_bytes
+    """The fastest plan that fits, and every plan that was certified on the way."""
+    chooser, budget_bytes = session.chooser(space, constraints), session.budget.tensor_bytes
     if chooser.fastest(budget_bytes) is None:
-        budget_bytes = session.capacity_bytes  # the slack may be less than the first guess of it
+        budget_bytes = session.budget.allocator_bytes  # the slack may be less than the first guess of it
     tried: dict[Choice, Certified] = {}
 
     def short_bytes_of(choice: Choice) -> int:
         tried[choice] = certified = session.certify(choice)
-        return 0 if certified.measured.fits else max(session.smallest_budget_bytes(certified) - session.vram_bytes, 1)
+        return (
+            0
+            if certified.measured.fits
+            else max(session.smallest_budget_bytes(certified) - session.budget.usable_bytes, 1)
+        )
 
-    found = search(
-        lambda budget, below_ns: chooser.fastest(budget, below_ns=below_ns),
+    choice = search(
+        lambda budget_of, below_ns: chooser.fastest(budget_of, below_ns=below_ns),
         short_bytes_of,
-        descent=PromiseBudgets(budget_bytes, finest_bytes=session.budget_bytes // _FINEST_STEP, tie=TIE),
+        budgets=PromiseBudgets(budget_bytes, finest_bytes=session.budget.tensor_bytes // _FINEST_STEP, tie=TIE),
         tie=TIE,
         attempts=attempts,
         hopeless=_HOPELESS,
         is_over=lambda: time.perf_counter() > until,
     )
-    return None if found is None else tried[found], tuple(tried.values())
+    return None if choice is None else tried[choice], tuple(tried.values())
 
 
 def smallest(
-    session: PlanningSession, offered: SearchSpace, constraints: Constraints, *, until: float = math.inf
+    session: PlanningSession, space: SearchSpace, constraints: Constraints, *, until: float = math.inf
 ) -> Certified:
-    """The plan that gets through in the smallest total that was found, and a fast one among those.
+    """The plan that runs in the smallest total that was found, and a fast one among those. It may fit the budget.
 
-    It begins with the smallest promise. Where the allocator's slack is a large part of it, quicker plans may need no
-    more, or even less: these are looked for `until` then (`time.perf_counter`). What comes back may fit after all.
+    Args:
+        until: the moment after which no more searches start (`time.perf_counter`).
     """
-    found = session.measure_at_smallest_budget(session.certify(_smallest_promise(session, offered, constraints)))
+    smallest = session.measure_at_smallest_budget(session.certify(_smallest_promise(session, space, constraints)))
+    # Where slack is a large part of the total, faster plans with a larger promise may need no more, or even less: first
+    # search at this total, then at totals that are a segment smaller.
     for less_bytes in (0, *[SMALL_SEGMENT_BYTES] * _DESCENTS):
-        slack_bytes = found.measured.footprint.reserved_bytes - found.choice.peak_bytes
-        total_bytes = found.measured.footprint.total_bytes
-        if found.measured.fits or slack_bytes <= _LARGE_SLACK * total_bytes or time.perf_counter() > until:
-            return found
-        under = session.under(total_bytes - less_bytes)
-        again, tried = _settled(under, offered, constraints, attempts=_FEW_ATTEMPTS, until=until)
-        if again is None and less_bytes:
+        slack_bytes = smallest.measured.footprint.reserved_bytes - smallest.choice.peak_bytes
+        total_bytes = smallest.measured.footprint.total_bytes
+        if smallest.measured.fits or slack_bytes <= _LARGE_SLACK * total_bytes or time.perf_counter() > until:
+            return smallest
+        at_total = session.with_budget(total_bytes - less_bytes)
+        certified, tried = _search(at_total, space, constraints, attempts=_FEW_ATTEMPTS, until=until)
+        if certified is None and less_bytes:
             break
         if tried:
-            least = min(tried, key=lambda one: (one.measured.footprint.total_bytes, one.choice.step_ns))
-            found = min(
-                (session.measure_at_smallest_budget(least), found), key=lambda one: one.measured.footprint.total_bytes
+            least = min(tried, key=lambda plan: (plan.measured.footprint.total_bytes, plan.choice.step_ns))
+            smallest = min(
+                (session.measure_at_smallest_budget(least), smallest),
+                key=lambda plan: plan.measured.footprint.total_bytes,
             )
-    return found
+    return smallest
 
 
-def _smallest_promise(session: PlanningSession, offered: SearchSpace, constraints: Constraints) -> Choice:
-    """Among equals the one whose loss is in no more chunks than the budget asks for."""
-    choice, finer = session.chooser(offered, constraints).smallest(), finest_offer(offered)
-    if finer is None or not any(isinstance(decision, ChunkedLoss) for decision in choice.decisions):
+def _smallest_promise(session: PlanningSession, space: SearchSpace, constraints: Constraints) -> Choice:
+    """The choice with the smallest promise; of two equal ones, that with as few chunks as the budget asks for."""
+    choice, finer = session.chooser(space, constraints).smallest(), space.with_most_chunks()
+    if finer is None or not has_role(choice.decisions, Role.LOSS):
         return choice
     narrow = dataclasses.replace(
-        only(offered, choice.outer), losses=tuple(filter(None, finer.losses)), chunks=finer.chunks
+        space.restricted_to(choice.config), losses=tuple(filter(None, finer.losses)), chunks=finer.chunks
     )
     return min(choice, session.chooser(narrow, constraints).smallest(), key=lambda choice: choice.peak_bytes)
 
 
-def nearest(session: PlanningSession, offered: SearchSpace, constraints: Constraints) -> Certified:
-    """Where nothing fits as fast as is allowed: the fastest plan that is too slow, or else the smallest plan."""
+def nearest(session: PlanningSession, space: SearchSpace, constraints: Constraints) -> Certified:
+    """The plan to report if nothing fits: the fastest one that is too slow if there is one, else the smallest."""
     if constraints.max_slowdown is not None:
         slower = dataclasses.replace(constraints, max_slowdown=None)
-        if (found := best(session, offered, slower)) is not None:
-            return found
-    return smallest(session, offered, constraints)
+        if (certified := best(session, space, slower)) is not None:
+            return certified
+    return smallest(session, space, constraints)
 
 
 def shortfall(session: PlanningSession, smallest: Certified, relaxations: Sequence[Relaxation]) -> Shortfall:
-    """By how much the smallest plan misses the budget, and what binds there.
+    """How many bytes the smallest plan lacks, and what takes most of its peak.
 
-    Its footprint is measured under the smallest budget in which it gets through, where the allocator frees its cache.
+    Args:
+        smallest: measured under the smallest budget in which it runs, where the allocator frees its cache.
     """
     parts = {
         category: size for category, size in smallest.measured.footprint.breakdown.items() if category != Category.SLACK
@@ -186,7 +204,7 @@ def shortfall(session: PlanningSession, smallest: Certified, relaxations: Sequen
     binding = max(parts, key=lambda category: parts[category])
     open_steps = [relaxation.next_step for relaxation in relaxations if relaxation.next_step is not None]
     return Shortfall(
-        missing_bytes=max(smallest.measured.footprint.total_bytes - session.vram_bytes, 0),
+        missing_bytes=max(smallest.measured.footprint.total_bytes - session.budget.usable_bytes, 0),
         binding=str(binding),
         binding_bytes=parts[binding],
         next_step=min(open_steps, key=lambda step: step.slowdown, default=None),
@@ -194,18 +212,17 @@ def shortfall(session: PlanningSession, smallest: Certified, relaxations: Sequen
     )
 
 
-def frozen_prefixes(session: PlanningSession) -> tuple[Freeze, ...]:
-    """Prefixes of the model that may be frozen, short to long."""
+def frozen_prefixes(session: PlanningSession) -> tuple[Decision, ...]:
+    """Prefixes of the model that can be frozen, from short to long."""
     starts = [(call.module, call.start) for call in session.baseline_graph.calls]
-    modules = session.work.model.named_modules()
+    modules = session.workload.model.named_modules()
     owners = [name for name, module in modules if any(True for _ in module.parameters(recurse=False))]
     return prefixes(starts, owners)
 
 
-def _guessed_prefix(session: PlanningSession, candidates: tuple[Freeze, ...], chosen: Choice) -> int:
-    """The prefix that suffices if freezing spared nothing but gradients and optimizer state."""
-    kinds = (Precision, Optimizer, OptimizerKernel, StepInBackward)
-    outer = tuple(decision for decision in chosen.decisions if isinstance(decision, kinds))
-    missing = chosen.peak_bytes - session.budget_bytes
-    spared = [session.lower_bound_bytes(outer) - session.lower_bound_bytes((frozen, *outer)) for frozen in candidates]
-    return next((number for number, size in enumerate(spared) if size >= missing), len(candidates))
+def _guessed_prefix(session: PlanningSession, candidates: tuple[Decision, ...], chosen: Choice) -> int:
+    """The number of the prefix that is enough if freezing saves only gradients and optimizer state."""
+    config = with_roles(chosen.decisions, Role.PRECISION, Role.OPTIMIZER, Role.UPDATE_TIME)
+    missing = chosen.peak_bytes - session.budget.tensor_bytes
+    saved = [session.lower_bound_bytes(config) - session.lower_bound_bytes((frozen, *config)) for frozen in candidates]
+    return next((number for number, size in enumerate(saved) if size >= missing), len(candidates))

@@ -1,4 +1,7 @@
-"""What one planning has tried: the baseline, recordings and cases, and certified choices. Each is made once."""
+"""The state of planning one workload for one card and budget: baseline, recordings, candidates and certificates.
+
+Everything costly is made once, and shared between searches under other constraints and budgets (`with_budget`).
+"""
 
 from __future__ import annotations
 
@@ -10,48 +13,36 @@ from collections.abc import Callable
 
 import torch
 
+from planner.choose.bounds import Bounds, LeastUpdate
 from planner.choose.candidates import Candidates, ChunkedCandidates, optimizer_ns
 from planner.choose.certificates import Certificates
-from planner.choose.chooser import Bounds, Choice, Chooser, LeastUpdate
+from planner.choose.chooser import Choice, Chooser
 from planner.choose.recordings import Recordings
 from planner.estimate import roofline
 from planner.estimate.add_workspaces import with_workspaces
 from planner.estimate.footprint import Measured, measure, smallest_capacity_bytes
 from planner.plan_types.constraints import Constraints
-from planner.plan_types.decisions import (
-    Checkpoint,
-    ChunkedLoss,
-    Decision,
-    Freeze,
-    Offload,
-    Optimizer,
-    OptimizerKernel,
-    Replay,
-    StepInBackward,
-    micro_batches_of,
-)
+from planner.plan_types.decision_base import Decision, Role, has_role, micro_batches_of
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import Category, Op, Phase, StepGraph
 from planner.space.lm_head import loss_in_chunks
 from planner.space.lower_bounds import TrainedParameters, lower_bound_bytes
-from planner.space.outer_choices import SearchSpace, offer
+from planner.space.search_space import SearchSpace, search_space
 from planner.virtual_gpu.forked_process import Child
+from planner.workload.budget import Budget
 from planner.workload.eight_bit import least_state_bytes
 from planner.workload.torch_optimizers import kind_of, moves_all_its_state
 from planner.workload.workload import Workload
 
-_FIRST_SLACK = 0.01
-"""Share of the budget that is left to the allocator at first."""
-
 StartWhatIf = Callable[[tuple[Decision, ...], tuple[int, ...]], Child]
-"""Begin a what-if rehearsal of one primed step, rewritten by decisions, with these micro-batch sizes."""
+"""Starts a what-if rehearsal of one step, rewritten by decisions, with these micro-batch sizes."""
 StartUpdate = Callable[[tuple[Decision, ...], tuple[str, ...]], Child]
-"""Begin to rehearse the update alone, rewritten by decisions, of parameters with these names."""
+"""Starts a rehearsal of the update alone, rewritten by decisions, of parameters with these names."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Certified:
-    """A choice whose rewritten step was rehearsed."""
+    """A choice whose rewritten step was rehearsed, with its certificate."""
 
     choice: Choice
     graph: StepGraph
@@ -63,82 +54,90 @@ class PlanningSession:
 
     def __init__(
         self,
-        work: Workload,
+        workload: Workload,
         card: DeviceProfile,
         *,
-        vram_bytes: int | None,
+        budget: Budget | None,
         start_what_if: StartWhatIf,
         start_update: StartUpdate,
         certificates: Certificates,
     ) -> None:
-        self.work, self.card, self.vram_bytes = work, card, vram_bytes
+        """
+        Args:
+            budget: None if there is none. Only `baseline` and `with_budget` work without one.
+        """
+        self.workload, self.card, self._budget = workload, card, budget
         self._certificates = certificates
         self._recordings = Recordings(
             start_what_if,
             lambda decisions: start_update(decisions, self.baseline_graph.trained),
             self._with_workspaces,
         )
-        self._cases = Candidates(self._recordings, card, batch_bytes=work.batch_bytes)
+        self._candidates = Candidates(self._recordings, card, batch_bytes=workload.batch_bytes)
         self._choosers: list[tuple[Constraints, Chooser]] = []
-        self._floors: dict[tuple[Decision, ...], int] = {}
+        self._lower_bounds: dict[tuple[Decision, ...], int] = {}
 
-    def offer(self, constraints: Constraints) -> SearchSpace:
-        """What may be chosen from, now that the baseline is known."""
+    def search_space(self, constraints: Constraints) -> SearchSpace:
+        """What a plan may choose from. Raises `DecisionError` if a forced technique cannot be used."""
         graph = self.baseline_graph
-        return offer(
-            self.work,
+        return search_space(
+            self.workload,
             self.card,
             constraints,
             batch_statistics=graph.batch_statistics,
-            chunks=loss_in_chunks(graph, self.work.model, vram_bytes=self.vram_bytes),
+            chunks=loss_in_chunks(graph, self.workload.model, vram_bytes=self.budget.usable_bytes),
         )
 
     def expect(self, constraints: Constraints) -> None:
-        """Begin the recording that is most likely needed first, beside the baseline's."""
-        if constraints.force(ChunkedLoss) or constraints.force(StepInBackward):
-            return  # nothing is known of the one, and the other is not for every choice
-        offered = offer(self.work, self.card, constraints, batch_statistics=(), chunks=None)
-        self._cases.prefetch(offered.precisions[-1], offered.splits[:1])
+        """Start the recording that is most likely needed first, in parallel with the baseline's."""
+        if constraints.force(Role.LOSS) or constraints.force(Role.UPDATE_TIME):
+            return  # chunks are known after the baseline only; a step in backward does not go with every configuration
+        space = search_space(self.workload, self.card, constraints, batch_statistics=(), chunks=None)
+        self._candidates.prefetch(space.precisions[-1], space.splits[:1])
 
     def close(self) -> None:
-        """End recordings that nobody asked for."""
+        """End the recordings and rehearsals that are still running."""
         self._certificates.forget()
         self._recordings.close()
 
-    def under(self, vram_bytes: int) -> PlanningSession:
-        """The same, for another budget: what was recorded is shared."""
-        _ = self.baseline_graph  # made before the copy, so that both have it
+    def with_budget(self, total_bytes: int) -> PlanningSession:
+        """The same session for another limit of the total. Recordings, candidates and certificates are shared."""
+        _ = self.baseline_graph  # recorded before the copy, so that both have it
         other = copy.copy(self)
-        other.vram_bytes = vram_bytes
+        other._budget = Budget.of_total(self.card, total_bytes)
         other.__dict__.pop("baseline", None)
         return other
 
     @functools.cached_property
     def baseline_graph(self) -> StepGraph:
-        """A recording of the step as it is."""
+        """The recording of the baseline."""
         return self._certificates.of(())
 
     @functools.cached_property
     def baseline(self) -> Certified:
-        """The step as it is, on the card."""
+        """The step without any decision, on the card."""
         graph = self.baseline_graph
-        measured = measure(graph, self.card, vram_bytes=self.vram_bytes, micro_batches=1)
+        measured = measure(graph, self.card, vram_bytes=self._usable_bytes, micro_batches=1)
         step_ns, peak_bytes = measured.footprint.step_ns, measured.curve_bytes
         choice = Choice(decisions=(), peak_bytes=peak_bytes, step_ns=step_ns, status="not needed", gap=0.0)
         return Certified(choice=choice, graph=graph, measured=measured)
 
     def certify(self, choice: Choice, *, then: Choice | None = None) -> Certified:
-        """Rehearse the step that the choice rewrites to, and begin with the one that will be asked for then."""
+        """Rehearse the rewritten step of a choice.
+
+        Args:
+            then: the choice that will be certified next; its rehearsal starts in parallel.
+        """
         if not choice.decisions:
             return dataclasses.replace(self.baseline, choice=choice)
         graph = self._certificates.of(choice.decisions, then=None if then is None else then.decisions)
         count = micro_batches_of(choice.decisions)
-        measured = measure(graph, self.card, vram_bytes=self.vram_bytes, micro_batches=count)
+        measured = measure(graph, self.card, vram_bytes=self._usable_bytes, micro_batches=count)
         return Certified(choice=choice, graph=graph, measured=measured)
 
-    def chooser(self, offered: SearchSpace, constraints: Constraints) -> Chooser:
-        """A chooser among what is offered."""
-        frozen = any(isinstance(decision, Freeze) for decision in offered.precisions[0])
+    def chooser(self, space: SearchSpace, constraints: Constraints) -> Chooser:
+        """A chooser for a search space."""
+        frozen = has_role(space.precisions[0], Role.FREEZING)
         graph = self.baseline_graph
         times = roofline.op_times_ns(graph, self.card, 1)
         forward_ns = sum(ns for op, ns in zip(graph.ops, times, strict=True) if op.phase is Phase.FORWARD)
@@ -150,88 +149,94 @@ class PlanningSession:
             lower_bound_bytes=self.lower_bound_bytes,
         )
         chooser = Chooser(
-            offered,
-            ChunkedCandidates(self._cases.under(offered.recompute), offered.chunks),
+            space,
+            ChunkedCandidates(self._candidates.with_recompute(space.recompute), space.chunks),
             bounds,
             self._certificates,
-            force_recompute=any(constraints.force(kind) for kind in (Checkpoint, Replay, Offload)),
+            force_recompute=constraints.force(Role.RECOMPUTE),
             slowest_ns=self._slowest_ns(constraints),
         )
         self._choosers.append((constraints, chooser))
         return chooser
 
-    def _least_updates(self, frozen: bool) -> dict[type[Decision], LeastUpdate]:
-        """Nothing is said where a prefix is frozen: how much of it is trained differs."""
+    def _least_updates(self, frozen: bool) -> dict[bool, LeastUpdate]:
+        """Lower bounds of updates with 8-bit state (True) and with another kernel (False).
+
+        With a frozen prefix the bounds are 0, since the number of trained parameters differs between prefixes.
+        """
         if frozen:
-            return {Optimizer: LeastUpdate(ns=0, state_bytes=0), OptimizerKernel: LeastUpdate(ns=0, state_bytes=None)}
-        eight_bit_bytes = least_state_bytes(self.work.model, self._trained.with_state)
-        whole = moves_all_its_state(kind_of(self.work.optimizer))
-        as_it_is_bytes = whole * self.baseline_graph.bytes_of(Category.OPTIMIZER_STATE)
+            return {True: LeastUpdate(ns=0, state_bytes=0), False: LeastUpdate(ns=0, state_bytes=None)}
+        eight_bit_bytes = least_state_bytes(self.workload.model, self._trained.with_state)
+        moves_all = moves_all_its_state(kind_of(self.workload.optimizer))
+        moved_state_bytes = moves_all * self.baseline_graph.bytes_of(Category.OPTIMIZER_STATE)
         once = sum(3 * p.numel() * p.itemsize for p in self._trained.with_state)
 
         def ns(state_bytes: int) -> int:
-            """State is read and written, gradients are read, parameters both."""
+            """State and parameters are read and written, gradients are read."""
             return roofline.transfer_ns(once + 2 * state_bytes, self.card)
 
         return {
-            Optimizer: LeastUpdate(ns=ns(eight_bit_bytes), state_bytes=eight_bit_bytes),
-            OptimizerKernel: LeastUpdate(ns=ns(as_it_is_bytes), state_bytes=None),
+            True: LeastUpdate(ns=ns(eight_bit_bytes), state_bytes=eight_bit_bytes),
+            False: LeastUpdate(ns=ns(moved_state_bytes), state_bytes=None),
         }
 
     def quick_enough(self, certified: Certified, constraints: Constraints) -> bool:
-        """Whether its rehearsed step keeps the slowdown that the rules allow."""
+        """True if its rehearsed step is no slower than the constraints allow."""
         return certified.measured.footprint.step_ns <= self._slowest_ns(constraints)
 
     @property
-    def budget_bytes(self) -> int:
-        """For tensors: what the context leaves of the budget, less a first guess of the allocator's slack."""
-        return self.capacity_bytes - (round(self.capacity_bytes * _FIRST_SLACK) if self.card.allocator else 0)
+    def budget(self) -> Budget:
+        """The budget. Raises `RuntimeError` in a session without one."""
+        if self._budget is None:
+            raise RuntimeError("this session has no budget: call with_budget first")
+        return self._budget
 
     @property
-    def capacity_bytes(self) -> int:
-        """What the context leaves of the budget."""
-        return self.vram_bytes - self.card.context_bytes
+    def _usable_bytes(self) -> int | None:
+        return None if self._budget is None else self._budget.usable_bytes
 
     def measure_at_smallest_budget(self, certified: Certified) -> Certified:
-        """The same choice measured under the budget, or under the smallest larger total in which it gets through."""
+        """The same choice measured under the budget, or under the smallest larger one in which its step runs."""
         count = micro_batches_of(certified.choice.decisions)
-        total_bytes = max(self.vram_bytes, self.smallest_budget_bytes(certified))
+        total_bytes = max(self.budget.usable_bytes, self.smallest_budget_bytes(certified))
         measured = measure(certified.graph, self.card, vram_bytes=total_bytes, micro_batches=count)
-        fits = total_bytes <= self.vram_bytes
+        fits = total_bytes <= self.budget.usable_bytes
         return dataclasses.replace(certified, measured=dataclasses.replace(measured, fits=fits))
 
     def smallest_budget_bytes(self, certified: Certified) -> int:
-        """The smallest total in which a certified step gets through."""
+        """The smallest budget in which a certified step runs."""
         return smallest_capacity_bytes(certified.graph, self.card)
 
-    def lower_bound_bytes(self, outer: tuple[Decision, ...]) -> int:
-        """Bytes that no plan with this outer choice goes below."""
-        if outer not in self._floors:
-            self._floors[outer] = lower_bound_bytes(
-                self.work,
+    def lower_bound_bytes(self, config: tuple[Decision, ...]) -> int:
+        """Lower bound of the peak of every plan with this configuration."""
+        if config not in self._lower_bounds:
+            self._lower_bounds[config] = lower_bound_bytes(
+                self.workload,
                 self._trained,
                 optimizer_peak_bytes=self._optimizer_peak_bytes,
                 state_bytes=self.baseline_graph.bytes_of(Category.OPTIMIZER_STATE),
-                outer=outer,
+                config=config,
             )
-        return self._floors[outer]
+        return self._lower_bounds[config]
 
     @property
     def solve_seconds(self) -> float:
+        """Time spent in the solver."""
         return sum(chooser.solve_seconds for _, chooser in self._choosers)
 
     @property
     def undecided(self) -> int:
-        """Programs that hit their time limit without an answer."""
+        """Number of integer programs that hit their time limit without an answer."""
         return sum(chooser.undecided for _, chooser in self._choosers)
 
     def dropped(self, constraints: Constraints) -> tuple[str, ...]:
-        """What these rules allow and could not be rehearsed, in words."""
-        choosers = [chooser for under, chooser in self._choosers if under == constraints]
-        errors = {outer: error for chooser in choosers for outer, error in chooser.dropped.items()}
+        """Notes on configurations that these constraints allow but that could not be rehearsed."""
+        choosers = [chooser for allowed, chooser in self._choosers if allowed == constraints]
+        errors = {config: error for chooser in choosers for config, error in chooser.dropped.items()}
         return tuple(
-            f"left out ({', '.join(decision.describe() for decision in outer) or 'no outer choice'}): {error}"
-            for outer, error in errors.items()
+            f"left out ({', '.join(decision.describe() for decision in config) or 'the step without decisions'}): "
+            f"{error}"
+            for config, error in errors.items()
         )
 
     def _slowest_ns(self, constraints: Constraints) -> float:
@@ -240,11 +245,11 @@ class PlanningSession:
 
     @functools.cached_property
     def _trained(self) -> TrainedParameters:
-        return TrainedParameters.of(self.work, self.baseline_graph.trained)
+        return TrainedParameters.of(self.workload, self.baseline_graph.trained)
 
     @functools.cached_property
     def _optimizer_peak_bytes(self) -> int:
-        """Largest number of bytes alive while the baseline's optimizer steps."""
+        """Maximum number of bytes alive while the baseline's optimizer steps."""
         graph = self.baseline_graph
         ticks = [op.tick + 1 for op in graph.ops if op.phase is Phase.OPTIMIZER]
         return int(graph.live_bytes()[ticks].max()) if ticks else 0
@@ -254,6 +259,6 @@ class PlanningSession:
 
 
 def _is_of_logits(graph: StepGraph, op: Op) -> bool:
-    """Whether the op only moves logits about: the loss in chunks may move less."""
+    """True if the op moves logits without computing a product: a loss in chunks may move fewer."""
     touched = (*op.inputs, *op.outputs)
     return not op.flops and any(graph.storages[index].category is Category.LOGITS for index in touched)

@@ -1,13 +1,15 @@
-"""Recordings on demand: each is made once, two children at a time; small ones predict the others.
+"""What-if recordings on demand. Each is made once, in a child process; small recordings predict larger ones.
 
-Another optimizer needs no recording of the whole step, only one of its update, unless that is part of the backward.
+A split into many micro-batches needs no recording of its own: recordings with two micro-batches of two sizes are
+extrapolated to the size asked for. A configuration with another optimizer needs no recording of the whole step either:
+a recording of its update alone is grafted onto the step, unless the update is part of the backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from planner.plan_types.decisions import Accumulation, ChunkedLoss, Decision, Optimizer, OptimizerKernel, StepInBackward
+from planner.plan_types.decision_base import Decision, Role, has_role, without_roles
 from planner.recording.extrapolate import BASE_SIZES, extrapolate
 from planner.recording.graft_optimizer import can_be_grafted, graft_update
 from planner.recording.step_graph import StepGraph
@@ -15,58 +17,58 @@ from planner.space.micro_batches import MicroBatching
 from planner.virtual_gpu.forked_process import Child
 
 Start = Callable[[tuple[Decision, ...], tuple[int, ...]], Child]
-"""Begin a what-if rehearsal under these decisions with these micro-batch sizes."""
+"""Starts a what-if rehearsal under these decisions with these micro-batch sizes."""
 
 StartUpdate = Callable[[tuple[Decision, ...]], Child]
-"""Begin to rehearse the update alone under these decisions."""
+"""Starts a rehearsal of the update alone under these decisions."""
 
 _Key = tuple[tuple[Decision, ...], tuple[int, ...]]
-"""Decisions and micro-batch sizes; no sizes: the update alone."""
-
-
-_UPDATES = (Optimizer, OptimizerKernel)
-"""Decisions that change nothing but the update."""
+"""Decisions and micro-batch sizes. Without sizes it is the update alone."""
 
 
 class Recordings:
-    """What-if recordings of a workload under outer choices, by choice and split."""
+    """What-if recordings of a workload, by configuration and split."""
 
     def __init__(self, start: Start, start_update: StartUpdate, finish: Callable[[StepGraph], StepGraph]) -> None:
+        """
+        Args:
+            finish: adds what a recording cannot show (workspaces).
+        """
         self._start, self._start_update = start, start_update
         self._finish = finish
-        """Adds what a recording cannot show (workspaces)."""
         self._finished: dict[_Key, StepGraph] = {}
         self._recorded: dict[_Key, StepGraph] = {}
         self._running: dict[_Key, Child] = {}
         self._irregular: set[tuple[Decision, ...]] = set()
+        """Configurations whose recordings cannot be extrapolated."""
 
-    def prefetch(self, choice: tuple[Decision, ...], splits: Iterable[MicroBatching]) -> None:
-        """Begin the recordings that `of` will need for these splits."""
+    def prefetch(self, config: tuple[Decision, ...], splits: Iterable[MicroBatching]) -> None:
+        """Start the recordings that `of` will need for these splits."""
         splits = tuple(splits)
         if any(split.micro_batches == 1 for split in splits):
-            self._prefetch((choice, (max(s.size for s in splits if s.micro_batches == 1),)))
+            self._prefetch((config, (max(s.size for s in splits if s.micro_batches == 1),)))
         if any(split.micro_batches > 1 and split.size >= BASE_SIZES[0] for split in splits):
             for size in BASE_SIZES:
-                self._prefetch(_accumulated(choice, size))
+                self._prefetch(_accumulated(config, size))
         elif any(split.micro_batches > 1 for split in splits):
-            self._prefetch(_accumulated(choice, 1))
+            self._prefetch(_accumulated(config, 1))
 
-    def of(self, choice: tuple[Decision, ...], split: MicroBatching) -> StepGraph:
-        """The recording for a split: of the whole batch, of its two unlike parts, or of two that stand for all."""
+    def of(self, config: tuple[Decision, ...], split: MicroBatching) -> StepGraph:
+        """The recording for a split: of the whole batch, of two parts of unequal size, or of two that stand for all."""
         if split.micro_batches == 1:
-            return self._get((choice, (split.size,)))
+            return self._get((config, (split.size,)))
         if split.last is not None:
-            return self._get(_accumulated(choice, split.size, split.last))
-        if split.size >= BASE_SIZES[0] and choice not in self._irregular:
-            two, three = (self._get(_accumulated(choice, size)) for size in BASE_SIZES)
+            return self._get(_accumulated(config, split.size, split.last))
+        if split.size >= BASE_SIZES[0] and config not in self._irregular:
+            two, three = (self._get(_accumulated(config, size)) for size in BASE_SIZES)
             predicted = extrapolate(two, three, split.size)
             if predicted is not None:
                 return predicted
-            self._irregular.add(choice)
-        return self._get(_accumulated(choice, split.size))
+            self._irregular.add(config)
+        return self._get(_accumulated(config, split.size))
 
     def close(self) -> None:
-        """End children whose recordings nobody asked for."""
+        """End the recordings that are still running."""
         for child in self._running.values():
             child.end()
         self._running.clear()
@@ -99,15 +101,18 @@ class Recordings:
         return self._recorded[part]
 
 
-def _accumulated(choice: tuple[Decision, ...], size: int, last: int | None = None) -> _Key:
-    return (*choice, Accumulation(micro_batch_size=size, micro_batches=2)), (size, last or size)
+def _accumulated(config: tuple[Decision, ...], size: int, last: int | None = None) -> _Key:
+    """Two micro-batches stand for any number of them: later ones repeat the second."""
+    return (*config, *MicroBatching(micro_batches=2, size=size).decisions()), (size, last or size)
 
 
 def _parts(key: _Key) -> tuple[_Key, _Key | None]:
-    """What to record: the step with the optimizer as it is, and the update that takes the place of its own."""
+    """What to record: the step with the optimizer of the baseline, and the update that replaces the baseline's.
+
+    The second is None if the update does not differ from the baseline's, or is part of the backward.
+    """
     decisions, sizes = key
-    kinds = {type(decision) for decision in decisions}
-    if kinds.isdisjoint(_UPDATES) or StepInBackward in kinds:
+    if not has_role(decisions, Role.OPTIMIZER) or any(decision.steps_in_backward for decision in decisions):
         return key, None
-    as_it_is = tuple(decision for decision in decisions if not isinstance(decision, _UPDATES))
-    return (as_it_is, sizes), (tuple(d for d in decisions if not isinstance(d, (Accumulation, ChunkedLoss))), ())
+    step = without_roles(decisions, Role.OPTIMIZER), sizes
+    return step, (without_roles(decisions, Role.MICRO_BATCHING, Role.LOSS), ())

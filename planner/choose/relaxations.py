@@ -1,4 +1,4 @@
-"""What would open a budget that no plan fits: each technique and each fidelity that is not allowed, with its price."""
+"""What would make training fit if no plan does: each technique and fidelity that is not allowed, with its price."""
 
 from __future__ import annotations
 
@@ -7,103 +7,100 @@ import time
 from collections.abc import Iterator
 
 from planner.choose import fitting
-from planner.choose.chooser import fidelity_of
 from planner.choose.planning_session import Certified, PlanningSession
 from planner.errors import PlannerError
 from planner.plan_types.constraints import Constraints
-from planner.plan_types.decisions import KINDS, Accumulation, Checkpoint, Decision, Fidelity, Freeze, Offload, Replay
+from planner.plan_types.decision_base import Decision, Fidelity, Role, fidelity_of
+from planner.plan_types.decisions import KINDS
 from planner.plan_types.plan import NextStep, Relaxation
-from planner.space.outer_choices import SearchSpace
+from planner.space.search_space import SearchSpace
 
 _SECONDS = 10
-"""After so long no further relaxation is looked at, if there is one already that opens the budget."""
+"""Time limit in seconds: later relaxations are not tried if one is known that makes training fit."""
 
 
 def relaxations(session: PlanningSession, constraints: Constraints) -> tuple[Relaxation, ...]:
-    """Every single relaxation of rules under which nothing fits. Recordings are shared with what was tried before.
+    """Try every single relaxation of constraints under which nothing fits. Recordings are shared with earlier searches.
 
-    The plan for a technique that is newly allowed must use it, or it would have been found already: only such plans are
-    looked for. With a frozen prefix any plan will do, not the fastest.
+    A plan for a newly allowed technique must use it, or it would have been found before: only such plans are searched.
+    With a frozen prefix any plan that fits is enough, not the fastest.
     """
     until = time.perf_counter() + _SECONDS
-    found: list[Relaxation] = []
-    for words, kind, relaxed in _single(constraints):
-        if relaxed.fidelity > constraints.fidelity + 1 and any(one.opens for one in found):
-            break  # what is less faithful still is not asked for where something nearer fits
-        if time.perf_counter() > until and any(one.opens for one in found):
-            found.append(_closed(words, None, "not looked at: it would take too long"))
+    tried: list[Relaxation] = []
+    for label, technique, relaxed in _single_relaxations(constraints):
+        if relaxed.fidelity > constraints.fidelity + 1 and any(relaxation.opens for relaxation in tried):
+            break  # a lower fidelity is not tried if a higher one fits
+        if time.perf_counter() > until and any(relaxation.opens for relaxation in tried):
+            tried.append(_closed(label, None, "not looked at: it would take too long"))
         else:
-            found.append(_tried(session, words, kind, relaxed, before=constraints))
-    return tuple(found)
+            tried.append(_try(session, label, technique, relaxed, before=constraints))
+    return tuple(tried)
 
 
-def _single(constraints: Constraints) -> Iterator[tuple[str, type[Decision] | None, Constraints]]:
-    """In words, with the technique if it is one, and the rules then."""
-    for kind in KINDS.values():
-        if kind.kind in constraints.forbidden and kind.fidelity <= constraints.fidelity:
-            forbidden = tuple(name for name in constraints.forbidden if name != kind.kind)
-            yield f"allow {kind.kind}", kind, dataclasses.replace(constraints, forbidden=forbidden)
+def _single_relaxations(constraints: Constraints) -> Iterator[tuple[str, type[Decision] | None, Constraints]]:
+    """The label of each relaxation, its technique (None for a fidelity), and the relaxed constraints."""
+    for technique in KINDS.values():
+        if technique.kind in constraints.forbidden and technique.fidelity <= constraints.fidelity:
+            forbidden = tuple(name for name in constraints.forbidden if name != technique.kind)
+            yield f"allow {technique.kind}", technique, dataclasses.replace(constraints, forbidden=forbidden)
     for fidelity in Fidelity:
         if fidelity > constraints.fidelity:
             yield f"--fidelity {fidelity.name.lower()}", None, dataclasses.replace(constraints, fidelity=fidelity)
 
 
-def _tried(
-    session: PlanningSession, words: str, kind: type[Decision] | None, relaxed: Constraints, *, before: Constraints
+def _try(
+    session: PlanningSession,
+    label: str,
+    technique: type[Decision] | None,
+    relaxed: Constraints,
+    *,
+    before: Constraints,
 ) -> Relaxation:
     try:
-        offered = session.offer(relaxed)
-        if kind is not None and (offered := _using(offered, kind)) is None:
-            return _closed(words, False, "it cannot be used here")
-        certified = _found(session, offered, kind, relaxed, before)
+        space = session.search_space(relaxed)
+        narrow = space if technique is None else space.using(technique)
+        if narrow is None:
+            return _closed(label, False, "it cannot be used here")
+        certified = _plan_within(session, narrow, technique, relaxed, before)
     except PlannerError as error:
-        return _closed(words, False, str(error))
+        return _closed(label, False, str(error))
     if certified is None:
-        return _closed(words, False, "not enough by itself")
-    return _open(session, words, certified)
+        return _closed(label, False, "not enough by itself")
+    return _open(session, label, certified)
 
 
-def _found(
+def _plan_within(
     session: PlanningSession,
-    offered: SearchSpace,
-    kind: type[Decision] | None,
+    space: SearchSpace,
+    technique: type[Decision] | None,
     relaxed: Constraints,
     before: Constraints,
 ) -> Certified | None:
+    """A plan that fits, without a frozen prefix if possible; None if none does."""
     certified = None
-    freezes = relaxed.allow(Freeze) and not before.allow(Freeze)
-    if kind is not Freeze and not (freezes and before.fidelity + 1 == relaxed.fidelity):
-        certified = fitting.roughly_fastest(session, offered, relaxed)
-    if certified is None and relaxed.allow(Freeze):
-        certified = fitting.with_prefix(session, offered, relaxed, roughly=True)
+    # If freezing is all that is newly allowed, plans without it have been searched before.
+    freezing_is_new = relaxed.allow(Role.FREEZING) and not before.allow(Role.FREEZING)
+    is_freezing = technique is not None and technique.role is Role.FREEZING
+    if not is_freezing and not (freezing_is_new and before.fidelity + 1 == relaxed.fidelity):
+        certified = fitting.roughly_fastest(session, space, relaxed)
+    if certified is None and relaxed.allow(Role.FREEZING):
+        certified = fitting.with_prefix(session, space, relaxed, roughly=True)
     return certified
 
 
-def _using(offered: SearchSpace, kind: type[Decision]) -> SearchSpace | None:
-    """Only what makes use of a technique; None if nothing does. What to recompute or freeze is chosen later."""
-    if kind in (Checkpoint, Replay, Offload, Freeze):
-        return offered
-    if kind is Accumulation:
-        splits = tuple(split for split in offered.splits if split.micro_batches > 1)
-        return dataclasses.replace(offered, splits=splits) if splits else None
-    for name in ("precisions", "optimizers", "losses", "updates"):
-        using = tuple(choice for choice in getattr(offered, name) if any(isinstance(one, kind) for one in choice))
-        if using:
-            return dataclasses.replace(offered, **{name: using})
-    return None
+def _closed(label: str, opens: bool | None, why: str) -> Relaxation:
+    """A relaxation under which nothing fits, or that was not tried (`opens` is None)."""
+    return Relaxation(relax=label, opens=opens, why=why, fidelity=None, next_step=None)
 
 
-def _closed(words: str, opens: bool | None, why: str) -> Relaxation:
-    return Relaxation(relax=words, opens=opens, why=why, fidelity=None, next_step=None)
-
-
-def _open(session: PlanningSession, words: str, certified: Certified) -> Relaxation:
-    footprint, before = certified.measured.footprint, session.baseline.measured.footprint
+def _open(session: PlanningSession, label: str, certified: Certified) -> Relaxation:
+    """A relaxation under which this plan fits."""
+    footprint, baseline = certified.measured.footprint, session.baseline.measured.footprint
     step = NextStep(
-        relax=words,
+        relax=label,
         decisions=certified.choice.decisions,
         total_bytes=footprint.total_bytes,
-        slowdown=footprint.step_ns / max(before.step_ns, 1),
+        slowdown=footprint.step_ns / max(baseline.step_ns, 1),
     )
     fidelity = Fidelity(fidelity_of(certified.choice.decisions)).name.lower()
-    return Relaxation(relax=words, opens=True, why="", fidelity=fidelity, next_step=step)
+    return Relaxation(relax=label, opens=True, why="", fidelity=fidelity, next_step=step)

@@ -1,1 +1,1 @@
-"""From a recording to bytes and time on a card."""
+"""Estimates the memory and the time that a recorded step takes on a card."""

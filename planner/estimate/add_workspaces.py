@@ -1,4 +1,4 @@
-"""Put into a recording what it cannot show: scratch memory of kernels, and the workspaces that cuBLAS keeps."""
+"""Adds memory to a recording that no tensor shows: scratch memory of kernels, and the workspaces that cuBLAS keeps."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from planner.workspaces.gemm import GEMM_OPS
 from planner.workspaces.registry import formula_of
 
 _LT_BYTES = 1 << 20
+"""Size of the cublasLt workspace (`_getWorkspaceSize` in aten/src/ATen/cuda/CUDABlas.cpp, default 1024 KiB)."""
 
 
 def with_workspaces(graph: StepGraph, card: DeviceProfile, torch_version: str) -> StepGraph:
-    """The recording with its workspaces; as it is where the card only counts bytes."""
+    """Returns the recording with workspaces as additional storages; unchanged for a card that only counts bytes."""
     if not card.allocator:
         return graph
     born = _last_births(graph)
@@ -27,7 +28,7 @@ def with_workspaces(graph: StepGraph, card: DeviceProfile, torch_version: str) -
 
 
 def unknown_ops(graph: StepGraph) -> dict[str, int]:
-    """Ops that run on the card and of which nobody has said what they take, with how often they run."""
+    """Returns how often each op runs whose scratch memory is unknown, by the name of the op."""
     counts: dict[str, int] = {}
     for op in graph.ops:
         if not op.scratch_known:
@@ -36,7 +37,7 @@ def unknown_ops(graph: StepGraph) -> dict[str, int]:
 
 
 def _last_births(graph: StepGraph) -> list[int]:
-    """For each op, when its last output was born: kernels take what they need after their outputs."""
+    """Returns for each op the tick at which its last output is born: kernels allocate scratch after their outputs."""
     born = [op.tick for op in graph.ops]
     for storage in graph.storages:
         if storage.op is not None and storage.lives:
@@ -45,22 +46,23 @@ def _last_births(graph: StepGraph) -> list[int]:
 
 
 def _scratch(graph: StepGraph, born: list[int], card: DeviceProfile) -> Iterator[Storage]:
-    """What the registered formulas say; blocks live until the next tick."""
+    """Yields the scratch memory that the registered formulas give. It lives for one tick."""
     for index, op in enumerate(graph.ops):
         if op.kernel is not None and (formula := formula_of(op.name)) is not None:
             yield from (_for_a_moment(size, index, born[index]) for size in formula(op.kernel, card) if size > 0)
 
 
 def _for_a_moment(size_bytes: int, op: int, start: int) -> Storage:
+    """Returns a workspace that lives for one tick."""
     return Storage(size_bytes=size_bytes, lives=[(start, start + 1)], category=Category.WORKSPACE, op=op)
 
 
 def _handles(graph: StepGraph, born: list[int], workspace_bytes: int) -> Iterator[Storage]:
-    """cuBLAS keeps one workspace for each thread that multiplies matrices.
+    """Yields the workspaces of the cuBLAS handles: one for each thread that multiplies matrices.
 
-    The main thread takes its own at the first product of the forward, autograd's thread at the first one of the
-    backward; both are kept for the life of the process (aten/src/ATen/cuda/CublasHandlePool.cpp). A step that others
-    came before (a primed one) finds them there.
+    The main thread allocates its workspace at the first matrix product of the forward, and autograd's thread at the
+    first one of the backward. Both live as long as the process (aten/src/ATen/cuda/CublasHandlePool.cpp). A primed
+    step, which stands for a step after the first one, has them from the beginning.
     """
     for phases in ((Phase.FORWARD, Phase.OPTIMIZER), (Phase.BACKWARD, Phase.RECOMPUTE)):
         first = next((i for i, op in enumerate(graph.ops) if op.name in GEMM_OPS and op.phase in phases), None)
@@ -70,9 +72,9 @@ def _handles(graph: StepGraph, born: list[int], workspace_bytes: int) -> Iterato
 
 
 def _matmul_with_bias(graph: StepGraph, born: list[int], torch_version: str) -> Iterator[Storage]:
-    """`addmm` with a bias goes to cublasLt, which has a workspace of its own before torch 2.11.
+    """Yields the workspaces of `addmm` with a bias, which runs on cublasLt: before torch 2.11 that has its own.
 
-    Up to 2.8 it is taken for the call, in 2.9 and 2.10 it is kept (aten/src/ATen/cuda/CUDABlas.cpp,
+    Up to 2.8 it lives for the call; in 2.9 and 2.10 each thread keeps one (aten/src/ATen/cuda/CUDABlas.cpp,
     `gemm_and_bias`; aten/src/ATen/native/cuda/Blas.cpp, `addmm_out_cuda_impl`).
     """
     release = tuple(int(part) for part in torch_version.split(".")[:2])
@@ -89,5 +91,7 @@ def _matmul_with_bias(graph: StepGraph, born: list[int], torch_version: str) -> 
 
 
 def _has_bias_row(op: Op) -> bool:
+    """True if the op adds one row to a matrix product, which is the case that cublasLt takes."""
+    assert op.kernel is not None  # The recorder keeps the call of every op that has a formula, as `addmm` has.
     bias, matrix = op.kernel.tensor("self"), op.kernel.tensor("mat2")
     return len(bias.shape) == 1 and bias.shape[0] == matrix.shape[1] and min(matrix.shape) > 1

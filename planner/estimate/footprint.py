@@ -1,4 +1,4 @@
-"""From a recording to what the card has to hold: fixed costs, the allocator, the breakdown at the peak."""
+"""Computes the memory that a recorded step takes on a card, with the allocator and the CUDA context."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ ALLOCATOR_GRANULARITY_BYTES = 512
 
 
 def granularity_bytes(card: DeviceProfile) -> int:
+    """Returns the multiple that sizes are rounded up to; 1 for a card that only counts bytes."""
     return ALLOCATOR_GRANULARITY_BYTES if card.allocator else 1
 
 
 def with_whole_batch(graph: StepGraph, batch_bytes: int) -> StepGraph:
-    """Add the samples that were not rehearsed: the step is given the whole batch, and it stays on the card."""
+    """Adds the inputs of the samples that were not rehearsed: the whole batch is on the card during the step."""
     present = sum(storage.size_bytes for storage in graph.storages if storage.category is Category.INPUT)
     if present >= batch_bytes:
         return graph
@@ -33,21 +34,24 @@ def with_whole_batch(graph: StepGraph, batch_bytes: int) -> StepGraph:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A footprint, and whether the step got through under the cap."""
+    """The footprint of a step under a budget."""
 
     footprint: Footprint
     fits: bool
+    """True if the step runs under the budget without running out of memory."""
     curve_bytes: int
-    """Largest number of bytes that tensors hold, each rounded to the allocator's granularity."""
+    """Peak of the memory curve: the largest sum of all live storages, each rounded to the allocator's granularity."""
 
 
 def measure(graph: StepGraph, card: DeviceProfile, *, vram_bytes: int | None, micro_batches: int) -> Measured:
-    """Footprint of a plain recording on a card.
+    """Computes the footprint of a recording on a card.
+
+    If the step does not fit in the budget, the footprint is that without a budget.
 
     Args:
-        graph: with workspaces.
-        vram_bytes: budget about the total; the allocator is given what the context leaves of it. None: no limit.
-        micro_batches: of the real step; the recording may hold fewer.
+        graph: A recording with workspaces.
+        vram_bytes: Budget for the total. The allocator gets what the CUDA context leaves of it. None means no limit.
+        micro_batches: Number of micro-batches of the real step. The recording may hold fewer of them.
     """
     granularity = granularity_bytes(card)
     live = graph.live_bytes(granularity_bytes=granularity)
@@ -58,6 +62,7 @@ def measure(graph: StepGraph, card: DeviceProfile, *, vram_bytes: int | None, mi
         ids, sizes, ticks = allocation_stream(graph)
         outcome = replayed((ids, sizes), card, capacity)
         if outcome.out_of_memory_event is not None:
+            # The report says how much the step would need, so it is replayed to its end.
             fits = False
             outcome = replayed((ids, sizes), card, None)
         allocated, reserved = outcome.peak_allocated_bytes, outcome.peak_reserved_bytes
@@ -80,10 +85,15 @@ def measure(graph: StepGraph, card: DeviceProfile, *, vram_bytes: int | None, mi
 
 
 def smallest_capacity_bytes(graph: StepGraph, card: DeviceProfile, *, within_bytes: int = 1 << 20) -> int:
-    """A total in which the step gets through, and at most `within_bytes` above the smallest one.
+    """Returns a total in which the step runs, at most `within_bytes` above the smallest one.
 
-    At its limit the allocator frees cache. What it reserves at most under a limit is as good a limit: no allocation was
-    between the two, so all of them are answered alike.
+    This is a bisection over the allocator's limit. At the limit the allocator frees cached segments, so that a step can
+    run with less than it reserves without a limit. After a replay that fits, the upper end of the interval is the peak
+    of the reserved bytes, which may be well below the tried limit: under that peak as the limit every request is
+    answered in the same way.
+
+    The bisection assumes that a step which runs under a limit runs under each larger one. A caching allocator does not
+    guarantee that; the result is a limit under which the step was seen to run in any case.
     """
     if not card.allocator:
         return int(graph.live_bytes().max()) + card.context_bytes
@@ -103,16 +113,19 @@ def smallest_capacity_bytes(graph: StepGraph, card: DeviceProfile, *, within_byt
 def replayed(
     stream: tuple[np.ndarray, np.ndarray], card: DeviceProfile, capacity_bytes: int | None
 ) -> AllocatorOutcome:
-    """The worst of the orders in which the card's driver may place segments: out of memory, or the largest."""
+    """Replays a stream for each order in which the card's driver may place segments, and returns the worst outcome.
+
+    The worst outcome is one that runs out of memory, else the one with the largest peak of reserved bytes.
+    """
     outcomes = [
         replay(stream, AllocatorSettings(), capacity_bytes, descending=descending)
         for descending in SEGMENT_ADDRESSES[card.segment_addresses]
     ]
-    return max(outcomes, key=lambda found: (found.out_of_memory_event is not None, found.peak_reserved_bytes))
+    return max(outcomes, key=lambda outcome: (outcome.out_of_memory_event is not None, outcome.peak_reserved_bytes))
 
 
 def _breakdown(graph: StepGraph, tick: int, granularity: int, reserved: int, card: DeviceProfile) -> dict[str, int]:
-    """Bytes by category at a tick; what the allocator holds beyond them is its slack."""
+    """Returns the bytes alive at a tick by category. What the allocator reserves beyond them is its slack."""
     totals: dict[str, int] = {}
     for storage, spans in zip(graph.storages, graph.spans(), strict=True):
         if any(start <= tick < stop for start, stop in spans):

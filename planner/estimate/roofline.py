@@ -1,9 +1,14 @@
-"""Time of recorded ops on a card: a roofline with a launch cost. Only ratios of these times are used to choose.
+"""Estimates the time of recorded ops on a card with a roofline model. Plans are chosen by ratios of these times.
 
-An op takes `max(flops / rate(dtype), moved_bytes / bandwidth)` and a launch, copies over the host's link at least
-`host_bytes / link`, views nothing (Williams, Waterman, Patterson: Roofline, CACM 52(4), 2009). Convolutions take their
-FLOPs and a multiple of their bytes, added up. Small micro-batches pay more per sample because the launch cost and the
-reading of the weights do not shrink with them. Overlap of kernels, caches and tile quantisation are not modelled.
+    time = max(flops / rate(dtype), moved_bytes / bandwidth, host_bytes / host_link) + launch
+
+(Williams, Waterman, Patterson: Roofline: an insightful visual performance model for multicore architectures, CACM
+52(4), 2009.) A view takes no time. For a convolution the time of its FLOPs and a multiple of the time of its bytes are
+added instead. Small micro-batches cost more per sample, because the launch and the reading of the weights do not shrink
+with them.
+
+Where it stops being exact: overlap of kernels, caches and tile quantisation are not modelled, and rates are those of
+the datasheet unless the card was calibrated.
 """
 
 from __future__ import annotations
@@ -14,15 +19,15 @@ from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import Op, Phase, StepGraph
 
 CONVOLUTION_PASSES = 2.0
-"""Over its images and weights that a convolution takes the time of, beside that of its FLOPs.
+"""Number of passes over its images and weights whose time a convolution takes, in addition to that of its FLOPs.
 
 Source: published step times of image models on three cards (docs/measured.md, "Against published step times"): errors
-are least at 1.7 over five tables, and at 2.5 over the two of training.
+are smallest at 1.7 over all five tables, and at 2.5 over the two tables of training.
 """
 
 
 def op_ns(op: Op, card: DeviceProfile) -> int:
-    """Time of one op in nanoseconds."""
+    """Returns the time of one op in nanoseconds."""
     if op.is_view:
         return 0
     by_flops_s = op.flops / card.flops_per_s.get(op.dtype, card.flops_per_s["fp32"])
@@ -33,15 +38,15 @@ def op_ns(op: Op, card: DeviceProfile) -> int:
 
 
 def transfer_ns(moved_bytes: int, card: DeviceProfile) -> int:
-    """Time to read or write so many bytes of the card's memory."""
+    """Returns the time to read or write `moved_bytes` of the card's memory, in nanoseconds."""
     return round(moved_bytes / card.memory_bandwidth_bytes_per_s * 1e9)
 
 
 def repetitions(graph: StepGraph, micro_batches: int) -> tuple[int, ...]:
-    """How often each rehearsed micro-batch stands for one of the step's.
+    """Returns the number of micro-batches of the real step that each rehearsed micro-batch stands for.
 
-    A step of many micro-batches is rehearsed with its first, its second and, if it is smaller, its last one; the
-    second stands for all between.
+    A step of many micro-batches is rehearsed with its first and second micro-batch and, if that is smaller, its last
+    one. The second stands for all in between.
     """
     rehearsed = len(graph.micro_batch_sizes)
     if rehearsed == 1 or micro_batches == rehearsed:
@@ -50,18 +55,21 @@ def repetitions(graph: StepGraph, micro_batches: int) -> tuple[int, ...]:
 
 
 def op_times_ns(graph: StepGraph, card: DeviceProfile, micro_batches: int) -> list[int]:
-    """Time that each op of the graph stands for in one optimizer step; 0 for ops of other steps than the last."""
+    """Returns for each op of the graph its time in one optimizer step, in nanoseconds, with all repetitions.
+
+    Ops of other steps than the last one count 0.
+    """
     counts = _counts(graph, micro_batches)
     return [op_ns(op, card) * count for op, count in zip(graph.ops, counts, strict=True)]
 
 
 def step_flops(graph: StepGraph, micro_batches: int) -> int:
-    """Floating point operations of one optimizer step, recomputation included."""
+    """Returns the floating point operations of one optimizer step, with recomputation."""
     return sum(op.flops * count for op, count in zip(graph.ops, _counts(graph, micro_batches), strict=True))
 
 
 def _counts(graph: StepGraph, micro_batches: int) -> list[int]:
-    """How often each op is run in an optimizer step that is like the last of the graph; the update is made once."""
+    """Returns how often each op runs in an optimizer step like the last step of the graph. The update runs once."""
     repeats, last = repetitions(graph, micro_batches), graph.steps - 1
     return [
         0 if op.phase is Phase.SETUP or op.step != last
@@ -73,13 +81,13 @@ def _counts(graph: StepGraph, micro_batches: int) -> list[int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostCopies:
-    """Copies from the card to pinned memory of the host and back. Nothing else runs meanwhile."""
+    """The time of copies from the card to pinned host memory and back. They do not overlap with computation."""
 
     card: DeviceProfile
     repeats: tuple[int, ...]
-    """As `repetitions` gives them."""
+    """Number of micro-batches that each rehearsed micro-batch stands for, from `repetitions`."""
 
     def ns(self, size_bytes: int, micro_batch: int) -> int:
-        """Time of one there and one back in a micro-batch that was rehearsed, and in those that it stands for."""
-        one = round(size_bytes / self.card.host_link_bytes_per_s * 1e9) + self.card.launch_ns
-        return 2 * one * self.repeats[min(micro_batch, len(self.repeats) - 1)]
+        """Returns the time to copy a tensor out and back, in a rehearsed micro-batch and all that it stands for."""
+        one_way_ns = round(size_bytes / self.card.host_link_bytes_per_s * 1e9) + self.card.launch_ns
+        return 2 * one_way_ns * self.repeats[min(micro_batch, len(self.repeats) - 1)]

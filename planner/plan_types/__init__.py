@@ -1,1 +1,1 @@
-"""The types that cross a border between rooms: plans, decisions, constraints. None of them needs torch."""
+"""The types that rooms exchange: plans, decisions, constraints. None of them needs torch."""

@@ -1,4 +1,4 @@
-"""What the user allows: fidelity, techniques that are forced or forbidden, a slowdown."""
+"""What the user allows: a fidelity, techniques that are forced or forbidden, a maximum slowdown."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ import math
 from collections.abc import Sequence
 
 from planner.errors import DecisionError
-from planner.plan_types.decisions import KINDS, Decision, Fidelity
+from planner.plan_types.decisions import KINDS, Decision, Fidelity, Role, canonical_kind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Constraints:
-    """What the user allows."""
+    """What the user allows. Techniques may be given by any of their names; they are stored by kind."""
 
     fidelity: Fidelity
     forced: tuple[str, ...]
     forbidden: tuple[str, ...]
     max_slowdown: float | None = None
-    """Step time over that of the step as it is; None: any."""
+    """Maximum step time as a multiple of the baseline's; None: unlimited."""
 
     def __post_init__(self) -> None:
-        for name in (*self.forced, *self.forbidden):
-            if name not in KINDS:
-                raise DecisionError(f"technique '{name}' is unknown: choose from {', '.join(KINDS)}")
+        object.__setattr__(self, "forced", known_kinds(self.forced))
+        object.__setattr__(self, "forbidden", known_kinds(self.forbidden))
         if both := sorted(set(self.forced) & set(self.forbidden)):
             raise DecisionError(f"technique '{both[0]}' is forced and forbidden: name it once")
         for name in self.forced:
@@ -35,11 +34,13 @@ class Constraints:
         if self.max_slowdown is not None and not 0 < self.max_slowdown < math.inf:
             raise DecisionError(f"slowdown of at most {self.max_slowdown} is impossible: give a number such as 1.2")
 
-    def allow(self, kind: type[Decision]) -> bool:
-        return kind.fidelity <= self.fidelity and kind.kind not in self.forbidden
+    def allow(self, technique: type[Decision] | Role) -> bool:
+        """True if a plan may use this technique, or a technique with this role."""
+        return any(kind.fidelity <= self.fidelity and kind.kind not in self.forbidden for kind in kinds_of(technique))
 
-    def force(self, kind: type[Decision]) -> bool:
-        return kind.kind in self.forced
+    def force(self, technique: type[Decision] | Role) -> bool:
+        """True if every plan must use this technique, or a certain technique with this role."""
+        return any(kind.kind in self.forced for kind in kinds_of(technique))
 
 
 def parse_constraints(
@@ -57,15 +58,29 @@ def parse_constraints(
     """
     forced, forbidden = _names(force), _names(forbid)
     if only is not None:
-        only = _names(only)
-        for name in only:
-            if name not in KINDS:
-                raise DecisionError(f"technique '{name}' is unknown: choose from {', '.join(KINDS)}")
-            if name in forbidden:
-                raise DecisionError(f"technique '{name}' is forbidden, and among those that alone are allowed")
-        forbidden = tuple(name for name in KINDS if name not in only or name in forbidden)
+        allowed, excluded = known_kinds(_names(only)), {canonical_kind(name) for name in forbidden}
+        for name in allowed:
+            if name in excluded:
+                raise DecisionError(f"technique '{name}' is forbidden, but 'only' allows it: name it once")
+        forbidden = tuple(name for name in KINDS if name not in allowed)
     return Constraints(fidelity=Fidelity.parse(fidelity), forced=forced, forbidden=forbidden, max_slowdown=max_slowdown)
 
 
-def _names(given: str | Sequence[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
+def known_kinds(names: Sequence[str]) -> tuple[str, ...]:
+    """The kinds that these names stand for. Raises `DecisionError` for an unknown name."""
+    kinds = tuple(canonical_kind(name) for name in names)
+    for name, kind in zip(names, kinds, strict=True):
+        if kind not in KINDS:
+            raise DecisionError(f"technique '{name}' is unknown: choose from {', '.join(KINDS)}")
+    return kinds
+
+
+def kinds_of(technique: type[Decision] | Role) -> tuple[type[Decision], ...]:
+    """The techniques with a role; a technique itself."""
+    if isinstance(technique, Role):
+        return tuple(kind for kind in KINDS.values() if kind.role is technique)
+    return (technique,)
+
+
+def _names(names: str | Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)

@@ -1,4 +1,4 @@
-"""The identity of a model's architecture, and of what a plan does to it: neither is ever taken for another one."""
+"""Fingerprints of a model's architecture and of a plan for it, so that neither is mistaken for another one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from planner.plan_types.decisions import Decision
+    from planner.plan_types.decision_base import Decision
 
 
 def fingerprint(model: torch.nn.Module) -> str:
@@ -26,7 +26,11 @@ def fingerprint(model: torch.nn.Module) -> str:
 
 
 def plan_fingerprint(decisions: Iterable[Decision], model: torch.nn.Module) -> str:
-    """SHA-256 (hex) over decisions, in any order, and the fingerprint of the model that they are for."""
-    listed = sorted((decision.to_json() for decision in decisions), key=lambda decision: str(decision["kind"]))
+    """SHA-256 (hex) over the decisions, in any order, and the fingerprint of their model.
+
+    Former kinds are used where a technique has one, so that saved steps of older versions can still be resumed.
+    """
+    with_kinds = [decision.to_json() | {"kind": decision.former_kind or decision.kind} for decision in decisions]
+    listed = sorted(with_kinds, key=lambda decision: str(decision["kind"]))
     text = json.dumps({"decisions": listed, "model": fingerprint(model)}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,20 +1,24 @@
-"""`Plan`: the hinge between planner and rewriter. Text, versioned, without a torch object in it."""
+"""`Plan`: what the planner hands to the rewriter. It is plain data with a schema version, without torch objects."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import pathlib
+from typing import Any, TypeVar
 
 from planner.errors import PlanFileError
-from planner.plan_types.decisions import Decision, decision_from_json
+from planner.plan_types.decisions import Decision, canonical_kind, decision_from_json
+
+DecisionT = TypeVar("DecisionT", bound=Decision)
 
 SCHEMA_VERSION = 1
+"""Version of the JSON format. Plans of another version are refused."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """What one training step takes on the card: memory at its peak, and time."""
+    """Memory at the peak of one training step on the card, and its time."""
 
     allocated_bytes: int
     """Largest number of bytes that tensors hold (`torch.cuda.max_memory_allocated`)."""
@@ -23,11 +27,13 @@ class Footprint:
     total_bytes: int
     """`reserved_bytes` plus context and libraries: what `nvidia-smi` shows for the process."""
     phase: str
-    """Where the peak of `allocated` is: 'forward', 'backward', 'recompute' or 'optimizer'."""
+    """The phase in which `allocated_bytes` peaks: 'forward', 'backward', 'recompute' or 'optimizer'."""
     module: str
+    """Name of the module at the peak; empty outside of any module."""
     op: str
+    """The op at the peak, for example 'aten.mm.default'."""
     breakdown: dict[str, int]
-    """Bytes by category at that moment; the values sum to `total_bytes`."""
+    """Bytes by category at the peak; the values sum to `total_bytes`."""
     step_ns: int
     flops: int
 
@@ -43,7 +49,8 @@ class Footprint:
         }
 
     @classmethod
-    def from_json(cls, data: dict) -> Footprint:
+    def from_json(cls, data: dict[str, Any]) -> Footprint:
+        """Inverse of `to_json`."""
         return cls(
             allocated_bytes=data["allocated_bytes"],
             reserved_bytes=data["reserved_bytes"],
@@ -57,10 +64,10 @@ class Footprint:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """Which model the plan is for, and how to get it again."""
+    """The model that the plan is for, and how to load it again."""
 
     reference: str | None
-    """As given on the command line; None for a live object."""
+    """The model as named on the command line; None for a live object."""
     name: str
     """Class of the model."""
     parameters: int
@@ -70,14 +77,14 @@ class ModelFacts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OwnLoss:
-    """What a loss that the model takes by itself, of `labels`, is a mean over."""
+    """The labels over which the loss that the model itself computes is a mean."""
 
     shifted: bool
-    """Whether each sample's first label is left out, as next-token losses do."""
+    """True if the first label of each sample does not count, as in next-token losses."""
     ignored: int
-    """The label that is left out."""
+    """The label that does not count (`ignore_index`)."""
     divides: bool
-    """Whether it is a sum divided by `num_items_in_batch`, where a batch has that."""
+    """True if the loss is a sum divided by `num_items_in_batch`, if a batch has that."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,36 +96,38 @@ class WorkloadFacts:
     batch: tuple[tuple[str, tuple[int, ...], str], ...]
     """Path, shape and dtype of every tensor of the batch."""
     calling: str
-    """How the batch meets the model: a name of `planner.workload.call_convention.Calling`."""
+    """How the batch is passed to the model: the name of a `planner.workload.call_convention.Calling`."""
     has_loss_fn: bool
     optimizer: str
-    """'adamw', 'sgd', ... or the qualified name of the user's own."""
+    """'adamw', 'sgd', ..., or the qualified name of the user's own optimizer."""
     gradients_alive: bool = False
-    """Whether the step finds gradients of earlier batches, and adds to them."""
+    """True if gradients of earlier batches exist before the step, which adds to them."""
     own_loss: OwnLoss | None = None
-    """None: a loss function is given, or the loss is not a mean over labels."""
+    """None if a loss function was given, or if the loss is not a mean over labels."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SolverFacts:
-    """How the plan was found, and the square: what was promised, and what rehearsing it gave."""
+    """How the plan was found, the peak that the search promised, and the peak of the rehearsal."""
 
     status: str
     """'optimal', 'time limit', 'infeasible', or 'not needed' when nothing had to be chosen."""
     gap: float
+    """Maximum share of the step time by which another selection of units could be faster."""
     seconds: float
+    """Time spent in the solver."""
     promised_bytes: int
-    """Peak of allocated tensors that the integer program promised for the plan."""
+    """Peak of allocated tensors that the search promised for the plan."""
     certified_bytes: int
-    """The same quantity from rehearsing the rewritten step."""
+    """Peak of allocated tensors in the rehearsal of the rewritten step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NextStep:
-    """A relaxation that would make training fit, and its price."""
+    """A relaxation of the constraints that would make training fit, and its price."""
 
     relax: str
-    """What to allow: for instance 'fidelity rounded' or '--forbid checkpoint lifted'."""
+    """What to allow: for example 'allow checkpoint' or '--fidelity rounded'."""
     decisions: tuple[Decision, ...]
     total_bytes: int
     slowdown: float
@@ -126,35 +135,35 @@ class NextStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Relaxation:
-    """Something that is not allowed, and whether a plan fits if it is."""
+    """Something that the constraints rule out, and whether a plan would fit if it was allowed."""
 
     relax: str
-    """What to allow: 'allow checkpoint', '--fidelity rounded'."""
+    """What to allow: for example 'allow checkpoint' or '--fidelity rounded'."""
     opens: bool | None
-    """Whether a plan then fits; None: there was no time to find out."""
+    """True if a plan then fits; None if there was no time to find out."""
     why: str
-    """Where it does not open the budget: why not."""
+    """The reason why no plan fits even then; empty if one does."""
     fidelity: str | None
-    """Of the plan that then fits."""
+    """Fidelity of the plan that then fits; None if none does."""
     next_step: NextStep | None
-    """The plan that then fits, and its price."""
+    """The plan that then fits, and its price; None if none does."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shortfall:
-    """Why nothing fits: the smallest plan that was allowed still needs `missing_bytes` more.
+    """Why no plan fits: the smallest allowed plan still needs `missing_bytes` more.
 
-    Where a plan fits that is slower than allowed, it is told instead, and nothing is missing.
+    If a plan fits but is slower than allowed, that plan is reported instead, and `missing_bytes` is 0.
     """
 
     missing_bytes: int
     binding: str
-    """Largest category at the peak of the plan that is told."""
+    """The largest category at the peak of the reported plan."""
     binding_bytes: int
     next_step: NextStep | None
     """The cheapest of the relaxations."""
     relaxations: tuple[Relaxation, ...] = ()
-    """Each technique and fidelity that is not allowed; what is less faithful still, only if nothing nearer helps."""
+    """Each technique and fidelity that is not allowed. A lower fidelity is listed only if no higher one helps."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,9 +174,9 @@ class Plan:
     workload: WorkloadFacts
     card: str
     card_source: str
-    """Where the card's numbers come from, for instance 'datasheet'."""
+    """The source of the card's numbers, for example 'datasheet'."""
     vram_bytes: int | None
-    """The budget, about `total_bytes`; None when nothing was to be chosen."""
+    """The budget for `total_bytes`; None if the step was only rehearsed."""
     fidelity: str
     forced: tuple[str, ...]
     forbidden: tuple[str, ...]
@@ -176,26 +185,27 @@ class Plan:
     decisions: tuple[Decision, ...]
     fits: bool
     certified: bool
-    """True only if the rewritten step itself was rehearsed and `peak` came out."""
+    """True only if `peak` was measured in a rehearsal of the rewritten step itself."""
     solver: SolverFacts
     shortfall: Shortfall | None
     notes: tuple[str, ...]
-    """What was assumed, and what a user should know."""
+    """Assumptions, and what else the user should know."""
     versions: dict[str, str]
     seconds: float
     max_slowdown: float | None = None
-    """The limit of `slowdown` that was given."""
+    """The maximum `slowdown` that the user allowed; None: unlimited."""
 
     @property
     def slowdown(self) -> float:
-        """Step time with the plan over step time without it."""
+        """Step time with the plan, divided by the step time of the baseline."""
         return self.peak.step_ns / max(self.baseline.step_ns, 1)
 
-    def decision(self, kind: type[Decision]) -> Decision | None:
-        """The plan's decision of this type, if it has one."""
+    def decision(self, kind: type[DecisionT]) -> DecisionT | None:
+        """The plan's decision of this class, or None."""
         return next((decision for decision in self.decisions if isinstance(decision, kind)), None)
 
     def to_json(self) -> dict[str, object]:
+        """The plan as JSON-able data; `peak` is written as 'plan'."""
         data: dict[str, object] = {"schema_version": SCHEMA_VERSION}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -205,8 +215,12 @@ class Plan:
         return data
 
     @classmethod
-    def from_json(cls, data: dict) -> Plan:
-        """Inverse of `to_json`. Raises `PlanFileError` on another schema version or a missing field."""
+    def from_json(cls, data: dict[str, Any]) -> Plan:
+        """Inverse of `to_json`, for former names of techniques too.
+
+        Raises:
+            PlanFileError: the schema version is another one, or a field is missing or has the wrong type.
+        """
         if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
             found = data.get("schema_version") if isinstance(data, dict) else type(data).__name__
             raise PlanFileError(
@@ -223,8 +237,8 @@ class Plan:
                 decisions=tuple(decision_from_json(d) for d in data["decisions"]),
                 solver=SolverFacts(**data["solver"]),
                 shortfall=None if shortfall is None else _shortfall_from_json(shortfall),
-                forced=tuple(data["forced"]),
-                forbidden=tuple(data["forbidden"]),
+                forced=tuple(map(canonical_kind, data["forced"])),
+                forbidden=tuple(map(canonical_kind, data["forbidden"])),
                 notes=tuple(data["notes"]),
                 max_slowdown=data["max_slowdown"],
                 **{
@@ -245,11 +259,12 @@ class Plan:
             raise PlanFileError(f"plan is not complete ({error}): make the plan again") from error
 
     def save(self, path: str | pathlib.Path) -> None:
-        """Write the plan as JSON. The file appears whole or not at all."""
+        """Write the plan as JSON. The file appears complete or not at all."""
         write_text_atomically(pathlib.Path(path), json.dumps(self.to_json(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | pathlib.Path) -> Plan:
+        """Read a file that `save` wrote. Raises `PlanFileError` if it is not a plan."""
         try:
             data = json.loads(pathlib.Path(path).read_text())
         except OSError as error:
@@ -260,7 +275,7 @@ class Plan:
 
 
 def write_text_atomically(path: pathlib.Path, text: str) -> None:
-    """Write through a temporary neighbour, so that a reader never sees half a file."""
+    """Write to a temporary file in the same folder and rename it, so that a reader never sees half a file."""
     neighbour = path.with_name(f".{path.name}.part")
     try:
         neighbour.write_text(text)
@@ -270,8 +285,8 @@ def write_text_atomically(path: pathlib.Path, text: str) -> None:
         raise PlanFileError(f"'{path}' cannot be written: {error.strerror}") from error
 
 
-def _check_types(data: dict) -> None:
-    """The few values that later code relies on; a hand-edited plan may hold anything."""
+def _check_types(data: dict[str, Any]) -> None:
+    """Check the types of values that later code relies on: a plan that was edited by hand may hold anything."""
     vram, reference = data["vram_bytes"], data["model"]["reference"]
     if vram is not None and (type(vram) is not int or vram < 0):
         raise TypeError(f"vram_bytes is {vram!r}, not a number of bytes")
@@ -287,12 +302,12 @@ def _check_types(data: dict) -> None:
         raise TypeError(f"workload.optimizer is {data['workload']['optimizer']!r}, not a text")
 
 
-def _workload_from_json(data: dict) -> WorkloadFacts:
+def _workload_from_json(data: dict[str, Any]) -> WorkloadFacts:
     batch, own_loss = tuple((p, tuple(s), d) for p, s, d in data["batch"]), data["own_loss"]
     return WorkloadFacts(**{**data, "batch": batch, "own_loss": None if own_loss is None else OwnLoss(**own_loss)})
 
 
-def _shortfall_from_json(data: dict) -> Shortfall:
+def _shortfall_from_json(data: dict[str, Any]) -> Shortfall:
     relaxations = tuple(
         Relaxation(**{**relaxation, "next_step": _next_step_from_json(relaxation["next_step"])})
         for relaxation in data.get("relaxations", ())
@@ -300,13 +315,14 @@ def _shortfall_from_json(data: dict) -> Shortfall:
     return Shortfall(**{**data, "next_step": _next_step_from_json(data["next_step"]), "relaxations": relaxations})
 
 
-def _next_step_from_json(data: dict | None) -> NextStep | None:
+def _next_step_from_json(data: dict[str, Any] | None) -> NextStep | None:
     if data is None:
         return None
     return NextStep(**{**data, "decisions": tuple(decision_from_json(d) for d in data["decisions"])})
 
 
 def _plain(value: object) -> object:
+    """The value as JSON-able data."""
     if isinstance(value, (Decision, Footprint)):
         return value.to_json()
     if dataclasses.is_dataclass(value):

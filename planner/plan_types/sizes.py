@@ -1,4 +1,4 @@
-"""Memory sizes as people write them, and as we print them. Bytes are `int`; nothing here imports torch."""
+"""Reads memory sizes as people write them (6GiB, 80%), and prints them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
 SMALLEST_PLAIN_BYTES = MIB
-"""A number without a unit is read as bytes from here on; below, the unit was forgotten."""
+"""Minimum number without a unit that is read as bytes. In a smaller one the unit was probably forgotten."""
 
 _UNIT_BYTES = {
     **dict.fromkeys(("tib", "ti"), 1024 * GIB),
@@ -26,19 +26,21 @@ _UNIT_BYTES = {
 }
 _SIZE = re.compile(r"\s*(?P<number>[0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})\s*(?P<unit>[A-Za-z]{1,3}|%)?\s*")
 _LONGEST_SHOWN = 40
+"""Maximum number of characters of the user's text that an error message repeats."""
 
 
 def parse_size(text: str | int, *, device_bytes: int | None) -> int:
-    """Read a size in bytes; a fraction of a byte is dropped, so that a limit never grows.
+    """Read a size in bytes. A fraction of a byte is dropped, so that a limit never grows.
 
     Args:
-        text: a number and a unit in any case, with or without space between: TiB, GiB, MiB, KiB (also Ti, Gi, Mi, Ki)
-            are binary; TB, GB, MB, KB (also T, G, M, K) are decimal, the smaller and therefore safer reading of a
-            budget; B is bytes; `%` is a share of `device_bytes`. A plain number of at least 1 MiB is bytes.
-        device_bytes: memory of the card in bytes; None where no card is known.
+        text: a number and a unit, in upper or lower case, with or without a space between them. TiB, GiB, MiB, KiB
+            (also Ti, Gi, Mi, Ki) are binary. TB, GB, MB, KB (also T, G, M, K) are decimal, which is the smaller and
+            therefore safer reading of a budget. B is bytes, and `%` is a share of `device_bytes`. A number without a
+            unit is read as bytes if it is at least 1 MiB.
+        device_bytes: memory of the card in bytes; None if no card is known.
 
     Raises:
-        SizeError: for anything else, for zero, for more than 100%, and for a share of an unknown card.
+        SizeError: the text is anything else, zero, more than 100%, or a share of an unknown card.
     """
     if isinstance(text, bool) or not isinstance(text, (str, int)):
         raise SizeError(f"size {_shown(text)} is a {type(text).__name__}: write text such as 6GiB, or whole bytes")
@@ -58,14 +60,14 @@ def parse_size(text: str | int, *, device_bytes: int | None) -> int:
 
 
 def format_size(n_bytes: int) -> str:
-    """Print bytes in the largest binary unit that leaves a number of at least 1: '5.59 GiB', '812.0 MiB', '17 B'.
+    """Print bytes in the largest binary unit in which the number is at least 1: '5.59 GiB', '812.0 MiB', '17 B'.
 
-    Two decimals for TiB and GiB, one for MiB and KiB, none for bytes. Differences may be negative.
+    TiB and GiB have two decimals, MiB and KiB one, bytes none. The number may be negative (a difference).
     """
     if n_bytes < 0:
         return f"-{format_size(-n_bytes)}"
     for unit, unit_bytes, decimals in (("TiB", 1024 * GIB, 2), ("GiB", GIB, 2), ("MiB", MIB, 1), ("KiB", KIB, 1)):
-        # A size that the next smaller unit would print as 1024.0 belongs to this one.
+        # A size that the next smaller unit would print as 1024.0 is printed in this one.
         if 10 * n_bytes >= 10 * unit_bytes - unit_bytes // 1024 // 2:
             return f"{n_bytes / unit_bytes:.{decimals}f} {unit}"
     return f"{n_bytes} B"
@@ -95,6 +97,6 @@ def _at_least_a_byte(size_bytes: Fraction, *, written: str) -> int:
 
 
 def _shown(value: object) -> str:
-    """The value as typed, on one line and not longer than a line can hold."""
+    """The value as typed, shortened to fit on one line."""
     text = repr(value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}..."

@@ -1,4 +1,4 @@
-"""`Tradeoff`: memory against time for one training step, as certified plans. Without a torch object in it."""
+"""`Tradeoff`: memory against step time for one training step, as certified plans. It is plain data without torch."""
 
 from __future__ import annotations
 
@@ -7,44 +7,44 @@ import dataclasses
 from planner.plan_types.plan import SCHEMA_VERSION, Footprint, Plan
 
 DEFAULT_SECONDS = 30.0
-"""About how long a trade-off takes at most, unless told otherwise."""
+"""Default time limit of a trade-off, which is kept approximately."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tradeoff:
-    """The front of one workload: no plan in it is both as small and as fast as another."""
+    """The Pareto front of one workload: no plan in it is both as small and as fast as another."""
 
     as_it_is: Plan
-    """The step without any decision: what sizes and times are to be compared with."""
+    """The baseline: the step without any decision."""
     points: tuple[Plan, ...]
-    """From the fastest to the smallest; each fits a budget of exactly its total."""
+    """Plans from the fastest to the smallest; each fits a budget of exactly its own `total_bytes`."""
     vram_bytes: int | None
-    """The budget that was given; None: there is nothing to mark."""
+    """The user's budget; None if there is none."""
     usable_bytes: int | None
-    """The part of it that the card has."""
+    """The part of the budget that the card has; None without a budget."""
     complete: bool
-    """False: time ran out, and there may be plans between these."""
+    """False if time ran out, so that plans between these points may be missing."""
     seconds: float
 
     @property
     def baseline(self) -> Footprint:
-        """Of the step as it is, with as much memory as it likes."""
+        """Footprint of the baseline on a card with enough memory."""
         return self.as_it_is.baseline
 
     @property
     def chosen(self) -> Plan | None:
-        """The fastest plan inside the budget; None if there is none, or no budget."""
+        """The fastest plan inside the budget; None if no plan fits or there is no budget."""
         if self.usable_bytes is None:
             return None
         return next((plan for plan in self.points if plan.peak.total_bytes <= self.usable_bytes), None)
 
     @property
     def fits(self) -> bool:
-        """Whether some plan is inside the budget; without a budget whether there is any plan at all."""
+        """True if a plan is inside the budget; without a budget, if there is any plan at all."""
         return bool(self.points) if self.vram_bytes is None else self.chosen is not None
 
     def to_json(self) -> dict[str, object]:
-        """One object; each of `points` is a plan as `Plan.from_json` reads it."""
+        """The trade-off as JSON-able data; `Plan.from_json` reads each of its `points`."""
         chosen = self.chosen
         return {
             "schema_version": SCHEMA_VERSION,

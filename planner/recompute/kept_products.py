@@ -1,6 +1,7 @@
-"""The ops that are worth their memory when a module is recomputed: matrix products, convolutions and attention.
+"""Selective activation checkpointing: the ops whose outputs are worth keeping when a module is recomputed.
 
-What one call of a module runs of them is numbered in that order; a plan says by number whose results are kept.
+These are matrix products, convolutions and attention, which take most of the time of a recompute. The products of one
+module call are numbered in execution order; a plan states the numbers whose outputs are kept.
 """
 
 from __future__ import annotations
@@ -22,30 +23,39 @@ PRODUCTS: dict[str, int | None] = {
     "_scaled_dot_product_cudnn_attention": 5,
     "_scaled_dot_product_flash_attention_for_cpu": 3,
 }
-"""Names in `torch.ops.aten`, all with the overload `default`; for attention the position of its `dropout_p`.
+"""Names in `torch.ops.aten`, all with the overload `default`; for attention, the position of its `dropout_p`.
 
-With dropout attention draws random numbers: where it is not run again, what follows would draw others than before.
+Attention with dropout draws random numbers. If a recompute skipped it, the ops after it would draw other numbers than
+in the first run, so its output is never kept.
 """
 
 _NAMES = frozenset(f"aten.{name}.default" for name in PRODUCTS)
 _CLEARLY_DENSER = 1.5
-"""Time saved for a byte kept: products that differ by less are kept together."""
+"""Minimum factor in time saved per byte kept between products that are kept and products that are not."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kept:
-    """Products of one call whose results are kept."""
+    """The products of one call whose outputs are kept."""
 
     numbers: tuple[int, ...]
+    """Numbers of the products within the call; in a segment, numbers of ops."""
     ops: tuple[int, ...]
+    """Indices of the products in the recording."""
     storages: frozenset[int]
+    """Storages of their outputs."""
 
 
 NOTHING = Kept(numbers=(), ops=(), storages=frozenset())
 
 
 class Keepable:
-    """Which products of a call can be kept for its recompute."""
+    """Finds the products of calls whose outputs can be kept for the recompute.
+
+    Args:
+        op_ns: time of each op in ns.
+        sizes: bytes of each storage, rounded as the allocator does.
+    """
 
     def __init__(self, graph: StepGraph, op_ns: list[int], sizes: list[int]) -> None:
         self._graph, self._op_ns, self._sizes = graph, op_ns, sizes
@@ -53,19 +63,17 @@ class Keepable:
 
     @functools.cached_property
     def _by_call(self) -> dict[int, list[int]]:
-        """Products by call, those of nested calls too, in the order in which they ran."""
-        found: dict[int, list[int]] = {}
+        """The products of each call, those of nested calls included, in execution order."""
+        products: dict[int, list[int]] = {}
         for index, op in enumerate(self._graph.ops):
             if op.name in _NAMES and op.phase == "forward":
-                call = op.call
-                while call is not None:
-                    found.setdefault(call, []).append(index)
-                    call = self._graph.calls[call].parent
-        return found
+                for call in self._graph.enclosing(op.call):
+                    products.setdefault(call, []).append(index)
+        return products
 
     @functools.cached_property
     def _rewritten(self) -> frozenset[int]:
-        """Storages that an op other than their first one writes: what they hold is not the product's result."""
+        """Storages that are written again after the op that made them: they no longer hold the product's output."""
         return frozenset(
             storage
             for index, op in enumerate(self._graph.ops)
@@ -75,10 +83,10 @@ class Keepable:
         )
 
     def choices(self, calls: dict[int, int]) -> list[dict[int, Kept]]:
-        """For all calls of one module, what may be kept: by call. Each choice keeps something.
+        """Returns the alternatives for one module: for each alternative, what every call keeps. None is empty.
 
         Args:
-            calls: of one module, with the tick after which none of their ops is run again.
+            calls: the calls of one module, each with the tick after which none of its ops is recomputed.
         """
         if self._nests or any(self._graph.calls[call].has_hooks for call in calls):
             return []
@@ -89,10 +97,11 @@ class Keepable:
         ]
 
     def choices_among(self, ops: dict[int, list[int]], *, first: int) -> list[dict[int, Kept]]:
-        """For all calls of one stretch, what may be kept; numbered by its ops, of which the first has number `first`.
+        """Returns the alternatives for one segment: for each alternative, what every call keeps.
 
         Args:
-            ops: of each call, in the order of their numbers.
+            ops: the numbered ops of the segment, for each call.
+            first: the number of the segment's first op in the whole forward.
         """
         numbers = set.intersection(
             *(
@@ -110,6 +119,7 @@ class Keepable:
         ]
 
     def _usable(self, products: list[int], last_tick: int) -> set[int]:
+        """Returns the numbers of the products that can be kept, among those that run before `last_tick`."""
         return {
             number
             for number, index in enumerate(products)
@@ -117,12 +127,17 @@ class Keepable:
         }
 
     def _is_usable(self, index: int, op: Op) -> bool:
+        """True if the op's outputs are its own storages, are not overwritten, and the op may be skipped."""
         own = all(self._graph.storages[storage].op == index for storage in op.outputs)
         rewritten = not self._rewritten.isdisjoint(op.outputs)
         return bool(op.outputs) and own and not rewritten and not op.draws_random_numbers
 
     def _levels(self, numbers: set[int], products: dict[int, list[int]]) -> list[tuple[int, ...]]:
-        """All of them, and those that save clearly more time for a byte, where there are such."""
+        """Returns the sets of products to offer: all of them and, if the gap is clear, those that save the most time.
+
+        A heuristic: products are sorted by time saved per byte kept, and the steepest drop separates the second set.
+        Other subsets are not offered.
+        """
         if not numbers:
             return []
         density = {
@@ -131,10 +146,10 @@ class Keepable:
             for number in numbers
         }
         ordered = sorted(numbers, key=lambda number: (-density[number], number))
-        steps = [density[one] / max(density[other], 1e-9) for one, other in itertools.pairwise(ordered)]
+        drops = [density[denser] / max(density[sparser], 1e-9) for denser, sparser in itertools.pairwise(ordered)]
         levels = [tuple(sorted(ordered))]
-        if steps and (steepest := max(steps)) > _CLEARLY_DENSER:
-            levels.append(tuple(sorted(ordered[: steps.index(steepest) + 1])))
+        if drops and (steepest := max(drops)) > _CLEARLY_DENSER:
+            levels.append(tuple(sorted(ordered[: drops.index(steepest) + 1])))
         return levels
 
     def _bytes(self, op: int) -> int:

@@ -1,8 +1,9 @@
-"""What it frees, holds and takes to leave to the host's memory what is saved in a call (`rewrite/rules/offload.py`).
+"""Memory freed, memory held and time taken when the saved tensors of a call are offloaded to host memory.
 
-What a call made and saved is copied when it is saved, and copied back when backward first asks for a part of it. There
-it is until backward has asked for all of it. Of a call that runs again it is the inputs, which come back before that.
-Where others hold on to the same storage for longer a copy frees nothing, and such calls are left as they are.
+`rewrite/rules/offload.py` applies it. Tensors that a call made and saved are copied to the host when autograd saves
+them, and copied back when backward first reads one of them; from then on the copy is held until backward has read all
+of them. For a call that is also recomputed, its inputs are offloaded instead, and come back before the recompute. If
+other owners hold the same storage for longer, a copy frees nothing, and the call is not offloaded.
 """
 
 from __future__ import annotations
@@ -10,21 +11,22 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from planner.estimate.roofline import HostCopies
 from planner.recompute.recompute_cost import Rerun
 from planner.recording.step_graph import Save, StepGraph
 
 FROM_BYTES = 1 << 20
-"""Smaller storages are not worth the launch of two copies."""
+"""Minimum size of an offloaded storage; a smaller one is not worth launching two copies."""
 
 
 class Offloads:
-    """Of the calls of one recording.
+    """Computes what offloading costs for the calls of one recording.
 
     Args:
-        sizes: of storages, rounded as the allocator does.
+        copies: time of copies between device and host.
+        sizes: bytes of each storage, rounded as the allocator does.
     """
 
     def __init__(self, graph: StepGraph, copies: HostCopies, sizes: list[int]) -> None:
@@ -36,29 +38,27 @@ class Offloads:
             if save.storage is None or graph.storages[save.storage].size_bytes < FROM_BYTES:
                 continue
             self._all_saves[save.storage].append(save)
-            call = save.call
-            while call is not None:
+            for call in graph.enclosing(save.call):
                 self._saves[call][save.storage].append(save)
-                call = graph.calls[call].parent
 
     def of_saved(self, call: int) -> Rerun | None:
-        """What the call made and saves; None if that is nothing of some size."""
-        given = set(self._graph.calls[call].inputs)
-        saves = {storage: saves for storage, saves in self._saves[call].items() if storage not in given}
-        asked = {storage: self._asked(saves[storage]) for storage in saves}
-        if not saves or any(self._is_held(storage, saves[storage], asked[storage][0]) for storage in saves):
+        """Returns the cost of offloading what the call makes and saves; None if nothing large can be freed."""
+        inputs = set(self._graph.calls[call].inputs)
+        saves = {storage: saves for storage, saves in self._saves[call].items() if storage not in inputs}
+        reads = {storage: self._reads(saves[storage]) for storage in saves}
+        if not saves or any(self._is_held(storage, saves[storage], reads[storage][0]) for storage in saves):
             return None
         return Rerun(
-            backs={save.pack: asked[storage][0] for storage in saves for save in saves[storage]},
+            backs={save.pack: reads[storage][0] for storage in saves for save in saves[storage]},
             frees=frozenset(saves),
             kept=frozenset(),
-            holds=tuple((storage, first, last) for storage, (first, last) in asked.items() if first < last),
+            holds=tuple((storage, first, last) for storage, (first, last) in reads.items() if first < last),
             cost_ns=self._cost_ns(call, saves),
             peaks=(),
         )
 
     def of_inputs(self, call: int, rerun: Rerun) -> Rerun | None:
-        """The inputs of a call that runs again; None if they are small, or made by nothing."""
+        """Returns `rerun` with the call's inputs offloaded; None if they are small, or no op of the model made them."""
         graph = self._graph
         copied = {s for s in graph.calls[call].made_inputs if graph.storages[s].size_bytes >= FROM_BYTES}
         back = rerun.peaks[0][0]
@@ -72,17 +72,18 @@ class Offloads:
             peaks=tuple((at, most_bytes + size_bytes) for at, most_bytes in rerun.peaks),
         )
 
-    def _asked(self, saves: list[Save]) -> tuple[int, int]:
-        """When backward asks for the first of these, and when it has asked for all; one is released without."""
+    def _reads(self, saves: Collection[Save]) -> tuple[int, int]:
+        """Returns the ticks at which backward reads the first of the saves, and at which it no longer needs any."""
         ticks = self._graph.ticks
-        asked = [save.unpack for save in saves if save.unpack is not None]
-        if not asked:
+        reads = [save.unpack for save in saves if save.unpack is not None]
+        if not reads:
             return ticks, ticks
+        # Backward may skip a save; then autograd holds it until it releases the node.
         released = [ticks if save.release is None else save.release for save in saves if save.unpack is None]
-        return min(asked), max(asked + released)
+        return min(reads), max(reads + released)
 
-    def _is_held(self, storage: int, saves: list[Save], back: int) -> bool:
-        """Whether others than these still hold a storage when it comes back: then it is there twice."""
+    def _is_held(self, storage: int, saves: Iterable[Save], back: int) -> bool:
+        """True if saves other than these still hold the storage at tick `back`: then the copy would be a second one."""
         inside = {save.pack for save in saves}
         others = (save for save in self._all_saves[storage] if save.pack not in inside)
         return any(save.release is None or save.release > back for save in others)

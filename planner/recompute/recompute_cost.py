@@ -1,7 +1,8 @@
-"""What running one call of a unit again takes: what is held for it, its time, and what it needs beside.
+"""The cost of recomputing one call of a unit: the memory held for it, its time, and its own peak memory.
 
-A module's forward runs again as Python does it, up to the last tensor that it saves. Of a stretch only those ops run
-that lead to a saved tensor, and what they make dies with its last use among them.
+The forward of a module runs again as Python code, up to the last tensor that it saves. Of a segment, only those ops run
+again that lead to a saved tensor (its ancestors in the graph of ops and storages), and every tensor they make is freed
+after its last use among them.
 """
 
 from __future__ import annotations
@@ -10,61 +11,71 @@ import dataclasses
 import itertools
 from bisect import bisect
 from collections import defaultdict
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from planner.recompute.kept_products import Kept
-from planner.recompute.segments import ops_in, place_of
+from planner.recompute.segments import ops_in, position_of
 from planner.recording.op_schema import WRITE_STATISTICS
 from planner.recording.step_graph import Save, StepGraph
 
 
 @dataclasses.dataclass(slots=True)
 class Window:
-    """Of one call: when backward first asks for what it saved, last save, last release."""
+    """The ticks at which backward first reads what a call saved, and of the call's last save and last release."""
 
     back: float
+    """Infinite if backward reads nothing of it."""
     last_pack: int
     release: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rerun:
-    """Of one call, as one unit does it."""
+    """The cost of recomputing (or offloading) one call, as one unit does it."""
 
     backs: dict[int, int] | int
-    """When backward asks for the first of the tensors that run again together: by the tick of each save, or of all."""
+    """Tick at which a saved tensor is made again: by the tick of its save, or one tick for all saves."""
     frees: frozenset[int] | None
-    """Storages that are made again, of those saved in the call; None: all but `kept`."""
+    """Storages saved in the call that are made again; None for all of them except `kept`."""
     kept: frozenset[int]
-    """Storages of results that are kept."""
+    """Storages of the outputs that selective checkpointing keeps."""
     holds: tuple[tuple[int, int, int], ...]
-    """(storage, first tick, tick after the last): what is held for a second run, or by one for others."""
+    """(storage, first tick, tick after the last): storages kept alive for this recompute, or by it for later ones."""
     cost_ns: int
+    """Time of the recompute."""
     peaks: tuple[tuple[int, int], ...]
-    """(tick, bytes): the most that is alive at once in each second run, beside what is held."""
+    """(tick, bytes) of each recompute: the most that it has alive at once, not counting `holds`."""
 
     def back(self, save: Save) -> int:
-        """When a saved tensor is made again."""
+        """Returns the tick at which a saved tensor is made again."""
         return self.backs if isinstance(self.backs, int) else self.backs[save.pack]
 
     def keeps(self, storage: int) -> bool:
-        """Whether a storage that is saved in the call stays there until backward asks for it."""
+        """True if a storage saved in the call stays alive until backward reads it."""
         return storage in self.kept if self.frees is None else storage not in self.frees
 
     def gives_away(self, storage: int) -> bool:
-        """Whether nothing but the backward of an op holds a saved storage once that has asked for it."""
+        """True if, once an op's backward has read a saved storage, only that op still holds it."""
         return self.frees is None or storage in self.frees
 
 
 class Reruns:
-    """Of the calls of one recording."""
+    """Computes the cost of recomputing whole modules.
+
+    Args:
+        graph: a what-if recording.
+        op_ns: time of each op in ns.
+        sizes: bytes of each storage, rounded as the allocator does.
+    """
 
     def __init__(self, graph: StepGraph, op_ns: list[int], sizes: list[int]) -> None:
         self._graph, self._op_ns, self._sizes = graph, op_ns, sizes
         self._op_ticks = np.fromiter((op.tick for op in graph.ops), np.int64, len(graph.ops))
         self._elapsed = np.concatenate([[0], np.cumsum(np.array(op_ns, dtype=np.int64))])
         self._saved = {save.storage for save in graph.saves}
+        # Storages in order of birth, so that those born inside of a call are one slice.
         spans = graph.spans()
         births = np.array([span[0][0] if span else graph.ticks for span in spans])
         deaths = np.array([span[0][1] if span else graph.ticks for span in spans])
@@ -73,14 +84,17 @@ class Reruns:
         self._ordered_sizes = np.array(sizes, dtype=np.int64)[self._order]
 
     def of_module(self, index: int, window: Window, kept: Kept) -> Rerun:
-        """The whole forward of a module, but for products that are kept."""
+        """Returns the cost of running the whole forward of call `index` again, except for the products in `kept`."""
         graph, call = self._graph, self._graph.calls[index]
+        # Held: the inputs until the last saved tensor is released, the kept outputs until the recompute takes them.
         holds = [(s, call.start, window.release) for s in call.inputs if graph.storages[s].op is not None]
         holds += [(s, graph.storages[s].lives[0][0], int(window.back) - 1) for s in kept.storages]
+        # The recompute ends at the last save (early stop). Its memory repeats the recorded lives inside of the call.
         first_op, last_op = np.searchsorted(self._op_ticks, [call.start, window.last_pack])
         inside = slice(*np.searchsorted(self._births, [call.start, window.last_pack]))
         born, held = self._births[inside], self._ordered_sizes[inside]
         if kept.storages:
+            # Kept outputs are there from the start; those that are saved too are counted in the curve already.
             numbers = self._order[inside].tolist()
             is_kept = np.array([storage in kept.storages for storage in numbers])
             is_saved = np.array([storage in self._saved for storage in numbers])
@@ -96,7 +110,7 @@ class Reruns:
 
 
 def _highest(births: np.ndarray, deaths: np.ndarray, sizes: np.ndarray) -> int:
-    """Largest number of bytes alive at once among storages that live [birth, death)."""
+    """Returns the largest number of bytes alive at once among storages that live [birth, death)."""
     if not len(births):
         return 0
     ticks = np.concatenate([births, deaths])
@@ -105,83 +119,103 @@ def _highest(births: np.ndarray, deaths: np.ndarray, sizes: np.ndarray) -> int:
 
 
 class Replays:
-    """Of the stretches of one recording."""
+    """Computes the cost of replaying segments, op by op.
+
+    Args:
+        graph: a what-if recording with segments (`planner.recompute.segments.with_segments`).
+        op_ns: time of each op in ns.
+        sizes: bytes of each storage, rounded as the allocator does.
+    """
 
     def __init__(self, graph: StepGraph, op_ns: list[int], sizes: list[int]) -> None:
         self._graph, self._op_ns, self._sizes = graph, op_ns, sizes
-        self._calls = {index: call for index, call in enumerate(graph.calls) if call.stretch is not None}
+        self._segments = {index: call.segment for index, call in enumerate(graph.calls) if call.segment is not None}
         self._ops: dict[int, list[int]] = {}
         self._born: dict[int, list[int]] = defaultdict(list)
-        self._saves: dict[int, list[Save]] = defaultdict(list)
+        self._saves: dict[int, list[tuple[int, Save]]] = defaultdict(list)  # by call: storages and their saves
         self._writes: dict[int, list[int]] = defaultdict(list)
-        if not self._calls:
+        if not self._segments:
             return
         for index, storage in enumerate(graph.storages):
             if storage.op is not None and storage.lives:
                 self._born[storage.op].append(index)
         for save in graph.saves:
-            call = save.call
-            while save.storage is not None and call is not None:
-                self._saves[call].append(save)
-                call = graph.calls[call].parent
+            if save.storage is not None:
+                for call in graph.enclosing(save.call):
+                    self._saves[call].append((save.storage, save))
         for op in graph.ops:
             if op.writes and op.phase == "forward":
-                for storage in set(op.inputs) & set(op.outputs):
-                    self._writes[storage].append(op.tick)
+                for written in set(op.inputs) & set(op.outputs):
+                    self._writes[written].append(op.tick)
 
     def ops_of(self, call: int) -> list[int]:
-        """Ops of a stretch, in the order of their numbers."""
+        """Returns the ops of a segment, in the order of their numbers."""
         if call not in self._ops:
-            owner = self._graph.calls[call].parent
-            while self._graph.calls[owner].stretch is not None:
-                owner = self._graph.calls[owner].parent
+            owner = next(outer for outer in self._graph.enclosing(call) if outer not in self._segments)
             if owner not in self._ops:
                 self._ops[owner] = ops_in(self._graph, owner)
-            start, stop = self._graph.calls[call].stretch
+            start, stop = self._segments[call]
             self._ops[call] = self._ops[owner][start:stop]
         return self._ops[call]
 
-    def of_stretch(self, index: int, kept: Kept, stops: tuple[int, ...]) -> Rerun | None:
-        """Those ops of a stretch that lead to what it saved; None where there is nothing to free.
+    def of_segment(self, index: int, kept: Kept, split_points: tuple[int, ...]) -> Rerun | None:
+        """Returns the cost of replaying those ops of a segment that lead to what it saved.
 
-        None as well where something that they read is changed later.
+        Args:
+            index: the segment, as an index into the recording's calls.
+            kept: products that are kept instead of run again.
+            split_points: numbers of the ops at which the segment is divided into parts that replay one at a time.
+
+        Returns:
+            None if there is nothing to free, or if something that the ops read is changed later.
         """
         graph, numbered = self._graph, self.ops_of(index)
+        # 1. What the segment makes and saves. What is released before its end is not made again.
         ops = [op for op in numbered if op not in kept.ops]
         made = self._made(ops)
-        end = graph.calls[index].end  # what is dropped before that is not made again
-        saves = [s for s in self._saves[index] if s.storage in made and (s.release is None or s.release > end)]
-        wanted = frozenset(save.storage for save in saves)
-        first = self._calls[index].stretch[0]
-        bounds = [0, *(stop - first for stop in stops), len(numbered)]
+        end = graph.calls[index].end
+        saves = [
+            (storage, save)
+            for storage, save in self._saves[index]
+            if storage in made and (save.release is None or save.release > end)
+        ]
+        wanted = frozenset(storage for storage, _ in saves)
+        # 2. The parts, each with its ops and the saves that were made for them.
+        first = self._segments[index][0]
+        bounds = [0, *(point - first for point in split_points), len(numbered)]
         ticks = [graph.ops[op].tick for op in numbered]
-        part_of = {save.pack: bisect(stops, first + place_of(save, ticks)) for save in saves}
+        part_of = {save.pack: bisect(split_points, first + position_of(save, ticks)) for _, save in saves}
         parts = [
             _Part(
                 ops=[op for op in numbered[start:stop] if op not in kept.ops],
-                saves=[save for save in saves if part_of[save.pack] == number],
+                saves=[(storage, save) for storage, save in saves if part_of[save.pack] == number],
             )
             for number, (start, stop) in enumerate(itertools.pairwise(bounds))
         ]
         if all(part.back is None for part in parts):
             return None
+        # 3. Which ops have to run again. A replay is wrong if what they read is overwritten after the first read, or
+        #    if tensors that are handed from part to part are overwritten at all.
         self._trace(parts)
         program = [op for part in parts for op in sorted({*part.to_make, *part.to_pass})]
         starts = self._first_reads(program, made)
         if any(tick >= starts[storage] for storage in starts for tick in self._writes[storage]):
             return None
-        if stops and any(self._writes[storage] for part in parts for storage in part.crossing):
+        if split_points and any(self._writes[storage] for part in parts for storage in part.crossing):
             return None
-        release = max(graph.ticks if save.release is None else save.release for save in saves)
+        # 4. What is held: tensors from before the segment that the replay starts from, until the last release; other
+        #    tensors that the segment reads, until its end; kept products, from their birth.
+        release = max(graph.ticks if save.release is None else save.release for _, save in saves)
         births = {storage: graph.storages[storage].lives[0][0] for storage in kept.storages}
         held = [
             (storage, tick, release if storage in starts else end)
             for storage, tick in (self._first_reads(ops, made) | births).items()
             if graph.storages[storage].op is not None
         ]
+        # 5. Time, own peaks and further holds follow from playing the replays through.
         run = _Run(self, parts, release)
         return Rerun(
-            backs={save.pack: graph.ticks if (b := parts[part_of[save.pack]].back) is None else b for save in saves},
+            backs={save.pack: graph.ticks if (b := parts[part_of[save.pack]].back) is None else b for _, save in saves},
             frees=wanted,
             kept=kept.storages,
             holds=(*held, *run.holds),
@@ -190,42 +224,55 @@ class Replays:
         )
 
     def _trace(self, parts: list[_Part]) -> None:
-        """What leads to what, from the last part to the first."""
-        made = [self._made(part.ops) for part in parts]
-        before = list(itertools.accumulate(made, set.union, initial=set()))[:-1]
+        """Sets, from the last part to the first, the ops that lead to each part's saves and to later parts."""
+        made_before: list[set[int]] = [set()]
+        for part in parts[:-1]:
+            made_before.append(made_before[-1] | self._made(part.ops))
         after: set[int] = set()
-        for part, made_before in reversed(list(zip(parts, before, strict=True))):
+        for part, made in zip(reversed(parts), reversed(made_before), strict=True):
             part.to_make, reads = self._leading_to(part.wanted, part.ops)
             part.to_pass, also_reads = self._leading_to(after, part.ops)
-            after = part.crossing = (reads | also_reads) & made_before
+            after = part.crossing = (reads | also_reads) & made
 
     def _first_reads(self, ops: list[int], made: set[int]) -> dict[int, int]:
-        """When each storage that was there before is first read."""
+        """Returns, for each storage that the ops read and did not make, the tick of the first read."""
         read = ((s, self._graph.ops[op].tick) for op in reversed(ops) for s in self._graph.ops[op].inputs)
         return {storage: tick for storage, tick in read if storage not in made}
 
     def _made(self, ops: list[int]) -> set[int]:
+        """Returns the storages that the ops make."""
         graph = self._graph
         return {storage for op in ops for storage in graph.ops[op].outputs if graph.storages[storage].op == op}
 
     def _leading_to(self, wanted: set[int], ops: list[int]) -> tuple[list[int], set[int]]:
-        """Those ops that lead to storages, and all that they and the storages need."""
-        needed, found = set(wanted), []
+        """Returns the ops that lead to the wanted storages, and all storages that they read or that are wanted.
+
+        The ops are the ancestors of the storages, found in one backward sweep, since execution order is a topological
+        order. `networkx.ancestors` finds the same (a test compares them) but takes 20 times as long, most of it for
+        the subgraph of the segment: for all segments of examples/flat.py 104 ms against 5.2 ms, and of
+        examples/llama_1b 131 ms against 6.3 ms, on top of 150 and 210 ms for the whole checkpoint problem, which is
+        built once per recording (CPU time, networkx 3.6.1).
+        """
+        needed, leading = set(wanted), []
         for op in reversed(ops):
             if not needed.isdisjoint(self._graph.ops[op].outputs):
                 needed.update(self._graph.ops[op].inputs)
-                found.append(op)
-        return found[::-1], needed
+                leading.append(op)
+        return leading[::-1], needed
 
     def _statistics_bytes(self, op: int) -> int:
-        """Of a norm's running statistics: another run updates a copy of them."""
+        """Returns the bytes of a norm's running statistics, of which a replay updates a copy; 0 for other ops."""
         record = self._graph.ops[op]
         if record.name not in WRITE_STATISTICS:
             return 0
         return sum(self._sizes[storage] for storage in record.inputs[-2:] if self._graph.storages[storage].op is None)
 
     def run(self, program: list[int], values: set[int], to_keep: set[int]) -> tuple[set[int], int]:
-        """Run ops on values that count, in bytes, and find those that are left, and the most that was there at once."""
+        """Runs ops in thought, starting from values whose bytes count.
+
+        Returns:
+            The values that are left (those in `to_keep`), and the largest number of bytes alive at once.
+        """
         last_use = {s: op for op in program for s in (*self._graph.ops[op].inputs, *self._graph.ops[op].outputs)}
         values = {storage for storage in values if storage in last_use or storage in to_keep}
         alive = highest = sum(self._sizes[storage] for storage in values)
@@ -239,57 +286,74 @@ class Replays:
             values -= over
         return values, highest
 
-    def bytes_of(self, storages: set[int]) -> int:
+    def bytes_of(self, storages: Collection[int]) -> int:
+        """Returns the bytes of some storages together."""
         return sum(self._sizes[storage] for storage in storages)
 
-    def ns_of(self, ops: list[int]) -> int:
+    def ns_of(self, ops: Sequence[int]) -> int:
+        """Returns the time of some ops together, in ns."""
         return sum(self._op_ns[op] for op in ops)
 
 
 @dataclasses.dataclass(slots=True)
 class _Part:
-    """Of a stretch: its ops and saves; which ops make what it saved, which what later parts read, and what it reads."""
+    """One part of a divided segment; an undivided segment is a single part."""
 
     ops: list[int]
-    saves: list[Save]
+    saves: list[tuple[int, Save]]
+    """Tensors saved for its ops, with their storages."""
     to_make: list[int] = dataclasses.field(default_factory=list)
+    """Ops that lead to what it saved."""
     to_pass: list[int] = dataclasses.field(default_factory=list)
+    """Ops that lead to what later parts read."""
     crossing: set[int] = dataclasses.field(default_factory=set)
+    """Storages that it or later parts read and earlier parts make."""
 
     @property
     def wanted(self) -> set[int]:
-        return {save.storage for save in self.saves}
+        """Storages that it saved."""
+        return {storage for storage, _ in self.saves}
 
     @property
     def back(self) -> int | None:
-        """When backward first asks for something that it saved."""
-        return min((save.unpack for save in self.saves if save.unpack is not None), default=None)
+        """Tick at which backward first reads something that it saved; None if it never does."""
+        return min((save.unpack for _, save in self.saves if save.unpack is not None), default=None)
 
-    def can_be_asked_for(self, tick: int) -> bool:
-        """Whether autograd still holds on to something that it saved."""
-        return any(save.release is None or save.release > tick for save in self.saves)
+    def can_be_read(self, tick: int) -> bool:
+        """True if autograd still holds something that it saved at this tick."""
+        return any(save.release is None or save.release > tick for _, save in self.saves)
 
 
 class _Run:
-    """All second runs of a stretch, in the order in which backward asks for its parts (`rewrite/rules/replay.py`)."""
+    """Plays all replays of one segment, in the order in which backward reads its parts (`rules/segment_checkpoint.py`).
+
+    To replay a part, the ops on the way from the nearest kept starting point run as well. On the way, the inputs of
+    the part in the middle are kept, then of the one in the middle of the rest, and so on. Backward comes from the end,
+    so a part is passed about log2(parts) times, and as many starting points are alive at once: the recursive bisection
+    of Griewank 1992. It is not the optimal schedule (Revolve, Griewank and Walther 2000), which knows the number of
+    starting points that fit.
+    """
 
     def __init__(self, replays: Replays, parts: list[_Part], release: int) -> None:
         self._replays, self._parts, self._release = replays, parts, release
-        self._on_the_way: dict[int, set[int]] = {}
+        self._starting_points: dict[int, set[int]] = {}  # part -> storages kept on the way, from which it can start
         self._parts_run: set[int] = set()
         self.holds: list[tuple[int, int, int]] = []
         self.peaks: list[tuple[int, int]] = []
         self.cost_ns = 0
-        for number in sorted((n for n, part in enumerate(parts) if part.back is not None), key=lambda n: parts[n].back):
-            self._make(number)
+        for back, number in sorted((part.back, n) for n, part in enumerate(parts) if part.back is not None):
+            self._replay(number, back)
 
-    def _make(self, wanted: int) -> None:
-        replays, parts, back = self._replays, self._parts, self._parts[wanted].back
-        at = max((number for number in self._on_the_way if number <= wanted), default=0)
+    def _replay(self, wanted: int, back: int) -> None:
+        """Replays the part `wanted`, which backward reads at tick `back`."""
+        replays, parts = self._replays, self._parts
+        # Start from the nearest part whose inputs are kept, else from the beginning of the segment.
+        at = max((number for number in self._starting_points if number <= wanted), default=0)
         between = (number for number in range(at + 1, wanted) if number not in self._parts_run)
-        to_hold = _halves([number for number in between if parts[number].can_be_asked_for(back)])
+        to_hold = _halves([number for number in between if parts[number].can_be_read(back)])
         self._parts_run.add(wanted)
-        counted: set[int] = set()  # of the values, those that are not counted already where they are held
+        # Run the parts on the way. `counted` are the values alive that are not counted where they are held.
+        counted: set[int] = set()
         held_bytes = highest = 0
         for number in range(at, wanted):
             counted, peak = replays.run(parts[number].to_pass, counted, parts[number + 1].crossing)
@@ -297,17 +361,18 @@ class _Run:
             self.cost_ns += replays.ns_of(parts[number].to_pass)
             if number + 1 in to_hold:
                 crossing, until = parts[number + 1].crossing, parts[number + 1].back or self._release
-                self._on_the_way[number + 1] = set(crossing)
+                self._starting_points[number + 1] = set(crossing)
                 self.holds += [(storage, back, until) for storage in crossing]
                 held_bytes += replays.bytes_of(counted)
                 counted = set()
-        self._on_the_way.pop(wanted, None)
+        # Run the part itself. Its inputs are not needed after that.
+        self._starting_points.pop(wanted, None)
         _, peak = replays.run(parts[wanted].to_make, counted, parts[wanted].wanted)
         self.cost_ns += replays.ns_of(parts[wanted].to_make)
         self.peaks.append((back - 1, max(highest, held_bytes + peak)))
 
 
 def _halves(parts: list[int]) -> set[int]:
-    """The part in the middle, the one in the middle of those after it, and so on."""
+    """Returns the part in the middle, the one in the middle of those after it, and so on."""
     middle = len(parts) // 2
     return {parts[middle], *_halves(parts[middle + 1 :])} if parts else set()

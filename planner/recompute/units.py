@@ -1,18 +1,25 @@
-"""From a what-if recording to the checkpoint problem: what would be alive if these module calls were recomputed.
+"""Builds the checkpoint problem of a what-if recording: the memory curve as a function of what is recomputed.
 
-A unit is a module, or a stretch of one's forward, with the results that it keeps, none or some; recomputing it affects
-all its calls. `torch.utils.checkpoint` (non-reentrant) then behaves so:
+A unit is a module, or a segment of a module's forward, together with the outputs that it keeps (none or some).
+Selecting it applies to all calls of the module. `torch.utils.checkpoint` (non-reentrant) then works as follows:
 
-- nothing saved inside the call is kept from its forward until `back`, the first time that backward asks for any of it;
-- at `back` the forward of the call runs again, up to the last tensor it saves (early stop); what it saves lives from
-  there until it is unpacked, and then only as long as the backward function uses it, while a tensor that autograd
-  saved itself lives until its node is released;
+- nothing saved inside the call is kept from its forward until `back`, the tick at which backward first reads any of it;
+- at `back` the forward of the call runs again, up to the last tensor it saves (early stop). What it saves lives from
+  there until it is unpacked, and after that only as long as the backward function uses it, whereas a tensor that
+  autograd saved itself lives until its node is released;
 - the call's tensor arguments are kept until the last tensor saved in it is released;
-- results of products that are kept stay until that second run, which takes them instead of running the product.
+- outputs of products that are kept (selective checkpointing) stay alive until the recompute, which takes them instead
+  of running the product.
 
-A replay does the same for a stretch, but for what it runs and holds (`recompute_cost`): a tensor that the stretch saves
-and did not make stays saved. An offload runs nothing again: what is saved in the call, or the inputs of one that is
-recomputed, lies in the host's memory meanwhile (`offload_cost`).
+A replay treats a segment in the same way, except for the ops that it runs and the tensors that it holds
+(`recompute_cost`): a tensor that the segment saves but did not make stays saved. An offload recomputes nothing: what is
+saved in the call, or the inputs of a call that is recomputed, is in host memory until backward needs it
+(`offload_cost`).
+
+That a segment costs one more forward and frees what it saved is from Chen et al. 2016, "Training Deep Nets with
+Sublinear Memory Cost" (arXiv:1604.06174); to choose segments by an integer program over the memory curve, from Jain et
+al. 2020, "Checkmate" (arXiv:1910.02653). Checkmate decides for each tensor and time step and can recompute a tensor
+several times; a unit is recomputed as a whole and once, which makes the problem thousands of times smaller.
 
 Source: torch/utils/checkpoint.py, `_CheckpointFrame`, `_recomputation_hook`, `_CachingTorchDispatchMode`.
 """
@@ -23,16 +30,16 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 
 import numpy as np
 
 from planner.estimate.roofline import HostCopies
 from planner.plan_types.decisions import Checkpoint, Decision, Offload, Replay
-from planner.recompute.kept_products import NOTHING, Keepable
+from planner.recompute.kept_products import NOTHING, Keepable, Kept
 from planner.recompute.offload_cost import FROM_BYTES, Offloads
 from planner.recompute.recompute_cost import Replays, Rerun, Reruns, Window
-from planner.recompute.segments import with_stretches
+from planner.recompute.segments import with_segments
 from planner.recording.module_calls import NO_REPLAY
 from planner.recording.step_graph import StepGraph, round_up
 from planner.search.problem import CheckpointProblem, Hold, Recompute
@@ -40,60 +47,72 @@ from planner.search.problem import CheckpointProblem, Hold, Recompute
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Option:
-    """What a unit is for one of its calls."""
+    """The cost of one call in one unit."""
 
     unit: int
     rerun: Rerun
 
 
 _Options = dict[int, tuple[_Option, ...]]
-"""By call: the units that run it again, the one that keeps nothing first."""
+"""For each call, the units that recompute or offload it; the unit that keeps nothing comes first."""
+
+_Piece = tuple[int, int, str, tuple[int, ...]]
+"""(first tick, tick after the last, 'fixed' or 'unless' or 'when', units): a time for which a storage is held."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Unit:
-    """A module that may be recomputed, or a stretch of its forward, and the results that are kept."""
+    """A module that may be recomputed or offloaded, or a segment of its forward, and the outputs that are kept."""
 
     module: str
-    stretch: tuple[int, int] | None
-    """Numbers of its first op and of the one after the last; None: the whole module."""
+    """Path of the module."""
+    segment: tuple[int, int] | None
+    """Numbers of the segment's first op and of the op after its last; None for the whole module."""
     kept: tuple[int, ...]
-    """Numbers of products; in a stretch, of ops."""
-    stops: tuple[int, ...] = ()
-    """Numbers of ops that divide a stretch into parts."""
+    """Numbers of the products that are kept; in a segment, numbers of ops."""
+    split_points: tuple[int, ...] = ()
+    """Numbers of the ops that divide a segment into parts."""
     runs_again: bool = True
+    """False if it is only offloaded."""
     on_host: bool = False
-    """Whether the host holds its inputs, if it runs again, or else what it saves."""
+    """True if host memory holds its inputs (if it runs again) or its saved tensors (if it does not)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Units:
-    """The problem, and what each of its units is."""
+    """The checkpoint problem, and the meaning of each of its units."""
 
     units: tuple[Unit, ...]
     problem: CheckpointProblem
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Modules that may be recomputed, each once."""
-        plain = (unit for unit in self.units if unit.stretch is None and unit.runs_again and not unit.on_host)
+        """Paths of the modules that may be checkpointed, without duplicates."""
+        plain = (unit for unit in self.units if unit.segment is None and unit.runs_again and not unit.on_host)
         return tuple(unit.module for unit in plain if not unit.kept)
 
     def decisions(self, numbers: Iterable[int]) -> tuple[Checkpoint | Replay | Offload, ...]:
-        """What a plan says when the units with these numbers are chosen; nothing if there are none."""
+        """Returns the decisions of a plan that selects the units with these numbers; empty if there are none."""
         chosen = [self.units[number] for number in sorted(numbers)]
-        modules = [unit for unit in chosen if unit.stretch is None and unit.runs_again]
-        stretches = sorted((u for u in chosen if u.stretch is not None), key=lambda unit: (unit.module, unit.stretch))
+        modules = [unit for unit in chosen if unit.segment is None and unit.runs_again]
+        in_segments = ((unit.module, unit.segment, unit) for unit in chosen if unit.segment is not None)
+        segments = sorted(in_segments, key=lambda entry: entry[:2])
         on_host = [unit for unit in chosen if unit.on_host]
         decisions: list[Checkpoint | Replay | Offload] = []
         if modules:
             kept = tuple(unit.kept for unit in modules)
             names = tuple(unit.module for unit in modules)
             decisions.append(Checkpoint(modules=names, kept=kept if any(kept) else ()))
-        if stretches:
-            names, ranges = tuple(unit.module for unit in stretches), tuple(unit.stretch for unit in stretches)
-            kept, stops = tuple(unit.kept for unit in stretches), tuple(unit.stops for unit in stretches)
-            decisions.append(Replay(modules=names, stretches=ranges, kept=kept, stops=stops if any(stops) else ()))
+        if segments:
+            split_points = tuple(unit.split_points for *_, unit in segments)
+            decisions.append(
+                Replay(
+                    modules=tuple(module for module, *_ in segments),
+                    stretches=tuple(segment for _, segment, _ in segments),
+                    kept=tuple(unit.kept for *_, unit in segments),
+                    stops=split_points if any(split_points) else (),
+                )
+            )
         if on_host:
             inputs_of = tuple(unit.module for unit in on_host if unit.runs_again)
             names = tuple(unit.module for unit in on_host)
@@ -109,21 +128,24 @@ def units_of(
     kinds: Container[type[Decision]] = (Checkpoint, Replay),
     host_copies: HostCopies | None = None,
 ) -> Units:
-    """The checkpoint problem of a what-if recording.
+    """Builds the checkpoint problem of a what-if recording.
 
     Args:
         graph: recorded with `what_if=True`.
-        op_ns: time that each op stands for, as `cost.op_times_ns` gives it.
+        op_ns: time of each op in ns, as `planner.estimate.roofline.op_times_ns` gives it.
         granularity_bytes: sizes are rounded up to this (512 for CUDA's allocator, 1 for counted bytes).
-        kinds: decisions that may be made of units, `Checkpoint` and `Offload` of modules and `Replay` of stretches.
-        host_copies: what those of an offload take; without it there are none.
+        kinds: types of decision that units may become: `Checkpoint` and `Offload` of modules, `Replay` of segments.
+        host_copies: time of the copies of an offload; None if there are no offloads.
     """
+    # 1. Long forwards are cut, so that the tree of calls contains everything that may be recomputed.
     if Replay in kinds:
-        graph = with_stretches(graph)
+        graph = with_segments(graph)
     windows = _windows(graph)
     sizes = [round_up(storage.size_bytes, granularity_bytes) for storage in graph.storages]
+    # 2. The units, each with its cost in every call of its module.
     offloads = None if host_copies is None or Offload not in kinds else Offloads(graph, host_copies, sizes)
     units, options = _choices(graph, windows, op_ns, sizes, kinds, offloads)
+    # 3. The memory curve as a function of the selection: bytes that are always alive, and bytes on a condition.
     fixed, holds = _holds(graph, options, sizes)
     problem = CheckpointProblem(
         fixed_bytes=fixed,
@@ -134,24 +156,17 @@ def units_of(
             for tick, extra_bytes in option.rerun.peaks
         ),
         cost_ns=_costs(options, len(units)),
+        # 4. One level of checkpointing: of nested calls, at most one is selected.
         paths=_paths(graph, options),
     )
     return Units(units=units, problem=problem)
 
 
-def _ancestry(graph: StepGraph, call: int | None) -> list[int]:
-    """A call and the calls it is nested in, innermost first."""
-    chain = []
-    while call is not None:
-        chain.append(call)
-        call = graph.calls[call].parent
-    return chain
-
-
 def _windows(graph: StepGraph) -> dict[int, Window]:
+    """Returns, for each call, the ticks between which its saved tensors are saved, read and released."""
     windows: dict[int, Window] = defaultdict(lambda: Window(back=math.inf, last_pack=0, release=0))
     for save in graph.saves:
-        for call in _ancestry(graph, save.call):
+        for call in graph.enclosing(save.call):
             window = windows[call]
             window.back = min(window.back, math.inf if save.unpack is None else save.unpack)
             window.last_pack = max(window.last_pack, save.pack)
@@ -162,29 +177,30 @@ def _windows(graph: StepGraph) -> dict[int, Window]:
 def _candidates(
     graph: StepGraph, windows: dict[int, Window], kinds: Container[type[Decision]]
 ) -> dict[tuple[str, tuple[int, int] | None], list[int]]:
-    """Calls by module and stretch, where all of them may be run twice."""
-    found: dict[tuple[str, tuple[int, int] | None], list[int]] = defaultdict(list)
+    """Returns the calls of each module and segment, where all of them may be run twice."""
+    calls_of: dict[tuple[str, tuple[int, int] | None], list[int]] = defaultdict(list)
     unusable = set()
     for index, call in enumerate(graph.calls):
-        key = call.module, call.stretch
-        found[key].append(index)
+        key = call.module, call.segment
+        calls_of[key].append(index)
         keeps_something = index in windows and math.isfinite(windows[index].back)
-        if call.stretch is None and not (call.module and call.obstacle is None and keeps_something):
+        if call.segment is None and not (call.module and call.obstacle is None and keeps_something):
             unusable.add(key)
-        if (Checkpoint if call.stretch is None else Replay) not in kinds:
+        if (Checkpoint if call.segment is None else Replay) not in kinds:
             unusable.add(key)
-    return {key: found[key] for key in sorted(found, key=lambda key: (key[0], key[1] or ())) if key not in unusable}
+    ordered = sorted(calls_of, key=lambda key: (key[0], key[1] or ()))
+    return {key: calls_of[key] for key in ordered if key not in unusable}
 
 
-def _callable(graph: StepGraph) -> dict[str, list[int]]:
-    """Calls by module, where hooks for what is saved may be set in all of them."""
-    found: dict[str, list[int]] = defaultdict(list)
+def _offloadable(graph: StepGraph) -> dict[str, list[int]]:
+    """Returns the calls of each module in which hooks for saved tensors can be set."""
+    calls_of: dict[str, list[int]] = defaultdict(list)
     for index, call in enumerate(graph.calls):
-        if call.stretch is None:
-            found[call.module].append(index)
+        if call.segment is None:
+            calls_of[call.module].append(index)
     return {
         module: calls
-        for module, calls in sorted(found.items())
+        for module, calls in sorted(calls_of.items())
         if module and not any(graph.calls[call].obstacle in NO_REPLAY for call in calls)
     }
 
@@ -197,50 +213,59 @@ def _choices(
     kinds: Container[type[Decision]],
     offloads: Offloads | None,
 ) -> tuple[tuple[Unit, ...], _Options]:
-    """Every unit, and by call the units that run it again."""
+    """Returns every unit, and for each call the units that apply to it."""
     keepable, reruns, replays = Keepable(graph, op_ns, sizes), Reruns(graph, op_ns, sizes), Replays(graph, op_ns, sizes)
     units: list[Unit] = []
-    options: dict[int, tuple[_Option, ...]] = {}
-    to_run_again: dict[str, int] = {}
+    options: _Options = {}
+    recompute_ns: dict[str, int] = {}  # by module: the time to recompute it, which an offload has to beat
 
-    def add(unit: Unit, found: dict[int, Rerun | None]) -> None:
-        if None not in found.values():
-            for call, rerun in found.items():
+    def add(unit: Unit, costs: Mapping[int, Rerun | None]) -> None:
+        """Adds a unit if it is possible in every call of its module."""
+        possible = {call: rerun for call, rerun in costs.items() if rerun is not None}
+        if len(possible) == len(costs):
+            for call, rerun in possible.items():
                 options[call] = (*options.get(call, ()), _Option(unit=len(units), rerun=rerun))
             units.append(unit)
 
-    for (module, stretch), calls in _candidates(graph, windows, kinds).items():
-        if stretch is None:
+    # Recompute: each module or segment with nothing kept, with some products kept, and divided into parts.
+    for (module, segment), calls in _candidates(graph, windows, kinds).items():
+        if segment is None:
             results = keepable.choices({call: windows[call].last_pack for call in calls})
         else:
-            results = keepable.choices_among({call: replays.ops_of(call) for call in calls}, first=stretch[0])
+            results = keepable.choices_among({call: replays.ops_of(call) for call in calls}, first=segment[0])
         nothing, first = dict.fromkeys(calls, NOTHING), graph.calls[calls[0]]
-        choices = [] if first.only_divided else [(kept, ()) for kept in (nothing, *results)]
-        if first.stops:
-            choices.append((nothing, first.stops))
-        for kept, stops in choices:
-            if stretch is None:
-                found = {call: reruns.of_module(call, windows[call], kept[call]) for call in calls}
-            else:
-                found = {call: replays.of_stretch(call, kept[call], stops) for call in calls}
-            add(Unit(module=module, stretch=stretch, kept=kept[calls[0]].numbers, stops=stops), found)
-            if offloads is not None and stretch is None and kept is nothing:
-                to_run_again[module] = sum(rerun.cost_ns for rerun in found.values())
-                on_host = {call: offloads.of_inputs(call, rerun) for call, rerun in found.items()}
-                add(Unit(module=module, stretch=None, kept=(), on_host=True), on_host)
-    for module, calls in {} if offloads is None else _callable(graph).items():
-        on_host = {call: offloads.of_saved(call) for call in calls}
-        if _cost_ns(on_host) <= to_run_again.get(module, math.inf):  # else it is better made again
-            add(Unit(module=module, stretch=None, kept=(), runs_again=False, on_host=True), on_host)
+        choices: list[tuple[dict[int, Kept], tuple[int, ...]]] = []
+        if not first.only_divided:
+            choices += [(kept, ()) for kept in (nothing, *results)]
+        if first.split_points:
+            choices.append((nothing, first.split_points))
+        for kept, split_points in choices:
+            unit = Unit(module=module, segment=segment, kept=kept[calls[0]].numbers, split_points=split_points)
+            if segment is not None:
+                add(unit, {call: replays.of_segment(call, kept[call], split_points) for call in calls})
+                continue
+            costs = {call: reruns.of_module(call, windows[call], kept[call]) for call in calls}
+            add(unit, costs)
+            if offloads is not None and kept is nothing:
+                recompute_ns[module] = sum(rerun.cost_ns for rerun in costs.values())
+                on_host = {call: offloads.of_inputs(call, rerun) for call, rerun in costs.items()}
+                add(Unit(module=module, segment=None, kept=(), on_host=True), on_host)
+    # Offload: modules whose saved tensors are copied faster than they are recomputed.
+    if offloads is not None:
+        for module, calls in _offloadable(graph).items():
+            saved = {call: offloads.of_saved(call) for call in calls}
+            if _cost_ns(saved) <= recompute_ns.get(module, math.inf):
+                add(Unit(module=module, segment=None, kept=(), runs_again=False, on_host=True), saved)
     return tuple(units), options
 
 
-def _cost_ns(reruns: dict[int, Rerun | None]) -> float:
-    """Of all calls of a unit; infinite where it is none."""
-    return math.inf if None in reruns.values() else sum(rerun.cost_ns for rerun in reruns.values())
+def _cost_ns(costs: Mapping[int, Rerun | None]) -> float:
+    """Returns the time of all calls of a unit; infinite if the unit is not possible."""
+    return sum(math.inf if rerun is None else rerun.cost_ns for rerun in costs.values())
 
 
 def _costs(options: _Options, n_units: int) -> tuple[int, ...]:
+    """Returns the time of each unit, added up over its calls."""
     costs = [0] * n_units
     for option in itertools.chain.from_iterable(options.values()):
         costs[option.unit] += option.rerun.cost_ns
@@ -248,36 +273,43 @@ def _costs(options: _Options, n_units: int) -> tuple[int, ...]:
 
 
 def _holds(graph: StepGraph, options: _Options, sizes: list[int]) -> tuple[np.ndarray, tuple[Hold, ...]]:
-    pieces: dict[int, list[tuple[int, int, str, tuple[int, ...]]]] = defaultdict(list)
+    """Returns int64[ticks] of bytes that are always alive, and the bytes that are alive on a condition."""
+    pieces: dict[int, list[_Piece]] = defaultdict(list)
     for save in graph.saves:
         if save.storage is None:
             continue
         start, release = save.pack, graph.ticks if save.release is None else save.release
-        chosen = [option for call in _ancestry(graph, save.call) for option in options.get(call, ())]
+        chosen = [option for call in graph.enclosing(save.call) for option in options.get(call, ())]
+        # 1. From the save until `back`: held unless a unit that makes it again is selected. A unit that brings it back
+        #    later frees it for longer, so the time is divided at every `back`.
         backs = [
             (min(option.rerun.back(save), release), option) for option in chosen if not option.rerun.keeps(save.storage)
         ]
-        for back in sorted({back for back, _ in backs if back > start}):  # what brings it back later frees it longer
+        for back in sorted({back for back, _ in backs if back > start}):
             units = _units(option for later, option in backs if later >= back)
             pieces[save.storage].append((start, back, "unless", units))
             start = back
+        # 2. From the last `back` until the first read: always held.
         unpack = release if save.unpack is None or not chosen else min(save.unpack, release)
         if unpack > start:
             pieces[save.storage].append((start, unpack, "fixed", ()))
+        # 3. From the read until the node's release: held by autograd, but not by a checkpoint, which hands it over.
         if release > unpack:
             units = _units(option for option in chosen if option.rerun.gives_away(save.storage))
             pieces[save.storage].append((unpack, release, "unless" if units else "fixed", units))
+    # 4. What a unit holds itself: held when it is selected.
     for option in itertools.chain.from_iterable(options.values()):
         for storage, start, stop in option.rerun.holds:
             pieces[storage].append((start, stop, "when", (option.unit,)))
+    # 5. A storage counts once, however many reasons hold it at the same time.
     delta = np.zeros(graph.ticks + 1, dtype=np.int64)
     holds: list[Hold] = []
-    for storage, record in enumerate(graph.storages):
-        lives = [(start, stop, "fixed", ()) for start, stop in record.lives]
-        for start, stop, hold in _disjoint(lives + pieces.get(storage, []), sizes[storage]):
+    for number, record in enumerate(graph.storages):
+        lives: list[_Piece] = [(start, stop, "fixed", ()) for start, stop in record.lives]
+        for start, stop, hold in _disjoint(lives + pieces.get(number, []), sizes[number]):
             if hold is None:
-                delta[start] += sizes[storage]
-                delta[stop] -= sizes[storage]
+                delta[start] += sizes[number]
+                delta[stop] -= sizes[number]
             else:
                 holds.append(hold)
     return np.cumsum(delta)[:-1], tuple(holds)
@@ -287,8 +319,8 @@ def _units(options: Iterable[_Option]) -> tuple[int, ...]:
     return tuple(sorted({option.unit for option in options}))
 
 
-def _disjoint(pieces: list[tuple[int, int, str, tuple[int, ...]]], size: int) -> list[tuple[int, int, Hold | None]]:
-    """Cut overlapping pieces at their ends: each result is held for certain (None) or on one condition."""
+def _disjoint(pieces: list[_Piece], size: int) -> list[tuple[int, int, Hold | None]]:
+    """Cuts overlapping pieces at their ends: in each result the storage is always held (None) or on one condition."""
     if len(pieces) == 1 and pieces[0][2] == "fixed":
         return [(pieces[0][0], pieces[0][1], None)]
     cuts = sorted({tick for start, stop, _, _ in pieces for tick in (start, stop)})
@@ -302,6 +334,7 @@ def _disjoint(pieces: list[tuple[int, int, str, tuple[int, ...]]], size: int) ->
             continue
         unless = tuple(sorted({units for kind, units in active if kind == "unless"}))
         when = tuple(sorted({units[0] for kind, units in active if kind == "when"}))
+        # Neighbours with the same condition are joined again.
         if result and result[-1][1] == start and (last := result[-1][2]) and (last.unless, last.when) == (unless, when):
             start = result.pop()[0]
         result.append((start, stop, Hold(size_bytes=size, start=start, stop=stop, unless=unless, when=when)))
@@ -309,9 +342,9 @@ def _disjoint(pieces: list[tuple[int, int, str, tuple[int, ...]]], size: int) ->
 
 
 def _paths(graph: StepGraph, options: _Options) -> tuple[tuple[int, ...], ...]:
-    """Units of a module and of all that it runs inside of; tuples contained in a longer one are left out."""
+    """Returns sets of units of nested calls, at most one of which may be selected; only sets that no other contains."""
     paths = {
-        _units(option for outer in _ancestry(graph, index) for option in options.get(outer, ())) for index in options
+        _units(option for outer in graph.enclosing(index) for option in options.get(outer, ())) for index in options
     }
     longest: list[tuple[int, ...]] = []
     for path in sorted(paths, key=lambda path: (-len(path), path)):

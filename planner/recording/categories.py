@@ -1,4 +1,4 @@
-"""What a finished recording means: what every byte is, and which module calls must not be run twice."""
+"""Interprets a finished recording: the category of every storage, and the calls that must not be run twice."""
 
 from __future__ import annotations
 
@@ -13,18 +13,27 @@ def note_obstacles(
     buffers: dict[int, tuple[str, bool]],
     storages: list[Storage],
 ) -> None:
-    """A call that overwrites what it was given, or state of its own, gives another result the second time."""
+    """Records an obstacle for every call that overwrites its inputs or its own state (in place).
+
+    Such a call computes another result the second time.
+
+    Args:
+        calls: all module calls; their `obstacle` is set.
+        writes: (tick, storage, call) of every in-place write in forward.
+        buffers: the module that owns a storage as a buffer, and True if that module is a norm.
+        storages: all storages.
+    """
     born = [min((birth for birth, _ in storage.lives), default=0) for storage in storages]
     for tick, storage, call in writes:
         owner, is_norm = buffers.get(storage, ("", False))
-        while call is not None and not is_norm:  # recomputing a norm leaves its statistics alone
+        while call is not None and not is_norm:  # a recompute does not update the running statistics of a norm
             if born[storage] < calls[call].start and calls[call].obstacle is None:
-                what = f"buffer of '{owner}'" if storage in buffers else "tensor it did not make"
-                calls[call].obstacle = f"it overwrites a {what}"
+                target = f"buffer of '{owner}'" if storage in buffers else "tensor that it did not make"
+                calls[call].obstacle = f"it overwrites a {target}"
             call = calls[call].parent
         if storage in buffers:
             continue
-        for other in calls:  # an input overwritten after the call began cannot be recomputed from
+        for other in calls:  # a recompute would start from an input that has another value by then
             if (
                 other.start < tick
                 and storage in other.inputs
@@ -35,7 +44,7 @@ def note_obstacles(
 
 
 def classify(graph: StepGraph) -> None:
-    """Sort what was born in the steps into activations, logits and loss, and temporaries (in place)."""
+    """Sets the categories of storages that the steps made: activations, logits and loss, or temporaries."""
     loss_ops = _loss_ops(graph)
     backward_begins: dict[tuple[int, int], int] = {}
     for op in graph.ops:
@@ -58,14 +67,17 @@ def classify(graph: StepGraph) -> None:
 
 
 def _loss_ops(graph: StepGraph) -> set[int]:
-    """Ops of the loss: what the model does by itself after its last submodule, what follows it, and their backward."""
+    """Returns the ops of the loss, with those of its backward.
+
+    They are the ops that the model runs itself after its last submodule, and the ops after the model.
+    """
     roots = {index for index, call in enumerate(graph.calls) if call.parent is None}
     last_child_ends = {call.parent: call.end for call in graph.calls if call.parent in roots}
-    found: set[int] = set()
+    loss_ops: set[int] = set()
     for index, op in enumerate(graph.ops):
         if op.phase is Phase.FORWARD:
             if op.call is None or (op.call in roots and op.tick > last_child_ends.get(op.call, math.inf)):
-                found.add(index)
-        elif op.phase is Phase.BACKWARD and op.forward_op in found:
-            found.add(index)
-    return found
+                loss_ops.add(index)
+        elif op.phase is Phase.BACKWARD and op.forward_op in loss_ops:
+            loss_ops.add(index)
+    return loss_ops

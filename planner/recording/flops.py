@@ -1,7 +1,7 @@
-"""Floating point operations of an op, by shapes: torch's formulas, and others where it has none or a wrong one.
+"""Floating point operations of an op, from shapes: torch's formulas, and others where those are missing or wrong.
 
-torch's formula for the backward of a convolution does not know groups (`conv_backward_flop` in torch/utils/
-flop_counter.py, up to 2.13): of a depthwise convolution it makes as many times too many as there are channels.
+torch's formula for the backward of a convolution ignores groups (`conv_backward_flop` in torch/utils/flop_counter.py,
+up to 2.13): for a depthwise convolution its result is too large by a factor of the number of channels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ _aten = torch.ops.aten
 
 
 def flops_of(op: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
-    """0 for what is no product. Recurrent layers register theirs with torch (`planner.virtual_gpu.rnn`)."""
+    """Returns the FLOPs of an op; 0 if it is not a matrix product, convolution, attention or recurrent layer.
+
+    The formulas of recurrent layers are registered with torch by `planner.virtual_gpu.rnn`.
+    """
     packet = op.overloadpacket
     name = packet.__name__
     if name.endswith(("mm_", "mv_")):  # in place
@@ -30,12 +33,12 @@ def flops_of(op: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], out
 def _convolution_backward(
     gradient, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask
 ) -> int:
-    """The gradient of the input and that of the weight take what the convolution does, each."""
+    """The gradients of the input and of the weight take as many FLOPs as the forward convolution, each."""
     return sum(output_mask[:2]) * conv_flop_count(x.shape, weight.shape, gradient.shape, transposed=transposed)
 
 
 def _grouped_product(a, b, *rest: Any, **options: Any) -> int:
-    """Rows, columns or the dimension that is summed over are split into groups; each meets a matrix of its own."""
+    """`torch._grouped_mm`: rows, columns or the summed dimension are split into groups, each with its own matrix."""
     if a.dim() == 3 and b.dim() == 2:
         return 2 * a.shape[1] * b.numel()
     return 2 * a.numel() * b.shape[-1]
@@ -60,4 +63,4 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     _aten.addmv: _added_matrix_times_vector,
     _aten.addbmm: _sum_of_products,
 }
-"""By op, without its overload; those in place take as many."""
+"""Formulas by op, without the overload; in-place variants use the same formula."""

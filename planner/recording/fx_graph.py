@@ -1,20 +1,26 @@
-"""The recorded step as a `torch.fx.Graph`: aten ops in execution order, edges where storages flow."""
+"""The recorded step as a `torch.fx.Graph` or a `networkx.DiGraph`: aten ops in execution order, and what flows."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Graph, Node
 
 from planner.recording.step_graph import Phase, StepGraph
 
+if TYPE_CHECKING:
+    import networkx
+
 
 def to_fx(graph: StepGraph) -> Graph:
-    """One node for each recorded op, one placeholder for each storage that was there before the step.
+    """Converts a recording to a graph with one node per op and one placeholder per storage that was there before.
 
-    An argument of a node is the last node before it that made or wrote the storage it reads, so that aliases and
-    in-place ops are edges too. Arguments that are no tensors are not recorded: the graph is for reading and cutting,
-    not for running. `node.meta` holds `phase`, `module`, `source`, `flops`, `moved_bytes`, `output_bytes`, `shapes`,
-    `step` and `micro_batch`.
+    The arguments of a node are the nodes that last made or wrote the storages it reads, so aliases and in-place ops
+    are edges too. Other arguments are not recorded: the graph can be read and cut, but not run. `node.meta` holds
+    `phase`, `module`, `source`, `flops`, `moved_bytes`, `output_bytes`, `shapes`, `step`, `micro_batch`, and `reads`:
+    a tuple of (name of the node that last wrote the storage, number of the storage, its bytes).
     """
     result = Graph()
     writer: dict[int, Node] = {}
@@ -25,8 +31,8 @@ def to_fx(graph: StepGraph) -> Graph:
     for index, op in enumerate(graph.ops):
         if op.phase is Phase.SETUP:
             continue
-        sources = dict.fromkeys(writer[storage] for storage in op.inputs if storage in writer)
-        node = result.call_function(_target(op.name), tuple(sources))
+        reads = {number: writer[number] for number in op.inputs if number in writer}
+        node = result.call_function(_target(op.name), tuple(dict.fromkeys(reads.values())))
         node.meta = {
             "phase": str(op.phase),
             "module": op.module,
@@ -37,14 +43,72 @@ def to_fx(graph: StepGraph) -> Graph:
             "shapes": op.shapes,
             "step": op.step,
             "micro_batch": op.micro_batch,
+            "reads": tuple((source.name, s, graph.storages[s].size_bytes) for s, source in reads.items()),
         }
-        for storage in op.outputs:
-            writer[storage] = node
+        for number in op.outputs:
+            writer[number] = node
     result.output(())
     return result
 
 
-def _target(name: str) -> object:
-    """'aten.addmm.default' -> torch.ops.aten.addmm.default."""
+def to_networkx(graph: Graph, *, storages: bool = False) -> networkx.DiGraph[str]:
+    """Converts a recorded step to a directed acyclic graph of its ops, for the algorithms of networkx.
+
+    Nodes are ops, and the storages that were there before the step (parameters, inputs, optimizer state). Their
+    attributes are `kind` ('op' or 'storage'), `name` (such as 'aten.addmm.default'), `phase`, `module` (path), `bytes`
+    (of the storages that the op allocates), `flops`, `moved_bytes`, `line` ('file.py:12'), `step` and `micro_batch`.
+    An edge leads from the op that last wrote a storage to an op that reads it; its `bytes` are those of all storages
+    that flow along it.
+
+    Args:
+        graph: the result of `planner.record`.
+        storages: put a node of kind 'tensor' between an op and the readers of each storage that it wrote. The edge
+            to it has the `bytes`, the edges from it have none. A minimum cut then counts a tensor once, however many
+            ops read it (networkx takes an edge without the capacity attribute as infinite).
+
+    Example:
+        >>> steps = planner.to_networkx(planner.record(model, batch))
+        >>> max(steps, key=lambda node: steps.nodes[node]["bytes"])  # the largest allocation
+        'addmm_default'
+    """
+    import networkx
+
+    result: networkx.DiGraph[str] = networkx.DiGraph()
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        result.add_node(node.name, **_attributes(node))
+        for source, number, size_bytes in node.meta.get("reads", ()):
+            if storages and result.nodes[source]["kind"] == "op":
+                tensor = f"{source}:storage_{number}"
+                result.add_node(tensor, kind="tensor", name=f"storage_{number}", bytes=size_bytes)
+                result.add_edge(source, tensor, bytes=size_bytes)
+                result.add_edge(tensor, node.name)
+            elif result.has_edge(source, node.name):
+                result.edges[source, node.name]["bytes"] += size_bytes
+            else:
+                result.add_edge(source, node.name, bytes=size_bytes)
+    return result
+
+
+def _attributes(node: Node) -> dict[str, Any]:
+    """Returns the attributes of a node of the fx graph as those of a node of the networkx graph."""
+    meta, is_op = node.meta, node.op == "call_function"
+    return {
+        "kind": "op" if is_op else "storage",
+        "name": str(node.target),
+        "phase": meta["phase"],
+        "module": meta["module"],
+        "bytes": meta["output_bytes"],
+        "flops": meta.get("flops", 0),
+        "moved_bytes": meta.get("moved_bytes", 0),
+        "line": meta.get("source", ""),
+        "step": meta.get("step"),
+        "micro_batch": meta.get("micro_batch"),
+    }
+
+
+def _target(name: str) -> Callable[..., Any]:
+    """Returns the op of a name: 'aten.addmm.default' is `torch.ops.aten.addmm.default`."""
     namespace, packet, overload = name.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)

@@ -1,8 +1,8 @@
-"""One recording of forward and backward serves every optimizer: its update is cut off and another one is put there.
+"""Replaces the optimizer in a recording: the recorded update is cut off and the update of another optimizer appended.
 
-What an optimizer does depends on parameters and gradients alone, not on how the gradients came about. So the update of
-each optimizer is recorded once, and not once for every precision and split of the batch. A recording of the whole step
-with that optimizer would give the same curve, tick by tick, from the first op of the forward on (which is a test).
+An update depends on parameters and gradients alone, not on how the gradients were computed. So the update of each
+optimizer is recorded once, and not once for every precision and micro-batching. A recording of the whole step with that
+optimizer has the same memory curve, tick by tick, from the first op of the forward on (tests compare the two).
 """
 
 from __future__ import annotations
@@ -13,29 +13,36 @@ from planner.recording.step_graph import Category, Op, Phase, Save, StepGraph, S
 
 
 def can_be_grafted(graph: StepGraph) -> bool:
-    """Whether the update can be told from the rest: one primed step, whose optimizer announces that it begins."""
+    """True if the update can be cut off: the recording is one primed step, and the tick of its update is known."""
     return graph.primed and graph.steps == 1 and graph.update_tick is not None
 
 
 def graft_update(step: StepGraph, update: StepGraph) -> StepGraph:
-    """`step` with the optimizer of `update`.
+    """Returns `step` with the optimizer of `update`.
 
     Args:
-        step: primed recording of one step.
-        update: primed recording of an update of the same parameters, from gradients that were there before.
+        step: primed recording of one step, for which `can_be_grafted` is true.
+        update: primed recording of an update of the same parameters, from gradients that existed before.
+
+    Raises:
+        ValueError: the update of a recording cannot be cut off.
     """
-    cut, shift = step.update_tick, step.update_tick - update.update_tick
+    cut, begin = step.update_tick, update.update_tick
+    if cut is None or begin is None:
+        raise ValueError("the update of a recording cannot be cut off: check `can_be_grafted` first")
+    shift = cut - begin
     ticks = update.ticks + shift
+    # Storages of the update get new numbers after those of the step. Parameters and gradients are not taken over.
     storages = [_until(storage, cut, ticks) for storage in step.storages]
     renumbered: dict[int, int] = {}
     for index, storage in enumerate(update.storages):
-        lives = _lives_in_update(storage, update.update_tick, update.ticks, shift)
+        lives = _lives_in_update(storage, begin, update.ticks, shift)
         if lives:
             renumbered[index] = len(storages)
             storages.append(dataclasses.replace(storage, lives=lives, op=None))
     ops = [op for op in step.ops if op.tick < cut]
     for index, op in enumerate(update.ops):
-        if op.tick > update.update_tick:
+        if op.tick > begin:
             for output in op.outputs:
                 if output in renumbered and update.storages[output].op == index:
                     storages[renumbered[output]].op = len(ops)
@@ -51,7 +58,7 @@ def graft_update(step: StepGraph, update: StepGraph) -> StepGraph:
 
 
 def _until(storage: Storage, cut: int, ticks: int) -> Storage:
-    """Without what the old optimizer had to do with it; what outlives the cut stays to the end."""
+    """Returns the storage without the old optimizer: state is removed, and what outlives the cut lives to the end."""
     if storage.category is Category.OPTIMIZER_STATE:
         return dataclasses.replace(storage, lives=[])
     lives = [(birth, death if death <= cut else ticks) for birth, death in storage.lives if birth < cut]
@@ -59,22 +66,24 @@ def _until(storage: Storage, cut: int, ticks: int) -> Storage:
 
 
 def _lives_in_update(storage: Storage, begin: int, end: int, shift: int) -> list[tuple[int, int]]:
-    """State is there from the start; beside it only what the update makes counts."""
+    """Returns the lives of a storage of the update: state from the start, else only what the update itself makes."""
     if storage.category is Category.OPTIMIZER_STATE:
         return [(0, end + shift)] if storage.lives else []
     return [(birth + shift, death + shift) for birth, death in storage.lives if birth > begin]
 
 
 def _moved(op: Op, shift: int, renumbered: dict[int, int]) -> Op:
+    """Returns an op of the update, at its tick and with its storages in the grafted recording."""
     return dataclasses.replace(
         op,
         tick=op.tick + shift,
-        phase=Phase.OPTIMIZER,  # which an update alone does not show, where no backward came before
+        phase=Phase.OPTIMIZER,  # a recording of an update alone has no backward, from which the phase would follow
         inputs=tuple(renumbered[index] for index in op.inputs if index in renumbered),
         outputs=tuple(renumbered[index] for index in op.outputs if index in renumbered),
     )
 
 
 def _released(save: Save, cut: int) -> Save:
+    """Returns a save that is held to the end if it outlives the cut."""
     outlives = save.release is None or save.release > cut
     return dataclasses.replace(save, release=None) if outlives else save

@@ -1,8 +1,8 @@
-"""Errors that a user's backward hook raises, carried past autograd.
+"""Keeps errors of a user's backward hooks until the step is over, and raises them then.
 
-An error that leaves a hook unwinds through the engine while Python still has it set; the device guard of a Python
-backend then calls into Python from a destructor, and the process is ended by signal 6. So hooks are wrapped: what one
-raises is kept, the backward goes on, and the error is raised when the step is over.
+An exception that leaves a hook unwinds through the autograd engine while it is still set in Python. The device guard of
+a Python backend then calls into Python from a destructor, and the process is aborted (signal 6). Hooks are therefore
+wrapped: an exception is stored, backward continues, and the exception is raised after the step.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 
 
 class HookErrors:
-    """Of one rehearsal. `install` is for a child process."""
+    """The errors of one rehearsal. `install` changes classes of torch, so it must be called in a child process only."""
 
     def __init__(self) -> None:
         self._raised: list[Exception] = []
 
     def raise_first(self) -> None:
-        """Raise what the first failing hook raised, if one did."""
+        """Raises the error of the first hook that failed, if one did."""
         if self._raised:
             raise self._raised[0]
 
     def install(self, model: torch.nn.Module) -> None:
-        """Wrap the hooks that are there, and those that will be registered."""
+        """Wraps the hooks that the model has, and those that will be registered."""
         for module in model.modules():
             for hooks in (module._backward_hooks, module._backward_pre_hooks):
                 for number, hook in hooks.items():
@@ -40,7 +40,7 @@ class HookErrors:
             setattr(kind, name, self._registering(getattr(kind, name)))
 
     def kept(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """The hook, with its error kept instead of raised."""
+        """Returns the hook, changed so that it stores its error instead of raising it."""
 
         @functools.wraps(hook)
         def guarded(*args: Any) -> Any:
@@ -53,6 +53,8 @@ class HookErrors:
         return guarded
 
     def _registering(self, register: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the method that registers hooks, changed so that it wraps them."""
+
         @functools.wraps(register)
         def registering(owner: Any, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return register(owner, self.kept(hook), *args, **kwargs)

@@ -1,83 +1,100 @@
-"""The forward calls of a model's modules, nested as they ran, and what speaks against running one of them twice."""
+"""The forward calls of a model's modules, nested as they ran, and the reasons why a call must not be run twice."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from planner.recording.module_state import changed_state, is_compiled, module_state
 from planner.recording.step_graph import Call
+from planner.recording.storage_table import StorageTable
 
-if TYPE_CHECKING:
-    from planner.recording.recorder import Recorder
-
-COMPILED = "it runs compiled, or inside of what is compiled"
-_WITHOUT_FORWARD = "its class has no forward of its own"
+COMPILED = "it runs compiled, or inside of a compiled module"
+_WITHOUT_FORWARD = "its class does not define a forward"
 _WITHOUT_GRADIENTS = "it runs without gradients"
-OWN_GENERATOR = "it draws from a generator of its own, which a second run would find moved on"
-TAKES_GRADIENTS = "its parent takes gradients of it in its own forward"
+OWN_GENERATOR = "it draws from its own random generator, whose state would differ in a second run"
+TAKES_GRADIENTS = "its parent computes gradients of it in the parent's forward"
 NO_REPLAY = frozenset({COMPILED, _WITHOUT_FORWARD, _WITHOUT_GRADIENTS, TAKES_GRADIENTS})
-"""Obstacles even where ops are run again and Python is not."""
+"""Obstacles that also forbid a replay, which runs the ops again but not the Python code."""
 
 
 class ModuleCalls:
-    """Hooks on modules that write `Call`s; a recomputation in backward is followed, but is no call of its own."""
+    """Hooks on modules that record `Call`s.
 
-    def __init__(self, recorder: Recorder) -> None:
+    A recomputation inside backward is tracked, so that its ops are attributed to the module, but it is not listed.
+
+    Args:
+        table: the storages of the watched device, and the clock.
+        enters_model: called whenever a forward of the whole model begins.
+    """
+
+    def __init__(self, table: StorageTable, enters_model: Callable[[], None]) -> None:
         self.all: list[Call] = []
-        self._recorder = recorder
+        """Every call so far, in the order in which the calls began."""
+        self._table = table
+        self._enters_model = enters_model
         self._stack: list[tuple[str, int | None]] = []
         self._states: list[dict[str, object]] = []
 
     @property
     def innermost(self) -> tuple[str, int | None]:
-        """The running module, and its call as an index into `all`; None for a recomputation."""
+        """Path of the running module, and its call as an index into `all` (None for a recomputation)."""
         return self._stack[-1] if self._stack else ("", None)
 
     @property
     def are_running(self) -> bool:
+        """True if a module's forward is running."""
         return bool(self._stack)
 
-    def place(self) -> str:
-        """Where the model is now, for people."""
+    def location(self) -> str:
+        """Returns the module that is running, as words for an error message."""
         return f"in module '{self._stack[-1][0] or 'the model itself'}'" if self._stack else "outside of the model"
 
     def hooks(self, name: str, module: torch.nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
+        """Registers the hooks on one module and returns their handles."""
         return [
             module.register_forward_pre_hook(self._entering(name), with_kwargs=True, prepend=True),
             module.register_forward_hook(self._leaving, always_call=True),
         ]
 
     def note_obstacle(self, call: int | None, obstacle: str) -> None:
-        """A second run of this call, or of one that contains it, would not be like the first."""
+        """Records why a second run of this call, and of every call around it, would differ from the first run."""
         while call is not None:
             self.all[call].obstacle = self.all[call].obstacle or obstacle
             call = self.all[call].parent
 
-    def _entering(self, name: str):
+    def _entering(self, name: str) -> Callable[[torch.nn.Module, tuple, dict], None]:
+        """Returns the forward pre-hook of one module."""
+
         def enter(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-            if torch._C._current_autograd_node() is not None:
+            if torch._C._current_autograd_node() is not None:  # a recomputation inside backward
                 self._stack.append((name, None))
                 return
             _, parent = self.innermost
             if not self._stack:
-                self._recorder.enters_model()
-            storage_of = self._recorder.storage_of
+                self._enters_model()
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            inputs = {storage_of(tensor) for tensor in tensors}
-            given_once = len(set(map(id, tensors))) == len(tensors)  # a second run may ask which of them are the same
-            made = {storage_of(tensor) for tensor in tensors if tensor.grad_fn is not None and given_once}
+            storages = [self._table.storage_of(tensor) for tensor in tensors]
+            inputs = {storage for storage in storages if storage is not None}
+            # If a tensor is passed twice, a second run with copies could see that the two are no longer one object.
+            each_once = len(set(map(id, tensors))) == len(tensors)
+            made_inputs = {
+                storage
+                for tensor, storage in zip(tensors, storages, strict=True)
+                if storage is not None and tensor.grad_fn is not None and each_once
+            }
             call = Call(
                 module=name,
                 parent=parent,
-                start=self._recorder.next_tick(),
+                start=self._table.next_tick(),
                 end=0,
-                inputs=tuple(sorted(inputs - {None})),
-                made_inputs=tuple(sorted(made - {None})),
+                inputs=tuple(sorted(inputs)),
+                made_inputs=tuple(sorted(made_inputs)),
                 obstacle=self._obstacle(module, parent),
-                has_hooks=max(len(module._forward_pre_hooks), len(module._forward_hooks)) > 1,  # one is ours
+                has_hooks=max(len(module._forward_pre_hooks), len(module._forward_hooks)) > 1,  # one is this recorder's
             )
             self._stack.append((name, len(self.all)))
             self._states.append(module_state(module))
@@ -86,7 +103,7 @@ class ModuleCalls:
         return enter
 
     def _obstacle(self, module: torch.nn.Module, parent: int | None) -> str | None:
-        """What is known before the call."""
+        """Returns the obstacle that is known before the forward runs; None if there is none."""
         if is_compiled(module) or (parent is not None and self.all[parent].obstacle == COMPILED):
             return COMPILED
         if getattr(type(module).forward, "__name__", "") == "_forward_unimplemented":
@@ -94,8 +111,9 @@ class ModuleCalls:
         return None if torch.is_grad_enabled() else _WITHOUT_GRADIENTS
 
     def _leaving(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
+        """Forward hook of every module; it is called even if the forward raises."""
         _, call = self._stack.pop()
         if call is not None:
-            self.all[call].end = self._recorder.next_tick()
+            self.all[call].end = self._table.next_tick()
             if (changed := changed_state(self._states.pop(), module_state(module))) is not None:
                 self.note_obstacle(call, f"it changes {changed}")

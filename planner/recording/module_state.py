@@ -1,4 +1,4 @@
-"""What speaks against running a forward twice: state that it changes, and that `torch.compile` took it over."""
+"""Facts that forbid running a forward twice: state that it changes, or that `torch.compile` compiled it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def module_state(module: torch.nn.Module) -> dict[str, object]:
-    """What the module itself holds: plain values, which tensors are its attributes and buffers, random states.
+    """Returns the state that a forward could change, for comparison with `changed_state`.
 
-    Values written into tensors in place are not seen here; the recorder sees them as ops.
+    It consists of plain attributes, the identities of tensors that are attributes and buffers, and the states of the
+    random generators of Python and numpy. In-place writes to tensors do not show here; the recorder sees them as ops.
     """
     state: dict[str, object] = {}
     for name, value in vars(module).items():
@@ -33,10 +34,10 @@ def module_state(module: torch.nn.Module) -> dict[str, object]:
 
 
 def changed_state(before: dict[str, object], after: dict[str, object]) -> str | None:
-    """The first thing that is not as it was; None if everything is."""
+    """Returns the name of the first entry that has changed, or None."""
     return next((name for name, value in after.items() if name not in before or before[name] != value), None)
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether `torch.compile` took the module over, wrapped or in place: what runs inside is traced, not called."""
+    """True if `torch.compile` has wrapped the module, or compiled it in place."""
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None

@@ -1,10 +1,11 @@
-"""What an op's schema says: whether it is a view, and what it writes in place."""
+"""Properties of an op from its schema: whether it is a view, what it writes in place, how many bytes it moves."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -21,22 +22,24 @@ _SHORT_NAMES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpTraits:
-    """What matters of an op's schema."""
+    """The properties of an op that do not depend on its arguments."""
 
     is_view: bool
-    """Returns an alias of an argument and writes nothing: no kernel is launched."""
+    """True if the op returns an alias of an argument and writes nothing; it launches no kernel."""
     written: tuple[tuple[int, str], ...]
     """Position and name of every argument that is written in place."""
     scratch_known: bool
-    """Whether it is known what the op's CUDA kernel takes beside its outputs."""
+    """True if the scratch memory of the op's CUDA kernel is known."""
     asks_values: bool
-    """The shape of its result depends on values, or its result is a value."""
+    """True if the result, or its shape, depends on the values of tensors."""
 
     @property
     def writes(self) -> bool:
+        """True if the op writes an argument in place."""
         return bool(self.written)
 
     def written_arguments(self, args: tuple, kwargs: dict) -> list[object]:
+        """Returns the arguments of a call that the op writes in place."""
         return [args[position] if position < len(args) else kwargs.get(name) for position, name in self.written]
 
 
@@ -45,12 +48,13 @@ _RUNNING_STATISTICS = {
     "aten::cudnn_batch_norm": ("running_mean", "running_var"),
     "aten::miopen_batch_norm": ("running_mean", "running_var"),
 }
-"""Arguments that these ops write in training mode although their schema does not say so: their last two tensors."""
+"""Arguments that these ops write in training mode, which their schema does not declare: their last two tensors."""
 WRITE_STATISTICS = frozenset(f"{name.replace('::', '.')}.default" for name in _RUNNING_STATISTICS)
+"""Names of these ops."""
 
 
 def uses_batch_statistics(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
-    """Whether the op normalises over samples, so that a part of a batch gives other results than the batch."""
+    """True if the op normalises over samples, so that a micro-batch gives other results than the batch."""
     if "batch_norm" not in op._schema.name or "backward" in op._schema.name:
         return False
     names = [argument.name for argument in op._schema.arguments]
@@ -63,10 +67,12 @@ def uses_batch_statistics(op: torch._ops.OpOverload, args: tuple, kwargs: dict) 
 
 
 _TAKE_NONE = frozenset({torch.Tag.pointwise, torch.Tag.inplace_view})
+"""Tags of ops that take no scratch memory."""
 
 
 @functools.cache
-def traits_of(op: torch._ops.OpOverload) -> OpTraits:
+def op_traits(op: torch._ops.OpOverload) -> OpTraits:
+    """Returns the properties of an op."""
     schema = op._schema
     written = tuple(
         (position, argument.name)
@@ -82,76 +88,79 @@ def traits_of(op: torch._ops.OpOverload) -> OpTraits:
 
 
 def draws_random_numbers(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
-    """Whether the op moves a generator on; where it could drop out, only if it does."""
+    """True if the op advances a random generator; an op with a dropout probability does so if it is above 0."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     for position, argument in enumerate(op._schema.arguments):
         if argument.name == "dropout_p":
-            given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return given > 0
+            dropout_p: Any = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return dropout_p > 0
     return True
 
 
 def kernel_call(op: torch._ops.OpOverload, args: tuple, kwargs: dict, out: object) -> KernelCall:
-    """What a workspace formula may ask about a call."""
-    given = {
+    """Returns the arguments and outputs of a call as plain data, for the formula of its workspace."""
+    arguments = {
         argument.name: args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
         for position, argument in enumerate(op._schema.arguments)
     }
     results = out if isinstance(out, (tuple, list)) else (out,)
     return KernelCall(
-        arguments={name: _as_data(value) for name, value in given.items()},
-        outputs=tuple(_as_data(result) for result in results if isinstance(result, torch.Tensor)),
+        arguments={name: _as_data(value) for name, value in arguments.items()},
+        outputs=tuple(_layout(result) for result in results if isinstance(result, torch.Tensor)),
     )
 
 
+def _layout(tensor: torch.Tensor) -> Layout:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Layout(shape=tuple(tensor.shape), stride=tuple(tensor.stride()), itemsize=tensor.itemsize, dtype=dtype)
+
+
 def _as_data(value: object) -> object:
+    """Returns tensors as layouts, lists as tuples, plain values unchanged, and None for anything else."""
     if isinstance(value, torch.Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return Layout(shape=tuple(value.shape), stride=tuple(value.stride()), itemsize=value.itemsize, dtype=dtype)
+        return _layout(value)
     if isinstance(value, (list, tuple)):
         return tuple(_as_data(item) for item in value)
     return value if isinstance(value, (int, float, bool, str)) else None
 
 
 _ORDER_OF_BIRTH = {torch.ops.aten.native_dropout.default: (1, 0)}
-"""Results that the CUDA kernel allocates in another order than it returns them: the mask of dropout comes first.
+"""Outputs that the CUDA kernel allocates in another order than it returns them: the mask of dropout comes first.
 
 Source: aten/src/ATen/native/cuda/Dropout.cu, `dropout_cuda`.
 """
 
 
-def in_order_of_birth(op: torch._ops.OpOverload, out: object) -> object:
-    """The results of an op in the order in which its kernel allocates them."""
+def in_order_of_birth(op: torch._ops.OpOverload, out: Any) -> Any:
+    """Returns the outputs of an op in the order in which its kernel allocates them."""
     order = _ORDER_OF_BIRTH.get(op)
-    return out if order is None else [out[place] for place in order]
+    return out if order is None else [out[position] for position in order]
 
 
 _aten = torch.ops.aten
 _READ_IN_PART = {_aten.gather, _aten.embedding, _aten.index_select, _aten.index, _aten.take, _aten.nll_loss_forward}
-"""Ops that read as many elements of their first argument as they return, or as they have indices."""
+"""Ops that read only as many elements of their first argument as they return, or as they have indices."""
 _WRITTEN_IN_PART = {_aten.scatter_, _aten.scatter_add_, _aten.index_put_, _aten.index_add_, _aten.index_copy_}
-"""Ops that write as many elements of their first argument as they are given."""
-
-
+"""Ops that write only as many elements of their first argument as the source argument has."""
 _COPIES = {_aten.copy_, _aten._to_copy}
 
 
 def changed_arguments(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> list[object]:
-    """What an op writes in place that it does not return: foreach, fused and other lists are arguments alone.
+    """Returns the arguments that an op writes in place but does not return, such as the lists of foreach and fused ops.
 
-    A fused optimizer writes gradients only where it unscales them as well.
+    Gradients are among them only if a fused optimizer also unscales them.
     """
     if op._schema.returns:
         return []
     kept = "grads" if op._schema.name.startswith("aten::_fused") and kwargs.get("grad_scale") is None else ""
-    traits = traits_of(op)
+    traits = op_traits(op)
     named = zip(traits.written, traits.written_arguments(args, kwargs), strict=True)
     return [value for (_, name), value in named if name != kept]
 
 
 def moved_bytes(op: torch._ops.OpOverload, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> int:
-    """Bytes that the op reads and writes; 0 for sparse tensors, which are counted as their parts."""
+    """Returns the bytes that the op reads and writes; 0 for sparse tensors, whose parts are counted instead."""
     packet = op.overloadpacket
     if torch.Tag.inplace_view in op.tags:
         return 0
@@ -164,7 +173,7 @@ def moved_bytes(op: torch._ops.OpOverload, read: Sequence[torch.Tensor], written
 
 
 def host_bytes(op: torch._ops.OpOverload, on_device: Sequence[torch.Tensor], tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that the op copies between the device and the host; of its tensors, only one lies on the device then."""
+    """Returns the bytes that the op copies between device and host; such an op has one tensor on the device."""
     if op.overloadpacket not in _COPIES or not any(tensor.device.type == "cpu" and tensor.dim() for tensor in tensors):
         return 0
     return max(map(_nbytes, on_device))
@@ -175,7 +184,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def dtype_name(read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> str:
-    """The dtype that decides the rate: that of the first floating tensor read, else written, else 'fp32'."""
+    """Returns the compute dtype: that of the first floating point tensor read, else written, else 'fp32'."""
     for tensor in (*read, *written):
         if tensor.is_floating_point():
             return _SHORT_NAMES.get(tensor.dtype, "fp32")

@@ -1,6 +1,7 @@
-"""Rehearse any program on the virtual GPU, from an empty card: model creation, loops, whatever it allocates.
+"""Rehearses any program on the virtual GPU, starting from an empty card: model creation, loops, and so on.
 
-`planner.recording.rehearsal` takes one training step apart; this only writes down the stream of allocations.
+`planner.recording.rehearsal` records training steps with their phases and modules; this records only the ops and the
+storages that a program allocates.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from planner.virtual_gpu import backend
 from planner.virtual_gpu.forked_process import Child, Refuse
 
 Program = Callable[[torch.device], object]
-"""Given the device; what it makes on other devices is not counted."""
+"""A function of the device. Memory that it allocates on other devices is not counted."""
 
 
 def rehearse_program(program: Program, target: backend.Target) -> StepGraph:
-    """Run `program` in a child process and return what it allocated, plainly recorded as one step.
+    """Runs `program` in a child process and returns a plain recording of it as one step.
 
     Raises:
-        RehearsalError: an op that the virtual GPU cannot run, with its line.
+        RehearsalError: the virtual GPU cannot run an op; the message names its line.
     """
     return Child(lambda refuse: _run(program, target, refuse)).result()
 

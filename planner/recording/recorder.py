@@ -1,23 +1,23 @@
-"""Writes down what a training step does on a device: ops, storages, saved tensors, module calls.
+"""Records a training step as it runs on a device: ops, storages, saved tensors, module calls.
 
-The device is the virtual GPU, or any other on which a step really runs: what is written down is the same.
+The device is the virtual GPU, or a real device (CPU, CUDA); the recording has the same form.
 
-Two kinds of recording:
+There are two kinds of recording:
 
-- *plain*: everything lives exactly as long as PyTorch lets it.
-- *what-if*: tensors that autograd saves are replaced by ghosts (shape, dtype, which storage), so that the lives
-  that remain are those that Python holds, and each save is listed with its own life. From such a recording
-  follows what would be alive if any set of module calls were checkpointed. With no unit checkpointed the two
-  give the same curve, which is a test.
+- *plain*: every storage lives exactly as long as PyTorch keeps it.
+- *what-if*: tensors that autograd saves are replaced by placeholders (shape, dtype, storage index). The recorded
+  lives are then those that Python alone gives the storages, and each save is listed with its own life. From such
+  a recording one can compute what would be alive if any set of module calls were checkpointed. With nothing
+  checkpointed, both kinds give the same memory curve (tests compare them).
 
-Deaths come from the storages' own finalizers, phases and modules from hooks and the autograd engine's node.
+Deaths of storages come from their finalizers (`storage_table`); phases and modules come from module and optimizer
+hooks and from the autograd engine's current node.
 """
 
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -41,17 +41,18 @@ from planner.recording.op_schema import (
     in_order_of_birth,
     kernel_call,
     moved_bytes,
-    traits_of,
+    op_traits,
     uses_batch_statistics,
 )
 from planner.recording.saved_tensors import SavedTensors
-from planner.recording.step_graph import Category, Op, Phase, Save, StepGraph, Storage
+from planner.recording.step_graph import Category, Op, Phase, StepGraph
+from planner.recording.storage_table import StorageTable
 from planner.virtual_gpu import sparse_gradients
 from planner.virtual_gpu.data_dependence import DataDependence
-from planner.virtual_gpu.data_dependent_ops import run_by_value
+from planner.virtual_gpu.data_dependent_ops import run_data_dependent_op
 from planner.virtual_gpu.in_place import InPlaceRule
 from planner.virtual_gpu.kernels import KERNELS
-from planner.virtual_gpu.shadow_values import tensors_in
+from planner.virtual_gpu.shadow_values import nested_tensors
 from planner.virtual_gpu.source_lines import source_line
 from planner.workspaces import has_formula
 
@@ -60,96 +61,45 @@ _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class Recorder(TorchDispatchMode):
-    """Active around the step.
+    """A dispatch mode that is active around the step and sees every op below autograd.
 
     Args:
         device: type of the device whose memory is watched, such as 'vgpu' or 'cpu'.
-        virtual: whether the tensors there are fakes. Real ones among fakes are constants of the host.
+        virtual: True if the tensors there are fakes. Real tensors among fakes are then constants of the host.
         what_if: the kind of recording.
-        in_place: which ops count as in place although fakes get a copy.
+        in_place: decides which ops are recorded as in place although they return a copy when they run on fakes.
     """
 
     def __init__(
         self, device: str, *, virtual: bool = True, what_if: bool, in_place: InPlaceRule | None = None
     ) -> None:
         super().__init__()
-        self.device, self.virtual = device, virtual
+        self.virtual = virtual
         self.in_place = in_place
         self.what_if = what_if
         self.module_types: dict[str, str] = {}
-        self.tick = 0
         self.ops: list[Op] = []
-        self.storages: list[Storage] = []
-        self.saves: list[Save] = []
-        self.calls = ModuleCalls(self)
-        self.updates = Updates(self)
+        self.table = StorageTable(device, virtual=virtual)
+        self.calls = ModuleCalls(self.table, self.enters_model)
+        self.data_dependence = DataDependence(self.calls.location)
+        self.updates = Updates(self.table, self.data_dependence)
         self.step = 0
         self.micro_batch = 0
-        self.data_dependence = DataDependence(self.calls.place)
         self.sequence = -1
-        """Autograd's count of nodes when the last op ran that made or changed a storage."""
+        """Autograd's node count when the last op ran that made or changed a storage."""
         self._paused = False
-        self._saved = SavedTensors(self)
-        self._alive: dict[int, tuple[int, int, weakref.ref]] = {}  # storage pointer -> (id, birth, finalizer)
+        self._saved = SavedTensors(self, self.table, self.calls, self.data_dependence.known)
         self._seen_backward = False
         self._in_setup = True
         self._setup_tick = 0
-        self._op_of_sequence: dict[int, int] = {}
+        self._op_of_sequence: dict[int, int] = {}  # autograd's node number -> the forward op that made the node
         self._batch_statistics: dict[str, None] = {}
-        self._buffers: dict[int, tuple[str, bool]] = {}
+        self._buffers: dict[int, tuple[str, bool]] = {}  # storage -> (module, True if the module is a norm)
         self._writes: list[tuple[int, int, int | None]] = []  # (tick, storage, call) of in-place writes in forward
 
-    # ---- time -------------------------------------------------------------------------------------------------
-
-    def next_tick(self) -> int:
-        self.tick += 1
-        return self.tick
-
-    # ---- storages ---------------------------------------------------------------------------------------------
-
-    def _watches(self, tensor: torch.Tensor) -> bool:
-        return isinstance(tensor, FakeTensor) is self.virtual and tensor.device.type == self.device
-
-    def storage_of(
-        self, tensor: torch.Tensor, *, category: Category = Category.TEMPORARY, adopt: int | None = None
-    ) -> int | None:
-        """Index of a tensor's storage; it is registered (born now) if it is new. None if empty or elsewhere.
-
-        `adopt` registers a new storage as another life of a known one.
-        """
-        if not self._watches(tensor) or tensor.layout is not torch.strided:
-            return None
-        untyped = tensor.untyped_storage()
-        size_bytes = untyped.nbytes()
-        if size_bytes == 0:
-            return None
-        pointer = untyped._cdata
-        known = self._alive.get(pointer)
-        if known is not None:
-            return known[0]
-        birth = self.next_tick()
-        if adopt is None:
-            index = len(self.storages)
-            op = len(self.ops) - 1 if self.ops and not self._in_setup else None
-            self.storages.append(Storage(size_bytes=size_bytes, lives=[], category=category, op=op))
-        else:
-            index = adopt
-
-        def died(_: weakref.ref, pointer: int = pointer) -> None:
-            dead, born, _finalizer = self._alive.pop(pointer)
-            self.storages[dead].lives.append((born, self.next_tick()))
-
-        self._alive[pointer] = (index, birth, weakref.ref(untyped, died))
-        return index
-
     def mark(self, tensor: torch.Tensor | None, category: Category) -> None:
-        """Say what a tensor is; a sparse one is its indices and its values."""
-        if tensor is not None and tensor.is_sparse:
-            for part in sparse_gradients.parts_of(tensor):
-                if (index := self.storage_of(part)) is not None and self.storages[index].op is not None:
-                    self.storages[index].category = category
-        elif tensor is not None and (index := self.storage_of(tensor)) is not None:
-            self.storages[index].category = category
+        """Sets the category of a tensor's storage."""
+        self.table.mark(tensor, category)
 
     # ---- ops --------------------------------------------------------------------------------------------------
 
@@ -162,23 +112,26 @@ class Recorder(TorchDispatchMode):
         if kwargs.get("generator") is not None:
             self.calls.note_obstacle(self.calls.innermost[1], OWN_GENERATOR)
         if not self.virtual:
-            return self._really(op, args, kwargs)
+            return self._run_really(op, args, kwargs)
         if op is torch.ops.aten._local_scalar_dense.default and (value := self._scalar(args[0])) is not None:
             return value
-        tick = self.next_tick()
-        traits = traits_of(op)
-        ran, out, scratch = False, None, ()
+        tick = self.table.next_tick()
+        traits = op_traits(op)
+        # 1. Ops that the real device runs in place: fakes return a copy, so the result is the argument itself.
         if self.in_place is not None and self.in_place(op, args):
             self._note_op(op, traits, args, kwargs, args[0], tick)
             return args[0]
+        # 2. Run the op: by a substitute for its CUDA kernel, by its known values, or by its fake kernel.
+        ran, out = False, None
+        scratch: Sequence[torch.Tensor] = ()
         try:
             kernel = KERNELS.get(op)
-            if kernel is not None and any(self._watches(tensor) for tensor in tensors_in(args)):
+            if kernel is not None and any(self.table.watches(tensor) for tensor in nested_tensors(args)):
                 with self.pause():
                     out, scratch = kernel(self.data_dependence, op, *args, **kwargs)
             else:
                 if traits.asks_values:
-                    ran, out, args = run_by_value(self.data_dependence, self._run, op, args, kwargs)
+                    ran, out, args = run_data_dependent_op(self.data_dependence, self._run, op, args, kwargs)
                 if not ran:
                     out = op(*args, **kwargs)
         except _DATA_DEPENDENT:
@@ -189,39 +142,44 @@ class Recorder(TorchDispatchMode):
             raise self.data_dependence.refusal(
                 f"{op} has no fake kernel (register one with torch.library.register_fake)"
             ) from None
+        # 3. Carry known values on to the result. A view shares its argument's storage, whose values are known already.
         if not ran and not (traits.is_view and isinstance(args[0], FakeTensor)):
             self.data_dependence.known.follow(op, args, kwargs, out, traits.written_arguments(args, kwargs))
         if isinstance(out, torch.Tensor) and out.is_sparse:
-            sparse_gradients.hold_parts(out, tensors_in((args, kwargs)))
+            sparse_gradients.hold_parts(out, nested_tensors((args, kwargs)))
             self.data_dependence.assume((sparse_gradients.ASSUMED_TEMPORARIES,))
+        # 4. Record the op. Scratch memory is registered after the outputs: the kernel allocates it after them.
         self._note_op(op, traits, args, kwargs, out, tick)
         for tensor in scratch:
-            self.storage_of(tensor)
+            self.table.storage_of(tensor)
         return out
 
-    def _really(self, op, args, kwargs):
-        """An op on real tensors is only written down."""
+    def _run_really(self, op, args, kwargs):
+        """Runs an op on real tensors and records it."""
         if op is torch.ops.aten._local_scalar_dense.default:
             return op(*args, **kwargs)
-        tick = self.next_tick()
+        tick = self.table.next_tick()
         out = op(*args, **kwargs)
-        self._note_op(op, traits_of(op), args, kwargs, out, tick)
+        self._note_op(op, op_traits(op), args, kwargs, out, tick)
         return out
 
     def _scalar(self, tensor: torch.Tensor) -> float | bool | None:
-        """The answer to `.item()`; None where it is left to the fake mode, which knows constants on the host."""
+        """Returns the answer to `.item()`; None if the fake mode answers, which knows constants on the host."""
         return (
             self.data_dependence.scalar_or_refuse(tensor)
-            if self._watches(tensor)
+            if self.table.watches(tensor)
             else self.data_dependence.scalar(tensor)
         )
 
     def _note_op(self, op, traits: OpTraits, args, kwargs, out, tick: int) -> None:
-        read = [leaf for leaf in tensors_in((args, kwargs)) if self._watches(leaf)]
-        written = [leaf for leaf in tensors_in(in_order_of_birth(op, out)) if self._watches(leaf)]
-        changed = [leaf for leaf in tensors_in(changed_arguments(op, args, kwargs)) if self._watches(leaf)]
+        """Appends the op to the recording, and registers the storages that it made."""
+        watches, storage_of = self.table.watches, self.table.storage_of
+        read = [leaf for leaf in nested_tensors((args, kwargs)) if watches(leaf)]
+        written = [leaf for leaf in nested_tensors(in_order_of_birth(op, out)) if watches(leaf)]
+        changed = [leaf for leaf in nested_tensors(changed_arguments(op, args, kwargs)) if watches(leaf)]
         if not read and not written:
             return
+        # 1. The op, attributed to the phase, module and source line that run it.
         index = len(self.ops)
         phase, module, call, forward_op = self._where(index)
         self.ops.append(
@@ -234,7 +192,7 @@ class Recorder(TorchDispatchMode):
                 source=source_line() if phase is Phase.FORWARD else "",
                 flops=flops_of(op, args, kwargs, out),
                 moved_bytes=0 if traits.is_view else moved_bytes(op, read, (*written, *changed)),
-                host_bytes=host_bytes(op, (*read, *written), tensors_in((args, out))) if self.virtual else 0,
+                host_bytes=host_bytes(op, (*read, *written), nested_tensors((args, out))) if self.virtual else 0,
                 dtype=dtype_name(read, written),
                 is_view=traits.is_view,
                 step=self.step,
@@ -246,10 +204,14 @@ class Recorder(TorchDispatchMode):
                 draws_random_numbers=draws_random_numbers(op, args, kwargs),
             )
         )
+        # 2. Its storages, in the order in which the kernel allocates them: the simulated allocator depends on it.
+        if not self._in_setup:
+            self.table.birth_op = index
         record = self.ops[index]
-        record.inputs = tuple(i for t in read if (i := self.storage_of(t)) is not None)
-        record.outputs = tuple(i for t in written if (i := self.storage_of(t)) is not None)
+        record.inputs = tuple(i for t in read if (i := storage_of(t)) is not None)
+        record.outputs = tuple(i for t in written if (i := storage_of(t)) is not None)
         record.shapes = tuple(tuple(t.shape) for t in written)
+        # 3. What later events ask for: the last op that made something, updates in backward, in-place writes.
         if record.makes_or_changes:
             self.sequence = torch.autograd._get_sequence_nr()
         self.updates.check(record)
@@ -259,11 +221,13 @@ class Recorder(TorchDispatchMode):
             self._batch_statistics[module] = None
 
     def _note_writes(self, traits: OpTraits, args, kwargs, tick: int, call: int | None) -> None:
-        for target in tensors_in(traits.written_arguments(args, kwargs)):
-            if (storage := self.storage_of(target)) is not None:
+        """Records the storages that an op of the forward writes in place."""
+        for target in nested_tensors(traits.written_arguments(args, kwargs)):
+            if (storage := self.table.storage_of(target)) is not None:
                 self._writes.append((tick, storage, call))
 
     def _where(self, index: int) -> tuple[Phase, str, int | None, int | None]:
+        """Returns the phase, module path, call and (for backward ops) forward op of the op that gets this index."""
         module, call = self.calls.innermost
         if self._in_setup:
             return Phase.SETUP, "", None, None
@@ -273,11 +237,12 @@ class Recorder(TorchDispatchMode):
         if node is None or call is not None:  # a backward inside of a module's forward is part of the forward
             phase = Phase.OPTIMIZER if self._seen_backward and not self.calls.are_running else Phase.FORWARD
             if phase is Phase.FORWARD:
+                # Autograd numbers its nodes: this op's node, if it makes one, is the one counted last.
                 self._op_of_sequence[torch.autograd._get_sequence_nr() - 1] = index
             return phase, module, call, None
         self._seen_backward = True
         forward_op = self._op_of_sequence.get(node._sequence_nr())
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # a forward that runs inside of backward and builds nodes: a recomputation
             self._op_of_sequence[torch.autograd._get_sequence_nr() - 1] = index
             where = (
                 module if self.calls.are_running else (self.ops[forward_op].module if forward_op is not None else "")
@@ -301,12 +266,12 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def watching(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Hooks on every module, the optimizer and the gradients, for as long as the context lasts."""
+        """Registers hooks on every module, the optimizer and the gradients, and removes them at the end."""
         self.module_types = {name: type(module).__name__ for name, module in model.named_modules()}
         for name, module in model.named_modules():
             is_norm = isinstance(module, torch.nn.modules.batchnorm._NormBase)
             for _, buffer in module.named_buffers(recurse=False):
-                if (storage := self.storage_of(buffer)) is not None:
+                if (storage := self.table.storage_of(buffer)) is not None:
                     self._buffers[storage] = (name, is_norm)
         handles = []
         for name, module in model.named_modules(remove_duplicate=True):
@@ -325,16 +290,19 @@ class Recorder(TorchDispatchMode):
                 handle.remove()
 
     def setup_ends(self) -> None:
-        self._in_setup, self._setup_tick = False, self.tick
+        """Everything from here on belongs to the recorded steps."""
+        self._in_setup, self._setup_tick = False, self.table.tick
         self.updates.in_setup = False
+        self.table.birth_op = len(self.ops) - 1 if self.ops else None
 
     def starts_step(self, step: int) -> None:
+        """Training step number `step` begins."""
         self.step, self.micro_batch, self._seen_backward = step, 0, False
         self.updates.starts_step()
         self._op_of_sequence.clear()
 
     def enters_model(self) -> None:
-        """A forward begins; after a backward it is that of another micro-batch."""
+        """A forward of the model begins; if a backward came before it, a new micro-batch begins with it."""
         if self._seen_backward:
             self.micro_batch += 1
             self._seen_backward = False
@@ -342,20 +310,19 @@ class Recorder(TorchDispatchMode):
     # ---- the result -------------------------------------------------------------------------------------------
 
     def finish(self, *, steps: int, primed: bool, micro_batch_sizes: tuple[int, ...]) -> StepGraph:
-        """Close all lives and hand the recording over. The recorder must not be used afterwards."""
-        ticks = self.next_tick() + 1
+        """Ends the recording and returns it. The recorder must not be used afterwards."""
+        ticks = self.table.next_tick() + 1
         idle = self.updates.idle_state() if primed else set()
-        for index, birth, _finalizer in self._alive.values():
-            self.storages[index].lives.append((birth, ticks))
-        self._alive.clear()
-        if primed:
-            for index, storage in enumerate(self.storages):
+        self.table.close(ticks)
+        storages = self.table.storages
+        if primed:  # what died before the steps, and state that a real step would not make, is not part of them
+            for index, storage in enumerate(storages):
                 storage.lives = [] if index in idle else [life for life in storage.lives if life[1] > self._setup_tick]
-        note_obstacles(self.calls.all, self._writes, self._buffers, self.storages)
+        note_obstacles(self.calls.all, self._writes, self._buffers, storages)
         graph = StepGraph(
             ops=self.ops,
-            storages=self.storages,
-            saves=self.saves,
+            storages=storages,
+            saves=self._saved.all,
             calls=self.calls.all,
             ticks=ticks,
             steps=steps,

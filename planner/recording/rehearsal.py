@@ -1,4 +1,4 @@
-"""Rehearse training steps of a model on the virtual GPU, in a child process."""
+"""Rehearses training steps of a model on the virtual GPU, in a child process."""
 
 from __future__ import annotations
 
@@ -24,46 +24,47 @@ from planner.virtual_gpu.shadow_values import ShadowValues, assume_full, learn_b
 from planner.virtual_gpu.source_lines import is_model_code
 from planner.virtual_gpu.sparse_gradients import no_rows_of
 from planner.workload.torch_optimizers import sparse_lookups
-from planner.workload.workload import map_tensors, tensors_of
+from planner.workload.workload import map_batch, tensors_of
 
 Prepare = Callable[[torch.nn.Module], tuple[Callable[[Any], Any], torch.optim.Optimizer]]
-"""From a model to its training step (`step(batch)`) and optimizer; called in the child, on the virtual model."""
+"""Makes the training step (`step(batch)`) and optimizer of a model; called in the child, on the virtual model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """What to rehearse."""
+    """The arguments of one rehearsal."""
 
     model: torch.nn.Module
     batch: Any
     batch_size: int
-    """Dimension 0 of the batch's tensors; tensors without it are left as they are."""
+    """Dimension 0 of the batch's tensors; a tensor with another dimension 0 keeps its shape."""
     prepare: Prepare
     target: backend.Target
     micro_batch_sizes: tuple[int, ...]
-    """The step is given a batch of their sum; `prepare` decides how it is split."""
+    """Their sum is the size of the rehearsed batch; the step that `prepare` makes decides how to split it."""
     steps: int
     primed: bool
-    """Whether the optimizer's state exists before the first recorded step."""
+    """True if the optimizer's state exists before the first recorded step."""
     what_if: bool
+    """The kind of recording, see `planner.recording.recorder`."""
     trained: tuple[str, ...] | None = None
-    """Parameters that have a gradient, for a step that gives it to them itself; None: those that a backward reaches."""
+    """Parameters that have a gradient, for a step without backward; None for those that backward reaches."""
 
     def start(self) -> Child:
-        """Begin in a child process; `.result()` is a `StepGraph`."""
-        importlib.import_module("torch._dynamo")  # every fake mode asks for it: once here, not once in each child
+        """Starts the rehearsal in a child process; its `.result()` is a `StepGraph`."""
+        importlib.import_module("torch._dynamo")  # fake modes import it: once here instead of once in each child
         return Child(lambda refuse: _rehearse(self, refuse), receive=_received)
 
 
 @contextlib.contextmanager
 def on_virtual_gpu(target: backend.Target, refuse: Refuse, *, what_if: bool) -> Iterator[Recorder]:
-    """Make this process one with a virtual GPU, for good. Yields a recorder that is not active yet.
+    """Installs the virtual GPU in this process, permanently. Yields a recorder that is not active yet.
 
-    Python's garbage collector is off: what dies when must not depend on it.
+    Python's garbage collector is switched off, so that it does not decide when storages die.
     """
     gc.freeze()
     gc.disable()
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what fails is told in one line
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # errors are reported in one line
     autocast = backend.install(target)
     backend.let_libraries_take_fakes_for_real()
     with (
@@ -82,13 +83,14 @@ def on_virtual_gpu(target: backend.Target, refuse: Refuse, *, what_if: bool) -> 
 
 
 def _received(answer: tuple[StepGraph, bytes]) -> StepGraph:
+    """Adds the child's fake tensor cache to this process's, and returns the recording."""
     graph, calls = answer
     fake_tensor_cache.remember(calls)
     return graph
 
 
 def _rehearse(rehearsal: Rehearsal, refuse: Refuse) -> tuple[StepGraph, bytes]:
-    """The recording, and the calls that nobody had made before."""
+    """Runs in the child. Returns the recording, and the new entries of the fake tensor cache."""
     known_calls = fake_tensor_cache.known()
     with on_virtual_gpu(rehearsal.target, refuse, what_if=rehearsal.what_if) as recorder:
         make_virtual(rehearsal.model, backend.NAME, recorder.data_dependence.known)
@@ -120,9 +122,9 @@ def record_steps(
     micro_batch_sizes: tuple[int, ...],
     trained: tuple[str, ...] | None = None,
 ) -> StepGraph:
-    """Run training steps under the recorder. Model and batch lie on its device, virtual or real.
+    """Runs training steps under the recorder. Model and batch are on its device, virtual or real.
 
-    Garbage is collected after each step only: the caller switches Python's collector off.
+    Garbage is collected after each step only; the caller switches Python's automatic collection off.
     """
     hook_errors = HookErrors()
     if recorder.virtual:
@@ -147,6 +149,7 @@ def record_steps(
 
 
 def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module, hook_errors: HookErrors) -> None:
+    """Runs one step; an error of the model becomes a `WorkloadError` that names the module and line."""
     try:
         step(batch)
         hook_errors.raise_first()
@@ -155,12 +158,12 @@ def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module, ho
     except (Exception, SystemExit) as error:
         message = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
         raise WorkloadError(
-            f"the model refused the batch: {type(error).__name__}: {message} ({_place(error, model)})"
+            f"the model refused the batch: {type(error).__name__}: {message} ({_location(error, model)})"
         ) from error
 
 
-def _place(error: BaseException, model: torch.nn.Module) -> str:
-    """Innermost module and line of model code in a traceback."""
+def _location(error: BaseException, model: torch.nn.Module) -> str:
+    """Returns the innermost module and line of model code in a traceback, as words for an error message."""
     names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
     module, line = "", ""
     for frame, number in traceback.walk_tb(error.__traceback__):
@@ -171,7 +174,7 @@ def _place(error: BaseException, model: torch.nn.Module) -> str:
 
 
 def _prime(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer make its state, as if a step had been taken before."""
+    """Lets the optimizer create its state, as if there had been a step before."""
     with_rows = {id(weight) for weight in sparse_lookups(model).values()}
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -181,9 +184,10 @@ def _prime(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def make_virtual(model: torch.nn.Module, device: str, known: ShadowValues | None = None) -> None:
-    """Replace parameters and buffers by fakes on a device, in place; shared ones stay shared. Needs a fake mode.
+    """Replaces parameters and buffers by fakes on a device, in place; shared ones stay shared. Needs a fake mode.
 
-    Integers and booleans in buffers of a model with weights are constants, and known.
+    Args:
+        known: receives the values of integer and boolean buffers of a model that has weights; they are constants.
     """
     memo: dict[int, torch.Tensor] = {}
 
@@ -199,7 +203,8 @@ def make_virtual(model: torch.nn.Module, device: str, known: ShadowValues | None
         return memo[id(tensor)]
 
     for module in model.modules():
-        for registry in (module._parameters, module._buffers):
+        registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for registry in registries:
             for name, tensor in registry.items():
                 if tensor is not None:
                     registry[name] = fake(tensor)
@@ -210,7 +215,7 @@ def make_virtual(model: torch.nn.Module, device: str, known: ShadowValues | None
 
 
 def _in_order_of_arrival(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """As `torch.nn.Module.to` moves parameters and buffers: those of children before a module's own."""
+    """Yields parameters and buffers in the order in which `torch.nn.Module.to` moves them: children first."""
     for module in dict.fromkeys(_children_first(model)):
         yield from (
             tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None
@@ -224,7 +229,7 @@ def _children_first(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def virtual_batch(batch: Any, batch_size: int, wanted_size: int, device: str) -> Any:
-    """The same structure with fakes on a device; those with `batch_size` samples get `wanted_size`."""
+    """Returns the same structure with fakes on a device; dimension 0 becomes `wanted_size` if it is `batch_size`."""
 
     def fake(leaf: torch.Tensor) -> torch.Tensor:
         shape = list(leaf.shape)
@@ -232,4 +237,4 @@ def virtual_batch(batch: Any, batch_size: int, wanted_size: int, device: str) ->
             shape[0] = wanted_size
         return torch.empty(shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
 
-    return map_tensors(fake, batch)
+    return map_batch(fake, batch)

@@ -1,27 +1,41 @@
-"""What autograd keeps for backward, in a what-if recording: ghosts instead of tensors, and when each is asked for."""
+"""Tensors that autograd saves for backward, in a what-if recording: placeholders in their place, and their lives.
+
+A placeholder holds no memory, so the storage's recorded lives are those that Python alone gives it. The `Save` lists
+when autograd packed the tensor, when it first unpacked it and when it released it.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 
-from planner.recording.module_calls import TAKES_GRADIENTS
+from planner.recording.module_calls import TAKES_GRADIENTS, ModuleCalls
 from planner.recording.step_graph import Save
+from planner.recording.storage_table import StorageTable
+from planner.virtual_gpu.shadow_values import ShadowValues
 
-if TYPE_CHECKING:
-    from planner.recording.recorder import Recorder
+
+class OpRecorder(Protocol):
+    """The part of `Recorder` that these hooks need."""
+
+    sequence: int
+    """Autograd's node count when the last op ran that made or changed a storage."""
+
+    def pause(self) -> AbstractContextManager[None]:
+        """Ops inside the context are not recorded."""
 
 
 class _SavedPlaceholder:
-    """Stands for a saved tensor: what is needed to make one like it."""
+    """Stands for a saved tensor: dtype, layout and known values, from which an equal tensor can be made."""
 
-    __slots__ = ("dtype", "offset", "recorder", "save", "shape", "stride", "twin")
+    __slots__ = ("dtype", "offset", "save", "shadow", "shape", "stride", "table")
 
-    def __init__(self, recorder: Recorder, tensor: torch.Tensor, save: Save) -> None:
-        self.recorder, self.save = recorder, save
-        self.twin = recorder.data_dependence.known.twin(tensor)
+    def __init__(self, table: StorageTable, known: ShadowValues, tensor: torch.Tensor, save: Save) -> None:
+        self.table, self.save = table, save
+        self.shadow = known.shadow(tensor)
         self.shape, self.stride, self.offset, self.dtype = (
             tensor.shape,
             tensor.stride(),
@@ -30,55 +44,60 @@ class _SavedPlaceholder:
         )
 
     def __del__(self) -> None:
-        self.save.release = self.recorder.next_tick()
+        self.save.release = self.table.next_tick()
 
 
-class _Kept:
-    """A saved tensor that is held as it is (parameters, inputs, host tensors); its times are still noted."""
+class _KeptTensor:
+    """A saved tensor that is not replaced (parameter, input or host tensor); its ticks are still recorded."""
 
-    __slots__ = ("recorder", "save", "tensor")
+    __slots__ = ("save", "table", "tensor")
 
-    def __init__(self, recorder: Recorder, tensor: torch.Tensor, save: Save) -> None:
-        self.recorder, self.tensor, self.save = recorder, tensor, save
+    def __init__(self, table: StorageTable, tensor: torch.Tensor, save: Save) -> None:
+        self.table, self.tensor, self.save = table, tensor, save
 
     def __del__(self) -> None:
-        self.save.release = self.recorder.next_tick()
+        self.save.release = self.table.next_tick()
 
 
 class SavedTensors:
-    """Pack and unpack hooks for `torch.autograd.graph.saved_tensors_hooks`; they write `Save`s into the recorder."""
+    """Pack and unpack hooks for `torch.autograd.graph.saved_tensors_hooks`, which record one `Save` per tensor."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: OpRecorder, table: StorageTable, calls: ModuleCalls, known: ShadowValues) -> None:
+        self.all: list[Save] = []
+        """Every save so far, in the order in which autograd packed the tensors."""
+        self._recorder, self._table, self._calls, self._known = recorder, table, calls, known
 
-    def pack(self, tensor: torch.Tensor) -> _SavedPlaceholder | _Kept:
-        storage = self._recorder.storage_of(tensor) if not tensor.is_sparse else None
-        permanent = storage is None or self._recorder.storages[storage].op is None
+    def pack(self, tensor: torch.Tensor) -> _SavedPlaceholder | _KeptTensor:
+        """Called by autograd when it saves a tensor; the result is stored in the graph in the tensor's place."""
+        storage = self._table.storage_of(tensor) if not tensor.is_sparse else None
+        is_permanent = storage is None or self._table.storages[storage].op is None
         save = Save(
-            storage=None if permanent else storage,
-            pack=self._recorder.next_tick(),
+            storage=None if is_permanent else storage,
+            pack=self._table.next_tick(),
             unpack=None,
             release=None,
-            call=self._recorder.calls.innermost[1],
+            call=self._calls.innermost[1],
             is_of_next_op=torch.autograd._get_sequence_nr() != self._recorder.sequence,
         )
-        self._recorder.saves.append(save)
-        if permanent:
+        self.all.append(save)
+        if is_permanent:
             with self._recorder.pause():
-                return _Kept(self._recorder, tensor.detach(), save)
-        return _SavedPlaceholder(self._recorder, tensor, save)
+                return _KeptTensor(self._table, tensor.detach(), save)
+        return _SavedPlaceholder(self._table, self._known, tensor, save)
 
-    def unpack(self, packed: _SavedPlaceholder | _Kept) -> torch.Tensor:
+    def unpack(self, packed: _SavedPlaceholder | _KeptTensor) -> torch.Tensor:
+        """Called by autograd when backward reads a saved tensor; makes a tensor like the one that was saved."""
         save = packed.save
-        if self._recorder.calls.innermost[1] is not None:
-            self._recorder.calls.note_obstacle(save.call, TAKES_GRADIENTS)
+        if self._calls.innermost[1] is not None:
+            self._calls.note_obstacle(save.call, TAKES_GRADIENTS)
         if save.unpack is None:
-            save.unpack = self._recorder.next_tick()
-        if isinstance(packed, _Kept):
+            save.unpack = self._table.next_tick()
+        if isinstance(packed, _KeptTensor):
             return packed.tensor
+        assert save.storage is not None  # `pack` keeps tensors without one
         with self._recorder.pause():
-            elements = math.ceil(self._recorder.storages[save.storage].size_bytes / packed.dtype.itemsize)
-            base = torch.empty(elements, dtype=packed.dtype, device=self._recorder.device)
-            self._recorder.storage_of(base, adopt=save.storage)
-            self._recorder.data_dependence.known.take_over(base, packed.twin)
+            elements = math.ceil(self._table.storages[save.storage].size_bytes / packed.dtype.itemsize)
+            base = torch.empty(elements, dtype=packed.dtype, device=self._table.device)
+            self._table.storage_of(base, adopt=save.storage)
+            self._known.take_over(base, packed.shadow)
             return base.as_strided(packed.shape, packed.stride, packed.offset)

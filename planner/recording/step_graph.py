@@ -1,8 +1,8 @@
-"""What a rehearsal leaves behind: plain data about one training step, in the order in which it happened.
+"""The result of a rehearsal: plain data about one training step, in the order in which it happened.
 
 Time is counted in *ticks*: every event (an op starts, a storage is born or dies, a tensor is saved for
-backward, unpacked or released, a module call starts or ends) takes the next one. Bytes are the sizes of
-storages as PyTorch asked for them; rounding is the allocator's business.
+backward, unpacked or released, a module call starts or ends) takes the next tick. Bytes are the sizes of
+storages as PyTorch requested them, before the allocator rounds them up.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ class Phase(enum.StrEnum):
     """Part of a training step."""
 
     SETUP = "setup"
-    """Before the recorded steps: parameters and the batch arrive, optimizer state may be primed."""
+    """Before the recorded steps: parameters and the batch arrive, and optimizer state may be created (primed)."""
     FORWARD = "forward"
     BACKWARD = "backward"
     RECOMPUTE = "recompute"
     """Forward ops that run inside backward."""
     OPTIMIZER = "optimizer"
-    """Everything between a backward and the next forward: unscale, clip, step, zero."""
+    """Everything between a backward and the next forward: unscaling, clipping, step, zeroing of gradients."""
 
 
 class Category(enum.StrEnum):
-    """What bytes are, in the order in which reports list them."""
+    """A use of memory, in the order in which reports list them."""
 
     PARAMETER = "parameters"
     GRADIENT = "gradients"
@@ -50,97 +50,104 @@ class Op:
     """One kernel call (or view) below autograd."""
 
     name: str
-    """Such as 'aten.addmm.default'."""
+    """Name with overload, such as 'aten.addmm.default'."""
     tick: int
     phase: Phase
     module: str
-    """Path of the module whose forward made it (for backward ops: whose forward op it differentiates)."""
+    """Path of the module whose forward ran it; for backward ops, the module of the forward op they differentiate."""
     call: int | None
     """Innermost module call that was running, as an index into `StepGraph.calls`."""
     source: str
-    """'file.py:line' of the model's code, where known."""
+    """'file.py:line' of the model's code; empty if it is not known."""
     flops: int
     moved_bytes: int
-    """Read plus written; 0 for views, which launch nothing."""
+    """Bytes read plus bytes written; 0 for views, which launch no kernel."""
     host_bytes: int
-    """Of those, bytes that cross the link between the device and the host."""
+    """Part of `moved_bytes` that crosses the link between device and host."""
     dtype: str
     """Compute dtype: 'fp32', 'bf16', 'fp16', ..."""
     is_view: bool
     step: int
     micro_batch: int
     forward_op: int | None = None
-    """For backward ops: index of the forward op they differentiate."""
+    """For backward ops: index of the forward op they differentiate. None for other ops, or if it is not known."""
     inputs: tuple[int, ...] = ()
-    """Storages read."""
+    """Storages that the op reads."""
     outputs: tuple[int, ...] = ()
-    """Storages written or returned."""
+    """Storages that the op writes or returns."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """Shapes of the output tensors."""
     kernel: KernelCall | None = None
-    """The call, where a formula says what scratch memory it takes."""
+    """The call's arguments, if a formula computes its scratch memory from them; else None."""
     scratch_known: bool = True
-    """Whether it is known what the op takes beside its outputs: by a formula, or nothing."""
+    """True if the op's scratch memory is known: by a formula, or because it takes none."""
     writes: bool = False
-    """Whether it changes an argument in place."""
+    """True if the op changes an argument in place."""
     draws_random_numbers: bool = False
-    """Whether it moves the generator on, as attention with dropout does."""
+    """True if the op advances the random generator, as attention with dropout does."""
 
     @property
     def makes_or_changes(self) -> bool:
-        """Whether it makes a storage or changes one: such ops are numbered in a replay."""
+        """True if the op makes or changes a storage. A replay numbers these ops."""
         return not self.is_view and (self.writes or not set(self.outputs) <= set(self.inputs))
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Storage:
-    """Memory behind one or more tensors."""
+    """The memory behind one or more tensors."""
 
     size_bytes: int
     lives: list[tuple[int, int]]
-    """Ticks [birth, death) in which anything but a `Save` holds it. Longer lives overlap or touch a save."""
+    """Ticks [birth, death) in which anything other than a `Save` keeps it alive."""
     category: Category
     op: int | None
-    """Op that it was born in; None if it was there before."""
+    """Index of the op that made it; None if it existed before the recorded steps."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Save:
-    """A tensor kept by autograd for backward: ticks [pack, release), first needed at `unpack`."""
+    """A tensor that autograd saved for backward: alive in ticks [pack, release), first read at `unpack`."""
 
     storage: int | None
-    """None where what is kept is held elsewhere anyway (parameters, inputs)."""
+    """Index of its storage; None if other owners hold the tensor anyway (parameters, inputs)."""
     pack: int
     unpack: int | None
+    """None if backward never reads it."""
     release: int | None
+    """None if it is held to the end of the recording."""
     call: int | None
-    """Innermost module call in which it was saved."""
+    """Innermost module call in which it was saved; None if it was saved outside of the model."""
     is_of_next_op: bool = False
-    """Whether it was saved for the op that comes next, rather than for the last one that made or changed a storage."""
+    """True if it was saved for the next op, False if for the last op that made or changed a storage."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Call:
-    """One forward call of a module (recomputations are not listed)."""
+    """One forward call of a module, or a segment of one. Recomputations are not listed."""
 
     module: str
     parent: int | None
+    """Index of the call around it; None for the outermost."""
     start: int
+    """Tick at which it began."""
     end: int
+    """Tick at which it ended."""
     inputs: tuple[int, ...]
     """Storages of the tensors among its arguments."""
     made_inputs: tuple[int, ...]
-    """Those of them that were made by differentiable ops; none where one tensor is given twice."""
+    """The part of `inputs` that differentiable ops made; empty if one tensor is passed twice."""
     obstacle: str | None
-    """Why this call must not be run twice; None if nothing was seen that speaks against it."""
+    """The reason why this call must not be run twice; None if no reason was found."""
     has_hooks: bool = False
-    """Whether ops of the user's forward hooks are among those of the call; a rewritten forward does not hold them."""
-    stretch: tuple[int, int] | None = None
-    """For a stretch of a module's forward: the first op and the one after the last (`planner.recompute.segments`)."""
-    stops: tuple[int, ...] = ()
-    """Ops that may divide the stretch."""
+    """True if the module has forward hooks of the user. Their ops are recorded in the call, but a rewritten forward
+    does not contain them."""
+    segment: tuple[int, int] | None = None
+    """For a segment of a forward: number of its first op and of the op after its last (`planner.recompute.segments`).
+    None for a whole forward."""
+    split_points: tuple[int, ...] = ()
+    """Numbers of the ops at which the segment may be divided into parts."""
     only_divided: bool = False
-    """Whether the stretch is of no use undivided."""
+    """True if the segment is offered only in parts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,27 +157,39 @@ class StepGraph:
     ops: list[Op]
     storages: list[Storage]
     saves: list[Save]
-    """Empty in a plain recording: there, the holds of saves are part of `Storage.lives`."""
+    """Empty in a plain recording, where `Storage.lives` contains the time for which autograd holds a storage."""
     calls: list[Call]
+    """In the order in which they began; segments, if there are any, follow."""
     ticks: int
+    """Number of ticks: every tick of the recording is smaller."""
     steps: int
+    """Number of training steps."""
     primed: bool
-    """Whether the optimizer's state was there before the first recorded step."""
+    """True if the optimizer's state existed before the first recorded step."""
     micro_batch_sizes: tuple[int, ...]
-    """Sizes of the micro-batches that were rehearsed in each step."""
+    """Number of samples of each micro-batch of a step."""
     module_types: dict[str, str]
+    """Class name of each module, by path."""
     batch_statistics: tuple[str, ...]
-    """Modules that normalise over the samples of the batch (BatchNorm in training mode)."""
+    """Paths of modules that normalise over the samples of the batch (BatchNorm in training mode)."""
     update_tick: int | None = None
-    """When the last step's optimizer began; None if it cannot be told from the rest (a sparse gradient, which only a
-    backward can make)."""
+    """Tick at which the last optimizer step began; None if it cannot be separated from backward (an update inside of
+    backward, or a sparse gradient, which only a backward can make)."""
     trained: tuple[str, ...] = ()
-    """Parameters that got a gradient."""
+    """Names of the parameters that received a gradient."""
     assumptions: tuple[str, ...] = ()
-    """What was assumed where the step asked for values that nothing tells, each with its module and line."""
+    """Assumptions made where the step reads tensor values that a rehearsal does not have, with module and line."""
+
+    def enclosing(self, call: int | None) -> list[int]:
+        """Returns a call and the calls that it is nested in, innermost first; empty for None."""
+        chain = []
+        while call is not None:
+            chain.append(call)
+            call = self.calls[call].parent
+        return chain
 
     def spans(self) -> list[list[tuple[int, int]]]:
-        """For each storage: disjoint ticks [start, stop) in which it is alive, saves included."""
+        """Returns, for each storage, the disjoint ticks [start, stop) in which it is alive, saves included."""
         spans: list[list[tuple[int, int]]] = [list(storage.lives) for storage in self.storages]
         for save in self.saves:
             if save.storage is not None:
@@ -178,7 +197,7 @@ class StepGraph:
         return [_union(span) for span in spans]
 
     def live_bytes(self, *, granularity_bytes: int = 1) -> np.ndarray:
-        """int64[ticks]: bytes alive at each tick, each storage rounded up to `granularity_bytes`."""
+        """Returns int64[ticks]: bytes alive at each tick, each storage rounded up to `granularity_bytes`."""
         delta = np.zeros(self.ticks + 1, dtype=np.int64)
         for storage, spans in zip(self.storages, self.spans(), strict=True):
             size = round_up(storage.size_bytes, granularity_bytes)
@@ -188,20 +207,22 @@ class StepGraph:
         return np.cumsum(delta)[:-1]
 
     def bytes_of(self, category: Category) -> int:
-        """Of all storages of a category that ever live."""
+        """Returns the total size of all storages of a category that ever live."""
         return sum(storage.size_bytes for storage in self.storages if storage.category is category and storage.lives)
 
     def op_at(self, tick: int) -> Op | None:
-        """The op that was running, or had last run, at this tick."""
+        """Returns the op that was running at this tick, or else the last one before; None before the first op."""
         position = int(np.searchsorted(np.fromiter((op.tick for op in self.ops), np.int64), tick, side="right")) - 1
         return self.ops[position] if position >= 0 else None
 
 
 def round_up(size_bytes: int, granularity_bytes: int) -> int:
+    """Returns the smallest multiple of `granularity_bytes` that is at least `size_bytes`."""
     return -(-size_bytes // granularity_bytes) * granularity_bytes
 
 
 def _union(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Merges half-open intervals that overlap or touch."""
     if len(spans) < 2:
         return spans
     spans = sorted(spans)

@@ -1,9 +1,9 @@
-"""The oracle: every selection of a tiny problem, tried one by one, straight from the definitions in `problem`.
+"""Brute force: tries every selection of a tiny problem, directly from the definitions in `problem`.
 
     alive(h, X)  =  any(S and X have no unit in common, for S in unless_h)  or  any(u in X, for u in when_h)
 
-It shares no code with `curve` and `milp`, uses nothing but loops, and takes 2^units evaluations. It is what
-the search is tested against, and the shortest answer to "what does the search compute?".
+It shares no code with `curve` and `milp`, uses only loops, and takes 2^units evaluations. The search is tested
+against it, and it is the shortest definition of what the search computes.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from planner.search.problem import CheckpointProblem, Hold, Selection
 
 
 def solve(problem: CheckpointProblem, budget_bytes: int) -> Selection | None:
-    """The cheapest selection whose peak is at most `budget_bytes`, then the one with the fewest units; else None."""
+    """Returns the cheapest selection whose peak fits the budget (of equals, one with the fewest units), or None."""
     fitting = [s for s in every_selection(problem) if s.peak_bytes <= budget_bytes]
     return min(fitting, key=lambda s: (s.cost_ns, len(s.units), s.units), default=None)
 
 
 def smallest_peak(problem: CheckpointProblem) -> Selection:
-    """The selection with the smallest peak, then the smallest cost, then the fewest units."""
+    """Returns the selection with the smallest peak; of equals, the cheapest one with the fewest units."""
     return min(every_selection(problem), key=lambda s: (s.peak_bytes, s.cost_ns, len(s.units), s.units))
 
 
 def every_selection(problem: CheckpointProblem) -> Iterator[Selection]:
-    """All selections that obey the paths, the empty one first."""
+    """Yields all selections that obey the paths, the empty one first."""
     every_unit = range(len(problem.cost_ns))
     for count in range(len(problem.cost_ns) + 1):
         for units in itertools.combinations(every_unit, count):
@@ -42,7 +42,7 @@ def every_selection(problem: CheckpointProblem) -> Iterator[Selection]:
 
 
 def curve(problem: CheckpointProblem, units: Collection[int]) -> list[int]:
-    """Bytes alive at each event, recomputes left out."""
+    """Returns the bytes alive at each event, recomputes not included."""
     return [
         int(fixed_bytes)
         + sum(hold.size_bytes for hold in problem.holds if hold.start <= event < hold.stop and alive(hold, units))
@@ -51,7 +51,7 @@ def curve(problem: CheckpointProblem, units: Collection[int]) -> list[int]:
 
 
 def alive(hold: Hold, units: Collection[int]) -> bool:
-    """Whether the condition of `hold` is true when `units` are selected."""
+    """True if the condition of `hold` is true when `units` are selected."""
     for members in hold.unless:
         if not any(unit in units for unit in members):
             return True
@@ -59,7 +59,7 @@ def alive(hold: Hold, units: Collection[int]) -> bool:
 
 
 def peak(problem: CheckpointProblem, units: Collection[int]) -> int:
-    """The largest of the curve's values and of what each selected unit's recomputes make of them."""
+    """Returns the largest value of the curve, the recomputes of selected units included."""
     alive_bytes = curve(problem, units)
     largest_bytes = 0
     for bytes_here in alive_bytes:

@@ -1,13 +1,13 @@
-"""The memory curve of a selection, exactly, in whole bytes.
+"""The memory curve of a selection, computed exactly in whole bytes.
 
     curve[e] = fixed[e] + sum of size_h over holds h with start_h <= e < stop_h whose condition is true
     peak     = max( max_e curve[e],  max over recomputes r of selected units: curve[at_r] + extra_r )
 
 A condition is an OR of literals ("no unit of S is selected", "unit u is selected"). Thousands of holds
-share a few hundred conditions, so a selection is first turned into one truth value a condition; the
-curve is then one cumulative sum over a difference array. All arithmetic is int64: no rounding, whatever
-solver proposed the selection. Curves with fractional truth values (`fractional_curve`) serve only to
-find the next rows of a linear program.
+share a few hundred conditions, so a selection is first turned into one truth value per condition; the
+curve is then one cumulative sum over a difference array. All arithmetic is int64, so the result is exact
+whatever solver proposed the selection. Curves with fractional truth values (`fractional_curve`) are only
+used to find the next rows of a linear program.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ from planner.search.problem import CheckpointProblem
 
 
 def evaluate(problem: CheckpointProblem, units: Collection[int]) -> np.ndarray:
-    """int64[E]: bytes alive at each event with `units` selected, recomputes left out."""
+    """Returns int64[E]: bytes alive at each event with `units` selected, recomputes not included."""
     return CompiledProblem(problem).curve(units)
 
 
 def peak(problem: CheckpointProblem, units: Collection[int]) -> int:
-    """Largest value of the curve with `units` selected, the recomputes of those units included."""
+    """Returns the largest value of the curve with `units` selected, the recomputes of those units included."""
     return CompiledProblem(problem).peak(units)
 
 
 class CompiledProblem:
-    """A problem as flat arrays, for many evaluations: a few milliseconds each for 100k events and 50k holds."""
+    """A problem as flat arrays, for fast evaluation: a few milliseconds per curve for 100k events and 50k holds.
+
+    Array shapes: E events, U units, C conditions, H holds, R recomputes.
+    """
 
     def __init__(self, problem: CheckpointProblem) -> None:
         self.events = len(problem.fixed_bytes)
@@ -51,58 +54,59 @@ class CompiledProblem:
         self._check()
 
     def _check(self) -> None:
-        """Refuse what would be silently misread: memory that is negative, a time or a unit that does not exist."""
+        """Raises ValueError for input that would be misread silently: negative sizes, unknown events or units."""
         if np.any(self.hold_bytes < 0):
             raise ValueError(
-                f"hold {int(np.argmin(self.hold_bytes))} has {self.hold_bytes.min()} bytes: sizes are >= 0"
+                f"hold {int(np.argmin(self.hold_bytes))} has {self.hold_bytes.min()} bytes: sizes must be >= 0"
             )
         if np.any((self.recompute_at < 0) | (self.recompute_at >= self.events)):
-            raise ValueError(f"a recompute lies outside the events 0..{self.events - 1}")
+            raise ValueError(f"a recompute is outside the events 0..{self.events - 1}")
         named = np.concatenate((self._unless.members, self._when.members, self.recompute_unit))
         if named.size and not 0 <= named.min() <= named.max() < self.unit_count:
             raise ValueError(
-                f"units are 0..{self.unit_count - 1}; a hold or recompute names {named.min()}..{named.max()}"
+                f"units are 0..{self.unit_count - 1}, but a hold or recompute names {named.min()}..{named.max()}"
             )
 
     def chosen(self, units: Collection[int]) -> np.ndarray:
-        """bool[U]: which units are selected."""
+        """Returns bool[U]: True for selected units."""
         chosen = np.zeros(self.unit_count, bool)
         chosen[list(units)] = True
         return chosen
 
     def truth(self, units: Collection[int]) -> np.ndarray:
-        """int64[C], 0 or 1: whether each of `conditions` holds."""
+        """Returns int64[C]: 1 for each of `conditions` that is true, else 0."""
         chosen = self.chosen(units).astype(np.int64)
         free = self._unless.sums(chosen) == 0
         return ((self._unless_of.sums(free.astype(np.int64)) > 0) | (self._when.sums(chosen) > 0)).astype(np.int64)
 
     def curve(self, units: Collection[int]) -> np.ndarray:
-        """int64[E]: bytes alive at each event, recomputes left out."""
+        """Returns int64[E]: bytes alive at each event, recomputes not included."""
         change = np.zeros(self.events + 1, np.int64)
         alive_bytes = self.hold_bytes * self.truth(units)[self.hold_condition]
         np.add.at(change, self.hold_start, alive_bytes)
         np.subtract.at(change, self.hold_stop, alive_bytes)
-        return self.fixed_bytes + np.cumsum(change[:-1])
+        curve: np.ndarray = self.fixed_bytes + np.cumsum(change[:-1])
+        return curve
 
     def recompute_peaks(self, units: Collection[int], curve: np.ndarray) -> np.ndarray:
-        """int64[R]: the curve at each recompute, plus its extra where its unit is selected."""
-        extra = self.recompute_bytes * self.chosen(units)[self.recompute_unit]
-        return curve[self.recompute_at] + extra
+        """Returns int64[R]: the curve at each recompute, plus its extra bytes if its unit is selected."""
+        peaks: np.ndarray = curve[self.recompute_at] + self.recompute_bytes * self.chosen(units)[self.recompute_unit]
+        return peaks
 
     def peak(self, units: Collection[int]) -> int:
-        """Largest value of the curve, the recomputes of the selected units included. 0 if there are no events."""
+        """Returns the largest value of the curve, selected units' recomputes included; 0 if there are no events."""
         curve = self.curve(units)
         return max(int(curve.max(initial=0)), int(self.recompute_peaks(units, curve).max(initial=0)))
 
     def highest_curve(self) -> np.ndarray:
-        """int64[E]: the curve if every condition held: no selection can exceed it, recomputes aside."""
+        """Returns int64[E]: the curve with every condition true. No selection exceeds it, except in its recomputes."""
         change = np.zeros(self.events + 1, np.int64)
         np.add.at(change, self.hold_start, self.hold_bytes)
         np.subtract.at(change, self.hold_stop, self.hold_bytes)
         return self.fixed_bytes + np.cumsum(change[:-1])
 
     def fractional_curve(self, share: np.ndarray) -> np.ndarray:
-        """float64[E]: the curve of the linear relaxation, where unit u is selected to the share `share[u]`."""
+        """Returns float64[E]: the curve of the linear relaxation, where `share[u]` of unit u is selected."""
         free = np.maximum(0.0, 1.0 - self._unless.sums(share))
         truth = np.maximum(self._unless_of.maxima(free), self._when.maxima(share))
         alive_bytes = self.hold_bytes * truth[self.hold_condition]
@@ -111,7 +115,7 @@ class CompiledProblem:
         return self.fixed_bytes + np.cumsum(change[:-1])
 
     def condition_bytes(self, event: int) -> np.ndarray:
-        """int64[C]: bytes that each condition keeps alive at `event`."""
+        """Returns int64[C]: bytes that each condition keeps alive at `event`."""
         held = np.flatnonzero((self.hold_start <= event) & (event < self.hold_stop))
         total_bytes = np.zeros(len(self.conditions), np.int64)
         np.add.at(total_bytes, self.hold_condition[held], self.hold_bytes[held])
@@ -119,7 +123,7 @@ class CompiledProblem:
 
 
 class _Groups:
-    """Ragged lists of indices, flat: group g is `members[bounds[g]:bounds[g + 1]]`."""
+    """Lists of indices of different lengths, stored flat: group g is `members[bounds[g]:bounds[g + 1]]`."""
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
         self.members = _ints(member for group in groups for member in group)
@@ -127,19 +131,20 @@ class _Groups:
 
     @classmethod
     def consecutive(cls, lengths: Sequence[int]) -> _Groups:
-        """Groups that partition 0..sum(lengths)-1 in order."""
+        """Returns groups that partition 0..sum(lengths)-1 in order."""
         groups = cls([])
         groups.members = np.arange(sum(lengths))
         groups.bounds = np.concatenate(([0], np.cumsum(_ints(lengths))))
         return groups
 
     def sums(self, values: np.ndarray) -> np.ndarray:
-        """Sum of `values` over each group; 0 for an empty one."""
+        """Returns the sum of `values` over each group; 0 for an empty one."""
         running = np.concatenate((np.zeros(1, values.dtype), np.cumsum(values[self.members])))
-        return running[self.bounds[1:]] - running[self.bounds[:-1]]
+        sums: np.ndarray = running[self.bounds[1:]] - running[self.bounds[:-1]]
+        return sums
 
     def maxima(self, values: np.ndarray) -> np.ndarray:
-        """Largest of `values` over each group; 0 for an empty one."""
+        """Returns the largest of `values` over each group; 0 for an empty one."""
         result = np.zeros(len(self.bounds) - 1, values.dtype)
         filled = np.flatnonzero(self.bounds[1:] > self.bounds[:-1])
         if filled.size:

@@ -1,11 +1,15 @@
-"""The cutting loop: the best selection for an objective inside a budget, or the smallest peak.
+"""The cutting-plane loop: finds the best selection for an objective within a budget, or the smallest peak.
 
     solve the rows so far, folded by symmetry -> unfold -> evaluate exactly -> add the rows it violates -> repeat
 
-Every row is valid for every selection that fits, and folding keeps every solution, so each optimum on the way
-bounds the true one from below. The first selection that reaches the bound and fits exactly is optimal. The
-rows that made an unfolding fail enter the folded program, which makes its classes finer; at worst nothing is
-folded any more and this is plain branch and cut.
+The rows of the memory curve are lazy constraints: they are generated when a solution violates them. Every row is valid
+for every selection that fits, and folding keeps every solution, so each optimum on the way is a lower bound of the true
+optimum. The first selection that reaches the bound and fits exactly is optimal. If a folded solution cannot be
+unfolded, the rows that it violates enter the folded program, which makes its classes finer; in the worst case nothing
+is folded any more, and this is plain branch and cut.
+
+Where it stops being exact: bounds come from the solver's doubles (`_resolution` is the difference that they can show),
+and at the deadline the best selection so far is returned with `proven=False`.
 """
 
 from __future__ import annotations
@@ -25,33 +29,44 @@ from planner.search.repair import descend
 from planner.search.symmetry import Folded, fold, unfolded
 
 _COARSE_GAP = 0.01
-"""Relative gap to stop at while no selection that fits is known: the rows are not complete yet."""
+"""Relative gap at which the solver stops while no selection that fits is known, since rows are still missing."""
 
 _SHARE_OF_TIME = 0.9
-"""Of the time that is left, what one run of the solver may take: what it finds must still be unfolded and checked."""
+"""Maximum fraction of the remaining time for one run of the solver; the rest is for unfolding and checking."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class Effort:
-    """What a search took so far: rows of the curve that it needed, and runs of the solver."""
+    """Counts the work of a search."""
 
     rows: int = 0
+    """Rows of the curve that were generated."""
     rounds: int = 0
+    """Runs of the solver."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Found:
-    """The best selection known when the loop ended."""
+class LoopResult:
+    """The best selection when the loop ended."""
 
     units: tuple[int, ...] | None
+    """None if no selection that fits was found."""
     bound: float
-    """Proven: no selection that fits has a smaller objective."""
+    """Lower bound: no selection that fits has a smaller objective."""
     proven: bool
-    """`units` is optimal to within the tolerance, or, if it is None, nothing fits below the cutoff."""
+    """True if `units` is optimal within the tolerance, or if `units` is None and nothing fits below the cutoff."""
 
 
 class CuttingLoop:
-    """The rows of one budget that were found so far, and the ways to use them."""
+    """The rows that were generated for one budget so far, and the searches that use and extend them.
+
+    Args:
+        exact: the original problem, to evaluate selections with.
+        reduced: the problem after presolve.
+        budget_bytes: the largest peak that fits.
+        deadline: value of `time.monotonic()` at which to stop.
+        effort: counters to update.
+    """
 
     def __init__(
         self, exact: CompiledProblem, reduced: ReducedProblem, budget_bytes: int, *, deadline: float, effort: Effort
@@ -63,18 +78,20 @@ class CuttingLoop:
         self.effort = effort
         self.source = RowSource(reduced)
         self.core: list[RowKey] = []
-        """Events that the programs know of."""
+        """Rows of the curve in every program."""
         self.covers: list[Row] = []
+        """Cover inequalities for selections that the solver accepts within its tolerance."""
         self.nodes: int | None = None
-        """Branch-and-bound nodes to stop at, if any."""
+        """Maximum number of branch-and-bound nodes per run of the solver; None for no limit."""
         self._folding = True
 
     @property
     def left_seconds(self) -> float:
+        """Time until the deadline."""
         return self.deadline - time.monotonic()
 
     def relax(self, objective: np.ndarray) -> float:
-        """Find the rows that bind without integrality. Gives a bound of the objective: inf if nothing fits."""
+        """Generates the rows that bind in the linear relaxation. Returns a lower bound; inf if nothing fits."""
         solver, known, bound = solver_of(self._program(objective)), dict[RowKey, Row](), 0.0
         while self.left_seconds > 0:
             self.effort.rounds += 1
@@ -101,13 +118,19 @@ class CuttingLoop:
         *,
         tolerance: int = 0,
         below: int | None = None,
-    ) -> Found:
-        """Minimise `objective`, int64[U], to within `tolerance`; selections that reach `below` do not count.
+    ) -> LoopResult:
+        """Minimises an objective over the selections that fit.
 
-        `best`: a selection to start from, that fits, satisfies `side_rows` and is below `below`.
+        Args:
+            objective: int64[U], >= 0.
+            best: a selection to start from that fits, satisfies `side_rows` and is below `below`; None if unknown.
+            side_rows: further rows that every selection has to satisfy.
+            tolerance: the result may exceed the optimum by this.
+            below: cutoff; only selections with a smaller objective count. None for no cutoff.
         """
         bound, coarse_gap, cutoff = 0.0, _COARSE_GAP, _cutoff(objective, below)
         while self.left_seconds > 0:
+            # 1. Solve the rows so far. Until a selection fits, a coarse gap is enough, since rows are missing.
             program = self._program(objective, side_rows)
             folded = self._folded(program)
             self.effort.rounds += 1
@@ -120,32 +143,38 @@ class CuttingLoop:
                 nodes=self.nodes,
                 start=None if best is None else folded.sums(self.source.truth(best)),
             )
+            # 2. Update the bound. Rows are valid for every selection that fits, so infeasible means nothing fits.
             if outcome.infeasible:
-                return Found(units=best, bound=bound, proven=best is None)
+                return LoopResult(units=best, bound=bound, proven=best is None)
             bound = max(bound, outcome.bound)
             if bound >= cutoff or outcome.values is None:
-                return Found(units=best, bound=bound, proven=best is None and bound >= cutoff)
+                return LoopResult(units=best, bound=bound, proven=best is None and bound >= cutoff)
+            # 3. Unfold the solution and check it exactly; the rows that it violates are now in `core`.
             units = self._unfolded(program, folded, outcome.values)
             if units is not None and not self._fits(units):
                 units = self.repaired(units) if best is None else None
             if units is not None and total(objective, units) > cutoff:
                 if distance(objective, units, bound) == 0.0:
-                    return Found(units=best, bound=bound, proven=best is None)
-                # HiGHS may end with a solution beyond its cutoff, within the gap of one that is not.
+                    return LoopResult(units=best, bound=bound, proven=best is None)
+                # HiGHS may stop at a solution beyond its cutoff if its gap allows for one below: ask for no gap.
                 units, coarse_gap, tolerance = None, 0.0, 0
+            # 4. Keep the better selection, and stop if it reaches the bound.
             if units is not None:
-                best = units if best is None else min(best, units, key=lambda found: total(objective, found))
+                best = units if best is None else min(best, units, key=lambda selection: total(objective, selection))
             if best is not None and distance(objective, best, bound) <= tolerance:
-                return Found(units=best, bound=bound, proven=True)
+                return LoopResult(units=best, bound=bound, proven=True)
             if not outcome.complete:
                 break
-        return Found(units=best, bound=bound, proven=False)
+        return LoopResult(units=best, bound=bound, proven=False)
 
     def lowest(self, floor_bytes: int, tolerance_bytes: int) -> tuple[tuple[int, ...], int]:
-        """A selection whose peak is as small as the solver can tell, and bytes below which no peak can be.
+        """Returns a selection whose peak is as small as the solver can prove, and a lower bound of all peaks.
 
-        `floor_bytes`: bytes that the curve reaches whatever is selected. The peak may be off by `tolerance_bytes`.
-        Uses up the loop: its budget moves.
+        The loop cannot be used for another search afterwards, since its budget changes.
+
+        Args:
+            floor_bytes: bytes that the curve reaches whatever is selected.
+            tolerance_bytes: the peak may be larger than the smallest one by this.
         """
         best: tuple[int, ...] = ()
         always_bytes = floor_bytes
@@ -153,6 +182,7 @@ class CuttingLoop:
         self.core = [RowKey(event=int(self.source.compiled.fixed_bytes.argmax()))]
         relaxed = True
         while self.left_seconds > 0:
+            # 1. Minimise the peak over the rows so far, first without integrality.
             folded, left_seconds = self._folded(self._peak_program(unit_bytes)), _SHARE_OF_TIME * self.left_seconds
             solver = solver_of(folded.program)
             self.effort.rounds += 1
@@ -165,6 +195,7 @@ class CuttingLoop:
                 floor_bytes = max(floor_bytes, math.ceil(outcome.bound * unit_bytes - slack_bytes))
             if outcome.values is None:
                 break
+            # 2. Generate the rows that exceed this peak.
             peak_bytes = outcome.values[-1] * unit_bytes + slack_bytes
             self.budget_bytes = int(peak_bytes)
             if relaxed:
@@ -173,6 +204,7 @@ class CuttingLoop:
                 self.core += new
                 relaxed = bool(new)
                 continue
+            # 3. Unfold the solution. Stop if it reaches its peak exactly, or if no new row was found.
             known, self.covers = len(self.core), []
             units = self._unfolded(self._program(np.zeros(self.exact.unit_count, np.int64)), folded, outcome.values)
             best = best if units is None else min(best, units, key=self.exact.peak)
@@ -184,9 +216,9 @@ class CuttingLoop:
         return min(best, (), key=self.exact.peak), max(always_bytes, self._next_possible(floor_bytes, always_bytes))
 
     def _next_possible(self, bound_bytes: int, always_bytes: int) -> int:
-        """The smallest number of bytes from `bound_bytes` on that a peak above `always_bytes` can have.
+        """Returns the smallest number of bytes, at least `bound_bytes`, that a peak above `always_bytes` can have.
 
-        All that depends on the selection comes in multiples of some size (an allocator's, usually).
+        All bytes that depend on the selection are multiples of one size (usually the allocator's granularity).
         """
         if bound_bytes <= always_bytes:
             return bound_bytes
@@ -196,20 +228,22 @@ class CuttingLoop:
         return bound_bytes + int(((remainders - bound_bytes) % size_bytes).min(initial=size_bytes - 1))
 
     def repaired(self, units: tuple[int, ...]) -> tuple[int, ...] | None:
-        """A selection near `units` that fits, if a greedy search finds one."""
-        found = descend(self.source.compiled, self.reduced, units, self.budget_bytes)
-        return found if self._fits(found) else None
+        """Returns a selection near `units` that fits; None if a greedy search finds none."""
+        lowest = descend(self.source.compiled, self.reduced, units, self.budget_bytes)
+        return lowest if self._fits(lowest) else None
 
     def _program(self, objective: np.ndarray, side_rows: Sequence[Row] = ()) -> Program:
+        """Returns the integer program of the rows so far, which minimises the objective."""
         rows = (*self.source.paths(), *self.source.rows(self.core, self.budget_bytes), *self.covers, *side_rows)
         cost = np.zeros(self.source.column_count, np.int64)
         cost[: len(objective)] = objective
         return Program(cost=cost, limit=self.source.limits(), integral=np.arange(len(cost)) < len(objective), rows=rows)
 
     def _folded(self, program: Program) -> Folded:
-        """`program`, folded if that helps: with conditions that are whole, as their sums do not follow from the units'.
+        """Returns `program` folded by symmetry, if that makes it smaller.
 
-        Where nothing is folded they do follow, and to branch on them takes longer.
+        In a folded program the columns of conditions have to be integers, since their sums do not follow from those of
+        the units. If nothing is folded they do follow, and branching on them would take longer.
         """
         if not self._folding:
             return unfolded(program)
@@ -218,6 +252,7 @@ class CuttingLoop:
         return unfolded(program) if folded.trivial else folded
 
     def _peak_program(self, unit_bytes: int) -> Program:
+        """Returns the program of the rows so far that minimises the peak, its last column, in units of bytes."""
         rows = (*self.source.paths(), *self.source.rows_below_peak(self.core, unit_bytes))
         largest = self.exact.peak(()) // unit_bytes + 1
         columns = np.arange(self.source.column_count + 1)
@@ -231,27 +266,29 @@ class CuttingLoop:
     def _violated(
         self, share: np.ndarray, limit_bytes: float, known: Sequence[RowKey] | dict[RowKey, Row]
     ) -> list[RowKey]:
-        """New keys of rows that are violated when unit u is selected to the share `share[u]`."""
+        """Returns the keys of violated rows that are not known yet, where `share[u]` of unit u is selected."""
         keys = self.source.violated(share[: self.exact.unit_count], limit_bytes)
         new = [key for key in keys if key not in known]
         self.effort.rows += len(new)
         return new
 
     def _unfolded(self, program: Program, folded: Folded, values: np.ndarray) -> tuple[int, ...] | None:
-        """A selection with the class sums `values` that fits; else one that does not; else None.
+        """Returns a selection with the class sums `values`: if possible one that fits, else one that does not, or None.
 
-        Rows that were needed to see that join `core`. If there is none and no row shows it, folding ends.
+        Rows that the tried selections violate are added to `core`. If there is no selection with these sums, although
+        no row was violated, folding is switched off: the sums satisfy the folded rows, but no selection has them.
         """
         if folded.trivial:
-            units = self._chosen(values)
-            if not self._fits(units):
-                self._exclude(units)
-            return units
+            chosen = self._chosen(values)
+            if not self._fits(chosen):
+                self._exclude(chosen)
+            return chosen
+        # A feasibility problem in the original columns, with the sums fixed, solved with lazy constraints as well.
         solver = solver_of(
             dataclasses.replace(program, cost=np.zeros_like(program.cost)),
             folded.fixing(np.rint(values), np.array(self.reduced.useful)),
         )
-        units = None
+        units: tuple[int, ...] | None = None
         while self.left_seconds > 0:
             self.effort.rounds += 1
             outcome = solver.solve(time_limit_seconds=self.left_seconds, nodes=self.nodes)
@@ -266,7 +303,10 @@ class CuttingLoop:
         return units
 
     def _exclude(self, units: tuple[int, ...]) -> list[Row]:
-        """Add rows that `units` violates. If all of them are known, the solver was off by its tolerance: a cover."""
+        """Adds rows that `units` violates, and returns them.
+
+        If all of them are known, the solver violated one by its tolerance; then a cover inequality is added.
+        """
         share, limit_bytes = self.exact.chosen(units).astype(float), self.budget_bytes + 0.5
         new = self._violated(share, limit_bytes, self.core)
         self.core += new
@@ -285,28 +325,28 @@ class CuttingLoop:
 
 
 def total(objective: np.ndarray, units: Sequence[int]) -> int:
-    """The objective of a selection."""
+    """Returns the objective of a selection."""
     return int(objective[list(units)].sum())
 
 
 def distance(objective: np.ndarray, units: Sequence[int], bound: float) -> float:
-    """By how much a selection may exceed the optimum, if `bound` is proven; 0.0 if that is less than can be told."""
+    """Returns by how much a selection may exceed the optimum, given a lower bound; 0.0 below the resolution."""
     room = total(objective, units) - bound
     return 0.0 if room < _resolution(objective, bound) else room
 
 
 def _is_tight(row: Row, values: np.ndarray) -> bool:
-    """Whether `values` leave (nearly) no room in the row."""
+    """True if the row is (nearly) satisfied with equality."""
     room = row.upper - float(row.coefficients @ values[row.columns])
     return room <= 1e-6 * float(np.abs(row.coefficients).sum())
 
 
 def _cutoff(objective: np.ndarray, below: int | None) -> float:
-    """Between the largest objective below `below` and the next one."""
+    """Returns a value between the largest possible objective below `below` and the next larger one."""
     divisor = int(np.gcd.reduce(objective)) or 1
     return math.inf if below is None else (below - 1) // divisor * divisor + divisor / 2
 
 
 def _resolution(objective: np.ndarray, bound: float) -> float:
-    """A difference of objectives that no two selections can have, or that doubles cannot tell."""
+    """Returns the resolution: smaller differences of objectives are impossible, or beyond the precision of doubles."""
     return max(0.5 * int(np.gcd.reduce(objective)), 1e-9 * bound, 1e-9)

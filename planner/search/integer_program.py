@@ -1,13 +1,14 @@
-"""One integer program in whole numbers, handed to HiGHS.
+"""An integer program with integer coefficients, solved by HiGHS.
 
-    minimise  cost * x   subject to  rows * x <= upper,  0 <= x <= limit,  x whole where `integral`
+    minimise  cost * x   subject to  rows * x <= upper,  0 <= x <= limit,  x integer where `integral`
 
-Where the peak is minimised, it is a column of its own, the last, in units of `peak_unit_bytes`, and the rows
-that it is part of are handed over as they are.
+If the peak is minimised, it is the last column, in units of `peak_unit_bytes`, and the rows that contain it are passed
+to HiGHS unchanged.
 
-HiGHS works in doubles with tolerances. So that it never rejects what satisfies a row, every row is relaxed by
-half of its smallest step (its left side is a whole number); and so that it can keep tight tolerances, rows and
-costs are divided by powers of two. What it accepts wrongly is for the caller to refuse.
+HiGHS works in doubles with tolerances. Every row is therefore relaxed by half of its smallest step (its left side is an
+integer), so that HiGHS never rejects a solution that satisfies the row; and rows and costs are divided by powers of
+two, so that tight tolerances are possible. HiGHS may accept a solution that violates a row by its tolerance: the caller
+has to check it exactly.
 """
 
 from __future__ import annotations
@@ -22,34 +23,40 @@ import numpy as np
 from planner.search.linear_rows import Row
 
 _LARGEST_COEFFICIENT = 1 << 12
+"""Maximum coefficient of a scaled row."""
 
 _SMALLEST_GAP = 1e-6
-"""Of objectives, after scaling: what HiGHS tells apart."""
+"""Smallest difference between scaled objectives that HiGHS resolves."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """An integer program. Every number in it is whole."""
+    """An integer program; all its numbers are integers."""
 
     cost: np.ndarray
+    """int64 of each column: its coefficient in the objective."""
     limit: np.ndarray
+    """int64 of each column: its upper bound; the lower bound is 0."""
     integral: np.ndarray
+    """bool of each column: True if it has to be an integer."""
     rows: tuple[Row, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one run of the solver found."""
+    """The result of one run of the solver."""
 
     status: highspy.HighsModelStatus
     values: np.ndarray | None
-    """float64 of each column; None if the solver holds no solution."""
+    """float64 of each column; None if the solver has no solution."""
     bound: float
-    """No solution has a smaller objective, up to `tolerance`."""
+    """Lower bound: no solution has a smaller objective, up to `tolerance`."""
     tolerance: float
+    """In units of the objective."""
 
     @property
     def infeasible(self) -> bool:
+        """True if it is proven that there is no solution (with an objective below the given cutoff)."""
         return self.status in (
             highspy.HighsModelStatus.kInfeasible,
             highspy.HighsModelStatus.kUnboundedOrInfeasible,
@@ -58,17 +65,17 @@ class Outcome:
 
     @property
     def complete(self) -> bool:
-        """Whether the solver ended by itself: not by a limit on time or nodes."""
+        """True if the solver finished, and was not stopped by a limit on time or nodes."""
         return self.status in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kObjectiveTarget)
 
 
 class Solver:
-    """A HiGHS model of whole-number rows. Deterministic: one thread, a fixed seed."""
+    """A HiGHS model of integer rows. It is deterministic: one thread and a fixed seed."""
 
     def __init__(self, *, limit: np.ndarray, integral: np.ndarray) -> None:
-        self._highs = highspy.Highs()
+        self._highs = highspy.Highs()  # type: ignore[no-untyped-call]  # highspy does not annotate the constructor
         self._set(output_flag=False, threads=1, random_seed=0, mip_rel_gap=0.0, mip_feasibility_tolerance=1e-7)
-        # Searches in sub-programs: on recorded models they took longer than the branching that they are to save.
+        # RINS and RENS search in sub-programs; on recorded models they took longer than the branching they save.
         self._set(mip_heuristic_run_rins=False, mip_heuristic_run_rens=False)
         self._set(primal_feasibility_tolerance=1e-9, dual_feasibility_tolerance=1e-9)
         self._highs.addVars(len(limit), np.zeros(len(limit)), limit.astype(np.float64))
@@ -79,13 +86,13 @@ class Solver:
         self._objective_scale = 1.0
 
     def minimise(self, cost: np.ndarray) -> None:
-        """Minimise `cost`, whole numbers >= 0, over the first `len(cost)` columns."""
+        """Sets the objective: minimise `cost` (integers >= 0) over the first `len(cost)` columns."""
         divisor = int(np.gcd.reduce(cost)) or 1
         self._objective_scale = divisor * power_of_two(int(cost.max(initial=1)) // divisor)
         self._highs.changeColsCost(len(cost), np.arange(len(cost), dtype=np.int32), cost / self._objective_scale)
 
     def add(self, row: Row) -> None:
-        """Add a row: its left side is at most its right side."""
+        """Adds a row, scaled and relaxed as the module's docstring describes."""
         row = row.divided() if row.whole else row
         step = power_of_two(int(np.abs(row.coefficients).max(initial=1)))
         upper = (row.upper + (0.5 if step > 1 and row.whole else 0.0)) / step
@@ -95,7 +102,7 @@ class Solver:
         )
 
     def relax(self, *, time_limit_seconds: float) -> Outcome:
-        """Solve without integrality, from the last basis."""
+        """Solves the linear relaxation, starting from the last basis."""
         self._set(solve_relaxation=True, objective_bound=math.inf)
         return self._run(time_limit_seconds, relaxed=True)
 
@@ -110,11 +117,16 @@ class Solver:
         nodes: int | None = None,
         start: np.ndarray | None = None,
     ) -> Outcome:
-        """Solve until the objective is proven to the relative `gap` or the absolute `tolerance`.
+        """Solves the integer program by branch and cut.
 
-        Stops early at a solution whose objective is at most `target`, or after so many `nodes`. Objectives from
-        `below` on do not count: without a smaller one the program is infeasible. Begins from the solution
-        `start` (a value for each column) if there is one.
+        Args:
+            time_limit_seconds: maximum wall-clock time.
+            gap: relative distance to the optimum at which to stop.
+            tolerance: absolute distance to the optimum at which to stop.
+            below: cutoff; a solution counts only if its objective is smaller.
+            target: stop at a solution whose objective is at most this.
+            nodes: maximum number of branch-and-bound nodes; None for no limit.
+            start: a solution to start from, one value per column; None if there is none.
         """
         scale = self._objective_scale
         self._set(solve_relaxation=False, mip_max_nodes=highspy.kHighsIInf if nodes is None else nodes)
@@ -125,7 +137,7 @@ class Solver:
         return self._run(time_limit_seconds, relaxed=False)
 
     def _run(self, time_limit_seconds: float, *, relaxed: bool) -> Outcome:
-        # HiGHS adds up the time of all runs of one model and compares that with the limit.
+        # HiGHS compares the limit with the time of all runs of one model together.
         self._set(time_limit=self._highs.getRunTime() + max(time_limit_seconds, 0.0))
         self._highs.run()
         info, status = self._highs.getInfo(), self._highs.getModelStatus()
@@ -141,14 +153,14 @@ class Solver:
             tolerance=_SMALLEST_GAP * self._objective_scale,
         )
 
-    def _set(self, **options: object) -> None:
+    def _set(self, **options: bool | int | float) -> None:
         for name, value in options.items():
             if self._highs.setOptionValue(name, value) != highspy.HighsStatus.kOk:
-                raise ValueError(f"HiGHS refuses the option {name} = {value!r}")
+                raise ValueError(f"HiGHS rejects the option {name} = {value!r}")
 
 
 def solver_of(program: Program, extra_rows: Sequence[Row] = ()) -> Solver:
-    """A solver loaded with `program` and some more rows."""
+    """Returns a solver loaded with `program` and the extra rows."""
     solver = Solver(limit=program.limit, integral=program.integral)
     solver.minimise(program.cost)
     for row in (*program.rows, *extra_rows):
@@ -157,5 +169,5 @@ def solver_of(program: Program, extra_rows: Sequence[Row] = ()) -> Solver:
 
 
 def power_of_two(largest: int) -> int:
-    """The power of two that brings `largest` down to at most _LARGEST_COEFFICIENT; 1 if it already is."""
+    """Returns the power of two that scales `largest` down to at most _LARGEST_COEFFICIENT; 1 if it is small enough."""
     return 1 << max(0, (largest // _LARGEST_COEFFICIENT).bit_length())

@@ -1,35 +1,36 @@
-"""Which units to recompute: the cheapest selection inside a budget, and the smallest peak, proven optimal.
+"""Chooses the units to recompute: the cheapest selection within a budget, or the smallest peak, proven optimal.
 
     minimise    sum_u cost_u x_u
     subject to  curve[e](x)                <= budget     for every event e
                 curve[at_r](x) + extra_r x_u <= budget   for every recompute r of unit u
                 sum of x_u over each path  <= 1,         x_u in {0, 1}
 
-Choosing what to recompute by a program over the memory curve follows Checkmate (Jain et al. 2020,
-arXiv:1910.02653); what a segment saves and costs, Chen et al. 2016 (arXiv:1604.06174). Here the variables are
-modules instead of tensors and time steps, which makes the program small.
+Choosing what to recompute by an integer program over the memory curve follows Checkmate (Jain et al. 2020, "Checkmate:
+Breaking the Memory Wall with Optimal Tensor Rematerialization", arXiv:1910.02653); what a segment saves and costs,
+Chen et al. 2016 ("Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174). Checkmate's variables are pairs of
+tensor and time step; here they are modules and segments, which makes the program small.
 
-Method: cutting rows. The program starts with no event at all. Solve; evaluate the curve exactly (`curve`);
-add the rows of the peaks that exceed the budget; repeat. Every row is valid for every selection that fits, so
-the objective bounds the true optimum from below at any time, and the first solution that fits exactly is
-optimal. First without integrality, which is cheap and finds nearly all rows, then with it, equal layers
-folded into one (`symmetry`). A few dozen rows of a hundred thousand events are enough. What folding needs are
-sharp rows: layers that differ in nothing but one small tensor are still one class, as long as the rows say that
-the tensor is there in full as soon as one of them needs it (`rows`).
+Method: cutting planes, with the curve's rows as lazy constraints. The program starts without any event. Solve it;
+evaluate the curve of the solution exactly (`curve`); add the rows of the peaks that exceed the budget; repeat. Every
+row is valid for every selection that fits, so the objective is a lower bound of the true optimum at any time, and the
+first solution that fits exactly is optimal. The loop first runs on the linear relaxation, which is cheap and finds
+nearly all rows, and then with integrality, equal layers folded into one (`symmetry`). A few dozen rows of a hundred
+thousand events are enough. Folding needs sharp rows: layers that differ only in one small tensor still form one class,
+as long as the rows say that the tensor is alive in full as soon as one of them needs it (`linear_rows`).
 
-    problem -> reduce -> rows -> program -> symmetry -> HiGHS -> curve -> more rows, or Selection
+    problem -> reduce -> linear_rows -> integer_program -> symmetry -> HiGHS -> curve -> more rows, or Selection
 
-What is exact: that a selection fits. It is evaluated in whole bytes, and one that exceeds the budget by less
-than the solver's tolerance is excluded by a cover row. What rests on the solver's doubles: that no other is
-cheaper, or that none fits; two costs are told apart down to about 1e-9 of the smaller. Tolerance and cutoff are
-limits of HiGHS itself: it ends as soon as its bound is that close, and drops branches that cannot be cheaper.
+What is exact: that a selection fits. It is evaluated in whole bytes, and a selection that exceeds the budget by less
+than the solver's tolerance is excluded by a cover inequality. What rests on the solver's doubles: that no other
+selection is cheaper, or that none fits; two costs are distinguished down to about 1e-9 of the smaller one. Tolerance
+and cutoff are options of HiGHS: it stops as soon as its bound is that close, and prunes branches above the cutoff.
 
-Where it stops being optimal: one level of checkpointing (a unit inside a selected unit is not selected as
-well), whole units, recomputed once and at one moment, and nothing but the curve that was recorded.
+Where it stops being optimal: there is one level of checkpointing (a unit nested in a selected unit is not selected as
+well), units are recomputed as a whole, once and at one moment, and only the recorded curve is considered.
 
-HiGHS is called through `highspy` and not through `scipy.optimize.milp`: 12 MB installed against 143 MB (`du` of
-highspy 1.15.1, and of scipy 1.17.1 with its libraries, on Linux), and rows can be added to a model that keeps
-its basis, a solution to start from can be given, and a run can end at a target.
+HiGHS is called through `highspy` and not through `scipy.optimize.milp`: it takes 12 MB installed instead of 143 MB
+(`du` of highspy 1.15.1, and of scipy 1.17.1 with its libraries, on Linux); rows can be added to a model, which keeps
+its basis; a start solution can be given; and a run can stop at a target.
 """
 
 from __future__ import annotations
@@ -48,11 +49,14 @@ from planner.search.problem import CheckpointProblem, Selection
 from planner.search.reduce import reduce
 
 _TIE_NODES = 200
-"""Branch-and-bound nodes a round for finding fewer units at the same cost: not a time, so as to be repeatable."""
+"""Maximum number of branch-and-bound nodes per round of the search for fewer units at the same cost.
+
+A limit in nodes is repeatable, a limit in seconds is not.
+"""
 
 
 class SearchTimeout(PlannerError):
-    """The time limit passed before a selection was found that fits, and is cheap enough, or a proof of none."""
+    """The time limit passed before a selection that fits and is cheap enough, or a proof of none, was found."""
 
 
 def solve(
@@ -63,20 +67,20 @@ def solve(
     tolerance_ns: int = 0,
     below_ns: int | None = None,
 ) -> Selection | None:
-    """The cheapest selection whose peak is at most `budget_bytes`; among equals, one with few units.
+    """Returns the cheapest selection whose peak is at most `budget_bytes`; of equals, one with few units.
 
     Args:
-        problem: what may be selected, and what that does.
+        problem: the units, and how they change memory and time.
         budget_bytes: the largest peak that fits.
-        time_limit_seconds: of the wall clock.
-        tolerance_ns: differences in cost up to this do not matter. Any selection proven to cost no more than that
-            above the optimum is an answer, with as few units as a short search finds among those.
-        below_ns: only selections that cost less than this are of interest.
+        time_limit_seconds: maximum wall-clock time.
+        tolerance_ns: the result may cost up to this more than the optimum. Of such selections, one with as few units
+            as a short search finds is returned.
+        below_ns: cutoff; only selections that cost less than this count. None for no cutoff.
 
     Returns:
         None if it is proven that no selection fits at a cost below `below_ns`. Else a selection with status
         "optimal" if its cost is proven to be within the tolerance, or "time limit" with the best one found.
-        `gap` is what was proven, whatever the tolerance; it is 0.0 if no cheaper selection fits.
+        `gap` is the proven relative distance to the optimum; it is 0.0 if no cheaper selection fits.
 
     Raises:
         SearchTimeout: undecided within the time limit.
@@ -89,10 +93,10 @@ def solve(
 def smallest_peak(
     problem: CheckpointProblem, *, time_limit_seconds: float = 10.0, tolerance_bytes: int = 0, tolerance_ns: int = 0
 ) -> Selection:
-    """The selection with the smallest possible peak, and the cheapest one of that peak.
+    """Returns the selection with the smallest possible peak, and of those the cheapest one.
 
-    Status "optimal" if no selection has a peak smaller by more than `tolerance_bytes`, and none with at most the
-    returned peak is cheaper by more than `tolerance_ns`; both proven. `gap` is that of the peak.
+    Its status is "optimal" if it is proven that no selection has a peak smaller by more than `tolerance_bytes`, and
+    that no selection with at most its peak is cheaper by more than `tolerance_ns`. `gap` is that of the peak.
     """
     return Search(problem).smallest_peak(
         time_limit_seconds=time_limit_seconds, tolerance_bytes=tolerance_bytes, tolerance_ns=tolerance_ns
@@ -101,17 +105,18 @@ def smallest_peak(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Question:
-    """What to solve for, and how long."""
+    """The arguments of one search."""
 
     budget_bytes: int
     tolerance_ns: int
     below_ns: int | None
+    """Cutoff of the cost; None for no cutoff."""
     began: float
     deadline: float
 
 
 class Search:
-    """One problem, compiled once, for several questions. `effort` says what the last one took."""
+    """A problem that is compiled once and solved for several budgets. `effort` counts the work of the last search."""
 
     def __init__(self, problem: CheckpointProblem) -> None:
         self.problem = problem
@@ -119,7 +124,7 @@ class Search:
         self.effort = Effort()
         self._cost_ns = np.array(problem.cost_ns, np.int64)
         if np.any(self._cost_ns < 0):
-            raise ValueError(f"unit {int(self._cost_ns.argmin())} costs {self._cost_ns.min()} ns: costs are >= 0")
+            raise ValueError(f"unit {int(self._cost_ns.argmin())} costs {self._cost_ns.min()} ns: costs must be >= 0")
 
     def solve(
         self,
@@ -129,7 +134,7 @@ class Search:
         tolerance_ns: int = 0,
         below_ns: int | None = None,
     ) -> Selection | None:
-        """See the function of this name."""
+        """Same as the function `solve`."""
         began, self.effort = time.monotonic(), Effort()
         return self._cheapest(
             _Question(
@@ -144,11 +149,12 @@ class Search:
     def smallest_peak(
         self, *, time_limit_seconds: float = 10.0, tolerance_bytes: int = 0, tolerance_ns: int = 0
     ) -> Selection:
-        """See the function of this name."""
+        """Same as the function `smallest_peak`."""
         began, self.effort = time.monotonic(), Effort()
         deadline = began + time_limit_seconds
+        # 1. The smallest peak that the solver finds, with a lower bound.
         best, bound_bytes = self._lowest(deadline, tolerance_bytes)
-        # The solver's peak is a double. The proof is that one byte less is impossible.
+        # 2. The solver's peak is a double. It is proven if one byte less is infeasible; else a better one exists.
         while self.exact.peak(best) > bound_bytes + tolerance_bytes:
             fits, proven = self._any_below(self.exact.peak(best) - tolerance_bytes, deadline)
             if fits is not None:
@@ -160,14 +166,17 @@ class Search:
         question = _Question(
             budget_bytes=self.exact.peak(best), tolerance_ns=tolerance_ns, below_ns=None, began=began, deadline=deadline
         )
-        found = self._cheapest(question, best)
-        proven = found.peak_bytes <= bound_bytes + tolerance_bytes and found.status == "optimal"
-        gap = 0.0 if found.peak_bytes <= bound_bytes else 1.0 - bound_bytes / found.peak_bytes
-        return dataclasses.replace(found, status="optimal" if proven else "time limit", gap=gap)
+        # 3. The cheapest selection of that peak.
+        cheapest = self._cheapest(question, best)
+        assert cheapest is not None  # `best` fits
+        proven = cheapest.peak_bytes <= bound_bytes + tolerance_bytes and cheapest.status == "optimal"
+        gap = 0.0 if cheapest.peak_bytes <= bound_bytes else 1.0 - bound_bytes / cheapest.peak_bytes
+        return dataclasses.replace(cheapest, status="optimal" if proven else "time limit", gap=gap)
 
     def _cheapest(self, question: _Question, best: tuple[int, ...] | None = None) -> Selection | None:
-        """`solve`, from the selection `best` if one that fits is known."""
+        """Solves, starting from the selection `best` if one that fits is known."""
         below_ns = math.inf if question.below_ns is None else question.below_ns
+        # 1. Trivial cases: nothing is cheap enough, nothing has to be recomputed, or nothing can help.
         if below_ns <= 0:
             return None
         if self.exact.peak(()) <= question.budget_bytes:
@@ -175,35 +184,38 @@ class Search:
         reduced = reduce(self.problem, question.budget_bytes)
         if int(reduced.problem.fixed_bytes.max()) > question.budget_bytes:
             return None
+        # 2. The linear relaxation: nearly all rows, and a first bound. Costs are integers.
         loop = CuttingLoop(self.exact, reduced, question.budget_bytes, deadline=question.deadline, effort=self.effort)
         if loop.relax(self._cost_ns) > below_ns - 1:
             return None
         best = None if best is None else tuple(sorted(set(best).intersection(reduced.useful)))
-        found = loop.run(self._cost_ns, best, tolerance=question.tolerance_ns, below=question.below_ns)
-        if found.units is None and found.proven:
+        # 3. With integrality. If time runs out before anything fits, a greedy search has the last word.
+        result = loop.run(self._cost_ns, best, tolerance=question.tolerance_ns, below=question.below_ns)
+        if result.units is None and result.proven:
             return None
-        units = found.units if found.units is not None else loop.repaired(())
+        units = result.units if result.units is not None else loop.repaired(())
         if units is None or total(self._cost_ns, units) >= below_ns:
             raise SearchTimeout(
-                f"no selection within {question.budget_bytes} bytes was found, nor a proof that there is none, in "
+                f"neither a selection within {question.budget_bytes} bytes nor a proof that there is none was found in "
                 f"{time.monotonic() - question.began:.1f} s: allow more time, or a larger budget"
             )
-        if found.proven:
-            units = self._with_fewer_units(loop, units, found.bound + question.tolerance_ns, below_ns)
-        return self._selection(units, found.bound, question)
+        # 4. Of selections that cost about the same, one with few units is easier to read.
+        if result.proven:
+            units = self._with_fewer_units(loop, units, result.bound + question.tolerance_ns, below_ns)
+        return self._selection(units, result.bound, question)
 
     def _with_fewer_units(
         self, loop: CuttingLoop, units: tuple[int, ...], most_ns: float, below_ns: float
     ) -> tuple[int, ...]:
-        """A selection of about the same cost with as few units as a short search finds."""
+        """Returns a selection that costs at most `most_ns` with as few units as a short search finds."""
         loop.nodes = _TIE_NODES
-        most = max(total(self._cost_ns, units), min(int(most_ns), below_ns - 1))
+        most = max(total(self._cost_ns, units), int(min(int(most_ns), below_ns - 1)))
         no_dearer = Row(columns=np.arange(len(self._cost_ns)), coefficients=self._cost_ns, upper=most)
         fewer = loop.run(np.ones(len(self._cost_ns), np.int64), units, [no_dearer]).units
-        return units if total(self._cost_ns, fewer) > most else fewer
+        return units if fewer is None or total(self._cost_ns, fewer) > most else fewer
 
     def _any_below(self, peak_bytes: int, deadline: float) -> tuple[tuple[int, ...] | None, bool]:
-        """A selection with a peak below `peak_bytes`, and if there is none, whether that is proven."""
+        """Returns a selection with a peak below `peak_bytes`, or None and True if it is proven that there is none."""
         reduced = reduce(self.problem, peak_bytes - 1)
         if int(reduced.problem.fixed_bytes.max()) >= peak_bytes:
             return None, True
@@ -211,11 +223,11 @@ class Search:
         nothing = np.zeros_like(self._cost_ns)
         if math.isinf(loop.relax(nothing)):
             return None, True
-        found = loop.run(nothing, None)
-        return found.units, found.proven
+        result = loop.run(nothing, None)
+        return result.units, result.proven
 
     def _lowest(self, deadline: float, tolerance_bytes: int) -> tuple[tuple[int, ...], int]:
-        """A selection with a peak as small as the solver can tell, and bytes below which no peak can be."""
+        """Returns a selection whose peak is as small as the solver can prove, and a lower bound of all peaks."""
         floor_bytes = max(0, int(reduce(self.problem, 0).problem.fixed_bytes.max(initial=0)))
         if self.exact.peak(()) <= floor_bytes:
             return (), floor_bytes
@@ -224,7 +236,7 @@ class Search:
         return loop.lowest(floor_bytes, tolerance_bytes)
 
     def _selection(self, units: tuple[int, ...], bound_ns: float, question: _Question) -> Selection:
-        """`units` as the answer, if `bound_ns` is proven to be the least cost."""
+        """Returns `units` as a `Selection`, if `bound_ns` is proven to be a lower bound of the cost."""
         cost_ns, distance_ns = total(self._cost_ns, units), distance(self._cost_ns, units, bound_ns)
         return Selection(
             units=units,

@@ -1,8 +1,8 @@
 """The checkpoint problem: which units to recompute so that memory stays inside a budget at the least cost.
 
-Time is an index of events 0..E-1 of the recorded step. A *unit* is a module whose calls may be
-checkpointed. Bytes come in three kinds: those alive whatever is chosen (`fixed_bytes`), those held
-on a condition (`Hold`), and those a recompute adds at one event (`Recompute`).
+Time is an index of events 0..E-1 of the recorded step. A *unit* is a module, or a segment of its forward, whose calls
+may be recomputed. Bytes come in three kinds: those alive whatever is selected (`fixed_bytes`), those alive on a
+condition (`Hold`), and those that a recompute adds at one event (`Recompute`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hold:
-    """`size_bytes` alive at events start <= e < stop if ANY of these holds:
+    """`size_bytes` that are alive at events start <= e < stop if ANY of these is true:
 
-    - some set in `unless` contains no selected unit (an empty set therefore always holds),
+    - some set in `unless` contains no selected unit (so an empty set makes the condition always true),
     - some unit in `when` is selected.
     """
 
@@ -29,7 +29,7 @@ class Hold:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recompute:
-    """If `unit` is selected, `extra_bytes` more are alive at event `at`, beside the curve at that event."""
+    """If `unit` is selected, `extra_bytes` are alive at event `at` in addition to the curve at that event."""
 
     unit: int
     at: int
@@ -38,30 +38,31 @@ class Recompute:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointProblem:
-    """Everything the search knows."""
+    """The input of the search."""
 
     fixed_bytes: np.ndarray
-    """int64[E]: bytes alive at each event whatever is chosen."""
+    """int64[E]: bytes alive at each event whatever is selected."""
     holds: tuple[Hold, ...]
     recomputes: tuple[Recompute, ...]
-    """Several per unit are possible (one per call). They do not add up: each is a separate peak."""
+    """A unit may have several (one per call). They do not add up: each is a separate peak."""
     cost_ns: tuple[int, ...]
-    """Time to recompute each unit, all its calls together; its length is the number of units."""
+    """Time to recompute each unit in all its calls. Its length is the number of units."""
     paths: tuple[tuple[int, ...], ...]
-    """At most one unit of each tuple may be selected (a unit and what it is nested in)."""
+    """At most one unit of each tuple may be selected (a unit and the units that it is nested in)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Units to recompute, and what that takes."""
+    """The units to recompute, with their peak and cost."""
 
     units: tuple[int, ...]
-    """Sorted."""
+    """In ascending order."""
     peak_bytes: int
     """Largest value of the memory curve with these units selected, recomputes included."""
     cost_ns: int
     status: str
     """'optimal' or 'time limit'."""
     gap: float
-    """Relative distance between `cost_ns` (or the peak, when that was minimised) and the proven bound."""
+    """Relative distance between `cost_ns` (or the peak, if that was minimised) and the proven bound."""
     seconds: float
+    """Wall-clock time of the search."""

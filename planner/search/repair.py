@@ -1,8 +1,9 @@
-"""A greedy way into the budget, for the case that the proof takes too long. Feasible, not optimal.
+"""A greedy heuristic that finds a selection within the budget, for when the proof takes too long.
 
-Starting from a selection, look at its highest point (an event, or a recompute) and at the units that would
-free bytes there; try the most promising few, exactly; take the one with the lowest peak, then the most bytes
-freed per time. Units that exclude it are dropped. Stops when the peak fits, or after a number of moves.
+This is a local search with a list of visited selections. Starting from a selection, it looks at the highest point of
+the curve (an event or a recompute) and at the units that would free bytes there, evaluates the most promising ones
+exactly, and moves to the one with the lowest peak, even if that is no improvement. Units that exclude the new one are
+deselected. It stops when the peak fits, or after a number of moves. The result is feasible, but nothing is proven.
 """
 
 from __future__ import annotations
@@ -15,18 +16,25 @@ from planner.search.curve import CompiledProblem
 from planner.search.reduce import ReducedProblem
 
 _TRIED_PER_MOVE = 6
+"""Maximum number of neighbours that are evaluated per move."""
 
 
 def descend(
     compiled: CompiledProblem, reduced: ReducedProblem, units: Collection[int], budget_bytes: int, *, moves: int = 100
 ) -> tuple[int, ...]:
-    """The lowest selection on the way down from `units`, which ends at the first whose peak is within `budget_bytes`.
+    """Returns the selection with the lowest peak that the search meets; it stops at the first that fits.
 
-    `compiled` is `reduced.problem` compiled. Peaks at or below the floor of `reduced` are not told apart.
+    Args:
+        compiled: `reduced.problem`, compiled.
+        reduced: the problem. Peaks at or below its floor are not distinguished.
+        units: the selection to start from.
+        budget_bytes: the peak to reach.
+        moves: maximum number of moves.
     """
     cost_ns = reduced.problem.cost_ns
 
     def rank(option: frozenset[int]) -> tuple[int, int, list[int]]:
+        """Lowest peak first, then lowest cost; the list of units makes the order unique."""
         return compiled.peak(option), sum(cost_ns[unit] for unit in option), sorted(option)
 
     current = lowest = frozenset(units)
@@ -44,7 +52,8 @@ def descend(
 
 
 def _moves(compiled: CompiledProblem, reduced: ReducedProblem, current: frozenset[int]) -> list[frozenset[int]]:
-    """Neighbours of `current`, those that free the most bytes per time at its highest point first."""
+    """Returns neighbours of `current`; those that free the most bytes per time at its highest point come first."""
+    # The highest point. If it is a recompute, not recomputing that unit is the first neighbour.
     curve = compiled.curve(current)
     event = int(curve.argmax())
     moves: list[frozenset[int]] = []
@@ -53,6 +62,7 @@ def _moves(compiled: CompiledProblem, reduced: ReducedProblem, current: frozense
         highest = int(peaks.argmax())
         event = int(compiled.recompute_at[highest])
         moves.append(current - {int(compiled.recompute_unit[highest])})
+    # Bytes that each unit would free or add there, conditions being taken one at a time.
     held_bytes = compiled.condition_bytes(event)
     freed_bytes = np.zeros(compiled.unit_count, np.int64)
     for number in np.flatnonzero(held_bytes).tolist():

@@ -1,18 +1,22 @@
-"""Equal layers solved once: a program folded along an equitable partition of its columns and rows.
+"""Symmetry: equal layers are solved once, by folding the program along an equitable partition of columns and rows.
 
     X_C = sum of x_j over the columns j of class C;     a folded row is the sum of the rows of one class
 
 If every column of C has the same sum of coefficients over the rows of each row class, and the same cost, then
 each solution x of the program gives a solution X of the folded one at the same cost. So the folded optimum is
-a lower bound, whatever the partition; and where some x of class sums X satisfies everything, it is optimal.
-Eighty equal layers become one layer with counts 0..80, and the branch and bound no longer walks through their
-permutations, which is where it spends its time otherwise. Columns that follow from others in the program (1 if
-one of 80 layers is selected) do not follow from their sums (80 Z >= 1): those must be whole in what is folded.
+a lower bound, whatever the partition; and if some x with class sums X satisfies all rows, it is optimal.
+Eighty equal layers become one layer with counts 0..80, and the branch and bound no longer enumerates their
+permutations, on which it spends most of its time otherwise. Columns that follow from others in the program (1 if
+one of 80 layers is selected) do not follow from their sums (80 Z >= 1): they have to be integers in the folded one.
 
-The partition is the coarsest that colour refinement finds (Grohe, Kersting, Mladenov, Selman 2014, "Dimension
-reduction via colour refinement", arXiv:1307.5697); folding whole-number programs is orbital shrinking
+The partition is the coarsest equitable one, found by colour refinement (Grohe, Kersting, Mladenov, Selman 2014,
+"Dimension reduction via colour refinement", arXiv:1307.5697); folding integer programs is orbital shrinking
 (Fischetti, Liberti, "Orbital Shrinking", ISCO 2012). Refinement compares hashes; the condition above is
-then checked in whole numbers, and a program that fails it is not folded.
+then checked in exact integers, and a program that fails it is not folded.
+
+networkx has colour refinement as `weisfeiler_lehman_subgraph_hashes`. It finds the same classes of columns, with the
+number of iterations given in advance, in 13 to 36 ms, where the refinement below takes 0.6 to 1.9 ms (programs of
+examples/roberta_84m, flat and llama_1b at 0.7 of their peak; CPU time, networkx 3.6.1; 12 to 120 ms for the search).
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from planner.search.linear_rows import Row
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Folded:
-    """A program over classes of the columns of another one."""
+    """A program over classes of the columns of another program."""
 
     program: Program
     class_of: np.ndarray
@@ -35,22 +39,22 @@ class Folded:
 
     @property
     def trivial(self) -> bool:
-        """Whether every class is a single column, so that nothing was folded."""
+        """True if every class is a single column, so that nothing was folded."""
         return len(self.program.cost) == len(self.class_of)
 
     @property
     def sizes(self) -> np.ndarray:
-        """int64[classes]: columns in each class."""
+        """int64[classes]: number of columns in each class."""
         return np.bincount(self.class_of)
 
     def sums(self, values: np.ndarray) -> np.ndarray:
-        """Class sums of a value for each column."""
+        """Returns the sum over each class of a value per column."""
         total = np.zeros(len(self.program.cost), values.dtype)
         np.add.at(total, self.class_of, values)
         return total
 
     def fixing(self, class_sums: np.ndarray, columns: np.ndarray) -> list[Row]:
-        """Rows of the original program that fix the sums of the classes of `columns` to `class_sums`."""
+        """Returns rows of the original program that fix the sums of the classes of `columns` to `class_sums`."""
         rows = []
         for number in np.unique(self.class_of[columns]).tolist():
             members = np.flatnonzero(self.class_of == number)
@@ -61,23 +65,24 @@ class Folded:
 
 
 def fold(program: Program) -> Folded:
-    """`program` over the classes of its coarsest equitable partition."""
+    """Returns `program` over the classes of its coarsest equitable partition."""
     column_class, row_class, entries = _refined(program)
     folded = _folded(program, column_class, row_class, entries)
     return folded or unfolded(program)
 
 
 def unfolded(program: Program) -> Folded:
-    """`program` itself, each column a class."""
+    """Returns `program` itself, with each column as a class."""
     return Folded(program=program, class_of=np.arange(len(program.cost)))
 
 
 def _refined(program: Program) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Classes of columns, classes of rows, and the entries as (row, column, coefficient)."""
+    """Colour refinement. Returns classes of columns, classes of rows, and the entries (row, column, coefficient)."""
     lengths = [len(row.columns) for row in program.rows]
     row = np.repeat(np.arange(len(lengths)), lengths)
     column = np.concatenate([np.zeros(0, np.int64), *(r.columns for r in program.rows)])
     coefficient = np.concatenate([np.zeros(0, np.int64), *(r.coefficients for r in program.rows)])
+    # Start from what is different at once, then refine rows by columns and columns by rows until nothing changes.
     column_class = _renumbered(program.cost, program.limit, program.integral.astype(np.int64))
     row_class = _renumbered(np.array([(r.upper, r.whole) for r in program.rows], np.int64).reshape(-1, 2))
     while True:
@@ -94,19 +99,22 @@ def _folded(
     row_class: np.ndarray,
     entries: tuple[np.ndarray, np.ndarray, np.ndarray],
 ) -> Folded | None:
-    """The folded program; None if the partition turns out not to be equitable."""
+    """Returns the folded program; None if the partition is not equitable (two hashes were equal by chance)."""
     row, column, coefficient = entries
     count, size = len(program.cost), np.bincount(column_class)
+    # Sum of each column over each row class.
     pairs, position = np.unique(row_class[row] * count + column, return_inverse=True)
     total = np.zeros(len(pairs), np.int64)
     np.add.at(total, position, coefficient)
     pairs, total = pairs[total != 0], total[total != 0]
+    # The partition is equitable if these sums are equal for all columns of a class.
     blocks, first, position = np.unique(
         pairs // count * count + column_class[pairs % count], return_index=True, return_inverse=True
     )
     same = total == total[first][position]
     if not same.all() or np.any(np.bincount(position, minlength=len(blocks)) != size[blocks % count]):
         return None
+    # Rows of a class are added up. A sum is an integer in every solution only if all its rows are.
     upper = np.zeros(int(row_class.max(initial=-1)) + 1, np.int64)
     np.add.at(upper, row_class, np.array([r.upper for r in program.rows], np.int64))
     whole = np.ones(len(upper), bool)
@@ -129,7 +137,7 @@ def _folded(
 
 
 def _renumbered(*keys: np.ndarray) -> np.ndarray:
-    """Classes of equal keys, numbered by first appearance."""
+    """Returns classes of equal keys, numbered by first appearance."""
     if not len(keys[0]):
         return np.zeros(0, np.int64)
     table = np.column_stack([key.astype(np.int64) for key in keys])
@@ -140,7 +148,10 @@ def _renumbered(*keys: np.ndarray) -> np.ndarray:
 
 
 def _hashed(target: np.ndarray, count: int, colour: np.ndarray, coefficient: np.ndarray) -> np.ndarray:
-    """uint64[count]: an order-free hash of the (colour, coefficient) pairs that belong to each target."""
+    """Returns uint64[count]: a hash of each target's (colour, coefficient) pairs that does not depend on their order.
+
+    It is the sum of a mixing function (splitmix64) of each pair.
+    """
     mixed = colour.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + coefficient.astype(np.uint64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)

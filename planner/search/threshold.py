@@ -1,7 +1,8 @@
-"""Where a condition that is false up to some point becomes true, when asking costs much and a guess is at hand.
+"""Finds the point from which on a monotone condition is true, if evaluating it is expensive and a guess is available.
 
-Galloping from the guess, then bisection (Bentley and Yao 1976, doi:10.1016/0020-0190(76)90071-5): two questions if the
-guess is right, about 2 log2(distance) otherwise.
+Exponential (galloping) search from the guess, then bisection (Bentley and Yao 1976, "An almost optimal algorithm for
+unbounded searching", doi:10.1016/0020-0190(76)90071-5). It takes two evaluations if the guess is right, and about
+2 log2(distance) otherwise. The result is exact if the condition is monotone.
 """
 
 from __future__ import annotations
@@ -10,11 +11,18 @@ from collections.abc import Callable
 
 
 def first_true(count: int, holds: Callable[[int], bool], *, guess: int) -> int:
-    """Smallest i in 0..count-1 with `holds(i)`; `count` if there is none. Where it holds it must hold from there on."""
+    """Returns the smallest i in 0..count-1 for which `holds(i)` is true, or `count` if there is none.
+
+    Args:
+        count: number of points.
+        holds: the condition; once true it must stay true for all larger points.
+        guess: where to start; any integer.
+    """
     if count == 0:
         return 0
     at = min(max(guess, 0), count - 1)
-    low, high, step = -1, count, 1  # false at low, true at high, as far as is known
+    low, high, step = -1, count, 1  # invariant: false at `low`, true at `high` (the ends count as evaluated)
+    # Gallop with doubling steps, towards smaller points if the guess holds and towards larger ones if not.
     if holds(at):
         high = at
         while high > 0 and low < 0 and (at := max(high - step, 0)) >= 0:
@@ -29,6 +37,7 @@ def first_true(count: int, holds: Callable[[int], bool], *, guess: int) -> int:
                 high = at
             else:
                 low, step = at, 2 * step
+    # Bisect what is left.
     while high - low > 1:
         middle = (low + high) // 2
         if holds(middle):

@@ -1,4 +1,4 @@
-"""Replay a memory snapshot of a real card through the simulated allocator: `python -m planner.snapshot FILE`."""
+"""Replays a memory snapshot of a real card through the simulated allocator: `python -m planner.snapshot FILE`."""
 
 from __future__ import annotations
 

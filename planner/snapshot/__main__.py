@@ -1,4 +1,4 @@
-"""`python -m planner.snapshot`."""
+"""The command `python -m planner.snapshot`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Replay a record of a real card through the simulator of CUDA's caching allocator: `python -m planner.snapshot FILE`.
+"""The command `python -m planner.snapshot FILE`: replays a snapshot of a real card through the simulated allocator.
 
-On the card: `torch.cuda.memory._record_memory_history()` before the program and
-`torch.cuda.memory._dump_snapshot("snapshot.pickle")` after it. Here, without a card and without torch: recorded beside
-simulated, request by request and segment by segment.
+On the machine with the card, call `torch.cuda.memory._record_memory_history()` before the program and
+`torch.cuda.memory._dump_snapshot("snapshot.pickle")` after it. The command needs neither a card nor torch. It compares
+the record with the simulation, request by request and segment by segment.
 
-Exit code 0: all equal; 1: something differs; 2: could not be replayed.
+Exit code 0 means that all is equal, 1 that something differs, 2 that the record could not be replayed.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from planner.snapshot.replay import replay_history
 from planner.snapshot.result import ReplayResult, SegmentPair
 
 EQUAL, DIFFERENT, COULD_NOT_RUN = 0, 1, 2
+"""Exit codes."""
 _MOST_SHOWN = 5
-"""Differences that are printed of each kind."""
+"""Maximum number of differences of each kind that are printed."""
 
 
 class _Arguments(argparse.ArgumentParser):
-    """Usage errors are told like all others, on one line."""
+    """Reports usage errors on one line, like all other errors."""
 
     def error(self, message: str) -> NoReturn:
         raise SnapshotError(f"{message}; see python -m planner.snapshot --help")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Runs the command and returns its exit code."""
     try:
         options = _parser().parse_args(arguments)
         capacity_bytes = None if options.capacity is None else parse_size(options.capacity, device_bytes=None)
@@ -48,11 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PlannerError as error:
         print(f"snapshot: {error}", file=sys.stderr)
         return COULD_NOT_RUN
-    except Exception as error:  # shown whole: a fault of ours
+    except Exception as error:  # A bug of the planner, shown with its traceback.
         traceback.print_exc()
-        told = " ".join(f"{type(error).__name__}: {error}".split())
+        message = " ".join(f"{type(error).__name__}: {error}".split())
         print(
-            f"snapshot: {told}; this is a fault of the planner, please report it with the text above", file=sys.stderr
+            f"snapshot: {message}; this is a bug of the planner, please report it with the text above", file=sys.stderr
         )
         return COULD_NOT_RUN
     _print(Console(file=sys.stdout, highlight=False, soft_wrap=True), options.file, history, result)
@@ -60,22 +61,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command's arguments."""
     parser = _Arguments(
         prog="python -m planner.snapshot",
-        description="Replay a snapshot of torch.cuda.memory._dump_snapshot through the allocator's simulator.",
-        epilog="Exit code 0: all equal, 1: something differs, 2: could not be replayed.",
+        description="Replays a snapshot of torch.cuda.memory._dump_snapshot through the simulated caching allocator.",
+        epilog="Exit code 0: all is equal, 1: something differs, 2: the snapshot could not be replayed.",
     )
-    parser.add_argument("file", metavar="FILE", help="a snapshot (.pickle) or a history (.json), also with .gz")
-    parser.add_argument("--device", type=int, metavar="N", help="number of the device (the first one with events)")
+    parser.add_argument("file", metavar="FILE", help="a snapshot (.pickle) or a history (.json), perhaps with .gz")
+    parser.add_argument(
+        "--device", type=int, metavar="N", help="number of the device (default: the first one with events)"
+    )
     parser.add_argument(
         "--capacity",
         metavar="SIZE",
-        help="memory that segments could take, such as 24GiB (the most that was reserved, where the card was full)",
+        help="memory that segments could take on the card, such as 24GiB (default: the most that was ever reserved if "
+        "the card was full, else no limit)",
     )
     return parser
 
 
 def _print(console: Console, name: str, history: History, result: ReplayResult) -> None:
+    """Prints the comparison of record and simulation."""
     counts = result.counts
     start = "an empty allocator" if result.starts_empty else "the middle of a run"
     limit = "no limit" if result.capacity_bytes is None else f"{format_size(result.capacity_bytes)} for segments"
@@ -83,7 +89,7 @@ def _print(console: Console, name: str, history: History, result: ReplayResult) 
     for line in (
         f"{name}, device {history.device}: {len(history.events)} events from {start}, {segments}, {limit}",
         f"{counts.allocations} allocations, {counts.failed_requests} failed requests; memory was taken from the driver "
-        f"{counts.taken} times and given back {counts.given_back} times",
+        f"{counts.taken} times and released {counts.given_back} times",
         *(f"Note: {note}" for note in history.notes),
     ):
         console.print(line, markup=False)
@@ -97,49 +103,54 @@ def _print(console: Console, name: str, history: History, result: ReplayResult) 
 
 
 def _marks(console: Console) -> dict[bool, str]:
-    """How equal and different are shown, also where the output cannot show every sign."""
+    """Returns the marks for equal (True) and different (False) that the encoding of the output can show."""
     return {True: "✓", False: "✗"} if console.encoding.startswith("utf") else {True: "yes", False: "NO"}
 
 
 def _levels(result: ReplayResult, marks: dict[bool, str]) -> Table:
+    """Returns the table of peaks and final levels."""
     table = Table("", "recorded", "simulated", "equal", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     recorded, simulated = result.recorded, result.simulated
-    for title, real_bytes, our_bytes in (
+    for title, recorded_bytes, simulated_bytes in (
         ("peak requested", recorded.peak_requested_bytes, simulated.peak_requested_bytes),
         ("peak allocated", recorded.peak_allocated_bytes, simulated.peak_allocated_bytes),
         ("peak reserved", recorded.peak_reserved_bytes, simulated.peak_reserved_bytes),
         ("allocated at the end", recorded.final_allocated_bytes, simulated.final_allocated_bytes),
         ("reserved at the end", recorded.final_reserved_bytes, simulated.final_reserved_bytes),
     ):
-        if real_bytes is None:
-            table.add_row(title, "not in a snapshot", format_size(our_bytes), "")
+        assert simulated_bytes is not None  # Only a record may lack a level.
+        simulated_text = format_size(simulated_bytes)
+        if recorded_bytes is None:
+            table.add_row(title, "not in a snapshot", simulated_text, "")
         else:
-            table.add_row(title, format_size(real_bytes), format_size(our_bytes), marks[real_bytes == our_bytes])
+            table.add_row(title, format_size(recorded_bytes), simulated_text, marks[recorded_bytes == simulated_bytes])
     return table
 
 
 def _differences(result: ReplayResult) -> Iterator[str]:
+    """Yields lines with the number of differences, and the first of them."""
     requests = result.counts.allocations + result.counts.failed_requests
     yield f"addresses that differ: {len(result.addresses)} of {requests}"
-    for found in result.addresses[:_MOST_SHOWN]:
+    for address in result.addresses[:_MOST_SHOWN]:
         yield (
-            f"  event {found.at_event}, {format_size(found.size_bytes)} on stream {found.stream}: "
-            f"recorded {_address(found.recorded_address)}, simulated {_address(found.simulated_address)}"
+            f"  event {address.at_event}, {format_size(address.size_bytes)} on stream {address.stream}: "
+            f"recorded {_address(address.recorded_address)}, simulated {_address(address.simulated_address)}"
         )
     yield f"exchanges with the driver that differ: {len(result.driver)}"
-    for found in result.driver[:_MOST_SHOWN]:
+    for exchange in result.driver[:_MOST_SHOWN]:
         only = "".join(
-            f"; only {who} gives back {', '.join(map(_address, addresses[:_MOST_SHOWN]))}"
-            for who, addresses in (("the record", found.only_recorded), ("the simulation", found.only_simulated))
+            f"; only {who} releases {', '.join(map(_address, addresses[:_MOST_SHOWN]))}"
+            for who, addresses in (("the record", exchange.only_recorded), ("the simulation", exchange.only_simulated))
             if addresses
         )
         yield (
-            f"  event {found.at_event}: reserved memory changed by {format_size(found.recorded_change_bytes)} "
-            f"recorded, {format_size(found.simulated_change_bytes)} simulated{only}"
+            f"  event {exchange.at_event}: reserved memory changed by {format_size(exchange.recorded_change_bytes)} "
+            f"recorded, {format_size(exchange.simulated_change_bytes)} simulated{only}"
         )
 
 
 def _segments(pairs: Sequence[SegmentPair], marks: dict[bool, str]) -> Table:
+    """Returns the table of segments at the end."""
     table = Table(
         title="segments at the end", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
     )
@@ -162,17 +173,19 @@ def _segments(pairs: Sequence[SegmentPair], marks: dict[bool, str]) -> Table:
 
 
 def _either(texts: Iterator[str]) -> str:
-    """The recorded text and, where it is another one, the simulated one."""
+    """Returns the recorded text, followed by the simulated one if it differs."""
     return " / ".join(dict.fromkeys(texts))
 
 
 def _blocks(segment: Segment | None, *, with_sizes: bool) -> str:
+    """Describes the blocks of a segment."""
     if segment is None:
         return "missing"
     live = [block for block in segment.blocks if block.is_allocated]
-    told = f"{len(segment.blocks)}, {len(live)} live"
-    return f"{told}: {format_size(sum(block.size_bytes for block in live))}" if with_sizes else told
+    counts = f"{len(segment.blocks)}, {len(live)} live"
+    return f"{counts}: {format_size(sum(block.size_bytes for block in live))}" if with_sizes else counts
 
 
 def _address(address: int | None) -> str:
+    """Returns the text for an address. None stands for a request that ran out of memory."""
     return "out of memory" if address is None else f"{address:#x}"

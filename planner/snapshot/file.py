@@ -1,14 +1,14 @@
-"""Records of the CUDA caching allocator as files: what `torch.cuda.memory._dump_snapshot` writes, and JSON.
+"""Reads records of the CUDA caching allocator: files of `torch.cuda.memory._dump_snapshot`, and JSON.
 
 Sources: `_snapshot` in pytorch's torch/cuda/memory.py, `THCPModule_memorySnapshot` in torch/csrc/cuda/Module.cpp.
 
-A snapshot is a pickled dict: `segments` as they are at the end, `device_traces` (events in order, a list for each
-device) and, in newer versions, `allocator_settings`. A history in JSON holds the same of one device, without stack
-frames: `events` as [action, address, size, stream, operator], `segments_at_end` as [address, size, pool, stream,
-is_expandable, [[block size, requested, state], ...]] and `settings`. Either may be packed with gzip.
+A snapshot is a pickled dict with `segments` (the state at the end), `device_traces` (a list of events in order for each
+device) and, in newer versions, `allocator_settings`. A history in JSON has the same content for one device, without
+stack frames: `events` as [action, address, size, stream, operator], `segments_at_end` as [address, size, pool, stream,
+is_expandable, [[block size, requested, state], ...]] and `settings`. Both may be compressed with gzip.
 
-A pickle can name any function to be called while it is read. A snapshot is made of dicts, lists, tuples, texts and
-numbers, which need none, so every name is refused before it is looked up.
+A pickle can name any function to be called while it is read. A snapshot consists of dicts, lists, tuples, texts and
+numbers, which need no function, so every name is refused before it is looked up.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from planner.plan_types.sizes import MIB
 
 
 class Action(enum.Enum):
-    """What the allocator did, as pytorch calls it."""
+    """The kinds of events, with PyTorch's names."""
 
     ALLOC = "alloc"
     FREE_REQUESTED = "free_requested"
     FREE_COMPLETED = "free_completed"
-    """The block can be used again: at once, or when the other streams that used it are done."""
+    """The block can be used again: at once, or when the other streams that used it have finished."""
     SEGMENT_ALLOC = "segment_alloc"
     SEGMENT_FREE = "segment_free"
     SEGMENT_MAP = "segment_map"
-    """Pages of an expandable segment get memory."""
+    """Memory is mapped to pages of an expandable segment."""
     SEGMENT_UNMAP = "segment_unmap"
     OOM = "oom"
 
@@ -54,43 +54,44 @@ _BROKEN_FILE = (
     *(EOFError, OSError, zlib.error, pickle.UnpicklingError, ValueError, TypeError, KeyError, IndexError),
     *(AttributeError, OverflowError, RecursionError, MemoryError),
 )
-"""What reading a cut or made-up file can raise."""
-_GIVE = "give a file that torch.cuda.memory._dump_snapshot made"
+"""Errors that reading a truncated or forged file can raise."""
+_GIVE = "give a file that torch.cuda.memory._dump_snapshot wrote"
 
 
 class Event(NamedTuple):
-    """One entry of the record."""
+    """One event of a record."""
 
     action: Action
     address: int
     """0 for a request that failed."""
     size_bytes: int
-    """Of an allocation: as requested. Of a request that failed: rounded. Of a segment: its own."""
+    """Size of the request of an allocation, rounded size of a request that failed, or size of a segment."""
     stream: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class History:
-    """What one device's caching allocator did, and what it held at the end."""
+    """The events of one device's caching allocator, and its state at the end."""
 
     events: tuple[Event, ...]
     segments: tuple[Segment, ...]
-    """At the end, by ascending address. Of an expandable segment, each stretch with memory."""
+    """Segments at the end by ascending address. Of an expandable segment, each contiguous range with memory."""
     settings: AllocatorSettings
     device: int = 0
+    """Number of the device."""
     notes: tuple[str, ...] = ()
-    """What the record holds and a replay leaves out, a sentence each."""
+    """Sentences about parts of the record that a replay leaves out."""
 
 
 def load(path: str | os.PathLike[str], *, device: int | None = None) -> History:
-    """Read a snapshot or a history.
+    """Reads a snapshot or a history.
 
     Args:
-        path: a pickle or JSON, told apart by its content; either may be packed with gzip.
-        device: number of the device; None: the first one with events.
+        path: A pickle or a JSON file, recognised by its content. Both may be compressed with gzip.
+        device: Number of the device. None means the first one with events.
 
     Raises:
-        SnapshotError: for a file that is neither, is cut short, names a class or function, or has no such device.
+        SnapshotError: the file is neither of these, is truncated, names a class or function, or has no such device.
     """
     shown = f"'{os.fspath(path)}'"
     data = _read(pathlib.Path(path), shown)
@@ -98,7 +99,9 @@ def load(path: str | os.PathLike[str], *, device: int | None = None) -> History:
         with _naming(f"{shown}: the history"):
             data = _as_snapshot(data)
     if not isinstance(data, dict) or not {"segments", "device_traces"} <= data.keys():
-        raise SnapshotError(f"{shown} is no record of an allocator, segments and device_traces are missing: {_GIVE}")
+        raise SnapshotError(
+            f"{shown} is not a record of an allocator, because segments and device_traces are missing: {_GIVE}"
+        )
     return _history(data, device, shown)
 
 
@@ -106,56 +109,62 @@ def load(path: str | os.PathLike[str], *, device: int | None = None) -> History:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Refuses every class and function by its name; what is left can only build plain values."""
+    """Refuses every class and function by its name, so that a pickle can only create plain values."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise SnapshotError(
-            f"wants to load {f'{module}.{name}'[:80]!r}, a snapshot loads no code: do not trust this file"
+            f"wants to load {f'{module}.{name}'[:80]!r}, but a snapshot loads no code: do not trust this file"
         )
 
 
 def _read(path: pathlib.Path, shown: str) -> object:
+    """Returns the content of a file. `shown` is its name in messages."""
     if not path.is_file():
-        raise SnapshotError(f"{shown} is {'a folder' if path.is_dir() else 'not there'}: {_GIVE}")
+        raise SnapshotError(f"{shown} {'is a folder' if path.is_dir() else 'does not exist'}: {_GIVE}")
     try:
         with path.open("rb") as file:
-            is_packed = file.read(2) == b"\x1f\x8b"
-        with gzip.open(path) if is_packed else path.open("rb") as file:
+            is_compressed = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if is_compressed else path.open("rb") as file:
             first = file.read(1)
             file.seek(0)
-            if first == b"\x80":  # every pickle since protocol 2
+            if first == b"\x80":  # Every pickle since protocol 2 starts with it.
                 return _PlainUnpickler(file).load()
             if first == b"{":
                 return json.load(file)
     except SnapshotError as error:
         raise SnapshotError(f"{shown} {error}") from None
     except _BROKEN_FILE as error:
-        raise SnapshotError(f"{shown} cannot be read, is it whole? ({_told(error)})") from error
+        raise SnapshotError(
+            f"{shown} cannot be read ({_one_line(error)}): check that the file is complete, or write it again"
+        ) from error
     raise SnapshotError(f"{shown} is neither a pickle nor JSON: {_GIVE}")
 
 
 @contextlib.contextmanager
 def _naming(where: str) -> Iterator[None]:
-    """Say which part of the file is not as pytorch writes it."""
+    """Names the part of the file in the error if that is not as PyTorch writes it."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise SnapshotError(f"{where} cannot be understood ({_told(error)}): {_GIVE}") from error
+        raise SnapshotError(f"{where} cannot be understood ({_one_line(error)}): {_GIVE}") from error
 
 
-def _told(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
+    """Returns type and message of an error on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
 
 
 def _whole(value: object, *, least: int = 0) -> int:
+    """Checks that a value is an integer of at least `least`."""
     if type(value) is not int or value < least:
-        raise ValueError(f"{str(value)[:40]!r} is no whole number of at least {least}")
+        raise ValueError(f"{str(value)[:40]!r} is not an integer of at least {least}")
     return value
 
 
 def _stream(value: object) -> int:
+    """Checks that a value is the number of a stream."""
     if type(value) is not int:
-        raise ValueError(f"stream {str(value)[:40]!r} is no whole number")
+        raise ValueError(f"stream {str(value)[:40]!r} is not an integer")
     return value
 
 
@@ -163,7 +172,7 @@ def _stream(value: object) -> int:
 
 
 def _as_snapshot(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A history in the form of a snapshot of device 0."""
+    """Converts a history in JSON to the form of a snapshot of device 0."""
     names = ("address", "total_size", "segment_type", "stream", "is_expandable", "blocks")
     block_names = ("size", "requested_size", "state")
     segments = [{"device": 0, **dict(zip(names, facts, strict=True))} for facts in data["segments_at_end"]]
@@ -177,6 +186,7 @@ def _as_snapshot(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _history(data: Mapping[str, Any], wanted: int | None, shown: str) -> History:
+    """Returns the history of one device of a snapshot, without its private pools."""
     with _naming(f"{shown}: device_traces"):
         with_events = [number for number, trace in enumerate(data["device_traces"]) if len(trace) > 0]
     device, notes = _device(with_events, wanted, shown)
@@ -196,8 +206,8 @@ def _history(data: Mapping[str, Any], wanted: int | None, shown: str) -> History
             f"{len(private)} segments and {len(events) - len(kept)} events are left out"
         )
     with _naming(f"{shown}: allocator_settings"):
-        told = data.get("allocator_settings", {})
-        settings, more_notes = _settings(told, is_expandable=_is_expandable(told, kept, here))
+        options = data.get("allocator_settings", {})
+        settings, more_notes = _settings(options, is_expandable=_is_expandable(options, kept, here))
     return History(
         events=tuple(kept),
         segments=tuple(segments),
@@ -208,28 +218,31 @@ def _history(data: Mapping[str, Any], wanted: int | None, shown: str) -> History
 
 
 def _device(with_events: Sequence[int], wanted: int | None, shown: str) -> tuple[int, list[str]]:
+    """Returns the number of the device to read, and a note if other devices have events, too."""
     if not with_events:
         raise SnapshotError(
             f"{shown} has no events: call torch.cuda.memory._record_memory_history() before the program"
         )
     listed = ", ".join(map(str, with_events))
     if wanted is None:
-        several = [f"devices {listed} have events: this is device {with_events[0]}"] if len(with_events) > 1 else []
-        return with_events[0], several
+        note = f"devices {listed} have events, and this is device {with_events[0]}: choose another one with --device"
+        return with_events[0], [note] if len(with_events) > 1 else []
     if wanted not in with_events:
         raise SnapshotError(f"{shown} has no events of device {wanted}: choose one of {listed}")
     return wanted, []
 
 
 def _event(entry: Mapping[str, Any]) -> Event:
+    """Returns one event of a snapshot."""
     action = _ACTIONS.get(entry["action"])
     if action is None:
-        raise ValueError(f"action {str(entry['action'])[:40]!r} is not known")
+        raise ValueError(f"action {str(entry['action'])[:40]!r} is unknown")
     address = 0 if action is Action.OOM else _whole(entry["addr"])
     return Event(action, address, _whole(entry["size"], least=1), _stream(entry["stream"]))
 
 
 def _segment(data: Mapping[str, Any]) -> Segment:
+    """Returns one segment of a snapshot with its blocks."""
     blocks = []
     for block in data["blocks"]:
         is_allocated = block["state"] != "inactive"
@@ -254,22 +267,24 @@ def _segment(data: Mapping[str, Any]) -> Segment:
 
 
 def _is_private(pool_id: Sequence[int] | None) -> bool:
+    """True if a pool is not the default pool, which has the id (0, 0)."""
     return pool_id is not None and tuple(pool_id) != (0, 0)
 
 
 def _outside(private: Sequence[Segment], events: Sequence[Event], in_pool: Sequence[bool]) -> list[Event]:
-    """The events of the default pool.
+    """Returns the events of the default pool.
 
-    Newer versions name the pool of each event. In older ones an event is private while its address lies in a segment
-    that is private at the end; what lay at the address before that segment was made is not.
+    Newer versions of PyTorch record the pool of each event. In older ones an event counts as private if its address is
+    inside a segment that is private at the end. Going backwards in time, that holds until the event that allocated the
+    segment: events at the same address before it belong to another segment.
     """
-    stretches = sorted((segment.address, segment.address + segment.size_bytes) for segment in private)
+    ranges = sorted((segment.address, segment.address + segment.size_bytes) for segment in private)
     kept = []
     for event, is_private in zip(reversed(events), reversed(in_pool), strict=True):
-        nearest = bisect.bisect_right(stretches, event.address, key=lambda stretch: stretch[0]) - 1
-        is_inside = nearest >= 0 and event.address < stretches[nearest][1]
+        nearest = bisect.bisect_right(ranges, event.address, key=lambda addresses: addresses[0]) - 1
+        is_inside = nearest >= 0 and event.address < ranges[nearest][1]
         if is_inside and event.action is Action.SEGMENT_ALLOC:
-            del stretches[nearest]
+            del ranges[nearest]
         if not is_private and not is_inside:
             kept.append(event)
     return kept[::-1]
@@ -278,26 +293,26 @@ def _outside(private: Sequence[Segment], events: Sequence[Event], in_pool: Seque
 # ---- settings -----------------------------------------------------------------------------------------------------
 
 
-def _is_expandable(told: Mapping[str, Any], events: Sequence[Event], segments: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether segments are expandable: as seen in the record, or as told where it takes none."""
+def _is_expandable(options: Mapping[str, Any], events: Sequence[Event], segments: Sequence[Mapping[str, Any]]) -> bool:
+    """True if segments are expandable, as seen in the record, or according to the options if it has no segments."""
     actions = {event.action for event in events}
     seen = {bool(segment.get("is_expandable", False)) for segment in segments}
     seen |= {True} if actions & {Action.SEGMENT_MAP, Action.SEGMENT_UNMAP} else set()
     seen |= {False} if actions & {Action.SEGMENT_ALLOC, Action.SEGMENT_FREE} else set()
     if len(seen) > 1:
-        raise ValueError("segments of fixed size and expandable ones in one record are not simulated")
-    return seen.pop() if seen else bool(told.get("expandable_segments", False))
+        raise ValueError("a record with both expandable segments and segments of fixed size is not simulated")
+    return seen.pop() if seen else bool(options.get("expandable_segments", False))
 
 
-def _settings(told: Mapping[str, Any], *, is_expandable: bool) -> tuple[AllocatorSettings, list[str]]:
-    """The settings, and what of them a snapshot does not tell completely."""
-    written = str(told.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+def _settings(options: Mapping[str, Any], *, is_expandable: bool) -> tuple[AllocatorSettings, list[str]]:
+    """Returns the settings of the allocator, and notes about options that a snapshot does not record completely."""
+    written = str(options.get("PYTORCH_CUDA_ALLOC_CONF", ""))
     if "backend:cudaMallocAsync" in written.replace(" ", ""):
         raise ValueError("the cudaMallocAsync backend is not simulated")
     divisions = tuple(
-        steps for _, steps in sorted((int(k), v) for k, v in told.get("roundup_power2_divisions", {}).items())
+        steps for _, steps in sorted((int(k), v) for k, v in options.get("roundup_power2_divisions", {}).items())
     )
-    split_bytes, threshold = told.get("max_split_size", -1), float(told.get("garbage_collection_threshold", 0.0))
+    split_bytes, threshold = options.get("max_split_size", -1), float(options.get("garbage_collection_threshold", 0.0))
     defaults = AllocatorSettings()
     settings = AllocatorSettings(
         expandable_segments=is_expandable,
@@ -311,12 +326,16 @@ def _settings(told: Mapping[str, Any], *, is_expandable: bool) -> tuple[Allocato
     )
     notes = []
     if threshold > 0:
-        notes.append("garbage collection is not simulated: a snapshot does not tell the memory fraction it depends on")
+        notes.append(
+            "garbage collection is not simulated, because it depends on the memory fraction, which a snapshot does not "
+            "record"
+        )
     if "per_process_memory_fraction" in written:
-        notes.append("the memory fraction is not simulated: give what it leaves of the card as --capacity")
+        notes.append("the memory fraction is not simulated: give the memory that it allows with --capacity")
     return settings, notes
 
 
 def _option(written: str, name: str, default_bytes: int) -> int:
-    found = re.search(rf"\b{name}\s*:\s*(\d+)", written)
-    return int(found[1]) * MIB if found else default_bytes
+    """Returns the value of an option in MiB from the text of PYTORCH_CUDA_ALLOC_CONF, in bytes."""
+    match = re.search(rf"\b{name}\s*:\s*(\d+)", written)
+    return int(match[1]) * MIB if match else default_bytes

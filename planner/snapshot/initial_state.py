@@ -1,8 +1,9 @@
-"""The state before the first event of a record, by undoing all events from the state at the end.
+"""Finds the state before the first event of a record: undoes all events, from the last to the first.
 
-A record may start in the middle of a run (`max_entries` keeps the latest events only). Undoing gives every segment and
-every live block before it. What it does not give is the size of a block that died during the record, since events tell
-requests: in the large pool it may hold up to 1 MiB more, which the neighbours show.
+A record may start in the middle of a run, because `max_entries` keeps only the latest events. Undoing the events gives
+all segments and all live blocks before them. It does not give the size of a block that was freed during the record,
+because an event holds the size of the request. In the large pool such a block may be up to 1 MiB larger, which follows
+from its neighbours (`_UnseenBlocks`).
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from planner.snapshot.file import Action, Event, History
 
 
 class StartState:
-    """What was there before the first event.
+    """The state before the first event.
 
     Raises:
-        SnapshotError: when the events do not lead to the segments at the end, as after a gap in the record.
+        SnapshotError: the events do not lead to the segments at the end, as after a gap in the record.
     """
 
     def __init__(self, history: History) -> None:
         self._history = history
         self._segments: dict[int, tuple[int, bool, int]] = {}
-        """Size, whether of the small pool, and stream of each segment, by address."""
+        """Size, whether it belongs to the small pool, and stream of each segment, by address."""
         self._live: dict[int, tuple[int | None, int]] = {}
-        """Size (None: not known) and request of each live block, by address."""
+        """Size (None if unknown) and size of the request of each live block, by address."""
         self.reserved_bytes = sum(segment.size_bytes for segment in history.segments)
         for segment in history.segments:
             self._segments[segment.address] = (segment.size_bytes, segment.is_small, segment.stream)
@@ -42,19 +43,19 @@ class StartState:
 
     @property
     def live(self) -> dict[int, int]:
-        """Requests of the live blocks by ascending address."""
+        """Sizes of the requests of the live blocks, by ascending address."""
         return {address: requested for address, (_, requested) in sorted(self._live.items())}
 
     def segments(self) -> tuple[Segment, ...]:
-        """Segments of fixed size with their blocks, by ascending address.
+        """Returns the segments of fixed size with their blocks, by ascending address.
 
         Raises:
-            SnapshotError: for expandable segments, whose address ranges a record does not tell.
+            SnapshotError: there are expandable segments, whose address ranges are not in a record.
         """
         if self._history.settings.expandable_segments:
             if self.reserved_bytes or self._live:
                 raise SnapshotError(
-                    "the record starts with expandable segments that are in use, which is not simulated: "
+                    "the record starts while expandable segments are in use, which is not simulated: "
                     "begin to record before the first allocation, without max_entries"
                 )
             return ()
@@ -69,10 +70,11 @@ class StartState:
             blocks = self._blocks(address, position, inside, unseen, is_small=is_small)
             segments.append(Segment(address=address, stream=stream, is_small=is_small, blocks=tuple(blocks)))
         if sum(block.is_allocated for segment in segments for block in segment.blocks) < len(addresses):
-            raise SnapshotError(f"a block that is live before the first event is in no segment: {_GAP}")
+            raise SnapshotError(f"a block that is live before the first event is inside no segment: {_GAP}")
         return tuple(segments)
 
     def _undo(self, index: int, event: Event) -> None:
+        """Changes the state to that before the event; raises `SnapshotError` if the event cannot have led to it."""
         fits = True
         match event.action:
             case Action.ALLOC:
@@ -96,13 +98,13 @@ class StartState:
                 self.reserved_bytes += event.size_bytes
         if not fits:
             raise SnapshotError(
-                f"event {index} ({event.action.value} at {event.address:#x}) does not lead to what follows it: {_GAP}"
+                f"event {index} ({event.action.value} at {event.address:#x}) contradicts the events after it: {_GAP}"
             )
 
     def _blocks(
         self, start: int, end: int, inside: list[int], unseen: _UnseenBlocks, *, is_small: bool
     ) -> list[SegmentBlock]:
-        """Blocks of one segment; `inside`: addresses of its live ones."""
+        """Returns the blocks of the segment from `start` to `end`. `inside` are the addresses of its live blocks."""
         blocks, position = [], start
         for address, following in itertools.pairwise([*inside, end]):
             if address > position:
@@ -119,11 +121,11 @@ class StartState:
         return blocks
 
 
-_GAP = "the record has a gap, make the snapshot before recording is switched off and record every action"
+_GAP = "the record has a gap; write the snapshot before recording is switched off, and record all kinds of events"
 
 
 class _UnseenBlocks:
-    """Sizes of blocks that were live before the first event and died during the record."""
+    """Infers the sizes of blocks that were live before the first event and were freed during the record."""
 
     def __init__(self, history: History) -> None:
         self._settings: AllocatorSettings = history.settings
@@ -137,20 +139,24 @@ class _UnseenBlocks:
         self._births = sorted(births)
 
     def size_bytes(self, address: int, requested_bytes: int, following: int, *, is_small: bool) -> int:
-        """Size of the block at `address`; `following`: address of the next live block, or end of the segment.
+        """Returns the size of the block at `address`.
 
-        In the large pool it may hold up to 1 MiB more than the rounded request. A gap of at most 1 MiB before the next
-        live block is such a rest, since no free block of that pool is so small; in a longer gap, the first allocation
-        that starts near the block, before it dies, shows where the free block after it begins. A block above the split
-        limit is a whole segment.
+        In the large pool it may be up to 1 MiB larger than the rounded request, because such a rest is not split off.
+
+        Args:
+            following: Address of the next live block, or end of the segment.
         """
         rounded_bytes = round_size(requested_bytes, self._settings)
         gap_bytes = following - address - rounded_bytes
         if is_small or gap_bytes <= 0:
             return rounded_bytes
+        # A gap of at most 1 MiB belongs to the block, because no free block of the large pool is so small. A block
+        # above the split limit is a whole segment.
         most_bytes = self._settings.max_split_size_bytes
         if gap_bytes <= LARGEST_SMALL_BYTES or (most_bytes is not None and rounded_bytes >= most_bytes):
             return rounded_bytes + gap_bytes
+        # In a longer gap, the first allocation that starts near the block before it is freed shows where the free block
+        # after it begins. Without such an allocation the block is taken to have the rounded size.
         first, last = address + rounded_bytes, address + rounded_bytes + LARGEST_SMALL_BYTES
         near = self._births[
             bisect.bisect_left(self._births, (first, 0)) : bisect.bisect_left(self._births, (last + 1, 0))

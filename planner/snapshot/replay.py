@@ -1,15 +1,17 @@
-"""A record of the caching allocator run through the simulator, held against the record after each event.
+"""Runs a record of the caching allocator through the simulator, and compares both after each event.
 
-The simulator gets what a program and a driver decide: requests, streams, frees, and where new segments lie. Everything
-else is its own work and is compared: the block that each request gets, what is taken from the driver and given back,
-which requests fail, and every segment with its blocks at the end.
+The simulator is given the decisions of the program and the driver: requests, streams, frees, and the addresses of new
+segments. It computes everything else, which is compared with the record: the block that each request gets, the memory
+that is taken from the driver and released, the requests that fail, and all segments with their blocks at the end.
 
-How much memory the driver could give is not recorded. Where the record gives segments back or runs out of memory, the
-most that was ever reserved stands in for it: a request that would go beyond it while segments are given back found the
-card full, so the simulator must give back the same ones by itself; otherwise the program has called `empty_cache`.
+A record does not hold the memory that the driver could give. If the record releases segments or runs out of memory, the
+maximum of the reserved bytes stands in for it. When segments are released, there are two cases: if the next request
+would exceed that maximum, it found the card full, and the simulator must release the same segments when it gets that
+request; otherwise the program called `empty_cache`, and so does the replay.
 
-Left out, and said in `History.notes`: private pools, garbage collection, the memory fraction. Not known: where the
-address range of expandable segments lies that a request made before it failed; what is put there later differs.
+Where it stops being exact: private pools, garbage collection and the memory fraction are not simulated, which
+`History.notes` says. If a request creates the address range of an expandable segment and then fails, the address of
+that range is not in the record, so later segments in it differ.
 """
 
 from __future__ import annotations
@@ -30,29 +32,31 @@ from planner.snapshot.result import AddressMismatch, Counts, DriverMismatch, Lev
 
 _TAKES = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)
 _GIVES_BACK = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
-_FIRST_MADE_UP_ADDRESS = 1 << 60
-"""Where segments lie that the simulator takes and the record does not; no device has such addresses."""
+_FIRST_SYNTHETIC_ADDRESS = 1 << 60
+"""First address of segments that only the simulator allocates. No device has such addresses."""
 
 
 def replay_history(history: History, *, capacity_bytes: int | None = None) -> ReplayResult:
-    """Run a record through the simulator.
+    """Runs a record through the simulator and compares both.
 
     Args:
-        history: what was recorded.
-        capacity_bytes: memory that segments could take on the card; None: found as the file's docstring says.
+        history: The record.
+        capacity_bytes: Memory that segments could take on the card. None means that it is inferred as the docstring of
+            this module says.
 
     Raises:
-        SnapshotError: when the start cannot be found, as after a gap in the record.
+        SnapshotError: the state before the record cannot be found, as after a gap in the record.
     """
     start = StartState(history)
     return _Replay(history, start, capacity_bytes).run()
 
 
 def recorded_stream(history: History) -> tuple[np.ndarray, np.ndarray]:
-    """Births and deaths in order: int64 arrays of ids and of sizes in bytes (0 for a death), as `replay` takes them.
+    """Returns the allocations and frees of a record in the form that `planner.allocator.replay.replay` takes.
 
-    Ids count up from 0. What lived before the first event is born first, by ascending address; a request that failed
-    is born and dies at once; what lives at the end does not die.
+    These are int64 arrays of block ids, which count up from 0, and of sizes in bytes (0 for a free). Blocks that were
+    live before the first event are allocated first, by ascending address. A request that failed is allocated and freed
+    at once. Blocks that are live at the end are not freed.
     """
     pairs: list[tuple[int, int]] = []
     ids: dict[int, int] = {}
@@ -76,6 +80,7 @@ def recorded_stream(history: History) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _recorded_levels(history: History, start: StartState) -> Levels:
+    """Returns the peaks and the final levels of a record."""
     requested_bytes, reserved_bytes = sum(start.live.values()), start.reserved_bytes
     peak_requested_bytes, peak_reserved_bytes = requested_bytes, reserved_bytes
     for event in history.events:
@@ -101,6 +106,7 @@ def _recorded_levels(history: History, start: StartState) -> Levels:
 
 
 def _counts(history: History) -> Counts:
+    """Counts the events of a record."""
     actions = [event.action for event in history.events]
     return Counts(
         allocations=actions.count(Action.ALLOC),
@@ -111,7 +117,7 @@ def _counts(history: History) -> Counts:
 
 
 class _Replay:
-    """One record run through one simulator."""
+    """The state of one comparison: the position in the record, the simulator, and the differences so far."""
 
     def __init__(self, history: History, start: StartState, capacity_bytes: int | None) -> None:
         self._events = history.events
@@ -124,25 +130,25 @@ class _Replay:
             capacity_bytes = self._recorded.peak_reserved_bytes
         self._capacity_bytes = capacity_bytes
         self._reserved_bytes = start.reserved_bytes
-        """As recorded, at the event that is looked at."""
+        """Recorded reserved memory at the current event."""
         self._change_bytes = 0
-        """Of reserved memory since the last comparison, as recorded."""
+        """Recorded change of reserved memory since the last comparison."""
         self._released: dict[int, int] = {}
-        """Sizes of segments given back since the last comparison, as recorded, by address."""
+        """Sizes by address of the segments that the record has released since the last comparison."""
         self._places: list[int] = []
-        """Where the record has put memory since the last request."""
+        """Addresses at which the record has new memory since the last request."""
         self._placed: set[int] = set()
-        """Where the simulator has put segments since the last comparison."""
+        """Addresses at which the simulator has placed segments since the last comparison."""
         self._extents: list[tuple[int, int, tuple[bool, int]]] = []
-        """Where the simulator has segments or ranges, and perhaps some that it gave back: start, end and pool."""
-        self._made_up_address = _FIRST_MADE_UP_ADDRESS
+        """Start, end and pool of the simulator's segments or ranges, perhaps with some that were released."""
+        self._synthetic_address = _FIRST_SYNTHETIC_ADDRESS
         self._addresses: list[AddressMismatch] = []
         self._driver: list[DriverMismatch] = []
         self._start = start.segments()
         if capacity_bytes is not None and start.reserved_bytes > capacity_bytes:
             raise SnapshotError(
                 f"the record starts with {format_size(start.reserved_bytes)} of segments, "
-                f"more than a capacity of {format_size(capacity_bytes)}: give the memory of the card"
+                f"which is more than the capacity of {format_size(capacity_bytes)}: give the memory of the card"
             )
         self._allocator = CachingAllocator(
             history.settings,
@@ -154,16 +160,17 @@ class _Replay:
             end = segment.address + segment.size_bytes
             self._extents.append((segment.address, end, (segment.is_small, segment.stream)))
         self._live: dict[int, Block] = self._allocator.adopt(self._start)
-        """Blocks handed out, by the address that was recorded for them."""
+        """Allocated blocks of the simulator, by the recorded address."""
 
     def run(self) -> ReplayResult:
+        """Runs all events and returns the comparison."""
         while self._index < len(self._events):
             event = self._events[self._index]
             match event.action:
                 case Action.ALLOC | Action.OOM:
                     self._request(event)
                 case Action.FREE_COMPLETED:
-                    block = self._live.pop(event.address, None)  # None where only the simulator ran out of memory
+                    block = self._live.pop(event.address, None)  # None if only the simulator ran out of memory.
                     if block is not None:
                         self._allocator.free(block)
                 case Action.SEGMENT_ALLOC | Action.SEGMENT_MAP:
@@ -177,6 +184,7 @@ class _Replay:
         return self._result()
 
     def _result(self) -> ReplayResult:
+        """Returns the comparison after the last event."""
         allocator = self._allocator
         return ReplayResult(
             counts=_counts(self._history),
@@ -197,41 +205,52 @@ class _Replay:
         )
 
     def _place(self, size_bytes: int) -> int:
-        """As recorded; made up where the record has no new segment, or has it where the simulator still has another."""
+        """Returns the address of a new segment.
+
+        It is the recorded one, or a synthetic one if the record has no new segment, or if the simulator still has
+        another segment at that address.
+        """
         address = self._places.pop(0) if self._places else None
         if address is None or self._is_taken(address):
-            address = self._made_up_address
-            self._made_up_address += size_bytes
+            address = self._synthetic_address
+            self._synthetic_address += size_bytes
         self._placed.add(address)
         self._extents.append((address, address + size_bytes, self._pool()))
         return address
 
     def _is_taken(self, address: int) -> bool:
+        """True if the simulator has a segment at the address."""
         if not self._is_inside(address):
             return False
-        there = [(segment.address, (segment.is_small, segment.stream)) for segment in self._allocator.segments()]
+        # The extents may contain segments that were released. Only now is it worth the time to remove them.
+        existing = [(segment.address, (segment.is_small, segment.stream)) for segment in self._allocator.segments()]
         self._extents = [
             (start, end, pool)
             for start, end, pool in self._extents
-            if any(start <= at < end and pool == of_pool for at, of_pool in there)
+            if any(start <= at < end and pool == of_pool for at, of_pool in existing)
         ]
         return self._is_inside(address)
 
     def _is_inside(self, address: int) -> bool:
-        """Whether the address lies in a known segment, or in a known range of the same pool: others may overlap it."""
+        """True if the address is inside a known segment, or inside a known range of the same pool.
+
+        Ranges of other pools may overlap it, because the record does not show their true length.
+        """
         pool = self._pool() if self._history.settings.expandable_segments else None
         return any(start <= address < end and pool in (None, of_pool) for start, end, of_pool in self._extents)
 
     def _pool(self) -> tuple[bool, int]:
+        """Returns the pool (whether it is small, and the stream) of the current request."""
         request = self._events[self._index]
         return round_size(request.size_bytes, self._history.settings) <= LARGEST_SMALL_BYTES, request.stream
 
     def _exchange(self, change_bytes: int) -> None:
+        """Notes that the record took memory from the driver (positive) or released it (negative)."""
         self._change_bytes += change_bytes
         self._reserved_bytes += change_bytes
 
     def _give_back(self) -> None:
-        """Look at all that is given back at once, and stop at its last event."""
+        """Handles a group of consecutive releases, and leaves the index at the last of them."""
         recorded_bytes = self._reserved_bytes
         while True:
             event = self._events[self._index]
@@ -248,26 +267,28 @@ class _Replay:
             self._compare(reserved_bytes, before)
 
     def _is_for_a_request(self, following: int, reserved_bytes: int) -> bool:
-        """Whether memory was given back since a request found the card full, and not by the program itself.
+        """True if memory was released because a request found the card full, and not by the program itself.
 
         Args:
-            following: index of the event after it.
-            reserved_bytes: what was reserved before it, as recorded.
+            following: Index of the event after the releases.
+            reserved_bytes: Recorded reserved memory before the releases.
         """
-        if self._places:  # a part of the request's memory is there, the rest was refused
+        if self._places:  # A part of the memory for the request was mapped before the rest was refused.
             return True
         follow = itertools.islice(self._events, following, None)
         request = next((event for event in follow if event.action in (Action.ALLOC, Action.OOM)), None)
         if request is None or self._allocator.is_cached(request.size_bytes, request.stream):
             return False
         if self._history.settings.max_split_size_bytes is not None and self._released == self._free_segments():
-            return False  # a request may give back less than all
+            return False  # `empty_cache` releases all free segments; with a split limit a request may release fewer.
         event = self._events[following]
         if event.action is Action.OOM:
             return True
+        assert self._capacity_bytes is not None  # A record with releases has a capacity, given or inferred.
         return event.action in _TAKES and reserved_bytes + event.size_bytes > self._capacity_bytes
 
     def _request(self, event: Event) -> None:
+        """Makes the request in the simulator, and compares the outcome."""
         before = self._fixed_segments() if self._released else {}
         reserved_bytes = self._allocator.reserved_bytes
         try:
@@ -292,12 +313,17 @@ class _Replay:
             return
         if event.action is Action.ALLOC:
             self._live[event.address] = block
-        else:  # the record has given everything back and failed all the same
+        else:  # In the record the request failed after everything was released, so the simulator does the same.
             self._allocator.free(block)
             self._allocator.empty_cache()
 
     def _compare(self, reserved_bytes: int, before: dict[int, int]) -> None:
-        """Hold what the simulator gave back and took since `reserved_bytes` and `before` against the record."""
+        """Compares what the simulator took and released with the record, since the last comparison.
+
+        Args:
+            reserved_bytes: Reserved memory of the simulator at the last comparison.
+            before: Segments of the simulator at the last comparison; empty if none can have been released.
+        """
         kept = self._fixed_segments().keys() - self._placed if before else set()
         released = {address: size for address, size in before.items() if address not in kept}
         change_bytes = self._allocator.reserved_bytes - reserved_bytes
@@ -314,12 +340,13 @@ class _Replay:
         self._change_bytes, self._released, self._placed = 0, {}, set()
 
     def _fixed_segments(self) -> dict[int, int]:
-        """Segments that are given back as a whole, by address; none where they are expandable."""
+        """Returns the sizes of all segments by address; empty if segments are expandable, and so released in parts."""
         if self._history.settings.expandable_segments:
             return {}
         return {segment.address: segment.size_bytes for segment in self._allocator.segments()}
 
     def _free_segments(self) -> dict[int, int]:
+        """Returns the sizes of the segments without an allocated block, by address."""
         return {
             segment.address: segment.size_bytes
             for segment in self._allocator.segments()

@@ -1,4 +1,4 @@
-"""What a replay of a record gives: every difference, and both sides in numbers."""
+"""The result of a replay: all differences between record and simulation, and the memory of both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from planner.allocator.blocks import Segment
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AddressMismatch:
-    """A request that was served differently. None stands for out of memory."""
+    """A request that got different addresses in the record and the simulation. None means out of memory."""
 
     at_event: int
     size_bytes: int
@@ -21,35 +21,37 @@ class AddressMismatch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DriverMismatch:
-    """Memory that was taken from the driver or given back differently, up to and including one event."""
+    """A difference in the memory that was taken from the driver or released, up to and including one event."""
 
     at_event: int
     recorded_change_bytes: int
-    """Of reserved memory since the event before."""
+    """Change of the reserved memory since the last comparison."""
     simulated_change_bytes: int
     only_recorded: tuple[int, ...] = ()
-    """Addresses of segments that only the record gives back."""
+    """Addresses of segments that only the record releases."""
     only_simulated: tuple[int, ...] = ()
+    """Addresses of segments that only the simulation releases."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What a record holds."""
+    """Numbers of events of a record."""
 
     allocations: int
     failed_requests: int
     taken: int
-    """Segments taken from the driver, or stretches of pages mapped."""
+    """Number of segments taken from the driver, or of ranges of pages that were mapped."""
     given_back: int
+    """Number of segments released to the driver, or of ranges of pages that were unmapped."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Levels:
-    """How much memory there was. Requested: before rounding; reserved: taken from the driver."""
+    """Memory during and after a record. Requested means before rounding, reserved means taken from the driver."""
 
     peak_requested_bytes: int
     peak_allocated_bytes: int | None
-    """Blocks with what was not worth splitting off; None: a record does not tell."""
+    """Peak of the sizes of blocks, with rests that were not split off. None for a record, which does not hold it."""
     peak_reserved_bytes: int
     final_allocated_bytes: int
     final_reserved_bytes: int
@@ -57,19 +59,20 @@ class Levels:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SegmentPair:
-    """One segment at the end: as recorded and as simulated; None where only the other one has it."""
+    """A segment at the end as recorded and as simulated. None means that only the other one has it."""
 
     recorded: Segment | None
     simulated: Segment | None
 
     @property
     def is_equal(self) -> bool:
+        """True if both have the segment, with the same blocks."""
         return self.recorded == self.simulated
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplayResult:
-    """A record beside its simulation."""
+    """The comparison of a record with its simulation."""
 
     counts: Counts
     addresses: tuple[AddressMismatch, ...]
@@ -77,21 +80,22 @@ class ReplayResult:
     recorded: Levels
     simulated: Levels
     segments: tuple[SegmentPair, ...]
-    """By ascending address."""
+    """Segments at the end by ascending address."""
     retries: int
-    """How often the simulator found the card full and gave segments back."""
+    """Number of times that the simulator found the card full and released segments."""
     starts_empty: bool
+    """True if no segment exists before the first event."""
     capacity_bytes: int | None
-    """Memory the simulator had for segments; None: no limit."""
+    """Memory that segments could take in the simulation. None means no limit."""
 
     @property
     def is_equal(self) -> bool:
-        """Whether every address, every exchange with the driver and every segment is as recorded."""
+        """True if all addresses, all exchanges with the driver and all segments are as recorded."""
         return not self.addresses and not self.driver and all(pair.is_equal for pair in self.segments)
 
 
 def pair_segments(recorded: Sequence[Segment], simulated: Sequence[Segment]) -> tuple[SegmentPair, ...]:
-    """Segments of the same address side by side."""
+    """Pairs recorded and simulated segments of the same address."""
     by_address = [{segment.address: segment for segment in segments} for segments in (recorded, simulated)]
     addresses = sorted(by_address[0].keys() | by_address[1].keys())
     return tuple(

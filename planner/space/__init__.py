@@ -1,1 +1,1 @@
-"""The search space: which configurations a plan may choose from."""
+"""The search space: the configurations and splits of the batch that a plan may choose from."""

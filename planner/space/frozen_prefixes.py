@@ -1,4 +1,4 @@
-"""Frozen prefixes of a model, from its input up: the last resort, where nothing else fits."""
+"""Frozen prefixes of a model, starting at its input: the last resort if nothing else fits."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from planner.plan_types.decisions import Freeze
 
 
 def prefixes(module_starts: Sequence[tuple[str, int]], owners: Sequence[str]) -> tuple[Freeze, ...]:
-    """Frozen prefixes of a model, short to long: everything up to the end of one of its blocks.
+    """Frozen prefixes of a model, from short to long. Each ends after one of its blocks; the last block stays trained.
+
+    The blocks are the members of the shallowest list of modules (names that end in a number) with at least two of them.
 
     Args:
-        module_starts: modules in the order in which their forward begins, with the tick.
-        owners: modules that own parameters directly.
-
-    Blocks are the members of the shallowest list of modules (names ending in a number) with at least two of them.
+        module_starts: names of modules with the tick at which their forward begins.
+        owners: names of modules that own parameters directly.
     """
+    # A module that is called several times counts at its first call.
     order = [name for name, _ in sorted(dict(reversed(list(module_starts))).items(), key=lambda item: item[1])]
     leaves = [name for name in order if name in set(owners)]
     blocks = _blocks(order)
-    found = []
+    prefixes = []
     for block in blocks[:-1]:
         inside = [position for position, leaf in enumerate(leaves) if leaf == block or leaf.startswith(f"{block}.")]
         if inside:
-            found.append(Freeze(modules=_merged(leaves[: inside[-1] + 1], owners)))
-    return tuple(found)
+            prefixes.append(Freeze(modules=_merged(leaves[: inside[-1] + 1], owners)))
+    return tuple(prefixes)
 
 
 def _blocks(order: Sequence[str]) -> list[str]:
@@ -38,7 +39,7 @@ def _blocks(order: Sequence[str]) -> list[str]:
 
 
 def _merged(leaves: Sequence[str], owners: Sequence[str]) -> tuple[str, ...]:
-    """The same leaves, named by their outermost modules that contain no other owner of parameters."""
+    """The same leaves, named by their outermost parents that contain no other owner of parameters."""
     kept = set(leaves)
     names: list[str] = []
     for leaf in leaves:

@@ -1,4 +1,4 @@
-"""What must be alive while the optimizer steps: no plan goes below."""
+"""Lower bounds on the memory of a configuration: the bytes that must be alive while the optimizer steps."""
 
 from __future__ import annotations
 
@@ -7,81 +7,86 @@ from collections.abc import Container, Sequence
 
 import torch
 
-from planner.plan_types.decisions import Decision, Freeze, Optimizer, OptimizerKernel, StepInBackward
+from planner.plan_types.decision_base import Decision, frozen_modules_of, optimizer_kernel_of
 from planner.workload.eight_bit import least_state_bytes
 from planner.workload.torch_optimizers import keeps_alike, kind_of
 from planner.workload.workload import Workload
 
+_ROUNDING = 0.99
+"""Factor on bytes that are assumed to be proportional to trained parameters: step counters and padding are not."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainedParameters:
-    """Parameters by what the step makes for them."""
+    """The parameters that the step trains."""
 
     with_gradient: tuple[torch.nn.Parameter, ...]
     with_state: tuple[torch.nn.Parameter, ...]
     """Those of them that the optimizer holds."""
 
     @classmethod
-    def of(cls, work: Workload, names: Sequence[str]) -> TrainedParameters:
-        """From the names of all that get a gradient, as recorded."""
+    def of(cls, workload: Workload, names: Sequence[str]) -> TrainedParameters:
+        """The parameters with these names, which get a gradient in the recording of the baseline."""
         reached = set(names)
-        gradients = tuple(parameter for name, parameter in work.model.named_parameters() if name in reached)
-        optimizer = work.optimizer
+        gradients = tuple(parameter for name, parameter in workload.model.named_parameters() if name in reached)
+        optimizer = workload.optimizer
         if not isinstance(optimizer, torch.optim.Optimizer):
             return cls(with_gradient=gradients, with_state=gradients)
         covered = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return cls(with_gradient=gradients, with_state=tuple(p for p in gradients if id(p) in covered))
 
-    def without(self, held: Container[int]) -> TrainedParameters:
-        """Less those whose identity is among `held`."""
+    def without(self, frozen: Container[int]) -> TrainedParameters:
+        """All but the parameters whose `id` is in `frozen`."""
         return TrainedParameters(
-            with_gradient=tuple(p for p in self.with_gradient if id(p) not in held),
-            with_state=tuple(p for p in self.with_state if id(p) not in held),
+            with_gradient=tuple(p for p in self.with_gradient if id(p) not in frozen),
+            with_state=tuple(p for p in self.with_state if id(p) not in frozen),
         )
 
 
 def lower_bound_bytes(
-    work: Workload,
+    workload: Workload,
     trained: TrainedParameters,
     *,
     optimizer_peak_bytes: int,
     state_bytes: int,
-    outer: Sequence[Decision],
+    config: Sequence[Decision],
 ) -> int:
-    """Bytes that no plan with these outer choices goes below: what must be alive while the optimizer steps.
+    """Lower bound on the peak of every plan with this configuration: what is alive while the optimizer steps.
 
     Args:
-        optimizer_peak_bytes: the same for the baseline. It stays so but for what another optimizer or frozen
-            parameters spare: gradients, state and temporaries are taken to be proportional to trained parameters.
-        state_bytes: of the baseline's optimizer. It is all that a step in backward needs beside the parameters, and
-            with the gradients all that another kernel needs.
+        optimizer_peak_bytes: peak of the baseline while its optimizer steps. It also holds for the configuration,
+            except for what another optimizer or frozen parameters save: gradients, state and temporaries are assumed to
+            be proportional to the number of trained parameters.
+        state_bytes: optimizer state of the baseline. A step in backward needs only the state and the parameters;
+            another kernel of the optimizer needs the gradients too, but no temporaries.
     """
-    parameter_bytes = sum(p.numel() * p.itemsize for p in work.model.parameters())
-    frozen = {name for decision in outer if isinstance(decision, Freeze) for name in decision.modules}
-    held = {id(p) for name in frozen for p in work.model.get_submodule(name).parameters()}
-    still = trained.without(held)
-    eight_bit = any(isinstance(decision, Optimizer) for decision in outer)
-    in_backward = any(isinstance(decision, StepInBackward) for decision in outer)
-    without_temporaries = in_backward or any(isinstance(decision, OptimizerKernel) for decision in outer)
-    if not held and not eight_bit and not without_temporaries:
+    parameter_bytes = sum(p.numel() * p.itemsize for p in workload.model.parameters())
+    frozen = {id(p) for name in set(frozen_modules_of(config)) for p in workload.model.get_submodule(name).parameters()}
+    still_trained = trained.without(frozen)
+    eight_bit = any(decision.eight_bit_state for decision in config)
+    in_backward = any(decision.steps_in_backward for decision in config)
+    without_temporaries = in_backward or optimizer_kernel_of(config) is not None
+    if not frozen and not eight_bit and not without_temporaries:
         return optimizer_peak_bytes
+    # Parameters are always alive, and so are all gradients unless the backward frees each of them.
     least_bytes = parameter_bytes
     if not in_backward:
-        least_bytes += sum(p.numel() * p.itemsize for p in still.with_gradient)
+        least_bytes += sum(p.numel() * p.itemsize for p in still_trained.with_gradient)
     if eight_bit:
-        return least_bytes + least_state_bytes(work.model, still.with_state)
+        return least_bytes + least_state_bytes(workload.model, still_trained.with_state)
+    # Where the state of a part of the parameters is not known to be that share of all state, none is counted.
     if len(trained.with_state) < len(trained.with_gradient):
         return least_bytes
-    if held and not _keeps_alike(work, trained):
+    if frozen and not _state_is_proportional(workload, trained):
         return least_bytes
-    share = sum(p.numel() for p in still.with_state) / sum(p.numel() for p in trained.with_state)
+    share = sum(p.numel() for p in still_trained.with_state) / sum(p.numel() for p in trained.with_state)
     if without_temporaries:
-        return least_bytes + int(0.99 * share * state_bytes)
-    return parameter_bytes + int(0.99 * share * (optimizer_peak_bytes - parameter_bytes))
+        return least_bytes + int(_ROUNDING * share * state_bytes)
+    return parameter_bytes + int(_ROUNDING * share * (optimizer_peak_bytes - parameter_bytes))
 
 
-def _keeps_alike(work: Workload, trained: TrainedParameters) -> bool:
-    """Whether the state of a part of the parameters is known to be that share of all state."""
-    groups = getattr(work.optimizer, "param_groups", ())  # groups may differ in the state that they keep
+def _state_is_proportional(workload: Workload, trained: TrainedParameters) -> bool:
+    """True if a share of the parameters is known to have the same share of the optimizer's state."""
+    groups = getattr(workload.optimizer, "param_groups", ())  # groups may have options that differ in their state
     dtypes = {parameter.dtype for parameter in trained.with_state}
-    return keeps_alike(kind_of(work.optimizer)) and len(groups) < 2 and len(dtypes) == 1
+    return keeps_alike(kind_of(workload.optimizer)) and len(groups) < 2 and len(dtypes) == 1

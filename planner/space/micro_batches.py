@@ -1,4 +1,4 @@
-"""Micro-batches: the ways to cut a batch, and what keeps a batch from being cut."""
+"""Micro-batches: the ways to split a batch, and what keeps a batch from being split."""
 
 from __future__ import annotations
 
@@ -7,54 +7,57 @@ from collections.abc import Iterator, Mapping
 
 from planner.errors import DecisionError
 from planner.plan_types.constraints import Constraints
-from planner.plan_types.decisions import Accumulation, Decision
+from planner.plan_types.decision_base import Decision
+from planner.plan_types.decisions import Accumulation
 from planner.workload.workload import Workload, has_mapping_for_each_sample
 
-_MICRO_BATCH_STEPS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14)
-"""Numbers of micro-batches that are tried: these, and from 16 on four for each doubling."""
+_MICRO_BATCH_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14)
+"""Numbers of micro-batches that are tried. From 16 on, four numbers are tried for each doubling."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MicroBatching:
-    """The batch in `micro_batches` parts of at most `size` samples."""
+    """The batch as `micro_batches` parts of at most `size` samples."""
 
     micro_batches: int
     size: int
     last: int | None = None
-    """Samples of the second of two parts, where it is smaller; of many parts the peak is in one of the larger ones."""
+    """Number of samples in the second of two parts, if it is smaller; otherwise None. With more parts the peak is in
+    one of the larger parts, so that a smaller last one does not matter."""
 
     def decisions(self) -> tuple[Decision, ...]:
+        """The decision to accumulate gradients; none if the batch is not split."""
         if self.micro_batches == 1:
             return ()
         return (Accumulation(micro_batch_size=self.size, micro_batches=self.micro_batches),)
 
 
-def offered_splits(
-    work: Workload, constraints: Constraints, batch_statistics: tuple[str, ...], notes: list[str]
+def batch_splits(
+    workload: Workload, constraints: Constraints, batch_statistics: tuple[str, ...], notes: list[str]
 ) -> tuple[MicroBatching, ...]:
-    """The batch as it is, and in parts where the rules allow it and parts give what the batch gives.
+    """The whole batch, and its splits if they are allowed and give the same gradients as the whole batch.
 
     Args:
-        notes: what keeps the batch from being cut is added to it.
+        notes: a note is added if the batch must not be split.
 
     Raises:
         DecisionError: accumulation is forced, and the batch is a single sample.
     """
     why_not = None
     if batch_statistics:
-        why_not = f"'{batch_statistics[0]}' normalises over the micro-batch, so that parts of a batch are not the batch"
-    elif work.batch_size < 2:
+        why_not = f"'{batch_statistics[0]}' normalises over the micro-batch, so that results differ from the full batch"
+    elif workload.batch_size < 2:
         why_not = "the batch is a single sample"
-    elif _balances_experts(work):
+    elif _balances_experts(workload):
         why_not = (
-            "the model balances its experts over all tokens of a batch (output_router_logits), which parts of it would "
-            "each do by themselves"
+            "the model balances its experts over all tokens of a batch (output_router_logits), and would do so for "
+            "each micro-batch separately"
         )
-    elif work.loss_fn is None and has_mapping_for_each_sample(work.batch):
-        why_not = "the model's own loss is no mean over samples, of which each has a mapping of its own in the batch"
-    single, several = MicroBatching(micro_batches=1, size=work.batch_size), tuple(splits_of(work.batch_size))
+    elif workload.loss_fn is None and has_mapping_for_each_sample(workload.batch):
+        why_not = "the model's own loss is not a mean over samples, each of which has a mapping of its own in the batch"
+    single, several = MicroBatching(micro_batches=1, size=workload.batch_size), tuple(splits_of(workload.batch_size))
     if constraints.force(Accumulation):
-        if why_not and work.batch_size < 2:
+        if why_not and workload.batch_size < 2:
             raise DecisionError(f"accumulation is forced, but {why_not}")
         if why_not:
             notes.append(f"accumulation is forced although {why_not}: results differ from the full batch")
@@ -66,20 +69,21 @@ def offered_splits(
     return (single, *several) if constraints.allow(Accumulation) else (single,)
 
 
-def _balances_experts(work: Workload) -> bool:
-    """Whether a model of transformers adds a term to its loss that is no mean over tokens."""
-    stated = work.batch.get("output_router_logits") if isinstance(work.batch, Mapping) else None
-    config = getattr(work.model, "config", None)
-    return bool(getattr(config, "output_router_logits", False) if stated is None else stated)
+def _balances_experts(workload: Workload) -> bool:
+    """True if a transformers model adds a load-balancing term to its loss, which is not a mean over tokens."""
+    in_batch = workload.batch.get("output_router_logits") if isinstance(workload.batch, Mapping) else None
+    config = getattr(workload.model, "config", None)
+    return bool(getattr(config, "output_router_logits", False) if in_batch is None else in_batch)
 
 
 def splits_of(batch_size: int) -> Iterator[MicroBatching]:
-    """Ways to cut a batch, in rising number of micro-batches; each size once, down to single samples."""
-    counts = [count for count in _MICRO_BATCH_STEPS if 1 < count <= batch_size]
-    step = 16
-    while step < 2 * batch_size:
-        counts += [min(step * quarter // 4, batch_size) for quarter in (4, 5, 6, 7)]
-        step *= 2
+    """Ways to split a batch, in rising number of micro-batches; each size once, down to single samples."""
+    counts = [count for count in _MICRO_BATCH_COUNTS if 1 < count <= batch_size]
+    doubling = 16
+    while doubling < 2 * batch_size:
+        counts += [min(doubling * quarter // 4, batch_size) for quarter in (4, 5, 6, 7)]
+        doubling *= 2
+    # Different counts may round up to the same size: the first of them is enough.
     sizes_seen = {batch_size}
     for count in counts:
         size = -(-batch_size // count)

@@ -1,12 +1,15 @@
 """CUDA's autocast on the virtual GPU: the same op lists, the same promotion, the same cache of weight casts.
 
+The memory of a step under autocast depends on which ops cast their inputs, and on how long casts of weights live. A
+PrivateUse1 device has no autocast of its own, so its kernels are registered here from Python.
+
 Sources: ATen/autocast_mode.h (the lists), ATen/autocast_mode.cpp (`cached_cast`, `set_opt_dtype`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -16,6 +19,7 @@ LOWER_PRECISION = """
     baddbmm bmm chain_matmul linalg_multi_dot lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
     scaled_dot_product_attention
 """.split()
+"""Ops whose floating point inputs are cast to the lower precision (`AT_FORALL_LOWER_PRECISION_FP`)."""
 
 FULL_PRECISION = """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
@@ -27,32 +31,47 @@ FULL_PRECISION = """
     _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
     upsample_bicubic2d _upsample_bicubic2d_aa
 """.split()
+"""Ops whose floating point inputs are cast to fp32 (`AT_FORALL_FP32`)."""
 
 FULL_PRECISION_BY_DTYPE = """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
     linalg_matrix_norm.str_ord sum sum.dim_IntList
 """.split()
+"""Ops that are asked for an fp32 result through their argument `dtype` (`AT_FORALL_FP32_SET_OPT_DTYPE`)."""
 
 PROMOTE = """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
 """.split()
+"""Ops whose inputs are cast to the widest type among them (`AT_FORALL_PROMOTE`)."""
+
+AUTOCAST_KEY = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]  # not in the stub of torch._C
+"""Dispatch key of autocast on a PrivateUse1 device."""
 
 _Cast = Callable[["Autocast", Any, tuple, dict], tuple[tuple, dict]]
+"""Maps the arguments of an op to the arguments that autocast calls it with."""
 
 
 class Autocast:
-    """Autocast for a PrivateUse1 device. Its cache keeps casts of fp32 leaves until the outermost region ends."""
+    """Autocast for a PrivateUse1 device.
+
+    Its cache keeps the casts of fp32 leaf tensors (the weights) until the outermost autocast region ends.
+    """
 
     def __init__(self, device: str) -> None:
         self.device = device
         self.on_cast: Callable[[torch.Tensor], None] = lambda tensor: None
         """Called with every cast that enters the cache."""
         self._casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Original and cast, by the id of the original, which stays valid while the original is kept here."""
 
     def register(self, library: Callable[[str], torch.library.Library]) -> None:
-        """Register the kernels; `library(namespace)` makes registrations that last.
+        """Registers the kernels in this process.
 
-        `torch.clear_autocast_cache`, which autocast calls when its outermost region ends, then clears this cache too.
+        `torch.clear_autocast_cache`, which autocast calls when its outermost region ends, is replaced by a function
+        that also clears this cache.
+
+        Args:
+            library: Returns the library of a namespace, whose registrations last as long as the process.
         """
         library("_").fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
         aten = library("aten")
@@ -64,7 +83,7 @@ class Autocast:
         ):
             for name in names:
                 packet, _, overload = name.partition(".")
-                if hasattr(torch.ops.aten, packet):  # lists differ by a few names between torch versions
+                if hasattr(torch.ops.aten, packet):  # The lists differ by a few names between torch versions.
                     op = getattr(getattr(torch.ops.aten, packet), overload or "default")
                     aten.impl(name, self._kernel(op, adapt), "AutocastPrivateUse1")
         clear_real_caches = torch.clear_autocast_cache
@@ -76,7 +95,8 @@ class Autocast:
         torch.clear_autocast_cache = clear_autocast_cache
 
     def _kernel(self, op: torch._ops.OpOverload, adapt: _Cast) -> Callable[..., Any]:
-        autocast_key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+        """Returns the autocast kernel of an op: it adapts the arguments and calls the op below autocast."""
+        autocast_key = torch._C.DispatchKeySet(AUTOCAST_KEY)
 
         def kernel(*args, **kwargs):
             args, kwargs = adapt(self, op, args, kwargs)
@@ -87,10 +107,11 @@ class Autocast:
 
     @property
     def lower_dtype(self) -> torch.dtype:
+        """Lower precision of the current autocast region."""
         return torch.get_autocast_dtype(self.device)
 
-    def takes(self, value: object) -> bool:
-        """Whether autocast touches this argument at all."""
+    def takes(self, value: object) -> TypeGuard[torch.Tensor]:
+        """True if autocast may cast this argument: a floating point tensor of this device that is not fp64."""
         return (
             isinstance(value, torch.Tensor)
             and value.device.type == self.device
@@ -99,7 +120,7 @@ class Autocast:
         )
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
-        """The value, its tensors cast to `dtype` as `cached_cast` does it."""
+        """Casts the tensors of a nested value to `dtype` as `cached_cast` does."""
         if isinstance(value, (list, tuple)):
             return type(value)(self.cast(item, dtype) for item in value)
         if not self.takes(value) or value.dtype == dtype:
@@ -115,32 +136,35 @@ class Autocast:
         if not cacheable:
             return value.to(dtype)
         if id(value) not in self._casts:
-            made = value.to(dtype)
-            self.on_cast(made)
-            self._casts[id(value)] = (value, made)
+            cast = value.to(dtype)
+            self.on_cast(cast)
+            self._casts[id(value)] = (value, cast)
         return self._casts[id(value)][1]
 
 
 def _to_lower_precision(autocast: Autocast, op: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Casts all tensors to the lower precision."""
     dtype = autocast.lower_dtype
     return autocast.cast(args, dtype), {name: autocast.cast(value, dtype) for name, value in kwargs.items()}
 
 
 def _to_full_precision(autocast: Autocast, op: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Casts all tensors to fp32."""
     dtype = torch.float32
     return autocast.cast(args, dtype), {name: autocast.cast(value, dtype) for name, value in kwargs.items()}
 
 
 def _by_dtype_argument(autocast: Autocast, op: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """These ops are asked for an fp32 result instead of having their input cast, unless the caller gave a dtype."""
+    """Asks for an fp32 result instead of casting the input, unless the caller gave a dtype."""
     position = [argument.name for argument in op._schema.arguments].index("dtype")
-    given = kwargs.get("dtype") or (args[position] if len(args) > position else None)
-    if given is None and autocast.takes(args[0]):
+    requested = kwargs.get("dtype") or (args[position] if len(args) > position else None)
+    if requested is None and autocast.takes(args[0]):
         return args[:position], {**kwargs, "dtype": torch.float32}
     return args, kwargs
 
 
 def _to_widest(autocast: Autocast, op: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Casts all tensors to fp32 if one of them is fp32; else they share a type already."""
     floating = [value for value in _tensors((args, tuple(kwargs.values()))) if autocast.takes(value)]
     if any(value.dtype == torch.float32 for value in floating):
         return _to_full_precision(autocast, op, args, kwargs)
@@ -148,6 +172,7 @@ def _to_widest(autocast: Autocast, op: Any, args: tuple, kwargs: dict) -> tuple[
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
+    """Yields the tensors in nested lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

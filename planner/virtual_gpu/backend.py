@@ -1,11 +1,11 @@
-"""A virtual GPU: PyTorch runs on it eagerly; nothing is computed and nothing is stored.
+"""A virtual GPU: PyTorch runs on it eagerly, but computes nothing and stores nothing.
 
-PrivateUse1 becomes a Python backend named `vgpu`, `FakeTensorMode` supplies shapes and dtypes, and the
-places where CUDA differs from other devices are registered: autocast with its cache (`autocast`), the choice of
-attention kernel (`sdpa`), ops that are one kernel on CUDA and composite elsewhere.
+PrivateUse1 becomes a Python backend named `vgpu`, and `FakeTensorMode` supplies shapes and dtypes. What CUDA does in
+another way than other devices is registered here: autocast with its cache (`autocast`), the choice of the attention
+kernel (`sdpa`), and ops that have one kernel on CUDA and are composite elsewhere.
 
-`install` changes a process for good (PrivateUse1 becomes torch's accelerator), so it is only ever called
-in a child process: see `planner.virtual_gpu.forked_process`.
+`install` changes a process for as long as it lives (PrivateUse1 becomes torch's accelerator), so it is called only in
+a child process: see `planner.virtual_gpu.forked_process`.
 
 Source: torch/utils/backend_registration.py (`_setup_privateuseone_for_python_backend`).
 """
@@ -17,40 +17,42 @@ import functools
 import importlib
 import sys
 import warnings
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from planner.virtual_gpu.autocast import Autocast
-from planner.virtual_gpu.fake_tensor_cache import CallMemo
+from planner.virtual_gpu.fake_tensor_cache import FakeTensorCache
 from planner.virtual_gpu.sdpa import AttentionCall, choose_backend, run_backend
 
 NAME = "vgpu"
+"""Name of the virtual device, as in `torch.device(NAME)`."""
 
 ONE_KERNEL_ON_CUDA = ("silu_backward", "mish_backward")
 """CompositeImplicit ops with a CUDA kernel: they would decompose on a device that registers none."""
 
 
 class VirtualGpuMode(FakeTensorMode):
-    """Fake tensors that never try to initialise a device (else `torch.tensor(...)` inside a model fails).
+    """A fake tensor mode that never initialises a device, which would fail for `torch.tensor(...)` inside a model.
 
-    An op without a fake kernel is refused: PyTorch would run the real one on zeros, which this device has not.
+    It refuses an op without a fake kernel. PyTorch would run the real kernel on zeros, but this device has none.
     """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-        self._memo = CallMemo(self)
+        self._results = FakeTensorCache(self)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """The recorder, which is outside of this mode, keeps it from being compiled; to do so twice takes its time."""
+        """The recorder is the outer mode and already disables compilation; to do it again costs time in each call."""
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.cache_enabled = not _is_left_out_of_the_cache(func)
+        self.cache_enabled = not _bypasses_fake_mode_cache(func)
         kwargs = kwargs or {}
-        return self._memo(func, args, kwargs, lambda: self.dispatch(func, types, args, kwargs))
+        return self._results(func, args, kwargs, lambda: self.dispatch(func, types, args, kwargs))
 
     @property
     def avoid_device_init(self) -> bool:
@@ -58,11 +60,11 @@ class VirtualGpuMode(FakeTensorMode):
 
 
 @functools.cache
-def _is_left_out_of_the_cache(func: torch._ops.OpOverload) -> bool:
-    """The cache of `FakeTensorMode`.
+def _bypasses_fake_mode_cache(func: torch._ops.OpOverload) -> bool:
+    """True if the op is not to be looked up in the cache of `FakeTensorMode`.
 
-    Over hundreds of tensors, to look such a call up takes longer than to make it. A storage among the arguments would
-    be a part of the key, and so never die.
+    For ops over hundreds of tensors the look-up takes longer than the call. A storage argument would become part of
+    the key, and would then never die.
     """
     takes_storage = any(str(argument.type) == "Storage" for argument in func._schema.arguments)
     return takes_storage or func._schema.name.startswith("aten::_foreach")
@@ -70,13 +72,13 @@ def _is_left_out_of_the_cache(func: torch._ops.OpOverload) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """The properties of the card that decide which kernels PyTorch takes."""
+    """The properties of a card on which PyTorch's choice of kernels depends."""
 
     compute_capability: tuple[int, int]
 
 
 class _DeviceModule:
-    """What torch looks up as `torch.vgpu`."""
+    """The module `torch.vgpu`, with the functions that PyTorch calls on an accelerator's module."""
 
     _is_in_bad_fork = False
 
@@ -111,6 +113,8 @@ class _DeviceModule:
         pass
 
     class device:
+        """The context `torch.vgpu.device(index)`, which has nothing to do for a single device."""
+
         def __init__(self, *_: object) -> None:
             pass
 
@@ -122,36 +126,37 @@ class _DeviceModule:
 
 
 def install(target: Target) -> Autocast:
-    """Register the virtual GPU in this process, for good. Returns its autocast, which knows the weight casts."""
+    """Registers the virtual GPU in this process, for as long as it lives. Returns its autocast."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _setup_privateuseone_for_python_backend(rename=NAME, backend_module=_DeviceModule())
         autocast = Autocast(NAME)
         autocast.register(library)
         _register_kernels(target)
-    _let_autocast_of_cuda_be_that_of_this_device()
+    _redirect_cuda_autocast()
     return autocast
 
 
 def let_libraries_take_fakes_for_real() -> None:
-    """Where libraries do something else when they are given fake tensors, let them not. In this process, for good."""
+    """Makes libraries treat fake tensors as real ones where they would take another path. Changes this process."""
     _let_optimizers_choose_as_for_real_tensors()
     _let_modules_convert_as_real_tensors_do()
     _let_bitsandbytes_make_its_tables()
 
 
 _libraries: list[torch.library.Library] = []
-"""Registrations live as long as their library object, that is, as long as the child process."""
+"""Keeps the libraries alive: a registration ends when its library object is destroyed."""
 
 
 def library(namespace: str) -> torch.library.Library:
-    """Registrations made with it last as long as the process."""
-    made = torch.library.Library(namespace, "IMPL")
-    _libraries.append(made)
-    return made
+    """Returns a library for registrations that last as long as the process."""
+    library = torch.library.Library(namespace, "IMPL")
+    _libraries.append(library)
+    return library
 
 
 def _register_kernels(target: Target) -> None:
+    """Registers the kernels whose choice or result differs on CUDA."""
     aten = library("aten")
 
     def scaled_dot_product_attention(
@@ -172,6 +177,7 @@ def _register_kernels(target: Target) -> None:
     aten.impl("scaled_dot_product_attention", scaled_dot_product_attention, "AutogradPrivateUse1")
 
     def like_last(grad, input):
+        """Allocates the gradient as the fused kernel does."""
         return torch.empty_like(input)
 
     for name in ONE_KERNEL_ON_CUDA:
@@ -181,7 +187,10 @@ def _register_kernels(target: Target) -> None:
 
 
 def _fused_steps_without_a_fake() -> list[str]:
-    """Fused optimizer kernels write in place and return nothing; torch says so for some of them (torch 2.13: Adam)."""
+    """Returns the fused optimizer kernels that torch registers no fake kernel for (torch 2.13: all but Adam's).
+
+    They write in place and return nothing, so that a fake kernel has nothing to do.
+    """
     steps = (getattr(torch.ops.aten, f"_fused_{name}_") for name in ("adam", "adamw", "sgd", "adagrad"))
     names = [getattr(step, overload)._schema for step in steps for overload in step.overloads()]
     full = [f"{schema.name}.{schema.overload_name}".removesuffix(".") for schema in names]
@@ -189,13 +198,16 @@ def _fused_steps_without_a_fake() -> list[str]:
 
 
 def _let_optimizers_choose_as_for_real_tensors() -> None:
-    """Optimizers choose foreach by a type check that fake tensors fail; parameters on a card pass it."""
+    """Lets optimizers choose foreach: the type check for it rejects fake tensors, and accepts parameters on a card."""
     for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         importlib.import_module(name)._foreach_supported_types.append(FakeTensor)
 
 
 def _let_modules_convert_as_real_tensors_do() -> None:
-    """`module.to(dtype)` sets a parameter's data on CUDA; for fake tensors it swaps them, which a graph forbids."""
+    """Lets `module.to(dtype)` set a parameter's data, as it does on CUDA.
+
+    For fake tensors it would swap the two tensors, which fails for a tensor that an autograd graph refers to.
+    """
 
     def swap_tensors(parameter: torch.Tensor, applied: torch.Tensor) -> None:
         parameter.data = applied.data
@@ -204,8 +216,8 @@ def _let_modules_convert_as_real_tensors_do() -> None:
 
 
 def _let_bitsandbytes_make_its_tables() -> None:
-    """Its 8-bit optimizers compute two tables of 256 floats from real numbers on the CPU."""
-    if "bitsandbytes" not in sys.modules:  # importing it takes longer than many a rehearsal
+    """Lets bitsandbytes' 8-bit optimizers compute their two tables of 256 floats from real numbers on the CPU."""
+    if "bitsandbytes" not in sys.modules:  # An import would take longer than many rehearsals.
         return
     optimizer = importlib.import_module("bitsandbytes.optim.optimizer")
     fill_with_real_numbers = optimizer.Optimizer8bit.fill_qmap
@@ -217,18 +229,21 @@ def _let_bitsandbytes_make_its_tables() -> None:
     optimizer.Optimizer8bit.fill_qmap = fill_qmap
 
 
-def _let_autocast_of_cuda_be_that_of_this_device() -> None:
-    """Models name it: `torch.autocast("cuda")`, `torch.cuda.amp.autocast()`, and `torch.is_autocast_enabled()`."""
+def _redirect_cuda_autocast() -> None:
+    """Redirects CUDA's autocast to the virtual GPU's, because models name CUDA in their code.
 
-    def here(device_type: str) -> str:
+    Examples are `torch.autocast("cuda")`, `torch.cuda.amp.autocast()`, and `torch.is_autocast_enabled()`.
+    """
+
+    def redirected(device_type: str) -> str:
         return NAME if device_type == "cuda" else device_type
 
-    enabled, dtype_of, make = torch.is_autocast_enabled, torch.get_autocast_dtype, torch.amp.autocast.__init__
+    enabled, dtype_of, initialise = torch.is_autocast_enabled, torch.get_autocast_dtype, torch.amp.autocast.__init__
 
-    def init(self: torch.amp.autocast, device_type: str, *arguments: object, **options: object) -> None:
-        make(self, here(device_type), *arguments, **options)
+    def init(self: torch.amp.autocast, device_type: str, *arguments: Any, **options: Any) -> None:
+        initialise(self, redirected(device_type), *arguments, **options)
 
-    torch.amp.autocast.__init__ = init
-    torch.is_autocast_enabled = lambda device_type="cuda": enabled(here(device_type))
-    torch.get_autocast_dtype = lambda device_type: dtype_of(here(device_type))
+    torch.amp.autocast.__init__ = init  # type: ignore[method-assign]  # mypy allows no patch of a method
+    torch.is_autocast_enabled = lambda device_type="cuda": enabled(redirected(device_type))
+    torch.get_autocast_dtype = lambda device_type: dtype_of(redirected(device_type))
     torch.get_autocast_gpu_dtype = lambda: dtype_of(NAME)

@@ -1,4 +1,4 @@
-"""Ops whose result's shape depends on values, or whose result is a value."""
+"""Runs ops whose output shape depends on tensor values, or which return a value (data-dependent ops)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from torch.utils._pytree import tree_leaves, tree_map
 from planner.virtual_gpu.data_dependence import DataDependence
 
 
-def run_by_value(
-    answers: DataDependence, run: Callable[..., Any], op: Any, args: tuple, kwargs: dict
+def run_data_dependent_op(
+    dependence: DataDependence, run: Callable[..., Any], op: Any, args: tuple, kwargs: dict
 ) -> tuple[bool, Any, Any]:
-    """Run an op whose result's shape depends on values, or which returns a value, where they are known.
+    """Runs a data-dependent op if the values that it depends on are known.
 
-    `run(op, *args)` runs another op in its place, recorded.
+    Indexing with a boolean mask runs as on CUDA: `nonzero`, and then an index with positions (`expandTensors` in
+    ATen/native/IndexingUtils.h).
 
-    -> (whether it was run, result, arguments to run it with instead). Selecting by a boolean mask is what CUDA
-    makes of it: `nonzero` and then an index (`expandTensors` in ATen/native/IndexingUtils.h).
+    Args:
+        run: `run(op, *args)` runs and records another op in place of this one.
+
+    Returns:
+        Whether the op was run, its result, and the arguments to run it with if it was not.
     """
-    known = answers.known
+    known = dependence.known
     if op is torch.ops.aten.masked_select.default:
         return True, run(torch.ops.aten.index.Tensor, torch.broadcast_tensors(*args)[0], [args[1]]), None
     if op is torch.ops.aten.index.Tensor:
@@ -33,18 +37,19 @@ def run_by_value(
             positions = run(torch.ops.aten.nonzero.default, index)
             indices += [run(torch.ops.aten.select.int, positions, 1, dim) for dim in range(index.dim())]
         return False, None, (args[0], indices)
-    real = known.compute(op, args, kwargs)
-    if real is None:
+    real_result = known.compute(op, args, kwargs)
+    if real_result is None:
         return False, None, args
-    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    assumed = known.assumptions(given)
-    answers.assume(assumed)
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    assumed = known.assumptions(inputs)
+    dependence.assume(assumed)
 
-    def fake(value):
+    def fake(value: Any) -> Any:
+        """Returns a fake tensor like a real one, whose values are known from now on."""
         if not isinstance(value, torch.Tensor):
             return value
-        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=given[0].device)
-        known.learn(made, value, assumed)
-        return made
+        tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=inputs[0].device)
+        known.learn(tensor, value, assumed)
+        return tensor
 
-    return True, tree_map(fake, real), None
+    return True, tree_map(fake, real_result), None

@@ -1,7 +1,7 @@
-"""Run a function in a forked child process and hand its result back as plain data.
+"""Runs a function in a forked child process and returns its result as plain data.
 
-Registering the virtual GPU changes a process for good, so it never happens in a process that holds a user's
-live work. A fork inherits the model without pickling it.
+To register the virtual GPU changes a process for as long as it lives, so this never happens in the user's process. A
+forked child inherits the user's model without pickling it.
 """
 
 from __future__ import annotations
@@ -19,28 +19,33 @@ import torch
 from planner.errors import PlannerError, RehearsalProcessError
 
 _NO_BACKWARD_IN_FORK = "in combination with fork-based multiprocessing"
-"""What autograd says where its threads were lost in a fork (torch/csrc/autograd/engine.cpp)."""
+"""Part of autograd's error message when its threads were lost in a fork (torch/csrc/autograd/engine.cpp)."""
 
 Refuse = Callable[[PlannerError], NoReturn]
-"""Called in the child: the error is its answer, and its life ends here."""
+"""Sends an error to the parent as the answer of the child, and ends the child. It does not return."""
 
 
 class Child:
-    """A forked process that computes `function(refuse)`. `result` waits for it, and hands its value to `receive`.
+    """A forked process that computes `function(refuse)`.
 
-    Where an error cannot be raised (through C++ code that does not survive it), the function calls `refuse` with it.
+    The function calls `refuse` with an error where it cannot raise it, because C++ code that the error would pass
+    through aborts the process.
+
+    Args:
+        function: Computes a picklable value in the child.
+        receive: Applied to the value in the parent, by `result`.
     """
 
     def __init__(self, function: Callable[[Refuse], Any], receive: Callable[[Any], Any] = lambda value: value) -> None:
         self._receive = receive
         if not hasattr(os, "fork"):
             raise RehearsalProcessError(
-                f"this system ({sys.platform}) cannot fork, and a rehearsal needs a child process: use Linux or macOS"
+                f"this system ({sys.platform}) cannot fork a process, which a rehearsal needs: use Linux or macOS"
             )
         if torch.cuda.is_initialized():
             raise RehearsalProcessError(
-                "CUDA is initialised in this process, which therefore cannot be forked: plan before its first use, "
-                "or in a process of its own with the `plan` command"
+                "CUDA is initialised in this process, which therefore cannot be forked: plan before the first use of "
+                "CUDA, or in a separate process with the `plan` command"
             )
         sys.stdout.flush()
         sys.stderr.flush()
@@ -52,23 +57,28 @@ class Child:
         os.close(writer)
 
     def end(self) -> None:
-        """Stop the child; its answer is not wanted any more."""
+        """Stops the child and discards its answer."""
         os.kill(self._pid, signal.SIGKILL)
         os.close(self._reader)
         os.waitpid(self._pid, 0)
 
     def result(self) -> Any:
-        """What `receive` makes of the value. A `PlannerError` is raised here, another as `RehearsalProcessError`."""
+        """Waits for the child and returns its value, passed through `receive`.
+
+        Raises:
+            PlannerError: the function raised it in the child.
+            RehearsalProcessError: the function raised another error, or the child ended without an answer.
+        """
         try:
             with os.fdopen(self._reader, "rb", closefd=False) as pipe:
                 answer = pipe.read()
-        except BaseException:  # an interrupt, which may have come to this process alone
+        except BaseException:  # An interrupt, which only this process may have received.
             self.end()
             raise
         os.close(self._reader)
         _, status = os.waitpid(self._pid, 0)
         if not answer or os.WIFSIGNALED(status):
-            raise RehearsalProcessError(f"the rehearsing process ended without an answer ({_cause(status)})")
+            raise RehearsalProcessError(f"the process of the rehearsal ended without an answer ({_cause(status)})")
         kind, value = pickle.loads(answer)
         if kind == "value":
             return self._receive(value)
@@ -76,12 +86,15 @@ class Child:
 
 
 def run_in_child(function: Callable[[], Any]) -> Any:
-    """Fork, compute `function()` there, return its value here. The value must be picklable."""
+    """Computes `function()` in a forked child and returns its value, which must be picklable."""
     return Child(lambda refuse: function()).result()
 
 
 def _serve(function: Callable[[Refuse], Any], writer: int) -> None:
-    """The child's whole life. Prints of the model go to standard error, which belongs to people."""
+    """Runs the child: computes the answer, sends it, and ends the process.
+
+    What the model prints goes to standard error, because standard output may be read by a program (`--json`).
+    """
 
     def refuse(error: PlannerError) -> NoReturn:
         _send(writer, ("error", error))
@@ -96,7 +109,7 @@ def _serve(function: Callable[[Refuse], Any], writer: int) -> None:
             answer = ("value", function(refuse))
         except PlannerError as error:
             answer = ("error", error)
-        except Exception as error:  # whatever it is, the parent raises it
+        except Exception as error:  # Any other error of the user's code is raised in the parent.
             answer = ("error", _translated(error))
         _send(writer, answer)
         code = 0
@@ -105,11 +118,11 @@ def _serve(function: Callable[[Refuse], Any], writer: int) -> None:
 
 
 def _translated(error: Exception) -> RehearsalProcessError:
-    """An error that is no refusal, in one line; the traceback is a note."""
+    """Returns an unexpected error as one line, with its traceback as a note."""
     if _NO_BACKWARD_IN_FORK in str(error):
         return RehearsalProcessError(
-            "a backward has run in this process, and beside a GPU PyTorch allows none in its forks then: plan before "
-            "the first backward, or in a process of its own with the `plan` command"
+            "a backward has run in this process, after which PyTorch allows no backward in a forked process on a "
+            "machine with a GPU: plan before the first backward, or in a separate process with the `plan` command"
         )
     first_line = next(iter(str(error).strip().splitlines()), "no message")
     failed = RehearsalProcessError(f"the rehearsal failed with {type(error).__name__}: {first_line}")
@@ -118,11 +131,13 @@ def _translated(error: Exception) -> RehearsalProcessError:
 
 
 def _send(writer: int, answer: tuple[str, Any]) -> None:
+    """Writes the answer of the child to the pipe and closes it."""
     with os.fdopen(writer, "wb") as pipe:
         pickle.dump(answer, pipe, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def _cause(status: int) -> str:
+    """Describes why a process ended, from the status of `waitpid`."""
     if not os.WIFSIGNALED(status):
         return f"exit code {os.waitstatus_to_exitcode(status)}"
     number = os.WTERMSIG(status)

@@ -1,7 +1,8 @@
-"""What CUDA's kernels allocate where the fake mode does not know it: results, and scratch that lives inside one op.
+"""CUDA kernels whose allocations differ from those of the fake kernel: their results and their scratch tensors.
 
-One function an op. It is given the op's arguments, makes the results on the virtual GPU as CUDA's kernel does, and
-returns them with the scratch tensors that die when the op ends. Sources are PyTorch's files below aten/src/ATen/native.
+Each function stands for the kernels of some ops. It takes the arguments of the op, allocates the results on the virtual
+GPU as the CUDA kernel does, and returns them with the scratch tensors that die when the op ends. The sources named
+below are PyTorch's files in aten/src/ATen/native.
 """
 
 from __future__ import annotations
@@ -15,20 +16,25 @@ from planner.virtual_gpu import backend
 from planner.virtual_gpu.data_dependence import DataDependence
 
 Made = tuple[Any, list[torch.Tensor]]
-"""Results and scratch."""
+"""Results of an op, and its scratch tensors."""
 
 KERNELS: dict[torch._ops.OpOverload, Callable[..., Made]] = {}
+"""Registered kernels by op."""
 
 _aten = torch.ops.aten
 
 
 def cuda_kernel(*ops: torch._ops.OpOverload) -> Callable[[Callable[..., Made]], Callable[..., Made]]:
-    """Say what these ops allocate on CUDA: `function(answers, op, *args, **kwargs)`. An op has one such function."""
+    """Registers a function that allocates what these ops allocate on CUDA.
+
+    It is called as `function(dependence, op, *args, **kwargs)`, where `dependence` answers questions for values. A
+    second function for the same op is refused.
+    """
 
     def register(function: Callable[..., Made]) -> Callable[..., Made]:
         for op in ops:
             if op in KERNELS:
-                raise ValueError(f"{op} has a kernel already")
+                raise ValueError(f"{op} already has a kernel: register one function for each op")
             KERNELS[op] = function
         return function
 
@@ -41,8 +47,10 @@ def cuda_kernel(*ops: torch._ops.OpOverload) -> Callable[[Callable[..., Made]], 
     _aten.soft_margin_loss.default,
     _aten.binary_cross_entropy.default,
 )
-def _reduced_in_full_storage(answers: DataDependence, op: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Made:
-    """Mean or sum lies in the storage of the unreduced loss (Loss.cpp, cuda/Loss.cu)."""
+def _reduced_in_full_storage(
+    dependence: DataDependence, op: Any, input: torch.Tensor, *args: Any, **kwargs: Any
+) -> Made:
+    """The mean or sum is a view of the storage of the unreduced loss (Loss.cpp, cuda/Loss.cu)."""
     out = op(input, *args, **kwargs)
     full = out if out.dim() else torch.empty_like(input)
     return full.as_strided(out.shape, out.stride(), 0), []
@@ -50,12 +58,13 @@ def _reduced_in_full_storage(answers: DataDependence, op: Any, input: torch.Tens
 
 @cuda_kernel(_aten._grouped_mm.default)
 def _grouped_mm(
-    answers: DataDependence, op: Any, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
+    dependence: DataDependence, op: Any, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
 ):
-    """Any dtype: what is not bf16 takes the fallback with the same result (cuda/GroupedBlas.cpp).
+    """Grouped matrix product. Other dtypes than bf16 take a fallback with the same result (cuda/GroupedBlas.cpp).
 
     Rows of the result are padded to 16 bytes (`create_grouped_gemm_output_tensor` in GroupedMMUtils.h).
     """
+    shape: tuple[int, ...]
     if a.dim() == 2 and b.dim() == 2:
         shape = (offs.shape[0], a.shape[0], b.shape[1])
     elif a.dim() == 2:
@@ -73,9 +82,9 @@ def _grouped_mm(
 
 @cuda_kernel(_aten._ctc_loss.default)
 def _ctc_loss(
-    answers: DataDependence, op: Any, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *_: Any
+    dependence: DataDependence, op: Any, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *_: Any
 ) -> Made:
-    """`ctc_loss_gpu_template` in cuda/LossCTC.cu: the table of alphas is as wide as the longest target."""
+    """`ctc_loss_gpu_template` in cuda/LossCTC.cu: the alphas have two columns for each label of the longest target."""
     steps, batch = log_probs.shape[0], log_probs.shape[1]
     table = log_probs.new_empty(batch, steps, 2 * max(target_lengths, default=0) + 1)
     offsets_and_lengths = [torch.empty(batch, dtype=torch.long, device=log_probs.device) for _ in range(3)]
@@ -84,7 +93,7 @@ def _ctc_loss(
 
 @cuda_kernel(_aten._ctc_loss_backward.default)
 def _ctc_loss_backward(
-    answers: DataDependence,
+    dependence: DataDependence,
     op: Any,
     grad: Any,
     log_probs: Any,
@@ -95,39 +104,42 @@ def _ctc_loss_backward(
     log_alpha: Any,
     *_: Any,
 ) -> Made:
-    """`ctc_loss_backward_gpu_template` in cuda/LossCTC.cu: betas as large as the alphas."""
+    """`ctc_loss_backward_gpu_template` in cuda/LossCTC.cu: the betas are a scratch tensor as large as the alphas."""
     return torch.empty_like(log_probs), [torch.empty_like(log_alpha)]
 
 
 @cuda_kernel(_aten._thnn_fused_gru_cell.default)
-def _gru_cell(answers: DataDependence, op: Any, input_gates: Any, hidden_gates: Any, hx: Any, *_: Any) -> Made:
-    """cuda/RNN.cu: a workspace of five (`GRU_WORKSPACE_MULTIPLIER`) hidden sizes is saved for backward."""
+def _gru_cell(dependence: DataDependence, op: Any, input_gates: Any, hidden_gates: Any, hx: Any, *_: Any) -> Made:
+    """`_thnn_fused_gru_cell_cuda` in cuda/RNN.cu: saves five (`GRU_WORKSPACE_MULTIPLIER`) hidden sizes for backward."""
     return (torch.empty_like(hx), hx.new_empty(hx.shape[0], 5 * hx.shape[1])), []
 
 
 @cuda_kernel(_aten._thnn_fused_gru_cell_backward.default)
-def _gru_cell_backward(answers: DataDependence, op: Any, grad_hy: Any, workspace: Any, has_bias: bool) -> Made:
-    """cuda/RNN.cu."""
+def _gru_cell_backward(dependence: DataDependence, op: Any, grad_hy: Any, workspace: Any, has_bias: bool) -> Made:
+    """`_thnn_fused_gru_cell_backward_cuda` in cuda/RNN.cu: gradients of both sets of gates and their biases."""
     gates = 3 * workspace.shape[1] // 5
     grads = [workspace.new_empty(workspace.shape[0], gates) for _ in range(2)]
     biases = [workspace.new_empty(gates) if has_bias else None for _ in range(2)]
     return (grads[0], grads[1], torch.empty_like(grad_hy), *biases), []
 
 
-def register_routes(answers: DataDependence) -> None:
-    """Composite ops that ask tensors for numbers where fake ones would take another way, in this process for good."""
+def register_routes(dependence: DataDependence) -> None:
+    """Registers composite ops that read numbers from tensors and would take another path for fake ones.
+
+    The registration lasts as long as the process.
+    """
 
     def ctc_loss(
         log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0, reduction: int = 1,
         zero_infinity: bool = False,
     ) -> torch.Tensor:  # fmt: skip
         """`ctc_loss` of LossCTC.cpp, which reads the lengths on the host."""
-        steps, wanted = (answers.list_or_refuse(given) for given in (input_lengths, target_lengths))
-        losses = _aten._ctc_loss.default(log_probs, targets, steps, wanted, blank, zero_infinity)[0]
+        steps, lengths = (dependence.list_or_refuse(tensor) for tensor in (input_lengths, target_lengths))
+        losses = _aten._ctc_loss.default(log_probs, targets, steps, lengths, blank, zero_infinity)[0]
         if zero_infinity:
             losses = torch.where(losses == float("inf"), losses.new_zeros(()), losses)
         if reduction == 1:
-            counts = torch.tensor(wanted, dtype=losses.dtype, device=losses.device).clamp_min(1)
+            counts = torch.tensor(lengths, dtype=losses.dtype, device=losses.device).clamp_min(1)
             return (losses / counts).mean()
         return losses.sum() if reduction == 2 else losses
 

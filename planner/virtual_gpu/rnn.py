@@ -1,12 +1,12 @@
-"""LSTM, GRU and RNN as CUDA runs them: one op of cuDNN for all layers and steps, weights in one flat buffer.
+"""Recurrent layers as CUDA runs them: one cuDNN op for all layers and time steps, with weights in one flat buffer.
 
-Sources, below aten/src/ATen: native/cudnn/RNN.cpp (`_cudnn_impl`, `_cudnn_rnn`, `_cudnn_rnn_backward`), cudnn/
-AutocastRNN.cpp (`_cudnn_rnn_cast_reflatten`: under autocast always fp16, also where bf16 is asked for), and
+Sources, in aten/src/ATen: native/cudnn/RNN.cpp (`_cudnn_impl`, `_cudnn_rnn`, `_cudnn_rnn_backward`), cudnn/
+AutocastRNN.cpp (`_cudnn_rnn_cast_reflatten`: autocast casts to fp16, even if bf16 is asked for), and
 torch/nn/modules/rnn.py (`flatten_parameters`).
 
-Not exact: the sizes of cuDNN's reserve and workspace come from `cudnnGetRNNTempSpaceSizes`, which is closed. The
-reserve is taken to be what backward cannot do without (`_reserve_elements`); a workspace is not counted. Both are told
-as an assumption.
+Where it stops being exact: the sizes of cuDNN's reserve and workspace come from `cudnnGetRNNTempSpaceSizes`, which is
+closed source. The reserve is taken to be the minimum that backward needs (`_reserve_elements`), and the workspace is
+not counted. The plan's notes state this assumption.
 """
 
 from __future__ import annotations
@@ -18,23 +18,31 @@ import torch
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from planner.virtual_gpu import backend
+from planner.virtual_gpu.autocast import AUTOCAST_KEY
 from planner.virtual_gpu.data_dependence import DataDependence
 from planner.virtual_gpu.kernels import Made, cuda_kernel
 
-ASSUMED_RESERVE = "cuDNN keeps gates, cells and outputs of recurrent layers for backward and takes no workspace"
+ASSUMED_RESERVE = (
+    "cuDNN saves the gates, cells and outputs of recurrent layers for backward, and allocates no workspace (its real "
+    "sizes are not public)"
+)
 
 _aten = torch.ops.aten
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
-"""`cudnnRNNMode_t`."""
+"""Values of `cudnnRNNMode_t`."""
 _GATES = {0: 1, 1: 1, 2: 4, 3: 3}
-_KEPT = {0: 1, 1: 1, 2: 4, 3: 4}
-"""Gate activations that backward needs for a step (a GRU's also the recurrent part of its new gate)."""
+"""Number of gates by mode."""
+_SAVED_GATES = {0: 1, 1: 1, 2: 4, 3: 4}
+"""Number of activations that backward needs for each time step, by mode.
+
+A GRU needs its three gates and the recurrent part of the new gate.
+"""
 _CUDNN_DTYPES = (torch.float16, torch.float32, torch.float64)
-"""`cudnn_is_acceptable` in native/Convolution.cpp has no bf16: such nets run cell by cell."""
+"""Dtypes that run on cuDNN (`cudnn_is_acceptable` in native/Convolution.cpp). bf16 layers run cell by cell."""
 
 
 def register() -> None:
-    """Route the composite ops to cuDNN's, in this process for good."""
+    """Routes the composite ops to cuDNN's ops, for as long as this process lives."""
     aten = backend.library("aten")
     for name, mode in _MODES.items():
         for overload in ("input", "data"):
@@ -48,9 +56,10 @@ def register() -> None:
 
 
 def flatten_weights(module: torch.nn.RNNBase) -> None:
-    """Put the weights of a recurrent module into one buffer, as `flatten_parameters` does on a CUDA card."""
-    weights = [getattr(module, name, None) for name in module._flat_weights_names]
+    """Moves the weights of a recurrent module into one buffer, as `flatten_parameters` does on a CUDA card."""
+    weights: list[Any] = [getattr(module, name, None) for name in module._flat_weights_names]
     module._flat_weights = weights
+    # As in `flatten_parameters`: weights that are missing, of mixed dtypes or shared stay where they are.
     if any(w is None or w.dtype not in _CUDNN_DTYPES or w.dtype != weights[0].dtype for w in weights):
         return
     if len({id(w) for w in weights}) != len(weights):
@@ -64,19 +73,23 @@ def flatten_weights(module: torch.nn.RNNBase) -> None:
 
 
 def _weight_elements(weights: Sequence[torch.Tensor], stride: int, mode: int, hidden_size: int) -> int:
-    """cuDNN's buffer has room for two biases a layer and direction, with or without them (`try_get_weight_buf`)."""
+    """Returns the number of elements of cuDNN's weight buffer.
+
+    It has room for two biases for each layer and direction, even if the module has none (`try_get_weight_buf`).
+    """
     missing = 0 if stride >= 4 else 2 * _GATES[mode] * hidden_size * (len(weights) // stride)
     return sum(weight.numel() for weight in weights) + missing
 
 
 def _parts(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns views of a flat buffer with the shapes of the tensors in `like`, one after the other."""
     sizes = [weight.numel() for weight in like]
     parts = flat[: sum(sizes)].split(sizes)
     return [part.view(weight.shape) for part, weight in zip(parts, like, strict=True)]
 
 
 def _flat_buffer(weights: Sequence[torch.Tensor], elements: int) -> torch.Tensor | None:
-    """The buffer that all weights lie in; None if they do not lie in one."""
+    """Returns the buffer that all weights are views of; None if they do not share one of sufficient size."""
     storage = weights[0].untyped_storage()
     if any(w.untyped_storage()._cdata != storage._cdata for w in weights):
         return None
@@ -86,7 +99,7 @@ def _flat_buffer(weights: Sequence[torch.Tensor], elements: int) -> torch.Tensor
 
 
 def _route(op: torch._ops.OpOverload, mode: int) -> Any:
-    """The kernel of `aten.lstm` and its like: all of it in one `_cudnn_rnn` (`_cudnn_impl`)."""
+    """Returns a kernel for `aten.lstm`, `aten.gru` or `aten.rnn_*` that runs one `_cudnn_rnn` (`_cudnn_impl`)."""
 
     def run(
         input: Any, hidden: Any, weights: Any, has_biases: bool, layers: int, dropout: float, train: bool,
@@ -109,18 +122,18 @@ def _route(op: torch._ops.OpOverload, mode: int) -> Any:
 
 
 def _in_half_precision(input: Any, weight: Any, stride: int, buffer: Any, hx: Any, cx: Any, mode: int, *rest: Any):
-    """`_cudnn_rnn_cast_reflatten`."""
+    """`_cudnn_rnn_cast_reflatten`: under autocast, copies the weights into one fp16 buffer and casts the inputs."""
     half = torch.float16
     if weight[0].dtype != half:
         elements = _weight_elements(weight, stride, mode, rest[0])
         buffer = torch.zeros(elements, dtype=half, device=weight[0].device)
         offset, copies = 0, []
-        for one in weight:
-            copy = buffer.new_empty(0).set_(buffer.untyped_storage(), offset, one.shape, one.stride())
-            copies.append(copy.copy_(one))
-            offset += one.numel()
+        for original in weight:
+            copy = buffer.new_empty(0).set_(buffer.untyped_storage(), offset, original.shape, original.stride())
+            copies.append(copy.copy_(original))
+            offset += original.numel()
         weight = copies
-    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    key = torch._C.DispatchKeySet(AUTOCAST_KEY)
     with torch._C._ExcludeDispatchKeyGuard(key):
         cx = None if cx is None else cx.to(half)
         return _aten._cudnn_rnn(input.to(half), weight, stride, buffer, hx.to(half), cx, mode, *rest)
@@ -128,11 +141,11 @@ def _in_half_precision(input: Any, weight: Any, stride: int, buffer: Any, hx: An
 
 @cuda_kernel(_aten._cudnn_rnn.default)
 def _forward(
-    answers: DataDependence, op: Any, input: Any, weight: Any, stride: int, buffer: Any, hx: Any, cx: Any, mode: int,
+    dependence: DataDependence, op: Any, input: Any, weight: Any, stride: int, buffer: Any, hx: Any, cx: Any, mode: int,
     hidden_size: int, projected: int, layers: int, batch_first: bool, dropout: float, train: bool,
     bidirectional: bool, batch_sizes: Any, dropout_state: Any,
 ) -> Made:  # fmt: skip
-    """`_cudnn_rnn`."""
+    """`_cudnn_rnn`: output, final states and, in training, the reserve that backward reads."""
     directions = 2 if bidirectional else 1
     ordered = input.transpose(0, 1) if batch_first else input
     scratch = [] if ordered.is_contiguous() else [torch.empty(ordered.shape, dtype=input.dtype, device=input.device)]
@@ -141,31 +154,35 @@ def _forward(
     cy = input.new_empty(0) if cx is None else torch.empty_like(cx)
     if buffer is None:
         buffer = input.new_empty(_weight_elements(weight, stride, mode, hidden_size))
-    steps = ordered.shape[:-1].numel() * layers * directions  # of all samples
+    steps = ordered.shape[:-1].numel() * layers * directions  # Time steps of all samples, layers and directions.
     elements = steps * _reserve_elements(mode, hidden_size, projected, dropout) if train else 0
     reserve = torch.empty(elements * input.itemsize, dtype=torch.uint8, device=input.device)
     if train:
-        answers.assume((ASSUMED_RESERVE,))
+        dependence.assume((ASSUMED_RESERVE,))
     output = output.transpose(0, 1) if batch_first else output
     return (output, hy, cy, reserve, buffer), scratch
 
 
 def _reserve_elements(mode: int, hidden_size: int, projected: int, dropout: float) -> int:
-    """Of a sample, step, layer and direction: gates, the cell of an LSTM, the output, its dropped-out copy."""
+    """Returns the elements saved for each sample, time step, layer and direction.
+
+    These are the gates, the cell of an LSTM, the output and, with dropout, the output after dropout.
+    """
     cell = hidden_size if mode == 2 else 0
-    return _KEPT[mode] * hidden_size + cell + (projected or hidden_size) * (2 if dropout else 1)
+    return _SAVED_GATES[mode] * hidden_size + cell + (projected or hidden_size) * (2 if dropout else 1)
 
 
 @cuda_kernel(_aten._cudnn_rnn_backward.default)
 def _backward(
-    answers: DataDependence, op: Any, input: Any, weight: Any, stride: int, buffer: Any, hx: Any, cx: Any, output: Any,
-    grad_output: Any, grad_hy: Any, grad_cy: Any, mode: int, hidden_size: int, projected: int, layers: int,
+    dependence: DataDependence, op: Any, input: Any, weight: Any, stride: int, buffer: Any, hx: Any, cx: Any,
+    output: Any, grad_output: Any, grad_hy: Any, grad_cy: Any, mode: int, hidden_size: int, projected: int, layers: int,
     batch_first: bool, dropout: float, train: bool, bidirectional: bool, batch_sizes: Any, dropout_state: Any,
     reserve: Any, output_mask: Any,
 ) -> Made:  # fmt: skip
-    """`_cudnn_rnn_backward`: one buffer of weight gradients, which the gradients are views of."""
+    """`_cudnn_rnn_backward`: the weight gradients are views of one buffer."""
     ordered = input.transpose(0, 1) if batch_first else input
-    scratch = [torch.empty_like(given) for given, grad in ((output, grad_output), (hx, grad_hy)) if grad is None]
+    # Missing gradients are replaced by zeros, and tensors that are not contiguous are copied.
+    scratch = [torch.empty_like(value) for value, grad in ((output, grad_output), (hx, grad_hy)) if grad is None]
     scratch += [torch.empty_like(cx)] if cx is not None and grad_cy is None else []
     scratch += [] if ordered.is_contiguous() else [input.new_empty(ordered.shape)]
     if grad_output is not None and not (grad_output.transpose(0, 1) if batch_first else grad_output).is_contiguous():
@@ -178,8 +195,10 @@ def _backward(
 
 
 def _forward_flops(input: torch.Tensor, weight: Sequence[torch.Tensor], *_: Any, **__: Any) -> int:
+    """Returns the FLOPs of a forward: a multiplication and an addition for each weight, sample and time step."""
     return 2 * input.shape[:-1].numel() * sum(w.numel() for w in weight if w.dim() == 2)
 
 
 def _backward_flops(input: torch.Tensor, weight: Sequence[torch.Tensor], *_: Any, **__: Any) -> int:
+    """Returns the FLOPs of a backward: those of the gradients of the inputs and of the weights."""
     return 2 * _forward_flops(input, weight)

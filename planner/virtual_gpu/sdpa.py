@@ -1,8 +1,8 @@
-"""Which kernel `scaled_dot_product_attention` takes on a CUDA card, and what that kernel allocates.
+"""Chooses the kernel that `scaled_dot_product_attention` runs on a CUDA card, and runs its op.
 
-The order of choice is PyTorch's (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, torch 2.11 to 2.13):
-cuDNN first on Hopper and data-centre Blackwell, then flash, memory-efficient, math. The rule belongs to the
-*target card*, not to the machine that plans.
+The order of choice is PyTorch's (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, torch 2.11 to 2.13): cuDNN first
+on Hopper and data-centre Blackwell, then flash, memory-efficient, math. The choice is made for the card that the plan
+is for, not for the machine that plans.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class AttentionBackend(enum.Enum):
-    """The kernels PyTorch chooses from."""
+    """The kernels that PyTorch chooses from."""
 
     CUDNN = "cudnn"
     FLASH = "flash"
@@ -37,11 +37,12 @@ class AttentionCall:
 
     @property
     def trains(self) -> bool:
+        """True if a backward will need what the kernel saves."""
         return torch.is_grad_enabled() and any(t.requires_grad for t in (self.query, self.key, self.value))
 
 
 def choose_backend(call: AttentionCall, capability: tuple[int, int]) -> AttentionBackend:
-    """The kernel that a card of this compute capability takes."""
+    """Returns the kernel that PyTorch chooses on a card of this compute capability."""
     if _cudnn_takes(call, capability):
         return AttentionBackend.CUDNN
     if _flash_takes(call, capability):
@@ -52,10 +53,12 @@ def choose_backend(call: AttentionCall, capability: tuple[int, int]) -> Attentio
 
 
 def _plain_shapes(call: AttentionCall) -> bool:
+    """True for floating point tensors of four dimensions, which all kernels but math need."""
     return call.query.dim() == 4 and call.key.dim() == 4 and call.value.dim() == 4 and call.query.is_floating_point()
 
 
 def _cudnn_takes(call: AttentionCall, capability: tuple[int, int]) -> bool:
+    """True if cuDNN's kernel can run the call (`can_use_cudnn_attention`)."""
     head_dim = call.query.size(-1) if call.query.dim() == 4 else 0
     return (
         capability in ((9, 0), (9, 3), (10, 0), (10, 3))
@@ -70,6 +73,7 @@ def _cudnn_takes(call: AttentionCall, capability: tuple[int, int]) -> bool:
 
 
 def _flash_takes(call: AttentionCall, capability: tuple[int, int]) -> bool:
+    """True if the flash kernel can run the call (`can_use_flash_attention`)."""
     if not (8, 0) <= capability <= (12, 1) or not _plain_shapes(call) or call.mask is not None:
         return False
     head_dim = call.query.size(-1)
@@ -77,6 +81,8 @@ def _flash_takes(call: AttentionCall, capability: tuple[int, int]) -> bool:
         return False
     if call.causal and call.query.size(-2) != call.key.size(-2):
         return False
+    # GPUs with less shared memory than the A100 cannot run the backward of large heads
+    # (`check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`).
     consumer = capability in ((8, 6), (8, 7), (8, 9)) or capability[0] == 12
     if call.trains and consumer and (192 < head_dim <= 224 or (head_dim > 224 and call.dropout > 0)):
         return False
@@ -84,6 +90,7 @@ def _flash_takes(call: AttentionCall, capability: tuple[int, int]) -> bool:
 
 
 def _efficient_takes(call: AttentionCall, capability: tuple[int, int]) -> bool:
+    """True if the memory-efficient kernel can run the call (`can_use_mem_efficient_attention`)."""
     if (
         not (5, 0) <= capability <= (12, 1)
         or not _plain_shapes(call)
@@ -100,7 +107,7 @@ def _efficient_takes(call: AttentionCall, capability: tuple[int, int]) -> bool:
 
 
 def run_backend(backend: AttentionBackend, call: AttentionCall) -> torch.Tensor:
-    """Run the kernel's own op, with the copies that PyTorch makes around it."""
+    """Runs the op of the kernel, with the copies of inputs and outputs that PyTorch makes around it."""
     aten = torch.ops.aten
     mask = _additive(call)
     match backend:
@@ -135,7 +142,7 @@ def run_backend(backend: AttentionBackend, call: AttentionCall) -> torch.Tensor:
 
 
 def _additive(call: AttentionCall) -> torch.Tensor | None:
-    """A boolean mask becomes an additive one in the type of the query (`convert_boolean_attn_mask`)."""
+    """Converts a boolean mask to an additive one in the dtype of the query (`convert_boolean_attn_mask`)."""
     if call.mask is None or call.mask.dtype != torch.bool:
         return call.mask
     zeros = torch.zeros_like(call.mask, dtype=call.query.dtype)
@@ -143,12 +150,13 @@ def _additive(call: AttentionCall) -> torch.Tensor | None:
 
 
 def _pad_last(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
+    """Pads the last dimension to a multiple of `multiple`."""
     missing = -tensor.size(-1) % multiple
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
 
 
 def _aligned_bias(mask: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-    """The memory-efficient kernel wants rows of 16 (`pad_bias`): the mask is padded, then sliced back."""
+    """Aligns rows of the mask to 16 elements, as the memory-efficient kernel needs it: pads and slices (`pad_bias`)."""
     columns = mask.size(-1)
     if columns % 16:
         mask = _pad_last(mask, 16)[..., :columns]

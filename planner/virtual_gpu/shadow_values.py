@@ -1,43 +1,53 @@
-"""Values that a rehearsal does know: small tensors carry a real twin on the host, computed by the same ops.
+"""Values that a rehearsal knows: small fake tensors have a shadow, a real tensor on the host computed by the same ops.
 
-A fake tensor has a shape and no values. Yet models ask for some: how many tokens a mask keeps, the largest position,
-how to split a tensor. Where such a value follows from shapes and constants alone, the same ops run beside on real CPU
-tensors and the answer is true. What follows from the batch, from weights or from chance stays unknown, with a few
-documented exceptions that are *assumed* (`ASSUMED_RANDOM`, `ASSUMED_FINITE`, `ASSUMED_CHOICES`, and masks and labels of
-the batch): a twin remembers what it was assumed from, and whoever takes an answer from it is told.
+A fake tensor has a shape but no values. Yet models ask for some values: how many tokens a mask keeps, the largest
+position, how to split a tensor. If such a value follows from shapes and constants alone, the same ops also run on real
+CPU tensors, and the answer is true. Values that depend on the batch, on weights or on random numbers stay unknown, with
+a few documented exceptions that are *assumed* (the constants `ASSUMED_...` below). Each shadow carries the assumptions
+that it rests on; to read a value notes them in the plan.
 
-What is tracked: integers and booleans up to `MOST_ELEMENTS`; floats on the host up to that, on the card up to
-`MOST_FLOATS`. A tensor that holds one value everywhere (ones, zeros, a full mask) is known at any size.
-A twin belongs to a storage, so views share it and in-place ops change it, as they do on the card.
+Which tensors have a shadow: integers and booleans of up to `MOST_ELEMENTS` elements; floats of up to that number on the
+host and up to `MOST_FLOATS` on the card. A tensor with one value everywhere (ones, zeros, a full mask) has a shadow at
+any size, which holds only that value. A shadow belongs to a storage, so that views share it and in-place ops change it,
+as they do on the card.
+
+Where it stops: an op that reads an unknown value makes its result unknown, and an in-place op then makes its target
+unknown. To forget is always safe; the model gets a refusal if it asks.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 MOST_ELEMENTS = 2**16
+"""Maximum number of elements of a tensor whose values are all computed."""
 MOST_FLOATS = 16
+"""Maximum number of elements of a floating point tensor on the card whose values are all computed."""
 _MOST_BYTES = 8 * MOST_ELEMENTS
+"""Maximum size of a shadow in bytes."""
 
-ASSUMED_RANDOM = "random numbers that decide something are all 0.5"
-ASSUMED_DRAWS = "random choices (randperm, multinomial, randint) fall in order"
+ASSUMED_RANDOM = "random numbers that the code branches on are all 0.5"
+ASSUMED_DRAWS = "randperm, multinomial and randint return their possible values in ascending order"
 ASSUMED_FINITE = "all values are finite"
-ASSUMED_CHOICES = "choices by value (top k, argmax) are spread evenly, so that experts are balanced"
+ASSUMED_CHOICES = (
+    "positions chosen by value (topk, argmax) are spread evenly, as for experts that receive equal numbers of tokens"
+)
 
-ASSUMED_MASK = "masks of the batch are all true"
+ASSUMED_MASK = "all masks of the batch are true everywhere, so that sequences have full length"
 ASSUMED_LABELS = "no label of the batch is ignored"
 
 _aten = torch.ops.aten
 
+# The sets below decide how the shadow of a result is found. All ops in none of them run on the shadows themselves.
 _RANDOM = {_aten.rand.default, _aten.rand_like.default, _aten.uniform.default, _aten.uniform_.default}
 _DRAWS = {_aten.randperm.default, _aten.multinomial.default, _aten.randint.default, _aten.randint.low}
 _CHOICES = {_aten.topk.default: 1, _aten.argmax.default: 0, _aten.max.dim: 1}
-"""Ops that choose positions along a dimension by value, and which of their results holds the positions."""
+"""Ops that choose positions along a dimension by value, with the index of the result that holds the positions."""
 _CONSTANTS = {
     _aten.zeros: 0,
     _aten.zeros_like: 0,
@@ -51,19 +61,19 @@ _CONSTANTS = {
     _aten.new_full: None,
     _aten.fill_: None,
 }
-"""Ops whose result has one value everywhere, whatever their argument holds. None: it is the argument of this name:"""
+"""Ops whose result has the same value everywhere. None: the value is one of the `_CONSTANT_ARGUMENTS`."""
 _CONSTANT_ARGUMENTS = ("fill_value", "value")
 _UNINITIALISED = {_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default}
 _UNINITIALISED |= {_aten.new_empty.default, _aten.new_empty_strided.default}
 _ELEMENTWISE = {_aten._to_copy.default, _aten.clone.default, _aten.rsub.Scalar, _aten.floor_divide.default}
-"""Ops that are elementwise, though not tagged so."""
+"""Elementwise ops that lack the tag `pointwise`."""
 _PICKS = {_aten.index.Tensor, _aten.index_select.default, _aten.gather.default, _aten.repeat.default}
 _PICKS |= {_aten.upsample_nearest1d.default, _aten.upsample_nearest2d.default, _aten.flip.default, _aten.roll.default}
-"""Ops whose result holds elements of their first argument and nothing else."""
+"""Ops whose result consists of elements of their first argument."""
 
 
 class _ShadowValue:
-    """What is known of a storage: all its bytes, or one value that every element has."""
+    """The known content of a storage: all its bytes (`storage`), or the one value of all elements (`value`)."""
 
     __slots__ = ("assumed", "storage", "value")
 
@@ -77,46 +87,48 @@ class _ShadowValue:
         self.storage, self.value, self.assumed = storage, value, assumed
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The real tensor for a fake one on this storage; None if it reads the bytes as another type."""
+        """Returns the real tensor for a fake one on this storage; None if it reads the one value as another dtype."""
         if not tensor.numel():
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         if self.value is not None:
             return self.value.expand(tensor.shape) if tensor.dtype == self.value.dtype else None
+        assert self.storage is not None  # Only `_NOTHING` has neither, and its tensors have no elements.
         real = torch.empty(0, dtype=tensor.dtype)
         return real.set_(self.storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 _NOTHING = _ShadowValue()
-"""What an empty tensor holds is known."""
+"""The shadow of a tensor without elements."""
 
 
 class ShadowValues:
-    """The twins of one rehearsal."""
+    """The shadows of one rehearsal."""
 
     def __init__(self) -> None:
-        self._twins: dict[int, tuple[_ShadowValue, weakref.ref]] = {}
+        self._shadows: dict[int, tuple[_ShadowValue, weakref.ref]] = {}
+        """Shadow and weak reference by the address of the storage. An entry is removed when its storage dies."""
 
-    # ---- asking -----------------------------------------------------------------------------------------------
+    # ---- reading ----------------------------------------------------------------------------------------------
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        return self._twin(tensor) is not None
+        return self._shadow(tensor) is not None
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The real tensor, or None if it is not known. It must not be written to."""
-        twin = self._twin(tensor)
-        if twin is None:
+        """Returns the real tensor, or None if its values are not known. The caller must not write to it."""
+        shadow = self._shadow(tensor)
+        if shadow is None:
             return None if isinstance(tensor, FakeTensor) else tensor
         with unset_fake_temporarily():
-            return twin.of(tensor)
+            return shadow.of(tensor)
 
-    def assumptions(self, tensors: Iterator[torch.Tensor]) -> frozenset[str]:
-        """What the values of these tensors were assumed from."""
-        return frozenset().union(*(twin.assumed for t in tensors if (twin := self._twin(t)) is not None))
+    def assumptions(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
+        """Returns the assumptions that the values of these tensors rest on."""
+        return _union(shadow for tensor in tensors if (shadow := self._shadow(tensor)) is not None)
 
-    # ---- telling ----------------------------------------------------------------------------------------------
+    # ---- writing ----------------------------------------------------------------------------------------------
 
     def learn(self, tensor: torch.Tensor, real: torch.Tensor, assumed: frozenset[str] = frozenset()) -> None:
-        """From now on the fake tensor's whole storage holds what `real` holds."""
+        """Sets the values of a fake tensor to those of `real`, which rest on the assumptions `assumed`."""
         if real.numel() == 0:
             return
         untyped = tensor.untyped_storage()
@@ -126,40 +138,45 @@ class ShadowValues:
         with unset_fake_temporarily():
             first = real.as_strided((), ())
             if _covers_its_storage(tensor) and bool((real == first).all()):
-                twin = _ShadowValue(value=first.clone(), assumed=assumed)
+                shadow = _ShadowValue(value=first.clone(), assumed=assumed)
             else:
-                twin = _ShadowValue(storage=torch.UntypedStorage(untyped.nbytes()), assumed=assumed)
+                shadow = _ShadowValue(storage=torch.UntypedStorage(untyped.nbytes()), assumed=assumed)
+                target = shadow.of(tensor)
+                assert target is not None  # None only for a shadow with one value.
+                # Along an expanded dimension all positions are one element, which `copy_` refuses to write repeatedly.
                 once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
-                twin.of(tensor)[once].copy_(real[once])  # an expanded tensor is written once
-        self._put(tensor, twin)
+                target[once].copy_(real[once])
+        self._put(tensor, shadow)
 
     def assume(self, tensor: torch.Tensor, value: bool | int | float, assumption: str) -> None:
-        """From now on every element of the fake tensor's storage is taken to be `value`."""
+        """Assumes that every element of the fake tensor's storage is `value`."""
         with unset_fake_temporarily():
-            one = torch.tensor(value, dtype=tensor.dtype)
-        self._put(tensor, _ShadowValue(value=one, assumed=frozenset((assumption,))))
+            scalar = torch.tensor(value, dtype=tensor.dtype)
+        self._put(tensor, _ShadowValue(value=scalar, assumed=frozenset((assumption,))))
 
-    def twin(self, tensor: torch.Tensor) -> _ShadowValue | None:
-        """What is known of the tensor's storage, for another storage that stands for the same memory (`take_over`)."""
-        return self._twin(tensor)
+    def shadow(self, tensor: torch.Tensor) -> _ShadowValue | None:
+        """Returns the shadow of a tensor, to give it with `take_over` to another storage for the same memory."""
+        return self._shadow(tensor)
 
-    def take_over(self, tensor: torch.Tensor, twin: _ShadowValue | None) -> None:
-        """From now on the tensor's storage holds what `twin` says."""
-        if twin is not None:
-            self._put(tensor, twin)
+    def take_over(self, tensor: torch.Tensor, shadow: _ShadowValue | None) -> None:
+        """Makes `shadow` the shadow of the tensor's storage. None changes nothing."""
+        if shadow is not None:
+            self._put(tensor, shadow)
 
     # ---- following the ops ------------------------------------------------------------------------------------
 
     def follow(self, op: torch._ops.OpOverload, args: tuple, kwargs: dict, out: Any, written: list) -> None:
-        """Run the op on twins too, if all that it reads is known; forget what it overwrites with unknown values.
+        """Also runs the op on the shadows if all values that it reads are known, else forgets what it overwrites.
 
         Args:
-            out: what the op returned for the fake tensors.
-            written: arguments that the op changes in place.
+            out: Result of the op on the fake tensors.
+            written: Arguments that the op changes in place.
         """
         if op in _UNINITIALISED:
             return
-        results = [tensor for tensor in tensors_in(out) if tensor.layout is torch.strided]
+        # The order matters: a constant is known whatever its arguments are, and a random result is unknown even if they
+        # are known. Only then is an op run on the values of its arguments.
+        results = [tensor for tensor in nested_tensors(out) if tensor.layout is torch.strided]
         if op.overloadpacket in _CONSTANTS and self._follow_constant(op, args, kwargs, results):
             return
         if op in _RANDOM:
@@ -176,67 +193,74 @@ class ShadowValues:
             self._follow_known(op, args, kwargs, results, written)
 
     def compute(self, op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
-        """What the op gives for the true values; None if one of them is not known, or the host has no such kernel."""
+        """Returns the result of the op on the known values of its arguments.
+
+        Returns None if a value is not known, or the host cannot run the op.
+        """
         with unset_fake_temporarily():
             known, (args, kwargs) = self._real((args, kwargs))
         return _computed(op, args, kwargs) if known else None
 
     def _follow_known(self, op: Any, args: tuple, kwargs: dict, results: list, written: list) -> None:
-        targets = list(tensors_in(written))
-        overwrites = op.overloadpacket is _aten.copy_
-        twins = []
-        for tensor in tensors_in((args, kwargs)):
+        """Finds the shadows of an op's results from the shadows of its arguments."""
+        targets = list(nested_tensors(written))
+        overwrites = op.overloadpacket is _aten.copy_  # `copy_` does not read its target.
+        shadows: list[_ShadowValue] = []
+        for tensor in nested_tensors((args, kwargs)):
             if isinstance(tensor, FakeTensor) and not (overwrites and tensor is targets[0]):
-                twin = self._twin(tensor)
-                if twin is None:
+                shadow = self._shadow(tensor)
+                if shadow is None:
                     self._forget_all(targets)
                     return
-                twins.append(twin)
-        assumed = frozenset().union(*(twin.assumed for twin in twins))
+                shadows.append(shadow)
+        assumed = _union(shadows)
+        # From cheap to dear: the first three cases need one element, however large the tensors are.
         if targets:
             self._run_in_place(op, args, kwargs, targets, assumed, overwrites)
-        elif op in _PICKS and twins and twins[0].value is not None and isinstance(args[0], FakeTensor):
-            self._put(results[0], _ShadowValue(value=twins[0].value, assumed=assumed))
-        elif op is _aten.cat.default and _are_alike(twins):
+        elif op in _PICKS and shadows and shadows[0].value is not None and isinstance(args[0], FakeTensor):
+            self._put(results[0], _ShadowValue(value=shadows[0].value, assumed=assumed))
+        elif op is _aten.cat.default and (common := _common_value(shadows)) is not None:
             with unset_fake_temporarily():
-                value = twins[0].value.to(results[0].dtype)
+                value = common.to(results[0].dtype)
             self._put(results[0], _ShadowValue(value=value, assumed=assumed))
-        elif twins and _is_elementwise(op) and all(twin.value is not None for twin in twins):
+        elif shadows and _is_elementwise(op) and all(shadow.value is not None for shadow in shadows):
             value = _computed(op, self._one_element(args), self._one_element(kwargs))
             if value is not None:
                 with unset_fake_temporarily():
                     value = value.reshape(-1)[:1].reshape(())
                 self._put(results[0], _ShadowValue(value=value, assumed=assumed))
         elif all(_is_tracked(tensor) for tensor in results):
-            for fake, value in zip(results, tensors_in(self.compute(op, args, kwargs)), strict=False):
-                if fake not in self:  # a result on the storage of an argument has its twin already
+            for fake, value in zip(results, nested_tensors(self.compute(op, args, kwargs)), strict=False):
+                if fake not in self:  # A view of an argument shares its shadow already.
                     self.learn(fake, value, assumed)
 
     def _run_in_place(
         self, op: Any, args: tuple, kwargs: dict, targets: list, assumed: frozenset[str], overwrites: bool
     ) -> None:
+        """Runs an in-place op on the shadows of its targets, which are first expanded to all their bytes."""
         for target in targets:
-            twin = self._twin(target) or (_ShadowValue() if overwrites and _covers_its_storage(target) else None)
-            if twin is None or target.untyped_storage().nbytes() > _MOST_BYTES:
+            shadow = self._shadow(target) or (_ShadowValue() if overwrites and _covers_its_storage(target) else None)
+            if shadow is None or target.untyped_storage().nbytes() > _MOST_BYTES:
                 self._forget_all(targets)
                 return
-            if twin.storage is None and target.numel():
-                self._put(target, self._written_out(target, twin))
-            self._twin(target).assumed |= assumed
+            if shadow.storage is None and target.numel():
+                shadow = self._written_out(target, shadow)
+                self._put(target, shadow)
+            shadow.assumed |= assumed
         if self.compute(op, args, kwargs) is None:
             self._forget_all(targets)
 
-    def _written_out(self, tensor: torch.Tensor, twin: _ShadowValue) -> _ShadowValue:
-        """A twin with all bytes of the tensor's storage, instead of one value that stands for all."""
+    def _written_out(self, tensor: torch.Tensor, shadow: _ShadowValue) -> _ShadowValue:
+        """Returns a shadow with all bytes of the tensor's storage, instead of one value for all elements."""
         with unset_fake_temporarily():
             storage = torch.UntypedStorage(tensor.untyped_storage().nbytes())
-            if twin.value is not None:
-                whole = torch.empty(0, dtype=twin.value.dtype).set_(storage)
-                whole.fill_(twin.value)
-        return _ShadowValue(storage=storage, assumed=twin.assumed)
+            if shadow.value is not None:
+                whole = torch.empty(0, dtype=shadow.value.dtype).set_(storage)
+                whole.fill_(shadow.value)
+        return _ShadowValue(storage=storage, assumed=shadow.assumed)
 
     def _follow_constant(self, op: Any, args: tuple, kwargs: dict, results: list[torch.Tensor]) -> bool:
-        """Whether the op made one value everywhere in a storage, which is then known."""
+        """Gives the result of a constant op a shadow. Returns False if it does not fill a whole storage."""
         value = _CONSTANTS[op.overloadpacket]
         if value is None:
             names = [argument.name for argument in op._schema.arguments]
@@ -249,12 +273,13 @@ class ShadowValues:
         return True
 
     def _follow_random(self, results: list[torch.Tensor]) -> None:
+        """Assumes the middle of the range for uniform random numbers, as stochastic depth compares them with a rate."""
         for result in results:
             if result.is_floating_point():
                 self.assume(result, 0.5, ASSUMED_RANDOM)
 
-    def _draws_from(self, op: Any, args: tuple) -> tuple[int, int] | None:
-        """The range [low, high) of what is drawn."""
+    def _draws_from(self, op: Any, args: tuple) -> tuple[int, int]:
+        """Returns the range [low, high) of random integers."""
         match op:
             case _aten.multinomial.default:
                 return 0, args[0].shape[-1]
@@ -264,12 +289,14 @@ class ShadowValues:
                 return 0, args[0]
 
     def _follow_draw(self, result: torch.Tensor, low: int, high: int) -> None:
+        """Assumes that random integers count upwards, and start again at the end of their range."""
         if _is_tracked(result):
             with unset_fake_temporarily():
                 real = (low + torch.arange(result.numel()) % (high - low)).reshape(result.shape).to(result.dtype)
             self.learn(result, real, frozenset((ASSUMED_DRAWS,)))
 
     def _follow_choice(self, op: Any, args: tuple, kwargs: dict, out: Any) -> None:
+        """Assumes that positions chosen by value cycle through the dimension, so that each is chosen equally often."""
         positions = out[_CHOICES[op]] if isinstance(out, (tuple, list)) else out
         argument = {name.name: number for number, name in enumerate(op._schema.arguments)}["dim"]
         dim = kwargs.get("dim", args[argument] if len(args) > argument else (-1 if op is _aten.topk.default else None))
@@ -283,47 +310,53 @@ class ShadowValues:
             real = spread.reshape(positions.shape).to(positions.dtype)
         self.learn(positions, real, frozenset((ASSUMED_CHOICES,)))
 
-    # ---- twins ------------------------------------------------------------------------------------------------
+    # ---- the table of shadows -----------------------------------------------------------------------------------
 
-    def _twin(self, tensor: torch.Tensor) -> _ShadowValue | None:
+    def _shadow(self, tensor: torch.Tensor) -> _ShadowValue | None:
+        """Returns the shadow of a tensor's storage; None if its values are not known."""
         if tensor.layout is not torch.strided:
             return None
         if not tensor.numel():
             return _NOTHING
-        found = self._twins.get(tensor.untyped_storage()._cdata)
-        return found[0] if found else None
+        entry = self._shadows.get(tensor.untyped_storage()._cdata)
+        return entry[0] if entry else None
 
-    def _put(self, tensor: torch.Tensor, twin: _ShadowValue) -> None:
+    def _put(self, tensor: torch.Tensor, shadow: _ShadowValue) -> None:
+        """Makes `shadow` the shadow of a tensor's storage until that dies."""
         untyped = tensor.untyped_storage()
         pointer = untyped._cdata
-        self._twins[pointer] = (twin, weakref.ref(untyped, lambda _: self._twins.pop(pointer, None)))
+        self._shadows[pointer] = (shadow, weakref.ref(untyped, lambda _: self._shadows.pop(pointer, None)))
 
     def _forget(self, tensor: torch.Tensor) -> None:
+        """Removes the shadow of a tensor's storage."""
         if tensor.layout is torch.strided:
-            self._twins.pop(tensor.untyped_storage()._cdata, None)
+            self._shadows.pop(tensor.untyped_storage()._cdata, None)
 
     def _forget_all(self, tensors: list) -> None:
-        for tensor in tensors_in(tensors):
+        """Removes the shadows of all tensors in a nested list."""
+        for tensor in nested_tensors(tensors):
             self._forget(tensor)
 
     def _real(self, value: Any) -> tuple[bool, Any]:
-        """Whether all tensors in a nested value are known, and the same with real tensors."""
+        """Returns whether all tensors in a nested value are known, and the value with real tensors instead."""
         if isinstance(value, FakeTensor):
-            twin = self._twin(value)
-            real = twin.of(value) if twin is not None else None
+            shadow = self._shadow(value)
+            real = shadow.of(value) if shadow is not None else None
             return real is not None, real
         if isinstance(value, (list, tuple)):
-            pairs = [self._real(item) for item in value]
-            return all(known for known, _ in pairs), type(value)(item for _, item in pairs)
+            items = [self._real(item) for item in value]
+            return all(known for known, _ in items), type(value)(item for _, item in items)
         if isinstance(value, dict):
-            pairs = {name: self._real(item) for name, item in value.items()}
-            return all(known for known, _ in pairs.values()), {name: item for name, (_, item) in pairs.items()}
+            entries = {name: self._real(item) for name, item in value.items()}
+            return all(known for known, _ in entries.values()), {name: item for name, (_, item) in entries.items()}
         return True, value
 
     def _one_element(self, value: Any) -> Any:
-        """A nested value with the one value of each uniform tensor in its place."""
-        if isinstance(value, torch.Tensor):
-            return self._twin(value).value if isinstance(value, FakeTensor) else value
+        """Returns a nested value with each tensor replaced by the one value of all its elements."""
+        if isinstance(value, FakeTensor):
+            shadow = self._shadow(value)
+            assert shadow is not None  # The caller has checked that all values are known.
+            return shadow.value
         if isinstance(value, (list, tuple)):
             return type(value)(self._one_element(item) for item in value)
         if isinstance(value, dict):
@@ -332,13 +365,17 @@ class ShadowValues:
 
 
 def learn_buffer(known: ShadowValues, fake: torch.Tensor, real: torch.Tensor) -> None:
-    """The values of a model's buffer, where there are any and they are of the kind that decides something."""
+    """Learns the values of a model's integer or boolean buffer, if the real buffer is on the CPU."""
     if real.device.type == "cpu" and not real.is_floating_point() and not real.is_complex() and _is_tracked(real):
         known.learn(fake, real)
 
 
 def assume_full(known: ShadowValues, name: str, tensor: torch.Tensor) -> None:
-    """Take a mask of the batch to be all true, and its labels to be counted (1): sequences are full."""
+    """Assumes that a mask of the batch is true everywhere, and that its labels all count (none is the ignored one).
+
+    Args:
+        name: Path of the tensor in the batch, by which masks and labels are recognised.
+    """
     last = name.rsplit(".", 1)[-1].lower()
     if "mask" in name.lower():
         known.assume(tensor, 1, ASSUMED_MASK)
@@ -347,14 +384,17 @@ def assume_full(known: ShadowValues, name: str, tensor: torch.Tensor) -> None:
 
 
 def _is_tracked(tensor: torch.Tensor) -> bool:
-    """Whether all values of such a tensor are worth computing."""
+    """True if a tensor is small enough to compute all its values."""
     on_card = tensor.device.type != "cpu"
     most = MOST_FLOATS if on_card and tensor.is_floating_point() else MOST_ELEMENTS
     return tensor.layout is torch.strided and tensor.numel() <= most
 
 
 def _computed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
-    """The op on real tensors; None where the host cannot do it (no kernel for a type, an assumed index too large)."""
+    """Runs the op on real tensors.
+
+    Returns None if the host cannot: it may have no kernel for a dtype, or an assumed index may be out of range.
+    """
     with unset_fake_temporarily():
         try:
             out = op(*args, **_on_host(kwargs))
@@ -363,31 +403,42 @@ def _computed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     return () if out is None else out
 
 
-def _are_alike(twins: list[_ShadowValue]) -> bool:
-    """Whether all have the same one value everywhere."""
+def _common_value(shadows: list[_ShadowValue]) -> torch.Tensor | None:
+    """Returns the value that all elements of all shadows have; None if they differ."""
+    values = [shadow.value for shadow in shadows]
     with unset_fake_temporarily():
-        return all(twin.value is not None and bool(twin.value == twins[0].value) for twin in twins)
+        same = all(value is not None and bool(value == values[0]) for value in values)
+    return values[0] if same else None
+
+
+def _union(shadows: Iterable[_ShadowValue]) -> frozenset[str]:
+    """Returns the assumptions of all shadows together."""
+    assumed: frozenset[str] = frozenset()
+    return assumed.union(*(shadow.assumed for shadow in shadows))
 
 
 def _is_elementwise(op: torch._ops.OpOverload) -> bool:
+    """True if each element of the result depends on the elements at one position alone."""
     return torch.Tag.pointwise in op.tags or op in _ELEMENTWISE
 
 
 def _covers_its_storage(tensor: torch.Tensor) -> bool:
+    """True if the tensor's elements are all elements of its storage."""
     return tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
 
 
 def _on_host(kwargs: dict) -> dict:
+    """Returns keyword arguments with the CPU as the device."""
     return {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
 
 
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """All tensors in nested lists, tuples and dicts, in order."""
+def nested_tensors(value: object) -> Iterator[torch.Tensor]:
+    """Yields the tensors in nested lists, tuples and dicts, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from tensors_in(item)
+            yield from nested_tensors(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from tensors_in(item)
+            yield from nested_tensors(item)

@@ -1,4 +1,4 @@
-"""Which line of the user's code is running."""
+"""Finds the line of the user's code that is running."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import pathlib
 import sys
 import sysconfig
 from collections.abc import Iterator
-from typing import Any
+from types import FrameType
 
 import torch
 
 
-def frames() -> Iterator[Any]:
-    """Of the caller and its callers, innermost first."""
-    frame = sys._getframe(1)
+def frames() -> Iterator[FrameType]:
+    """Yields the frames of the caller and its callers, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -30,13 +30,13 @@ _NOT_MODEL_CODE = (
 
 @functools.cache
 def is_model_code(filename: str) -> bool:
-    """Whether a file is neither PyTorch's nor ours, so that a line of it says something to the user."""
+    """True if a file belongs neither to PyTorch nor to the planner nor to Python, so that its lines help the user."""
     standard = filename.startswith(_STANDARD_LIBRARY) and "-packages" not in filename
     return not standard and not filename.startswith(_NOT_MODEL_CODE)
 
 
 def source_line() -> str:
-    """'file.py:line' of the innermost frame of model code; empty if there is none."""
+    """Returns 'file.py:line' of the innermost frame of model code, or an empty text if there is none."""
     for frame in frames():
         if is_model_code(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,8 +1,11 @@
-"""Sparse gradients: a fake sparse tensor forgets its indices and values, so they are held beside it.
+"""Keeps the indices and values of fake sparse gradients alive.
 
-`_sparse_coo_tensor_with_dims_and_tensors` on fake tensors makes one without elements (torch/_subclasses/fake_impls.py);
-a real one holds the tensors it was made of (ATen/native/sparse/SparseTensor.cpp). What optimizers allocate for sparse
-gradients in between (coalescing, updates of rows) is therefore not seen, which is told as an assumption.
+On fake tensors `_sparse_coo_tensor_with_dims_and_tensors` creates a sparse tensor without elements
+(torch/_subclasses/fake_impls.py), whereas a real one refers to the tensors that it was created from
+(ATen/native/sparse/SparseTensor.cpp). Here the fake sparse tensor gets an attribute that refers to them.
+
+Temporaries that optimizers allocate for sparse gradients (to coalesce them, or for the rows of an update) are therefore
+not seen. The plan's notes state this as an assumption.
 """
 
 from __future__ import annotations
@@ -15,21 +18,22 @@ import torch
 from planner.virtual_gpu.data_dependence import DataDependence
 from planner.virtual_gpu.kernels import Made, cuda_kernel
 
-ASSUMED_TEMPORARIES = "temporaries of ops on sparse gradients are small"
+ASSUMED_TEMPORARIES = "temporaries of ops on sparse gradients are small enough to leave out"
 
 _PARTS = "_planner_sparse_parts"
+"""Name of the attribute with the indices and values."""
 
 
-def hold_parts(made: torch.Tensor, given: Iterable[torch.Tensor]) -> None:
-    """Let a sparse result live as long as what it was made of, and the other way round."""
+def hold_parts(result: torch.Tensor, inputs: Iterable[torch.Tensor]) -> None:
+    """Keeps the tensors that a sparse result was created from alive as long as the result."""
     parts: list[torch.Tensor] = []
-    for tensor in given:
+    for tensor in inputs:
         parts += parts_of(tensor) if tensor.is_sparse else [tensor]
-    setattr(made, _PARTS, parts)
+    setattr(result, _PARTS, parts)
 
 
 def no_rows_of(table: torch.Tensor) -> torch.Tensor:
-    """A sparse tensor of the shape of a table, with none of its rows."""
+    """Returns a sparse tensor with the shape of a table and none of its rows."""
     indices = torch.empty(1, 0, dtype=torch.long, device=table.device)
     return torch.sparse_coo_tensor(
         indices, table.detach().new_empty(0, *table.shape[1:]), table.shape, check_invariants=False
@@ -37,11 +41,11 @@ def no_rows_of(table: torch.Tensor) -> torch.Tensor:
 
 
 @cuda_kernel(torch.ops.aten.sparse_mask.default)
-def _sparse_mask(answers: DataDependence, op: Any, table: torch.Tensor, mask: torch.Tensor) -> Made:
-    """Rows of a table: as all of an update by rows a temporary, and not counted."""
+def _sparse_mask(dependence: DataDependence, op: Any, table: torch.Tensor, mask: torch.Tensor) -> Made:
+    """Selects rows of a table. They are a temporary of the optimizer's update, and are not counted."""
     return no_rows_of(table), []
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Indices and values of a sparse tensor that a recorded op made."""
+    """Returns the indices and values of a sparse tensor that a recorded op returned."""
     return getattr(tensor, _PARTS, [])

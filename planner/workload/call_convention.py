@@ -1,4 +1,7 @@
-"""How a batch meets a model, and how a loss comes out: one convention for rehearsal, training and emitted code."""
+"""The convention by which a model is called with a batch, and by which its loss is read from the output.
+
+The rehearsal, the training step and the emitted code all use it.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ import torch
 from planner.errors import WorkloadError
 
 LossFn = Callable[[Any, Any], torch.Tensor]
-"""`loss_fn(output, batch)` -> a scalar tensor."""
+"""`loss_fn(output, batch)` returns a scalar tensor."""
 
 
 class Calling(enum.Enum):
-    """The four ways. The value is the Python expression that calls the model."""
+    """The four ways to call a model with a batch. Each value is the Python expression of the call."""
 
     KEYWORDS = "model(**batch)"
     """The batch is a mapping (transformers)."""
@@ -25,10 +28,15 @@ class Calling(enum.Enum):
     ALL_BUT_LAST = "model(*batch[:-1])"
     """The batch is a tuple ending in the targets, and a loss function is given."""
     SINGLE = "model(batch)"
-    """The batch is one tensor, or a dataclass that the model takes as it is."""
+    """The batch is one tensor, or a dataclass that the model takes whole."""
 
     @classmethod
     def of(cls, batch: Any, loss_fn: LossFn | None) -> Calling:
+        """Returns the way to call a model with `batch`, which follows from the type of the batch.
+
+        Raises:
+            WorkloadError: the batch is of a type that is not supported.
+        """
         if isinstance(batch, Mapping):
             return cls.KEYWORDS
         if isinstance(batch, torch.Tensor) or (dataclasses.is_dataclass(batch) and not isinstance(batch, type)):
@@ -36,11 +44,12 @@ class Calling(enum.Enum):
         if isinstance(batch, (tuple, list)):
             return cls.POSITIONAL if loss_fn is None or len(batch) < 2 else cls.ALL_BUT_LAST
         raise WorkloadError(
-            f"batch of type {type(batch).__name__} cannot be used: give a dict of keyword arguments, a dataclass, a "
-            "tuple, or a tensor"
+            f"a batch of type {type(batch).__name__} is not supported: give a dict of keyword arguments, a dataclass, "
+            "a tuple, or a tensor"
         )
 
     def call(self, model: torch.nn.Module, batch: Any) -> Any:
+        """Runs the model's forward on `batch` and returns its output."""
         match self:
             case Calling.KEYWORDS:
                 return model(**batch)
@@ -53,7 +62,15 @@ class Calling(enum.Enum):
 
 
 def loss_of(output: Any, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
-    """The scalar loss of a forward: from `loss_fn`, or `.loss`, `["loss"]`, the first of a tuple, the output itself."""
+    """Returns the scalar loss of a forward.
+
+    It comes from `loss_fn` if there is one; else it is `output.loss`, `output["loss"]`, the first item of a tuple, or
+    the output itself.
+
+    Raises:
+        WorkloadError: there is no loss, or it has more than one element.
+    """
+    loss: Any
     if loss_fn is not None:
         loss = loss_fn(output, batch)
     elif isinstance(getattr(output, "loss", None), torch.Tensor):
@@ -67,7 +84,7 @@ def loss_of(output: Any, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise WorkloadError(
-            f"the model's loss is {shape}, not one number: return a scalar loss from the model, "
+            f"the model's loss is {shape}, not a scalar: return a scalar loss from the model, "
             "or give loss_fn(output, batch)"
         )
     return loss

@@ -1,4 +1,4 @@
-"""Which card a plan is for: the one named, the CUDA card at hand, or a generic one of the budget's size."""
+"""Resolves the card that a plan is for: the card that the user named, this machine's CUDA card, or a generic one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from planner.virtual_gpu.forked_process import run_in_child
 
 
 def resolve_card(gpu: str | None, vram_bytes: int | None) -> DeviceProfile:
-    """The profile for a plan.
+    """Returns the profile of the card that a plan is for.
 
     Args:
-        gpu: a profile's name, 'bare', the path of a TOML file, 'unlisted' for a card at hand that has none, or None.
-        vram_bytes: size of the generic card when there is neither a name nor a card; None: 8 GiB.
+        gpu: a profile's name, 'bare', the path of a TOML file, 'generic', 'unlisted' for this machine's card if no
+            profile lists it, or None for this machine's card if it has one.
+        vram_bytes: Memory of the generic card, which is used if no card is named or present. None means 8 GiB.
 
     Raises:
-        DeviceProfileError: the name is unknown or the file is not well formed.
+        DeviceProfileError: the name is unknown, or the file is not well formed.
     """
     try:
         if gpu not in (None, GENERIC, UNLISTED):
@@ -31,40 +32,48 @@ def resolve_card(gpu: str | None, vram_bytes: int | None) -> DeviceProfile:
     except ProfileError as error:
         raise DeviceProfileError(str(error)) from error
     if gpu == UNLISTED:
-        raise DeviceProfileError("the plan is for a card that no profile knows and that is not here: name one (--gpu)")
+        raise DeviceProfileError(
+            "the plan is for a card that has no profile, and this machine has no CUDA card: name a card with --gpu"
+        )
     return profiles.generic(vram_bytes or 8 << 30)
 
 
 GENERIC = "generic"
+"""Name of the generic profile."""
 
 
 def refuse_without_cuda() -> None:
-    """Raises `MeasurementError` where there is no CUDA card."""
-    if _card_here() is None:
-        build = "has a build without CUDA" if torch.version.cuda is None else "sees none"
+    """Raises `MeasurementError` if this machine has no CUDA card."""
+    if _present_card_facts() is None:
+        reason = "is built without CUDA" if torch.version.cuda is None else "finds no CUDA card"
         raise MeasurementError(
-            f"--verify trains on a CUDA card, and torch {torch.__version__} here {build}: leave it out, the plan is "
-            "certified by rehearsal"
+            f"--verify trains on a CUDA card, and torch {torch.__version__} on this machine {reason}: leave --verify "
+            "out; the plan is already certified by rehearsal"
         )
 
 
 def _present_card() -> DeviceProfile | None:
-    """The first CUDA card of this machine: its own calibrated profile, the one that is known, or one like it."""
-    found = _card_here()
-    if found is None:
+    """Returns the profile of this machine's first CUDA card; None if it has none.
+
+    A profile that claims the card's name (calibrated profiles first) is used, with the memory that the driver reports.
+    If no profile claims it, the profile of the most similar card is scaled.
+    """
+    facts = _present_card_facts()
+    if facts is None:
         return None
-    known = profiles.matching(found.cuda_name)
-    return profiles.like(found) if known is None else dataclasses.replace(known, vram_bytes=found.vram_bytes)
+    profile = profiles.matching(facts.cuda_name)
+    return profiles.like(facts) if profile is None else dataclasses.replace(profile, vram_bytes=facts.vram_bytes)
 
 
-def _card_here() -> CardFacts | None:
-    """A child asks, because a process that has used CUDA cannot be forked."""
+def _present_card_facts() -> CardFacts | None:
+    """Asks the driver in a child process: once a process has initialised CUDA, it cannot be forked for a rehearsal."""
     if torch.version.cuda is None:
         return None
-    return _asked() if torch.cuda.is_initialized() else run_in_child(_asked)
+    return _driver_facts() if torch.cuda.is_initialized() else run_in_child(_driver_facts)
 
 
-def _asked() -> CardFacts | None:
+def _driver_facts() -> CardFacts | None:
+    """Returns what the driver reports of the first CUDA card; None if there is none."""
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(0)

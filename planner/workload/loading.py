@@ -1,4 +1,4 @@
-"""From what a user types to a workload: a config, a model folder or hub id, or a Python callable."""
+"""Loads a workload from what the user types: a config, a model folder or hub id, or a Python callable."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from planner.workload.synthetic_batch import synthetic_batch
 from planner.workload.workload import Workload, batch_size_of, resized, workload
 
 DEFAULT_SEQ_LEN = 512
-"""Tokens per sample where none are asked for, if the model takes that many."""
+"""Number of tokens per sample if the user gives none; less if the model's maximum is lower."""
 
 FORMS = "config.json, a model folder or hub id, path/file.py:name, package.module:name, or a saved plan"
+"""The forms that MODEL takes on the command line, for messages."""
 
 
 def load_workload(
@@ -33,15 +34,15 @@ def load_workload(
     gradients_alive: bool = False,
     with_weights: bool = False,
 ) -> Workload:
-    """The workload that `reference` names. Models are built on the meta device where they let themselves be.
+    """Returns the workload that `reference` names. The model is built on the meta device if its code allows that.
 
     Args:
-        with_weights: make random weights and a random batch on the CPU, to train with.
+        with_weights: If True, the model gets random weights and the batch random values, on the CPU, to train with.
 
     Raises:
-        WorkloadError: nothing of that name, or it fails; the message quotes it.
+        WorkloadError: nothing of that name exists, or its code fails; the message quotes the error.
     """
-    asked = _Asked(
+    request = _Request(
         batch_size=batch_size,
         seq_len=seq_len,
         optimizer=optimizer,
@@ -49,64 +50,66 @@ def load_workload(
         device="cpu" if with_weights else "meta",
     )
     if ":" in reference and not pathlib.Path(reference).exists():
-        return _from_callable(reference, asked)
+        return _from_callable(reference, request)
     path = pathlib.Path(reference)
     if not path.exists() and (path.suffix == ".json" or (path.parent != pathlib.Path() and path.parent.is_dir())):
         raise WorkloadError(f"'{reference}' does not exist: give {FORMS}")
     if path.suffix == ".py":
-        raise WorkloadError(
-            f"'{reference}' names a file but nothing in it: write {reference}:name of a function or class"
-        )
+        raise WorkloadError(f"'{reference}' names a Python file but no function or class in it: write {reference}:name")
     if path.is_file() or path.is_dir() or not reference.startswith((".", "/")):
-        return _from_transformers(reference, asked)
+        return _from_transformers(reference, request)
     raise WorkloadError(f"model '{reference}' does not exist: give {FORMS}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """What of the workload does not come from the reference."""
+class _Request:
+    """The parts of a workload that the user gives in addition to the reference. None means the default."""
 
     batch_size: int | None
     seq_len: int | None
     optimizer: str
     gradients_alive: bool
     device: str
-    """Where model and batch are made."""
+    """Device on which the model and the batch are created."""
 
 
 # ---- transformers --------------------------------------------------------------------------------------------------
 
 
-def _from_transformers(reference: str, asked: _Asked) -> Workload:
+def _from_transformers(reference: str, request: _Request) -> Workload:
+    """Builds the model of a transformers config and a synthetic batch for it."""
     config = _config(reference)
     model_class = _model_class(config, reference)
     if hasattr(config, "use_cache"):
         config.use_cache = False  # training has no use for key-value caches
     try:
-        with torch.device(asked.device):
+        with torch.device(request.device):
             model = model_class(config)
     except Exception as error:
         raise WorkloadError(f"model '{reference}' cannot be built from its config: {_first_line(error)}") from error
     model.train()
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or DEFAULT_SEQ_LEN
-    seq_len = asked.seq_len or min(DEFAULT_SEQ_LEN, limit)
-    batch = synthetic_batch(model, batch_size=asked.batch_size or 1, seq_len=seq_len, device=asked.device)
+    seq_len = request.seq_len or min(DEFAULT_SEQ_LEN, limit)
+    batch = synthetic_batch(model, batch_size=request.batch_size or 1, seq_len=seq_len, device=request.device)
     takes_tokens = "input_ids" in batch or ("labels" in batch and batch["labels"].dim() == 2)
     return workload(
         model,
         batch,
-        optimizer=asked.optimizer,
+        optimizer=request.optimizer,
         seq_len=seq_len if takes_tokens else None,
         reference=reference,
-        gradients_alive=asked.gradients_alive,
+        gradients_alive=request.gradients_alive,
     )
 
 
 def _config(reference: str) -> Any:
+    """Returns the transformers config of a file, a folder or a hub id."""
     try:
         transformers = importlib.import_module("transformers")
     except ImportError:
-        raise WorkloadError(f"model '{reference}' needs transformers: pip install transformers") from None
+        raise WorkloadError(
+            f"model '{reference}' needs transformers, which is not installed: pip install transformers"
+        ) from None
     transformers.utils.logging.set_verbosity_error()
     path = pathlib.Path(reference)
     file = path / "config.json" if path.is_dir() else path
@@ -129,12 +132,12 @@ def _config(reference: str) -> Any:
 
 
 def _model_class(config: Any, reference: str) -> type[torch.nn.Module]:
-    import transformers
-
+    """Returns the class that the config's `architectures` names, else the language model class of its type."""
+    transformers: Any = importlib.import_module("transformers")
     names = list(getattr(config, "architectures", None) or ())
     for name in names:
-        if (found := getattr(transformers, name, None)) is not None:
-            return found
+        if (model_class := getattr(transformers, name, None)) is not None:
+            return model_class
     for auto in (
         transformers.AutoModelForCausalLM,
         transformers.AutoModelForMaskedLM,
@@ -143,106 +146,122 @@ def _model_class(config: Any, reference: str) -> type[torch.nn.Module]:
         if type(config) in auto._model_mapping:
             return auto._model_mapping[type(config)]
     raise WorkloadError(
-        f"config of '{reference}' names no architecture that transformers has ({', '.join(names) or 'none named'}): "
-        'add "architectures": ["...ForCausalLM"] to it'
+        f"the config of '{reference}' names no architecture that transformers has "
+        f'({", ".join(names) or "none named"}): add "architectures": ["...ForCausalLM"] to it'
     )
 
 
 # ---- Python callables ----------------------------------------------------------------------------------------------
 
 
-def _from_callable(reference: str, asked: _Asked) -> Workload:
+def _from_callable(reference: str, request: _Request) -> Workload:
+    """Calls the user's function or class, which returns a model and perhaps a batch and a loss function."""
     function = _callable(reference)
     try:
         accepted = inspect.signature(function).parameters
     except ValueError as error:
-        raise WorkloadError(f"'{reference}' cannot be called to make a model: {error}") from error
+        raise WorkloadError(f"'{reference}' cannot be called to build a model: {error}") from error
+    # The function may take the sizes as arguments; a batch of another size is resized below.
     arguments = {
         name: value
-        for name, value in (("batch_size", asked.batch_size), ("seq_len", asked.seq_len))
+        for name, value in (("batch_size", request.batch_size), ("seq_len", request.seq_len))
         if value is not None and name in accepted
     }
-    answer = _call(function, arguments, reference, asked.device)
-    if isinstance(answer, tuple) and not 1 <= len(answer) <= 3:
+    returned = _call(function, arguments, reference, request.device)
+    if isinstance(returned, tuple) and not 1 <= len(returned) <= 3:
         raise WorkloadError(
-            f"'{reference}' returned {len(answer)} things: return model, (model, batch) or (model, batch, loss_fn)"
+            f"'{reference}' returned {len(returned)} values: return model, (model, batch) or (model, batch, loss_fn)"
         )
-    model, batch, loss_fn = (*answer, None, None)[:3] if isinstance(answer, tuple) else (answer, None, None)
+    model, batch, loss_fn = (*returned, None, None)[:3] if isinstance(returned, tuple) else (returned, None, None)
     if batch is None and hasattr(model, "main_input_name"):
-        seq_len = asked.seq_len or DEFAULT_SEQ_LEN
-        batch = synthetic_batch(model, batch_size=asked.batch_size or 1, seq_len=seq_len, device=asked.device)
+        seq_len = request.seq_len or DEFAULT_SEQ_LEN
+        batch = synthetic_batch(model, batch_size=request.batch_size or 1, seq_len=seq_len, device=request.device)
     if batch is None:
         raise WorkloadError(f"'{reference}' returned no batch: return (model, batch) or (model, batch, loss_fn)")
-    if asked.batch_size is not None and batch_size_of(batch) != asked.batch_size:
-        batch = resized(batch, asked.batch_size, device=asked.device)
+    if request.batch_size is not None and batch_size_of(batch) != request.batch_size:
+        batch = resized(batch, request.batch_size, device=request.device)
     return workload(
         model,
         batch,
         loss_fn=loss_fn,
-        optimizer=asked.optimizer,
-        seq_len=asked.seq_len if "seq_len" in accepted else None,
+        optimizer=request.optimizer,
+        seq_len=request.seq_len if "seq_len" in accepted else None,
         reference=reference,
-        gradients_alive=asked.gradients_alive,
+        gradients_alive=request.gradients_alive,
     )
 
 
 def _call(function: Callable[..., Any], arguments: dict[str, int], reference: str, device: str) -> Any:
-    """Call it on the device: on meta no weights are made. On the CPU if it needs real numbers."""
+    """Calls the user's function with `device` as the default device, and without one if that fails.
+
+    On the meta device no weights are allocated, but a function that reads values fails there.
+    """
     try:
         with torch.device(device):
             return function(**arguments)
-    except Exception:  # whatever it was on meta: the second try decides, and its error is told
+    except Exception:  # The first error may only be due to the meta device: the second call decides.
         try:
             return function(**arguments)
         except Exception as error:
             raise WorkloadError(
-                f"'{reference}' raised {_first_line(error)}: call it once by itself and mend it"
+                f"'{reference}' raised {_first_line(error)}: call it on its own in Python and fix it"
             ) from error
 
 
 def _callable(reference: str) -> Callable[..., Any]:
-    place, _, name = reference.rpartition(":")
-    module = _module_from_file(pathlib.Path(place)) if place.endswith(".py") else _module_by_name(place)
-    found: Any = module
+    """Returns the function or class that 'path/file.py:name' or 'package.module:name' refers to."""
+    location, _, name = reference.rpartition(":")
+    module = _module_from_file(pathlib.Path(location)) if location.endswith(".py") else _module_by_name(location)
+    target: Any = module
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is None:
+        target = getattr(target, part, None)
+    if target is None:
         own = (n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__ and callable(v))
         offered = ", ".join(sorted(name for name in own if not name.startswith("_"))[:8])
-        raise WorkloadError(f"'{place}' has no '{name}': it offers {offered or 'no callable'}")
-    if not callable(found):
+        raise WorkloadError(f"'{location}' has no '{name}': it offers {offered or 'no callable'}")
+    if not callable(target):
         raise WorkloadError(
-            f"'{reference}' is a {type(found).__name__}, not a function or class: write a function that returns it"
+            f"'{reference}' is a {type(target).__name__}, not a function or class: write a function that returns it"
         )
-    return found
+    return target
 
 
 def _module_from_file(path: pathlib.Path) -> Any:
+    """Imports a Python file by its path."""
     if not path.is_file():
         raise WorkloadError(f"file '{path}' does not exist: give {FORMS}")
     if (folder := str(path.parent.resolve())) not in sys.path:
-        sys.path.append(folder)  # for its own imports; at the end, so that it hides nothing
+        sys.path.append(folder)  # The file may import its neighbours. At the end of the path they shadow no package.
     name = f"planned_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # None only for a suffix that Python does not import
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise WorkloadError(f"file '{path}' raised {_first_line(error)} while it was imported") from error
+        raise WorkloadError(
+            f"importing file '{path}' raised {_first_line(error)}: import it on its own in Python and fix it"
+        ) from error
     return module
 
 
 def _module_by_name(name: str) -> Any:
+    """Imports a module by its dotted name, also from the working directory."""
     sys.path.insert(0, "")
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise WorkloadError(f"module '{name}' cannot be imported: {_first_line(error)}") from error
+        raise WorkloadError(
+            f"module '{name}' cannot be imported: {_first_line(error)}; install it, or give path/file.py:name"
+        ) from error
     except Exception as error:
-        raise WorkloadError(f"module '{name}' raised {_first_line(error)} while it was imported") from error
+        raise WorkloadError(
+            f"importing module '{name}' raised {_first_line(error)}: import it on its own in Python and fix it"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:
+    """Returns the type of an error and the first line of its message."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -1,4 +1,10 @@
-"""The loss that a model computes from its `labels`: what it is a mean over, read from the model's own code."""
+"""Finds out which labels a model's own loss averages over, by reading the source of its `forward`.
+
+Micro-batches have to weight their losses by the number of labels that count. Which labels these are (whether the first
+one is dropped, which id is ignored, who divides by the count) is not part of any interface of transformers, so it is
+read from the source text. The search looks for the few spellings that transformers uses; code that computes its loss
+in another way is taken to average over all labels.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +22,16 @@ from planner.workload.call_convention import Calling, LossFn
 
 
 def takes_the_loss(model: torch.nn.Module) -> torch.nn.Module:
-    """The model whose forward takes the loss: that inside of PEFT's, which pass labels on to it."""
+    """Returns the model whose forward computes the loss: for a PEFT model, the base model that it passes labels to."""
     base = getattr(model, "get_base_model", None)
     return base() if callable(base) else model
 
 
 def own_loss(model: torch.nn.Module, calling: Calling, loss_fn: LossFn | None) -> OwnLoss | None:
-    """What a loss that the model takes of its `labels` is a mean over; None where it is no mean over labels."""
+    """Describes which labels the model's own loss averages over.
+
+    Returns None if the loss comes from a loss function, or is not an average over labels (regression, CTC).
+    """
     if loss_fn is not None or calling is not Calling.KEYWORDS or _regresses(model) or _aligns(model):
         return None
     return OwnLoss(
@@ -33,17 +42,17 @@ def own_loss(model: torch.nn.Module, calling: Calling, loss_fn: LossFn | None) -
 
 
 def shifts_labels(model: torch.nn.Module) -> bool:
-    """Whether the model's own loss leaves out each sample's first label, as next-token losses do.
+    """True if the model's own loss leaves out each sample's first label, as next-token losses do.
 
-    Read from the forward that makes the loss: class names do not tell (`XLNetLMHeadModel` and `BartForCausalLM` do
-    not shift, `GPT2LMHeadModel` does).
+    This is read from the forward that computes the loss, because class names are no guide: `XLNetLMHeadModel` and
+    `BartForCausalLM` do not shift labels, `GPT2LMHeadModel` does.
     """
     model = takes_the_loss(model)
     return _class_shifts_labels(type(model), lambda: getattr(getattr(model, "loss_function", None), "__name__", ""))
 
 
 def ignored_label(model: torch.nn.Module) -> int:
-    """The label that the model's own loss leaves out."""
+    """Returns the label that the model's own loss ignores, -100 unless the model states another one."""
     model = takes_the_loss(model)
     if "SemanticSegmentation" in type(model).__name__:
         return getattr(getattr(model, "config", None), "semantic_loss_ignore_index", 255)
@@ -53,21 +62,24 @@ def ignored_label(model: torch.nn.Module) -> int:
 
 
 def _aligns(model: torch.nn.Module) -> bool:
-    """Whether labels are aligned with what is heard (CTC): a mean then is over samples."""
+    """True if the loss is connectionist temporal classification (CTC), which averages over samples."""
     return any("ctc_loss(" in text for text in _forwards(type(takes_the_loss(model))))
 
 
 def _regresses(model: torch.nn.Module) -> bool:
-    """Whether whole numbers among the labels are no classes: -100 is one like others then."""
+    """True if the labels are numbers to regress and not classes, so that -100 is an ordinary value."""
     model = takes_the_loss(model)
     config = getattr(model, "config", None)
     problem = getattr(config, "problem_type", None)
-    one = getattr(config, "num_labels", None) == 1 and "SequenceClassification" in type(model).__name__
-    return problem == "regression" or (problem is None and one)
+    one_label = getattr(config, "num_labels", None) == 1 and "SequenceClassification" in type(model).__name__
+    return problem == "regression" or (problem is None and one_label)
 
 
 def divides_by_count(kind: type) -> bool:
-    """Whether the loss is a sum over `num_items_in_batch` where a batch has that (transformers' loss functions)."""
+    """True if the loss becomes a sum divided by `num_items_in_batch` when the batch has that key.
+
+    transformers' loss functions do so. A forward that passes on all of its keywords (`**kwargs`) counts, too.
+    """
     for text in _forwards(kind):
         if "self.loss_function(" in text:
             if (calls := _calls(text)) is None:
@@ -80,18 +92,18 @@ def divides_by_count(kind: type) -> bool:
 
 
 def _stated(kind: type, name: str) -> Iterator[int]:
-    """Whole numbers that forwards of a class give by this keyword, as far as they are written out."""
+    """Yields the integers that forwards of a class pass as keyword `name`, if they are written as literals."""
     for call in itertools.chain.from_iterable(_calls(text) or () for text in _forwards(kind)):
         for keyword in call.keywords:
             if keyword.arg == name:
-                with contextlib.suppress(ValueError):  # no literal
+                with contextlib.suppress(ValueError):  # The argument is an expression, not a literal.
                     value = ast.literal_eval(keyword.value)
                     if isinstance(value, int):
                         yield value
 
 
 def _calls(text: str) -> list[ast.Call] | None:
-    """None for a text at another column than its code, or that is no whole statement."""
+    """Returns the calls in a source text; None if it cannot be parsed on its own (a lambda inside an expression)."""
     try:
         parsed = ast.parse(textwrap.dedent(text))
     except SyntaxError:
@@ -100,7 +112,7 @@ def _calls(text: str) -> list[ast.Call] | None:
 
 
 def _forwards(kind: type) -> Iterator[str]:
-    """Sources of the forwards of a class and of those that it inherits from."""
+    """Yields the source of the `forward` of a class and of each class that it inherits from."""
     for base in kind.__mro__:
         if "forward" in vars(base):
             try:
@@ -110,6 +122,7 @@ def _forwards(kind: type) -> Iterator[str]:
 
 
 def _class_shifts_labels(kind: type, loss_function_name: Callable[[], str]) -> bool:
+    """True if a forward slices the first label off, or calls transformers' causal language modelling loss."""
     for text in _forwards(kind):
         if "labels[..., 1:]" in text or "labels[:, 1:]" in text:
             return True

@@ -1,10 +1,10 @@
-"""Hooks that users put on their modules."""
+"""Hooks that users register on their modules."""
 
 from __future__ import annotations
 
 import torch
 
 
-def has_backward_hooks(head: torch.nn.Module) -> bool:
-    """Whether the gradient of the module's output or input is wanted as such."""
-    return bool(head._backward_hooks or head._backward_pre_hooks)
+def has_backward_hooks(module: torch.nn.Module) -> bool:
+    """True if a hook reads the gradient of the module's output or input, which must then exist as one tensor."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)

@@ -1,4 +1,4 @@
-"""Batches for transformers models, made from what their `forward` takes: the right shapes, and random numbers."""
+"""Batches of random numbers for transformers models, with the shapes that their `forward` expects."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _SAMPLES_PER_SECOND = 16_000
 def synthetic_batch(
     model: torch.nn.Module, *, batch_size: int, seq_len: int, device: str = "meta"
 ) -> dict[str, torch.Tensor]:
-    """Inputs and labels for one training step; on the meta device only their shapes and dtypes.
+    """Returns inputs and labels for one training step. On the meta device they have shapes and dtypes but no values.
 
-    Token models get `input_ids` and `labels` [batch, seq]; vision models `pixel_values`; audio models features or
-    samples. No attention mask is given: sequences are full.
+    Token models get `input_ids` and `labels` of shape [batch, seq]; vision models get `pixel_values`; audio models get
+    features or samples. There is no attention mask, so every sequence has full length.
 
     Raises:
-        WorkloadError: for a model without a loss, or one whose inputs are not known here.
+        WorkloadError: the model computes no loss, or takes inputs of an unknown kind.
     """
     main = getattr(model, "main_input_name", "input_ids")
     accepted = set(inspect.signature(model.forward).parameters)
@@ -32,6 +32,7 @@ def synthetic_batch(
 
 
 def _inputs(model: Any, main: str, batch: int, seq_len: int) -> dict[str, torch.Tensor]:
+    """Returns the model's main input (`main_input_name`)."""
     config = model.config
     match main:
         case "input_ids":
@@ -49,11 +50,12 @@ def _inputs(model: Any, main: str, batch: int, seq_len: int) -> dict[str, torch.
 
 
 def _labels(model: Any, accepted: set[str], batch: int, seq_len: int) -> dict[str, torch.Tensor]:
+    """Returns labels whose shape is inferred from the name of the model's class."""
     name = type(model).__name__
     if {"start_positions", "end_positions"} <= accepted:
         return {name: torch.randint(seq_len, (batch,)) for name in ("start_positions", "end_positions")}
     if "labels" not in accepted:
-        raise _unknown(model, "has no 'labels' and so computes no loss")
+        raise _unknown(model, "has no argument 'labels', so it computes no loss")
     if any(part in name for part in ("SequenceClassification", "ImageClassification", "AudioClassification")):
         return {"labels": torch.randint(model.config.num_labels, (batch,))}
     if any(
@@ -61,21 +63,23 @@ def _labels(model: Any, accepted: set[str], batch: int, seq_len: int) -> dict[st
     ):
         tokens = model.config.num_labels if "TokenClassification" in name else _vocabulary(model)
         return {"labels": torch.randint(tokens, (batch, seq_len))}
-    raise _unknown(model, "takes labels of a shape that its name does not tell")
+    raise _unknown(model, "takes labels whose shape cannot be inferred from its class name")
 
 
-def _unknown(model: Any, why: str) -> WorkloadError:
+def _unknown(model: Any, reason: str) -> WorkloadError:
+    """Returns the error for a model that no batch can be made for."""
     return WorkloadError(
-        f"{type(model).__name__} {why}: give a Python function that returns (model, batch) or (model, batch, loss_fn) "
-        "as path/file.py:name"
+        f"{type(model).__name__} {reason}: give a Python function that returns (model, batch) or "
+        "(model, batch, loss_fn) as path/file.py:name"
     )
 
 
 def _vocabulary(model: Any) -> int:
-    """Numbers below this are tokens."""
+    """Returns the size of the vocabulary: token ids are smaller than it."""
     config = model.config
     return getattr(config.get_text_config(), "vocab_size", None) or getattr(config, "vocab_size", None) or 1
 
 
 def _pair(size: int | list[int] | tuple[int, int]) -> tuple[int, int]:
+    """Returns height and width of an image size, which is one number for a square."""
     return (size, size) if isinstance(size, int) else (size[0], size[1])

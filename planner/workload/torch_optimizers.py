@@ -1,4 +1,4 @@
-"""What is known of torch's optimizers."""
+"""Facts about the optimizers of `torch.optim`: their implementations on CUDA, their state, and sparse gradients."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ _BY_PARAMETER = (
     "SGD",
     "SparseAdam",
 )
-"""Names in `torch.optim`; LBFGS looks at all gradients together, and Muon takes matrices alone."""
+"""Optimizers of `torch.optim` that update each parameter on its own.
+
+LBFGS uses all gradients together, and Muon takes only matrices.
+"""
 
 
 def by_parameter(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is known to update each parameter from its own gradient and state alone."""
+    """True if the optimizer is known to update each parameter from that parameter's gradient and state alone."""
     known = any(type(optimizer) is getattr(torch.optim, name, None) for name in _BY_PARAMETER)
     return known and not has_step_hooks(optimizer)
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether something of the user's runs before or after each step, on all gradients or weights."""
+    """True if the user registered a function that runs before or after each step, and so sees all gradients."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
@@ -41,19 +44,20 @@ _CLASSES = {
     "adagrad": torch.optim.Adagrad,
     "rmsprop": torch.optim.RMSprop,
 }
-"""By the name that users may give instead of an optimizer."""
+"""Optimizer classes by the name that users can give instead of an optimizer."""
 
 _FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
-"""Those of `torch.optim` with a fused kernel on CUDA (`torch/optim/*.py`: they have `fused` among their defaults)."""
+"""Optimizers of `torch.optim` with a fused CUDA kernel (`torch/optim/*.py`: `fused` is one of their defaults)."""
 
 _FOREACH = tuple(name for name in _BY_PARAMETER if name != "SparseAdam")
-"""Those that step by foreach on CUDA unless told otherwise."""
+"""Optimizers that use the foreach implementation on CUDA by default."""
 
 
 def kernel_beside_foreach(kind: type[torch.optim.Optimizer]) -> str | None:
-    """The implementation that spares foreach's temporaries: 'fused', else 'for-loop'; None for what is no torch class.
+    """Returns the best implementation without foreach's temporaries: 'fused', else 'for-loop'.
 
-    A loop is never better than a fused kernel: it moves more bytes and makes temporaries of its own.
+    A for-loop is never better than a fused kernel: it moves more bytes and has temporaries itself. None means that the
+    class is not one of `torch.optim` whose implementations are known.
     """
     for names, kernel in ((_FUSED, "fused"), (_FOREACH, "for-loop")):
         if any(kind is getattr(torch.optim, name, None) for name in names):
@@ -62,59 +66,60 @@ def kernel_beside_foreach(kind: type[torch.optim.Optimizer]) -> str | None:
 
 
 def kind_of(optimizer: object) -> type[torch.optim.Optimizer] | None:
-    """Class of an optimizer that is there or named; None where only a function knows."""
+    """Returns the class of an optimizer object or of a name; None for a function, which may return any optimizer."""
     if isinstance(optimizer, str):
         return _CLASSES.get(optimizer)
     return type(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
 
 
 def why_no_kernel(kernel: str, optimizer: object, model: torch.nn.Module) -> str | None:
-    """What keeps `optimizer`, an object or a name, from stepping on `model` by this kernel; None if nothing does."""
+    """Returns the reason why `optimizer` (an object or a name) cannot step on `model` with `kernel`; None if it can."""
     kind = kind_of(optimizer)
     if kind is None:
-        return "what a function makes is not known before it is made: give the optimizer itself"
+        return "the class of an optimizer that a function returns is not known in advance: give the optimizer itself"
     best = kernel_beside_foreach(kind)
     if best is None:
-        return f"{kind.__name__} is not known to be able to step in another way than it does"
+        return f"{kind.__name__} is not known to have another implementation than its default"
     if kernel == "fused" and best != "fused":
         return f"{kind.__name__} has no fused kernel"
     if sparse_lookups(model):
-        return "an embedding makes sparse gradients"
+        return "an embedding produces sparse gradients"
+    # An implementation that the user chose for a group is not changed.
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if isinstance(optimizer, torch.optim.Optimizer):
         for group in optimizer.param_groups:
             for option in ("fused", "foreach"):
                 if group.get(option) is not None:
-                    return f"{kind.__name__} was made with {option}={group[option]}, which is a choice already"
+                    return f"{kind.__name__} was created with {option}={group[option]}, which is kept"
             if group.get("differentiable"):
-                return f"{kind.__name__} was made with differentiable=True"
+                return f"{kind.__name__} was created with differentiable=True"
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    odd = sorted({str(p.dtype).removeprefix("torch.") for p in parameters if not p.is_floating_point()})
-    return f"a parameter is {odd[0]}, not floating point" if odd else None
+    unsupported = sorted({str(p.dtype).removeprefix("torch.") for p in parameters if not p.is_floating_point()})
+    return f"a parameter is {unsupported[0]}, not floating point" if unsupported else None
 
 
-def sparse_lookups(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Names and weights of the trained embeddings that make sparse gradients."""
+def sparse_lookups(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the weights, by module name, of the trained embeddings that produce sparse gradients."""
     lookups = {name: module for name, module in model.named_modules() if isinstance(module, _LOOKUPS)}
     return {name: m.weight for name, m in lookups.items() if m.sparse and m.weight.requires_grad}
 
 
 def may_take_sparse(name: str) -> bool:
-    """Whether an optimizer of this name, ours or torch's with its module, takes sparse gradients."""
+    """True if the optimizer of this name ('sgd' or 'torch.optim.SGD') accepts sparse gradients."""
     kind = _CLASSES.get(name)
     return (name.removeprefix("torch.optim.") if kind is None else kind.__name__) in _TAKING_SPARSE
 
 
 def why_not_dense(optimizer: torch.optim.Optimizer) -> str | None:
-    """What keeps an optimizer from taking a dense gradient; None if nothing does."""
+    """Returns the reason why the optimizer refuses dense gradients; None if it accepts them."""
     return "SparseAdam does not support dense gradients" if type(optimizer) is torch.optim.SparseAdam else None
 
 
 def why_not_sparse(optimizer: torch.optim.Optimizer, group: dict) -> str | None:
-    """What keeps an optimizer from taking a sparse gradient in a group; None if nothing is known to do so."""
+    """Returns the reason why the optimizer refuses a sparse gradient in a group; None if no reason is known."""
     name = type(optimizer).__name__
     if type(optimizer).__module__.partition(".")[0] not in ("torch", "bitsandbytes"):
-        return None  # somebody's own, who knows
+        return None  # The user's own optimizer may accept them.
     if not any(type(optimizer) is getattr(torch.optim, kind) for kind in _TAKING_SPARSE):
         return f"{name} does not support sparse gradients"
     decays = group.get("weight_decay", 0) != 0
@@ -122,17 +127,21 @@ def why_not_sparse(optimizer: torch.optim.Optimizer, group: dict) -> str | None:
 
 
 def moves_all_its_state(kind: type[torch.optim.Optimizer] | None) -> bool:
-    """Whether each update is known to read and write all state; ASGD leaves its average alone until it is wanted."""
+    """True if each update is known to read and write all state. ASGD does not update its average until a given step."""
     return kind is not None and kernel_beside_foreach(kind) is not None and kind is not torch.optim.ASGD
 
 
 def keeps_alike(kind: type[torch.optim.Optimizer] | None) -> bool:
-    """Whether it is known to keep as many bytes for each element; Adafactor keeps those of rows and columns."""
+    """True if the state is known to take the same number of bytes for every element of a parameter.
+
+    Adafactor is not like that: it keeps one value for each row and each column.
+    """
     elementwise = (name for name in _BY_PARAMETER if name not in ("Adafactor", "SparseAdam"))
     return any(kind is getattr(torch.optim, name, None) for name in elementwise)
 
 
 _TAKING_SPARSE = ("Adagrad", "SGD", "SparseAdam")
-"""Those of `torch.optim` that take sparse gradients, the last one no others."""
+"""Optimizers of `torch.optim` that accept sparse gradients. SparseAdam accepts no others."""
 
 _LOOKUPS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+"""Modules that can produce sparse gradients (`sparse=True`)."""

@@ -1,4 +1,4 @@
-"""The thing to train: a model, a batch, a loss function, an optimizer. What follows is the same for all of them."""
+"""`Workload`: the model, batch, loss function and optimizer of one training step, and operations on nested batches."""
 
 from __future__ import annotations
 
@@ -15,37 +15,42 @@ from planner.errors import WorkloadError
 from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import ModelFacts, WorkloadFacts
 from planner.workload.call_convention import Calling, LossFn
+from planner.workload.model_loss import own_loss
 from planner.workload.torch_optimizers import sparse_lookups
 
 OptimizerSpec = str | torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
-"""A name such as 'adamw', a torch optimizer over the model's parameters, or a function from parameters to one."""
+"""A name such as 'adamw', a torch optimizer over the model's parameters, or a function that makes one of parameters."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One optimizer step's worth of work."""
+    """The training step to plan: everything that one optimizer step needs."""
 
     model: torch.nn.Module
     batch: Any
-    """Tensors of it may be on any device, meta included: only shapes and dtypes are used."""
+    """Full batch of one optimizer step. Its tensors may be on any device: planning uses only shapes and dtypes."""
     loss_fn: LossFn | None
     optimizer: OptimizerSpec
     batch_size: int
     seq_len: int | None
     calling: Calling
     reference: str | None
-    """How the model was named on the command line; None for a live object."""
+    """MODEL as given on the command line; None for a live object."""
     gradients_alive: bool = False
-    """Whether gradients of earlier batches are there before the step, which adds to them: the user accumulates."""
+    """True if the user accumulates gradients over several steps, so that gradients exist before the step begins."""
     gradient_names: tuple[str, ...] | None = None
-    """Parameters whose gradients are there then: those that a backward reaches. None: not rehearsed yet."""
+    """Names of the parameters whose gradients exist before the step: those that a backward reaches.
+
+    None until a rehearsal has found them.
+    """
 
     @property
     def batch_bytes(self) -> int:
-        """Of all tensors of the batch, each storage of its own."""
+        """Bytes of all tensors of the batch, as if none shared a storage."""
         return sum(tensor.numel() * tensor.itemsize for _, tensor in tensors_of(self.batch))
 
     def model_facts(self) -> ModelFacts:
+        """Returns the description of the model that a plan stores."""
         return ModelFacts(
             reference=self.reference,
             name=type(self.model).__name__,
@@ -54,6 +59,7 @@ class Workload:
         )
 
     def facts(self) -> WorkloadFacts:
+        """Returns the description of the batch, loss and optimizer that a plan stores."""
         return WorkloadFacts(
             batch_size=self.batch_size,
             seq_len=self.seq_len,
@@ -62,6 +68,7 @@ class Workload:
             has_loss_fn=self.loss_fn is not None,
             optimizer=optimizer_name(self.optimizer),
             gradients_alive=self.gradients_alive,
+            own_loss=own_loss(self.model, self.calling, self.loss_fn),
         )
 
 
@@ -75,24 +82,26 @@ def workload(
     reference: str | None = None,
     gradients_alive: bool = False,
 ) -> Workload:
-    """Check and complete what a user gave.
+    """Checks what the user gave and returns it as a `Workload`.
 
     Raises:
-        WorkloadError: no module, a batch without tensors, a model without parameters to train, or sparse gradients
-            that would be alive before the step.
+        WorkloadError: the model is not a module or has no parameter to train, the batch has no tensors, or
+            `gradients_alive` is set for a model with sparse gradients.
     """
     if not isinstance(model, torch.nn.Module):
         raise WorkloadError(
-            f"model of type {type(model).__name__} is no torch.nn.Module: give a module, or a function that returns one"
+            f"the model is of type {type(model).__name__}, not torch.nn.Module: give a module, or a function that "
+            "returns one"
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise WorkloadError(
-            f"{type(model).__name__} has no parameter that requires a gradient: there is nothing to train"
+            f"{type(model).__name__} has no parameter that requires a gradient, so there is nothing to train: set "
+            "requires_grad=True on the parameters to train"
         )
     if gradients_alive and sparse_lookups(model):
         raise WorkloadError(
-            "gradients cannot be alive before the step where an embedding makes sparse ones: each batch adds rows, so "
-            "that their size is not known; use sparse=False"
+            "gradients_alive does not work with an embedding that has sparse=True: each batch adds rows to its "
+            "gradient, whose size is therefore unknown; use sparse=False"
         )
     return Workload(
         model=model,
@@ -108,10 +117,10 @@ def workload(
 
 
 def batch_size_of(batch: Any) -> int:
-    """Number of samples: the most frequent first dimension of the batch's tensors, ties to the first seen.
+    """Returns the number of samples: the most frequent size of dimension 0 of the batch's tensors.
 
-    Tensors in lists of mappings, such as those that have targets of detection for each sample, count only where there
-    are no others.
+    Of several equally frequent sizes the first one in the batch wins. Tensors in lists of mappings, such as one mapping
+    of detection targets for each sample, count only if the batch has no other tensors.
     """
     sizes: Counter[int] = Counter()
 
@@ -119,81 +128,86 @@ def batch_size_of(batch: Any) -> int:
         sizes.update(tensor.shape[:1])
         return tensor
 
-    map_tensors(count, batch, of_mappings=lambda mappings: mappings)
+    map_batch(count, batch, of_mappings=lambda mappings: mappings)
     if not sizes:
-        map_tensors(count, batch)
+        map_batch(count, batch)
     if not sizes:
         raise WorkloadError(
-            "the batch holds no tensor with a first dimension: give tensors whose dimension 0 is the sample"
+            "the batch has no tensor with at least one dimension: give tensors whose dimension 0 is the sample"
         )
     return sizes.most_common(1)[0][0]
 
 
 def has_mapping_for_each_sample(batch: Any) -> bool:
+    """True if the batch has a list with one mapping for each sample, as detection targets are given."""
     samples, lengths = batch_size_of(batch), []
 
     def note(mappings: list[Any]) -> list[Any]:
         lengths.append(len(mappings))
         return mappings
 
-    map_tensors(lambda tensor: tensor, batch, of_mappings=note)
+    map_batch(lambda tensor: tensor, batch, of_mappings=note)
     return samples in lengths
 
 
 def resized(batch: Any, batch_size: int, *, device: str = "meta") -> Any:
-    """The same structure on another device, with `batch_size` samples: the first ones, again and again if need be."""
+    """Returns the batch on another device with `batch_size` samples: its first samples, repeated if there are fewer."""
     present = batch_size_of(batch)
     times = -(-batch_size // present)
 
     def resize(tensor: torch.Tensor) -> torch.Tensor:
         moved = tensor.to(device)
-        split = tensor.dim() and tensor.shape[0] == present
-        return torch.cat([moved] * times)[:batch_size].clone() if split else moved
+        has_samples = tensor.dim() and tensor.shape[0] == present
+        return torch.cat([moved] * times)[:batch_size].clone() if has_samples else moved
 
     def resize_list(mappings: list[Any]) -> list[Any] | None:
         if len(mappings) != present:
             return None
-        again = (mappings * times)[:batch_size]
-        return [map_tensors(lambda tensor: tensor.to(device, copy=True), mapping) for mapping in again]
+        repeated = (mappings * times)[:batch_size]
+        return [map_batch(lambda tensor: tensor.to(device, copy=True), mapping) for mapping in repeated]
 
-    return map_tensors(resize, batch, of_mappings=resize_list)
+    return map_batch(resize, batch, of_mappings=resize_list)
 
 
-def map_tensors(
+def map_batch(
     function: Callable[[torch.Tensor], Any],
     value: Any,
     *,
     of_mappings: Callable[[list[Any]], list[Any] | None] | None = None,
 ) -> Any:
-    """A nested batch with a function applied to its tensors. Mappings become plain dicts.
+    """Returns a nested batch with `function` applied to each of its tensors. Mappings become plain dicts.
+
+    `planner.rewrite.portable.batch_slicing.map_tensors` is the variant of this function that is copied into emitted
+    files, and therefore may import nothing from here.
 
     Args:
-        of_mappings: what a list of mappings inside of the batch becomes; None: its tensors are taken as others.
+        of_mappings: Maps a list of mappings inside the batch to its replacement, or to None if its tensors are to be
+            mapped like all others. None does so for every list.
     """
 
-    def inside(item: Any) -> Any:
-        is_list = isinstance(item, list) and item and all(isinstance(each, Mapping) for each in item)
-        made = of_mappings(item) if is_list and of_mappings is not None else None
-        return map_tensors(function, item, of_mappings=of_mappings) if made is None else made
+    def map_item(item: Any) -> Any:
+        is_list = isinstance(item, list) and item and all(isinstance(mapping, Mapping) for mapping in item)
+        replacement = of_mappings(item) if is_list and of_mappings is not None else None
+        return map_batch(function, item, of_mappings=of_mappings) if replacement is None else replacement
 
     if isinstance(value, torch.Tensor):
         return function(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        mapped = copy.copy(value)  # past its __init__
+        mapped = copy.copy(value)  # A copy does not run `__init__`, which may have side effects or other arguments.
         for field in dataclasses.fields(value):
             if hasattr(value, field.name):
-                object.__setattr__(mapped, field.name, inside(getattr(value, field.name)))
+                object.__setattr__(mapped, field.name, map_item(getattr(value, field.name)))
         return mapped
     if isinstance(value, Mapping):
-        return {key: inside(item) for key, item in value.items()}
+        return {key: map_item(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [inside(item) for item in value]
+        items = [map_item(item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 
 def tensors_of(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a nested batch with its path, such as 'input_ids' or '0.mask'."""
+    """Yields every tensor of a nested batch with its path, such as 'input_ids' or '0.mask'."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -208,11 +222,13 @@ def tensors_of(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]
 
 
 def described(batch: Any) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Yields path, shape and dtype of every tensor of a nested batch."""
     for path, tensor in tensors_of(batch):
         yield path, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
 def optimizer_name(optimizer: OptimizerSpec) -> str:
+    """Returns the name of an optimizer: the given text, or the qualified name of the class or function."""
     if isinstance(optimizer, str):
         return optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -222,26 +238,35 @@ def optimizer_name(optimizer: OptimizerSpec) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerBlueprint:
-    """What a live optimizer is, without its parameters: it can be made again over the same model's virtual twin."""
+    """Class, defaults and groups of a live optimizer without its parameters.
+
+    With it the optimizer can be created again over the fake copy of the model that is rehearsed.
+    """
 
     kind: type[torch.optim.Optimizer]
     defaults: dict[str, Any]
     groups: tuple[dict[str, Any], ...]
-    """Parameter groups; 'params' holds positions in `model.parameters()`."""
+    """Parameter groups. 'params' holds positions in `model.parameters()` instead of parameters."""
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> OptimizerBlueprint:
+        """Describes an optimizer over the parameters of `model`.
+
+        Raises:
+            WorkloadError: the optimizer has a parameter that is not one of the model's.
+        """
         position = {id(parameter): number for number, parameter in enumerate(model.parameters())}
         groups = []
         for group in optimizer.param_groups:
             if any(id(parameter) not in position for parameter in group["params"]):
                 raise WorkloadError(
-                    "the optimizer holds a parameter that is not the model's: make it from model.parameters()"
+                    "the optimizer has a parameter that does not belong to the model: create it from model.parameters()"
                 )
             groups.append({**group, "params": [position[id(parameter)] for parameter in group["params"]]})
         return cls(kind=type(optimizer), defaults=dict(optimizer.defaults), groups=tuple(groups))
 
     def over(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        """Creates the optimizer over the parameters of another copy of the model."""
         parameters = list(model.parameters())
         groups = [{**group, "params": [parameters[number] for number in group["params"]]} for group in self.groups]
         accepted = inspect.signature(self.kind).parameters
@@ -249,6 +274,6 @@ class OptimizerBlueprint:
 
 
 def several_processes() -> bool:
-    """Whether this is one of several processes of a group (`torch.distributed`)."""
+    """True if this process trains together with others in a `torch.distributed` process group."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

@@ -1,14 +1,14 @@
-"""Memory that a kernel takes for itself inside one op, which no fake tensor shows.
+"""Formulas for the scratch memory that a kernel allocates inside one op, which no fake tensor shows.
 
-A formula is a pure function of the call's layouts and the card, registered under the names of its ops (`registry`). An
-op is either listed with a formula, or listed as needing nothing (`nothing`), or counted as unknown; `stream.add` puts
-what the formulas say into a recording, and what cuBLAS keeps.
+A formula is a pure function of the layouts of a call and of the card, registered under the names of its ops
+(`registry`). Each op has a formula, or is listed as needing nothing (`nothing`), or counts as unknown.
+`planner.estimate.add_workspaces` adds the memory to a recording, together with the workspaces that cuBLAS keeps.
 """
 
 from planner.workspaces import attention, gemm, indexing, norms, reductions
 from planner.workspaces.registry import formula_of, has_formula, is_known
 
 FORMULAS = (attention, gemm, indexing, norms, reductions)
-"""The files whose import registers their formulas."""
+"""The modules with formulas, which register them when they are imported."""
 
 __all__ = ["FORMULAS", "formula_of", "has_formula", "is_known"]

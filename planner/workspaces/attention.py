@@ -1,4 +1,4 @@
-"""What the backward of fused attention keeps beside its gradients."""
+"""Scratch memory of fused attention: the backward allocates more than its gradients."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from planner.workspaces.registry import KernelCall, takes_scratch
 
 
 def _rounded(number: int, multiple: int) -> int:
+    """Rounds up to a multiple."""
     return -(-number // multiple) * multiple
 
 
 @takes_scratch("aten._scaled_dot_product_flash_attention_backward.default")
 def flash_backward(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Row sums, the query's gradient in fp32, and expanded gradients of grouped keys and values.
+    """Allocates row sums, the query's gradient in fp32, and expanded gradients of grouped keys and values.
 
-    Source: transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd` (not deterministic).
+    Source: transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`, without deterministic algorithms.
     """
     batch, heads, queries, width = call.tensor("query").shape
     groups, keys = call.tensor("key").shape[1:3]
@@ -27,7 +28,7 @@ def flash_backward(call: KernelCall, card: DeviceProfile) -> list[int]:
 
 @takes_scratch("aten._scaled_dot_product_efficient_attention_backward.default")
 def efficient_backward(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Row sums, and for half precision the query's gradient in fp32.
+    """Allocates row sums and, for half precision, the query's gradient in fp32.
 
     Source: transformers/cuda/attention_backward.cu, `_efficient_attention_backward`.
     """
@@ -43,5 +44,8 @@ def efficient_backward(call: KernelCall, card: DeviceProfile) -> list[int]:
     "aten._scaled_dot_product_efficient_attention.default",
 )
 def fused_forward(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Nothing: scores stay in shared memory. (Flash may split long keys of small batches; that is not counted.)"""
+    """Allocates nothing, because scores stay in shared memory.
+
+    Flash attention may split long keys of small batches, which takes memory that is not counted here.
+    """
     return []

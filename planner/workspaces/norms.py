@@ -1,4 +1,4 @@
-"""What normalisations keep beside their outputs while they run."""
+"""Scratch memory of normalisations, of the gradient of a convolution's bias, and of gradient norms."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from planner.workspaces.registry import KernelCall, takes_scratch
 
 _ROWS_PER_BLOCK = 32
 _MOST_BLOCKS = 64 * 1024 // 2
+"""Maximum number of thread blocks of the layer norm kernel."""
 _FOREACH_CHUNK = 65536
+"""Number of elements of one chunk of a foreach kernel (`kChunkSize`)."""
 
 
 @takes_scratch("aten.native_layer_norm_backward.default", "aten._fused_rms_norm_backward.default")
 def layer_norm_backward(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Partial sums of the weight's and the bias's gradients, where there are many rows and few columns.
+    """Allocates partial sums of the weight's and the bias's gradients, if there are many rows and few columns.
 
     Source: layer_norm_kernel.cu, `LaunchGammaBetaBackwardCUDAKernel`.
     """
@@ -25,19 +27,22 @@ def layer_norm_backward(call: KernelCall, card: DeviceProfile) -> list[int]:
     if rows <= 64 * 1024 or columns // 32 >= card.sm_count // 2:
         return []
     blocks = min(_MOST_BLOCKS // -(-columns // 32), -(-rows // _ROWS_PER_BLOCK))
-    wanted = list(call.arguments.get("output_mask", ()))[1:]
-    return [blocks * columns * layout.itemsize for mask in wanted if mask]
+    needs_gradient = list(call.arguments.get("output_mask", ()))[1:]  # Of the weight, and of the bias if there is one.
+    return [blocks * columns * layout.itemsize for needed in needs_gradient if needed]
 
 
 @takes_scratch("aten.native_group_norm.default")
 def group_norm(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """One scale and one shift for each sample and channel (group_norm_kernel.cu, `GroupNormKernelImplInternal`)."""
+    """Allocates one scale and one shift for each sample and channel.
+
+    Source: group_norm_kernel.cu, `GroupNormKernelImplInternal`.
+    """
     return [4 * call.arguments["N"] * call.arguments["C"]] * 2
 
 
 @takes_scratch("aten.native_group_norm_backward.default")
 def group_norm_backward(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Two sums for each sample and channel, two for each group, and a scale for each channel of each sample.
+    """Allocates two sums for each sample and channel, two for each group, and a scale for each sample and channel.
 
     Source: group_norm_kernel.cu, `GroupNormBackwardKernelImplInternal`.
     """
@@ -47,7 +52,10 @@ def group_norm_backward(call: KernelCall, card: DeviceProfile) -> list[int]:
 
 @takes_scratch("aten.convolution_backward.default", complete=False)
 def convolution_bias(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """The bias's gradient is a sum over all but the channels (Convolution.cpp); what cuDNN takes only cuDNN knows."""
+    """Sums the bias's gradient over all dimensions but the channels (Convolution.cpp).
+
+    The workspace of cuDNN is not known, so this formula is marked as incomplete.
+    """
     layout = call.tensor("grad_output")
     if not call.arguments["output_mask"][2]:
         return []
@@ -57,7 +65,7 @@ def convolution_bias(call: KernelCall, card: DeviceProfile) -> list[int]:
 
 @takes_scratch("aten._foreach_norm.Scalar")
 def foreach_norm(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """A partial norm for each chunk of each tensor (ForeachReduceOp.cu, `foreach_tensor_norm_cuda`)."""
+    """Allocates a partial norm for each chunk of each tensor (ForeachReduceOp.cu, `foreach_tensor_norm_cuda`)."""
     tensors = call.arguments["self"]
-    most = max((-(-layout.numel // _FOREACH_CHUNK) for layout in tensors), default=0)
-    return [4 * len(tensors) * most] if most else []
+    most_chunks = max((-(-layout.numel // _FOREACH_CHUNK) for layout in tensors), default=0)
+    return [4 * len(tensors) * most_chunks] if most_chunks else []

@@ -1,12 +1,13 @@
-"""Ops whose CUDA kernels take nothing from the allocator but their outputs.
+"""Lists the ops whose CUDA kernels allocate nothing but their outputs.
 
-Pointwise ops (torch.Tag.pointwise), views and factories need no entry: the recorder tells them by tag and schema.
-Source: the kernels in aten/src/ATen/native/cuda, torch 2.13: none of these allocates beside its outputs when its inputs
-are contiguous.
+Pointwise ops (torch.Tag.pointwise), views and factories need no entry: the recorder recognises them by tag and schema.
+Source: the kernels in aten/src/ATen/native/cuda, torch 2.13. They allocate only their outputs if their inputs are
+contiguous.
 """
 
 from __future__ import annotations
 
+# Names without an overload stand for the overload `default`.
 _DEFAULT = (
     "_amp_update_scale_",
     "_embedding_bag",
@@ -159,6 +160,7 @@ _FACTORIES = ("empty", "full", "ones", "rand", "randn", "zeros")
 
 
 def _names() -> frozenset[str]:
+    """Returns the full names of all listed ops."""
     ops = [
         *_DEFAULT,
         *_OVERLOADS,
@@ -171,3 +173,4 @@ def _names() -> frozenset[str]:
 
 
 NEED_NOTHING = _names()
+"""Full names of the ops, such as 'aten.cat.default'."""

@@ -1,10 +1,13 @@
-"""Reductions over many elements split one output over thread blocks, which meet in a buffer in global memory.
+"""Scratch memory of reductions. Over many elements several thread blocks share one output, and exchange partial results
+in a buffer in global memory.
 
-    scratch = accumulator x outputs x blocks per output (x threads and vector width where the kept dimension is fastest)
+    scratch = accumulator x outputs x blocks per output (x threads and vector width if a kept dimension is the fastest)
 
 Source: aten/src/ATen/native/cuda/Reduce.cuh (`setReduceConfig`, `ReduceConfig::global_memory_size`) and
 aten/src/ATen/TensorIterator.cpp (`reorder_dimensions`, `coalesce_dimensions`, `can_use_32bit_indexing`), torch 2.4 to
-2.13. Input addresses are taken to be aligned for vector loads.
+2.13.
+
+Where it stops being exact: input addresses are assumed to be aligned for vector loads.
 """
 
 from __future__ import annotations
@@ -16,32 +19,37 @@ from planner.profiles.device import DeviceProfile
 from planner.workspaces.registry import KernelCall, Layout, takes_scratch
 
 _MAX_THREADS = 512
+"""Maximum number of threads of a block."""
 _WARP = 32
 _MIN_VALUES_PER_THREAD, _MAX_VALUES_PER_THREAD = 16, 256
 _MAX_OFFSET = 2**31 - 1
+"""Maximum offset in bytes for 32-bit indexing."""
 _WELFORD_BYTES = 16
 """`WelfordData<float, int32_t>`: mean, sum of squares, two counts."""
 _VALUE_AND_INDEX_BYTES = 16
-"""A value beside an int64 index, padded."""
+"""A value and an int64 index, with padding."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Dimension:
+    """One dimension of TensorIterator, perhaps several of the tensor's dimensions coalesced."""
+
     size: int
     stride: int
-    """Of the input, in elements."""
+    """Stride of the input in elements."""
     out_stride: int
-    """Of the output; 0 where the dimension is reduced."""
+    """Stride of the output in elements; 0 if the dimension is reduced."""
 
 
 def reduction(
     layout: Layout, dims: tuple[int, ...] | None, *, accumulator_bytes: int, card: DeviceProfile
 ) -> list[int]:
-    """Buffer and semaphores that one reduction takes; [] if one block does each output.
+    """Returns the sizes of the buffer and the semaphores of one reduction; [] if each output has only one block.
 
     Args:
-        layout: of the input.
-        dims: that are reduced; None or () for all.
+        layout: Layout of the input.
+        dims: The dimensions that are reduced. None or () means all.
+        accumulator_bytes: Size of one partial result.
     """
     if layout.numel == 0:
         return []
@@ -49,17 +57,22 @@ def reduction(
 
 
 def _of_iterator(dims: list[_Dimension], itemsize: int, accumulator_bytes: int, card: DeviceProfile) -> list[int]:
+    """Follows `setReduceConfig` for coalesced dimensions, fastest first. Returns the sizes of buffer and semaphores."""
+    # 1. TensorIterator halves the dimension of the largest extent until 32-bit offsets suffice, and runs the halves one
+    #    after the other (`split`).
     while sum((dim.size - 1) * dim.stride for dim in dims) * itemsize + 1 > _MAX_OFFSET:
-        widest = max(range(len(dims)), key=lambda place: (dims[place].size - 1) * dims[place].stride)
+        widest = max(range(len(dims)), key=lambda index: (dims[index].size - 1) * dims[index].stride)
         dims = [
-            dataclasses.replace(dim, size=dim.size // 2) if place == widest else dim for place, dim in enumerate(dims)
+            dataclasses.replace(dim, size=dim.size // 2) if index == widest else dim for index, dim in enumerate(dims)
         ]
+    # 2. The x-dimension of a block runs along the fastest dimension, whether that is reduced or kept.
     reduced = [dim for dim in dims if dim.out_stride == 0]
     kept = [dim for dim in dims if dim.out_stride != 0]
     inputs, outputs = _product(reduced), _product(kept)
     on_fastest = not kept or (bool(reduced) and reduced[0].stride < kept[0].stride)
     width, height = (inputs, outputs) if on_fastest else (outputs, inputs)
     fastest = (reduced if on_fastest else kept)[:1]
+    # 3. Vector loads: 4 inputs per thread along a contiguous reduced dimension, or several outputs along a kept one.
     vector = 1
     if fastest and fastest[0].stride == 1:
         if on_fastest and width >= 128 and len(reduced) == 1:
@@ -67,6 +80,7 @@ def _of_iterator(dims: list[_Dimension], itemsize: int, accumulator_bytes: int, 
         elif not on_fastest:
             vector = _output_vector(kept[0].size, [dim.stride for dim in dims if dim is not kept[0]])
             width //= vector
+    # 4. The threads of a block share the inputs of an output along x, and across warps (y) if there are many.
     block_width, block_height = _block(width, height, _MAX_THREADS // vector)
     step_input, step_output = (block_width, 1) if on_fastest else (1, block_width)
     across_warps = -(-inputs // step_input) >= min(block_height * 16, _MAX_VALUES_PER_THREAD)
@@ -74,6 +88,7 @@ def _of_iterator(dims: list[_Dimension], itemsize: int, accumulator_bytes: int, 
         step_input *= block_height
     else:
         step_output *= block_height
+    # 5. If each thread still has many values and the grid does not fill the card, several blocks share an output.
     values_per_thread = -(-inputs // step_input)
     grid = -(-(outputs // vector) // step_output)
     target = card.sm_count * (card.max_threads_per_sm // (block_width * block_height))
@@ -90,18 +105,18 @@ def _of_iterator(dims: list[_Dimension], itemsize: int, accumulator_bytes: int, 
 
 
 def _dimensions(layout: Layout, dims: tuple[int, ...] | None) -> list[_Dimension]:
-    """Reduced dimensions first, then by stride; neighbours that lie behind each other are one."""
+    """Returns the dimensions of TensorIterator: reduced ones first, then by stride, with adjacent ones coalesced."""
     rank = len(layout.shape)
     reduced = {dim % rank for dim in dims} if dims and rank else set(range(rank))
-    out_stride, found = 1, []
-    for place in reversed(range(rank)):
-        kept_stride = 0 if place in reduced else out_stride
-        out_stride *= 1 if place in reduced else layout.shape[place]
-        if layout.shape[place] > 1:
-            found.append(_Dimension(size=layout.shape[place], stride=layout.stride[place], out_stride=kept_stride))
-    found.sort(key=functools.cmp_to_key(_order))
+    out_stride, dimensions = 1, []
+    for index in reversed(range(rank)):
+        kept_stride = 0 if index in reduced else out_stride
+        out_stride *= 1 if index in reduced else layout.shape[index]
+        if layout.shape[index] > 1:
+            dimensions.append(_Dimension(size=layout.shape[index], stride=layout.stride[index], out_stride=kept_stride))
+    dimensions.sort(key=functools.cmp_to_key(_order))
     merged: list[_Dimension] = []
-    for dim in found:
+    for dim in dimensions:
         last = merged[-1] if merged else None
         if (
             last
@@ -115,16 +130,18 @@ def _dimensions(layout: Layout, dims: tuple[int, ...] | None) -> list[_Dimension
     return merged
 
 
-def _order(one: _Dimension, other: _Dimension) -> int:
-    if (one.out_stride == 0) != (other.out_stride == 0):
-        return -1 if one.out_stride == 0 else 1
-    for first, second in ((one.out_stride, other.out_stride), (one.stride, other.stride)):
-        if first and second and first != second:
-            return -1 if first < second else 1
+def _order(first: _Dimension, second: _Dimension) -> int:
+    """Compares two dimensions: reduced ones come first, then smaller strides (`reorder_dimensions`)."""
+    if (first.out_stride == 0) != (second.out_stride == 0):
+        return -1 if first.out_stride == 0 else 1
+    for stride, other in ((first.out_stride, second.out_stride), (first.stride, second.stride)):
+        if stride and other and stride != other:
+            return -1 if stride < other else 1
     return 0
 
 
 def _product(dims: list[_Dimension]) -> int:
+    """Returns the number of elements."""
     product = 1
     for dim in dims:
         product *= dim.size
@@ -132,6 +149,7 @@ def _product(dims: list[_Dimension]) -> int:
 
 
 def _output_vector(size: int, strides: list[int]) -> int:
+    """Returns the number of outputs of one vector load (`get_output_vec_size`)."""
     vector = 4
     for number in (size, *strides):
         while number % vector:
@@ -140,7 +158,7 @@ def _output_vector(size: int, strides: list[int]) -> int:
 
 
 def _block(width: int, height: int, most: int) -> tuple[int, int]:
-    """`set_block_dimension`."""
+    """Returns the width and the height of a block of at most `most` threads (`set_block_dimension`)."""
     width_power = _last_power(width) if width < most else most
     height_power = _last_power(height) if height < most else most
     block_width = min(width_power, _WARP)
@@ -149,10 +167,12 @@ def _block(width: int, height: int, most: int) -> tuple[int, int]:
 
 
 def _last_power(number: int) -> int:
+    """Returns the largest power of two that is not larger than `number` (`last_pow2`)."""
     return 1 << max(number.bit_length() - 1, 0)
 
 
 def _dims(call: KernelCall) -> tuple[int, ...] | None:
+    """Returns the dimensions that a call reduces; None for all."""
     dims = call.arguments.get("dim")
     return (dims,) if isinstance(dims, int) else dims
 
@@ -163,39 +183,42 @@ def _dims(call: KernelCall) -> tuple[int, ...] | None:
     "aten.norm.ScalarOpt_dim",
 )  # fmt: skip
 def sums(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Sums and their like accumulate in fp32 (fp64 for doubles, int64 for integers)."""
+    """Sums, means, products and norms accumulate in fp32 (fp64 for doubles, int64 for integers)."""
     layout = call.tensor("self")
     return reduction(layout, _dims(call), accumulator_bytes=layout.accumulator_bytes, card=card)
 
 
 @takes_scratch("aten.amax.default", "aten.amin.default", "aten.max.default", "aten.min.default")
 def extremes(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Values alone, in their own type (ReduceMaxValuesKernel.cu, ReduceMinValuesKernel.cu)."""
+    """Extremes accumulate values in their own type (ReduceMaxValuesKernel.cu, ReduceMinValuesKernel.cu)."""
     layout = call.tensor("self")
     return reduction(layout, _dims(call), accumulator_bytes=layout.itemsize, card=card)
 
 
 @takes_scratch("aten.max.dim", "aten.min.dim", "aten.argmax.default", "aten.argmin.default")
 def places(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Values with their indices."""
+    """Positions of extremes accumulate values with their indices."""
     return reduction(call.tensor("self"), _dims(call), accumulator_bytes=_VALUE_AND_INDEX_BYTES, card=card)
 
 
 @takes_scratch("aten.any.default", "aten.any.dim", "aten.any.dims", "aten.all.default", "aten.all.dim", "aten.all.dims")
 def truths(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """One byte each."""
+    """`any` and `all` accumulate one byte for each output."""
     return reduction(call.tensor("self"), _dims(call), accumulator_bytes=1, card=card)
 
 
 @takes_scratch("aten.var.correction", "aten.std.correction", "aten.var_mean.correction", "aten.std_mean.correction")
 def moments(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Welford's running moments."""
+    """Variances and standard deviations accumulate Welford's running moments."""
     return reduction(call.tensor("self"), _dims(call), accumulator_bytes=_WELFORD_BYTES, card=card)
 
 
 @takes_scratch("aten.logsumexp.default")
 def log_sum_exp(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """The maxima, and the exponentials of everything (ReduceOps.cpp, `logsumexp_out_impl`)."""
+    """Allocates the maxima and the exponentials of all elements, and sums the latter.
+
+    Source: ReduceOps.cpp, `logsumexp_out_impl`.
+    """
     layout = call.tensor("self")
     sums_bytes = reduction(layout, _dims(call), accumulator_bytes=layout.accumulator_bytes, card=card)
     return [call.outputs[0].nbytes, layout.nbytes, *sums_bytes]

@@ -1,1 +1,162 @@
-"""Check that the gradient of a batch equals that of its micro-batches."""
+"""Check that micro-batches train as their batch would, before anything is trained by them.
+
+`AccumulationCheck` is what a training step uses. It asks two questions:
+
+1. `ReductionWatcher`: are the losses of the micro-batches weighted by what the loss is a mean over? It watches the
+   reductions of `torch.nn.functional` in forward and loss.
+2. `CouplingCheck`: is the gradient of a few samples the weighted sum of those of two halves of them? It runs the model
+   on samples of the batch, and so also finds losses that compare samples, such as contrastive ones.
+
+Neither is a proof: each samples. `rewrite.verify` compares whole steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+
+from planner.errors import DecisionError
+from planner.rewrite.accumulation_check.coupling_check import CouplingCheck
+from planner.rewrite.accumulation_check.reduction_check import ReductionWatcher
+from planner.rewrite.step_observer import StepObserver
+
+__all__ = ["AccumulationCheck", "CouplingCheck"]
+
+
+@final
+class AccumulationCheck(StepObserver):
+    """Raises `DecisionError` before the update if micro-batches do not add up to their batch.
+
+    The weights are checked in the first step that splits its batch. Later steps are checked only if the loss is a mean
+    over labels, whose number may be another one in any batch, and the weights do not count labels.
+
+    Give it to a `TrainingStep` as an observer. Code with a loop of its own (the Trainer's hooks) calls `watch_part` and
+    `after_loss` for each micro-batch, and then `refuse_other_weights` and `refuse_coupled_samples`.
+
+    Args:
+        model: the model itself, without wrappers such as DistributedDataParallel.
+        loss_of: the loss of a batch by that model, without autocast.
+        coupling: compares gradients of a few samples; None leaves that out.
+        checks_weights: watch the reductions of the loss from the first step on.
+        has_loss_weight_option: the user could state other weights (`loss_weight`), so that error messages say so.
+        every_step: check the weights in every step until `stop_watching`, instead of in the first.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss_of: Callable[[Any], torch.Tensor],
+        coupling: CouplingCheck | None = None,
+        *,
+        checks_weights: bool = True,
+        has_loss_weight_option: bool = True,
+        every_step: bool = False,
+    ) -> None:
+        self.coupling = coupling
+        self._model = model
+        self._loss_of = loss_of
+        self._has_loss_weight_option = has_loss_weight_option
+        self._every_step = every_step
+        self._watches_next_step = checks_weights
+        """Nothing is known of the loss yet (or all steps are checked): the next step is watched."""
+        self._later_watcher: Callable[[], ReductionWatcher] | None = None
+        """Makes the watcher of each later step; None if weights that were right once stay right."""
+        self._watcher: ReductionWatcher | None = None
+        """The watcher of the current step; None before its first micro-batch, and if it is not watched."""
+
+    @property
+    def watches_weights(self) -> bool:
+        """True if the weights of the next step that splits its batch will be checked."""
+        return self._watches_next_step or self._later_watcher is not None
+
+    def start_watching(self) -> None:
+        """Check the weights from the next step on, whatever earlier steps have shown."""
+        self._watches_next_step, self._later_watcher, self._watcher = True, None, None
+
+    def stop_watching(self) -> None:
+        """Check no weights any more. Samples are still compared."""
+        self._watches_next_step, self._later_watcher, self._watcher = False, None, None
+
+    # ---- as an observer of a `TrainingStep` --------------------------------------------------------------------------
+
+    def before_forward(self, weight: torch.Tensor | float | None) -> None:
+        if weight is not None:  # the batch is split
+            self.watch_part(weight)
+
+    def after_forward(self) -> None:
+        if self._watcher is not None:
+            self._watcher.end_forward()
+
+    def after_loss(self, loss: torch.Tensor | None) -> None:
+        """Stop watching this micro-batch; None if its forward failed or returned no loss."""
+        if self._watcher is not None:
+            self._watcher.end_part(loss)
+
+    def before_update(self, batch: Any) -> None:
+        if self._watcher is not None:
+            self._check_weights(self._watcher, batch)
+        self.refuse_coupled_samples(batch)
+        self._watcher = None
+
+    def after_error(self) -> None:
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            watcher.end_part(None)
+            self._watches_next_step |= watcher.is_first  # the next step is the first again
+
+    # ---- the stages of the check -------------------------------------------------------------------------------------
+
+    def watch_part(self, weight: torch.Tensor | float | None) -> None:
+        """Watch the reductions of a micro-batch until `after_loss`.
+
+        Args:
+            weight: the weight of its loss; None if `refuse_other_weights` gets the weights.
+        """
+        if self._watcher is None:
+            if self._watches_next_step:
+                self._watcher = ReductionWatcher(has_loss_weight_option=self._has_loss_weight_option)
+            elif self._later_watcher is not None:
+                self._watcher = self._later_watcher()
+        if self._watcher is not None:
+            self._watcher.start_part(weight)
+
+    def refuse_other_weights(self, batch: Any, weights: Sequence[float]) -> None:
+        """Raise `DecisionError` if these weights make another loss of the watched micro-batches than the batch has.
+
+        Args:
+            batch: the batch that was split; None if it cannot be put together.
+            weights: one for each micro-batch; nothing is checked if there are none.
+        """
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None and weights:
+            self._check_weights(watcher, batch, weights)
+
+    def refuse_coupled_samples(self, batch: Any, *, is_part: bool = False) -> None:
+        """Raise `DecisionError` if the gradient of some samples is not the weighted sum of those of two halves.
+
+        Args:
+            is_part: the batch is no larger than one micro-batch.
+        """
+        if self.coupling is not None:
+            self.coupling.refuse_coupled_samples(self._model, batch, self._loss_of, is_part=is_part)
+
+    def _check_weights(self, watcher: ReductionWatcher, batch: Any, weights: Sequence[float] | None = None) -> None:
+        try:
+            watcher.refuse_other_weights(weights)
+        except DecisionError:
+            # The reductions contradict the weights. They may not be part of the loss, or each be over one sample, so
+            # the gradients of the two micro-batches that are farthest off decide. After that no weights are checked.
+            if not self._two_parts_agree(watcher, batch):
+                raise
+            self._watches_next_step, self._later_watcher = False, None
+            return
+        if not self._every_step:
+            self._watches_next_step = False
+            self._later_watcher = watcher.later() or self._later_watcher
+
+    def _two_parts_agree(self, watcher: ReductionWatcher, batch: Any) -> bool:
+        if self.coupling is None or batch is None:
+            return False
+        return self.coupling.agrees(self._model, batch, self._loss_of, parts=watcher.farthest_off, count=watcher.parts)

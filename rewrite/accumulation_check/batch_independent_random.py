@@ -1,7 +1,9 @@
-"""Random numbers that do not depend on how a batch is taken apart.
+"""Random numbers that do not depend on how a batch is split.
 
-Each op that draws gives one number that it could have drawn, everywhere in its result; or, for results with a row for
-each sample, numbers that belong to the sample. No generator moves on.
+Two evaluations of the same samples in batches of different sizes would draw different numbers, and so differ without
+a fault. In this mode each op that draws returns the same value in all elements: the 0.4 quantile of its distribution.
+With `samples`, results that have one row per sample get numbers that belong to the sample instead. Generators do not
+advance.
 """
 
 from __future__ import annotations
@@ -14,60 +16,64 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _QUANTILE = 0.4
-"""Of uniform numbers the one with this share below it, of which the others are made."""
+"""The uniform number that all draws are made from."""
 
-_MOST_DRAWS = 10_000
+_MAX_DRAWS = 10_000
+"""Maximum number of ops that draw in one evaluation. Rejection sampling would never end with constant numbers."""
 
 
-def _uniform(u: Any, given: dict[str, Any]) -> Any:
-    low, high = given.get("from", 0.0), given.get("to", 1.0)
+# Each distribution: from uniform numbers (a float or a tensor) and the arguments of the op to what it draws.
+
+
+def _uniform(u: Any, arguments: dict[str, Any]) -> Any:
+    low, high = arguments.get("from", 0.0), arguments.get("to", 1.0)
     return low + u * (high - low)
 
 
-def _whole(u: Any, given: dict[str, Any]) -> Any:
-    low, high = given.get("low", given.get("from")) or 0, given.get("high", given.get("to"))
+def _integer(u: Any, arguments: dict[str, Any]) -> Any:
+    low, high = arguments.get("low", arguments.get("from")) or 0, arguments.get("high", arguments.get("to"))
     if high is None:
         return low
     number = low + u * (high - low)
     return number.floor() if isinstance(number, torch.Tensor) else math.floor(number)
 
 
-def _normal(u: Any, given: dict[str, Any]) -> Any:
+def _normal(u: Any, arguments: dict[str, Any]) -> Any:
     normal = torch.special.ndtri(torch.as_tensor(u))
-    return given.get("mean", 0.0) + (normal if isinstance(u, torch.Tensor) else float(normal)) * given.get("std", 1.0)
+    standard = normal if isinstance(u, torch.Tensor) else float(normal)
+    return arguments.get("mean", 0.0) + standard * arguments.get("std", 1.0)
 
 
-def _coin(u: Any, given: dict[str, Any]) -> Any:
-    heads = u < given.get("p", given["self"])
-    return heads.to(given["self"].dtype) if isinstance(heads, torch.Tensor) else heads
+def _bernoulli(u: Any, arguments: dict[str, Any]) -> Any:
+    heads = u < arguments.get("p", arguments["self"])
+    return heads.to(arguments["self"].dtype) if isinstance(heads, torch.Tensor) else heads
 
 
-def _exponential(u: Any, given: dict[str, Any]) -> Any:
+def _exponential(u: Any, arguments: dict[str, Any]) -> Any:
     survives = torch.log1p(-u) if isinstance(u, torch.Tensor) else math.log1p(-u)
-    return -survives / given["lambd"]
+    return -survives / arguments["lambd"]
 
 
-_DRAWN: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
+_DISTRIBUTIONS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "rand": _uniform, "rand_like": _uniform, "uniform_": _uniform, "uniform": _uniform,
     "randn": _normal, "randn_like": _normal, "normal_": _normal, "normal": _normal, "normal_functional": _normal,
-    "randint": _whole, "randint_like": _whole, "random_": _whole, "random": _whole,
-    "bernoulli_": _coin, "bernoulli": _coin,
+    "randint": _integer, "randint_like": _integer, "random_": _integer, "random": _integer,
+    "bernoulli_": _bernoulli, "bernoulli": _bernoulli,
     "exponential_": _exponential, "exponential": _exponential,
 }  # fmt: skip
-"""By name of the op: what it draws, from uniform numbers and its arguments."""
+"""The distribution that each op draws from, by the name of the op."""
 
 
 @final
-class SteadyRandom(TorchDispatchMode):
-    """Below it, ops draw what is in the table above, and `native_dropout` drops nothing.
+class BatchIndependentRandom(TorchDispatchMode):
+    """Replaces what ops draw by values that do not depend on the batch. `native_dropout` drops nothing.
 
     Args:
-        devices: cards, beside the CPU, whose default generators are watched.
-        samples: numbers of the samples that are computed, where what is drawn for each is to be its own.
+        devices: CUDA devices whose default generators are watched, in addition to the CPU's.
+        samples: indices of the samples that are computed, to give each its own numbers; None gives all the same.
 
     Raises:
-        NotImplementedError: in an op that draws something else, or where numbers are drawn without end: what waits for
-            another number than the last one waits for ever.
+        NotImplementedError: in an op that draws from another distribution, and after 10,000 draws.
     """
 
     def __init__(self, devices: Sequence[torch.device] = (), samples: Sequence[int] | None = None) -> None:
@@ -75,6 +81,7 @@ class SteadyRandom(TorchDispatchMode):
         self._generators = [torch.default_generator, *(torch.cuda.default_generators[_index(d)] for d in devices)]
         self._samples = samples
         self.draws = 0
+        """Number of ops that drew."""
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -83,24 +90,25 @@ class SteadyRandom(TorchDispatchMode):
         name = op.overloadpacket.__name__
         if name == "native_dropout":
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        # Run the op for the shape and dtype of its result, replace the values, and rewind all generators.
         before = [generator.get_state() for generator in self._generators]
         if (own := kwargs.get("generator")) is not None:
             kwargs["generator"] = own.clone_state()
         result = op(*args, **kwargs)
-        if name in _DRAWN:
-            value = _DRAWN[name](self._numbers(result), _given(op, args, kwargs))
+        if name in _DISTRIBUTIONS:
+            value = _DISTRIBUTIONS[name](self._numbers(result), _arguments_of(op, args, kwargs))
             result.copy_(value) if isinstance(value, torch.Tensor) else result.fill_(value)
         elif own is not None or not all(map(torch.equal, before, (g.get_state() for g in self._generators))):
             raise NotImplementedError(f"{name} draws random numbers of its own kind")
         for generator, state in zip(self._generators, before, strict=True):
             generator.set_state(state)
-        self.draws += name in _DRAWN
-        if self.draws > _MOST_DRAWS:
+        self.draws += name in _DISTRIBUTIONS
+        if self.draws > _MAX_DRAWS:
             raise NotImplementedError(f"{self.draws} draws of random numbers")
         return result
 
     def _numbers(self, result: torch.Tensor) -> Any:
-        """Uniform numbers: one, or a row for each sample."""
+        """The uniform number 0.4; if each sample has its own, a tensor with one row per sample, seeded by its index."""
         if self._samples is None or not result.dim() or len(result) != len(self._samples):
             return _QUANTILE
         rows = []
@@ -114,8 +122,8 @@ def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def _given(op: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name, or what they are by default."""
-    arguments = op._schema.arguments
-    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
-    return defaults | {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+def _arguments_of(op: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call by name, including defaults."""
+    schema = op._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    return defaults | {argument.name: value for argument, value in zip(schema, args, strict=False)} | kwargs

@@ -1,9 +1,19 @@
-"""Whether the loss of a batch is made of the losses of its parts, tried out on a few samples.
+"""Check on a few samples that the gradient of a batch is the weighted sum of those of its parts.
 
-A loss that compares samples with each other (contrastive ones, such as CLIP's), or a mean over what no label tells,
-looks like any other: its parts have losses too. So the gradient of a few samples taken together is held against that
-of two parts, each with its weight. There are no more samples than a micro-batch has, so that it takes no more memory
-than to train by one. Where even two samples would take more, the values of the loss are compared instead.
+What it checks: micro-batches train as the batch would only if the loss of the batch is the weighted sum of the losses
+of its parts. A loss that compares samples with each other (contrastive losses such as CLIP's), a sum, or a mean over
+something that no label says also has a value for each part, so that wrong training would not raise any error.
+
+How: take up to 8 samples of the batch, and compare their gradient with the weighted sum of the gradients of two halves
+(`gradient_probe`), for several choices of samples (`sample_choice`). If they differ, compare pairs of whole
+micro-batches, since a loss may compare samples within groups of which each micro-batch has whole ones. Only if these
+differ too is the step refused. Batches 1, 2, 4, 8 and 16 of those that are split are checked. The samples are never
+more than a micro-batch has, so that the probe takes no more memory than the training step. If there is not even room
+for the gradients of two samples, the values of the loss are compared. Pairs of whole micro-batches take more memory;
+they are compared only if the step would be refused otherwise.
+
+What it cannot see: coupling that does not show in the chosen samples or batches, losses that accept no single sample,
+and losses that draw random numbers which depend on the samples. The last two are logged.
 """
 
 from __future__ import annotations
@@ -21,65 +31,69 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from planner.errors import DecisionError
 from planner.rewrite.accumulation_check.gradient_probe import GradientProbe, Halves, ProbeResult
-from planner.rewrite.accumulation_check.sample_choice import pairs_of_blocks, probe_pairs
+from planner.rewrite.accumulation_check.sample_choice import pairs_of_micro_batches, probe_pairs
 from planner.rewrite.accumulation_check.side_effects import SideEffectGuard
 from planner.rewrite.portable.batch_slicing import count_samples, map_tensors
 
 logger = logging.getLogger(__name__)
 
-_TRIED = (1, 2, 4, 8, 16)
-"""Batches that are tried, of those that are split: padding may come later than in the first one."""
+_CHECKED_BATCHES = (1, 2, 4, 8, 16)
+"""Which of the batches that are split are checked. Padding may first appear in a later one."""
 
-_SAMPLES = 8
-"""At most. More of them differ in more."""
+_MAX_SAMPLES = 8
+"""Maximum number of samples per probe. With more of them, rounding and chance differences grow."""
 
 
 @final
 @dataclasses.dataclass(kw_only=True)
 class CouplingCheck:
-    """Looks at some of the batches that a step splits."""
+    """Probes some of the batches that a step splits. One object belongs to one training run."""
 
     batch_size: int
-    """Samples that a batch was planned to have."""
+    """Number of samples in a batch, as planned."""
     micro_batch_size: int
     terms_of: Callable[[Any, int], torch.Tensor | float]
-    """From a batch and its samples: over how many terms its loss is taken to be a mean."""
+    """Returns the number of terms that a loss is taken to be a mean over, from a batch and its number of samples."""
     loss_fn: Callable | None = None
-    """What takes the loss, beside the model: nothing that it keeps is changed."""
-    doubled: bool = False
-    """Whether a loss in full precision takes twice the bytes that it takes in training."""
-    is_stated: bool = False
-    """Whether the weights are the user's own: then what is off is told in the log, and not refused."""
-    way_out: str = "forbid accumulation, or give apply loss_weight=... where it is a sum or another mean"
-    """What to do instead of splitting."""
+    """The loss function, if it is not part of the model. Its state is restored after each probe."""
+    uses_autocast: bool = False
+    """True if training computes the loss in lower precision: a probe then takes twice the bytes per sample."""
+    has_stated_weights: bool = False
+    """True if the user stated the weights (`loss_weight`): differences are then logged and not refused."""
+    way_out: str = "forbid accumulation, or give apply loss_weight=... if the loss is a sum or another mean"
+    """The end of the error message: a remedy for the user."""
     _batches: int = 0
-    _told: set[str] = dataclasses.field(default_factory=set)
+    """Number of split batches so far."""
+    _warned_topics: set[str] = dataclasses.field(default_factory=set)
 
     def refuse_coupled_samples(
         self, model: torch.nn.Module, batch: Any, loss_of: Callable[[Any], torch.Tensor], *, is_part: bool = False
     ) -> None:
-        """Raise `DecisionError` if samples have another gradient than they have in two parts, each with its weight.
+        """Raise `DecisionError` if the gradient of some samples is not the weighted sum of those of two halves.
 
-        What cannot be tried is told in the log: losses that take no single sample, or that draw numbers which depend on
-        the samples.
+        Losses that cannot be probed are logged.
 
         Args:
-            loss_of: the loss of a batch, from the model.
-            is_part: the batch is no more than a micro-batch.
+            loss_of: the loss of a batch, computed by the model.
+            is_part: the batch is no larger than one micro-batch.
         """
-        if not self._can_be_tried(model, batch):
+        if not self._can_probe(model, batch):
             return
         samples = count_samples(batch, self.batch_size)
         if samples <= self.micro_batch_size < self.batch_size and not is_part:  # it was not split
             return
-        if self._batches + 1 in _TRIED:
-            trial_of = self._trial_of(model, batch, samples, loss_of)
-            tried = self._tried(trial_of, batch, samples)
-            if tried is not None and not self._is_right_in_blocks(trial_of, batch, samples):
-                if not self.is_stated and not tried.is_slight:
-                    raise DecisionError(f"{tried}; {self.way_out}")
-                by = "Micro-batches are weighted by the loss_weight that was given" if self.is_stated else self.way_out
-                self._tell("what is off", f"{tried}. {by}")
+        if self._batches + 1 in _CHECKED_BATCHES:
+            new_probe = self._probe_factory(model, batch, samples, loss_of)
+            difference = self._difference_in_samples(new_probe, batch, samples)
+            if difference is not None and not self._micro_batches_agree(new_probe, batch, samples):
+                if not self.has_stated_weights and not difference.is_slight:
+                    raise DecisionError(f"{difference}; {self.way_out}")
+                remark = (
+                    "Micro-batches are weighted by the loss_weight that was given"
+                    if self.has_stated_weights
+                    else self.way_out
+                )
+                self._warn_once("difference", f"{difference}. {remark}")
         self._batches += 1
 
     def agrees(
@@ -87,42 +101,46 @@ class CouplingCheck:
         model: torch.nn.Module,
         batch: Any,
         loss_of: Callable[[Any], torch.Tensor],
-        parts: tuple[int, int],
         *,
-        among: int,
+        parts: tuple[int, int],
+        count: int,
     ) -> bool:
-        """Whether two of so many micro-batches have the gradient together that they have by their weights.
+        """True if the gradient of two micro-batches together is the weighted sum of their gradients.
 
-        This takes more memory than was promised, and is asked only where the answer would be a refusal.
+        This takes more memory than was promised, so it is asked only if the step would be refused otherwise.
+
+        Args:
+            parts: indices of the two micro-batches.
+            count: number of micro-batches in the batch.
         """
-        if not self._can_be_tried(model, batch):
+        if not self._can_probe(model, batch):
             return False
         samples = count_samples(batch, self.batch_size)
         blocks = torch.arange(samples).split(self.micro_batch_size)
-        if among != len(blocks):
+        if count != len(blocks):
             return False
-        trial = self._trial_of(model, batch, samples, loss_of)()
-        return _all_are_right(trial, [(blocks[parts[0]], blocks[parts[1]])])
+        probe = self._probe_factory(model, batch, samples, loss_of)()
+        return _all_agree(probe, [(blocks[parts[0]], blocks[parts[1]])])
 
-    def _trial_of(
+    def _probe_factory(
         self, model: torch.nn.Module, batch: Any, samples: int, loss_of: Callable[[Any], torch.Tensor]
     ) -> Callable[..., GradientProbe]:
-        """All of them begin with the model as it is now."""
-        untouched = SideEffectGuard(model, self.loss_fn)
-        if not untouched.is_whole:
-            self._tell(
-                "objects", "model and loss function hold so many objects that some may keep what a trial left there"
+        """Makes probes that all start from the state that the model has now."""
+        guard = SideEffectGuard(model, self.loss_fn)
+        if not guard.is_complete:
+            self._warn_once(
+                "objects", "model and loss function hold so many objects that some may keep changes made by the check"
             )
-        return functools.partial(GradientProbe, model, batch, samples, loss_of, self.terms_of, untouched)
+        return functools.partial(GradientProbe, model, batch, samples, loss_of, self.terms_of, guard)
 
-    def _tell(self, about: str, line: str) -> None:
-        """Once, as many batches as it is about."""
-        if about not in self._told:
-            logger.warning("%s", line)
-        self._told.add(about)
+    def _warn_once(self, topic: str, message: str) -> None:
+        """Log a warning, once per topic."""
+        if topic not in self._warned_topics:
+            logger.warning("%s", message)
+        self._warned_topics.add(topic)
 
-    def _can_be_tried(self, model: torch.nn.Module, batch: Any) -> bool:
-        """Not tensors without values, nor those that are made of others, of which writes are not seen."""
+    def _can_probe(self, model: torch.nn.Module, batch: Any) -> bool:
+        """False for tensors without values, and for wrapper subclasses, where writes to inner tensors are not seen."""
         tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -132,87 +150,100 @@ class CouplingCheck:
         map_tensors(note, batch)
         if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
             return False
-        made = {type(tensor).__name__ for tensor in tensors if is_traceable_wrapper_subclass(tensor)}
-        if made:
-            self._tell(
-                "wrappers", f"the loss could not be tried on parts of a batch: {min(made)} is made of other tensors"
+        wrappers = {type(tensor).__name__ for tensor in tensors if is_traceable_wrapper_subclass(tensor)}
+        if wrappers:
+            self._warn_once(
+                "wrappers",
+                f"the loss could not be tried on parts of a batch: {min(wrappers)} is a tensor that wraps others",
             )
             return False
         return True
 
-    def _looks(self, batch: Any, samples: int) -> Iterator[tuple[Halves, bool]]:
-        """Samples of two parts, and whether there is room for gradients of them."""
-        trainable = self.micro_batch_size // (2 if self.doubled else 1)
-        of_gradients = min(samples, _SAMPLES, trainable)
-        of_gradients -= of_gradients % 4 if of_gradients > 4 else 0  # pairs stay together
-        choices = functools.partial(probe_pairs, batch, samples)
-        if of_gradients >= 2:
-            sides = choices(of_gradients, self.micro_batch_size, self._batches)
-            for halves in itertools.islice(sides, 2 if self._batches else None):
+    def _choices(self, batch: Any, samples: int) -> Iterator[tuple[Halves, bool]]:
+        """Yields the halves to compare, and True if there is room for their gradients.
+
+        The first batch gets all choices of samples, later ones two of them. Without gradients there is room for more
+        samples, so that the values of the loss are compared too, in the first batch only.
+        """
+        most = self.micro_batch_size // (2 if self.uses_autocast else 1)
+        with_gradients = min(samples, _MAX_SAMPLES, most)
+        with_gradients -= with_gradients % 4 if with_gradients > 4 else 0  # pairs of samples stay together
+        pairs_of = functools.partial(probe_pairs, batch, samples)
+        if with_gradients >= 2:
+            pairs = pairs_of(with_gradients, self.micro_batch_size, self._batches)
+            for halves in itertools.islice(pairs, 2 if self._batches else None):
                 yield halves, True
-        if of_gradients < 4 and not self._batches:  # without gradients there is room for more samples, once
-            more = min(samples, max(2, trainable + trainable // 2))
-            for halves in choices(more, self.micro_batch_size, 0):
+        if with_gradients < 4 and not self._batches:
+            more = min(samples, max(2, most + most // 2))
+            for halves in pairs_of(more, self.micro_batch_size, 0):
                 yield halves, False
 
-    def _tried(self, trial_of: Callable[..., GradientProbe], batch: Any, samples: int) -> ProbeResult | None:
-        """What is off. None where nothing is, which is told in the log where there was nothing to compare."""
+    def _difference_in_samples(
+        self, new_probe: Callable[..., GradientProbe], batch: Any, samples: int
+    ) -> ProbeResult | None:
+        """The first difference that is too large; None if there is none. Logs if nothing could be compared."""
         try:
-            looks = list(self._looks(batch, samples))
-        except Exception as why:  # tensors of a kind that is not looked into; training may go well all the same
-            self._tell("what was not tried", f"the loss could not be tried on parts of a batch ({why})")
+            choices = list(self._choices(batch, samples))
+        except Exception as error:  # an unusual kind of tensor in the batch; training may work all the same
+            self._warn_once("not probed", f"the loss could not be tried on parts of a batch ({error})")
             return None
-        why_not, compared, differs_by_numbers = "it is zero, or no number", 0, None
-        for number, (halves, with_gradients) in enumerate(looks):
-            for trains in (True, False):  # in evaluation, where it cannot be in training
-                trial = trial_of(trains=trains)
+        reason, compared, differs_by_draws = "it is zero, or not finite", 0, None
+        for number, (halves, with_gradients) in enumerate(choices):
+            # In training mode; in evaluation mode if that fails or there is nothing to compare.
+            for in_training_mode in (True, False):
+                probe = new_probe(in_training_mode=in_training_mode)
                 try:
-                    tried = _of_few(trial, halves, with_gradients)
-                    if trial.drew and number == 0 and with_gradients and not (tried is not None and tried.is_off):
-                        own = trial.of_gradient(halves, own_numbers=True)
-                        differs_by_numbers = own if own is not None and own.is_off else None
-                except Exception as why:  # of the model or its loss: training may go well all the same
-                    why_not = f"{type(why).__name__}: {why}"
+                    result = _compare(probe, halves, with_gradients)
+                    # All samples had the same random numbers so far, which may hide what depends on them. Repeat the
+                    # first choice with numbers of its own for each sample. A difference is only logged then: which
+                    # draws have a row for each sample is guessed by their shape.
+                    if probe.drew and number == 0 and with_gradients and not (result is not None and result.is_off):
+                        drawn = probe.compare_gradients(halves, own_draws=True)
+                        differs_by_draws = drawn if drawn is not None and drawn.is_off else None
+                except Exception as error:  # raised by the model or its loss; training may work all the same
+                    reason = f"{type(error).__name__}: {error}"
                     continue
-                if tried is not None and tried.is_off:
-                    return tried
-                compared += tried is not None
+                if result is not None and result.is_off:
+                    return result
+                compared += result is not None
                 break
-        if differs_by_numbers is not None:
-            self._tell("random numbers", f"with random numbers of its own for each sample, {differs_by_numbers}")
-        elif looks and not compared:
-            self._tell("what was not tried", f"the loss could not be tried on parts of a batch ({why_not})")
+        if differs_by_draws is not None:
+            self._warn_once("random numbers", f"with random numbers of its own for each sample, {differs_by_draws}")
+        elif choices and not compared:
+            self._warn_once("not probed", f"the loss could not be tried on parts of a batch ({reason})")
         return None
 
-    def _is_right_in_blocks(self, trial_of: Callable[..., GradientProbe], batch: Any, samples: int) -> bool:
-        """Whether several pairs of whole micro-batches have the gradient together that they have one by one.
+    def _micro_batches_agree(self, new_probe: Callable[..., GradientProbe], batch: Any, samples: int) -> bool:
+        """True if the gradient of each of several pairs of whole micro-batches is the weighted sum of their gradients.
 
-        A loss may compare samples within groups of which each micro-batch has whole ones.
+        This accepts losses that compare samples only within groups of which each micro-batch has whole ones.
         """
         if samples <= self.micro_batch_size:
             return False
-        return _all_are_right(trial_of(), pairs_of_blocks(batch, samples, self.micro_batch_size))
+        return _all_agree(new_probe(), pairs_of_micro_batches(batch, samples, self.micro_batch_size))
 
 
-def _of_few(trial: GradientProbe, halves: Halves, with_gradients: bool) -> ProbeResult | None:
-    tried = trial.of_gradient(halves) if with_gradients else None
-    if tried is not None:
-        return tried
-    tried = trial.of_loss(halves)
-    if tried is not None and tried.is_off:
-        return tried
-    shaken = trial.of_loss(halves, shaken=True)
-    return tried if shaken is None else shaken
+def _compare(probe: GradientProbe, halves: Halves, with_gradients: bool) -> ProbeResult | None:
+    """Compare gradients if there is room and they are not zero, or else the loss, with perturbed parameters too."""
+    result = probe.compare_gradients(halves) if with_gradients else None
+    if result is not None:
+        return result
+    result = probe.compare_losses(halves)
+    if result is not None and result.is_off:
+        return result
+    perturbed = probe.compare_losses(halves, perturbed=True)
+    return result if perturbed is None else perturbed
 
 
-def _all_are_right(trial: GradientProbe, pairs: list[Halves]) -> bool:
-    found = []
+def _all_agree(probe: GradientProbe, pairs: list[Halves]) -> bool:
+    """True if gradients agree for all pairs that could be compared, and at least one could."""
+    results = []
     for pair in pairs:
         try:
-            found.append(trial.of_gradient(pair))
-        except Exception as why:  # no memory, for instance
-            logger.info("two micro-batches could not be taken together (%s: %s)", type(why).__name__, why)
+            results.append(probe.compare_gradients(pair))
+        except Exception as error:  # for example out of memory
+            logger.info("two micro-batches could not be taken together (%s: %s)", type(error).__name__, error)
             return False
-        if found[-1] is not None and found[-1].is_off:
+        if results[-1] is not None and results[-1].is_off:
             return False
-    return any(tried is not None for tried in found)
+    return any(result is not None for result in results)

@@ -1,7 +1,17 @@
-"""Some samples of a batch taken together, and in two parts: their gradients, or the values of their loss.
+"""Compare the gradient of some samples with the weighted sum of the gradients of two halves of them.
 
-In full precision, with random numbers that do not depend on the parts, and with running statistics as in evaluation:
-nothing but the weights of the parts, or that samples depend on each other, makes them differ. No trace is left.
+What it checks: let a loss be a mean over `n` terms, of which the halves have `n1` and `n2`. Training by micro-batches
+is right if `grad(both) = n1 / n * grad(first half) + n2 / n * grad(second half)`. The relative error of this equation
+is compared with a bound that depends on the precision of the computation.
+
+How: everything else that makes the two sides differ is taken away. The model runs in full precision (no autocast),
+with random numbers that do not depend on the split (`batch_independent_random`), and with normalisation layers that use
+their running statistics. About 2**18 elements of the gradients are compared, spread over all parameters. If there is no
+room for gradients, or they are zero, the values of the loss are compared, also with perturbed parameters. The model's
+state is restored after each evaluation (`side_effects`).
+
+What it cannot see: differences below the bound, in elements that are not sampled, in batch normalisation, in dropout,
+and in what the loss does in lower precision.
 """
 
 from __future__ import annotations
@@ -16,86 +26,95 @@ from typing import Any, Literal
 
 import torch
 
-from planner.rewrite.accumulation_check.batch_independent_random import SteadyRandom
+from planner.rewrite.accumulation_check.batch_independent_random import BatchIndependentRandom
 from planner.rewrite.accumulation_check.side_effects import SideEffectGuard
 from planner.rewrite.portable.batch_slicing import map_tensors
 
 logger = logging.getLogger(__name__)
 
 _ELEMENTS = 1 << 18
-"""About how many elements of gradients are compared, spread over all parameters."""
+"""Approximate number of gradient elements that are compared, over all parameters together."""
 
-_LEAST_ELEMENTS = 256
-"""Of each parameter that has as many."""
+_MIN_ELEMENTS = 256
+"""Minimum number of elements compared for each parameter that has as many."""
 
 _BOUNDS = {"full": (1e-3, 3e-5), "tf32": (1e-2, 3e-3), "lower": (5e-2, 5e-2)}
-"""Of the norm of gradients, and of the loss, by precision: a sample is not computed as it is beside others."""
+"""Maximum relative error of gradients and of the loss that counts as rounding, by precision of the matmuls.
+
+Kernels are chosen by batch size, so a sample is not computed to the same bits in a batch of another size.
+"""
 
 _SLIGHT = 1e-2
-"""A gradient that is off by less is told in the log: small terms of balance over a batch, for instance."""
+"""Maximum relative error of a gradient that is logged and not refused, such as a small balancing loss over a batch."""
 
 _ROUNDING = 1e-5
-"""Of the loss, or of 1 if that is more: a gradient below this is nothing but rounding."""
+"""Fraction of the loss (or of 1, if that is larger) below which the norm of a gradient is nothing but rounding."""
 
 _SMALL = 1e-3
-"""A gradient or loss below this may be; then it is another one where samples change places."""
+"""Norm below which a difference may be rounding. If it is, reordering the samples changes the result as well."""
 
 _NOISE = 1 << 18
-"""Numbers by which parameters are changed, again and again."""
+"""Length of the pattern by which parameters are perturbed. It is repeated over each parameter."""
 
-_SHAKEN = 0.5
-"""By how much of their root mean square parameters are changed where values are compared."""
+_PERTURBATION = 0.5
+"""Size of the perturbation of a parameter, as a fraction of its root mean square."""
 
 Halves = tuple[torch.Tensor, torch.Tensor]
-"""Numbers of the samples of two parts."""
+"""Indices of the samples of two parts."""
 
 
-class UnsteadyError(Exception):
-    """Of a loss that depends on more than the model and the samples, or is nothing but rounding."""
+class NotReproducibleError(Exception):
+    """Raised if a loss depends on more than the model and the samples, or is nothing but rounding."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ProbeResult:
-    """How far the parts are off the whole."""
+    """How far the weighted sum of two parts is from the whole."""
 
-    what: Literal["gradient", "loss"]
-    few: int
+    quantity: Literal["gradient", "loss"]
+    samples: int
+    """Number of samples in both parts together."""
     error: float
-    """Of the size."""
+    """Norm of the difference, relative to `size`."""
     size: float
-    """The norm of the whole, or the sum of those of its parts if that is more."""
+    """Norm of the whole, or the sum of the norms of its weighted parts if that is larger."""
     precision: str
+    """Key of `_BOUNDS`."""
 
     @property
     def bound(self) -> float:
-        return _BOUNDS[self.precision][self.what == "loss"]
+        """Maximum relative error that counts as rounding."""
+        return _BOUNDS[self.precision][self.quantity == "loss"]
 
     @property
     def is_off(self) -> bool:
+        """True if the parts do not add up to the whole."""
         return self.error > self.bound
 
     @property
     def is_slight(self) -> bool:
-        """Off by less than what is worth a refusal."""
-        return self.what == "gradient" and self.error < _SLIGHT
+        """True if the error is too small for a refusal."""
+        return self.quantity == "gradient" and self.error < _SLIGHT
 
     def __str__(self) -> str:
-        off = f"{self.error:.2%}" if self.error > 1e-3 else f"{self.error:.1e} of itself"
+        error = f"{self.error:.2%}" if self.error > 1e-3 else f"{self.error:.1e} of itself"
         return (
-            f"taken in two parts, as micro-batches are, the {self.what} of {self.few} samples comes out "
-            f"{off if math.isfinite(self.error) else 'as no number, or far'} off: the loss compares samples, or is a "
-            "sum, or a mean over something else than samples or labels (or the model normalises over a batch)"
+            f"computed in two parts like micro-batches, the {self.quantity} of {self.samples} samples comes out "
+            f"{error if math.isfinite(self.error) else 'not finite, or far'} off: the loss compares samples, or is a "
+            "sum, or a mean over something other than samples or labels (or the model normalises over the batch)"
         )
 
 
 class GradientProbe:
-    """Of one batch. The gradient or loss of two parts, each with its weight, against that of both together.
+    """Compares the gradient or loss of two parts of a batch, each with its weight, with that of both together.
 
     Args:
-        loss_of: the loss of a batch, from the model.
-        terms_of: from a batch and its samples: over how many terms its loss is taken to be a mean.
-        untouched: of the model and what takes its loss.
-        trains: whether modules are as they are in training, except for running statistics.
+        samples: number of samples in the batch.
+        loss_of: the loss of a batch, computed by the model.
+        terms_of: number of terms that the loss of a batch is taken to be a mean over, from the batch and its samples.
+        guard: restores the model and its loss function.
+        in_training_mode: run modules in the mode that they are in, except normalisation with running statistics; False
+            runs all modules in evaluation mode.
     """
 
     def __init__(
@@ -105,181 +124,206 @@ class GradientProbe:
         samples: int,
         loss_of: Callable[[Any], torch.Tensor],
         terms_of: Callable[[Any, int], torch.Tensor | float],
-        untouched: SideEffectGuard,
+        guard: SideEffectGuard,
         *,
-        trains: bool = True,
+        in_training_mode: bool = True,
     ) -> None:
         self.model, self.batch, self.samples, self.loss_of, self.terms_of = model, batch, samples, loss_of, terms_of
-        self.untouched, self.trains = untouched, trains
+        self.guard, self.in_training_mode = guard, in_training_mode
         self.drew = False
-        """Whether random numbers were drawn."""
-        self._drew_on_host = False
+        """True if an op drew random numbers in one of the comparisons."""
         self.precision = _precision_of(model, batch)
+        self._drew_on_host = False
+        """True if numpy or Python drew random numbers, which cannot be made independent of the split."""
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
-    def of_gradient(self, halves: Halves, *, own_numbers: bool = False) -> ProbeResult | None:
-        """None where no gradients can be taken, or they are nothing.
+    def compare_gradients(self, halves: Halves, *, own_draws: bool = False) -> ProbeResult | None:
+        """Compare gradients. Returns None if they cannot be computed, or are nothing but rounding.
 
         Args:
-            own_numbers: random numbers belong to samples.
+            own_draws: give each sample random numbers of its own; False gives all of them the same.
         """
-        losses = []
+        losses: list[float] = []
 
-        def taken(part: Any) -> torch.Tensor:
+        def gradient_of(part: Any) -> torch.Tensor:
             loss = self.loss_of(part).reshape(())
             losses.append(abs(float(loss.detach())))
             return sampled_gradient(loss, self._trained)
 
         try:
             with torch.enable_grad():
-                tried = self._compared("gradient", taken, halves, own_numbers)
-        except RuntimeError as why:  # reentrant checkpoints, no memory, a loss that nothing trained leads to
-            logger.info("gradients of parts of a batch could not be compared (%s)", why)
+                result = self._compare("gradient", gradient_of, halves, own_draws)
+        except RuntimeError as error:  # reentrant checkpoints, out of memory, or nothing trainable in the loss
+            logger.info("gradients of parts of a batch could not be compared (%s)", error)
             return None
-        return None if tried is None or tried.size <= _ROUNDING * max(1.0, *losses) else tried
+        return None if result is None or result.size <= _ROUNDING * max(1.0, *losses) else result
 
-    def of_loss(self, halves: Halves, *, shaken: bool = False) -> ProbeResult | None:
-        """`shaken`: of other parameters. Near its initialisation a model's loss may be the same for all samples."""
+    def compare_losses(self, halves: Halves, *, perturbed: bool = False) -> ProbeResult | None:
+        """Compare values of the loss. Returns None if they are zero or not finite.
 
-        def taken(part: Any) -> torch.Tensor:
-            if shaken:
-                self._shake()
+        Args:
+            perturbed: change the parameters first. Near its initialisation a model may have the same loss for all
+                samples, which says nothing about how they are weighted.
+        """
+
+        def value_of(part: Any) -> torch.Tensor:
+            if perturbed:
+                self._perturb()
             return self.loss_of(part).reshape(1).cpu().double()
 
         with torch.no_grad():
-            return self._compared("loss", taken, halves, False)
+            return self._compare("loss", value_of, halves, False)
 
-    def _compared(
-        self, what: Literal["gradient", "loss"], taken: Callable[[Any], torch.Tensor], halves: Halves, own_numbers: bool
+    def _compare(
+        self,
+        quantity: Literal["gradient", "loss"],
+        compute: Callable[[Any], torch.Tensor],
+        halves: Halves,
+        own_draws: bool,
     ) -> ProbeResult | None:
-        """None where all is zero, or the whole is no number.
+        """Returns None if everything is zero, or the whole is not finite.
 
         Raises:
-            UnsteadyError: where the same samples are too far off when they are taken again.
+            NotReproducibleError: if there is a difference, and it is not due to the split.
         """
-        rows = torch.cat(halves)
-        all_terms = float(self.terms_of(self._picked(rows), len(rows)))
+        indices = torch.cat(halves)
+        all_terms = float(self.terms_of(self._select(indices), len(indices)))
         if not all_terms:
             return None
-        shares = [float(self.terms_of(self._picked(half), len(half))) / all_terms for half in halves]
+        shares = [float(self.terms_of(self._select(half), len(half))) / all_terms for half in halves]
 
-        def looked(some: torch.Tensor) -> torch.Tensor:
-            with self._as_tried(some if own_numbers else None):
-                return taken(self._picked(some))
+        def evaluate(some: torch.Tensor) -> torch.Tensor:
+            with self._controlled(some if own_draws else None):
+                return compute(self._select(some))
 
-        together = looked(rows)
-        weighted = [looked(half) * share for half, share in zip(halves, shares, strict=True) if share]
-        size = max(float(together.norm()), sum(float(one.norm()) for one in weighted))
+        # The whole, and its parts by their share of the terms.
+        together = evaluate(indices)
+        weighted = [evaluate(half) * share for half, share in zip(halves, shares, strict=True) if share]
+        size = max(float(together.norm()), sum(float(part.norm()) for part in weighted))
         if not size or not together.isfinite().all():
             return None
         error = float((together - sum(weighted)).norm()) / size
-        tried = ProbeResult(what, len(rows), math.inf if math.isnan(error) else error, size, self.precision)
-        if tried.is_off and not float((together - looked(rows)).norm()) <= tried.bound * size:
-            raise UnsteadyError(f"the same samples have another {what} when they are taken again")
-        if tried.is_off and self._drew_on_host:
-            raise UnsteadyError("it draws random numbers from numpy or Python, which are those of other samples")
-        may_be_rounding = tried.is_off and size < _SMALL
-        if may_be_rounding and not float((together - looked(rows.flip(0))).norm()) <= tried.bound * size:
-            raise UnsteadyError(f"the {what} is nothing but rounding")
-        return tried
+        result = ProbeResult(quantity, len(indices), math.inf if math.isnan(error) else error, size, self.precision)
+        if not result.is_off:
+            return result
+        # A difference is due to the split only if the same samples give the same result again ...
+        if not float((together - evaluate(indices)).norm()) <= result.bound * size:
+            raise NotReproducibleError(f"the same samples have another {quantity} when it is computed again")
+        if self._drew_on_host:
+            raise NotReproducibleError("it draws random numbers from numpy or Python, which differ between samples")
+        # ... and, if it is small, in another order, which rounds otherwise.
+        if size < _SMALL and not float((together - evaluate(indices.flip(0))).norm()) <= result.bound * size:
+            raise NotReproducibleError(f"the {quantity} is nothing but rounding")
+        return result
 
     @contextlib.contextmanager
-    def _as_tried(self, samples: torch.Tensor | None) -> Iterator[None]:
+    def _controlled(self, samples: torch.Tensor | None) -> Iterator[None]:
+        """Removes what makes results depend on the split, and restores everything at the end.
+
+        Args:
+            samples: indices of the samples, to give each random numbers of its own; None gives all the same.
+        """
         devices = {parameter.device for parameter in self.model.parameters()}
-        fast = torch.backends.mha.get_fastpath_enabled()
+        uses_fast_path = torch.backends.mha.get_fastpath_enabled()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))  # or it would give up its graphs for good
-            stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
-            torch.backends.mha.set_fastpath_enabled(False)  # which leaves zeros at padding
-            stack.enter_context(self.untouched.restoring())
-            for kind in {device.type for device in devices}:
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            for module in self.model.modules():  # past a `train` of its own, which may merge weights
-                if not self.trains or _has_running_statistics(module):
+            # Another batch size would make torch.compile recompile, and give up the graphs of the training step.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            # The fast path of nn.MultiheadAttention writes zeros at padding, which the ordinary path does not.
+            stack.callback(torch.backends.mha.set_fastpath_enabled, uses_fast_path)
+            torch.backends.mha.set_fastpath_enabled(False)
+            stack.enter_context(self.guard.restoring())
+            for device_type in {device.type for device in devices}:
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+            # Set the flag itself: the model may override `train`, for example to merge adapter weights.
+            for module in self.model.modules():
+                if not self.in_training_mode or _has_running_statistics(module):
                     module.training = False
-            numbers = None if samples is None else samples.tolist()
-            random = stack.enter_context(SteadyRandom([d for d in devices if d.type == "cuda"], numbers))
+            indices = None if samples is None else samples.tolist()
+            cards = [device for device in devices if device.type == "cuda"]
+            random = stack.enter_context(BatchIndependentRandom(cards, indices))
             yield
             self.drew |= bool(random.draws)
-        self._drew_on_host |= self.untouched.drew_on_host
+        self._drew_on_host |= self.guard.drew_on_host
 
-    def _shake(self) -> None:
-        """Change parameters, in place: it is undone as what forwards write is."""
+    def _perturb(self) -> None:
+        """Change parameters in place, always in the same way. The guard restores them like any write of a forward."""
         noise = torch.arange(_NOISE, dtype=torch.float64).mul_(2.4).sin_().float()
         for parameter in self.model.parameters():
             if parameter.requires_grad and parameter.is_contiguous() and parameter.is_floating_point():
                 norm = torch.linalg.vector_norm(parameter.detach(), dtype=torch.float32)
-                size = float(norm) / max(1, parameter.numel()) ** 0.5 or 0.05
-                of_its_kind = noise.to(parameter.device, parameter.dtype)
-                for part in parameter.detach().view(-1).split(len(noise)):
-                    part.add_(of_its_kind[: len(part)], alpha=_SHAKEN * size)
+                root_mean_square = float(norm) / max(1, parameter.numel()) ** 0.5 or 0.05
+                pattern = noise.to(parameter.device, parameter.dtype)
+                for chunk in parameter.detach().view(-1).split(len(noise)):
+                    chunk.add_(pattern[: len(chunk)], alpha=_PERTURBATION * root_mean_square)
 
-    def _picked(self, rows: torch.Tensor) -> Any:
-        """The part of the batch with these samples, as `samples_between` cuts it."""
+    def _select(self, indices: torch.Tensor) -> Any:
+        """The part of the batch with these samples, which need not be adjacent (as for `samples_between`)."""
 
-        def pick(tensor: torch.Tensor) -> torch.Tensor:
+        def select(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.dim() or len(tensor) != self.samples:
                 return tensor
-            return tensor.detach()[rows.to(tensor.device)].requires_grad_(tensor.requires_grad)
+            return tensor.detach()[indices.to(tensor.device)].requires_grad_(tensor.requires_grad)
 
-        def pick_list(mappings: list[Any]) -> list[Any] | None:
-            return [mappings[row] for row in rows.tolist()] if len(mappings) == self.samples else None
+        def select_list(mappings: list[Any]) -> list[Any] | None:
+            return [mappings[index] for index in indices.tolist()] if len(mappings) == self.samples else None
 
-        return map_tensors(pick, self.batch, pick_list)
+        return map_tensors(select, self.batch, select_list)
 
 
 def sampled_gradient(loss: torch.Tensor, trained: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-    """Elements of the gradient of each parameter, so scaled that their norm is about that of all of it; on the host.
+    """Elements of the gradient of each parameter, on the host, scaled so that their norm estimates the full norm.
 
-    Of the gradients themselves there is no more than one at a time. None is added to `.grad`, and no hook that waits
-    for that is called.
+    A hook on each parameter takes its sample as soon as autograd has that gradient, and puts a broadcast zero in its
+    place, so that at most one gradient is in memory at a time. Nothing is added to `.grad`, and hooks that wait for an
+    accumulated gradient (`register_post_accumulate_grad_hook`) are not called.
     """
+    # Every `stride`-th element is taken; an odd stride does not hit the same columns in all rows of a matrix.
     elements = sum(parameter.numel() for parameter in trained)
-    stride = -(-elements // _ELEMENTS) | 1  # odd: not the same columns of all rows
-    strides = [max(1, min(stride, parameter.numel() // _LEAST_ELEMENTS)) | 1 for parameter in trained]
-    found: dict[int, torch.Tensor] = {}
+    stride = -(-elements // _ELEMENTS) | 1
+    strides = [max(1, min(stride, parameter.numel() // _MIN_ELEMENTS)) | 1 for parameter in trained]
+    sampled: dict[int, torch.Tensor] = {}
 
-    def note(number: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        if gradient is None:  # of a function that says so
+    def sample(number: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if gradient is None:  # a custom autograd function may return None
             return None
-        found[number] = _spread(gradient, strides[number]).cpu().double() * strides[number] ** 0.5
+        sampled[number] = _spread(gradient, strides[number]).cpu().double() * strides[number] ** 0.5
         return gradient.new_zeros(()).expand_as(gradient) if gradient.layout is torch.strided else None
 
     with contextlib.ExitStack() as stack:
         for number, parameter in enumerate(trained):
-            if parameter._backward_hooks is None:
+            if parameter._backward_hooks is None:  # leave no empty dict behind
                 stack.callback(setattr, parameter, "_backward_hooks", None)
-            stack.callback(parameter.register_hook(functools.partial(note, number)).remove)
+            stack.callback(parameter.register_hook(functools.partial(sample, number)).remove)
         torch.autograd.grad(loss, trained, allow_unused=True)
     for number, (parameter, stride) in enumerate(zip(trained, strides, strict=True)):
-        found.setdefault(number, torch.zeros(-(-parameter.numel() // stride), dtype=torch.float64))
-    return torch.cat([found[number] for number in range(len(trained))])
+        sampled.setdefault(number, torch.zeros(-(-parameter.numel() // stride), dtype=torch.float64))
+    return torch.cat([sampled[number] for number in range(len(trained))])
 
 
 def _spread(gradient: torch.Tensor, stride: int) -> torch.Tensor:
-    """Each so manyth element; of complex numbers real parts and imaginary ones, in turn."""
+    """Every `stride`-th element in row-major order; of complex numbers the real or the imaginary part, in turn."""
     if gradient.is_sparse:
         gradient = gradient.coalesce()
         rows, elements = gradient.indices(), gradient.values()
         if len(rows) > 1:
             return _spread(gradient.cpu().to_dense(), stride)
         width = gradient[0].numel()
-        places = (rows[0][:, None] * width + torch.arange(width, device=rows.device)).reshape(-1)
-        chosen = places % stride == 0
+        positions = (rows[0][:, None] * width + torch.arange(width, device=rows.device)).reshape(-1)
+        chosen = positions % stride == 0
         spread = elements.new_zeros(-(-gradient.numel() // stride))
-        spread[places[chosen] // stride] = elements.reshape(-1)[chosen]
+        spread[positions[chosen] // stride] = elements.reshape(-1)[chosen]
         return spread
     if gradient.layout is not torch.strided:
         gradient = gradient.cpu().to_dense()
     if gradient.is_contiguous():
-        every = gradient.view(-1)[::stride]
-    else:  # without a copy of it
-        places = torch.arange(0, gradient.numel(), stride, device=gradient.device)
-        every = gradient[torch.unravel_index(places, gradient.shape)]
-    if not every.is_complex():
-        return every
-    every = every.resolve_conj()
-    return torch.where(torch.arange(len(every), device=every.device) % 2 == 0, every.real, every.imag)
+        spread = gradient.view(-1)[::stride]
+    else:  # without making a contiguous copy
+        positions = torch.arange(0, gradient.numel(), stride, device=gradient.device)
+        spread = gradient[torch.unravel_index(positions, gradient.shape)]
+    if not spread.is_complex():
+        return spread
+    spread = spread.resolve_conj()
+    return torch.where(torch.arange(len(spread), device=spread.device) % 2 == 0, spread.real, spread.imag)
 
 
 def _has_running_statistics(module: torch.nn.Module) -> bool:
@@ -287,7 +331,7 @@ def _has_running_statistics(module: torch.nn.Module) -> bool:
 
 
 def _precision_of(model: torch.nn.Module, batch: Any) -> str:
-    """Of a model without autocast."""
+    """The lowest precision that the model computes in without autocast: "full" (fp32 or more), "tf32" or "lower"."""
     tensors: list[torch.Tensor] = list(model.parameters())
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,18 @@
-"""What a model and its loss function hold, noted once and given back after each look at them.
+"""Snapshot the Python state of a model and its loss function, and restore it in place.
 
-Modules and plain objects with what they hold: their class, attributes, slots, containers, variables of closures,
-arrays, generators of random numbers; of tensors what they are and their hooks, not what is in them. Left alone: state
-in global variables and in classes, of scripted modules, in iterators, files, `functools.lru_cache`, of keys of dicts,
-in arrays of objects, behind weak references or in containers of more than a thousand entries, arrays of more than
-16 MiB, and what threads share: queues, executors, loaders, objects that hold one or a lock.
+A forward may count its calls, fill caches, move queues of negatives or draw from a generator of its own. A check that
+runs the model must leave no trace of that. `ObjectSnapshot` walks over all objects that can be reached from the roots,
+breadth first, and notes for each how to restore it: class, attributes, slots, containers, closure variables, numpy and
+`array` arrays, generators of random numbers; for tensors their metadata, gradient and hooks. Objects are restored in
+place, because others may refer to them. The bytes of tensors are not copied here (`side_effects` does that, for those
+that are written).
+
+What is not restored:
+
+- state in global variables, in classes, in scripted modules, in iterators and files, and in `functools.lru_cache`;
+- keys of dicts, arrays of objects, arrays of more than 16 MiB, and objects behind weak references;
+- the objects in containers of more than a thousand entries (the entries themselves are, up to a million);
+- anything that threads share: queues, executors, data loaders, and plain objects that hold one of them or a lock.
 """
 
 from __future__ import annotations
@@ -26,43 +34,56 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-_MOST_OBJECTS = 100_000
-_LONG = 1000
-"""Entries of a container that is not walked through; its own entries are noted up to the next number."""
-_LONGEST = 1_000_000
-_LARGEST_ARRAY_BYTES = 16 << 20
+_MAX_OBJECTS = 100_000
+"""Maximum number of objects that are noted; those nearest to the roots come first."""
+_MAX_WALKED_ENTRIES = 1000
+"""Maximum number of entries of a container whose entries are walked."""
+_MAX_NOTED_ENTRIES = 1_000_000
+"""Maximum number of entries of a container whose entries are restored."""
+_MAX_ARRAY_BYTES = 16 << 20
+"""Maximum size of a numpy array that is copied."""
 
 _CONTAINERS = (OrderedDict, dict, list, set, deque)
+"""Builtin types that are restored. A subclass comes before its base."""
 _WALKED = (*_CONTAINERS, tuple, frozenset)
-_LEFT_ALONE = (type, types.ModuleType, str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
-_OF_THREADS = {"queue", "_queue", "threading", "_thread", "multiprocessing", "concurrent", "asyncio"}
-"""Modules whose objects other threads may use meanwhile."""
-_LEFT_ALONE_MODULES = _OF_THREADS | {
+"""Builtin types whose entries are walked."""
+_IMMUTABLE = (type, types.ModuleType, str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
+"""Types without state of their own, and those whose state is global."""
+_THREADING_MODULES = {"queue", "_queue", "threading", "_thread", "multiprocessing", "concurrent", "asyncio"}
+"""Modules whose objects other threads may be using."""
+_IGNORED_MODULES = _THREADING_MODULES | {
     "selectors", "socket", "ssl", "logging", "io", "_io", "subprocess", "weakref", "_weakref", "_weakrefset",
 }  # fmt: skip
+"""Modules whose objects are left alone."""
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Attributes of tensors that hold hooks."""
 _EMPTY = object()
-"""In place of what a variable or a slot holds that holds nothing."""
+"""Stands for the content of a closure variable or slot that has none."""
 _HEAP_TYPE = 1 << 9
-"""Of `type.__flags__`: made by a class statement."""
+"""`Py_TPFLAGS_HEAPTYPE` in `type.__flags__`: the class was made by a class statement."""
+
+_Restore = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A function and the arguments to call it with."""
 
 
 class ObjectSnapshot:
-    """Of these objects and all that can be reached from them.
+    """The state of some objects and of all that can be reached from them, when this was made.
 
     Attributes:
-        is_whole: whether there were no more objects than are noted.
+        is_complete: False if there were too many objects to note all of them.
     """
 
     def __init__(self, roots: Sequence[Any]) -> None:
-        self.is_whole = True
-        self._restores: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        self._hashed: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        """Sets and mappings by what may hash by its state: they come when that is given back."""
+        self.is_complete = True
+        self._restores: list[_Restore] = []
+        self._hashed: list[_Restore] = []
+        """Sets and mappings whose keys may hash by their state. They are restored after that state is."""
         self._empty: list[Any] = []
+        """Containers that were empty, which most of those in modules are."""
         self._generators: list[tuple[Callable[[], Any], Callable[[Any], Any], Any]] = []
-        self._kinds: dict[int, _Kind] = {}
-        self._told: set[str] = set()
+        """Functions that read and write the state of each generator of random numbers, and the state."""
+        self._types: dict[int, _TypeInfo] = {}
+        self._warned_topics: set[str] = set()
         modules = [root.modules() if isinstance(root, torch.nn.Module) else [root] for root in roots]
         self._walk(itertools.chain(*modules))
         self._note_generator(random.getstate, random.setstate)
@@ -70,82 +91,87 @@ class ObjectSnapshot:
             self._note_generator(numpy.random.get_state, numpy.random.set_state)
 
     def restore(self) -> bool:
-        """Whether generators of random numbers other than torch's had moved.
+        """Restore everything; may be called again. Returns True if numpy's or Python's generators had drawn numbers.
 
-        An interruption is raised when all is done.
+        A `KeyboardInterrupt` in between is raised after everything is restored.
         """
         interrupted = None
         for restore, arguments in (*self._restores, *self._hashed):
             try:
                 try:
                     restore(*arguments)
-                except KeyboardInterrupt as why:
-                    interrupted = why
+                except KeyboardInterrupt as error:
+                    interrupted = error
                     restore(*arguments)
-            except Exception as why:  # one object that cannot be put back does not keep others from it; it is told
-                self._tell(f"a {type(arguments[0]).__name__} could not be put back", why)
+            except Exception as error:  # one object that cannot be restored must not keep others from it
+                self._warn_once(f"a {type(arguments[0]).__name__} could not be put back", error)
         for container in self._empty:
             if container:
                 container.clear()
-        moved = False
-        for get, put, state in self._generators:
-            if pickle.dumps(get()) != pickle.dumps(state):
-                put(state)
-                moved = True
+        has_drawn = False
+        for get_state, set_state, state in self._generators:
+            if pickle.dumps(get_state()) != pickle.dumps(state):
+                set_state(state)
+                has_drawn = True
         if interrupted is not None:
             raise interrupted
-        return moved
+        return has_drawn
 
-    def _tell(self, what: str, why: Exception) -> None:
-        if what not in self._told:
-            logger.warning("%s (%s: %s)", what, type(why).__name__, why)
-        self._told.add(what)
+    def _warn_once(self, message: str, error: Exception) -> None:
+        if message not in self._warned_topics:
+            logger.warning("%s (%s: %s)", message, type(error).__name__, error)
+        self._warned_topics.add(message)
 
     def _walk(self, roots: Iterable[Any]) -> None:
-        """Note what is reached, the nearest first."""
+        """Breadth-first search over all objects that can be reached, noting how to restore each."""
         seen: dict[int, Any] = {}
         waiting = deque(roots)
         while waiting:
             value = waiting.popleft()
-            kind = self._kind_of(value)
-            if id(value) in seen or kind.is_left_alone:
+            info = self._info_of(value)
+            if id(value) in seen or info.is_ignored:
                 continue
-            if kind.is_plain and not value:  # most of what modules hold
+            if info.is_plain and not value:
                 self._empty.append(value)
                 continue
-            if len(seen) == _MOST_OBJECTS:
-                self.is_whole = False
+            if len(seen) == _MAX_OBJECTS:
+                self.is_complete = False
                 return
-            seen[id(value)] = value
+            seen[id(value)] = value  # keeps it alive, so that its id is not reused
             try:
-                held = list(kind.held_by(value))
-                if issubclass(kind.type, torch.nn.Module) or not any(self._kind_of(one).is_of_threads for one in held):
-                    self._note(value, kind)
+                held = list(info.held_by(value))
+                if issubclass(info.type, torch.nn.Module) or not self._are_shared(held):
+                    self._note(value, info)
                     waiting.extend(held)
-            except Exception as why:  # of a class of the user's own; it is told, and the others are noted
-                self._tell(f"what a {kind.type.__name__} holds is not known", why)
+            except Exception as error:  # raised by a class of the user's own; all other objects are still noted
+                self._warn_once(f"what a {info.type.__name__} holds is not known", error)
 
-    def _kind_of(self, value: Any) -> _Kind:
-        kind = self._kinds.get(id(type(value)))
-        if kind is None:
-            kind = self._kinds[id(type(value))] = _Kind(type(value))
-        return kind
+    def _are_shared(self, held: list[Any]) -> bool:
+        """True if other threads may be using the object that holds these."""
+        return any(self._info_of(item).is_for_threads for item in held)
 
-    def _note(self, value: Any, of: _Kind) -> None:
-        kind = of.type
+    def _info_of(self, value: Any) -> _TypeInfo:
+        info = self._types.get(id(type(value)))
+        if info is None:
+            info = self._types[id(type(value))] = _TypeInfo(type(value))
+        return info
+
+    def _note(self, value: Any, info: _TypeInfo) -> None:
+        """Note how to restore one object: first what every object may have, then by its builtin type."""
+        kind = info.type
         if kind.__flags__ & _HEAP_TYPE:
-            self._restores.append((_put_back_class, (value, kind)))
+            self._restores.append((_restore_class, (value, kind)))
         if (attributes := _attributes(value)) is not None:
-            self._restores.append((_put_back_attributes, (value, attributes)))
+            self._restores.append((_restore_attributes, (value, attributes)))
             self._note_container(attributes, dict)
-        for slot in of.slots:
-            self._restores.append((_put_into_slot, (value, slot, _slot_of(value, slot))))
+        for slot in info.slots:
+            self._restores.append((_restore_slot, (value, slot, _slot_content(value, slot))))
         if issubclass(kind, torch.Tensor):
             self._note_tensor(value)
-        elif of.container in _CONTAINERS:
-            self._note_container(value, of.container)
+        elif info.container in _CONTAINERS:
+            self._note_container(value, info.container)
         elif kind is types.FunctionType:
-            self._restores += [(_put_into_cell, (cell, _content(cell))) for cell in value.__closure__ or ()]
+            self._restores += [(_restore_cell, (cell, _cell_content(cell))) for cell in value.__closure__ or ()]
         elif issubclass(kind, (bytearray, array.array)):
             self._restores.append((operator.setitem, (value, slice(None), value[:])))
         elif issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
@@ -153,53 +179,55 @@ class ObjectSnapshot:
         elif issubclass(kind, torch.Generator):
             self._restores.append((torch.Generator.set_state, (value, value.get_state())))
         elif (numpy := sys.modules.get("numpy")) is not None:
-            self._note_of_numpy(value, numpy)
+            self._note_numpy(value, numpy)
 
-    def _note_container(self, container: Any, kind: type) -> None:
-        if kind.__len__(container) > _LONGEST:
+    def _note_container(self, container: Any, kind: Any) -> None:
+        if kind.__len__(container) > _MAX_NOTED_ENTRIES:
             return
         keys, values = _entries(container, kind)
         if kind is not list and kind is not deque and any(map(_has_own_hash, set(map(type, keys)))):
-            self._hashed.append((_fill_anew, (container, kind, keys, values)))
+            self._hashed.append((_rebuild, (container, kind, keys, values)))
         else:
-            self._restores.append((_refill, (container, kind, keys, values)))
+            self._restores.append((_restore_entries, (container, kind, keys, values)))
 
     def _note_tensor(self, tensor: torch.Tensor) -> None:
         if not torch.nn.parameter.is_lazy(tensor):
-            self._restores.append((_put_back_tensor, (tensor, *_state_of(tensor))))
+            self._restores.append((_restore_tensor, (tensor, *_tensor_state(tensor))))
         for name in _HOOKS:
             hooks = getattr(tensor, name, None)
-            self._restores.append((_put_back_hooks, (tensor, name, hooks)))
+            self._restores.append((_restore_hooks, (tensor, name, hooks)))
             if hooks is not None:
                 self._note_container(hooks, OrderedDict)
 
-    def _note_of_numpy(self, value: Any, numpy: types.ModuleType) -> None:
+    def _note_numpy(self, value: Any, numpy: types.ModuleType) -> None:
+        """Note generators and arrays of numpy, which need not be installed."""
         kind = type(value)
         if issubclass(kind, numpy.random.RandomState):
             self._note_generator(value.get_state, value.set_state)
         elif issubclass(kind, numpy.random.Generator):
-            self._note_of_numpy(value.bit_generator, numpy)
+            self._note_numpy(value.bit_generator, numpy)
         elif issubclass(kind, numpy.random.BitGenerator):
             self._note_generator(lambda: value.state, lambda state: setattr(value, "state", state))
-        elif issubclass(kind, numpy.ndarray) and not issubclass(kind, numpy.memmap) and _is_copied(value):
-            self._restores.append((_put_back_array, (value, value.copy(), numpy)))
+        elif issubclass(kind, numpy.ndarray) and not issubclass(kind, numpy.memmap) and _can_copy(value):
+            self._restores.append((_restore_array, (value, value.copy(), numpy)))
 
-    def _note_generator(self, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
-        self._generators.append((get, put, get()))
+    def _note_generator(self, get_state: Callable[[], Any], set_state: Callable[[Any], Any]) -> None:
+        self._generators.append((get_state, set_state, get_state()))
 
 
-class _Kind:
-    """What is to know of a class, by the builtin types that it is made from."""
+class _TypeInfo:
+    """How to walk and restore the objects of one class, by the builtin types that it derives from."""
 
     def __init__(self, kind: type) -> None:
         self.type = kind
         module = str(kind.__module__)
         package = module.partition(".")[0]
-        self.is_of_threads = package in _OF_THREADS
-        self.is_left_alone = (
-            issubclass(kind, _LEFT_ALONE) or package in _LEFT_ALONE_MODULES or module.startswith("torch.utils.data")
+        self.is_for_threads = package in _THREADING_MODULES
+        self.is_ignored = (
+            issubclass(kind, _IMMUTABLE) or package in _IGNORED_MODULES or module.startswith("torch.utils.data")
         )
-        self.container = next((base for base in _WALKED if issubclass(kind, base)), None)
+        self.container: Any = next((base for base in _WALKED if issubclass(kind, base)), None)
+        """The builtin container type that the class is or derives from; None for other classes."""
         self.is_plain = any(kind is base for base in _CONTAINERS)
         bases = [base for base in kind.__mro__ if base.__flags__ & _HEAP_TYPE and "__slots__" in vars(base)]
         self.slots = [
@@ -207,17 +235,18 @@ class _Kind:
         ]
 
     def held_by(self, value: Any) -> Iterator[Any]:
+        """Yields the objects that `value` refers to."""
         kind = self.type
         yield from (_attributes(value) or {}).values()
-        yield from (content for slot in self.slots if (content := _slot_of(value, slot)) is not _EMPTY)
+        yield from (content for slot in self.slots if (content := _slot_content(value, slot)) is not _EMPTY)
         if self.container is not None:
-            if self.container.__len__(value) <= _LONG:
+            if self.container.__len__(value) <= _MAX_WALKED_ENTRIES:
                 is_mapping = issubclass(self.container, dict)
                 yield from self.container.values(value) if is_mapping else self.container.__iter__(value)
         elif issubclass(kind, functools.partial):
             yield from (value.func, value.args, value.keywords)
         elif kind is types.FunctionType:
-            yield from (content for cell in value.__closure__ or () if (content := _content(cell)) is not _EMPTY)
+            yield from (content for cell in value.__closure__ or () if (content := _cell_content(cell)) is not _EMPTY)
             yield from (value.__defaults__, value.__kwdefaults__)
         elif kind is types.MethodType:
             yield from (value.__self__, value.__func__)
@@ -227,48 +256,53 @@ class _Kind:
             yield from (getattr(value, name, None) for name in _HOOKS)
 
 
+# ---- reading state ---------------------------------------------------------------------------------------------------
+# Containers and attributes are read by the methods of their builtin type, since a subclass may override them.
+
+
 def _attributes(value: Any) -> dict[str, Any] | None:
-    """Past a `__getattr__` of its class."""
+    """The `__dict__` of an object; None if it has none."""
     try:
-        found = object.__getattribute__(value, "__dict__")
-    except Exception:  # it has none, or its class makes it of something else
+        attributes = object.__getattribute__(value, "__dict__")
+    except Exception:  # it has no `__dict__`, or computes it in a way that fails
         return None
-    return found if type(found) is dict else None
+    return attributes if type(attributes) is dict else None
 
 
-def _is_copied(array: Any) -> bool:
-    return array.flags.writeable and array.nbytes <= _LARGEST_ARRAY_BYTES and not array.dtype.hasobject
+def _can_copy(array: Any) -> bool:
+    return array.flags.writeable and array.nbytes <= _MAX_ARRAY_BYTES and not array.dtype.hasobject
 
 
-def _slot_of(value: Any, slot: Any) -> Any:
+def _slot_content(value: Any, slot: Any) -> Any:
     try:
         return slot.__get__(value)
     except AttributeError:
         return _EMPTY
 
 
-def _content(cell: types.CellType) -> Any:
+def _cell_content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
         return _EMPTY
 
 
-def _entries(container: Any, kind: type) -> tuple[list[Any], list[Any]]:
-    """Keys or items, and values."""
+def _entries(container: Any, kind: Any) -> tuple[list[Any], list[Any]]:
+    """The keys and values of a mapping; the items of any other container, and an empty list."""
     return list(kind.__iter__(container)), list(kind.values(container)) if issubclass(kind, dict) else []
 
 
-def _state_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _tensor_state(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Data, `requires_grad` and gradient. No bytes are copied; data is None if it cannot be assigned."""
     data = tensor.data if tensor.layout is torch.strided and not tensor.is_nested else None
     return data, tensor.requires_grad, tensor.grad if tensor.is_leaf else None
 
 
-# ---- to give back ----------------------------------------------------------------------------------------------------
+# ---- restoring state -------------------------------------------------------------------------------------------------
 
 
-def _refill(container: Any, kind: type, keys: list[Any], values: list[Any]) -> None:
-    """By the methods of the builtin type: those of classes made from it may do more."""
+def _restore_entries(container: Any, kind: Any, keys: list[Any], values: list[Any]) -> None:
+    """Restore a container in place, by the methods of its builtin type, unless nothing has changed."""
     now = _entries(container, kind)
     if all(map(_are_same, now, (keys, values))):
         return
@@ -281,11 +315,11 @@ def _refill(container: Any, kind: type, keys: list[Any], values: list[Any]) -> N
         deque.clear(container)
         deque.extend(container, keys)
     else:
-        _refill_mapping(container, kind, now[0], keys, values)
+        _restore_mapping(container, kind, now[0], keys, values)
 
 
-def _refill_mapping(container: Any, kind: type, now: list[Any], keys: list[Any], values: list[Any]) -> None:
-    """None of its entries is away meanwhile, not even for other threads, but those whose order has changed."""
+def _restore_mapping(container: Any, kind: Any, now: list[Any], keys: list[Any], values: list[Any]) -> None:
+    """Entries stay visible to other threads, except those that have to be inserted again to restore the order."""
     known = set(keys)
     for key in now:
         if key not in known:
@@ -299,11 +333,12 @@ def _refill_mapping(container: Any, kind: type, now: list[Any], keys: list[Any],
 
 
 def _are_same(now: list[Any], before: list[Any]) -> bool:
+    """True if both lists hold the same objects in the same order."""
     return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
-def _fill_anew(container: Any, kind: type, keys: list[Any], values: list[Any]) -> None:
-    """Each key by the hash that it has now."""
+def _rebuild(container: Any, kind: Any, keys: list[Any], values: list[Any]) -> None:
+    """Insert all entries again, because the hashes of their keys may have changed."""
     kind.clear(container)
     if kind is set:
         set.update(container, keys)
@@ -313,21 +348,22 @@ def _fill_anew(container: Any, kind: type, keys: list[Any], values: list[Any]) -
 
 
 def _has_own_hash(kind: type) -> bool:
+    """True for a class that defines `__hash__`, which may depend on the state of its objects."""
     return bool(kind.__flags__ & _HEAP_TYPE) and kind.__hash__ not in (object.__hash__, torch.Tensor.__hash__)
 
 
-def _put_back_attributes(value: Any, attributes: dict[str, Any]) -> None:
+def _restore_attributes(value: Any, attributes: dict[str, Any]) -> None:
     if _attributes(value) is not attributes:
         object.__setattr__(value, "__dict__", attributes)
 
 
-def _put_back_class(value: Any, kind: type) -> None:
+def _restore_class(value: Any, kind: type) -> None:
     if type(value) is not kind:
         object.__setattr__(value, "__class__", kind)
 
 
-def _put_back_hooks(tensor: torch.Tensor, name: str, hooks: dict[int, Any] | None) -> None:
-    """Where there were none, the dict stays, which autograd refers to."""
+def _restore_hooks(tensor: torch.Tensor, name: str, hooks: dict[int, Any] | None) -> None:
+    """If there was no dict of hooks, a new one is emptied and stays, because autograd refers to it."""
     now = getattr(tensor, name, None)
     if hooks is None and now is not None:
         now.clear()
@@ -335,8 +371,8 @@ def _put_back_hooks(tensor: torch.Tensor, name: str, hooks: dict[int, Any] | Non
         setattr(tensor, name, hooks)
 
 
-def _put_into_slot(value: Any, slot: Any, content: Any) -> None:
-    if _slot_of(value, slot) is content:
+def _restore_slot(value: Any, slot: Any, content: Any) -> None:
+    if _slot_content(value, slot) is content:
         return
     if content is _EMPTY:
         slot.__delete__(value)
@@ -344,9 +380,9 @@ def _put_into_slot(value: Any, slot: Any, content: Any) -> None:
         slot.__set__(value, content)
 
 
-def _put_into_cell(cell: types.CellType, content: Any) -> None:
-    """After a function has given another value to a variable of the one around it."""
-    if _content(cell) is content:
+def _restore_cell(cell: types.CellType, content: Any) -> None:
+    """Undo an assignment to a closure variable (`nonlocal`)."""
+    if _cell_content(cell) is content:
         return
     if content is _EMPTY:
         del cell.cell_contents
@@ -354,24 +390,25 @@ def _put_into_cell(cell: types.CellType, content: Any) -> None:
         cell.cell_contents = content
 
 
-def _put_back_tensor(
+def _restore_tensor(
     tensor: torch.Tensor, data: torch.Tensor | None, requires_grad: bool, gradient: torch.Tensor | None
 ) -> None:
-    """After `tensor.data = other`, `resize_`, `t_`, `requires_grad_`, or a backward of the model's own."""
-    if data is not None and _place(tensor) != _place(data):
+    """Undo `tensor.data = other`, `resize_`, `t_`, `requires_grad_`, and backwards that the model runs itself."""
+    if data is not None and _layout(tensor) != _layout(data):
         tensor.data = data
     if tensor.requires_grad != requires_grad:
-        if not tensor.is_leaf:  # an op on it in place made it so
+        if not tensor.is_leaf:  # an in-place op put it into a graph
             tensor.detach_()
         tensor.requires_grad_(requires_grad)
     if tensor.is_leaf and tensor.grad is not gradient:
         tensor.grad = gradient
 
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Address, shape, strides and dtype of a tensor."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _put_back_array(array: Any, before: Any, numpy: types.ModuleType) -> None:
+def _restore_array(array: Any, before: Any, numpy: types.ModuleType) -> None:
     if not numpy.array_equal(array, before):
         numpy.copyto(array, before)

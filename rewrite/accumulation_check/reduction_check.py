@@ -1,17 +1,23 @@
-"""What a loss is a mean over, seen where it is taken: the weights of micro-batches are held against it.
+"""Check the weights of micro-batches against the reductions that are seen while the loss is computed.
 
-A loss of somebody's own does not say what it averages. Most end in a function of `torch.nn.functional`, which does: by
-its target, the label that it ignores, its class weights. In the first step these are watched, and weights that make
-another mean of the batch are refused before anything is trained by them. A mean over what labels say may be another one
-in any later batch: where one is taken, all steps are watched.
+What it checks: a loss function of the user does not say what it averages over. Most of them end in a function of
+`torch.nn.functional`, whose arguments do: target, `ignore_index`, class weights, `reduction`. The micro-batches are
+weighted correctly if each weight is that micro-batch's share of the terms of the batch, or 1 if the loss is a sum.
+
+How: a `TorchFunctionMode` around forward and loss of each micro-batch notes these calls. Nothing is computed twice. The
+first step is watched. The number of terms of a mean over labels may be another one in any later batch, so steps are
+watched further if there was such a mean and the weights do not count labels.
+
+What it cannot see: reductions that are written out (`cost.sum() / mask.sum()`), those in other functions, and whether a
+reduction is part of the loss at all. The gradients decide then (`coupling_check`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -21,133 +27,177 @@ from torch.overrides import TorchFunctionMode
 from planner.errors import DecisionError
 
 _BY_LABEL = (F.cross_entropy, F.nll_loss)
+"""Functions whose mean is over the labels that are not ignored."""
+
 _BY_ELEMENT = (
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
 )  # fmt: skip
+"""Functions whose mean is over all elements of the input."""
 
 _TOLERANCE = 1e-6
-"""Of a share of the batch. Shares are quotients of whole numbers, or of sums of class weights in fp32."""
+"""Maximum error of a weight. Shares are quotients of integers, or of sums of class weights in fp32."""
 
 _FORBID = "plan with accumulation forbidden"
 _STATE = "give apply loss_weight=..., a function from a batch to"
 _STATE_SUM = f"{_STATE} 1"
-_STATE_TERMS = f"{_STATE} the number of terms, or forbid accumulation where a loss is made of several means"
+_STATE_TERMS = f"{_STATE} the number of terms, or forbid accumulation if the loss is made of several means"
 
 
 class ReductionWatcher(TorchFunctionMode):
-    """Around the forward and loss of each part of a batch: `part` for each, then `refuse_other_weights`.
+    """Notes the reductions of the micro-batches of one step, and compares them with the weights.
+
+    For each micro-batch call `start_part`, optionally `end_forward`, and `end_part`; then `refuse_other_weights`.
 
     Args:
-        may_be_stated: whether another weight than the usual one could have been given.
-        first: whether nothing is known of the loss yet.
-        forward_too: whether a forward may take the mean, and not only what is called with its output.
+        has_loss_weight_option: the user could have stated other weights; error messages then say how.
+        is_first: nothing is known of the loss yet.
+        watches_forward: the forward may compute the loss; False watches only what runs after `end_forward`.
     """
 
-    def __init__(self, *, may_be_stated: bool = True, first: bool = True, forward_too: bool = True) -> None:
+    def __init__(
+        self, *, has_loss_weight_option: bool = True, is_first: bool = True, watches_forward: bool = True
+    ) -> None:
         super().__init__()
-        self._may_be_stated, self.first, self.forward_too = may_be_stated, first, forward_too
-        self._in_forward = True
-        self._by_label: set[bool] = set()
-        """Of means over what labels say: whether they were taken in the forward."""
-        self._weights: list[torch.Tensor | float] = []
-        self._means: list[list[tuple[Callable, torch.Tensor]]] = []
-        """By part: functions, and over how many terms they took a mean."""
-        self._sums: list[list[torch.Tensor]] = []
-        self._losses: list[torch.Tensor] = []
+        self.is_first = is_first
         self.farthest_off = (0, 1)
-        """Numbers of two parts: what was refused weighs the one too much and the other too little."""
+        """Indices of two micro-batches, set by a refusal: the one weighted most too high and most too low."""
+        self._has_loss_weight_option = has_loss_weight_option
+        self._watches_forward = watches_forward
+        self._is_active = False
+        """True while this mode is on torch's stack of modes."""
+        self._in_forward = True
+        self._label_means_in_forward: set[bool] = set()
+        """Contains True if a mean over labels was taken in a forward, and False if one was taken after it."""
+        self._weights: list[torch.Tensor | float | None] = []
+        self._means: list[list[tuple[Callable, torch.Tensor]]] = []
+        """The functions that took a mean in each micro-batch, and the number of terms of each."""
+        self._sums: list[list[torch.Tensor]] = []
+        """The results of the functions that took a sum in each micro-batch."""
+        self._losses: list[torch.Tensor] = []
 
     @property
     def parts(self) -> int:
-        """How many are watched."""
+        """Number of micro-batches that were watched."""
         return len(self._weights)
 
-    def forward_is_over(self) -> None:
-        """Of the part that is watched."""
-        self._in_forward = False
-
-    def later(self) -> Callable[[], ReductionWatcher] | None:
-        """What makes the watch of later steps; None where no mean is over what labels say, or the weights are too."""
-        if not self._by_label or any(isinstance(weight, torch.Tensor) for weight in self._weights):
-            return None  # to watch a whole forward takes the host some time, so that is left out where it can be
-        return functools.partial(ReductionWatcher, first=False, forward_too=True in self._by_label)
-
-    @contextlib.contextmanager
-    def part(self, weight: torch.Tensor | float | None) -> Iterator[Callable[[torch.Tensor], None]]:
-        """Watch what computes the loss of a part with this weight; give the loss to what is yielded.
-
-        The weight is None where it is known only when all parts have been seen.
-        """
+    def start_part(self, weight: torch.Tensor | float | None) -> None:
+        """Begin with the next micro-batch; the weight is None if it is known only after all of them were seen."""
         self._weights.append(weight)
         self._means.append([])
         self._sums.append([])
-        self._in_forward = self.forward_too
-        with self:
-            yield lambda loss: self._losses.append(loss.detach())
+        self._in_forward = True
+        if self._watches_forward:
+            self._activate()
+
+    def end_forward(self) -> None:
+        """The reductions that follow are not in the model's forward."""
+        self._in_forward = False
+        self._activate()
+
+    def end_part(self, loss: torch.Tensor | None) -> None:
+        """Stop watching, and note the loss of this micro-batch. None if there is none, for example after an error.
+
+        Does nothing if no micro-batch is being watched, for example after a forward for evaluation.
+        """
+        if not self._is_active:
+            return
+        self._is_active = False
+        self.__exit__(None, None, None)
+        if loss is not None:
+            self._losses.append(loss.detach())
+
+    def later(self) -> Callable[[], ReductionWatcher] | None:
+        """Returns what makes the watcher of a later step; None if weights that are right now stay right.
+
+        They stay right if no mean is over labels, or if the weights count labels too. To watch a whole forward costs
+        time on the host, so that is left out if all these means were taken after it.
+        """
+        if not self._label_means_in_forward or any(isinstance(weight, torch.Tensor) for weight in self._weights):
+            return None
+        return functools.partial(
+            ReductionWatcher, has_loss_weight_option=self._has_loss_weight_option, is_first=False,
+            watches_forward=True in self._label_means_in_forward,
+        )  # fmt: skip
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        if function in (*_BY_LABEL, *_BY_ELEMENT) and _is_trained_by(result):
-            given = _signature(function).bind(*args, **kwargs)
-            given.apply_defaults()
-            self._note(function, given.arguments, result)
+        if function in (*_BY_LABEL, *_BY_ELEMENT) and _may_be_trained_by(result):
+            bound = _signature(function).bind(*args, **kwargs)
+            bound.apply_defaults()
+            self._note(function, bound.arguments, result)
         return result
 
-    def _note(self, function: Callable, given: dict, result: torch.Tensor) -> None:
-        reduction = given["reduction"]
-        if any(given.get(old) is not None for old in ("size_average", "reduce")):
-            reduction = F._Reduction.legacy_get_string(given["size_average"], given["reduce"])
-        if reduction == "sum":
-            self._sums[-1].append(result.detach())
-        elif reduction == "mean":
-            if function in _BY_LABEL and not given["target"].is_floating_point():
-                self._by_label.add(self._in_forward)
-            terms = _labels(given) if function in _BY_LABEL else given["input"].numel()
-            terms = torch.as_tensor(terms, dtype=torch.float64, device=result.device)
-            self._means[-1].append((function, terms))
-
     def refuse_other_weights(self, weights: Sequence[float] | None = None) -> None:
-        """Raise `DecisionError` if the weights make another loss of the parts than the whole batch has.
+        """Raise `DecisionError` if the weighted losses of the micro-batches do not add up to the loss of the batch.
+
+        Nothing is refused if no reduction was seen, or if some micro-batches had more reductions than others.
 
         Args:
-            weights: instead of those that came with the parts.
-
-        Nothing is said of a loss that takes no mean that is seen, nor of one that takes it in some parts only.
+            weights: one for each micro-batch; None takes those of `start_part`.
         """
+        # A rehearsal has no values to compare.
         tensors = [terms for means in self._means for _, terms in means] + self._losses
         if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
             return
-        weights = [float(weight) for weight in (self._weights if weights is None else weights)]
-        are_comparable = len(set(map(len, self._sums))) == 1 and len(self._losses) == len(weights)
-        for sums in map(list, zip(*self._sums, strict=True) if are_comparable else ()):
-            is_sum = all(torch.equal(one, loss) for one, loss in zip(sums, self._losses, strict=True))
-            if is_sum and any(abs(weight - 1.0) > _TOLERANCE for weight in weights):
-                raise DecisionError(
-                    f"accumulation weighs the losses of the micro-batches by {_told(weights)}, but the loss is a sum: "
-                    f"{_STATE_SUM if self._may_be_stated else _FORBID}"
-                )
+        if weights is None:
+            weights = [float(weight) for weight in self._weights if weight is not None]
+        self._refuse_weights_of_sums(weights)
+        # The n-th reduction of each micro-batch is taken to be the n-th one of the batch.
         if len(set(map(len, self._means))) != 1:
             return
         for calls in zip(*self._means, strict=True):
             function, terms = calls[0][0], [float(number) for _, number in calls]
             if function in _BY_ELEMENT and len(set(terms)) == 1 and abs(sum(weights) - 1.0) < _TOLERANCE:
-                continue  # over what is no part of the batch, such as a weight's decay: shares of it add up to it
+                continue  # over something that is not part of the batch, such as weight decay: its shares add up to it
             shares = [number / sum(terms) for number in terms] if sum(terms) else weights
-            off = [share - weight for share, weight in zip(shares, weights, strict=True)]
-            if any(abs(each) > _TOLERANCE for each in off):
-                self.farthest_off = (off.index(min(off)), off.index(max(off)))
+            errors = [share - weight for share, weight in zip(shares, weights, strict=True)]
+            if any(abs(error) > _TOLERANCE for error in errors):
+                self.farthest_off = (errors.index(min(errors)), errors.index(max(errors)))
                 raise DecisionError(
-                    f"accumulation weighs the losses of the micro-batches by {_told(weights)}, but "
-                    f"{function.__name__} is a mean over {_told(terms)} terms: "
-                    f"{_STATE_TERMS if self._may_be_stated else _FORBID}"
+                    f"accumulation weights the losses of the micro-batches by {_listed(weights)}, but "
+                    f"{function.__name__} is a mean over {_listed(terms)} terms: "
+                    f"{_STATE_TERMS if self._has_loss_weight_option else _FORBID}"
                 )
 
+    def _refuse_weights_of_sums(self, weights: Sequence[float]) -> None:
+        """A sum that equals the loss in every micro-batch is the loss, and then each weight has to be 1."""
+        are_comparable = len(set(map(len, self._sums))) == 1 and len(self._losses) == len(weights)
+        for sums in zip(*self._sums, strict=True) if are_comparable else ():
+            is_loss = all(torch.equal(result, loss) for result, loss in zip(sums, self._losses, strict=True))
+            if is_loss and any(abs(weight - 1.0) > _TOLERANCE for weight in weights):
+                raise DecisionError(
+                    f"accumulation weights the losses of the micro-batches by {_listed(weights)}, but the loss is a "
+                    f"sum: {_STATE_SUM if self._has_loss_weight_option else _FORBID}"
+                )
 
-def _is_trained_by(result: object) -> bool:
-    """Whether a loss can be part of what is trained by; inside of `torch.func.vmap` it has no number to ask for."""
-    is_plain = isinstance(result, torch.Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(result)
-    return is_plain and result.requires_grad
+    def _activate(self) -> None:
+        if not self._is_active:
+            self.__enter__()
+            self._is_active = True
+
+    def _note(self, function: Callable, arguments: dict[str, Any], result: torch.Tensor) -> None:
+        """Note one call of a loss function, by its `reduction`."""
+        reduction = arguments["reduction"]
+        if any(arguments.get(deprecated) is not None for deprecated in ("size_average", "reduce")):
+            reduction = torch.nn._reduction.legacy_get_string(arguments["size_average"], arguments["reduce"])
+        if reduction == "sum":
+            self._sums[-1].append(result.detach())
+        elif reduction == "mean":
+            if function in _BY_LABEL and not arguments["target"].is_floating_point():
+                self._label_means_in_forward.add(self._in_forward)
+            terms = _label_count(arguments) if function in _BY_LABEL else arguments["input"].numel()
+            terms = torch.as_tensor(terms, dtype=torch.float64, device=result.device)
+            self._means[-1].append((function, terms))
+
+
+def _may_be_trained_by(result: object) -> TypeGuard[torch.Tensor]:
+    """True if a result requires a gradient, so that it may be part of the loss. Values inside `vmap` cannot be read."""
+    return (
+        isinstance(result, torch.Tensor)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(result)
+        and result.requires_grad
+    )
 
 
 @functools.cache
@@ -155,15 +205,16 @@ def _signature(function: Callable) -> inspect.Signature:
     return inspect.signature(function)
 
 
-def _labels(given: dict) -> torch.Tensor | float:
-    """Number of rows whose label counts, or the sum of their class weights."""
-    target, weight = given["target"], given["weight"]
-    if target.is_floating_point():  # a distribution for each row
+def _label_count(arguments: dict[str, Any]) -> torch.Tensor | float:
+    """Number of rows whose label is not ignored, or the sum of their class weights."""
+    target, weight = arguments["target"], arguments["weight"]
+    if target.is_floating_point():  # a distribution over classes for each row
         return target.numel() / target.shape[1 if target.dim() > 1 else 0]
-    counted = target != given["ignore_index"]
+    counted = target != arguments["ignore_index"]
     return counted.sum() if weight is None else weight[target.where(counted, 0)].double().mul(counted).sum()
 
 
-def _told(numbers: list[float]) -> str:
+def _listed(numbers: Sequence[float]) -> str:
+    """The first four numbers, for an error message."""
     shown = ", ".join(f"{number:.4g}" for number in numbers[:4])
     return shown if len(numbers) <= 4 else f"{shown}, ..."

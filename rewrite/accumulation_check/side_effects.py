@@ -1,8 +1,13 @@
-"""A look at a model that leaves no trace: what is written while it lasts is afterwards as it was.
+"""Run a model without side effects: everything that a forward or a backward writes is restored afterwards.
 
-Of every tensor that is older than the look and written by an op, the bytes are copied to the host before the first
-write, and put back. So is what the model and its loss function hold (`held_state`). Not seen: what is written by other
-code than torch's ops, or into sparse tensors, and how often hooks are called.
+The check of micro-batches runs on the live model, since a copy would take its memory twice. Two things are restored:
+
+- Tensors that existed before and are written by an op. A `TorchDispatchMode` copies the bytes of their storage to the
+  host before the first write, so that only what is written is copied.
+- Attributes and containers of the model and its loss function, which `object_snapshot` notes beforehand.
+
+What is not restored: writes by code other than torch's ops, writes to sparse tensors, and effects of hooks outside of
+the model. Hooks are called as usual.
 """
 
 from __future__ import annotations
@@ -15,84 +20,89 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from planner.recording.op_schema import traits_of
+from planner.recording.op_schema import op_traits
 from planner.rewrite.accumulation_check.object_snapshot import ObjectSnapshot
 
 
 class SideEffectGuard:
-    """A model and its loss function, as they are now.
+    """Restores a model and its loss function to the state that they have now, as often as `restoring` is used.
 
     Attributes:
-        is_whole: whether they do not hold more objects than are noted.
-        drew_on_host: whether numbers were drawn in the last look that are not torch's.
+        is_complete: False if they hold too many objects to note all of them.
+        drew_on_host: True if numpy's or Python's generators drew numbers in the last use.
     """
 
-    def __init__(self, model: torch.nn.Module, function: Callable | None = None) -> None:
-        self._held = ObjectSnapshot([model, function])
+    def __init__(self, model: torch.nn.Module, loss_fn: Callable | None = None) -> None:
+        self._snapshot = ObjectSnapshot([model, loss_fn])
         self._cards = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
-        self.is_whole = self._held.is_whole
+        self.is_complete = self._snapshot.is_complete
         self.drew_on_host = False
 
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:
-        """Around forwards and backwards of the model, and calls of its loss function."""
+        """Context around forwards and backwards of the model and calls of its loss function."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self._give_back)
+            # The stack unwinds in reverse order: bytes of tensors, autocast cache, generators, objects.
+            stack.callback(self._restore_objects)
             stack.enter_context(torch.random.fork_rng(list(self._cards)))
-            stack.callback(torch.clear_autocast_cache)  # of weights without gradients
-            writes = _CopiesOfWritten()
-            stack.callback(writes.restore)
-            with writes:
+            stack.callback(torch.clear_autocast_cache)  # it may hold casts of weights that were made under no_grad
+            copies = _CopyOnWrite()
+            stack.callback(copies.restore)
+            with copies:
                 yield
 
-    def _give_back(self) -> None:
-        self.drew_on_host = self._held.restore()
+    def _restore_objects(self) -> None:
+        self.drew_on_host = self._snapshot.restore()
 
 
-class _CopiesOfWritten(TorchDispatchMode):
-    """Copies what is written, unless an op made it meanwhile."""
+class _CopyOnWrite(TorchDispatchMode):
+    """Copies the storage of a tensor to the host before its first write, unless the tensor was made in this context."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: set[int] = set()
+        self._made_here: set[int | None] = set()
+        """Keys of the storages of results of ops."""
         self._copies: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        traits = traits_of(op)
+        traits = op_traits(op)
         if traits.writes:
             for tensor in tree_leaves(traits.written_arguments(args, kwargs)):
                 self._copy(tensor)
         result = op(*args, **kwargs)
         if not traits.is_view:
-            made = [result] if isinstance(result, torch.Tensor) else tree_leaves(result)
-            new = {_storage(leaf) for leaf in made} - self._made
-            if new:
-                self._made |= new - {_storage(leaf) for leaf in tree_leaves((args, kwargs))}
+            results = [result] if isinstance(result, torch.Tensor) else tree_leaves(result)
+            storages = {_storage_key(leaf) for leaf in results} - self._made_here
+            if storages:  # an op may return one of its arguments
+                self._made_here |= storages - {_storage_key(leaf) for leaf in tree_leaves((args, kwargs))}
         return result
 
     def _copy(self, tensor: Any) -> None:
-        key = _storage(tensor)
-        if key is None or key in self._made or key in self._copies:
+        key = _storage_key(tensor)
+        if key is None or key in self._made_here or key in self._copies:
             return
         storage = tensor.untyped_storage()
-        if not storage.data_ptr():  # of a tensor that is made of others
+        if not storage.data_ptr():  # a tensor that wraps others has no bytes of its own
             return
         self._copies[key] = storage, _bytes_of(storage).to("cpu", copy=True)
 
     def restore(self) -> None:
+        """Write all copies back, into the storages that they were taken from."""
         with torch.no_grad():
-            for written, before in self._copies.values():
-                whole = _bytes_of(written)  # it may have grown
-                if len(whole) >= len(before):
-                    whole[: len(before)].copy_(before)
+            for storage, before in self._copies.values():
+                now = _bytes_of(storage)  # it may have grown (`resize_`)
+                if len(now) >= len(before):
+                    now[: len(before)].copy_(before)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A view of a storage as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _storage(value: Any) -> int | None:
+def _storage_key(value: object) -> int | None:
+    """Identifies the storage of a tensor; None for sparse tensors and for what is not a tensor."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return None
     return value.untyped_storage()._cdata

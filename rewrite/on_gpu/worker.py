@@ -31,7 +31,7 @@ from planner.rewrite.on_gpu.oom_location import OomLocator
 from planner.rewrite.parity.result import Parity, Row
 from planner.rewrite.parity.verify import verify
 from planner.workload.loading import load_workload
-from planner.workload.workload import Workload, map_tensors
+from planner.workload.workload import Workload, map_batch
 
 STEPS = 3
 """Number of measured steps: the first creates the optimizer state, the second is the first with it, and the third shows
@@ -129,7 +129,7 @@ def _with_weights(plan: Plan) -> Workload:
 
 def _trained(plan: Plan, workload: Workload, device: Device, *, find_op: bool) -> Ran:
     model = workload.model.to(device.name)
-    batch = map_tensors(lambda tensor: tensor.to(device.name), workload.batch)
+    batch = map_batch(lambda tensor: tensor.to(device.name), workload.batch)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="the plan does not fit its budget")  # this run finds out
         rewritten = apply(plan, model, loss_fn=workload.loss_fn)

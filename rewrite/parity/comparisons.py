@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 
-from planner.plan_types.decisions import (
-    Accumulation,
-    ChunkedLoss,
-    Decision,
-    Freeze,
-    Optimizer,
-    OptimizerKernel,
-    Precision,
+from planner.plan_types.decision_base import (
+    Role,
+    autocast_dtype_of,
+    frozen_modules_of,
+    has_role,
+    micro_batches_of,
 )
 from planner.plan_types.plan import Plan
 from planner.rewrite.parity.model_structure import difference, identity_facts, mutable_settings
@@ -43,29 +41,24 @@ Comparison = Callable[[str, VerifyInputs, list[str]], list[Row]]
 def comparisons(plan: Plan) -> dict[str, Comparison]:
     """Return the comparisons that apply to this plan, by name."""
     chosen: dict[str, Comparison] = {"as planned": as_planned, "kept": kept}
-    if (precision := plan.decision(Precision)) is not None and precision.dtype == "fp16":
+    if any(decision.needs_gradient_scaler for decision in plan.decisions):
         chosen["overflow"] = overflow
-    if plan.decision(Freeze) is not None:
+    if has_role(plan.decisions, Role.FREEZING):
         chosen["freeze"] = freeze
-    if any(_reorders(decision) for decision in plan.decisions):
+    if any(decision.reorders_sums for decision in plan.decisions):
         chosen["in double"] = in_double
-    if plan.decision(Precision) is not None:
+    if has_role(plan.decisions, Role.PRECISION):
         chosen["rounding"] = rounding
-    if plan.decision(Optimizer) is not None:
+    if any(decision.eight_bit_state for decision in plan.decisions):
         chosen["8-bit state"] = eight_bit_state
     return chosen
-
-
-def _reorders(decision: Decision) -> bool:
-    fused = isinstance(decision, OptimizerKernel) and decision.kernel == "fused"
-    return fused or isinstance(decision, (Accumulation, ChunkedLoss))
 
 
 def as_planned(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
     """Compare everything in every step, bit by bit, with a reference step of the same rounding and order of sums."""
     decisions = given.plan.decisions
-    order = tuple(decision for decision in decisions if _reorders(decision) or isinstance(decision, Optimizer))
-    plain = given.plain(order, precision=given.plan.decision(Precision), updates=given.steps)
+    order = tuple(d for d in decisions if d.reorders_sums or d.eight_bit_state)
+    plain = given.plain(order, precision=autocast_dtype_of(given.plan.decisions), updates=given.steps)
     planned = given.planned(decisions, updates=given.steps)
     rows = _updates(name, plain, planned, given.steps)
     for kind in ("loss", "gradient", "parameter", "buffer", "state", "random"):
@@ -97,8 +90,8 @@ def kept(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
 def overflow(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
     """Compare a step whose gradients overflow: it must update nothing, and lower the scale."""
     decisions = given.plan.decisions
-    order = tuple(decision for decision in decisions if _reorders(decision) or isinstance(decision, Optimizer))
-    precision = given.plan.decision(Precision)
+    order = tuple(d for d in decisions if d.reorders_sums or d.eight_bit_state)
+    precision = autocast_dtype_of(given.plan.decisions)
     plain = given.plain(order, precision=precision, scale=LARGEST_SCALE, updates=1)
     planned = given.planned(decisions, scale=LARGEST_SCALE, updates=1)
     if plain.updates:
@@ -115,8 +108,8 @@ def freeze(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
     (recurrent ones) add up in another order if no gradient is needed.
     """
     given = dataclasses.replace(given, max_grad_norm=None)  # the global norm is that of fewer gradients
-    decisions = tuple(d for d in given.plan.decisions if not isinstance(d, (Precision, Optimizer)))
-    order = tuple(decision for decision in decisions if _reorders(decision))
+    decisions = tuple(d for d in given.plan.decisions if d.role is not Role.PRECISION and not d.eight_bit_state)
+    order = tuple(decision for decision in decisions if decision.reorders_sums)
     plain, double, eps = _in_double(
         name, given, notes, dropout=True, run=lambda double: given.plain(order, trained=True, double=double, updates=1)
     )
@@ -155,8 +148,8 @@ def in_double(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
 
     Dropout and whatever else depends on the split is switched off on both sides if the batch is split.
     """
-    decisions = tuple(d for d in given.plan.decisions if not isinstance(d, (Precision, Optimizer)))
-    split = given.plan.decision(Accumulation) is not None
+    decisions = tuple(d for d in given.plan.decisions if d.role is not Role.PRECISION and not d.eight_bit_state)
+    split = micro_batches_of(given.plan.decisions) > 1
     if split:
         notes.append(f"{name}: dropout is off, and batch normalisation uses its running statistics")
     plain, double, eps = _in_double(
@@ -192,7 +185,8 @@ def rounding(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
     or where batches are normalised. The rest of the plan must not add to it.
     """
     notes.append(f"{name}: dropout is off, since its masks differ between precisions")
-    precision, split = given.plan.decision(Precision), given.plan.decision(Accumulation) is not None
+    precision, split = autocast_dtype_of(given.plan.decisions), micro_batches_of(given.plan.decisions) > 1
+    assert precision is not None, "only plans with mixed precision are compared so"
     with Comparable(dropout=False, double=False):
         plain = given.plain(split=split, updates=1)
         alone = given.plain(precision=precision, split=split, updates=1)
@@ -218,7 +212,7 @@ def eight_bit_state(name: str, given: VerifyInputs, notes: list[str]) -> list[Ro
     up to one quantization, and that of embeddings must not be quantized.
     """
     plain = given.plain(updates=1)
-    decisions = tuple(decision for decision in given.plan.decisions if isinstance(decision, (Freeze, Optimizer)))
+    decisions = tuple(d for d in given.plan.decisions if d.role is Role.FREEZING or d.eight_bit_state)
     planned = given.planned(decisions, updates=1)
     bound = TERMS * torch.finfo(torch.float32).eps
     moved = module_scales({key: largest(plain.after[key] - before) for key, before in plain.before.items()})
@@ -300,5 +294,5 @@ def _state_scales(state: dict[str, Any]) -> dict[str, float]:
 
 
 def _is_frozen(parameter: str, plan: Plan) -> bool:
-    frozen = plan.decision(Freeze)
-    return frozen is not None and any(not name or parameter.startswith(f"{name}.") for name in frozen.modules)
+    frozen = frozen_modules_of(plan.decisions)
+    return any(not name or parameter.startswith(f"{name}.") for name in frozen)

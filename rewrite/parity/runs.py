@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from planner.errors import DecisionError
-from planner.plan_types.decisions import Decision, Freeze, Precision
+from planner.plan_types.decision_base import Decision, frozen_modules_of
 from planner.plan_types.plan import Plan
 from planner.rewrite.application import Rewritten, apply_decisions
 from planner.rewrite.optimizers import OptimizerChoice
@@ -57,9 +57,8 @@ class VerifyInputs:
             config = getattr(module, "config", None)
             if config is not None and getattr(config, "use_cache", False):
                 config.use_cache = False
-        freeze = self.plan.decision(Freeze)
-        if freeze is not None and not trained:
-            for name in freeze.modules:
+        if not trained:
+            for name in frozen_modules_of(self.plan.decisions):
                 model.get_submodule(name).requires_grad_(False)
         return model
 
@@ -112,7 +111,7 @@ class VerifyInputs:
         self,
         decisions: tuple[Decision, ...] = (),
         *,
-        precision: Precision | None = None,
+        precision: str | None = None,
         trained: bool = False,
         double: bool = False,
         split: bool = False,
@@ -130,8 +129,7 @@ class VerifyInputs:
         model = self.copied(double=double, trained=trained)
         rewritten = self.rewritten(model, decisions)
         _decouple_samples(model, split)
-        fp16 = precision is not None and precision.dtype == "fp16"
-        scaler = torch.amp.GradScaler(self.device.type) if fp16 else None
+        scaler = torch.amp.GradScaler(self.device.type) if precision == "fp16" else None
         step = ReferenceStep(
             model=model, optimizer=rewritten.optimizer, calling=Calling[self.plan.workload.calling],
             loss_fn=self.loss_fn, max_grad_norm=self.max_grad_norm, scaler=scaler, parts=rewritten.step._split,
@@ -160,8 +158,8 @@ class VerifyInputs:
         return trace_steps(step, model, optimizer, batch, updates=updates, calls=calls, scaler=scaler)
 
 
-def lower_dtype(precision: Precision) -> torch.dtype:
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}[precision.dtype]
+def lower_dtype(precision: str) -> torch.dtype:
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
 
 def _copies_of_non_leaves(model: torch.nn.Module) -> dict[int, torch.Tensor]:

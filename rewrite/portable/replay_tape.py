@@ -1,4 +1,4 @@
-"""Recompute segments of a forward op by op: the mechanism behind `rewrite/rules/replay.py`.
+"""Recompute segments of a forward op by op: the mechanism behind `rewrite/rules/segment_checkpoint.py`.
 
 `torch.utils.checkpoint` recomputes a function: it keeps the arguments and calls the Python code again. That needs a
 function, and a long forward written in one piece has none for its parts. Here the forward runs once, under a dispatch

@@ -1,63 +1,27 @@
 """The rules: one file per technique, with the change to a live model and the source text that does the same.
 
-`RULES` and `SOURCES` map a decision's type to its two functions. To add a technique, add a `Decision`, a file here and
-one entry in each table.
+A rule is found by its name. For a decision of kind 'chunked-loss' the module `chunked_loss` has two functions:
+`chunked_loss(rewriting, decision)` changes a live model, `chunked_loss_source(plan, decision)` returns `EmittedCode`.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 
-from planner.plan_types.decisions import (
-    Accumulation,
-    Checkpoint,
-    ChunkedLoss,
-    Decision,
-    Freeze,
-    Offload,
-    Optimizer,
-    OptimizerKernel,
-    Precision,
-    Replay,
-    StepInBackward,
-)
-from planner.rewrite.rules import (
-    accumulation,
-    checkpoint,
-    chunked_loss,
-    freeze,
-    offload,
-    optimizer,
-    optimizer_kernel,
-    precision,
-    replay,
-    step_in_backward,
-)
+from planner.plan_types.decisions import KINDS, Decision
 
-RULES: dict[type[Decision], Callable] = {
-    Freeze: freeze.freeze,
-    Precision: precision.precision,
-    Optimizer: optimizer.optimizer,
-    OptimizerKernel: optimizer_kernel.optimizer_kernel,
-    ChunkedLoss: chunked_loss.chunked_loss,
-    Accumulation: accumulation.accumulation,
-    StepInBackward: step_in_backward.step_in_backward,
-    Checkpoint: checkpoint.checkpoint,
-    Replay: replay.replay,
-    Offload: offload.offload,
-}
+
+def _functions(suffix: str) -> dict[type[Decision], Callable]:
+    """The functions called after each kind, in the order of `KINDS`."""
+    names = {kind: kind.rule_name() for kind in KINDS.values()}
+    return {
+        kind: getattr(importlib.import_module(f"{__name__}.{name}"), f"{name}{suffix}") for kind, name in names.items()
+    }
+
+
+RULES = _functions("")
 """`rule(rewriting, decision)` by type of decision, in the order in which the rules are applied."""
 
-SOURCES: dict[type[Decision], Callable] = {
-    Freeze: freeze.freeze_source,
-    Precision: precision.precision_source,
-    Optimizer: optimizer.optimizer_source,
-    OptimizerKernel: optimizer_kernel.optimizer_kernel_source,
-    ChunkedLoss: chunked_loss.chunked_loss_source,
-    Accumulation: accumulation.accumulation_source,
-    StepInBackward: step_in_backward.step_in_backward_source,
-    Checkpoint: checkpoint.checkpoint_source,
-    Replay: replay.replay_source,
-    Offload: offload.offload_source,
-}
+SOURCES = _functions("_source")
 """The emitted counterpart of each rule, `source(plan, decision)` -> `EmittedCode`."""

@@ -36,8 +36,8 @@ from planner.plan_types.plan import Plan
 from planner.recompute import kept_products
 from planner.rewrite.emitted_code import EmittedCode, assignment
 from planner.rewrite.portable.module_forward import detached, forward_function, written_by
+from planner.rewrite.recomputed_modules import modules_to_run_again
 from planner.rewrite.rewriting import Rewriting
-from planner.rewrite.rules.recomputed_modules import modules_to_run_again
 
 PRODUCTS = {getattr(torch.ops.aten, name).default: position for name, position in kept_products.PRODUCTS.items()}
 """Ops whose results may be kept -> position of the argument dropout_p, None for ops without dropout."""

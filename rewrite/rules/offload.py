@@ -30,8 +30,8 @@ from planner.rewrite.emitted_code import EmittedCode, assignment
 from planner.rewrite.portable import replay_ops
 from planner.rewrite.portable.module_forward import forward_function
 from planner.rewrite.portable.replay_ops import KeptTensor, StorageView, key_of, version_of, without_bits
+from planner.rewrite.recomputed_modules import modules_to_run_again
 from planner.rewrite.rewriting import Rewriting
-from planner.rewrite.rules.recomputed_modules import modules_to_run_again
 
 
 def offload(rewriting: Rewriting, decision: Offload) -> None:

@@ -18,7 +18,7 @@ import inspect
 import torch
 
 from planner.errors import DecisionError
-from planner.plan_types.decisions import Optimizer, StepInBackward
+from planner.plan_types.decisions import StepInBackward
 from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import EmittedCode
 from planner.rewrite.rewriting import Rewriting
@@ -97,7 +97,7 @@ def stepping_in_backward(optimizer, *, by_position=False):
 
 def step_in_backward_source(plan: Plan, decision: StepInBackward) -> EmittedCode:
     """Return the emitted counterpart of `step_in_backward`."""
-    by_position = ", by_position=True" if plan.decision(Optimizer) is not None else ""
+    by_position = ", by_position=True" if any(other.eight_bit_state for other in plan.decisions) else ""
     return EmittedCode(
         imports=("import contextlib",),
         functions=(inspect.getsource(stepping_in_backward),),

@@ -1,4 +1,4 @@
-"""Keep transformers' `Trainer`: the plan changes the model and the arguments, and the Trainer goes on to take the step.
+"""Apply a plan under transformers' `Trainer`: the plan changes the model and the arguments, and the Trainer steps.
 
     rewritten = rewrite.apply_for_trainer(plan, model)
     trainer = transformers.Trainer(
@@ -8,19 +8,21 @@
         train_dataset=dataset,
     )
 
-Arguments come as a dict, since they go into subclasses as well (`Seq2SeqTrainingArguments`, TRL's `SFTConfig`).
+Arguments are returned as a dict, because they go into subclasses as well (`Seq2SeqTrainingArguments`, TRL's
+`SFTConfig`).
 
-Micro-batches: the Trainer leaves it to the model to divide its loss by the number of labels of all micro-batches. Many
-models take that number (`num_items_in_batch`) and ignore it: `RobertaForMaskedLM` of transformers 5.23 trains with
-gradients that are as many times too large as there are micro-batches. Models that do not take it are averaged as if all
-micro-batches had as many labels. Here the number never reaches the model: the mean that it returns is weighted by its
-share of the labels, so that any model trains as the Trainer would on the whole batch (`loss_weighting.py`).
+Micro-batches: the Trainer expects the model to divide its loss by the number of labels of all micro-batches, which it
+passes as `num_items_in_batch`. Many models accept that number and ignore it: `RobertaForMaskedLM` of transformers 5.23
+trains with gradients that are too large by a factor of the number of micro-batches. For models that do not accept it,
+the Trainer averages the micro-batches as if all had the same number of labels. After `apply_for_trainer` the number
+never reaches the model: the mean that the model returns is weighted by its share of the labels, so that any model
+trains as on the whole batch (`loss_weighting.py`).
 
-What the Trainer holds beyond what the plan counts: its running loss and other single numbers, a block of 512 B each; a
-byte for each label, where they are counted; the norms of the gradients, which it takes also where it does not clip,
-when no activation is alive (rehearsed, `examples/roberta_84m` at 8 x 32 has the same peaks with them); and for bf16 and
-fp16 a copy in fp32 of all that the model returns in them (of logits: as large as the one that the loss has made and
-freed by then). Evaluation is not planned: it makes the logits of a whole evaluation batch.
+Memory that the Trainer takes beyond what the plan counts: its running loss and other scalars, a block of 512 B each;
+one byte per label while labels are counted; the norms of the gradients, which it computes even if it does not clip, but
+when no activation is alive (in a rehearsal of `examples/roberta_84m` at 8 x 32 they do not change the peaks); and for
+bf16 and fp16 an fp32 copy of all outputs of the model (for logits as large as the copy that the loss made and has freed
+by then). Evaluation is not planned: it computes the logits of a whole evaluation batch.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from typing import final
 import torch
 
 from planner.errors import WorkloadError
-from planner.plan_types.decisions import Accumulation, Optimizer, OptimizerKernel, StepInBackward
+from planner.plan_types.decision_base import Role, micro_batches_of
+from planner.plan_types.decisions import OptimizerKernel
 from planner.plan_types.plan import Plan
 from planner.rewrite.application import change_by_rules, one_of_each_kind, refuse_another_model, turns_cache_off
 from planner.rewrite.rewriting import Rewriting
@@ -42,46 +45,47 @@ from planner.workload.call_convention import Calling
 from planner.workload.model_loss import takes_the_loss
 from planner.workload.torch_optimizers import sparse_lookups
 
-_OF_THE_OPTIMIZER = (Optimizer, OptimizerKernel, StepInBackward)
+_OPTIMIZER_ROLES = (Role.OPTIMIZER, Role.UPDATE_TIME)
+"""Roles of the decisions that the Trainer carries out itself, or refuses."""
 
 
 @final
 class RewrittenForTrainer:
-    """A model that is rewritten but for its step. `undo()` gives the model back as it was; trained weights stay."""
+    """A rewritten model whose steps the Trainer takes. `undo()` restores the model; trained weights stay."""
 
     def __init__(self, plan: Plan, rewriting: Rewriting, share: LossWeighting | None) -> None:
         self.plan = plan
         self.module = rewriting.model
         self.share = share
-        """How micro-batches are weighted; None where there is only one."""
+        """The weighting of micro-batches; None if there is only one per step."""
         self.is_applied = True
         self._rewriting = rewriting
 
     def undo(self) -> None:
-        """Restore forwards, hooks, flags and configuration as they were. Twice is once.
+        """Restore forwards, hooks, flags and configuration to what they were. May be called again.
 
-        For bf16 and fp16 accelerate puts a forward of its own around that of the whole model, and leaves it there.
-        Where the plan has one too, which then lies inside, both are taken off.
+        For bf16 and fp16 accelerate wraps the forward of the whole model, and does not remove that. If the plan had
+        replaced this forward before, both are removed.
 
         Raises:
-            DecisionError: when something was replaced after `apply_for_trainer`. Nothing is changed then.
+            DecisionError: if something was replaced after `apply_for_trainer`. Nothing is changed then.
         """
-        own = vars(self.module)
-        inside = own.get("_original_forward")
-        if inside is not None and self._rewriting.is_latest(self.module, "forward", inside):
-            self.module.forward = own.pop("_original_forward")
+        attributes = vars(self.module)
+        wrapped = attributes.get("_original_forward")
+        if wrapped is not None and self._rewriting.is_latest(self.module, "forward", wrapped):
+            self.module.forward = attributes.pop("_original_forward")
         self._rewriting.undo()
         self.is_applied = False
 
     def add_hook(self, handle: torch.utils.hooks.RemovableHandle) -> None:
-        """Let `undo` remove a hook of the model too, where training ended before it was removed."""
+        """Let `undo` remove this hook of the model, in case training ends before it is removed."""
         self._rewriting.add_hooks([handle])
 
     def use_kernel(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the Trainer's optimizer step as planned, where the Trainer itself did not choose so. Undone by `undo`.
+        """Set the planned kernel on the Trainer's optimizer, unless the Trainer did. `undo` restores it.
 
         Raises:
-            DecisionError: for an optimizer that cannot step so, or for which another kernel was chosen.
+            DecisionError: if the optimizer does not have that kernel, or another kernel was chosen for it.
         """
         decision = self.plan.decision(OptimizerKernel)
         if decision is None:
@@ -93,22 +97,23 @@ class RewrittenForTrainer:
 
 
 def apply_for_trainer(plan: Plan, model: torch.nn.Module) -> RewrittenForTrainer:
-    """Rewrite `model` in place, before the Trainer is made, by all decisions of the plan that are about the model.
+    """Rewrite `model` in place, before the Trainer is made, by all decisions of the plan that concern the model.
 
-    What is about the loop and the optimizer is left to `training_arguments` and `trainer_callback`.
+    Decisions on the loop and the optimizer are left to `training_arguments` and `trainer_callback`.
 
     Raises:
-        PlanFileError: when the plan was made for another model.
-        DecisionError: when the Trainer cannot do what was planned, or a decision cannot be applied. The model is then
-            as it was.
-        WorkloadError: for a plan with a loss function, batches that are not passed by keyword, or sparse gradients.
+        PlanFileError: if the plan was made for another model.
+        DecisionError: if the Trainer cannot follow the plan, or a decision cannot be applied. The model is unchanged
+            then.
+        WorkloadError: for a plan with a loss function, for batches that are not passed by keyword, and for sparse
+            gradients.
     """
     refuse_another_model(plan, model)
     refuse_what_trainers_cannot_do(plan)
     if lookups := sparse_lookups(model):
         raise WorkloadError(
-            f"'{next(iter(lookups))}' makes sparse gradients, and the Trainer takes the norm of all by a function that "
-            "cannot: give it sparse=False, or use rewrite.apply"
+            f"'{next(iter(lookups))}' makes sparse gradients, and the Trainer computes the norm of all gradients by a "
+            "function that does not support them: give it sparse=False, or use rewrite.apply"
         )
     if not plan.fits:
         warnings.warn("the plan does not fit its budget (plan.fits is False): it is applied all the same", stacklevel=2)
@@ -118,7 +123,7 @@ def apply_for_trainer(plan: Plan, model: torch.nn.Module) -> RewrittenForTrainer
         loss_fn=None, loss_weight=None,
     )  # fmt: skip
     try:
-        change_by_rules(rewriting, {kind: by_kind[kind] for kind in by_kind if kind not in _OF_THE_OPTIMIZER})
+        change_by_rules(rewriting, {kind: by_kind[kind] for kind in by_kind if kind.role not in _OPTIMIZER_ROLES})
         if turns_cache_off(plan):
             rewriting.turn_cache_off()
         share = _weighted_by_share(rewriting, plan) if accumulates(plan) else None
@@ -129,11 +134,12 @@ def apply_for_trainer(plan: Plan, model: torch.nn.Module) -> RewrittenForTrainer
 
 
 def accumulates(plan: Plan) -> bool:
-    return plan.decision(Accumulation) is not None or plan.workload.gradients_alive
+    """True if the Trainer may accumulate gradients: over planned micro-batches, or as often as the user likes."""
+    return micro_batches_of(plan.decisions) > 1 or plan.workload.gradients_alive
 
 
 def _weighted_by_share(rewriting: Rewriting, plan: Plan) -> LossWeighting:
-    """By hooks, which accelerate's autocast, a forward of its own, leaves alone."""
+    """Weight the loss by hooks of the model. Unlike a replaced forward, accelerate's wrapper does not affect them."""
     share = LossWeighting.of(rewriting.model, plan)
     for model in {rewriting.model: None, takes_the_loss(rewriting.model): None}:
         rewriting.replace(model, "accepts_loss_kwargs", True, place="accepts_loss_kwargs of the model")

@@ -1,4 +1,4 @@
-"""Hold transformers' `Trainer` to a plan: what it was told to do, and what it takes in its first steps."""
+"""Check that transformers' `Trainer` follows a plan: its arguments, its batches, and the memory of its first steps."""
 
 from __future__ import annotations
 
@@ -11,43 +11,42 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from planner.errors import DecisionError, PlanFileError, PromiseError, WorkloadError
-from planner.plan_types.decisions import Optimizer
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
 from planner.rewrite.optimizers import OPTIMIZERS
 from planner.rewrite.trainer.apply import RewrittenForTrainer
 from planner.rewrite.trainer.arguments import arguments_of, micro_batches, refuse_contradictions
-from planner.rewrite.trainer.loss_weighting import COUNT, told_uneven
+from planner.rewrite.trainer.loss_weighting import COUNT, uneven_micro_batches
 from planner.workload.workload import described, optimizer_name
 
 logger = logging.getLogger(__name__)
 
-_OWN_BYTES = 2**16
+_TRAINER_BYTES = 2**16
+"""Allowance in bytes for scalars and other small tensors of the Trainer."""
 _SEGMENT_BYTES = 2**21
-"""Of the caching allocator, for blocks of up to 1 MiB (`kSmallBuffer`, c10/cuda/CUDACachingAllocator.cpp)."""
+"""Size of the allocator's segments for blocks of up to 1 MiB (`kSmallBuffer`, c10/cuda/CUDACachingAllocator.cpp)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Promise:
-    """What the plan promised, beside what the first steps took on the card. In bytes; None where nothing was measured.
-
-    `allocated` is what tensors held at most (`torch.cuda.max_memory_allocated`), `reserved` what the caching allocator
-    took (`torch.cuda.max_memory_reserved`).
-    """
+    """The peak memory that the plan promised, and the one that was measured in the first steps, in bytes."""
 
     allocated_bytes: int | None
+    """Measured peak of `torch.cuda.max_memory_allocated`; None if it could not be measured."""
     reserved_bytes: int | None
+    """Measured peak of `torch.cuda.max_memory_reserved`; None if it could not be measured."""
     promised_allocated_bytes: int
     promised_reserved_bytes: int
     own_bytes: int = 0
-    """What the Trainer allocates of its own: 64 KiB, and a byte a label."""
+    """Memory that the Trainer may allocate in addition: 64 KiB, and one byte per label."""
     why_not_measured: str = ""
+    """The reason, if the peaks are None."""
 
     @property
     def kept(self) -> bool | None:
-        """Whether neither was more than promised and the Trainer's own, for which the allocator may take a segment.
+        """True if both peaks are within the promise and the Trainer's addition; None if they were not measured.
 
-        None where that could not be measured.
+        The addition may take one more segment of the caching allocator.
         """
         if self.allocated_bytes is None or self.reserved_bytes is None:
             return None
@@ -57,7 +56,7 @@ class Promise:
         )
 
     def __str__(self) -> str:
-        if self.kept is None:
+        if self.allocated_bytes is None or self.reserved_bytes is None:
             return f"the plan's promise could not be measured: {self.why_not_measured}"
         allocated, reserved = format_size(self.allocated_bytes), format_size(self.reserved_bytes)
         return (
@@ -69,9 +68,12 @@ class Promise:
 
 @final
 class PlanCallback(TrainerCallback):
-    """Refuses arguments, a model, an optimizer or batches that were not planned; says whether the promise was kept.
+    """Refuses arguments, a model, an optimizer or batches that do not match the plan, and checks its promise.
 
-    `promise` is what came out, from the last of the first `steps` steps on. One object for one Trainer.
+    Use one object per Trainer.
+
+    Attributes:
+        promise: the result of the memory check; None until `steps` steps are done.
     """
 
     def __init__(self, rewritten: RewrittenForTrainer, *, steps: int, on_broken: Literal["warn", "raise"]) -> None:
@@ -80,7 +82,8 @@ class PlanCallback(TrainerCallback):
         self.on_broken = on_broken
         self.promise: Promise | None = None
         self._seen_steps = 0
-        self._told: set[str] = set()
+        """Number of optimizer steps so far, up to `steps`."""
+        self._warned_topics: set[str] = set()
         self._hooks: list[Any] = []
 
     def on_train_begin(
@@ -88,13 +91,10 @@ class PlanCallback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        *,
-        model: torch.nn.Module,
-        optimizer: Any,
-        train_dataloader: Any = None,
-        **_: Any,
+        **objects: Any,
     ) -> None:
-        plan = self.rewritten.plan
+        """Refuse what does not match the plan, and start to watch batches and memory."""
+        plan, model, optimizer = self.rewritten.plan, objects["model"], objects["optimizer"]
         self._refuse_another_model(model)
         refuse_contradictions(plan, arguments_of(args))
         devices = max(args.n_gpu, 1) * args.world_size
@@ -102,55 +102,57 @@ class PlanCallback(TrainerCallback):
             raise DecisionError(
                 f"the Trainer would train on {devices} devices, and the plan is for one: set CUDA_VISIBLE_DEVICES=0"
             )
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # inside of accelerate's
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         refuse_another_optimizer(plan, optimizer)
         self.rewritten.use_kernel(optimizer)
         self._seen_steps, self.promise = 0, None
-        self._told.clear()
+        self._warned_topics.clear()
         self._remove_hooks()
-        self._hooks = [model.register_forward_pre_hook(self._look_at_batch, with_kwargs=True)]
+        self._hooks = [model.register_forward_pre_hook(self._check_batch, with_kwargs=True)]
         self.rewritten.add_hook(self._hooks[0])
         if self.rewritten.share is not None:
             if not self.rewritten.share.labelled:
-                refuse_uneven_parts(args, state, train_dataloader)
-            self.rewritten.share.watch(True)
+                refuse_uneven_micro_batches(args, state, objects.get("train_dataloader"))
+            self.rewritten.share.start_checking()
         if args.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(args.device)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        """Check the weights of the micro-batches before their gradients are used."""
         if self.rewritten.share is not None:
             self.rewritten.share.refuse_another_loss()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """After the last of the first steps: stop checking weights, and compare the peaks with the promise."""
         if self._seen_steps >= self.steps:
             return
         self._seen_steps += 1
-        share = self.rewritten.share
         if self._seen_steps < self.steps:
             return
-        if share is not None:
-            share.watch(False)
-        self.promise = measured(self.rewritten.plan, args.device)
+        if self.rewritten.share is not None:
+            self.rewritten.share.stop_checking()
+        self.promise = measured_promise(self.rewritten.plan, args.device)
         if self.promise.kept:
             logger.info("%s", self.promise)
         elif self.promise.kept is None:
             logger.warning("%s", self.promise)
         else:
-            self._broken(f"{self.promise}; plan with less than the budget of {_budget(self.rewritten.plan)}")
+            self._report_broken(f"{self.promise}; plan with less than the budget of {_budget(self.rewritten.plan)}")
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Streams may end within a batch: the Trainer keeps the gradients of what it has of it for the next epoch."""
+        """Refuse an epoch that ends within a batch: the Trainer would keep those gradients for the next epoch."""
         share = self.rewritten.share
         if share is not None and share.pending_micro_batches and state.global_step < state.max_steps:
             raise DecisionError(
                 f"an epoch ended after {share.pending_micro_batches} of the {args.gradient_accumulation_steps} "
-                "micro-batches of a step, and the Trainer would add their gradients to those of the next one: let the "
-                "stream have as many samples as make up whole batches, or plan with accumulation forbidden"
+                "micro-batches of a step, and the Trainer would add their gradients to those of the next step: give "
+                "the stream a number of samples that makes up whole batches, or plan with accumulation forbidden"
             )
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Remove the hooks. Warn if training ended before memory was measured."""
         self._remove_hooks()
         if self.promise is None:
             logger.warning(
@@ -164,94 +166,102 @@ class PlanCallback(TrainerCallback):
 
     def _refuse_another_model(self, model: torch.nn.Module) -> None:
         if not self.rewritten.is_applied:
-            raise DecisionError("the plan was taken back from the model (undo): apply it again before training")
+            raise DecisionError("the plan was undone on this model: apply it again before training")
         if model is not self.rewritten.module:
             raise PlanFileError(
-                "the Trainer trains another model object than the plan was applied to: give it that one as model=, "
-                "and no model_init"
+                "the Trainer trains another model object than the plan was applied to: pass that object as model=, and "
+                "no model_init"
             )
 
-    def _look_at_batch(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _check_batch(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Refuse batches that are larger than planned, and warn of tensors that were not planned."""
         if not (model.training and torch.is_grad_enabled()):
             return
         plan = self.rewritten.plan
-        given = {path: (shape, dtype) for path, shape, dtype in described(kwargs) if path != COUNT}
-        larger = larger_than_planned(plan, given)
+        tensors = {path: (shape, dtype) for path, shape, dtype in described(kwargs) if path != COUNT}
+        larger = larger_than_planned(plan, tensors)
         if larger and self._seen_steps < self.steps:
             raise WorkloadError(f"{larger}: make the plan again for the largest batch")
         if larger:
-            self._broken(f"{larger}: nothing was promised for it")
+            self._report_broken(f"{larger}: nothing was promised for it")
         planned = {path for path, _, _ in plan.workload.batch}
-        if given.keys() != planned and "names" not in self._told:
-            self._told.add("names")
+        if tensors.keys() != planned and "names" not in self._warned_topics:
+            self._warned_topics.add("names")
             logger.warning(
-                "the batch has %s, and the plan was made for %s: what that takes was not planned; make the plan again "
-                "with a batch of these (planner.plan(model, batch))",
-                ", ".join(sorted(given)), ", ".join(sorted(planned)),
+                "the batch has %s, and the plan was made for %s: the memory for that was not planned; make the plan "
+                "again with such a batch (planner.plan(model, batch))",
+                ", ".join(sorted(tensors)), ", ".join(sorted(planned)),
             )  # fmt: skip
 
-    def _broken(self, text: str) -> None:
+    def _report_broken(self, message: str) -> None:
+        """Warn once, or raise, as the user chose."""
         if self.on_broken == "raise":
-            raise PromiseError(text)
-        if text not in self._told:
-            self._told.add(text)
-            logger.warning("%s", text)
+            raise PromiseError(message)
+        if message not in self._warned_topics:
+            self._warned_topics.add(message)
+            logger.warning("%s", message)
 
 
-def refuse_uneven_parts(args: TrainingArguments, state: TrainerState, loader: Any) -> None:
-    """Raises `DecisionError` where the last batch of an epoch would be cut into parts of several sizes.
+def refuse_uneven_micro_batches(args: TrainingArguments, state: TrainerState, loader: Any) -> None:
+    """Raise `DecisionError` if the last batch of an epoch would be split into micro-batches of several sizes.
 
-    Of data whose length is not known that is seen when it comes.
+    If the length of the data is not known, `LossWeighting` refuses such a batch when it comes.
     """
     try:
         samples, parts = len(loader.dataset), len(loader)
     except (AttributeError, TypeError):
         return
-    size, several = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    left, in_last = samples % size, parts % several or several
-    if parts == -(-samples // size) and left and in_last > 1 and state.max_steps >= -(-parts // several):
-        raise DecisionError(told_uneven([size] * (in_last - 1) + [left]))
+    size, parts_per_step = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    samples_in_last_part, parts_in_last_step = samples % size, parts % parts_per_step or parts_per_step
+    keeps_last_part = parts == -(-samples // size)
+    reaches_last_step = state.max_steps >= -(-parts // parts_per_step)
+    if keeps_last_part and samples_in_last_part and parts_in_last_step > 1 and reaches_last_step:
+        raise DecisionError(uneven_micro_batches([size] * (parts_in_last_step - 1) + [samples_in_last_part]))
 
 
-def measured(plan: Plan, device: torch.device) -> Promise:
-    """The peaks since the counters were last set back, where there is such a counter."""
+def measured_promise(plan: Plan, device: torch.device) -> Promise:
+    """The plan's promise and the peaks since the device's counters were last reset."""
     peaks = peaks_on(device)
     why_not = f"there is no CUDA device here, the Trainer trains on {device.type}" if peaks is None else ""
     if plan.card == "bare":
-        peaks, why_not = None, "the plan is for a bare card, which counts the bytes of tensors and no blocks"
+        peaks, why_not = None, "the plan is for a bare card, which counts bytes of tensors and no allocator blocks"
     allocated_bytes, reserved_bytes = peaks or (None, None)
     return Promise(
         allocated_bytes=allocated_bytes, reserved_bytes=reserved_bytes, why_not_measured=why_not,
         promised_allocated_bytes=plan.peak.allocated_bytes, promised_reserved_bytes=plan.peak.reserved_bytes,
-        own_bytes=_OWN_BYTES + sum(math.prod(shape) for path, shape, _ in plan.workload.batch if path == "labels"),
+        own_bytes=_TRAINER_BYTES + sum(math.prod(shape) for path, shape, _ in plan.workload.batch if path == "labels"),
     )  # fmt: skip
 
 
 def peaks_on(device: torch.device) -> tuple[int, int] | None:
-    """Allocated and reserved bytes at their peaks; None for devices other than CUDA's."""
+    """Peaks of allocated and reserved bytes; None for a device that is not a CUDA device."""
     if device.type != "cuda":
         return None
     return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
 
 
-def larger_than_planned(plan: Plan, given: dict[str, tuple[tuple[int, ...], str]]) -> str | None:
-    """The first tensor of a micro-batch, by path, that is larger than planned or of another dtype."""
+def larger_than_planned(plan: Plan, tensors: dict[str, tuple[tuple[int, ...], str]]) -> str | None:
+    """Describes the first tensor of a micro-batch that is larger than planned or of another dtype; None if none is.
+
+    Args:
+        tensors: shape and dtype of each tensor, by its path in the batch.
+    """
     samples, (size, _) = plan.workload.batch_size, micro_batches(plan)
     for path, planned, dtype in plan.workload.batch:
-        if path not in given:
+        if path not in tensors:
             continue
-        most = tuple(size if axis == 0 and length == samples else length for axis, length in enumerate(planned))
-        shape, found = given[path]
-        fits = len(shape) == len(most) and all(one <= other for one, other in zip(shape, most, strict=True))
-        if not fits or found != dtype:
-            return f"'{path}' is {list(shape)} of {found}, and the plan is for {list(most)} of {dtype} at most"
+        limit = tuple(size if axis == 0 and length == samples else length for axis, length in enumerate(planned))
+        shape, own_dtype = tensors[path]
+        fits = len(shape) == len(limit) and all(length <= most for length, most in zip(shape, limit, strict=True))
+        if not fits or own_dtype != dtype:
+            return f"'{path}' is {list(shape)} of {own_dtype}, and the plan is for {list(limit)} of {dtype} at most"
     return None
 
 
 def refuse_another_optimizer(plan: Plan, optimizer: torch.optim.Optimizer) -> None:
-    """Raises `DecisionError` where its kind, the size of its state or its momentum is not what was planned."""
+    """Raise `DecisionError` if the optimizer's class, the precision of its state or its momentum is not as planned."""
     planned = plan.workload.optimizer
-    if plan.decision(Optimizer) is not None:
+    if any(decision.eight_bit_state for decision in plan.decisions):
         bits = getattr(getattr(optimizer, "args", None), "optim_bits", None)
         if bits != 8 or "adam" not in type(optimizer).__name__.lower():
             raise DecisionError(
@@ -261,11 +271,11 @@ def refuse_another_optimizer(plan: Plan, optimizer: torch.optim.Optimizer) -> No
         return
     known = OPTIMIZERS.get(planned)
     expected = f"torch.optim.{known.class_name}" if known is not None else planned
-    as_good = {expected.rpartition(".")[2], *(["AdamW"] if planned == "adam" else [])}
-    if type(optimizer).__name__ not in as_good:
+    accepted = {expected.rpartition(".")[2], *(["AdamW"] if planned == "adam" else [])}
+    if type(optimizer).__name__ not in accepted:
         raise DecisionError(
             f"the Trainer's optimizer is {optimizer_name(optimizer)}, and the plan was made with {planned}: give it "
-            "what rewrite.training_arguments says, or your own as optimizers=(optimizer, None)"
+            "the arguments of rewrite.training_arguments, or your own as optimizers=(optimizer, None)"
         )
     momentum = known is not None and bool(known.hyperparameters.get("momentum"))
     if known is not None and any(bool(group.get("momentum")) != momentum for group in optimizer.param_groups):
@@ -276,4 +286,5 @@ def refuse_another_optimizer(plan: Plan, optimizer: torch.optim.Optimizer) -> No
 
 
 def _budget(plan: Plan) -> str:
+    """The memory that the plan was made for, for a message."""
     return "the card" if plan.vram_bytes is None else format_size(plan.vram_bytes)

@@ -9,6 +9,8 @@ from planner.allocator.replay import replay
 from planner.allocator.settings import AllocatorSettings, round_size, segment_size
 from planner.plan_types.sizes import GIB, KIB, MIB
 
+pytestmark = pytest.mark.no_torch
+
 NATIVE = AllocatorSettings()
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
 LIMITED_SPLITS = AllocatorSettings(max_split_size_bytes=32 * MIB)

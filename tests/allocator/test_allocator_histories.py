@@ -18,6 +18,8 @@ from planner.plan_types.sizes import MIB
 from planner.snapshot import Action, History, load, recorded_stream, replay_history
 from planner.snapshot.result import Counts
 
+pytestmark = pytest.mark.no_torch
+
 NATIVE = AllocatorSettings()
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
 

@@ -6,6 +6,7 @@ import itertools
 import random
 
 import numpy
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,8 @@ from planner.allocator.caching_allocator import CachingAllocator, OutOfMemory
 from planner.allocator.replay import replay
 from planner.allocator.settings import AllocatorSettings, round_size
 from planner.plan_types.sizes import KIB, MIB
+
+pytestmark = pytest.mark.no_torch
 
 NATIVE = AllocatorSettings()
 EXPANDABLE = AllocatorSettings(expandable_segments=True)

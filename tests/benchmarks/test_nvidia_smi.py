@@ -11,6 +11,8 @@ import torch
 
 from benchmarks.nvidia_smi import CARD, Run, fitted_mib, model_of, program_of, read, reserved_mib
 
+pytestmark = pytest.mark.slow
+
 CONSTANT_MIB = 1429
 """Context and libraries on their hosts: the most frequent difference on 20 rows."""
 

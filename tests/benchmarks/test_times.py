@@ -1,4 +1,4 @@
-"""What the ledger says of the model of time."""
+"""The check of the time model on the rows of the ledger."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 import pytest
 
 from benchmarks import times
+
+pytestmark = pytest.mark.no_torch
 
 GIB = 1 << 30
 

@@ -1,4 +1,4 @@
-"""Budgets for promises when the slack of each outer choice is only known of plans that were tried."""
+"""Budgets for promises when the slack of each configuration is only known of plans that were tried."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ import pytest
 
 from planner.choose.budget_search import PromiseBudgets, search
 
+pytestmark = pytest.mark.no_torch
+
 TIE = 1.05
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    outer: str
+    config: str
     peak_bytes: int
     step_ns: int
     slack_bytes: int
 
 
 class World:
-    """Plans of some outer choices, each with a slack of its own, and a card."""
+    """Plans of some configurations, each with a slack of its own, and a card."""
 
     def __init__(self, plans: list[Plan], capacity_bytes: int) -> None:
         self.plans, self.capacity_bytes, self.tried = plans, capacity_bytes, []
 
     def ask(self, budget_of, below_ns: float) -> Plan | None:
-        inside = [p for p in self.plans if p.peak_bytes <= budget_of(p.outer) and p.step_ns < below_ns]
+        inside = [p for p in self.plans if p.peak_bytes <= budget_of(p.config) and p.step_ns < below_ns]
         return min(inside, key=lambda plan: plan.step_ns, default=None)
 
     def short_bytes_of(self, plan: Plan) -> int:
@@ -36,11 +38,11 @@ class World:
         return plan.peak_bytes + plan.slack_bytes - self.capacity_bytes
 
     def search(self, attempts: int = 10, hopeless: int | None = None) -> Plan | None:
-        descent = PromiseBudgets(self.capacity_bytes, finest_bytes=self.capacity_bytes // 512, tie=TIE)
+        budgets = PromiseBudgets(self.capacity_bytes, finest_bytes=self.capacity_bytes // 512, tie=TIE)
         return search(
             self.ask,
             self.short_bytes_of,
-            descent=descent,
+            budgets=budgets,
             tie=TIE,
             attempts=attempts,
             hopeless=hopeless or attempts,
@@ -51,11 +53,11 @@ class World:
         return [plan for plan in self.plans if plan.peak_bytes + plan.slack_bytes <= self.capacity_bytes]
 
 
-def curve(outer: str, slack_bytes: int, *, cost: float, noise: int = 0, seed: int = 0) -> list[Plan]:
+def curve(config: str, slack_bytes: int, *, cost: float, noise: int = 0, seed: int = 0) -> list[Plan]:
     """The less a plan promises, the slower it is."""
     draws = random.Random(seed)
     return [
-        Plan(outer, peak, round(100_000 * (1 + cost * (1000 - peak) / 1000)), slack_bytes + draws.randint(0, noise))
+        Plan(config, peak, round(100_000 * (1 + cost * (1000 - peak) / 1000)), slack_bytes + draws.randint(0, noise))
         for peak in range(1000, 300, -7)
     ]
 
@@ -74,13 +76,13 @@ def test_a_choice_with_little_slack_is_not_given_up_for_that_of_another():
     """The quickest promises all have a hole of 300; those that are a little slower have none."""
     world = World([*curve("holes", 300, cost=1.0), *curve("none", 0, cost=1.2)], 900)
     found = world.search()
-    assert found.outer == "none" and found.step_ns <= TIE * min(plan.step_ns for plan in world.fitting())
+    assert found.config == "none" and found.step_ns <= TIE * min(plan.step_ns for plan in world.fitting())
 
 
 def test_where_nothing_fits_with_less_all_is_asked_again_for_the_others():
     """What fits promises nearly all of the budget, and is the slowest."""
     tight = [Plan("holes", 950, 100, 200), Plan("holes", 940, 110, 200), Plan("none", 990, 500, 5)]
-    assert World(tight, 1000).search().outer == "none"
+    assert World(tight, 1000).search().config == "none"
 
 
 def test_none_is_said_where_nothing_fits_and_after_a_bounded_number_of_tries():
@@ -98,7 +100,7 @@ def test_what_is_settled_for_fits_and_is_hardly_slower_than_the_best(seed):
         plan
         for number in range(draws.randint(1, 5))
         for plan in curve(
-            f"outer {number}", draws.choice((0, 5, 40, 200)), cost=draws.uniform(0.1, 3), noise=draws.choice((0, 10)),
+            f"config {number}", draws.choice((0, 5, 40, 200)), cost=draws.uniform(0.1, 3), noise=draws.choice((0, 10)),
             seed=seed + number,
         )
     ]  # fmt: skip

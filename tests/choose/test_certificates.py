@@ -46,7 +46,7 @@ def certificates(begun: list[Rehearsing], *, ops: int = 10) -> Certificates:
     return Certificates(start, lambda graph: graph)
 
 
-def test_what_was_foreseen_is_not_begun_again(begun):
+def test_what_was_ahead_is_not_begun_again(begun):
     made = certificates(begun)
     made.foresee(BF16)
     made.foresee(BF16)
@@ -56,7 +56,7 @@ def test_what_was_foreseen_is_not_begun_again(begun):
     assert [(child.decisions, child.ended) for child in begun] == [(BF16, False)]
 
 
-def test_only_one_is_foreseen(begun):
+def test_only_one_is_ahead(begun):
     made = certificates(begun)
     made.foresee(BF16)
     made.foresee(FP16)
@@ -90,14 +90,14 @@ def test_the_search_foresees_what_it_chooses(monkeypatch):
     rehearsed = Certificates._child
 
     def child(self, decisions):
-        foreseen = self._foreseen is not None and self._foreseen[0] == decisions
+        foreseen = self._ahead is not None and self._ahead[0] == decisions
         begun.append((decisions, foreseen))
         return rehearsed(self, decisions)
 
     monkeypatch.setattr(Certificates, "_child", child)
     work = example("sequential.py:build", 256)
     constraints = Constraints(
-        fidelity=BF16[0].fidelity, forced=("precision",), forbidden=("optimizer", "optimizer-kernel")
+        fidelity=BF16[0].fidelity, forced=("mixed-precision",), forbidden=("8bit-optimizer", "optimizer-kernel")
     )
     plan = plan_workload(work, CARD, vram_bytes=8 << 30, constraints=constraints)
     assert plan.decisions == BF16

@@ -22,6 +22,8 @@ from planner.snapshot import load, recorded_stream
 from planner.virtual_gpu.backend import Target
 from tests.support.history_programs import program
 
+pytestmark = pytest.mark.slow
+
 CARD = profiles.load("rtx-4090")
 HISTORIES = {
     "forward_memory_snapshot_100_baf850": (100, False, False, 442),

@@ -15,11 +15,13 @@ from planner.choose.recordings import Recordings
 from planner.estimate.footprint import with_whole_batch
 from planner.plan_types.decisions import Accumulation, Decision
 from planner.recording.step_graph import Category, Phase, StepGraph
-from planner.rewrite.certificate import start_rehearsal, start_update
+from planner.rewrite.rehearse import start_rehearsal, start_update
 from planner.space.micro_batches import MicroBatching
 from planner.virtual_gpu.forked_process import Child
 from planner.workload.workload import Workload, resized, tensors_of, workload
 from tests.support.workloads import BARE, certifying_graph, plain
+
+pytestmark = pytest.mark.slow
 
 
 def mean_square(output, batch):
@@ -69,7 +71,7 @@ def test_what_the_search_is_promised_of_a_split_holds_the_whole_batch_too():
         lambda graph: graph,
     )
     case = Candidates(recordings, BARE, batch_bytes=work.batch_bytes).of((), MicroBatching(micro_batches=13, size=5))
-    assert case.floor_bytes >= bytes_of(batch)
+    assert case.lower_bound_bytes >= bytes_of(batch)
     assert case.peak_bytes == certifying_graph(work, case.decisions(()), BARE).live_bytes().max()
 
 

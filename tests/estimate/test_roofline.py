@@ -10,6 +10,8 @@ from planner import profiles
 from planner.estimate.roofline import CONVOLUTION_PASSES, HostCopies, op_ns, op_times_ns, repetitions, step_flops
 from planner.recording.step_graph import Op, Phase, StepGraph
 
+pytestmark = pytest.mark.no_torch
+
 CARD = dataclasses.replace(
     profiles.bare(),
     flops_per_s={"fp32": 10**12, "tf32": 10**12, "fp16": 2 * 10**12, "bf16": 2 * 10**12, "fp64": 10**10},

@@ -33,6 +33,8 @@ from planner.plan_types.plan import (
     WorkloadFacts,
 )
 
+pytestmark = pytest.mark.no_torch
+
 NAMES = st.lists(st.text("abc.01", min_size=1, max_size=6), min_size=1, max_size=4).map(tuple)
 BYTES = st.integers(0, 2**50)
 DECISIONS = st.tuples(

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from planner.errors import SizeError
 from planner.plan_types.sizes import GIB, KIB, MIB, format_size, parse_size
 
+pytestmark = pytest.mark.no_torch
+
 
 @pytest.mark.parametrize(
     ("text", "size_bytes"),

@@ -12,6 +12,8 @@ from planner import profiles
 from planner.profiles import calibrate, process_memory
 from planner.profiles.device import MIB, read
 
+pytestmark = pytest.mark.no_torch
+
 
 class MadeUpCard:
     """A card of round numbers."""

@@ -8,6 +8,8 @@ import statistics
 
 import pytest
 
+pytestmark = pytest.mark.no_torch
+
 LEDGER = pathlib.Path(__file__).parents[2] / "profiles" / "ledger"
 MEDIAN = {"allocated_bytes": 0.005, "reserved_bytes": 0.01}
 WORST = {"allocated_bytes": 0.02, "reserved_bytes": 0.04}

@@ -16,6 +16,8 @@ from planner import profiles
 from planner.profiles import device
 from planner.profiles.generic import modelled_context_bytes
 
+pytestmark = pytest.mark.no_torch
+
 ROOT = Path(profiles.__file__).resolve().parents[1]
 DEVICES = ROOT / "profiles" / "devices"
 

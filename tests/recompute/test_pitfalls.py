@@ -1,4 +1,4 @@
-"""Modules that must not be run twice are not offered for recompute; those beside and inside of them are."""
+"""Modules that must not be run twice are not offered for recompute; their siblings and submodules are."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from planner.plan_types.decisions import Checkpoint
 from planner.workload.workload import workload
 from tests.support.training import differences
 from tests.support.workloads import units, what_if
+
+pytestmark = pytest.mark.slow
 
 WIDTH = 16
 
@@ -141,7 +143,7 @@ STATEFUL = {
     GrowingList: "changes its attribute 'seen'",
     RandomNumber: "changes Python's random state",
     NumpyNumber: "changes numpy's random state",
-    OwnGenerator: "draws from a generator of its own",
+    OwnGenerator: "draws from its own random generator",
     Around: "changes its attribute 'calls'",
 }
 REPEATABLE = (Plain, Dropout, Normalised)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import networkx
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,13 +10,16 @@ from torch import nn
 
 import planner
 from planner.plan_types.decisions import Checkpoint, Replay
-from planner.recompute.segments import with_stretches
+from planner.recompute.recompute_cost import Replays
+from planner.recompute.segments import with_segments
 from planner.recompute.units import units_of
 from planner.search import milp
 from planner.workload.workload import workload
 from tests.support.flat_models import Flat
 from tests.support.training import cross_entropy, vectors
 from tests.support.workloads import BARE, plain, units, what_if
+
+pytestmark = pytest.mark.slow
 
 
 class Deep(Flat):
@@ -103,14 +107,34 @@ def work_of(model: nn.Module, samples: int = 256):
 
 
 def test_cuts_are_where_the_fewest_bytes_cross():
-    graph = with_stretches(what_if(work_of(Deep(8))))
-    begins = {call.stretch[0] for call in graph.calls if call.stretch is not None}
+    graph = with_segments(what_if(work_of(Deep(8))))
+    begins = {call.segment[0] for call in graph.calls if call.segment is not None}
     assert begins <= {0, *range(3, 33)} and {4 * n for n in range(2, 8)} <= begins
+
+
+@pytest.mark.parametrize("build", [Skips, Wide, Deep])
+def test_what_is_replayed_are_the_ancestors_of_what_was_saved(build):
+    graph = with_segments(what_if(work_of(build(4), samples=32)))
+    replays = Replays(graph, [1] * len(graph.ops), [storage.size_bytes for storage in graph.storages])
+    for call in (number for number, call in enumerate(graph.calls) if call.segment is not None):
+        ops = replays.ops_of(call)
+        flow: networkx.DiGraph = networkx.DiGraph()
+        writer: dict[int, int] = {}
+        for op in ops:  # edges from the last op that wrote a storage
+            flow.add_node(op)
+            record = graph.ops[op]
+            touched = {*record.inputs, *record.outputs} & writer.keys()
+            flow.add_edges_from((writer[storage], op) for storage in touched)
+            writer |= dict.fromkeys(record.outputs, op)
+        wanted = {save.storage for save in graph.saves if save.storage in writer}
+        flow.add_edges_from((writer[storage], "saved") for storage in wanted)
+        leading, _ = replays._leading_to(wanted, ops)
+        assert set(leading) == (networkx.ancestors(flow, "saved") if wanted else set())
 
 
 def test_nothing_is_cut_where_modules_do_the_work():
     graph = what_if(work_of(Stack(4)))
-    assert not any(call.module in ("", "layers") for call in with_stretches(graph).calls if call.stretch is not None)
+    assert not any(call.module in ("", "layers") for call in with_segments(graph).calls if call.segment is not None)
 
 
 def smallest(model: nn.Module, *kinds) -> int:
@@ -126,12 +150,12 @@ def test_a_flat_net_is_planned_as_well_as_the_same_net_of_modules():
 
 @pytest.mark.parametrize("build", [Deep, Stack])
 def test_parts_that_start_from_each_other_go_below_one_level(build):
-    """What is held beside one layer grows like the logarithm of the depth, where checkpoints grow with it."""
+    """Memory held in addition to one layer grows with the logarithm of the depth; checkpoints grow linearly."""
     bytes_of_layer = 256 * 16 * 4  # of the residual stream
     depth = 32
     work = work_of(build(depth))
     found, curve = units(what_if(work))
-    whole = [number for number, unit in enumerate(found.units) if unit.stops and unit.stretch[0] == 0]
+    whole = [number for number, unit in enumerate(found.units) if unit.split_points and unit.segment[0] == 0]
     peaks = {curve.peak((number,)): number for number in whole}
     least = min(peaks)
     assert least == plain(work, found.decisions((peaks[least],)), card=BARE).live_bytes().max()
@@ -144,7 +168,7 @@ def test_parts_that_start_from_each_other_go_below_one_level(build):
 def test_the_promise_for_every_division_is_what_its_rehearsal_takes(build, depth):
     work = work_of(build(depth), samples=64)
     found, curve = units(what_if(work))
-    divided = [number for number, unit in enumerate(found.units) if unit.stops]
+    divided = [number for number, unit in enumerate(found.units) if unit.split_points]
     assert divided
     for number in divided:
         rehearsed = plain(work, found.decisions((number,)), card=BARE).live_bytes().max()
@@ -158,4 +182,4 @@ def test_a_plan_says_so_and_keeps_its_promise():
     start = planner.plan(model, batch, vram=None, **options).baseline.total_bytes
     plan = planner.plan(model, batch, vram=start // 6, **options)
     assert plan.fits and plan.solver.promised_bytes == plan.solver.certified_bytes
-    assert "parts that start from each other" in plan.decision(Replay).describe()
+    assert "recomputed in " in plan.decision(Replay).describe()

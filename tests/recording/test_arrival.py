@@ -9,7 +9,7 @@ from torch import nn
 
 from planner import profiles
 from planner.estimate.allocation_stream import allocation_stream
-from planner.rewrite.certificate import certifying_graph
+from planner.rewrite.rehearse import certifying_graph
 from planner.workload.workload import workload
 
 

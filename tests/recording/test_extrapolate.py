@@ -12,6 +12,8 @@ from planner.recording.step_graph import Phase
 from planner.workload.workload import workload
 from tests.support.workloads import example, transformer, what_if
 
+pytestmark = pytest.mark.slow
+
 
 class Recurrent(torch.nn.Module):
     """A recurrent network over a sequence whose steps it takes one by one."""

@@ -9,9 +9,11 @@ import torch
 from planner.plan_types.decisions import Accumulation, Freeze, Optimizer, OptimizerKernel, Precision
 from planner.recording.graft_optimizer import can_be_grafted, graft_update
 from planner.recording.step_graph import Category, Phase, StepGraph
-from planner.rewrite.certificate import start_update
+from planner.rewrite.rehearse import start_update
 from planner.workload.workload import workload
 from tests.support.workloads import BARE, example, transformer, what_if
+
+pytestmark = pytest.mark.slow
 
 UPDATES = {
     "8 bits": Optimizer(),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
 
+import networkx
 import pytest
 import torch
 
@@ -13,7 +15,9 @@ from planner.plan_types.decisions import Accumulation, Checkpoint, Optimizer, Pr
 from planner.recording.fx_graph import to_fx
 from planner.recording.step_graph import Category, Phase
 from planner.workload.workload import workload
-from tests.support.workloads import BARE, CARD, certifying_graph, plain, transformer, what_if
+from tests.support.workloads import BARE, CARD, EXAMPLES, certifying_graph, plain, transformer, what_if
+
+pytestmark = pytest.mark.slow
 
 
 def mlp(*, batch: int = 64, width: int = 32) -> torch.nn.Sequential:
@@ -64,6 +68,33 @@ def test_a_user_can_have_the_recorded_graph():
     work = mlp()
     graph = planner.record(work.model, work.batch, loss_fn=mean_square, gpu="bare")
     assert {node.meta["step"] for node in graph.nodes if node.op == "call_function"} == {0, 1}
+
+
+def test_the_recorded_graph_is_one_of_networkx_with_bytes_on_nodes_and_edges():
+    work = mlp()
+    graph = planner.record(work.model, work.batch, loss_fn=mean_square, gpu="bare")
+    ops = planner.to_networkx(graph)
+    assert networkx.is_directed_acyclic_graph(ops)
+    products = [node for node, name in ops.nodes(data="name") if name == "aten.addmm.default"]
+    first, last = products[:2]
+    assert ops.nodes[first]["module"] == "0" and ops.nodes[first]["phase"] == "forward"
+    assert ops.nodes[first]["bytes"] == 64 * 32 * 4 and ops.nodes[first]["flops"] == 2 * 64 * 32 * 32
+    assert networkx.has_path(ops, first, last)
+    relu = next(node for node in ops.successors(first) if ops.nodes[node]["name"] == "aten.relu.default")
+    assert ops.edges[first, relu]["bytes"] == 64 * 32 * 4
+    tensors = planner.to_networkx(graph, storages=True)
+    size_bytes, _ = networkx.minimum_cut(tensors, first, last, capacity="bytes")
+    assert size_bytes == 64 * 32 * 4  # the activation between the layers, once, although relu and backward read it
+
+
+def test_the_example_for_graphs_finds_the_tensor_between_two_layers():
+    example = runpy.run_path(str(EXAMPLES / "step_graph.py"))
+    graph = example["record"](depth=3, width=8, samples=16)
+    ops = planner.to_networkx(graph)
+    assert ops.nodes[example["largest_op"](ops)]["bytes"] > 0
+    products = [node for node, name in ops.nodes(data="name") if name == "aten.addmm.default"]
+    size_bytes, tensors = example["cheapest_checkpoint"](graph, products[0], products[5])
+    assert size_bytes == 16 * 8 * 4 and len(tensors) == 1
 
 
 def test_dropout_and_attention_are_the_kernels_of_the_card():

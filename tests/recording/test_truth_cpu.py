@@ -1,4 +1,4 @@
-"""A rehearsal against the truth: the same recorder watches the same two steps rehearsed, and really run on the CPU.
+"""A rehearsal compared with a real run: one recorder watches the same two steps rehearsed, and run on the CPU.
 
 Everything is equal, to the byte and in order: ops, storages, births and deaths. What differs has a test of its own,
 which says why and by exactly how much.
@@ -13,6 +13,8 @@ import pytest
 
 from planner.recording.step_graph import Op, StepGraph, Storage
 from tests.support.truth import CASES, rehearsal, truth
+
+pytestmark = pytest.mark.slow
 
 EXCEPTIONS = ("in-place, sliced", "bf16 autocast")
 """Each has its own test below."""

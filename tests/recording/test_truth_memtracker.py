@@ -32,6 +32,8 @@ from tests.support.truth import (
 )
 from tests.support.workloads import CARD
 
+pytestmark = pytest.mark.slow
+
 STEPS = 2
 
 

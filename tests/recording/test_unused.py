@@ -10,6 +10,8 @@ from planner.choose.chooser import TIE
 from planner.errors import DecisionError
 from planner.plan_types.decisions import micro_batches_of
 
+pytestmark = pytest.mark.slow
+
 
 class Blocks(torch.nn.Module):
     """A chain of blocks, and a large layer that no forward calls."""

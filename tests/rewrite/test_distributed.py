@@ -15,20 +15,22 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import planner
-import planner.space.outer_choices
+import planner.space.search_space
 from planner import rewrite
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Accumulation, Checkpoint, ChunkedLoss, StepInBackward
 from tests.support.training import plan_for, seeded
 
+pytestmark = pytest.mark.slow
+
 UNEVEN = Accumulation(micro_batch_size=4, micro_batches=2)
-"""For batches of 6 samples: 4, then 2."""
+"""Splits batches of 6 samples into 4 and 2."""
 BLOCKS = Checkpoint(modules=("first", "second"))
 CHUNKS = ChunkedLoss(module="head", chunks=3)
 
 
 class Language(nn.Module):
-    """A mean over labels that count, in double; a block that is called twice, and a weight that is never used."""
+    """A language model in double with a block that is called twice, and optionally a weight that is never used."""
 
     def __init__(self, sparse: bool = False, unused: bool = False) -> None:
         super().__init__()
@@ -45,7 +47,7 @@ class Language(nn.Module):
 
 
 def batch_of(rank: int, samples: int = 6) -> dict[str, torch.Tensor]:
-    """Each process has its own, whose samples have different numbers of labels that count."""
+    """The batch of a process. Its samples have different numbers of labels that are not ignored."""
     ids = torch.arange(5 * samples).view(samples, 5) * (rank + 3) % 12
     skipped = torch.arange(5) > (torch.arange(samples) + rank).unsqueeze(1) % 5
     return {"ids": ids, "labels": ids.masked_fill(skipped, -100)}
@@ -56,7 +58,7 @@ def sgd(parameters) -> torch.optim.Optimizer:
 
 
 def expected(sizes: tuple[int, int] = (6, 6), **options) -> dict[str, torch.Tensor]:
-    """Mean of the gradients that each process has of its whole batch, by the model as it was."""
+    """Mean over the processes of the gradient of the whole batch, by the original model."""
     found: dict[str, torch.Tensor] = {}
     for rank, samples in enumerate(sizes):
         model = seeded(Language, **options)
@@ -68,7 +70,7 @@ def expected(sizes: tuple[int, int] = (6, 6), **options) -> dict[str, torch.Tens
 
 
 def off_by(step: Callable[[], Any], model: nn.Module, optimizer, wanted: dict[str, torch.Tensor]) -> float:
-    """Largest relative error of a gradient that the optimizer is shown."""
+    """Largest relative error of the gradients that the optimizer gets."""
     shown: dict[str, torch.Tensor] = {}
 
     def note(*_: object) -> None:
@@ -87,7 +89,7 @@ def applied(*decisions, **options):
 
 
 def through(rank: int, *decisions, sizes: tuple[int, int] = (6, 6), ddp: dict | None = None, **options) -> float:
-    """The rewritten step, given the wrapper, must ask for the gradients of all once."""
+    """The rewritten step with the wrapper must reduce gradients once."""
     result = applied(*decisions, **options)
     wrapper, asked = DistributedDataParallel(result.module, **(ddp or {})), []
     if not options.get("sparse"):
@@ -107,7 +109,7 @@ def through(rank: int, *decisions, sizes: tuple[int, int] = (6, 6), ddp: dict | 
 
 
 def own_loop(rank: int, *decisions) -> float:
-    """A loop of the user's own around the rewritten module."""
+    """A training loop of the user around the rewritten module."""
     result = applied(*decisions)
     wrapper = DistributedDataParallel(result.module)
 
@@ -119,7 +121,7 @@ def own_loop(rank: int, *decisions) -> float:
 
 
 def emitted(rank: int, *decisions) -> float:
-    """An emitted file is given the wrapper for the model: it asks for gradients with each micro-batch."""
+    """An emitted file gets the wrapper as its model, and reduces gradients with each micro-batch."""
     file: dict[str, Any] = {}
     plan = plan_for(seeded(Language), batch_of(0), *decisions, optimizer="sgd")
     exec(compile(rewrite.source(plan), "train_step.py", "exec"), file)
@@ -171,7 +173,7 @@ def told_by(case: Callable[[int], Any], rank: int) -> Any:
 
 
 def train(rank: int, folder: str) -> None:
-    """One of two processes: what came out of each case goes to a file."""
+    """Runs one of two processes, and writes the result of each case to a file."""
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2,
@@ -209,11 +211,11 @@ def test_what_would_train_apart_is_refused_by_name(case, found):
         assert str(one[case]).startswith(REFUSED[case][1])
 
 
-def test_each_may_train_by_itself_where_that_is_said(found):
+def test_each_may_train_alone_where_that_is_said(found):
     assert [one["by itself"] for one in found] == [True, True]
 
 
 def test_among_several_processes_no_step_in_backward_is_planned(monkeypatch):
-    monkeypatch.setattr(planner.space.outer_choices, "several_processes", lambda: True)
+    monkeypatch.setattr(planner.space.search_space, "several_processes", lambda: True)
     with pytest.raises(DecisionError, match="step-in-backward is forced, but gradients of several processes are added"):
         planner.plan(seeded(Language), batch_of(0), vram="1GiB", gpu="bare", force=("step-in-backward",))

@@ -18,7 +18,7 @@ from tests.support.training import Perceptron, cross_entropy, plan_for, rewritte
 
 FP16, BF16 = Precision(dtype="fp16"), Precision(dtype="bf16")
 UNEVEN = Accumulation(micro_batch_size=4, micro_batches=2)
-"""For batches of 6 samples: 4, then 2."""
+"""Splits batches of 6 samples into 4 and 2."""
 
 
 def adamw(parameters) -> torch.optim.Optimizer:
@@ -30,7 +30,7 @@ def halving(optimizer: torch.optim.Optimizer) -> StepLR:
 
 
 class Live:
-    """A rewritten step."""
+    """Trains by a rewritten step."""
 
     def __init__(self, *decisions, **options) -> None:
         result = rewritten(
@@ -42,7 +42,7 @@ class Live:
 
 
 class Emitted:
-    """The same from an emitted file."""
+    """Trains by the step of an emitted file."""
 
     def __init__(self, *decisions, max_grad_norm: float | None = None) -> None:
         file: dict[str, Any] = {}
@@ -142,7 +142,9 @@ def test_schedulers_that_cannot_be_stepped_here_are_refused():
         rewritten(seeded(Perceptron), scheduler=lambda optimizer: 0.1, **options)
     model = seeded(Perceptron)
     plan = plan_for(model, vectors(6), loss_fn=cross_entropy)
-    with pytest.raises(WorkloadError, match="StepLR belongs to one optimizer, and each run has its own"):
+    with pytest.raises(
+        WorkloadError, match="StepLR belongs to one optimizer, and each run has its own: give a function"
+    ):
         rewrite.verify(
             plan, model, vectors(6), loss_fn=cross_entropy, scheduler=halving(adamw(model.parameters()))
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Sparse gradients stay sparse, count duplicates once, and are refused by name where an optimizer cannot take them."""
+"""Sparse gradients stay sparse, add up duplicates, and are refused if the optimizer does not support them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from planner.rewrite import source
 from tests.support.training import cross_entropy, plan_for, rewritten, seeded, train, verified
 
 UNEVEN = Accumulation(micro_batch_size=4, micro_batches=2)
-"""For batches of 6 samples: 4, then 2."""
+"""Splits batches of 6 samples into 4 and 2."""
 
 
 class Words(nn.Module):
-    """Sparse gradients alone, with rows that come several times in a sample, in a part and in all parts."""
+    """A model with sparse gradients only, with rows that repeat within a sample and across micro-batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Words(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Sparse and dense gradients."""
+    """A model with sparse and dense gradients."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Stopping and going on gives the same bits as not having stopped, and never goes on from another plan."""
+"""A resumed training gives the same bits as one without a stop; a state of another plan is refused."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_state_of_another_plan_is_refused_and_nothing_changes():
     before = copy.deepcopy(other.optimizer.state_dict())
     message = (
         r"^the state was saved under another plan \(it had 'recompute 2 modules in backward: first, twice', this one "
-        r"has 'recompute 1 module in backward: twice; 2 micro-batches of 4 samples'\): apply that plan, or begin with "
+        r"has 'recompute 1 module in backward: twice; 2 micro-batches of 4 samples'\): apply that plan, or start with "
         r"new optimizer state$"
     )
     with pytest.raises(PlanFileError, match=message):

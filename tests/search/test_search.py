@@ -1,4 +1,4 @@
-"""The search against its oracle: every answer on small problems is what trying everything gives."""
+"""The search compared with brute force: on small problems every answer is the best of all selections."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 
+import networkx
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,10 +17,12 @@ from hypothesis import strategies as st
 from planner.errors import PlannerError
 from planner.search import brute, curve, milp
 from planner.search.integer_program import Program, solver_of
-from planner.search.linear_rows import Row, RowSource, cover
+from planner.search.linear_rows import Row, RowKey, RowSource, cover
 from planner.search.problem import CheckpointProblem, Hold, Recompute
 from planner.search.reduce import normal_form, reduce
 from planner.search.symmetry import fold
+
+pytestmark = [pytest.mark.slow, pytest.mark.no_torch]
 
 SIZES = (lambda rng: 1, lambda rng: 512, lambda rng: 10**9 + 7, lambda rng: 10**11 + rng.randint(0, 3))
 """Bytes are multiples of one of these: small, allocator-like, odd, and large with differences of one byte."""
@@ -365,6 +368,51 @@ def test_a_condition_is_bounded_by_each_chain_of_its_units() -> None:
     source = RowSource(reduce(problem, 0))
     (number,) = source.column_of
     assert [row.columns.tolist() for row in source.links(number)] == [[3, 0, 1], [3, 0, 2]]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_cliques_of_nested_units_are_all_maximal_cliques(seed: int) -> None:
+    rng = random.Random(seed)
+    count = rng.randint(2, 12)
+    tree = random_tree(rng, count)
+    variants = tuple(tuple(2 * unit + k for unit in path for k in (0, 1)) for path in tree)  # two units per module
+    hold = Hold(size_bytes=8, start=0, stop=2, unless=tuple((u,) for u in range(2 * count)), when=())
+    problem = CheckpointProblem(
+        fixed_bytes=np.array([1, 1]), holds=(hold,), recomputes=(), cost_ns=(1,) * (2 * count), paths=variants
+    )
+    reduced = reduce(problem, 0)
+    graph = networkx.Graph()
+    graph.add_nodes_from(range(2 * count))
+    graph.add_edges_from((unit, other) for unit, others in enumerate(reduced.exclusive) for other in others)
+    units = sorted(rng.sample(range(2 * count), rng.randint(1, 2 * count)))
+    expected = sorted(tuple(sorted(clique)) for clique in networkx.find_cliques(graph.subgraph(units)))
+    assert RowSource(reduced)._cliques(units) == expected
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_folding_finds_the_classes_of_colour_refinement(seed: int) -> None:
+    rng = random.Random(seed)
+    problem = layered_problem(rng)
+    source = RowSource(reduce(problem, 0))
+    events = range(len(problem.fixed_bytes))
+    program = Program(
+        cost=np.append(problem.cost_ns, [0] * (source.column_count - len(problem.cost_ns))),
+        limit=source.limits(),
+        integral=np.ones(source.column_count, bool),
+        rows=(*source.paths(), *source.rows([RowKey(event=event) for event in events], 10**6)),
+    )
+    graph = networkx.Graph()
+    for column in range(source.column_count):
+        graph.add_node(column, colour=f"{program.cost[column]} {program.limit[column]}")
+    for number, row in enumerate(program.rows):
+        graph.add_node(("row", number), colour=f"row {row.upper}")
+        for column, coefficient in zip(row.columns.tolist(), row.coefficients.tolist(), strict=True):
+            graph.add_edge(("row", number), column, coefficient=str(coefficient))
+    colours = networkx.weisfeiler_lehman_subgraph_hashes(
+        graph, edge_attr="coefficient", node_attr="colour", iterations=2 * len(graph)
+    )
+    last = [colours[column][-1] for column in range(source.column_count)]
+    assert fold(program).class_of.tolist() == [list(dict.fromkeys(last)).index(colour) for colour in last]
 
 
 def test_folding_joins_equal_columns_and_keeps_the_optimum() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.search.threshold import first_true
+
+pytestmark = pytest.mark.no_torch
 
 
 @given(count=st.integers(0, 200), threshold=st.integers(0, 220), guess=st.integers(-5, 220))

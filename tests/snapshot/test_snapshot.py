@@ -30,6 +30,8 @@ from planner.estimate.allocation_stream import signed_sizes
 from planner.plan_types.sizes import GIB, MIB
 from planner.snapshot import load, main, recorded_stream, replay_history
 
+pytestmark = pytest.mark.no_torch
+
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE_BYTES = 2 * MIB
 NATIVE = AllocatorSettings()
@@ -274,7 +276,7 @@ def test_the_device_is_chosen_by_its_number(tmp_path):
     path = _written(data, tmp_path / "snapshot.pickle")
     assert replay_history(load(path, device=2)).is_equal
     (note,) = load(path).notes
-    assert note == "devices 0, 2 have events: this is device 0"
+    assert note == "devices 0, 2 have events, and this is device 0: choose another one with --device"
     with pytest.raises(SnapshotError, match="no events of device 1: choose one of 0, 2"):
         load(path, device=1)
 

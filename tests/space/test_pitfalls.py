@@ -12,10 +12,12 @@ import planner
 from planner.errors import DecisionError, WorkloadError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decisions import Accumulation, Fidelity, Optimizer
-from planner.rewrite.certificate import start_rehearsal
-from planner.space.outer_choices import SearchSpace, offer
+from planner.rewrite.rehearse import start_rehearsal
+from planner.space.search_space import SearchSpace, search_space
 from planner.workload.workload import workload
 from tests.support.workloads import BARE, plain
+
+pytestmark = pytest.mark.slow
 
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
@@ -77,18 +79,18 @@ def test_a_norm_over_each_sample_of_images_may_be_accumulated():
 
 def test_accumulation_is_not_offered_over_recorded_batch_statistics_but_may_be_forced():
     work = task(model_with())
-    assert len(offer(work, BARE, constraints(), batch_statistics=(), chunks=None).splits) > 1
-    offered = offer(work, BARE, constraints(), batch_statistics=("norm",), chunks=None)
+    assert len(search_space(work, BARE, constraints(), batch_statistics=(), chunks=None).splits) > 1
+    offered = search_space(work, BARE, constraints(), batch_statistics=("norm",), chunks=None)
     assert [split.micro_batches for split in offered.splits] == [1]
     assert "no accumulation: 'norm' normalises over the micro-batch" in " ".join(offered.notes)
-    forced = offer(work, BARE, constraints("accumulation"), batch_statistics=("norm",), chunks=None)
+    forced = search_space(work, BARE, constraints("accumulation"), batch_statistics=("norm",), chunks=None)
     assert min(split.micro_batches for split in forced.splits) == 2
     assert "accumulation is forced although 'norm' normalises over the micro-batch" in " ".join(forced.notes)
 
 
 def test_accumulation_of_a_single_sample_cannot_be_forced():
     with pytest.raises(DecisionError, match="accumulation is forced, but the batch is a single sample"):
-        offer(task(model_with(), samples=1), BARE, constraints("accumulation"), batch_statistics=(), chunks=None)
+        search_space(task(model_with(), samples=1), BARE, constraints("accumulation"), batch_statistics=(), chunks=None)
 
 
 def test_a_plan_over_a_functional_batch_norm_splits_the_batch_only_when_told_to_and_says_so():
@@ -125,14 +127,17 @@ def in_groups(parameters):
 
 
 KEPT = {
-    "sgd by name": ("sgd", "sgd has no 8-bit twin"),
-    "sgd": (lambda p: torch.optim.SGD(p), "SGD has no 8-bit twin"),
+    "sgd by name": ("sgd", "sgd has no 8-bit counterpart"),
+    "sgd": (lambda p: torch.optim.SGD(p), "SGD has no 8-bit counterpart"),
     "amsgrad": (lambda p: torch.optim.AdamW(p, amsgrad=True), "neither amsgrad nor maximize"),
     "maximize": (lambda p: torch.optim.AdamW(p, maximize=True), "neither amsgrad nor maximize"),
-    "adam with weight decay": (lambda p: torch.optim.Adam(p, weight_decay=0.1), "Adam's weight decay is not AdamW's"),
-    "weight decay in one group": (in_groups, "Adam's weight decay is not AdamW's"),
-    "a subclass of AdamW": (OwnAdamW, "OwnAdamW has no 8-bit twin"),
-    "an optimizer that has stepped": (stepped, "holds state already"),
+    "adam with weight decay": (
+        lambda p: torch.optim.Adam(p, weight_decay=0.1),
+        "Adam's weight decay differs",
+    ),
+    "weight decay in one group": (in_groups, "Adam's weight decay differs"),
+    "a subclass of AdamW": (OwnAdamW, "OwnAdamW has no 8-bit counterpart"),
+    "an optimizer that has stepped": (stepped, "already holds state"),
 }
 REPLACED = {
     "adamw by name": "adamw",
@@ -145,7 +150,9 @@ REPLACED = {
 def offered_for(optimizer, *forced: str, dtype: torch.dtype = torch.float32) -> SearchSpace:
     model = model_with().to(dtype)
     live = optimizer if isinstance(optimizer, str) else optimizer(model.parameters())
-    return offer(task(model, dtype=dtype, optimizer=live), BARE, constraints(*forced), batch_statistics=(), chunks=None)
+    return search_space(
+        task(model, dtype=dtype, optimizer=live), BARE, constraints(*forced), batch_statistics=(), chunks=None
+    )
 
 
 @needs_bitsandbytes
@@ -177,7 +184,10 @@ def test_parameters_in_double_precision_keep_their_state():
 @needs_bitsandbytes
 def test_frozen_parameters_in_double_precision_do_not_matter():
     model = model_with(torch.nn.Linear(8, 8).double().requires_grad_(False))
-    assert offer(task(model), BARE, constraints(), batch_statistics=(), chunks=None).optimizers == ((), (Optimizer(),))
+    assert search_space(task(model), BARE, constraints(), batch_statistics=(), chunks=None).optimizers == (
+        (),
+        (Optimizer(),),
+    )
 
 
 @needs_bitsandbytes

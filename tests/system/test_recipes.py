@@ -1,4 +1,4 @@
-"""What people come with: their models and recipes, made small, planned and trained."""
+"""Models and recipes that users bring, made small, planned and trained."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from planner.plan_types.decisions import Accumulation, Checkpoint, Optimizer, Pr
 from planner.workload.workload import workload
 from tests.support.training import roberta, seeded, tokens
 from tests.support.workloads import CARD, what_if
+
+pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"

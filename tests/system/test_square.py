@@ -1,4 +1,4 @@
-"""The square: what the search promises for a selection is what rehearsing the rewritten step gives."""
+"""The peak that the search promises for a selection equals the peak of the rehearsed rewritten step."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from planner.plan_types.constraints import Constraints
 from planner.plan_types.decisions import KINDS, Checkpoint, Fidelity, Precision, Replay
 from planner.workload.workload import workload
 from tests.support.workloads import BARE, CARD, example, plain, transformer, units, what_if
+
+pytestmark = pytest.mark.slow
 
 
 class InPlace(torch.nn.Module):

@@ -12,10 +12,12 @@ import torch
 from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Precision
 from planner.virtual_gpu import fake_tensor_cache
 from planner.virtual_gpu.backend import Target, VirtualGpuMode, install
-from planner.virtual_gpu.fake_tensor_cache import CallMemo
+from planner.virtual_gpu.fake_tensor_cache import FakeTensorCache
 from planner.virtual_gpu.forked_process import run_in_child
 from planner.workload.workload import Workload
 from tests.support.workloads import CARD, certifying_graph, example, transformer
+
+pytestmark = pytest.mark.slow
 
 
 def tensors() -> list[torch.Tensor]:
@@ -105,7 +107,7 @@ def called(times: int) -> dict[str, object]:
 @pytest.fixture
 def without_memory(monkeypatch):
     def switch() -> None:
-        monkeypatch.setattr(CallMemo, "__call__", lambda self, func, args, kwargs, run: run())
+        monkeypatch.setattr(FakeTensorCache, "__call__", lambda self, func, args, kwargs, run: run())
 
     return switch
 

@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import planner
 from planner.errors import PlannerError, RehearsalProcessError, WorkloadError
 
+pytestmark = pytest.mark.slow
+
 CALLER = os.getpid()
 
 
@@ -259,7 +261,7 @@ def test_a_backward_that_pytorch_refuses_in_a_fork_is_told_so_in_one_line(given,
         )
 
     monkeypatch.setattr(torch.Tensor, "backward", refuse)
-    with pytest.raises(PlannerError, match="plan before the first backward, or in a process of its own") as failure:
+    with pytest.raises(PlannerError, match="plan before the first backward, or in a separate process") as failure:
         plan(given)
     assert isinstance(failure.value, RehearsalProcessError)
     assert "\n" not in str(failure.value)

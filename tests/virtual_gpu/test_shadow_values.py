@@ -13,6 +13,8 @@ from planner.recording.step_graph import Category, Phase
 from planner.workload.workload import workload
 from tests.support.workloads import BARE, CARD, certifying_graph, plain, transformer, what_if
 
+pytestmark = pytest.mark.slow
+
 
 class Asking(nn.Module):
     """A linear layer whose forward calls `ask` with the input and keeps the answer."""
@@ -87,15 +89,15 @@ def test_what_follows_from_shapes_and_constants_is_answered_truly(case):
     ids=["a sum", "a position", "a selection", "overwritten by the batch", "chance"],
 )
 def test_what_follows_from_the_batch_is_refused_with_its_line(ask):
-    with pytest.raises(RehearsalError, match=r"in module.*test_known_values.py:\d+; rewrite that line"):
+    with pytest.raises(RehearsalError, match=r"in module.*test_shadow_values.py:\d+; rewrite that line"):
         recorded(ask)
 
 
 def test_a_mask_of_the_batch_is_assumed_to_be_full_and_it_is_told():
     batch = {"x": torch.zeros(2, 4), "attention_mask": torch.ones(2, 4, dtype=torch.long)}
     (told,) = answered(lambda x, mask: bool((mask == 1).all()), True, batch=batch)
-    assert "masks of the batch are all true: in module 'the model itself' at" in told
-    assert "test_known_values.py:" in told
+    assert "sequences have full length: in module 'the model itself' at" in told
+    assert "test_shadow_values.py:" in told
 
 
 def test_routing_is_assumed_to_be_balanced():
@@ -104,7 +106,7 @@ def test_routing_is_assumed_to_be_balanced():
         return [int((experts == number).sum()) for number in range(2)]
 
     (told,) = answered(ask, [1, 1])
-    assert "experts are balanced" in told
+    assert "experts that receive equal numbers of tokens" in told
 
 
 def test_a_check_passes_whatever_the_values_are():
@@ -114,7 +116,7 @@ def test_a_check_passes_whatever_the_values_are():
         return 1
 
     (told,) = answered(ask, 1)
-    assert "checks on values pass" in told
+    assert "every check on tensor values (assert, or `if ...: raise`) passes" in told
 
 
 def test_assumptions_are_notes_of_the_plan():
@@ -122,7 +124,7 @@ def test_assumptions_are_notes_of_the_plan():
         return 0 if torch.rand([]) < 0.1 else 1
 
     plan = planner.plan(Asking(ask), torch.zeros(2, 4), vram=None, gpu="bare")
-    assert any("random numbers that decide something are all 0.5" in note for note in plan.notes)
+    assert any("random numbers that the code branches on are all 0.5" in note for note in plan.notes)
 
 
 def test_weights_of_a_recurrent_net_and_their_gradients_are_one_buffer_each():

@@ -10,11 +10,13 @@ import torch
 import planner
 from planner import profiles
 from planner.errors import SizeError
-from planner.pipeline import card_and_budget
 from planner.plan_types.sizes import GIB
 from planner.rewrite import apply
 from planner.workload import cards
+from planner.workload.budget import card_and_budget
 from tests.support.training import Perceptron, cross_entropy, plan_for, seeded, vectors
+
+pytestmark = pytest.mark.slow
 
 SMALL_CARD = profiles.load("rtx-2060")
 

@@ -6,8 +6,8 @@ import pytest
 
 from planner import profiles
 from planner.errors import DeviceProfileError
-from planner.pipeline import card_and_budget
 from planner.workload import cards
+from planner.workload.budget import card_and_budget
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def at_hand(monkeypatch):
         facts = profiles.CardFacts(
             cuda_name=name, compute_capability=(8, 9), sm_count=46, max_threads_per_sm=1536, vram_bytes=vram_bytes
         )
-        monkeypatch.setattr(cards, "_card_here", lambda: facts)
+        monkeypatch.setattr(cards, "_present_card_facts", lambda: facts)
 
     return put
 
@@ -52,6 +52,6 @@ def test_a_plan_for_an_unlisted_card_is_made_again_on_it_alone(at_hand, monkeypa
     at_hand("NVIDIA GeForce RTX 4070")
     card = cards.resolve_card(None, None)
     assert cards.resolve_card(card.name, None) == card
-    monkeypatch.setattr(cards, "_card_here", lambda: None)
-    with pytest.raises(DeviceProfileError, match="that is not here: name one"):
+    monkeypatch.setattr(cards, "_present_card_facts", lambda: None)
+    with pytest.raises(DeviceProfileError, match="this machine has no CUDA card: name a card"):
         cards.resolve_card(card.name, None)

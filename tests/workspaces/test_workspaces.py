@@ -13,6 +13,8 @@ from planner.workspaces import FORMULAS, formula_of, is_known
 from planner.workspaces.reductions import reduction
 from planner.workspaces.registry import KernelCall, Layout, takes_scratch
 
+pytestmark = pytest.mark.no_torch
+
 H100 = profiles.load("h100")
 
 
@@ -70,9 +72,9 @@ def test_a_merged_view_of_a_tensor_reduces_alike(shape, reduced, sms):
 
 
 def test_an_op_gets_one_formula():
-    with pytest.raises(ValueError, match="listed already"):
+    with pytest.raises(ValueError, match="already listed"):
         takes_scratch("aten.sum.dim_IntList")(lambda call, card: [])
-    with pytest.raises(ValueError, match="listed already"):
+    with pytest.raises(ValueError, match="already listed"):
         takes_scratch("aten.cat.default")(lambda call, card: [])
 
 

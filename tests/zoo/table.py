@@ -193,14 +193,14 @@ def hf(name: str, head: str, settings: dict[str, Any], batch: Callable[[], Any],
 
 MOE = {**DECODER, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
-RESERVE = "cuDNN keeps"
-MASKS = "masks of the batch are all true"
-DROPS = "random numbers that decide something are all 0.5"
+RESERVE = "cuDNN saves"
+MASKS = "all masks of the batch are true everywhere"
+DROPS = "random numbers that the code branches on are all 0.5"
 LABELLED = "no label of the batch is ignored"
-CHECKS = "checks on values pass"
-DRAWS = "random choices .* fall in order"
+CHECKS = "every check on tensor values .* passes"
+DRAWS = "return their possible values in ascending order"
 MATCHED = "predictions are matched to targets in order"
-BALANCED = "experts are balanced"
+BALANCED = "experts that receive equal numbers of tokens"
 TRANSFORMERS = (
     # encoders
     hf("bert", "BertForMaskedLM", TEXT, text),
@@ -811,7 +811,7 @@ TORCH = (
     plain("in place", simple(in_place)),
     plain("control flow on shapes", simple(control_flow_on_shapes)),
     plain("control flow on values", simple(control_flow_on_values), refused=r"plain_models.py:\d+; rewrite that line"),
-    plain("a check of values", simple(a_check_of_values), assumes="checks on values pass"),
+    plain("a check of values", simple(a_check_of_values), assumes=CHECKS),
     plain("known values", simple(known_values)),
     plain("numbers of the batch", simple(numbers_of_the_batch), refused=r"plain_models.py:\d+; rewrite that line"),
     plain("full backward hook", full_backward_hook),

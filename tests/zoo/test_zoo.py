@@ -11,11 +11,13 @@ import pytest
 from planner.errors import PlannerError
 from planner.plan_types.decisions import Precision
 from planner.recording.step_graph import Category, Phase, StepGraph
-from planner.rewrite.certificate import start_rehearsal
+from planner.rewrite.rehearse import start_rehearsal
 from planner.virtual_gpu.forked_process import Child
 from planner.workload.workload import Workload, workload
 from tests.support.workloads import BARE
 from tests.zoo.table import TORCH, TRANSFORMERS, Entry
+
+pytestmark = pytest.mark.slow
 
 ENTRIES = (*TRANSFORMERS, *TORCH)
 _STAYS = (Category.PARAMETER, Category.OPTIMIZER_STATE, Category.INPUT)

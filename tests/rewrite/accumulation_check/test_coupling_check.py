@@ -1,4 +1,4 @@
-"""The gradient of a batch is held against that of its parts, on a few samples, before anything is trained."""
+"""Before anything is trained, the gradient of a few samples is compared with that of two halves of them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from planner import rewrite
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Offload, Precision, Replay
 from planner.rewrite.accumulation_check import gradient_probe, object_snapshot
-from planner.rewrite.accumulation_check.batch_independent_random import SteadyRandom
+from planner.rewrite.accumulation_check.batch_independent_random import BatchIndependentRandom
 from planner.rewrite.accumulation_check.gradient_probe import sampled_gradient
 from planner.rewrite.accumulation_check.sample_choice import amounts_of_padding, probe_pairs
-from planner.rewrite.accumulation_check.side_effects import SideEffectGuard, _CopiesOfWritten
+from planner.rewrite.accumulation_check.side_effects import SideEffectGuard, _CopyOnWrite
 from tests.support.counting_device import Counting
-from tests.support.training import Perceptron, plan_for, seeded, vectors
+from tests.support.training import Perceptron, plan_for, seeded, vectors, without_coupling_check
+
+pytestmark = pytest.mark.slow
 
 SAMPLES, LENGTH = 16, 24
 
 
 class Speaker(nn.Module):
-    """A small language model, as it is initialised: its loss is about the same for all samples."""
+    """A small language model at its initialisation, where the loss is about the same for all samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +48,7 @@ class Speaker(nn.Module):
 
 
 def padded(first: int = 0) -> tuple[torch.Tensor]:
-    """Samples of uneven lengths from a first one on, and padding of zeros behind."""
+    """Token ids padded with zeros. Samples from `first` on have uneven lengths, those before have full length."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, 500, (SAMPLES, LENGTH), generator=generator)
     lengths = torch.randint(3, LENGTH, (SAMPLES, 1), generator=generator)
@@ -98,7 +100,7 @@ def noisy_mean(output: torch.Tensor, batch: tuple) -> torch.Tensor:
 
 
 def cancelled(output: torch.Tensor, batch: tuple) -> torch.Tensor:
-    """Whose value says little: it is near zero."""
+    """A loss whose value is always near zero, but whose gradient is not."""
     cost = costs(output, batch).mean(1)
     return (cost - cost.detach()).mean()
 
@@ -141,9 +143,9 @@ def test_a_mean_that_no_function_tells_is_refused_where_all_samples_cost_alike(l
 @pytest.mark.parametrize(("parts", "decisions"), EACH_PRECISION)
 @pytest.mark.parametrize("loss_fn", [each_sample, noisy_mean, cancelled])
 def test_a_mean_over_samples_is_not_refused(loss_fn, parts, decisions, caplog):
-    with caplog.at_level(logging.WARNING, "rewrite"):
+    with caplog.at_level(logging.WARNING, "planner.rewrite"):
         step_of(loss_fn, *PARTS[parts], *decisions).step(padded())
-    told = caplog.text.count("it is zero, or no number")
+    told = caplog.text.count("it is zero, or not finite")
     assert len(caplog.records) == told == (loss_fn is cancelled and PARTS[parts][0] < (4 if decisions else 2))
 
 
@@ -156,11 +158,11 @@ def test_a_mean_over_samples_is_not_refused(loss_fn, parts, decisions, caplog):
     ],
     ids=lambda decision: decision.kind,
 )
-def test_it_is_looked_at_through_what_the_plan_rewrote(decision, caplog):
+def test_it_is_compared_through_what_the_plan_rewrote(decision, caplog):
     with pytest.raises(DecisionError, match="the gradient of 4 samples comes out"):
         step_of(masked, 4, 4, decision).step(padded())
     result = step_of(each_sample, 4, 4, decision)
-    with caplog.at_level(logging.INFO, "rewrite"):
+    with caplog.at_level(logging.INFO, "planner.rewrite"):
         result.step(padded())
     assert not caplog.records
 
@@ -188,7 +190,7 @@ def test_numbers_that_are_drawn_are_those_that_would_be():
     for tried in (True, False):
         result = step_of(noisy, 4, 4)
         if not tried:
-            result.step.check_weights(None)
+            without_coupling_check(result)
         own.manual_seed(5)
         torch.manual_seed(3)
         drawn.append((result.step(padded()), torch.get_rng_state(), own.get_state()))
@@ -196,7 +198,7 @@ def test_numbers_that_are_drawn_are_those_that_would_be():
 
 
 class Reentrant(Speaker):
-    """Its checkpoints give gradients to `backward` alone: values are compared."""
+    """Reentrant checkpoints support `backward` but not `autograd.grad`, so values of the loss are compared."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embedding(ids)
@@ -209,8 +211,8 @@ def test_without_gradients_to_compare_the_values_are():
     step_of(each_sample, 4, 4, build=Reentrant).step(padded())
 
 
-def test_a_loss_that_takes_gradients_itself_is_tried():
-    """Such as a penalty on them: without a graph it could not be taken."""
+def test_a_loss_that_takes_gradients_itself_is_probed():
+    """For example a gradient penalty, which cannot be computed under `no_grad`."""
 
     def penalty(output, batch):
         (slope,) = torch.autograd.grad(output.square().sum(), output, create_graph=True)
@@ -220,11 +222,11 @@ def test_a_loss_that_takes_gradients_itself_is_tried():
         step_of(penalty, 4, 4).step(padded())
 
 
-def test_what_cannot_be_tried_is_told(caplog):
+def test_what_cannot_be_probed_is_logged(caplog):
     def sampled(output, batch):
         return costs(output, batch).flatten()[torch.multinomial(torch.ones(8), 4)].mean()
 
-    with caplog.at_level(logging.WARNING, "rewrite"):
+    with caplog.at_level(logging.WARNING, "planner.rewrite"):
         step_of(sampled, 4, 4).step(padded())
     assert "could not be tried on parts of a batch" in caplog.text
     assert "multinomial draws random numbers of its own kind" in caplog.text
@@ -233,14 +235,14 @@ def test_what_cannot_be_tried_is_told(caplog):
 CALLS: list[int] = []
 
 
-def test_a_loss_that_depends_on_more_than_the_batch_is_told(caplog):
+def test_a_loss_that_depends_on_more_than_the_batch_is_logged(caplog):
     def warming_up(output, batch):
         CALLS.append(0)
         return costs(output, batch).mean() * len(CALLS)
 
-    with caplog.at_level(logging.WARNING, "rewrite"):
+    with caplog.at_level(logging.WARNING, "planner.rewrite"):
         step_of(warming_up, 4, 4).step(padded())
-    assert "the same samples have another gradient when they are taken again" in caplog.text
+    assert "the same samples have another gradient when it is computed again" in caplog.text
 
 
 def test_padding_is_what_is_commonest():
@@ -249,7 +251,7 @@ def test_padding_is_what_is_commonest():
     assert amounts_of_padding({"ids": ids, "one": torch.ones(3)}, 6).argsort(descending=True)[:2].tolist() == [2, 4]
     assert amounts_of_padding((torch.ones(6, 2),), 6).tolist() == [0.0] * 6
     assert amounts_of_padding((torch.tensor([3, 1, 1, 2]),), 4).argsort(stable=True).tolist() == [1, 2, 3, 0]
-    assert not amounts_of_padding((torch.tensor([3, 1, 0, 2]),), 4).any()  # names of samples
+    assert not amounts_of_padding((torch.tensor([3, 1, 0, 2]),), 4).any()  # identifiers of samples
     assert amounts_of_padding((torch.tensor([3.0, torch.nan, 0.0]),), 3).argsort().tolist() == [2, 0, 1]
     nested = {"of": [{"mask": ids != 0, "nan": torch.full((6,), torch.nan)}]}
     assert amounts_of_padding(nested, 6).argsort()[:2].tolist() == [2, 4]
@@ -258,7 +260,7 @@ def test_padding_is_what_is_commonest():
 @pytest.mark.parametrize(("size", "group"), [(2, 2), (4, 2), (6, 2), (6, 3), (8, 4), (8, 8)])
 def test_groups_that_stay_together_may_be_compared(size, group):
     def ranked(output, batch):
-        """Within each group, as for pairs of a better and a worse answer."""
+        """Compares samples within each group, such as pairs of a better and a worse answer."""
         return sum(each[0] - each.logsumexp(0) for each in costs(output, batch).mean(1).split(group)) / len(output)
 
     batch = (padded()[0].repeat(3, 1)[:24],)
@@ -278,7 +280,7 @@ def test_a_small_batch_of_classes_is_not_refused():
 
 
 class Embedder(nn.Module):
-    """Vectors -> embeddings; in training what the model returns may depend on the batch."""
+    """Maps vectors to embeddings. In training mode the output may depend on the batch."""
 
     def __init__(self, balanced: float = 0.0, zero: bool = False) -> None:
         super().__init__()
@@ -327,14 +329,14 @@ def weighted_by_hand(output: torch.Tensor, batch: tuple) -> torch.Tensor:
 @pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize(("size", "count"), [(2, 16), (8, 4), (16, 2)])
 def test_a_loss_over_pairs_of_a_class_is_refused(size, count, shuffled):
-    """Two samples alone have no loss at all; four of them have."""
+    """The loss of two samples is zero, that of four is not."""
     batch = classes(shuffled)
     with pytest.raises(DecisionError, match="comes out"):
         step_of(supervised_contrastive, size, count, batch=batch, build=Embedder).step(batch)
 
 
 def drawn_together(output: torch.Tensor, batch: tuple) -> torch.Tensor:
-    """Samples of a class; nothing keeps classes apart."""
+    """A loss over pairs of samples of one class, without a term that separates classes."""
     same = (batch[1][:, None] == batch[1][None]) & ~torch.eye(len(output)).bool()
     return (torch.cdist(output, output).square() * same).sum() / same.sum().clamp(min=1)
 
@@ -342,7 +344,7 @@ def drawn_together(output: torch.Tensor, batch: tuple) -> torch.Tensor:
 @pytest.mark.parametrize("loss_fn", [supervised_contrastive, drawn_together])
 @pytest.mark.parametrize(("size", "count"), [(4, 8), (16, 2)])
 def test_pairs_of_a_class_are_found_wherever_they_are(loss_fn, size, count):
-    """No two samples beside each other are of one class, and each class has two."""
+    """Each class has two samples, which are never adjacent."""
     batch = (classes()[0], torch.arange(32) % 16)
     with pytest.raises(DecisionError, match="comes out"):
         step_of(loss_fn, size, count, batch=batch, build=Embedder).step(batch)
@@ -359,7 +361,7 @@ def test_samples_are_chosen_by_labels():
 
 @pytest.mark.parametrize("size", [2, 4, 16])
 def test_weights_by_how_often_a_class_comes_are_refused(size):
-    """Two samples of two classes do not show it, whichever they are."""
+    """The fault does not show in two samples of two classes."""
 
     def balanced(output, batch):
         weight = 1.0 / torch.bincount(batch[1], minlength=8)[batch[1]]
@@ -371,7 +373,7 @@ def test_weights_by_how_often_a_class_comes_are_refused(size):
 
 
 @pytest.mark.parametrize("number", range(6))
-def test_every_large_parameter_is_looked_at(number):
+def test_every_large_parameter_is_compared(number):
     class Branches(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -389,7 +391,7 @@ def test_every_large_parameter_is_looked_at(number):
 
 
 def test_gradients_are_sampled_alike_in_every_layout():
-    """Dense and sparse, real and complex; hooks of the user's own are called, and none is left."""
+    """Covers dense and sparse, real and complex gradients. Hooks of the user are called, and no other hook remains."""
     dense, sparse = nn.Embedding(50, 7), nn.Embedding(50, 7, sparse=True)
     sparse.load_state_dict(dense.state_dict())
     ids, weights = torch.tensor([3, 3, 49, 0]), torch.randn(4, 7)
@@ -420,7 +422,7 @@ class Withheld(torch.autograd.Function):
         return gradient, None
 
 
-def test_a_function_without_a_gradient_is_no_obstacle(caplog):
+def test_a_function_without_a_gradient_is_not_an_obstacle(caplog):
     class Model(Embedder):
         def __init__(self) -> None:
             super().__init__()
@@ -435,8 +437,8 @@ def test_a_function_without_a_gradient_is_no_obstacle(caplog):
     assert not caplog.records
 
 
-def test_a_batch_that_is_not_looked_into_is_told(caplog):
-    """The last of a batch goes to the loss alone."""
+def test_a_batch_that_cannot_be_read_is_logged(caplog):
+    """The last member of the batch is passed to the loss function only."""
     quantized = torch.quantize_per_tensor(torch.randn(32, 3), 0.1, 0, torch.qint8)
 
     def loss(output, batch):
@@ -447,7 +449,7 @@ def test_a_batch_that_is_not_looked_into_is_told(caplog):
     assert "could not be tried" in caplog.text
 
 
-def test_parameters_that_are_made_of_others_are_told(caplog):
+def test_wrapper_tensors_are_logged(caplog):
     class Model(Embedder):
         def __init__(self) -> None:
             super().__init__()
@@ -460,13 +462,13 @@ def test_parameters_that_are_made_of_others_are_told(caplog):
     for _ in range(3):
         result.step(classes())
     assert [record.getMessage() for record in caplog.records] == [
-        "the loss could not be tried on parts of a batch: TwoTensor is made of other tensors"
+        "the loss could not be tried on parts of a batch: TwoTensor is a tensor that wraps others"
     ]
 
 
 @pytest.mark.parametrize("draw", [np.random.rand, lambda n: np.array([random.random() for _ in range(n)])])
-def test_numbers_of_each_sample_that_are_not_torchs_are_told(draw, caplog):
-    """Which sample meets which number depends on the parts: a trial says nothing."""
+def test_numbers_of_each_sample_that_are_not_torchs_are_logged(draw, caplog):
+    """The split changes which sample gets which number, so that a difference means nothing."""
 
     def noisy(output, batch):
         return (F.cross_entropy(output, batch[1], reduction="none") * torch.as_tensor(draw(len(output)))).mean()
@@ -478,7 +480,7 @@ def test_numbers_of_each_sample_that_are_not_torchs_are_told(draw, caplog):
     assert "draws random numbers from numpy or Python" in caplog.text
 
 
-def test_what_draws_other_numbers_in_training_is_tried_in_evaluation(caplog):
+def test_what_draws_other_numbers_in_training_is_probed_in_evaluation(caplog):
     class Masking(Embedder):
         def forward(self, x):
             if self.training:
@@ -492,8 +494,8 @@ def test_what_draws_other_numbers_in_training_is_tried_in_evaluation(caplog):
         step_of(weighted_by_hand, 8, 4, batch=batch, build=Masking).step(batch)
 
 
-def test_a_model_of_very_many_objects_is_told(monkeypatch, caplog):
-    monkeypatch.setattr(object_snapshot, "_MOST_OBJECTS", 3)
+def test_a_model_of_very_many_objects_is_logged(monkeypatch, caplog):
+    monkeypatch.setattr(object_snapshot, "_MAX_OBJECTS", 3)
     step_of(of_classes, 8, 4, batch=classes(), build=Embedder).step(classes())
     assert "so many objects" in caplog.text
 
@@ -547,7 +549,7 @@ def test_large_parameters_are_compared_too():
         step_of(spread_out, 4, 4, batch=batch, build=Tables).step(batch)
 
 
-def test_targets_that_are_no_number_are_padding():
+def test_targets_that_are_nan_are_padding():
     def known(output, batch):
         is_known = ~batch[1].isnan()
         return (output[:, 0] - batch[1].nan_to_num()).square().mul(is_known).sum() / is_known.sum()
@@ -558,16 +560,16 @@ def test_targets_that_are_no_number_are_padding():
         step_of(known, 4, 8, batch=batch, build=Embedder).step(batch)
 
 
-def test_random_numbers_of_each_sample_that_weigh_otherwise_are_told(caplog):
+def test_own_random_numbers_that_change_the_weights_are_logged(caplog):
     def masked_at_random(output, batch):
         chosen = (torch.rand_like(output) < 0.3).to(output.dtype)
         return (output.square() * chosen).sum() / chosen.sum().clamp(min=1)
 
     step_of(masked_at_random, 8, 4, batch=classes(), build=Embedder).step(classes())
-    assert "with random numbers of its own for each sample, taken in two parts" in caplog.text
+    assert "with random numbers of its own for each sample, computed in two parts" in caplog.text
 
 
-def test_stated_weights_are_tried_and_what_is_off_is_told(caplog):
+def test_stated_weights_are_probed_and_what_is_off_is_logged(caplog):
     def with_decay(output, batch):
         return F.cross_entropy(output, batch[1], reduction="sum") + 5.0 * output.mean().square() + 3.0
 
@@ -596,7 +598,7 @@ def beside_a_metric(output: torch.Tensor, batch: tuple) -> torch.Tensor:
 
 
 def scaled_back(output: torch.Tensor, batch: tuple) -> torch.Tensor:
-    """A mean over labels times their number is a sum."""
+    """A mean over labels, times their number, is a sum."""
     labels = batch[1].masked_fill(batch[1] > 4, -100)
     return F.cross_entropy(output, labels) * (labels >= 0).sum() / len(labels)
 
@@ -623,7 +625,7 @@ class Sparse(Embedder):
 
 
 class Momentum(Embedder):
-    """Writes to parameters in its forward, as encoders of keys and teachers do; and draws by generators of its own."""
+    """Writes to parameters in its forward, like momentum encoders do, and draws from generators of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -668,13 +670,13 @@ def told(model: nn.Module) -> dict:
 
 @pytest.mark.parametrize("build", [Embedder, Sparse, Momentum])
 @pytest.mark.parametrize("own_loss", [False, True])
-def test_a_trial_leaves_no_trace(build, own_loss):
+def test_a_probe_leaves_no_trace(build, own_loss):
     kept = []
     for tried in (True, False):
         loss_fn = seeded(Centred) if own_loss else of_classes
         result = step_of(loss_fn, 4, 8, batch=classes(), build=build)
         if not tried:
-            result.step.check_weights(None)
+            without_coupling_check(result)
         torch.manual_seed(3)
         for _ in range(2):
             result.step(classes())
@@ -686,7 +688,7 @@ def test_a_trial_leaves_no_trace(build, own_loss):
         assert torch.equal(value, second[name]) if isinstance(value, torch.Tensor) else value == second[name], name
 
 
-def test_what_was_resized_or_replaced_in_a_closure_is_given_back():
+def test_tensors_that_were_resized_or_replaced_in_a_closure_are_restored():
     model, calls, last, late = nn.Linear(2, 2), [1], None, 0
     model.register_buffer("grown", torch.zeros(2))
     del late
@@ -712,7 +714,7 @@ def test_what_was_resized_or_replaced_in_a_closure_is_given_back():
 
 
 def deep(depth: int = 9) -> nn.Module:
-    """Normalisation and state far below the model."""
+    """A model with normalisation and state in deeply nested modules."""
     inner: nn.Module = nn.Sequential(nn.BatchNorm1d(10), Remembering())
     for _ in range(depth):
         inner = nn.Sequential(inner)
@@ -720,7 +722,7 @@ def deep(depth: int = 9) -> nn.Module:
 
 
 @pytest.mark.parametrize("in_loss", [False, True])
-def test_what_lies_deep_in_a_model_is_given_back(in_loss):
+def test_deeply_nested_state_is_restored(in_loss):
     kept = []
     for tried in (True, False):
         loss_fn = of_classes
@@ -732,7 +734,7 @@ def test_what_lies_deep_in_a_model_is_given_back(in_loss):
 
         result = step_of(loss_fn, 4, 8, batch=classes(), build=Embedder if in_loss else deep)
         if not tried:
-            result.step.check_weights(None)
+            without_coupling_check(result)
         model = head if in_loss else result.module
         for _ in range(2):
             result.step(classes())
@@ -752,7 +754,7 @@ class Meter:
 
 
 class Remembering(Embedder):
-    """Keeps state in what is no module."""
+    """Keeps state in objects that are not modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -771,12 +773,12 @@ class Remembering(Embedder):
         return super().forward(x)
 
 
-def test_state_in_plain_objects_and_containers_is_given_back(caplog):
+def test_state_in_plain_objects_and_containers_is_restored(caplog):
     kept = []
     for tried in (True, False):
         result = step_of(of_classes, 4, 8, batch=classes(), build=Remembering)
         if not tried:
-            result.step.check_weights(None)
+            without_coupling_check(result)
         result.step(classes())
         m = result.module
         state = [m.calls, m.pairs[0][0].tolist(), m.array.tolist(), m.meter.sum, m.meter.parts, m.partial.args[0].sum]
@@ -786,8 +788,8 @@ def test_state_in_plain_objects_and_containers_is_given_back(caplog):
     assert not caplog.records
 
 
-def test_compiled_graphs_are_used_after_a_trial():
-    """Dynamo gives up a forward for good that it meets below a dispatch mode."""
+def test_compiled_graphs_are_used_after_a_probe():
+    """Dynamo never compiles a forward again that it once met under a dispatch mode."""
     runs = []
 
     def counting(graph, inputs):
@@ -808,7 +810,7 @@ def test_compiled_graphs_are_used_after_a_trial():
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_one_crowded_image_among_many_is_looked_at(size):
+def test_one_crowded_image_among_many_is_compared(size):
     counts = [12 if number == 21 else 1 for number in range(32)]
     boxes = [{"labels": torch.arange(count) % 8} for count in counts]
 
@@ -824,7 +826,7 @@ def test_one_crowded_image_among_many_is_looked_at(size):
         step_of(over_boxes, size, 32 // size, batch=batch, build=Embedder).step(batch)
 
 
-def test_what_is_slight_is_told(caplog):
+def test_a_slight_difference_is_logged(caplog):
     def balanced(output, batch):
         return of_classes(output, batch) + 0.3 * output.softmax(1).mean(0).square().sum()
 
@@ -844,15 +846,15 @@ def test_what_is_slight_is_told(caplog):
         (8, 2, BF16),
     ],
 )
-def test_a_trial_takes_no_more_memory_than_a_step(size, count, decisions, monkeypatch):
-    """Less what it copies to the host, which is the same memory here."""
+def test_a_probe_takes_no_more_memory_than_a_step(size, count, decisions, monkeypatch):
+    """Copies to the host are not counted: on the CPU they would be in the same memory."""
     monkeypatch.setattr(gradient_probe, "_spread", lambda gradient, stride: gradient.sum().view(1))
-    monkeypatch.setattr(_CopiesOfWritten, "_copy", lambda self, tensor: None)
-    monkeypatch.setattr(gradient_probe.GradientProbe, "_shake", lambda self: None)
+    monkeypatch.setattr(_CopyOnWrite, "_copy", lambda self, tensor: None)
+    monkeypatch.setattr(gradient_probe.GradientProbe, "_perturb", lambda self: None)
     result, peaks = step_of(each_sample, size, count, *decisions), []
     for number in range(4):
         if number == 3:
-            result.step.check_weights(None)
+            without_coupling_check(result)
         with Counting(None) as counted:
             for parameter in result.module.parameters():
                 counted.note(parameter)
@@ -882,7 +884,7 @@ DRAWS = {
 @pytest.mark.parametrize("name", DRAWS)
 def test_what_is_drawn_is_one_number_that_could_be_drawn_and_no_generator_moves(name):
     before = torch.get_rng_state()
-    with SteadyRandom():
+    with BatchIndependentRandom():
         drawn = [DRAWS[name]().flatten().double() for _ in range(2)]
     assert torch.equal(*drawn)
     assert len(drawn[0].unique()) == 1
@@ -891,7 +893,7 @@ def test_what_is_drawn_is_one_number_that_could_be_drawn_and_no_generator_moves(
     assert low <= drawn[0][0] <= high
 
 
-def test_numbers_drawn_without_end_end():
-    with SteadyRandom(), pytest.raises(NotImplementedError, match="draws of random numbers"):
+def test_endless_draws_are_stopped():
+    with BatchIndependentRandom(), pytest.raises(NotImplementedError, match="draws of random numbers"):
         while torch.rand(()) < 0.5:
             pass

@@ -1,4 +1,4 @@
-"""What a model and its loss function hold is as it was after a look, in whatever they keep it."""
+"""State of a model and its loss function is restored after a probe, whatever kind of object holds it."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Slotted:
 
 
 class Attributes(dict):
-    """Keys are attributes too, as many people have it."""
+    """A dict whose keys are attributes too."""
 
     def __getattr__(self, name: str) -> object:
         return self[name]
 
 
 class Anything:
-    """Has every attribute that is asked for, and keeps it."""
+    """Creates every attribute that is read, and keeps it."""
 
     def __getattr__(self, name: str) -> object:
         setattr(self, name, [])
@@ -77,7 +77,7 @@ def ordered() -> collections.OrderedDict:
 
 @dataclasses.dataclass(unsafe_hash=True)
 class Entry:
-    """Hashes by what a forward changes."""
+    """Has a hash that depends on state which a forward changes."""
 
     number: int = 0
 
@@ -210,7 +210,7 @@ Node_of_set = Node(0)
 
 @pytest.mark.parametrize("of_model", [True, False])
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_held_is_given_back_after_each_look(name, of_model):
+def test_held_objects_are_restored_after_each_probe(name, of_model):
     make, change, told = CASES[name]
     held, model = make(), nn.Linear(2, 2)
 
@@ -227,7 +227,7 @@ def test_what_is_held_is_given_back_after_each_look(name, of_model):
         assert told(held) == before
 
 
-def test_a_gradient_that_a_forward_makes_itself_is_given_back():
+def test_a_gradient_that_a_forward_makes_itself_is_restored():
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     model[1](torch.ones(1, 2)).sum().backward()
     before, copied = model[1].weight.grad, model[1].weight.grad.clone()
@@ -240,7 +240,7 @@ def test_a_gradient_that_a_forward_makes_itself_is_given_back():
     assert torch.equal(before, copied)
 
 
-def test_an_optimizer_within_a_model_is_given_back():
+def test_an_optimizer_within_a_model_is_restored():
     model = nn.Linear(2, 2)
     model.inner = torch.optim.Adam(model.parameters(), lr=0.5)
     model(torch.ones(1, 2)).sum().backward()
@@ -326,8 +326,8 @@ def test_objects_of_odd_classes_are_no_trouble(name, caplog):
     assert not caplog.records
 
 
-def test_an_interruption_comes_when_all_is_given_back(monkeypatch):
-    model, refill, calls = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), object_snapshot._refill, []
+def test_an_interruption_comes_when_all_is_restored(monkeypatch):
+    model, refill, calls = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), object_snapshot._restore_entries, []
 
     def interrupted(*arguments):
         calls.append(0)
@@ -335,7 +335,7 @@ def test_an_interruption_comes_when_all_is_given_back(monkeypatch):
             raise KeyboardInterrupt
         refill(*arguments)
 
-    monkeypatch.setattr(object_snapshot, "_refill", interrupted)
+    monkeypatch.setattr(object_snapshot, "_restore_entries", interrupted)
     with pytest.raises(KeyboardInterrupt), SideEffectGuard(model).restoring():
         for module in model.modules():
             module.training = False
@@ -343,7 +343,7 @@ def test_an_interruption_comes_when_all_is_given_back(monkeypatch):
 
 
 def test_attributes_are_never_away():
-    """Other threads may read them."""
+    """Other threads may read attributes at any time."""
     model = nn.Linear(2, 2)
     for number in range(100):
         setattr(model, f"number{number}", number)
@@ -383,8 +383,8 @@ def test_numbers_that_are_not_of_torch_are_noticed():
         assert not untouched.drew_on_host
 
 
-def test_very_many_objects_are_told(monkeypatch):
+def test_very_many_objects_are_logged(monkeypatch):
     model = nn.Linear(2, 2)
-    assert ObjectSnapshot([model]).is_whole
-    monkeypatch.setattr(object_snapshot, "_MOST_OBJECTS", 1)
-    assert not ObjectSnapshot([model]).is_whole
+    assert ObjectSnapshot([model]).is_complete
+    monkeypatch.setattr(object_snapshot, "_MAX_OBJECTS", 1)
+    assert not ObjectSnapshot([model]).is_complete

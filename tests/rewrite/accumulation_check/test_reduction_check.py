@@ -1,4 +1,4 @@
-"""Which weights micro-batches have is held against what the loss is a mean over, and derived where a batch tells."""
+"""The weights of micro-batches are compared with the reductions of the loss, and derived from labels where possible."""
 
 from __future__ import annotations
 
@@ -26,10 +26,13 @@ from tests.support.training import (
     tokens,
     vectors,
     verified,
+    without_coupling_check,
 )
 
+pytestmark = pytest.mark.slow
+
 UNEVEN = Accumulation(micro_batch_size=4, micro_batches=2)
-"""For batches of 6 samples: 4, then 2."""
+"""Splits batches of 6 samples into 4 and 2."""
 
 
 PAIR = (torch.zeros(5), torch.ones(5))
@@ -124,7 +127,7 @@ def test_a_loss_that_parts_do_not_add_up_to_is_refused_before_anything_is_traine
 
 
 class Merging(Perceptron):
-    """As adapters do, which add themselves to a weight for evaluation."""
+    """Like adapters, which are merged into a weight for evaluation."""
 
     def train(self, mode: bool = True):
         if mode != self.training:
@@ -141,7 +144,7 @@ def test_a_model_that_changes_for_evaluation_is_not_asked_to():
     assert torch.equal(result.module.head.weight, plain.module.head.weight)
 
 
-def test_a_loss_that_is_random_is_not_tried_and_draws_what_it_would():
+def test_a_loss_that_is_random_is_not_probed_and_draws_what_it_would():
     def noisy(output, batch):
         return (output + torch.randn_like(output)).square().mean()
 
@@ -149,7 +152,7 @@ def test_a_loss_that_is_random_is_not_tried_and_draws_what_it_would():
     for tried in (True, False):
         result = step_of(Perceptron, vectors(6), noisy)
         if not tried:
-            result.step.check_weights(None)
+            without_coupling_check(result)
         torch.manual_seed(3)
         drawn.append((result.step(vectors(6)), torch.get_rng_state()))
     assert torch.equal(drawn[0][0], drawn[1][0])
@@ -177,7 +180,7 @@ def test_a_model_that_compares_texts_with_images_is_refused():
         result.step({**batch, "return_loss": True})
 
 
-def test_a_first_batch_that_is_not_split_leaves_the_look_to_the_next():
+def test_a_first_batch_that_is_not_split_leaves_the_check_to_the_next():
     result = step_of(Perceptron, vectors(6), of_classes)
     result.step(vectors(3))
     with pytest.raises(DecisionError, match="cross_entropy is a mean over"):
@@ -234,7 +237,7 @@ def test_a_part_over_which_the_mean_is_0_over_0_is_left_out():
 
 
 def with_a_metric(output: torch.Tensor, batch: tuple) -> torch.Tensor:
-    """Which is not trained by: its mean is over other terms, and that does not matter."""
+    """The metric is not part of the loss, so that it may be a mean over other terms."""
     of_classes(output.detach(), batch)
     return cross_entropy(output, batch)
 
@@ -257,16 +260,16 @@ def each_by_itself(output: torch.Tensor, batch: tuple) -> torch.Tensor:
         (gpt2, tokens(), None, False),
     ],
 )
-def test_weights_that_are_right_are_looked_at_again_only_where_labels_may_change_them(build, batch, loss_fn, goes_on):
+def test_weights_that_are_right_are_checked_again_only_where_labels_may_change_them(build, batch, loss_fn, goes_on):
     result = step_of(build, batch, loss_fn)
-    assert result.step._means is not None
+    (check,) = result.step.observers
+    assert check.watches_weights
     result.step(batch)
-    assert result.step._means is None
-    assert (result.step._later is not None) is goes_on
+    assert check.watches_weights is goes_on
 
 
 class OwnLoss(Tagger):
-    """Takes its loss in its forward, and leaves the label 0 out."""
+    """Computes its loss in the forward, and ignores the label 0."""
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(super().forward(ids).flatten(0, 1), targets.flatten(), ignore_index=0)
@@ -295,14 +298,14 @@ def test_a_batch_whose_loss_takes_no_such_mean_does_not_end_the_watch():
         )
 
     result = step_of(Perceptron, vectors(6), sometimes)
-    result.step.check_weights()  # without trying it apart, which would call it more often
+    without_coupling_check(result)  # which would call it more often
     for _ in range(2):
         result.step(vectors(6))
     with pytest.raises(DecisionError, match="cross_entropy is a mean over"):
         result.step(vectors(6))
 
 
-def test_an_error_in_the_first_step_leaves_no_gradient_and_the_look_to_the_next():
+def test_an_error_in_the_first_step_leaves_no_gradient_and_the_check_to_the_next():
     calls = []
 
     def fails_once(output, batch):
@@ -320,7 +323,7 @@ def test_an_error_in_the_first_step_leaves_no_gradient_and_the_look_to_the_next(
 
 
 class Counting(Perceptron):
-    """Counts its forwards in a buffer, in evaluation too, and draws by Python's own random numbers."""
+    """Counts its forwards in a buffer, in evaluation mode too, and draws from Python's generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -332,7 +335,7 @@ class Counting(Perceptron):
         return super().forward(x)
 
 
-def test_trying_a_loss_apart_changes_neither_buffers_nor_random_numbers():
+def test_probing_a_loss_changes_neither_buffers_nor_random_numbers():
     result = step_of(Counting, vectors(6), cross_entropy)
     random.seed(3)
     result.step(vectors(6))
@@ -364,7 +367,7 @@ def two_losses() -> nn.Module:
 def test_a_loss_of_several_means_is_refused():
     batch = {**tokens(), "next_sentence_label": torch.arange(6) % 2}
     result = step_of(two_losses, batch)
-    with pytest.raises(DecisionError, match="forbid accumulation where a loss is made of several means"):
+    with pytest.raises(DecisionError, match="forbid accumulation if the loss is made of several means"):
         result.step(batch)
 
 

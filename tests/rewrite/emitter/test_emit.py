@@ -41,6 +41,8 @@ from tests.support.training import (
     vectors,
 )
 
+pytestmark = pytest.mark.slow
+
 LAYERS = ("roberta.encoder.layer.0", "roberta.encoder.layer.1")
 ACCUMULATION = Accumulation(micro_batch_size=4, micro_batches=2)
 PLANS = {

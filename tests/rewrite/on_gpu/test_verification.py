@@ -24,8 +24,11 @@ from planner.rewrite.on_gpu.verification import Verification, run_in_process, ve
 from planner.rewrite.on_gpu.worker import Ran, RanOut, outcome_from_json, outcome_to_json
 from planner.rewrite.parity.result import Parity, Row, failed
 from planner.workload import cards
+from planner.workload.budget import card_and_budget
 from planner.workload.loading import load_workload
 from tests.support.counting_device import CountingCpu
+
+pytestmark = pytest.mark.slow
 
 TESTS = pathlib.Path(__file__).parents[2]
 COUNTED = functools.partial(run_in_process, command=(sys.executable, str(TESTS / "support" / "counting_device.py")))
@@ -49,7 +52,7 @@ def reference(tmp_path_factory) -> str:
 def planned(reference: str, share: float | None, *, optimizer: str = "sgd", alive: bool = False, **constraints) -> Plan:
     """Return a plan for a bare card, within a fraction of the baseline's peak."""
     work = load_workload(reference, batch_size=None, seq_len=None, optimizer=optimizer, gradients_alive=alive)
-    card, _ = pipeline.card_and_budget("bare", None)
+    card, _ = card_and_budget("bare", None)
     allowed = parse_constraints(**{"fidelity": "exact", "force": (), "forbid": ("offload",), **constraints})
     whole = pipeline.plan_workload(work, card, vram_bytes=None, constraints=allowed)
     if share is None:

@@ -27,7 +27,7 @@ from planner.plan_types.decisions import (
 from planner.rewrite import Parity
 from planner.rewrite.parity.reference_step import Comparable
 from planner.rewrite.portable import loss_and_clipping, replay_tape
-from planner.rewrite.rules import RULES, accumulation, checkpoint, chunked_loss, optimizer, step_in_backward
+from planner.rewrite.rules import RULES, accumulation, checkpoint, chunked_loss, eight_bit_optimizer, step_in_backward
 from planner.rewrite.step import TrainingStep
 from planner.workload import model_loss
 from tests.support.training import (
@@ -44,6 +44,8 @@ from tests.support.training import (
     vectors,
     verified,
 )
+
+pytestmark = pytest.mark.slow
 
 UNEVEN = Accumulation(micro_batch_size=4, micro_batches=2)
 """A batch of 6 samples becomes micro-batches of 4 and 2."""
@@ -360,8 +362,8 @@ def test_a_planted_fault_is_caught(fault, monkeypatch):
 
 def test_another_rate_of_the_eight_bit_optimizer_is_caught(monkeypatch):
     pytest.importorskip("bitsandbytes")
-    plain = optimizer._group
-    monkeypatch.setattr(optimizer, "_group", lambda *given: {**plain(*given), "lr": 1.01e-3})
+    plain = eight_bit_optimizer._group
+    monkeypatch.setattr(eight_bit_optimizer, "_group", lambda *given: {**plain(*given), "lr": 1.01e-3})
     found = verified(Perceptron, vectors(6), Optimizer(), loss_fn=cross_entropy)
     assert {row.comparison for row in found.failures} == {"8-bit state"}
     assert {row.kind for row in found.failures} == {"parameter"}

@@ -11,7 +11,7 @@ from torch import nn
 
 from planner.plan_types.decisions import Accumulation, Checkpoint, Optimizer, Precision, StepInBackward
 from planner.rewrite.parity.model_structure import difference, identity_facts
-from planner.rewrite.rules import RULES, optimizer
+from planner.rewrite.rules import RULES, eight_bit_optimizer
 from planner.rewrite.step import TrainingStep
 from tests.support.training import (
     Convolutional,
@@ -135,7 +135,7 @@ def test_a_note_says_that_no_gradient_could_overflow():
 
 def test_embeddings_in_8_bits_are_caught(monkeypatch):
     pytest.importorskip("bitsandbytes")
-    monkeypatch.setattr(optimizer, "keep_embeddings_in_32_bits", lambda *_: None)
+    monkeypatch.setattr(eight_bit_optimizer, "keep_embeddings_in_32_bits", lambda *_: None)
     found = verified(lambda: roberta(hidden_size=64, vocab_size=80), tokens(), Optimizer(), steps=1)
     assert {row.kind for row in found.failures} == {"embedding"}
 

@@ -34,6 +34,8 @@ from tests.support.training import (
     vectors,
 )
 
+pytestmark = pytest.mark.slow
+
 UNEVEN = Accumulation(micro_batch_size=4, micro_batches=2)
 """A batch of 6 samples becomes micro-batches of 4 and 2."""
 
@@ -244,7 +246,7 @@ def test_a_loss_that_a_model_takes_of_such_a_list_is_not_planned_in_parts():
     options = {"gpu": "bare", "optimizer": "sgd", "only": ("accumulation",)}
     plan = planner.plan(model, batch, vram="1GiB", **options)
     assert plan.workload.batch_size == 6
-    assert "no mean over samples, of which each has a mapping of its own" in " ".join(plan.notes)
+    assert "not a mean over samples, each of which has a mapping of its own" in " ".join(plan.notes)
 
 
 def test_a_list_of_views_is_no_list_of_samples():

@@ -29,6 +29,8 @@ from tests.support.training import (
 )
 from tests.support.workloads import transformer, units, what_if
 
+pytestmark = pytest.mark.slow
+
 LAYERS = {"roberta": "roberta.encoder.layer.{}", "gpt2": "transformer.h.{}"}
 BUILDS = {"roberta": roberta, "gpt2": gpt2}
 
@@ -311,9 +313,7 @@ def test_where_products_differ_much_in_worth_the_better_ones_can_be_kept_alone()
 def test_the_decision_says_what_it_keeps_and_survives_its_file():
     decision = Checkpoint(modules=("a.0", "a.1", "b"), kept=((0, 2), (0, 2), ()))
     assert decision_from_json(json.loads(json.dumps(decision.to_json()))) == decision
-    assert decision.describe() == (
-        "recompute 1 module in backward: b; 2 modules but for 2 products each in backward: a.{0-1}"
-    )
+    assert decision.describe() == "activation checkpointing: b; a.{0-1}, keeping 2 op outputs each"
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,8 @@ from tests.support.training import (
 )
 from tests.support.workloads import BARE, CARD, plain, transformer, units, what_if
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def copies(monkeypatch) -> list[rule.HostCopy]:
@@ -477,8 +479,7 @@ def test_the_emitted_file_loses_the_same(tmp_path):
 def test_the_decision_survives_json_and_describes_itself():
     decision = offload("a.0", "a.1", "b", inputs_of=("b",))
     assert decision_from_json(decision.to_json()) == decision
-    told = "hold in pinned host memory what is saved in 2 modules: a.{0-1}; the inputs of 1 module: b"
-    assert decision.describe() == told
+    assert decision.describe() == "offload to pinned host memory: tensors saved in a.{0-1}; inputs of b"
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ from tests.support.training import (
 )
 from tests.support.workloads import BARE, certifying_graph, plain, units, what_if
 
+pytestmark = pytest.mark.slow
+
 IN_BACKWARD = (StepInBackward(),)
 
 

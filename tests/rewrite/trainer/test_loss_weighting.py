@@ -1,4 +1,4 @@
-"""What the Trainer's micro-batches cannot make up is refused by name, and nothing is trained by it."""
+"""Losses that the Trainer's micro-batches cannot reproduce are refused, and nothing is trained."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from planner.errors import DecisionError, WorkloadError
 from planner.plan_types.decisions import Accumulation, Precision
 from tests.support.training import gpt2, plan_for, roberta_config, seeded, tokens, vectors
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
 
 IN_THREE = Accumulation(micro_batch_size=2, micro_batches=3)
-"""For batches of 6 samples."""
+"""Splits batches of 6 samples."""
 
 
 def rows(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -55,7 +57,7 @@ def largest_difference(model, other) -> float:
 
 
 def off_by(model, batch, data, folder, **options) -> float:
-    """Largest difference to a parameter that the Trainer has trained on whole batches of 6."""
+    """Largest difference of a parameter from training by the Trainer on whole batches of 6."""
     plain = copy.deepcopy(model)
     by_the_plan(model, batch, data, folder, **options)
     trained(plain, settings(folder, optim="sgd", per_device_train_batch_size=6), data, **options)
@@ -103,7 +105,7 @@ class Autoencoder(Classifier):
 
 
 class Shifting(nn.Module):
-    """Hands everything to a model that leaves out each sample's first label, and does not say so."""
+    """Wraps a model that ignores the first label of each sample, without showing that."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -180,7 +182,7 @@ def own_loss(outputs, labels):
 
 
 class WithoutLabels(transformers.Trainer):
-    """As losses of one's own are mostly written."""
+    """A loss of the user, written in the usual way."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs.pop("labels")
@@ -189,7 +191,7 @@ class WithoutLabels(transformers.Trainer):
 
 
 def test_a_loss_of_ones_own_is_refused_where_labels_never_reach_the_model(tmp_path):
-    """The Trainer would take it to be divided by the number of labels: three times too large."""
+    """The Trainer would assume that it is divided by the number of labels, and train with three times the gradient."""
     with pytest.raises(DecisionError, match="was called without labels or without num_items_in_batch"):
         by_the_plan(seeded(Classifier), classified(), rows(classified(12)), tmp_path, kind=WithoutLabels)
 
@@ -200,7 +202,7 @@ def test_a_loss_function_that_divides_by_the_number_of_labels_is_left_to_it(tmp_
 
     model = seeded(Classifier)
     assert off_by(model, classified(), rows(classified(11)), tmp_path, compute_loss_func=summed) < 1e-12
-    assert caplog.text.count("a sum that is divided by num_items_in_batch") == 1
+    assert caplog.text.count("a sum divided by num_items_in_batch") == 1
 
 
 # ---- batches without labels ------------------------------------------------------------------------------------------
@@ -208,7 +210,7 @@ def test_a_loss_function_that_divides_by_the_number_of_labels_is_left_to_it(tmp_
 
 @pytest.mark.parametrize("samples", [12, 7])
 def test_spans_are_weighted_alike_where_micro_batches_are_of_one_size(samples, tmp_path):
-    """Of 7 samples the last is a batch by itself."""
+    """Of 7 samples, the last is a batch of its own."""
     model = seeded(bert, "BertForQuestionAnswering")
     assert off_by(model, spans(), rows(spans(samples)), tmp_path) < 1e-12
 
@@ -240,7 +242,7 @@ def test_parts_of_several_sizes_of_a_stream_are_refused_when_they_come(tmp_path)
 
 
 def test_a_stream_that_ends_within_a_batch_is_refused(tmp_path):
-    """The Trainer adds gradients of the rest to those of the next batch, which is then no mean over labels."""
+    """The Trainer would add the gradients of the rest to those of the next batch."""
     model, stream = seeded(Classifier), Stream(classified(10))
     with pytest.raises(DecisionError, match="ended after 2 of the 3 micro-batches of a step"):
         by_the_plan(model, classified(), stream, tmp_path, changes={"max_steps": 3})
@@ -256,7 +258,7 @@ class Failing(transformers.TrainerCallback):
         raise InterruptedError
 
 
-def test_a_model_whose_training_failed_is_given_back_without_hooks(tmp_path):
+def test_a_model_whose_training_failed_is_restored_without_hooks(tmp_path):
     model, batch = seeded(Classifier).float(), {**classified(), "inputs": classified()["inputs"].float()}
     plan = plan_for(model, batch, IN_THREE, Precision(dtype="bf16"), optimizer="sgd")
     rewritten = rewrite.apply_for_trainer(plan, model)

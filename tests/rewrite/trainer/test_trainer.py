@@ -1,4 +1,4 @@
-"""transformers' Trainer trains a rewritten model as it does the plain one on a whole batch, and is held to the plan."""
+"""transformers' Trainer trains a rewritten model like the original on a whole batch, and has to follow the plan."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from planner.plan_types.decisions import (
 from planner.rewrite.trainer import callback
 from tests.support.training import cross_entropy, gpt2, plan_for, roberta, roberta_config, seeded, tokens, vectors
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
 
 STEPS, SAMPLES = 3, 6
@@ -48,7 +50,7 @@ def settings(folder, **changes) -> dict:
 
 
 def trained(model, arguments: dict, data: list, callbacks=(), **options) -> list[float]:
-    """Losses of the Trainer's steps."""
+    """Trains, and returns the losses of the Trainer's steps."""
     args = transformers.TrainingArguments(**arguments)
     trainer = transformers.Trainer(model=model, args=args, train_dataset=data, callbacks=list(callbacks), **options)
     trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
@@ -71,7 +73,7 @@ def largest_difference(model, other) -> float:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """These models are so small that threads would only wait for each other."""
+    """One thread is faster for models this small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -92,7 +94,7 @@ def planned():
 
 
 def test_a_planned_training_is_the_trainers_own_on_the_whole_batch(planned, tmp_path):
-    """RoBERTa takes the Trainer's count of labels and ignores it: alone, in micro-batches, it trains otherwise."""
+    """RoBERTa ignores the Trainer's count of labels, so that without the plan micro-batches train differently."""
     plan, model = planned
     data = rows(tokens(SAMPLES * STEPS, 24, vocabulary=3000))
     ours, plain, alone = (copy.deepcopy(model) for _ in range(3))
@@ -108,7 +110,7 @@ def test_a_planned_training_is_the_trainers_own_on_the_whole_batch(planned, tmp_
 
 
 class Regression(torch.nn.Module):
-    """Takes no count of labels."""
+    """A model that does not accept the Trainer's count of labels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +147,7 @@ MODELS = {
         lambda: of_roberta("RobertaForTokenClassification", num_labels=3), tagged, "classifier", 1e-12
     ),
 }  # fmt: skip
-"""The loss of a model of GPT-2 is taken in fp32."""
+"""GPT-2 computes its loss in fp32."""
 
 
 @pytest.mark.parametrize("case", MODELS.values(), ids=MODELS)
@@ -324,7 +326,7 @@ def test_arguments_have_the_names_of_the_class_that_takes_them():
         rewrite.training_arguments(a_plan(), no_cuda=True, use_cpu=True)
 
 
-def test_a_loop_that_accumulates_by_itself_accumulates_as_often_as_it_likes():
+def test_a_loop_of_the_user_accumulates_as_often_as_it_likes():
     plan = a_plan(IN_TWO)
     plan = dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, gradients_alive=True))
     assert rewrite.training_arguments(plan, gradient_accumulation_steps=8)["gradient_accumulation_steps"] == 8
@@ -406,7 +408,7 @@ def test_another_model_object_is_refused_when_training_begins(tmp_path):
         train_beside_the_plan(tmp_path, a_plan(IN_TWO), instead=seeded(roberta))
 
 
-def test_a_model_that_was_given_back_is_refused_when_training_begins(tmp_path):
+def test_a_model_that_was_undone_is_refused_when_training_begins(tmp_path):
     plan, model = a_plan(IN_TWO), seeded(roberta)
     rewritten = rewrite.apply_for_trainer(plan, model)
     callback = rewrite.trainer_callback(rewritten)
@@ -439,7 +441,7 @@ def test_a_batch_that_is_larger_than_planned_is_refused_in_the_first_steps(tmp_p
         train_beside_the_plan(tmp_path, a_plan(IN_TWO), data=rows(tokens(SAMPLES, 12)))
 
 
-def test_a_batch_that_is_larger_than_planned_is_told_later_on(tmp_path, caplog):
+def test_a_batch_that_is_larger_than_planned_is_logged_later_on(tmp_path, caplog):
     short, long = rows(tokens(2 * SAMPLES, 8)), rows(tokens(SAMPLES, 12))
     plan, changes = a_plan(IN_TWO), {"train_sampling_strategy": "sequential"}
     train_beside_the_plan(tmp_path, plan, data=short + long, callback={"steps": 2}, changes=changes)
@@ -449,7 +451,7 @@ def test_a_batch_that_is_larger_than_planned_is_told_later_on(tmp_path, caplog):
         train_beside_the_plan(tmp_path, plan, data=short + long, callback=callback, changes=changes)
 
 
-def test_tensors_that_were_not_planned_are_told(tmp_path, caplog):
+def test_tensors_that_were_not_planned_are_logged(tmp_path, caplog):
     batch = tokens(SAMPLES)
     kinds = {**batch, "token_type_ids": torch.zeros_like(batch["input_ids"])}
     train_beside_the_plan(tmp_path, a_plan(IN_TWO), data=rows(kinds))
@@ -463,7 +465,7 @@ class WithoutCount(transformers.Trainer):
         return model(**inputs).loss
 
 
-def test_a_loss_that_is_not_told_the_count_of_labels_is_refused(tmp_path):
+def test_a_loss_without_the_count_of_labels_is_refused(tmp_path):
     model = seeded(roberta)
     rewritten = rewrite.apply_for_trainer(plan_for(model, tokens(), IN_TWO), model)
     args = transformers.TrainingArguments(**rewrite.training_arguments(rewritten.plan, **settings(tmp_path)))
@@ -473,7 +475,7 @@ def test_a_loss_that_is_not_told_the_count_of_labels_is_refused(tmp_path):
 
 
 def test_labels_that_are_counted_otherwise_than_averaged_are_refused(tmp_path):
-    """As the Trainer counts -100 where the model leaves out another label."""
+    """The Trainer ignores the label -100, and the model another one."""
     model = seeded(roberta)
     rewritten = rewrite.apply_for_trainer(plan_for(model, tokens(), IN_TWO), model)
     rewritten.share.ignored = 5
@@ -484,7 +486,7 @@ def test_labels_that_are_counted_otherwise_than_averaged_are_refused(tmp_path):
 
 PROMISED = (300 << 20, 320 << 20)
 OWN = 2**16 + SAMPLES * 10
-"""What the Trainer allocates beside the plan: single numbers, and a byte a label."""
+"""Bytes that the Trainer allocates in addition to the plan: scalars, and one byte per label."""
 
 
 @pytest.mark.parametrize(
@@ -497,8 +499,8 @@ OWN = 2**16 + SAMPLES * 10
         (None, "WARNING", "could not be measured: there is no CUDA device here"),
     ],
 )  # fmt: skip
-def test_whether_the_promise_was_kept_is_told_in_one_line(peaks, level, told, tmp_path, caplog, monkeypatch):
-    caplog.set_level(logging.INFO, "rewrite")
+def test_whether_the_promise_was_kept_is_logged_in_one_line(peaks, level, told, tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "planner.rewrite")
     monkeypatch.setattr(callback, "peaks_on", lambda device: peaks)
     train_beside_the_plan(tmp_path, a_plan(IN_TWO))
     found = [record for record in caplog.records if "promise" in record.message]
@@ -518,7 +520,7 @@ def test_nothing_is_said_to_be_kept_that_was_not_measured(tmp_path, caplog, monk
     assert "the plan is for a bare card" in caplog.text
     train_beside_the_plan(tmp_path, a_plan(), changes={"max_steps": 2})
     assert "training ended after 2 of the 3 steps" in caplog.text
-    with pytest.raises(DecisionError, match="look at 2 or more"):
+    with pytest.raises(DecisionError, match="check 2 or more"):
         rewrite.trainer_callback(rewrite.apply_for_trainer(a_plan(), seeded(roberta)), steps=1)
 
 

@@ -39,6 +39,8 @@ from tests.support.training import (
 )
 from tests.support.workloads import BARE, CARD, plain, units, what_if
 
+pytestmark = pytest.mark.slow
+
 MODELS = {
     model.__name__: (model, images if model is Convolutions else vectors)
     for model in (Perceptron, Convolutions, Attention, Odd, Interrupted, Written, Complex, Statistics)
@@ -274,7 +276,7 @@ def test_the_curve_of_the_program_is_that_of_the_rewritten_step(name, card):
     build, batch_of = MODELS[name]
     work = workload(seeded(build), batch_of(), loss_fn=cross_entropy)
     found, curve = units(what_if(work, card=card))
-    assert any(unit.stretch is not None for unit in found.units)
+    assert any(unit.segment is not None for unit in found.units)
     chance = random.Random(0)
     for _ in range(6):
         chosen: list[int] = []
@@ -317,11 +319,11 @@ def test_the_emitted_file_loses_the_same(tmp_path):
 def test_the_decision_survives_json_and_describes_itself():
     decision = replay_of([(0, 8, (1,)), (8, 16, ())])
     assert decision_from_json(decision.to_json()) == decision
-    told = "replay in backward: ops 0-7, 8-15 of the model's forward but for 1 result"
-    assert decision.describe() == told
+    described = "segment checkpointing: ops 0-7, 8-15 of the model's forward, keeping 1 op output"
+    assert decision.describe() == described
     divided = dataclasses.replace(decision, stops=((), (10, 13)))
     assert decision_from_json(divided.to_json()) == divided
-    assert divided.describe() == f"{told}, in 3 parts that start from each other"
+    assert divided.describe() == f"{described}, recomputed in 3 parts"
 
 
 @pytest.mark.parametrize(
@@ -340,5 +342,5 @@ def test_the_decision_survives_json_and_describes_itself():
     ids=str,
 )
 def test_inconsistent_segments_are_refused(fields):
-    with pytest.raises(DecisionError, match="replay"):
+    with pytest.raises(DecisionError, match="segment-checkpoint"):
         Replay(**fields)

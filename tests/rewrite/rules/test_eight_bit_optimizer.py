@@ -112,7 +112,7 @@ def test_every_named_optimizer_trains(name):
         ("lion", "'lion' is unknown by name: choose one of adamw"),
         (lambda parameters: None, "made a NoneType"),
         (torch.optim.SGD(nn.Linear(2, 2).parameters()), "holds none of the parameters of Perceptron"),
-        (torch.optim.LBFGS, "LBFGS runs the model again inside of its own step"),
+        (torch.optim.LBFGS, "LBFGS runs the model again inside its own step"),
     ],
 )
 def test_unusable_optimizers_are_refused(optimizer, message):

@@ -21,11 +21,11 @@ from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import EmittedCode, assignment
 from planner.rewrite.portable import replay_ops, replay_tape
 from planner.rewrite.portable.module_forward import detached, forward_function
+from planner.rewrite.recomputed_modules import modules_to_run_again
 from planner.rewrite.rewriting import Rewriting
-from planner.rewrite.rules.recomputed_modules import modules_to_run_again
 
 
-def replay(rewriting: Rewriting, decision: Replay) -> None:
+def segment_checkpoint(rewriting: Rewriting, decision: Replay) -> None:
     """Wrap the forward of each named module, on the instance, so that its segments are recorded and recomputed.
 
     Raises:
@@ -36,8 +36,8 @@ def replay(rewriting: Rewriting, decision: Replay) -> None:
         rewriting.replace(module, "forward", forward, place=f"forward of '{name}'")
 
 
-def replay_source(plan: Plan, decision: Replay) -> EmittedCode:
-    """Return the emitted counterpart of `replay`."""
+def segment_checkpoint_source(plan: Plan, decision: Replay) -> EmittedCode:
+    """Return the emitted counterpart of `segment_checkpoint`."""
     parts = (
         replay_tape.replayed,
         replay_tape.Tape,

@@ -13,7 +13,7 @@ from planner.rewrite.rewriting import Rewriting
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def precision(rewriting: Rewriting, decision: Precision) -> None:
+def mixed_precision(rewriting: Rewriting, decision: Precision) -> None:
     """Set the step's autocast dtype and scaler.
 
     Raises:
@@ -31,8 +31,8 @@ def precision(rewriting: Rewriting, decision: Precision) -> None:
         rewriting.scaler = torch.amp.GradScaler(rewriting.device_type())
 
 
-def precision_source(plan: Plan, decision: Precision) -> EmittedCode:
-    """Return the emitted counterpart of `precision`."""
+def mixed_precision_source(plan: Plan, decision: Precision) -> EmittedCode:
+    """Return the emitted counterpart of `mixed_precision`."""
     return EmittedCode(
         autocast=f"torch.autocast(next(model.parameters()).device.type, dtype={_DTYPES[decision.dtype]})",
         scaled=decision.dtype == "fp16",

@@ -23,7 +23,7 @@ _TAKEN_OVER = ("lr", "betas", "eps", "weight_decay")
 """Hyperparameters that are copied from the replaced optimizer, group by group."""
 
 
-def optimizer(rewriting: Rewriting, decision: Optimizer) -> None:
+def eight_bit_optimizer(rewriting: Rewriting, decision: Optimizer) -> None:
     """Replace AdamW or Adam by `bitsandbytes.optim.AdamW8bit` with the same groups and hyperparameters.
 
     Raises:
@@ -101,8 +101,8 @@ def keep_embeddings_in_32_bits(optimizer, model):
     optimizer.mng = manager
 
 
-def optimizer_source(plan: Plan, decision: Optimizer) -> EmittedCode:
-    """Return the emitted counterpart of `optimizer`."""
+def eight_bit_optimizer_source(plan: Plan, decision: Optimizer) -> EmittedCode:
+    """Return the emitted counterpart of `eight_bit_optimizer`."""
     choice = OPTIMIZERS["adam" if plan.workload.optimizer == "adam" else "adamw"]
     arguments = "".join(f"        {name}={choice.hyperparameters[name]!r},\n" for name in _TAKEN_OVER)
     return EmittedCode(

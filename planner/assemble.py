@@ -1,0 +1,137 @@
+"""From a certified configuration to the plan or trade-off that the user gets: facts, notes and versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import time
+
+from planner.choose.pareto_front import Front, total_bytes
+from planner.choose.planning_session import Certified, PlanningSession
+from planner.estimate.add_workspaces import unknown_ops
+from planner.plan_types.constraints import Constraints
+from planner.plan_types.plan import Plan, Shortfall, SolverFacts
+from planner.plan_types.sizes import format_size
+from planner.plan_types.tradeoff import Tradeoff
+from planner.profiles.device import DeviceProfile
+from planner.recording.step_graph import Phase
+from planner.workload.budget import Budget
+
+_MOST_KERNELS_NAMED = 4
+"""Maximum number of kernels with unknown workspaces that a note names."""
+
+
+def assemble_plan(
+    session: PlanningSession,
+    certified: Certified,
+    constraints: Constraints,
+    vram_bytes: int | None,
+    *,
+    began: float,
+    shortfall: Shortfall | None = None,
+    notes: tuple[str, ...] = (),
+) -> Plan:
+    """Return the plan of a certified configuration.
+
+    Args:
+        vram_bytes: the budget as the user stated it; None if there is none.
+        began: `time.perf_counter()` when planning began.
+        shortfall: what is missing if the plan does not fit; None if it fits.
+        notes: what the user should know before reading the plan.
+    """
+    if session.undecided:
+        notes += (f"{session.undecided} programs hit their time limit without an answer: a faster plan may exist",)
+    return Plan(
+        model=session.workload.model_facts(),
+        workload=session.workload.facts(),
+        card=session.card.name,
+        card_source=session.card.source,
+        vram_bytes=vram_bytes,
+        fidelity=constraints.fidelity.name.lower(),
+        forced=constraints.forced,
+        forbidden=constraints.forbidden,
+        max_slowdown=constraints.max_slowdown,
+        baseline=session.baseline.measured.footprint,
+        peak=certified.measured.footprint,
+        decisions=certified.choice.decisions,
+        fits=shortfall is None,
+        certified=True,
+        solver=SolverFacts(
+            status=certified.choice.status,
+            gap=certified.choice.gap,
+            seconds=session.solve_seconds,
+            promised_bytes=certified.choice.peak_bytes,
+            certified_bytes=certified.measured.curve_bytes,
+        ),
+        shortfall=shortfall,
+        notes=(
+            *notes,
+            *session.dropped(constraints),
+            *certified.graph.assumptions,
+            *_host_memory_notes(certified),
+            *_workspace_notes(certified, session.card),
+        ),
+        versions=versions(),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def assemble_tradeoff(
+    session: PlanningSession, front: Front, constraints: Constraints, budget: Budget | None, *, began: float
+) -> Tradeoff:
+    """Return the trade-off with a plan for each point of the front, whose budget is that point's own total.
+
+    Args:
+        budget: the user's, to be marked among the plans; None marks none.
+        began: `time.perf_counter()` when planning began.
+    """
+    notes = () if budget is None else budget.notes(session.card)
+    return Tradeoff(
+        as_it_is=assemble_plan(session, session.baseline, constraints, None, began=began),
+        points=tuple(
+            assemble_plan(session, point, constraints, total_bytes(point), notes=notes, began=began)
+            for point in front.points
+        ),
+        vram_bytes=None if budget is None else budget.asked_bytes,
+        usable_bytes=None if budget is None else budget.usable_bytes,
+        complete=front.complete,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything that can change a plan, by name."""
+    found = {"python": platform.python_version()}
+    for package in ("torch", "transformers", "bitsandbytes"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _host_memory_notes(certified: Certified) -> tuple[str, ...]:
+    """State how much pinned host memory an offload takes."""
+    graph = certified.graph
+    if not any(decision.needs_host_memory for decision in certified.choice.decisions):
+        return ()
+    copied_bytes: dict[int, int] = {}
+    for op in graph.ops:
+        if op.host_bytes and op.phase is Phase.FORWARD and op.step == graph.steps - 1:
+            copied_bytes[op.micro_batch] = copied_bytes.get(op.micro_batch, 0) + op.host_bytes
+    most_bytes = max(copied_bytes.values(), default=0)
+    return (f"{format_size(most_bytes)} of the host's memory are pinned for what is offloaded",)
+
+
+def _workspace_notes(certified: Certified, card: DeviceProfile) -> tuple[str, ...]:
+    """Name the kernels whose workspaces are unknown and therefore not counted."""
+    counts = unknown_ops(certified.graph) if card.allocator else {}
+    if not counts:
+        return ()
+    most_frequent = sorted(counts.items(), key=lambda pair: -pair[1])[:_MOST_KERNELS_NAMED]
+    names = ", ".join(f"{count} x {name}" for name, count in most_frequent)
+    more = f" and {len(counts) - _MOST_KERNELS_NAMED} other kinds" if len(counts) > _MOST_KERNELS_NAMED else ""
+    note = f"the workspaces of some kernels are unknown and not counted: {names}{more}, in two steps"
+    if any("convolution" in name for name in counts):
+        note += "; in recordings of real cards a convolution takes 0.2 to 128 MiB, one at a time"
+    return (note,)

@@ -1,0 +1,201 @@
+"""What every decision says about itself, and what several decisions say together.
+
+The planner and the rewriter ask these questions instead of naming decision classes, so that a new technique is one
+class in `decisions.py`, one rule in `rewrite/rules/` and one entry in the search space (docs/add-a-technique.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+from collections.abc import Iterable
+from typing import ClassVar, Protocol
+
+from planner.errors import DecisionError
+
+
+class Fidelity(enum.IntEnum):
+    """How close the rewritten step is to the original one. Ordered: exact < rounded < partial."""
+
+    EXACT = 0
+    """The same mathematics; only the order of a sum may differ."""
+    ROUNDED = 1
+    """The same mathematics at a lower precision."""
+    PARTIAL = 2
+    """Some parameters are not trained."""
+
+    @classmethod
+    def parse(cls, text: str) -> Fidelity:
+        """Read a fidelity as users write it. Raises `DecisionError` for an unknown one."""
+        try:
+            return cls[str(text).upper()]
+        except KeyError:
+            names = ", ".join(member.name.lower() for member in cls)
+            raise DecisionError(f"fidelity '{text}' is unknown: choose one of {names}") from None
+
+
+class Role(enum.Enum):
+    """Which part of the training step a decision changes. A configuration has at most one decision of most roles."""
+
+    FREEZING = "freezing"
+    """Which parameters are trained."""
+    PRECISION = "precision"
+    """The dtype of the forward and the loss."""
+    OPTIMIZER = "optimizer"
+    """How the optimizer stores its state and computes its update."""
+    LOSS = "loss"
+    """How the loss is computed from the last hidden states."""
+    MICRO_BATCHING = "micro-batching"
+    """How the batch is split."""
+    UPDATE_TIME = "update time"
+    """When the optimizer updates a parameter: after the backward, or inside it."""
+    RECOMPUTE = "recompute"
+    """How the backward gets its saved tensors: recomputed, or copied back from host memory."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decision:
+    """Base of all decisions. Subclasses are frozen dataclasses with JSON-able fields.
+
+    The class attributes and properties below have neutral defaults; a technique overrides those that concern it.
+    """
+
+    kind: ClassVar[str]
+    """The name of the technique on the command line (`--force`, `--forbid`), in Python and in plan files."""
+    former_kind: ClassVar[str | None] = None
+    """The kind in plan files of older versions. It is still accepted, and fingerprints of plans still use it."""
+    aliases: ClassVar[tuple[str, ...]] = ()
+    """Other names that users may write for the technique."""
+    rule: ClassVar[str | None] = None
+    """The module and function in `rewrite/rules/` that apply the decision. None: named after the kind."""
+    fidelity: ClassVar[Fidelity]
+    role: ClassVar[Role]
+    needs_host_memory: ClassVar[bool] = False
+    """True if the step keeps tensors in pinned host memory."""
+    eight_bit_state: ClassVar[bool] = False
+    """True if the optimizer keeps its state in 8 bits."""
+    steps_in_backward: ClassVar[bool] = False
+    """True if the optimizer updates each parameter during the backward, and frees its gradient then."""
+    disables_kv_cache: ClassVar[bool] = False
+    """True if the model must not keep a cache of keys and values (`config.use_cache`)."""
+    required_packages: ClassVar[tuple[str, ...]] = ()
+    """Packages that the rewritten step imports, beyond torch."""
+
+    @property
+    def micro_batch_count(self) -> int:
+        """Number of micro-batches per optimizer step; 1 if the batch is not split."""
+        return 1
+
+    @property
+    def samples_per_micro_batch(self) -> int | None:
+        """Maximum number of samples in a micro-batch; None if the batch is not split."""
+        return None
+
+    @property
+    def autocast_dtype(self) -> str | None:
+        """'bf16' or 'fp16' if the forward runs under autocast, else None."""
+        return None
+
+    @property
+    def needs_gradient_scaler(self) -> bool:
+        """True if the loss is scaled, because its gradients could underflow."""
+        return self.autocast_dtype == "fp16"
+
+    @property
+    def optimizer_kernel(self) -> str | None:
+        """The implementation that torch's optimizer steps with; None: the one torch chooses."""
+        return None
+
+    @property
+    def frozen_modules(self) -> tuple[str, ...]:
+        """Names of the modules whose parameters are not trained."""
+        return ()
+
+    @property
+    def reorders_sums(self) -> bool:
+        """True if the step adds the same terms in another order, so that results differ by rounding alone."""
+        return False
+
+    @classmethod
+    def rule_name(cls) -> str:
+        """The name of the module in `rewrite/rules/`, and of its function, that apply the decision."""
+        return cls.rule or cls.kind.replace("-", "_")
+
+    def excludes(self, other: Decision) -> str | None:
+        """Why the two cannot be done together; None if they can. Asked in both directions."""
+        return None
+
+    def with_micro_batches(self, count: int) -> Decision:
+        """The same decision for a shorter step, which rehearses `count` of the micro-batches."""
+        return self
+
+    def describe(self) -> str:
+        """One line for people: what is done, without units of memory or time."""
+        raise TypeError(f"{type(self).__name__} does not describe itself")
+
+    def to_json(self) -> dict[str, object]:
+        """The kind and the fields, with lists in place of tuples."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {"kind": self.kind, **{name: _as_lists(value) for name, value in fields.items()}}
+
+
+class HasRole(Protocol):
+    """A decision or a class of decisions."""
+
+    role: ClassVar[Role]
+
+
+def has_role(decisions: Iterable[HasRole], *roles: Role) -> bool:
+    """True if one of the decisions plays one of these roles."""
+    return any(decision.role in roles for decision in decisions)
+
+
+def with_roles(decisions: Iterable[Decision], *roles: Role) -> tuple[Decision, ...]:
+    """The decisions that play one of these roles."""
+    return tuple(decision for decision in decisions if decision.role in roles)
+
+
+def without_roles(decisions: Iterable[Decision], *roles: Role) -> tuple[Decision, ...]:
+    """The decisions that play none of these roles."""
+    return tuple(decision for decision in decisions if decision.role not in roles)
+
+
+def conflict(decisions: Iterable[Decision]) -> str | None:
+    """Why these decisions cannot all be done together; None if they can."""
+    pairs = itertools.permutations(decisions, 2)
+    return next((why for one, other in pairs if (why := one.excludes(other)) is not None), None)
+
+
+def fidelity_of(decisions: Iterable[Decision]) -> int:
+    """The fidelity of the least faithful decision; exact without decisions."""
+    return max((decision.fidelity for decision in decisions), default=0)
+
+
+def micro_batches_of(decisions: Iterable[Decision]) -> int:
+    """Number of micro-batches that the batch is split into; 1 if it is not."""
+    return max((decision.micro_batch_count for decision in decisions), default=1)
+
+
+def micro_batch_size_of(decisions: Iterable[Decision]) -> int | None:
+    """Maximum number of samples in a micro-batch; None if the batch is not split."""
+    return next((size for d in decisions if (size := d.samples_per_micro_batch) is not None), None)
+
+
+def autocast_dtype_of(decisions: Iterable[Decision]) -> str | None:
+    """'bf16' or 'fp16' if the forward runs under autocast, else None."""
+    return next((dtype for decision in decisions if (dtype := decision.autocast_dtype) is not None), None)
+
+
+def optimizer_kernel_of(decisions: Iterable[Decision]) -> str | None:
+    """The implementation that torch's optimizer steps with ('fused', 'for-loop'); None: the one torch chooses."""
+    return next((kernel for decision in decisions if (kernel := decision.optimizer_kernel) is not None), None)
+
+
+def frozen_modules_of(decisions: Iterable[Decision]) -> tuple[str, ...]:
+    """Names of the modules whose parameters are not trained."""
+    return tuple(name for decision in decisions for name in decision.frozen_modules)
+
+
+def _as_lists(value: object) -> object:
+    return [_as_lists(item) for item in value] if isinstance(value, tuple) else value

@@ -1,0 +1,91 @@
+"""The storages of one device during a recording, and the clock that their births and deaths are dated by.
+
+A storage is registered when the first tensor on it is seen. Its death comes from a weak reference to the
+`UntypedStorage`, so it is recorded at the moment at which PyTorch frees the memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from planner.recording.step_graph import Category, Storage
+from planner.virtual_gpu import sparse_gradients
+
+
+class StorageTable:
+    """Numbers the storages of a device and records their lives in ticks.
+
+    Args:
+        device: type of the device whose memory is watched, such as 'vgpu' or 'cpu'.
+        virtual: True if the tensors on that device are fakes.
+    """
+
+    def __init__(self, device: str, *, virtual: bool) -> None:
+        self.device, self.virtual = device, virtual
+        self.tick = 0
+        """Tick of the last event."""
+        self.storages: list[Storage] = []
+        self.birth_op: int | None = None
+        """Index of the op that new storages are attributed to; None before the first op that follows the setup."""
+        self._alive: dict[int, tuple[int, int, weakref.ref]] = {}  # storage pointer -> (index, birth, finalizer)
+
+    def next_tick(self) -> int:
+        """Advances the clock by one event and returns its tick."""
+        self.tick += 1
+        return self.tick
+
+    def watches(self, tensor: torch.Tensor) -> bool:
+        """True if the tensor's memory belongs to the watched device."""
+        return isinstance(tensor, FakeTensor) is self.virtual and tensor.device.type == self.device
+
+    def storage_of(
+        self, tensor: torch.Tensor, *, category: Category = Category.TEMPORARY, adopt: int | None = None
+    ) -> int | None:
+        """Returns the index of a tensor's storage, and registers the storage (born now) if it is new.
+
+        Args:
+            tensor: any tensor. The result is None if it is empty, sparse, or on another device.
+            category: category of the storage if it is new.
+            adopt: index of a known storage; a new storage is then recorded as another life of that one.
+        """
+        if not self.watches(tensor) or tensor.layout is not torch.strided:
+            return None
+        untyped = tensor.untyped_storage()
+        size_bytes = untyped.nbytes()
+        if size_bytes == 0:
+            return None
+        pointer = untyped._cdata
+        known = self._alive.get(pointer)
+        if known is not None:
+            return known[0]
+        birth = self.next_tick()
+        if adopt is None:
+            index = len(self.storages)
+            self.storages.append(Storage(size_bytes=size_bytes, lives=[], category=category, op=self.birth_op))
+        else:
+            index = adopt
+
+        def died(_: weakref.ref, pointer: int = pointer) -> None:
+            dead, born, _finalizer = self._alive.pop(pointer)
+            self.storages[dead].lives.append((born, self.next_tick()))
+
+        self._alive[pointer] = (index, birth, weakref.ref(untyped, died))
+        return index
+
+    def mark(self, tensor: torch.Tensor | None, category: Category) -> None:
+        """Sets the category of a tensor's storage; for a sparse tensor, of the storages of its indices and values."""
+        if tensor is not None and tensor.is_sparse:
+            for part in sparse_gradients.parts_of(tensor):
+                if (index := self.storage_of(part)) is not None and self.storages[index].op is not None:
+                    self.storages[index].category = category
+        elif tensor is not None and (index := self.storage_of(tensor)) is not None:
+            self.storages[index].category = category
+
+    def close(self, ticks: int) -> None:
+        """Ends the recording: storages that are still alive live until `ticks`."""
+        for index, birth, _finalizer in self._alive.values():
+            self.storages[index].lives.append((birth, ticks))
+        self._alive.clear()

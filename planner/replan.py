@@ -1,0 +1,80 @@
+"""Check a saved plan again: rehearse its decisions for the same model, possibly on another card or budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from planner import pipeline
+from planner.assemble import assemble_plan
+from planner.choose import fitting
+from planner.choose.chooser import Choice
+from planner.errors import PlanFileError
+from planner.plan_types.constraints import Constraints
+from planner.plan_types.decision_base import Fidelity, micro_batch_size_of, micro_batches_of
+from planner.plan_types.plan import Plan
+from planner.workload.budget import Budget, card_and_budget
+from planner.workload.cards import resolve_card
+from planner.workload.loading import load_workload
+from planner.workload.workload import Workload
+
+
+def replan(saved: Plan, *, vram: str | None, gpu: str | None) -> Plan:
+    """Rehearse the decisions of a saved plan and return the plan with its new figures.
+
+    Args:
+        vram: a size such as "6GiB"; None keeps the budget of the saved plan.
+        gpu: the name of a profile; None keeps the card of the saved plan.
+
+    Raises:
+        PlanFileError: the plan was made for a live model, or its model has changed since.
+    """
+    workload = _load(saved)
+    began = time.perf_counter()
+    if vram is None:
+        card, vram_bytes = resolve_card(gpu or saved.card, saved.vram_bytes), saved.vram_bytes
+    else:
+        card, vram_bytes = card_and_budget(gpu or saved.card, vram)
+    constraints = Constraints(
+        fidelity=Fidelity.parse(saved.fidelity),
+        forced=saved.forced,
+        forbidden=saved.forbidden,
+        max_slowdown=saved.max_slowdown,
+    )
+    budget = None if vram_bytes is None else Budget.on(card, vram_bytes)
+    notes = () if budget is None else budget.notes(card)
+    with pipeline.open_session(workload, card, budget) as session:
+        choice = Choice(decisions=saved.decisions, peak_bytes=0, step_ns=0, status="not needed", gap=0.0)
+        certified = session.certify(choice)
+        if budget is not None:
+            certified = session.measure_at_smallest_budget(certified)
+        fits = budget is None or (certified.measured.fits and session.quick_enough(certified, constraints))
+        # Nothing was searched, so that the promise is what the rehearsal gave.
+        promised = dataclasses.replace(certified.choice, peak_bytes=certified.measured.curve_bytes)
+        certified = dataclasses.replace(certified, choice=promised)
+        shortfall = None if fits else fitting.shortfall(session, certified, ())
+        return assemble_plan(session, certified, constraints, vram_bytes, shortfall=shortfall, notes=notes, began=began)
+
+
+def _load(saved: Plan) -> Workload:
+    """Load the workload that the plan was made for and check that it is still the same."""
+    if saved.model.reference is None:
+        raise PlanFileError("the plan was made for a live model: use rewrite.certify(plan, model, batch)")
+    workload = load_workload(
+        saved.model.reference,
+        batch_size=saved.workload.batch_size,
+        seq_len=saved.workload.seq_len,
+        optimizer=saved.workload.optimizer,
+        gradients_alive=saved.workload.gradients_alive,
+    )
+    if workload.model_facts().fingerprint != saved.model.fingerprint:
+        raise PlanFileError(
+            f"'{saved.model.reference}' is not the {saved.model.name} that the plan was made for: names, shapes or "
+            "dtypes of its parameters differ; make the plan again"
+        )
+    size, count = micro_batch_size_of(saved.decisions), micro_batches_of(saved.decisions)
+    if size is not None and count != -(-workload.batch_size // size):
+        raise PlanFileError(
+            f"the plan splits a batch of {workload.batch_size} into {count} micro-batches of {size}: make it again"
+        )
+    return workload

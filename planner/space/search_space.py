@@ -1,0 +1,238 @@
+"""The search space: which precision, loss, optimizer and time of the update a plan may choose from.
+
+There are few combinations of these (configurations), so they are listed. Each function below is the entry of one
+technique: it returns the alternatives, and says in a note why a technique is missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from planner.errors import DecisionError
+from planner.plan_types.constraints import Constraints
+from planner.plan_types.decision_base import Decision, Role, conflict
+from planner.plan_types.decisions import KINDS, ChunkedLoss, Optimizer, OptimizerKernel, Precision, StepInBackward
+from planner.profiles.device import DeviceProfile
+from planner.space.lm_head import ChunkedLossOption
+from planner.space.micro_batches import MicroBatching, batch_splits
+from planner.workload.eight_bit import why_not_eight_bit
+from planner.workload.torch_optimizers import (
+    by_parameter,
+    has_step_hooks,
+    kernel_beside_foreach,
+    kind_of,
+    why_no_kernel,
+)
+from planner.workload.workload import Workload, optimizer_name, several_processes
+
+Alternatives = tuple[tuple[Decision, ...], ...]
+"""Ways to do one part of the step. Each is the decisions that it takes; () is the way of the baseline."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """What a plan can choose from for this workload on this card, and why some techniques are missing.
+
+    A configuration takes one alternative of each of the first four fields. With one of the splits it is a candidate.
+    """
+
+    precisions: Alternatives
+    optimizers: Alternatives
+    losses: Alternatives
+    updates: Alternatives
+    """When the optimizer steps: after the backward, or inside it."""
+    splits: tuple[MicroBatching, ...]
+    recompute: tuple[type[Decision], ...]
+    """Ways to free saved tensors (recompute, offload); the search chooses the modules."""
+    chunks: ChunkedLossOption | None
+    """The number of chunks of a micro-batch's loss; `losses` has the number for the whole batch."""
+    notes: tuple[str, ...]
+
+    def with_frozen(self, frozen: Decision) -> SearchSpace:
+        """The same choices with a frozen prefix of the model."""
+        return dataclasses.replace(self, precisions=tuple((frozen, *choice) for choice in self.precisions))
+
+    def with_most_chunks(self) -> SearchSpace | None:
+        """The same choices with the loss in as many chunks as possible; None if nothing changes.
+
+        The number of chunks normally follows from the budget, so that a smaller budget means more chunks. Whatever
+        fits a smaller budget must be reachable under this one too.
+        """
+        if self.chunks is None or not any(self.losses) or self.chunks == self.chunks.most_chunks():
+            return None
+        most = self.chunks.most_chunks()
+        return dataclasses.replace(
+            self, chunks=most, losses=tuple(most.for_whole_batch() if loss else () for loss in self.losses)
+        )
+
+    def restricted_to(self, config: Sequence[Decision]) -> SearchSpace:
+        """The same splits and ways to recompute, with only this configuration."""
+
+        def chosen(alternatives: Alternatives) -> Alternatives:
+            return (max((choice for choice in alternatives if set(choice) <= set(config)), key=len),)
+
+        return dataclasses.replace(
+            self,
+            precisions=chosen(self.precisions),
+            optimizers=chosen(self.optimizers),
+            losses=chosen(self.losses),
+            updates=chosen(self.updates),
+        )
+
+    def using(self, technique: type[Decision]) -> SearchSpace | None:
+        """Only the choices that use this technique; None if there is none.
+
+        Which modules are recomputed or frozen is chosen later, so for these techniques nothing is left out.
+        """
+        if technique.role in (Role.RECOMPUTE, Role.FREEZING):
+            return self
+        if technique.role is Role.MICRO_BATCHING:
+            splits = tuple(split for split in self.splits if split.micro_batches > 1)
+            return dataclasses.replace(self, splits=splits) if splits else None
+
+        def using(alternatives: Alternatives) -> Alternatives:
+            return tuple(choice for choice in alternatives if any(isinstance(d, technique) for d in choice))
+
+        if precisions := using(self.precisions):
+            return dataclasses.replace(self, precisions=precisions)
+        if optimizers := using(self.optimizers):
+            return dataclasses.replace(self, optimizers=optimizers)
+        if losses := using(self.losses):
+            return dataclasses.replace(self, losses=losses)
+        if updates := using(self.updates):
+            return dataclasses.replace(self, updates=updates)
+        return None
+
+
+def search_space(
+    workload: Workload,
+    card: DeviceProfile,
+    constraints: Constraints,
+    *,
+    batch_statistics: tuple[str, ...],
+    chunks: ChunkedLossOption | None,
+) -> SearchSpace:
+    """List what the user allows and the workload and card permit.
+
+    Args:
+        batch_statistics: names of modules that normalize over the batch, from the recording of the baseline.
+        chunks: how the loss can be computed in chunks, from the same recording; None if it cannot.
+
+    Raises:
+        DecisionError: a technique is forced that this workload or card cannot use.
+    """
+    notes: list[str] = []
+    _refuse_forced_conflict(card, constraints)
+    return SearchSpace(
+        precisions=_precisions(workload, card, constraints, notes),
+        optimizers=_optimizers(workload, constraints, notes),
+        losses=_losses(constraints, chunks),
+        updates=_updates(workload, constraints, notes),
+        splits=batch_splits(workload, constraints, batch_statistics, notes),
+        recompute=_recompute(constraints),
+        chunks=None if chunks is None else dataclasses.replace(chunks, always=constraints.force(Role.LOSS)),
+        notes=tuple(notes),
+    )
+
+
+def _precisions(workload: Workload, card: DeviceProfile, constraints: Constraints, notes: list[str]) -> Alternatives:
+    why_not = None
+    if not card.native_dtypes:
+        why_not = f"{card.title} computes neither bf16 nor fp16 faster than fp32"
+    elif odd := sorted(
+        {str(p.dtype).removeprefix("torch.") for p in workload.model.parameters() if p.requires_grad} - {"float32"}
+    ):
+        why_not = f"trained parameters are {odd[0]}, and autocast needs fp32 master weights"
+    decisions = None if why_not else (Precision(dtype=card.native_dtypes[0]),)
+    if why_not and constraints.allow(Precision):
+        notes.append(f"no autocast: {why_not}")
+    return _alternatives(constraints, Precision, decisions, why_not)
+
+
+def _losses(constraints: Constraints, chunks: ChunkedLossOption | None) -> Alternatives:
+    why_not = "no linear layer's output of some size goes straight into a cross entropy"
+    return _alternatives(constraints, ChunkedLoss, None if chunks is None else chunks.for_whole_batch(), why_not)
+
+
+def _optimizers(workload: Workload, constraints: Constraints, notes: list[str]) -> Alternatives:
+    """The user's optimizer unchanged, with another kernel, or with 8-bit state; never both of the last two."""
+    why_not = why_not_eight_bit(workload)
+    if why_not and constraints.allow(Optimizer):
+        notes.append(f"no 8-bit optimizer state: {why_not}")
+    eight_bit = _alternatives(constraints, Optimizer, None if why_not else (Optimizer(),), why_not)
+    kind = kind_of(workload.optimizer)
+    kernel = (kernel_beside_foreach(kind) if kind else None) or "fused"
+    why_not = why_no_kernel(kernel, workload.optimizer, workload.model)
+    decisions = None if why_not else (OptimizerKernel(kernel=kernel),)
+    kernels = _alternatives(constraints, OptimizerKernel, decisions, why_not)
+    if constraints.force(Optimizer) or constraints.force(OptimizerKernel):
+        return eight_bit if constraints.force(Optimizer) else kernels
+    return tuple(dict.fromkeys((*kernels, *eight_bit)))
+
+
+def _updates(workload: Workload, constraints: Constraints, notes: list[str]) -> Alternatives:
+    """After the backward; or inside it, if the optimizer treats each parameter independently."""
+    optimizer = workload.optimizer
+    if workload.gradients_alive:
+        why_not = "the gradients of several batches are added up before the optimizer may use them"
+        if constraints.allow(StepInBackward):
+            notes.append(f"no step in backward: {why_not}")
+    elif several_processes():
+        why_not = "gradients of several processes are added up before the optimizer may use them"
+    elif isinstance(optimizer, str):
+        why_not = None
+    elif not isinstance(optimizer, torch.optim.Optimizer):
+        why_not = (
+            "an optimizer made by a function is not known to treat each parameter independently: give the optimizer "
+            "itself"
+        )
+    elif by_parameter(optimizer):
+        why_not = None
+    else:
+        hooks = " with step hooks" if has_step_hooks(optimizer) else ""
+        why_not = f"{optimizer_name(optimizer)}{hooks} may look at the gradients of all parameters together"
+    decisions = (StepInBackward(),) if why_not is None else None
+    return _alternatives(constraints, StepInBackward, decisions, why_not)
+
+
+def _recompute(constraints: Constraints) -> tuple[type[Decision], ...]:
+    """The ways to free saved tensors that are allowed. If one is forced, it is the only one."""
+    kinds = tuple(kind for kind in KINDS.values() if kind.role is Role.RECOMPUTE)
+    allowed = tuple(kind for kind in kinds if constraints.allow(kind))
+    forced = tuple(kind for kind in allowed if constraints.force(kind))
+    if len(forced) > 1:
+        names = " and ".join(kind.kind for kind in forced)
+        raise DecisionError(f"{names} are both forced, and each is a way to free saved tensors: force one of them")
+    return forced or allowed
+
+
+def _refuse_forced_conflict(card: DeviceProfile, constraints: Constraints) -> None:
+    """Raises `DecisionError` if two forced techniques exclude each other, before reasons of the workload are given."""
+    examples: Iterable[Decision] = (
+        Optimizer(),
+        OptimizerKernel(kernel="fused"),
+        StepInBackward(),
+        *MicroBatching(micro_batches=2, size=1).decisions(),
+        *(Precision(dtype=dtype) for dtype in card.native_dtypes[:1]),
+    )
+    if (why := conflict(decision for decision in examples if constraints.force(type(decision)))) is not None:
+        raise DecisionError(f"both are forced, but {why}")
+
+
+def _alternatives(
+    constraints: Constraints, kind: type[Decision], decisions: tuple[Decision, ...] | None, why_not: str | None
+) -> Alternatives:
+    """The step without the technique, with it, or both.
+
+    Args:
+        decisions: the technique's decisions; None if it cannot be used.
+        why_not: the reason why it cannot be used.
+    """
+    if constraints.force(kind):
+        if decisions is None:
+            raise DecisionError(f"{kind.kind} is forced, but {why_not}")
+        return (decisions,)
+    return ((), decisions) if decisions is not None and constraints.allow(kind) else ((),)

@@ -1,0 +1,197 @@
+"""Rehearse the step that decisions rewrite a workload to: the bridge between the rewriter and the virtual GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from planner.estimate.add_workspaces import with_workspaces
+from planner.estimate.footprint import with_whole_batch
+from planner.plan_types.decision_base import Decision, micro_batch_size_of, micro_batches_of
+from planner.profiles.device import DeviceProfile
+from planner.recording.rehearsal import Rehearsal
+from planner.recording.step_graph import StepGraph
+from planner.rewrite.application import Rewritten, apply_decisions
+from planner.virtual_gpu.backend import Target
+from planner.virtual_gpu.forked_process import Child
+from planner.workload.workload import OptimizerBlueprint, Workload
+
+
+def with_gradient_names(workload: Workload, card: DeviceProfile) -> Workload:
+    """Return the workload with the names of the parameters that have a gradient before the step.
+
+    They are needed if gradients of earlier batches exist before the step (`gradients_alive`), and found by a rehearsal
+    of one step. Otherwise the workload is returned unchanged.
+    """
+    if not workload.gradients_alive or workload.gradient_names is not None:
+        return workload
+    graph = start_rehearsal(
+        dataclasses.replace(workload, gradients_alive=False),
+        (),
+        card,
+        sizes=(workload.batch_size,),
+        steps=1,
+        primed=False,
+        what_if=False,
+    ).result()
+    return dataclasses.replace(workload, gradient_names=graph.trained)
+
+
+def certifying_graph(workload: Workload, decisions: Sequence[Decision], card: DeviceProfile) -> StepGraph:
+    """Rehearse two steps: the first creates the optimizer state, the second has it from the start."""
+    return finish_certificate(start_certificate(workload, decisions, card).result(), workload, card)
+
+
+def start_certificate(workload: Workload, decisions: Sequence[Decision], card: DeviceProfile) -> Child:
+    """Start the rehearsal of two steps in a child process; `.result()` is a `StepGraph` without workspaces."""
+    sizes = rehearsed_sizes(workload, decisions)
+    return start_rehearsal(workload, decisions, card, sizes=sizes, steps=2, primed=False, what_if=False)
+
+
+def finish_certificate(graph: StepGraph, workload: Workload, card: DeviceProfile) -> StepGraph:
+    """Add what a rehearsal cannot show: the rest of the batch, and the workspaces of kernels."""
+    return with_workspaces(with_whole_batch(graph, workload.batch_bytes), card, torch.__version__)
+
+
+def rehearsed_sizes(workload: Workload, decisions: Sequence[Decision]) -> tuple[int, ...]:
+    """Return the sizes of the micro-batches to rehearse: the first, the second, and the last if it is smaller.
+
+    Those between the second and the last allocate the same as the second, so that they are not rehearsed.
+    """
+    size, count = micro_batch_size_of(decisions), micro_batches_of(decisions)
+    if size is None:
+        return (workload.batch_size,)
+    last = workload.batch_size - size * (count - 1)
+    if count == 2 or last == size:
+        return (size, last if count == 2 else size)
+    return (size, size, last)
+
+
+def start_rehearsal(
+    workload: Workload,
+    decisions: Sequence[Decision],
+    card: DeviceProfile,
+    *,
+    sizes: tuple[int, ...],
+    steps: int,
+    primed: bool,
+    what_if: bool,
+) -> Child:
+    """Start the rehearsal of the step rewritten by `decisions`; `.result()` is a `StepGraph` without workspaces.
+
+    Args:
+        sizes: number of samples of each micro-batch to rehearse.
+        steps: number of optimizer steps.
+        primed: True if the optimizer state exists before the first step.
+        what_if: True for a recording that shows what every module saves, from which candidates are derived.
+    """
+    _import_once(decisions)
+    shortened = tuple(decision.with_micro_batches(len(sizes)) for decision in decisions)
+    rewrite = _rewriter(workload, shortened)
+
+    def prepare(model: torch.nn.Module):
+        if what_if:  # candidates checkpoint modules, and a checkpointed module keeps no cache of keys and values
+            for module in model.modules():
+                config: Any = getattr(module, "config", None)
+                if getattr(config, "use_cache", False):
+                    config.use_cache = False
+        rewritten = rewrite(model, sum(sizes))
+        if workload.gradient_names is None:
+            return rewritten.step, rewritten.optimizer
+        return _adding_to_gradients(rewritten.step, model, workload.gradient_names), rewritten.optimizer
+
+    return Rehearsal(
+        model=workload.model,
+        batch=workload.batch,
+        batch_size=workload.batch_size,
+        prepare=prepare,
+        target=Target(compute_capability=card.compute_capability),
+        micro_batch_sizes=sizes,
+        steps=steps,
+        primed=primed,
+        what_if=what_if,
+    ).start()
+
+
+def start_update(
+    workload: Workload, decisions: Sequence[Decision], card: DeviceProfile, trained: Sequence[str]
+) -> Child:
+    """Start the rehearsal of the optimizer's update alone, with optimizer state and gradients present.
+
+    Args:
+        decisions: without micro-batching and recompute, on which the update does not depend.
+        trained: names of the parameters that have a gradient.
+    """
+    _import_once(decisions)
+    rewrite = _rewriter(workload, decisions)
+
+    def prepare(model: torch.nn.Module):
+        rewritten = rewrite(model, workload.batch_size)
+        step, parameters = rewritten.step, dict(model.named_parameters())
+
+        def update(_: Any) -> None:
+            for name in trained:
+                if parameters[name].requires_grad:
+                    parameters[name].grad = torch.empty_like(parameters[name])
+            if step.scaler is not None:
+                step.scaler.scale(torch.zeros((), device=next(iter(parameters.values())).device))
+            step.update()
+
+        return update, rewritten.optimizer
+
+    return Rehearsal(
+        model=workload.model,
+        batch=workload.batch,
+        batch_size=workload.batch_size,
+        prepare=prepare,
+        target=Target(compute_capability=card.compute_capability),
+        micro_batch_sizes=(1,),
+        steps=1,
+        primed=True,
+        what_if=False,
+        trained=tuple(trained),
+    ).start()
+
+
+def _adding_to_gradients(
+    step: Callable[[Any], Any], model: torch.nn.Module, gradient_names: Sequence[str]
+) -> Callable[[Any], Any]:
+    """Return a step that finds gradients of these parameters, in buffers that outlive its update."""
+    parameters = dict(model.named_parameters())
+    buffers = {name: torch.empty_like(parameters[name]) for name in gradient_names if parameters[name].requires_grad}
+
+    def adding(batch: Any) -> Any:
+        for name, buffer in buffers.items():
+            parameters[name].grad = buffer.detach()
+        return step(batch)
+
+    return adding
+
+
+def _rewriter(workload: Workload, decisions: Sequence[Decision]) -> Callable[[torch.nn.Module, int], Rewritten]:
+    """Return a function from a virtual model and its batch size to the rewritten model, with the user's optimizer."""
+    spec = workload.optimizer
+    blueprint = OptimizerBlueprint.of(spec, workload.model) if isinstance(spec, torch.optim.Optimizer) else None
+
+    def rewrite(model: torch.nn.Module, batch_size: int) -> Rewritten:
+        return apply_decisions(
+            decisions,
+            model,
+            optimizer=blueprint.over(model) if blueprint else spec,
+            calling=workload.calling,
+            batch_size=batch_size,
+            loss_fn=workload.loss_fn,
+        )
+
+    return rewrite
+
+
+def _import_once(decisions: Sequence[Decision]) -> None:
+    """Import here what each child process would otherwise import again."""
+    for decision in decisions:
+        for package in decision.required_packages:
+            importlib.import_module(package)
