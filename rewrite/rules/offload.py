@@ -6,8 +6,8 @@ three points:
 - It skips tensors whose copy would free nothing on the device: parameters, buffers, small tensors, and the inputs,
   which the caller holds.
 - It copies each storage once in each version, however many ops save a view of it, and backward copies it back once.
-- For a module that is recomputed in backward (`checkpoint`, `replay`), it offloads the inputs only: nothing else is
-  kept of it.
+- For a module that is recomputed in backward (`checkpoint`, `segment_checkpoint`), it offloads the inputs only:
+  nothing else is kept of it.
 
 Copies run on the stream of the step, so they do not overlap with computation. In return, no synchronisation is needed:
 memory can be reused at once, and what is copied is what was computed. The numbers come back bit for bit. Tensors of
