@@ -1,1 +1,1 @@
-"""Drivers that measure what the documentation states. Each prints one table: `python -m benchmarks.NAME`."""
+"""Programs that measure the figures in the documentation. Each prints tables: `python -m benchmarks.NAME`."""

@@ -1,9 +1,9 @@
-"""Rehearse measured cases again and compare them with the streams that a card recorded: no card is needed.
+"""Rehearse measured cases again and compare them with the allocations that a card recorded. Needs no card.
 
     python -m benchmarks.again DIR [--cases NAME ...] [--gpu NAME]
 
-DIR holds fidelity.jsonl and streams.jsonl.gz of an earlier run. The rehearsal should use the torch version that the
-rows name: another one may allocate otherwise.
+DIR holds fidelity.jsonl and streams.jsonl.gz of an earlier run. Use the torch version that the rows name:
+another version may allocate differently.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from benchmarks.card.predicting import Prediction, predict
 from planner.workload.cards import resolve_card
 
 SHOWN = 4
+"""Maximum number of ops that are printed for a case."""
 
 
 def report(row: results.Row, prediction: Prediction, found: Finding | None) -> str:
-    """Errors of the new promise, the share of the stream that it has, and what is missing most."""
+    """Formats the errors of the new prediction, the matched share of the stream, and the ops that differ most."""
     measured = row["measured"]
     errors = (
         prediction.allocated_bytes / measured["allocated_bytes"] - 1,
@@ -43,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--cases", nargs="+", metavar="NAME", choices=list(CASES))
-    parser.add_argument("--gpu", help="another profile than the rows name, such as a calibrated file")
+    parser.add_argument("--gpu", help="profile to use instead of the one that the rows name, such as a calibrated file")
     options = parser.parse_args()
     rows = {row["case"]: row for row in results.rows(options.folder / "fidelity.jsonl") if row["error"] is None}
     streams = {entry["case"]: entry for entry in read_streams(options.folder / "streams.jsonl.gz")}

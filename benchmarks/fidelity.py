@@ -1,13 +1,13 @@
-"""Promised against measured memory of training steps, case by case, on the card at hand.
+"""Compare promised and measured memory of training steps, case by case, on this machine's CUDA card.
 
     python -m benchmarks.fidelity --out DIR [--cases NAME ...] [--core] [--list] [--predict-only] [--gpu NAME]
                                   [--seconds 600] [--case-seconds 150] [--workers 4]
 
-For each case: two steps are rehearsed in a process that has not used CUDA; three steps are trained in another one, from
-an empty allocator; the recorded stream of allocations is aligned with the rehearsed one. One line of JSON a case is
-appended to DIR/fidelity.jsonl (DIR/predicted.jsonl with --predict-only) as soon as it is known, the streams to
-DIR/streams.jsonl.gz, a few whole histories to DIR/histories. What DIR holds already is not measured again; what failed
-before is tried again, last.
+For each case, one process that has not used CUDA rehearses two steps, and another one trains three steps from an empty
+allocator. The recorded stream of allocations is then aligned with the rehearsed one. Each case appends one line of JSON
+to DIR/fidelity.jsonl (DIR/predicted.jsonl with --predict-only), its stream to DIR/streams.jsonl.gz, and a few cases
+write their whole history to DIR/histories. Cases that DIR already has are not measured again; cases that failed before
+are tried again, last.
 """
 
 from __future__ import annotations
@@ -34,27 +34,28 @@ MIB = 1 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to run the cases."""
+    """Settings of a run."""
 
     out: pathlib.Path
     gpu: str
     predict_only: bool
     until: float
-    """Of `time.monotonic()`: no case is begun later."""
+    """Deadline in seconds of `time.monotonic()`: no case starts later."""
     case_seconds: float
     workers: int
 
     @property
     def rows(self) -> pathlib.Path:
+        """File of the results."""
         return self.out / ("predicted.jsonl" if self.predict_only else "fidelity.jsonl")
 
 
 RunCase = Callable[[str, Settings, pathlib.Path], dict]
-"""(case, settings, folder for files in between) -> the answer of `benchmarks.card.run_case` as data."""
+"""Called with (case, settings, folder for temporary files); returns the answer of `benchmarks.card.run_case`."""
 
 
 def run_in_process(name: str, settings: Settings, folder: pathlib.Path) -> dict:
-    """Run a case in a process of its own; an error there is an answer as well."""
+    """Run a case in its own process. Returns an answer also if the process fails."""
     result, errors = folder / f"{name}.json", folder / f"{name}.errors"
     command = [sys.executable, "-m", "benchmarks.card.run_case", name, "--gpu", settings.gpu]
     command += ["--result", str(result), "--lock", str(folder / "lock")]
@@ -64,18 +65,18 @@ def run_in_process(name: str, settings: Settings, folder: pathlib.Path) -> dict:
     if code is None:
         return failed(name, f"not done after {settings.case_seconds:.0f} s")
     if code != 0:
-        said = errors.read_text(errors="replace").strip().splitlines()
-        return failed(name, f"exit code {code}: {said[-1] if said else 'it said nothing'}")
+        lines = errors.read_text(errors="replace").strip().splitlines()
+        return failed(name, f"exit code {code}: {lines[-1] if lines else 'it printed nothing'}")
     return json.loads(result.read_text())
 
 
 def failed(name: str, error: str) -> dict:
-    """An answer that says why there is none."""
+    """Returns the answer for a case that failed."""
     return {"row": {"case": name, "error": error}, "step_ends": [], "sizes": [], "history": None}
 
 
 def run_cases(names: list[str], settings: Settings, run_case: RunCase) -> Iterator[dict]:
-    """Rows as they come, written down before they are handed on."""
+    """Yields a row as soon as a case is done. The row is written to the file first."""
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(settings.workers) as pool:
         waiting = iter(names)
         running = set()
@@ -96,6 +97,7 @@ def run_cases(names: list[str], settings: Settings, run_case: RunCase) -> Iterat
 
 
 def _written(answer: dict, settings: Settings) -> dict:
+    """Write the answer to the files, and return its row."""
     row = answer["row"]
     if answer["history"] is not None:
         write_history(settings.out / "histories" / f"{row['case']}.json.gz", answer["history"])
@@ -106,12 +108,12 @@ def _written(answer: dict, settings: Settings) -> dict:
 
 
 def line(row: dict) -> str:
-    """A row for people."""
+    """Formats a row."""
     if row["error"] is not None:
         return f"{row['case']:36s} {row['error']}"
-    foreseen = row["promised"]
-    text = f"{row['case']:36s} {foreseen['allocated_bytes'] / MIB:9,.1f} {foreseen['reserved_bytes'] / MIB:9,.0f}"
-    text += f" {foreseen['total_bytes'] / MIB:9,.0f} {foreseen['step_ms']:8.1f}"
+    promised = row["promised"]
+    text = f"{row['case']:36s} {promised['allocated_bytes'] / MIB:9,.1f} {promised['reserved_bytes'] / MIB:9,.0f}"
+    text += f" {promised['total_bytes'] / MIB:9,.0f} {promised['step_ms']:8.1f}"
     if "measured" in row:
         errors, share = row["errors"], row["stream"]["matched_share"]
         text += f" | {errors['allocated_bytes']:+8.3%} {errors['reserved_bytes']:+8.3%} {errors['total_bytes']:+8.3%}"
@@ -120,7 +122,7 @@ def line(row: dict) -> str:
 
 
 def chosen(options: argparse.Namespace) -> list[str]:
-    """Names of the cases that are wanted."""
+    """Returns the names of the cases to run."""
     if unknown := [name for name in options.cases or () if name not in CASES]:
         raise SystemExit(f"case '{unknown[0]}' is unknown: --list shows all")
     return options.cases or [name for name, case in CASES.items() if case.core or not options.core]
@@ -130,11 +132,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--cases", nargs="+", metavar="NAME")
-    parser.add_argument("--core", action="store_true", help="only the cases that say most")
-    parser.add_argument("--list", action="store_true", help="print the names of the cases and end")
-    parser.add_argument("--predict-only", action="store_true")
-    parser.add_argument("--gpu", help="profile or TOML file; without it the card at hand")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="no case is begun later than this")
+    parser.add_argument("--core", action="store_true", help="run only the most informative cases")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases and exit")
+    parser.add_argument("--predict-only", action="store_true", help="rehearse only; needs no card")
+    parser.add_argument("--gpu", help="profile or TOML file (default: this machine's CUDA card)")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="no case starts later than this")
     parser.add_argument("--case-seconds", type=float, default=150.0)
     parser.add_argument("--workers", type=int, default=max(1, min(6, (os.cpu_count() or 1) // 3)))
     options = parser.parse_args()
@@ -143,7 +145,7 @@ def main() -> None:
         print("\n".join(names))
         return
     if options.out is None:
-        raise SystemExit("--out DIR says where the rows go")
+        raise SystemExit("give --out DIR, the folder for the results")
     end_with_this_process()
     settings = Settings(
         out=options.out,

@@ -1,9 +1,10 @@
-"""Take measured rows over into the ledger, without what only serves to find mistakes.
+"""Copy measured rows into the ledger, without the fields that only help to find mistakes.
 
     python -m benchmarks.ledger DIR/fidelity.jsonl | DIR/promise.jsonl
 
-Rows go to profiles/ledger/CARD.jsonl and profiles/ledger/promise-CARD.jsonl. A case that the ledger has with the same
-versions and date is not added again; rows with an error, or of budgets that hold no plan, are left out and named.
+Rows go to profiles/ledger/CARD.jsonl and profiles/ledger/promise-CARD.jsonl. A case that the ledger already has with
+the same versions and date is not added again. Rows with an error, and budgets that no plan fits, are left out and
+listed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SHOWN_DIFFERENCES = 3
 
 
 def brief(row: results.Row) -> results.Row:
-    """A row without long lists."""
+    """Returns the row without long lists."""
     if "stream" not in row:
         return row
     stream = dict(row["stream"])
@@ -29,30 +30,30 @@ def brief(row: results.Row) -> results.Row:
 
 
 def identity(row: results.Row) -> tuple:
-    """What makes two rows the same measurement."""
+    """Returns the key that two rows of the same measurement share."""
     return (row.get("pair", row["case"]), *(row[key] for key in ("card", "date", "torch", "driver")))
 
 
 def why_left_out(row: results.Row) -> str | None:
-    """None: it is a measurement."""
+    """Returns the reason why a row is not copied; None if it is a measurement."""
     if row["error"] is not None:
         return row["error"]
     return None if row.get("fits", True) else "no plan fits"
 
 
 def take_over(measured: pathlib.Path, ledger: pathlib.Path) -> list[str]:
-    """Add the rows; returns a line about each card and each row that was left out."""
-    said, added = [], {}
+    """Add the rows to the ledger. Returns a line for each card and for each row that was left out."""
+    messages, added = [], {}
     known = {identity(row) for path in ledger.glob("*.jsonl") for row in results.rows(path)}
     for row in results.rows(measured):
         name = f"promise-{row['card']}" if "pair" in row and "card" in row else row.get("card")
         if (why := why_left_out(row)) is not None:
-            said.append(f"left out: {row.get('pair', row['case'])}: {why}")
+            messages.append(f"left out: {row.get('pair', row['case'])}: {why}")
         elif identity(row) not in known:
             known.add(identity(row))
             results.append(ledger / f"{name}.jsonl", brief(row))
             added[name] = added.get(name, 0) + 1
-    return [*said, *(f"{count} rows added to {name}.jsonl" for name, count in added.items())]
+    return [*messages, *(f"{count} rows added to {name}.jsonl" for name, count in added.items())]
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""The main job's figures: wall time, search time and host memory of the command; the square; recompute at half memory.
+"""Measure the main job: time and host memory of the command, promised and certified peaks, recompute at half memory.
 
     python -m benchmarks.main_job [--quick] [--only recompute|commands|square]
 
-Times are of this machine and vary with its load; bytes and FLOPs are exact and repeatable.
+Times depend on this machine and its load; bytes and FLOPs are exact and repeatable.
 """
 
 from __future__ import annotations
@@ -53,18 +53,19 @@ SHARES = (0.9, 0.75, 0.6, 0.5)
 
 
 def proportional_bytes(pid: int) -> int:
-    """Proportional set size of a process and its children: pages shared by a fork count once."""
+    """Returns the proportional set size of a process and its children: pages shared by a fork count once."""
     total = 0
     for process in [pid, *_children(pid)]:
         try:
             text = pathlib.Path(f"/proc/{process}/smaps_rollup").read_text()
-        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+        except (FileNotFoundError, ProcessLookupError):  # the process has ended
             continue
         total += sum(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("Pss:"))
     return total
 
 
 def _children(pid: int) -> list[int]:
+    """Returns the ids of all descendants of a process."""
     try:
         direct = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except FileNotFoundError:
@@ -73,7 +74,7 @@ def _children(pid: int) -> list[int]:
 
 
 def run_command(example: str, options: str, watch: Callable[[int], None]) -> dict:
-    """Run `plan` in a process of its own, call `watch` with its number until it ends, and return its answer."""
+    """Run `plan` in its own process, call `watch` with its id until it ends, and return its JSON."""
     arguments = [sys.executable, "-m", "planner.cli", str(EXAMPLES / example), *options.split(), "--json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
@@ -85,7 +86,7 @@ def run_command(example: str, options: str, watch: Callable[[int], None]) -> dic
 
 
 def host_memory(example: str, options: str) -> int:
-    """Largest memory of the process tree in bytes. Looking takes time, so that this run is not the timed one."""
+    """Returns the peak memory of the process tree in bytes. Sampling takes time, so this run is not the timed one."""
     largest = 0
 
     def watch(pid: int) -> None:
@@ -99,7 +100,7 @@ def host_memory(example: str, options: str) -> int:
 
 
 def additions_seconds() -> float:
-    """Ten million additions in Python: how fast this machine is now."""
+    """Seconds for ten million additions in Python: a measure of how fast the machine is now."""
     began, total = time.perf_counter(), 0
     for number in range(10_000_000):
         total += number
@@ -107,6 +108,7 @@ def additions_seconds() -> float:
 
 
 def commands(console: Console) -> None:
+    """Print time and host memory of the command."""
     table = Table(title="the command: wall time and host memory")
     for column in (
         "case",
@@ -132,6 +134,7 @@ def commands(console: Console) -> None:
 
 
 def square(console: Console, shares: tuple[float, ...]) -> None:
+    """Print the peaks that the search promised and the rehearsal certified, for each model and budget."""
     table = Table(title="promised and certified peak of tensors (rtx-3090; budget as a share of the baseline's total)")
     for column in (
         "model",
@@ -142,7 +145,7 @@ def square(console: Console, shares: tuple[float, ...]) -> None:
         "promised bytes",
         "certified bytes",
         "off by",
-        "x time",
+        "x baseline",
     ):
         table.add_column(column)
     card = profiles.load("rtx-3090")
@@ -169,7 +172,7 @@ def square(console: Console, shares: tuple[float, ...]) -> None:
 
 
 def roberta_12(attention: str, optimizer: str) -> Workload:
-    """RoBERTa with 12 layers, 64 x 128; 'eager' attention keeps its probabilities, 'sdpa' takes the fused kernel."""
+    """RoBERTa with 12 layers, 64 x 128. 'eager' attention saves its probabilities, 'sdpa' uses the fused kernel."""
     settings = json.loads((EXAMPLES / "roberta_12/config.json").read_text())
     config = transformers.AutoConfig.for_model(**settings)
     config.use_cache, config._attn_implementation = False, attention
@@ -200,7 +203,7 @@ RECOMPUTED: dict[str, Callable[[], Workload]] = {
 
 
 def recompute(console: Console) -> None:
-    """Checkpointing only, counted bytes, down to half of the baseline's peak."""
+    """Print the recomputed FLOPs with checkpointing only, at budgets down to half of the baseline's peak."""
     table = Table(title="RoBERTa, 12 layers, 64 x 128, and Llama, 80 layers, 8 x 2048: fp32, checkpointing only")
     for column in (
         "model, optimizer",
@@ -232,7 +235,7 @@ def recompute(console: Console) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer budgets")
-    parser.add_argument("--only", choices=("recompute", "commands", "square"), help="one of the tables")
+    parser.add_argument("--only", choices=("recompute", "commands", "square"), help="print one of the tables only")
     options = parser.parse_args()
     console = Console(width=150)
     console.print(

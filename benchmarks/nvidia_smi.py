@@ -1,13 +1,13 @@
-"""Predicted against measured process memory, without a GPU: trainings of small nets that others measured by nvidia-smi.
+"""Compare predicted process memory with published nvidia-smi readings of small networks. Needs no GPU.
 
     python -m benchmarks.nvidia_smi FOLDER/gpumemnet_mlp2.csv [--fit 20] [--predict 300] [--seed 1]
 
-The table is GPUMemNet's (github.com/itu-rad/GPUMemNet, CC BY 4.0): MLPs on an A100-SXM4-40GB, the largest memory.used
-that nvidia-smi showed in a minute of training. Their script is rehearsed from an empty card (model, a forward of two
-samples for its summary, epochs with a shorter last batch), with scratch memory and workspaces of torch 2.5, and its
-stream is run through the simulated allocator. Their driver places each new segment below the one before: with the other
-order one row in ten has other fragments, up to 50 MiB. One constant is fitted, the context with its libraries: the most
-frequent difference on `--fit` rows. The other rows are predicted.
+The table is GPUMemNet's (github.com/itu-rad/GPUMemNet, CC BY 4.0): MLPs on an A100-SXM4-40GB, and the largest
+memory.used that nvidia-smi showed in a minute of training. Their script is rehearsed on an empty card (the model, a
+forward of two samples for its summary, epochs with a shorter last batch) with the scratch memory and workspaces of
+torch 2.5, and its allocations are replayed in the simulated allocator. Their driver places each new segment below the
+previous one; with the opposite order one row in ten fragments differently, by up to 50 MiB. One constant is fitted, the
+context with its libraries: the most frequent difference on `--fit` rows. The other rows are predicted.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from planner.virtual_gpu.backend import Target
 MIB = 1 << 20
 CARD = "a100-40gb"
 TORCH_VERSION = "2.5.0"
-"""Theirs is not stated; between 2.4 and 2.8 workspaces are the same."""
+"""Assumed: their version is not stated. Workspaces are the same from 2.4 to 2.8."""
 SAMPLES = 4096
 MOST_BATCHES, EPOCHS = 8, 3
-"""Full batches that are rehearsed in each epoch before the shorter last one."""
+"""Maximum number of full batches in an epoch, before its shorter last one, and the number of epochs."""
 
 ACTIVATIONS = {
     "relu": nn.ReLU,
@@ -64,7 +64,7 @@ NAME = re.compile(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """One row: what was trained and what was measured."""
+    """One row of the table: the training run and the measured memory."""
 
     name: str
     inputs: int
@@ -80,13 +80,17 @@ class Run:
 
 
 def read(path: pathlib.Path) -> list[Run]:
-    """All rows of the table. Raises `ValueError` for a name that does not say the settings."""
+    """Returns all rows of the table.
+
+    Raises:
+        ValueError: a name does not contain the settings.
+    """
     runs = []
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             found = NAME.match(row["Filename"])
             if found is None:
-                raise ValueError(f"{path}: '{row['Filename']}' does not say its settings")
+                raise ValueError(f"{path}: '{row['Filename']}' does not contain the settings of the run")
             numbers = {name: int(found[name]) for name in ("inputs", "outputs", "depth", "batch")}
             runs.append(
                 Run(
@@ -104,7 +108,7 @@ def read(path: pathlib.Path) -> list[Run]:
 
 
 def model_of(run: Run) -> nn.Sequential:
-    """The net that a row describes."""
+    """Returns the network that a row describes."""
     layers: list[nn.Module] = []
 
     def block(width: int, next_width: int) -> int:
@@ -128,11 +132,11 @@ def model_of(run: Run) -> nn.Sequential:
 
 
 def program_of(run: Run) -> Callable[[torch.device], None]:
-    """Their script, as far as it allocates."""
+    """Returns a program with the allocations of their script."""
     full, last = divmod(SAMPLES, run.batch)
     epoch = [run.batch] * min(full, MOST_BATCHES) + ([last] if last else [])
     sizes = epoch * EPOCHS
-    if run.norm and 1 in sizes:  # BatchNorm refuses a single sample: that ended their run
+    if run.norm and 1 in sizes:  # BatchNorm refuses a single sample, which ended their run
         sizes = sizes[: sizes.index(1)]
 
     def program(device: torch.device) -> None:
@@ -156,7 +160,7 @@ def program_of(run: Run) -> Callable[[torch.device], None]:
 
 
 def reserved_mib(run: Run) -> int:
-    """What the caching allocator holds at most, by rehearsal."""
+    """Returns the peak of the memory reserved by the caching allocator, by rehearsal."""
     card = profiles.load(CARD)
     graph = rehearse_program(program_of(run), Target(compute_capability=card.compute_capability))
     ids, sizes, _ = allocation_stream(with_workspaces(graph, card, TORCH_VERSION))
@@ -164,7 +168,7 @@ def reserved_mib(run: Run) -> int:
 
 
 def fitted_mib(differences: list[int]) -> int:
-    """The most frequent difference; the smallest of those that are equally frequent."""
+    """Returns the most frequent difference, or the smallest of several."""
     counts = collections.Counter(differences)
     return min(counts, key=lambda difference: (-counts[difference], difference))
 

@@ -1,11 +1,11 @@
-"""Plans at many budgets, each trained under its cap on the card at hand: how many kept their promise, how close.
+"""Train plans for many budgets on this machine's CUDA card, each under its memory cap, and count the kept promises.
 
     python -m benchmarks.promise --out DIR [--cases NAME ...] [--gpu NAME] [--seconds 600] [--workers 4] [--plan-only]
 
-Plans are made beside each other in processes that do not use the card (DIR/plans; made once), and trained one at a time
-in fresh processes (`on_gpu.verification`). One line of JSON a (model, budget) is appended to DIR/promise.jsonl as soon
-as it is known. What DIR holds is not measured again; what failed before is tried again, last. The step as it is is
-trained once for each model, for the slowdown.
+Plans are computed once, in parallel processes that do not use the card, and saved in DIR/plans. They are then trained
+one at a time, each in a fresh process (`on_gpu.verification`). Each (model, budget) appends one line of JSON to
+DIR/promise.jsonl. Pairs that DIR already has are not measured again; pairs that failed before are tried again, last.
+The baseline of each model is trained once, for the slowdown.
 """
 
 from __future__ import annotations
@@ -42,22 +42,23 @@ BYTES = ("allocated", "reserved", "total")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to run the pairs."""
+    """Settings of a run."""
 
     out: pathlib.Path
     gpu: str
     until: float
-    """Of `time.monotonic()`: nothing is begun later."""
+    """Deadline in seconds of `time.monotonic()`: nothing starts later."""
     workers: int
     about: dict[str, Any]
-    """What every row says of the machine."""
+    """Fields of every row that describe the machine."""
 
     def plan_path(self, name: str, budget: str) -> pathlib.Path:
+        """File of the plan of a case for a budget."""
         return self.out / "plans" / f"{name}-{budget.replace('%', '-percent')}.json"
 
 
 class NoAnswerError(Exception):
-    """Planning or training failed; the text is the end of what it said."""
+    """Planning or training failed. The message is the last line that the process printed."""
 
 
 def pair_name(case: Case, budget: str) -> str:
@@ -65,10 +66,10 @@ def pair_name(case: Case, budget: str) -> str:
 
 
 def plan_in_process(case: Case, budget: str, settings: Settings) -> Plan:
-    """The saved plan, or a new one, which is saved.
+    """Returns the saved plan. If there is none, computes and saves it.
 
     Raises:
-        NoAnswerError: there is none.
+        NoAnswerError: planning failed.
     """
     path = settings.plan_path(case.name, budget)
     if not path.exists():
@@ -78,21 +79,22 @@ def plan_in_process(case: Case, budget: str, settings: Settings) -> Plan:
         with errors.open("wb") as output:
             code = PROCESSES.run([*command, "--gpu", settings.gpu], output=output, seconds=PLAN_SECONDS)
         if code != 0:
-            said = errors.read_text(errors="replace").strip().splitlines()
-            raise NoAnswerError(f"no plan after {PLAN_SECONDS:.0f} s" if code is None else (said or ["no word"])[-1])
+            lines = errors.read_text(errors="replace").strip().splitlines()
+            last = lines[-1] if lines else f"exit code {code} without a message"
+            raise NoAnswerError(f"no plan after {PLAN_SECONDS:.0f} s" if code is None else last)
         errors.unlink()
     return Plan.load(path)
 
 
 def train_in_process(plan: Plan, options: Any) -> Any:
-    """As `planner.rewrite.on_gpu.verification.run_in_process`, ended with this process."""
+    """Calls `planner.rewrite.on_gpu.verification.run_in_process` so that its process ends with this one."""
     return run_in_process(
         plan, options, execute=lambda command, output: PROCESSES.run(command, output=output, seconds=RUN_SECONDS)
     )
 
 
 def run_pairs(wanted: list[tuple[Case, str]], settings: Settings, make_plan: Callable, train: Run) -> Iterator[dict]:
-    """Rows as they come: plans are made ahead, at most a few more than are being trained."""
+    """Yields rows as pairs are done. Plans are computed a few pairs ahead of the training."""
     with concurrent.futures.ThreadPoolExecutor(settings.workers) as pool:
         waiting, ahead = iter(wanted), []
 
@@ -120,7 +122,7 @@ def run_pairs(wanted: list[tuple[Case, str]], settings: Settings, make_plan: Cal
 def _measured(
     plan: Plan, case: Case, plain: dict[str, float | None], settings: Settings, make_plan: Callable, train: Run
 ) -> dict[str, Any]:
-    """The rest of a row. A plan that does not fit is an answer, and nothing is trained."""
+    """Returns the measured part of a row. If no plan fits, that is the result, and nothing is trained."""
     about = _promise(plan)
     if not plan.fits:
         return {**about, "measured": None, "kept": None, "error": None}
@@ -131,6 +133,7 @@ def _measured(
 
 
 def _promise(plan: Plan) -> dict[str, Any]:
+    """Returns the fields of a row that state the plan and its promise."""
     peak = plan.peak
     return {
         "card": plan.card,
@@ -173,12 +176,22 @@ def _outcome(found: Verification, plain_ms: float | None) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """One line a pair, and how many kept their promise."""
+    """Returns a table with one row for each pair, and the number of kept promises in its title."""
     done = [row for row in rows if row.get("error") is None]
     trained = [row for row in done if row["fits"]]
     kept = sum(bool(row["kept"]) for row in trained)
-    shown = Table(title=f"{kept} of {len(trained)} promises kept; {len(done) - len(trained)} budgets hold no plan")
-    for name in ("model at budget", "promised", "of the measured: allocated", "reserved", "total", "slowdown", ""):
+    shown = Table(
+        title=f"{kept} of {len(trained)} promises kept; no plan fits {len(done) - len(trained)} of the budgets"
+    )
+    for name in (
+        "model at budget",
+        "promised",
+        "promised over measured: allocated",
+        "reserved",
+        "total",
+        "slowdown",
+        "",
+    ):
         shown.add_column(name, justify="left" if name in ("model at budget", "") else "right")
     for row in done:
         shown.add_row(*_cells(row))
@@ -201,7 +214,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def plan_all(wanted: list[tuple[Case, str]], settings: Settings) -> int:
-    """Make the plans alone; returns how many there are then."""
+    """Compute the plans only. Returns their number."""
     made = 0
     with concurrent.futures.ThreadPoolExecutor(settings.workers) as pool:
         for (case, budget), found in zip(
@@ -228,14 +241,14 @@ def _plan_only(settings: Settings, pair: tuple[Case, str]) -> Plan | str:
 
 
 def main() -> int:
-    """0: all promises that were held to account are kept."""
+    """Returns 0 if all promises that were measured are kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--cases", nargs="+", metavar="NAME", choices=list(CASES))
-    parser.add_argument("--gpu", help="profile or TOML file; without it the card at hand")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="nothing is begun later than this")
+    parser.add_argument("--gpu", help="profile or TOML file (default: this machine's CUDA card)")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="nothing starts later than this")
     parser.add_argument("--workers", type=int, default=max(1, min(5, (os.cpu_count() or 1) // 3)))
-    parser.add_argument("--plan-only", action="store_true", help="make the plans; no card is needed")
+    parser.add_argument("--plan-only", action="store_true", help="compute the plans only; needs no card")
     options = parser.parse_args()
     end_with_this_process()
     settings = Settings(
@@ -251,7 +264,7 @@ def main() -> int:
         return 0 if plan_all(wanted, settings) == len(wanted) else 1
     names = {pair_name(*pair): pair for pair in wanted}
     todo = results.still_to_do(list(names), results.rows(file), "pair")
-    print(f"{len(todo)} of {len(names)} promises to hold to account on {settings.gpu}", flush=True)
+    print(f"{len(todo)} of {len(names)} promises to measure on {settings.gpu}", flush=True)
     for row in run_pairs([names[name] for name in todo], settings, plan_in_process, train_in_process):
         results.append(file, row)
         print(f"{row['pair']:36s} {row['error'] or {True: 'kept', False: 'BROKEN', None: 'no plan fits'}[row['kept']]}")

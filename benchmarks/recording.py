@@ -1,10 +1,10 @@
-"""What recording costs: two steps beside PyTorch's own memory tracker, Llama-3-70B, and the cost of one op.
+"""Measure the cost of recording: two steps compared with PyTorch's MemTracker, one step of Llama-3-70B, cost per op.
 
     python -m benchmarks.recording [--without-70b]
 
-Both watch the same two steps of the same model on the same virtual GPU, one after the other in turn, each in a child of
-its own; the smallest CPU time is taken (a child has one thread). Read the ratios: times are of this machine, and
-even CPU times vary with its load.
+Both record the same two steps of the same model on the same virtual GPU, in turn, each in its own child process with
+one thread; the smallest CPU time counts. Read the ratios: times depend on this machine, and even CPU times vary with
+its load.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ LLAMA_3_70B = {
 
 
 def ours(work: Workload) -> tuple[float, int]:
-    """CPU seconds of two recorded steps, and how many ops they have."""
+    """Returns the CPU seconds of two recorded steps, and their number of ops."""
 
     def watched(model, batch, prepare) -> int:
         recorder = Recorder(backend.NAME, what_if=False, in_place=InPlaceRule(backend.NAME))
@@ -73,7 +73,7 @@ def ours(work: Workload) -> tuple[float, int]:
 
 
 def theirs(work: Workload) -> tuple[float, int]:
-    """The same under `MemTracker`; it counts no ops."""
+    """Returns the same under `MemTracker`, which does not count ops (0)."""
 
     def watched(model, batch, prepare) -> int:
         tracker = MemTracker()
@@ -90,7 +90,7 @@ def theirs(work: Workload) -> tuple[float, int]:
 
 
 def unwatched(work: Workload) -> tuple[float, int]:
-    """The same steps without anyone who writes down: what fake tensors themselves cost."""
+    """Returns the same without recording: the cost of the fake tensors."""
 
     def watched(model, batch, prepare) -> int:
         step, _ = prepare(model)
@@ -103,6 +103,8 @@ def unwatched(work: Workload) -> tuple[float, int]:
 
 
 def _timed(work: Workload, watched: Callable) -> tuple[float, int]:
+    """Run the steps on the virtual GPU in a child process. Returns its CPU seconds and the result of `watched`."""
+
     def prepare(model):
         step = apply_decisions(
             (), model, optimizer="adamw", calling=work.calling, batch_size=work.batch_size, loss_fn=work.loss_fn
@@ -126,27 +128,28 @@ def _timed(work: Workload, watched: Callable) -> tuple[float, int]:
     return run_in_child(run)
 
 
-def beside_the_tracker(console: Console, rounds: int) -> None:
+def compare_with_tracker(console: Console, rounds: int) -> None:
+    """Print the CPU time of both recorders for each model."""
     title = f"two steps on the virtual GPU, fp32, adamw: CPU seconds (best of {rounds})"
     table = Table(title=title)
     for column in (
         "model",
         "ops",
-        "unwatched",
+        "not recorded",
         "MemTracker",
         "ours",
         "ours / MemTracker",
-        "ours, us an op",
-        "of it ours",
+        "ours, us per op",
+        "of which recording",
     ):
         table.add_column(column)
     for example, (batch_size, seq_len) in MODELS.items():
         work = load_workload(str(EXAMPLES / example), batch_size=batch_size, seq_len=seq_len, optimizer="adamw")
         times: dict[Callable, list[tuple[float, int]]] = {unwatched: [], theirs: [], ours: []}
         for _ in range(rounds):
-            for watcher, found in times.items():
-                found.append(watcher(work))
-        (bare, _), (tracker, _), (recorder, ops) = (min(found) for found in times.values())
+            for measure, results in times.items():
+                results.append(measure(work))
+        (bare, _), (tracker, _), (recorder, ops) = (min(results) for results in times.values())
         table.add_row(
             example,
             f"{ops:,}",
@@ -161,6 +164,7 @@ def beside_the_tracker(console: Console, rounds: int) -> None:
 
 
 def llama_70b(console: Console) -> None:
+    """Print time and host memory of recording one step of Llama-3-70B."""
     config = transformers.AutoConfig.for_model("llama", **LLAMA_3_70B)
     config.use_cache = False
     began = time.perf_counter()
@@ -182,10 +186,10 @@ def llama_70b(console: Console) -> None:
     seconds = time.perf_counter() - built
     done.set()
     watcher.join()
-    table = Table(title="Llama-3-70B on the meta device, 1 x 2048, fp32, adamw: one primed what-if step")
+    table = Table(title="Llama-3-70B on the meta device, 1 x 2048, fp32, adamw: one what-if step with optimizer state")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    for column in ("build s", "record s", "of CPU s", "ops", "CPU us an op", "host memory MiB", "curve's peak GiB"):
+    for column in ("build s", "record s", "of CPU s", "ops", "CPU us per op", "host memory MiB", "curve's peak GiB"):
         table.add_column(column)
     row = (
         f"{built - began:.1f}",
@@ -200,16 +204,16 @@ def llama_70b(console: Console) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--without-70b", action="store_true", help="only small models")
-    parser.add_argument("--rounds", type=int, default=3, help="of which the best is taken")
-    given = parser.parse_args()
+    parser.add_argument("--without-70b", action="store_true", help="skip Llama-3-70B")
+    parser.add_argument("--rounds", type=int, default=3, help="number of repetitions, of which the fastest counts")
+    options = parser.parse_args()
     console = Console(width=150)
     console.print(
         f"{platform.machine()}, {os.cpu_count()} cores; " + ", ".join(f"{k} {v}" for k, v in versions().items())
     )
-    if not given.without_70b:
+    if not options.without_70b:
         llama_70b(console)
-    beside_the_tracker(console, given.rounds)
+    compare_with_tracker(console, options.rounds)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""How long the search takes: `python -m benchmarks.search [NAME ...] [--problems FOLDER]`, without torch.
+"""Time the search: `python -m benchmarks.search [NAME ...] [--problems FOLDER]`. Does not need torch.
 
 The problems imitate recordings of transformers: the module tree of a decoder, tensors that are saved by
 several consumers, inputs that a checkpoint keeps alive, gradients that grow through the backward, and
 a logits peak between the two. Layers are identical, which is the hard case: ties everywhere.
 
-With `--problems` they are recordings: every `*.pkl` in FOLDER (or those called NAME), a pickled
+With `--problems` the problems are recordings: every `*.pkl` in FOLDER (or those called NAME), a pickled
 `(CheckpointProblem, module of each unit, nanoseconds of a step)`. Each is solved at budgets that fall by 5 % of
 the peak until nothing fits: exactly, then to within 0.1 % of a step.
 """
@@ -41,7 +41,7 @@ class Transformer:
     """Small tensors that each op saves (statistics, masks, seeds): they make up the number of holds."""
     events_per_op: int
     uneven: bool = False
-    """Every layer has sizes and times of its own, as in a convolutional network: no symmetry to use."""
+    """True if every layer has its own sizes and times, as in a convolutional network: there is no symmetry to use."""
 
 
 TRANSFORMERS = {
@@ -91,7 +91,7 @@ class _Op:
 
 
 def synthetic_problem(shape: Transformer) -> CheckpointProblem:
-    """The problem that recording such a transformer would give."""
+    """Returns the problem that recording such a transformer would give."""
     ops, size_bytes = _ops(shape)
     names = sorted({name for op in ops for name in op.chain})
     number = {name: k for k, name in enumerate(names)}
@@ -152,7 +152,7 @@ def synthetic_problem(shape: Transformer) -> CheckpointProblem:
 
 
 def _ops(shape: Transformer) -> tuple[list[_Op], dict[str, int]]:
-    """The forward, op by op, and the bytes of every tensor."""
+    """Returns the ops of the forward, and the bytes of every tensor."""
     width_bytes = 2 * shape.tokens * shape.hidden
     size_bytes, ops = (
         {"l0.x": width_bytes},
@@ -186,7 +186,7 @@ def _ops(shape: Transformer) -> tuple[list[_Op], dict[str, int]]:
 
 
 def _temporaries(shape: Transformer, events: int, half: int) -> np.ndarray:
-    """int64[E]: parameters, gradients that grow through the backward, and a saw of temporaries."""
+    """Returns int64[E]: parameters, gradients that grow through the backward, and short-lived temporaries."""
     weights_bytes = 2 * 13 * shape.layers * shape.hidden**2
     saw_bytes = 2 * shape.tokens * shape.hidden * np.random.default_rng(0).integers(0, 4, events)
     gradient_bytes = np.maximum(0, np.arange(events) - half) * weights_bytes // (events - half)
@@ -194,7 +194,7 @@ def _temporaries(shape: Transformer, events: int, half: int) -> np.ndarray:
 
 
 def main(names: list[str], folder: Path | None) -> None:
-    """Print a block for each problem, and in it a line for each budget."""
+    """Print a table for each problem, with a line for each budget."""
     for name in names or (TRANSFORMERS if folder is None else sorted(path.stem for path in folder.glob("*.pkl"))):
         if folder is None:
             problem = synthetic_problem(TRANSFORMERS[name])
@@ -218,9 +218,9 @@ def _print_head(name: str, problem: CheckpointProblem) -> None:
 
 
 def _print_block(problem: CheckpointProblem, shares: Sequence[int], tolerance_ns: int, whole_ns: int) -> None:
-    """A line for each budget down to the first where nothing fits, and one for the smallest peak.
+    """Print a line for each budget down to the first that nothing fits, and one for the smallest peak.
 
-    Recomputing is told as a share of `whole_ns`: all of the forward, or a recorded step.
+    Recompute time is printed as a share of `whole_ns`, the time of the whole forward or of a recorded step.
     """
     search = milp.Search(problem)
     peak_bytes = search.exact.peak(())

@@ -1,11 +1,11 @@
-"""Step times at the same cap: our plan beside what people do today, each with the largest micro-batch that survives.
+"""Compare step times under one memory cap: our plan and common methods, each with the largest micro-batch that fits.
 
     python -m benchmarks.speed --out DIR [--cases NAME ...] [--gpu NAME] [--seconds 600]
 
-Each run is a fresh process whose allocator gets the cap less the card's context: bf16 autocast, AdamW, the whole batch
-a step. A way of training is tried with the whole batch as one micro-batch, then with half, until it gets through.
-One line of JSON a (model, cap, way) is appended to DIR/speed.jsonl as soon as it is known; what DIR holds is not
-measured again, what failed before is tried again, last.
+Each run is a fresh process whose allocator may use the cap minus the card's context. It trains with bf16 autocast and
+AdamW, one whole batch per step. Common methods are tried with the whole batch as one micro-batch, then with half, until
+the step does not run out of memory. Each (model, cap, way) appends one line of JSON to DIR/speed.jsonl. Rows that DIR
+already has are not measured again; rows that failed before are tried again, last.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ CAPS = {
     "t5_base": "8GiB",
     "gpt2_xl": "32GiB",
 }
-"""Each too small for the step as it is."""
+"""Memory cap of each model. Each is too small for the baseline."""
 
 RunPeer = Callable[[Case, str, int, int], dict[str, Any]]
-"""(case, way, micro-batch, cap of the allocator in bytes) -> as `benchmarks.card.peer_run.run`."""
+"""(case, way, micro-batch, cap of the allocator in bytes) -> the result of `benchmarks.card.peer_run.run`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,11 +63,12 @@ class Asked:
 
     @property
     def name(self) -> str:
+        """Key of the row."""
         return f"{self.case.name} at {self.cap}: {self.way}"
 
 
 def asked(names: list[str] | None) -> list[Asked]:
-    """All of them: first ours and what most people do, for every model."""
+    """Returns all runs: our plan for every model first, then one method after the other."""
     return [
         Asked(case=CASES[name], cap=cap, way=way)
         for way in (OURS, *WAYS)
@@ -77,20 +78,24 @@ def asked(names: list[str] | None) -> list[Asked]:
 
 
 def run_peer_in_process(case: Case, way: str, micro_batch: int, cap_bytes: int) -> dict[str, Any]:
-    """Raises `NoAnswerError` where the process fails, or takes too long."""
+    """Run one method in its own process.
+
+    Raises:
+        NoAnswerError: the process failed, or took too long.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        result, said = pathlib.Path(folder) / "result.json", pathlib.Path(folder) / "said"
+        result, log = pathlib.Path(folder) / "result.json", pathlib.Path(folder) / "log"
         command = [sys.executable, "-m", "benchmarks.card.peer_run", case.name, way, str(micro_batch), str(result)]
-        with said.open("wb") as output:
+        with log.open("wb") as output:
             code = PROCESSES.run([*command, "--cap", str(cap_bytes)], output=output, seconds=RUN_SECONDS)
         if code == 0:
             return json.loads(result.read_text())
-        last = said.read_text(errors="replace").strip().splitlines()[-1:]
-        raise NoAnswerError(f"not done after {RUN_SECONDS:.0f} s" if code is None else " ".join(last) or "no word")
+        last = log.read_text(errors="replace").strip().splitlines()[-1:]
+        raise NoAnswerError(f"not done after {RUN_SECONDS:.0f} s" if code is None else " ".join(last) or "no message")
 
 
-def largest_that_survives(case: Case, way: str, cap_bytes: int, run_peer: RunPeer) -> dict[str, Any]:
-    """The first micro-batch that gets through, from the whole batch down by halves; 'step_ms' is None if none does."""
+def largest_that_fits(case: Case, way: str, cap_bytes: int, run_peer: RunPeer) -> dict[str, Any]:
+    """Halves the micro-batch, from the whole batch on, until it fits. 'step_ms' is None if none fits."""
     micro_batch, ran_out = case.batch_size, []
     while True:
         found = run_peer(case, way, micro_batch, cap_bytes)
@@ -103,7 +108,7 @@ def largest_that_survives(case: Case, way: str, cap_bytes: int, run_peer: RunPee
 
 
 def our_plan(one: Asked, settings: Settings) -> dict[str, Any]:
-    """Planned for the cap, and trained by that."""
+    """Plan for the cap, and train with the plan."""
     plan = plan_in_process(one.case, one.cap, settings)
     if not plan.fits:
         return {"step_ms": None, "plan": []}
@@ -121,7 +126,7 @@ def our_plan(one: Asked, settings: Settings) -> dict[str, Any]:
 def run_all(
     wanted: list[Asked], settings: Settings, context_bytes: int, ours: Callable, run_peer: RunPeer
 ) -> Iterator[dict[str, Any]]:
-    """Rows as they come."""
+    """Yields a row as soon as a run is done."""
     for one in wanted:
         if time.monotonic() > settings.until:
             return
@@ -133,7 +138,7 @@ def run_all(
             if one.way == OURS:
                 found = ours(one, settings)
             else:
-                found = largest_that_survives(one.case, one.way, cap_bytes, run_peer)
+                found = largest_that_fits(one.case, one.way, cap_bytes, run_peer)
             row = {**row, **found, "error": None}
         except (NoAnswerError, PlannerError) as error:
             row["error"] = str(error)
@@ -141,8 +146,8 @@ def run_all(
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """A line a model, step times beside each other; below 1: quicker than ours."""
-    shown = Table(title="step time in ms, and over that of our plan at the same cap")
+    """Returns a table with a row for each model. Numbers in parentheses below 1 are faster than ours."""
+    shown = Table(title="step time in ms (and relative to our plan at the same cap)")
     for name in ("model at cap", OURS, *WAYS):
         shown.add_column(name, justify="left" if name == "model at cap" else "right")
     by_model: dict[str, dict[str, dict]] = {}
@@ -162,7 +167,7 @@ def _cell(row: dict[str, Any] | None, ours_ms: float | None) -> str:
     if row["step_ms"] is None:
         return "out of memory"
     share = "" if row["way"] == OURS or ours_ms is None else f" ({row['step_ms'] / ours_ms:.2f})"
-    micro_batch = "" if row["way"] == OURS else f", {row['micro_batch']} a micro-batch"
+    micro_batch = "" if row["way"] == OURS else f", micro-batch {row['micro_batch']}"
     return f"{row['step_ms']:,.1f}{share}{micro_batch}"
 
 
@@ -170,8 +175,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--cases", nargs="+", metavar="NAME", choices=list(CAPS))
-    parser.add_argument("--gpu", help="profile or TOML file; without it the card at hand")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="nothing is begun later than this")
+    parser.add_argument("--gpu", help="profile or TOML file (default: this machine's CUDA card)")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="nothing starts later than this")
     options = parser.parse_args()
     end_with_this_process()
     gpu = card_name(options.gpu)

@@ -1,10 +1,10 @@
-"""How good the model of time is, by plans that were trained on cards: slowdowns, and whether the fastest was chosen.
+"""Check the time model on plans that were trained on cards: errors of slowdowns, and whether the fastest was chosen.
 
     python -m benchmarks.times [ROWS.jsonl ...]
 
-Reads the rows of `benchmarks.promise`, without arguments those of the ledger. Slowdown: the step by the plan over the
-step as it is, predicted over measured. Chosen: a plan's step time over that of the fastest plan for the same model that
-was measured on the same card, whatever budget it was made for, and that took no more memory than this budget.
+Reads the rows of `benchmarks.promise` (default: those of the ledger). Slowdown is the plan's step time over the
+baseline's; its error is predicted over measured. A choice is judged by the plan's step time over that of the fastest
+plan for the same model that was measured on the same card within this budget, whatever budget it was planned for.
 """
 
 from __future__ import annotations
@@ -21,30 +21,31 @@ from benchmarks.card import results
 from benchmarks.ledger import LEDGER
 
 SLOWDOWN_WITHIN = 0.15
-"""In the median."""
+"""Maximum median error of the slowdown."""
 FASTEST_WITHIN = 0.05
+"""Maximum share by which a chosen plan may be slower than the fastest."""
 
 
 def trained(rows: Sequence[results.Row]) -> list[results.Row]:
-    """The last row of each model, budget and card that has a measurement."""
+    """Returns the last row of each model, budget and card that has a measurement."""
     latest = {(row["pair"], row["card"]): row for row in rows if row.get("measured") is not None}
     return list(latest.values())
 
 
 def slowdown_errors(rows: Sequence[results.Row]) -> np.ndarray:
-    """Of rows whose step as it is fits the card too."""
+    """Returns the errors of the slowdown, for the rows whose baseline fits the card."""
     pairs = [(row["promised"]["slowdown"], row["measured"]["slowdown"]) for row in rows]
     return np.array([abs(promised / measured - 1) for promised, measured in pairs if measured is not None])
 
 
 def step_errors(rows: Sequence[results.Row]) -> np.ndarray:
-    """After one factor for all."""
+    """Returns the errors of the step time, after scaling all predictions by one common factor."""
     ratios = np.array([row["promised"]["step_ms"] / row["measured"]["step_ms"] for row in rows])
     return np.abs(ratios / np.exp(np.median(np.log(ratios))) - 1)
 
 
 def fastest(row: results.Row, rows: Sequence[results.Row]) -> results.Row:
-    """Among plans for this model that were measured inside of this row's budget, itself included."""
+    """Returns the fastest plan for this model, among those measured inside this row's budget (this row included)."""
     inside = [
         other
         for other in rows
@@ -55,13 +56,20 @@ def fastest(row: results.Row, rows: Sequence[results.Row]) -> results.Row:
 
 
 def missed(row: results.Row, rows: Sequence[results.Row]) -> float:
-    """By how much of its time the chosen plan is slower than the fastest."""
+    """Returns how much slower the chosen plan is than the fastest, as a share of the latter's time."""
     return row["measured"]["step_ms"] / fastest(row, rows)["measured"]["step_ms"] - 1
 
 
 def by_card(rows: Sequence[results.Row]) -> Table:
+    """Returns a table with a row for each card."""
     table = Table(
-        "card", "profile", "trained", "slowdown: median, 90 %", "step time", "chosen within 5 %", "worst choice"
+        "card",
+        "profile",
+        "trained",
+        "error of the slowdown: median, 90 %",
+        "of the step time",
+        "choices within 5 %",
+        "worst choice",
     )
     for card in dict.fromkeys(row["card"] for row in rows):
         of_card = [row for row in rows if row["card"] == card]
@@ -84,25 +92,26 @@ def _spread(errors: np.ndarray) -> str:
 
 
 def slower_choices(rows: Sequence[results.Row]) -> Table:
-    table = Table("chosen", "slower by", "its plan", "the fastest was planned for", "with")
+    """Returns a table of the choices that were more than `FASTEST_WITHIN` slower than the fastest plan."""
+    table = Table("chosen", "slower by", "its plan", "the fastest was planned for", "the fastest plan")
     for row in rows:
         if row["vram_bytes"] is not None and (behind := missed(row, rows)) > FASTEST_WITHIN:
             other = fastest(row, rows)
-            words = ["; ".join(one["plan"]) or "nothing" for one in (row, other)]
-            table.add_row(row["pair"], f"{behind:.1%}", words[0], other["budget"], words[1])
+            plans = ["; ".join(choice["plan"]) or "baseline" for choice in (row, other)]
+            table.add_row(row["pair"], f"{behind:.1%}", plans[0], other["budget"], plans[1])
     return table
 
 
 def main() -> int:
-    """0: what was asked of the model of time holds on every card that was measured."""
+    """Returns 0 if the time model is within its limits on every card that was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=pathlib.Path, nargs="*")
-    given = parser.parse_args()
-    paths = given.rows or sorted(LEDGER.glob("promise-*.jsonl"))
+    options = parser.parse_args()
+    paths = options.rows or sorted(LEDGER.glob("promise-*.jsonl"))
     rows = trained([row for path in paths for row in results.rows(path)])
     console = Console(width=170)
     if not rows:
-        console.print("no plan has been trained on a card yet: docs/gpu.md says how")
+        console.print("no plan has been trained on a card yet; docs/gpu.md says how to do it")
         return 0
     console.print(by_card(rows))
     if (slower := slower_choices(rows)).row_count:
@@ -111,6 +120,7 @@ def main() -> int:
 
 
 def holds(rows: Sequence[results.Row]) -> bool:
+    """True if the slowdowns and the choices are within their limits."""
     errors = slowdown_errors(rows)
     near = all(missed(row, rows) <= FASTEST_WITHIN for row in rows if row["vram_bytes"] is not None)
     return near and (not len(errors) or float(np.median(errors)) <= SLOWDOWN_WITHIN)

@@ -1,12 +1,12 @@
-"""What kernels take beside their outputs, op by op, against the registered formulas (`planner/workspaces`).
+"""Compare the scratch memory of kernels, op by op, with the registered formulas (`planner/workspaces`).
 
     python -m benchmarks.workspaces_gpu --out DIR [--gpu NAME] [--seconds 300] [--programs NAME ...] [--list]
                                         [--predict-only]
 
-Each program is run twice, the second time with the allocator's history read around every op. One line of JSON a call is
-appended to DIR/workspaces.jsonl: op, arguments, measured blocks in order, the formula's blocks, equal or not. With
---predict-only the programs run on the meta device and only the formulas speak. Programs of which DIR has rows are left
-out.
+Each program runs twice, the second time with the allocator's history read around every op. Each call appends one line
+of JSON to DIR/workspaces.jsonl: op, arguments, measured blocks in order, the formula's blocks, and whether they are
+equal. With --predict-only the programs run on the meta device, and only the formulas are evaluated. Programs that DIR
+already has are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from planner.workload.cards import GENERIC, resolve_card
 
 
 def cuda_events() -> list[Event]:
-    """Of this process so far; recording has to be on."""
+    """Returns the allocator events of this process so far. Recording must be on."""
     entries = torch.cuda.memory._snapshot()["device_traces"][0]
     return [
         (entry["action"], entry.get("addr", 0), entry["size"]) for entry in entries if entry["action"] != "snapshot"
@@ -39,7 +39,7 @@ def cuda_events() -> list[Event]:
 
 
 def restart_recording() -> None:
-    """Short histories are read faster."""
+    """Clear the history: a short one is read faster."""
     torch.cuda.synchronize()
     torch.cuda.memory._record_memory_history(enabled=None)
     torch.cuda.memory._record_memory_history(enabled="all", context=None, stacks="python", max_entries=sys.maxsize)
@@ -48,20 +48,20 @@ def restart_recording() -> None:
 def rows_of(
     name: str, device: str, events: Events | None, card: DeviceProfile, restart: Callable[[], None]
 ) -> Iterator[dict[str, object]]:
-    """Rows of one program; an error is a row as well, after those that came before it."""
+    """Yields the rows of one program. If it fails, the last row has the error."""
     try:
         restart()
         found = run_program(PROGRAMS[name], device, events, card)
         restart()
         for row in found:
             yield {"program": name, **row, "error": None}
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:  # the row of the program says it
-        said = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
-        yield {"program": name, "op": None, "error": said}
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:  # reported in a row
+        message = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+        yield {"program": name, "op": None, "error": message}
 
 
 def summary(rows: list[dict]) -> str:
-    """For each op: how many calls are as the formula says, how many are not, of how many nothing was known."""
+    """Formats, for each op, how many calls match the formula, how many do not, and how many have no formula."""
     counts: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
     for row in rows:
         if "equal" in row:
@@ -77,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--gpu")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="no program is begun later than this")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="no program starts later than this")
     parser.add_argument("--programs", nargs="+", metavar="NAME", choices=list(PROGRAMS))
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--predict-only", action="store_true")
@@ -87,7 +87,7 @@ def main() -> None:
         print("\n".join(names))
         return
     if options.out is None:
-        raise SystemExit("--out DIR says where the rows go")
+        raise SystemExit("give --out DIR, the folder for the results")
     until = time.monotonic() + options.seconds
     card = resolve_card(options.gpu, None)
     if card.name in (GENERIC, UNLISTED):
@@ -108,7 +108,7 @@ def main() -> None:
         for row in rows_of(name, device, events, card, restart):
             results.append(path, {"card": card.name, **{k: about[k] for k in ("date", "torch")}, **row})
         if device == "cuda":
-            torch.cuda.synchronize()  # after a fault nothing works any more: better to end, and to go on afresh
+            torch.cuda.synchronize()  # raises after a CUDA fault, which ends this process; run again to go on
     print(summary(results.rows(path)), flush=True)
 
 

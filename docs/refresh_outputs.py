@@ -12,6 +12,7 @@ command that ends with `| head -N` keeps its first N lines. Without FILE: README
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 import subprocess
@@ -22,9 +23,18 @@ BLOCK = re.compile(r"(<!-- run: (?P<command>.+?) -->\n+```\w*\n)(?P<output>.*?)(
 
 
 def output_of(command: str) -> str:
-    """Standard output of a shell command, without trailing spaces."""
+    """Standard output of a shell command, without trailing spaces.
+
+    Raises:
+        RuntimeError: the command failed. Exit code 1 is an answer of `plan`: nothing fits.
+    """
     functions = f'plan() {{ "{sys.executable}" -m planner.cli "$@"; }}; python() {{ "{sys.executable}" "$@"; }}; '
-    run = subprocess.run(["bash", "-c", functions + command], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    run = subprocess.run(
+        ["bash", "-c", functions + command], cwd=ROOT, env={**os.environ, "COLUMNS": "100"}, stdout=subprocess.PIPE,
+        text=True, check=False,
+    )  # fmt: skip
+    if run.returncode not in (0, 1) or not run.stdout.strip():
+        raise RuntimeError(f"'{command}' ended with exit code {run.returncode}: the old output stays")
     return "\n".join(line.rstrip() for line in run.stdout.strip("\n").splitlines())
 
 
@@ -34,7 +44,7 @@ def refresh(path: pathlib.Path) -> None:
     for match in list(BLOCK.finditer(text)):
         print(f"{path.relative_to(ROOT)}: {match['command']}", file=sys.stderr)
         text = text.replace(match[0], f"{match[1]}{output_of(match['command'])}{match[4]}", 1)
-    path.write_text(text)
+        path.write_text(text)
 
 
 def main() -> None:

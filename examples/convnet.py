@@ -62,7 +62,7 @@ class ResNet(nn.Module):
 
 
 def classification_loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Mean cross entropy of `logits` (batch, classes) against the labels that end the batch."""
+    """Returns the mean cross entropy of `logits` (batch, classes); the labels are the last entry of the batch."""
     return F.cross_entropy(logits, batch[-1])
 
 
@@ -74,7 +74,7 @@ def build(
     blocks_per_stage: tuple[int, ...] = (2, 2, 2, 2),
     classes: int = 1000,
 ) -> tuple[ResNet, Batch, Callable[[torch.Tensor, Batch], torch.Tensor]]:
-    """The network, a batch of (images, labels), and its loss function."""
+    """Returns the network, a batch of (images, labels), and its loss function."""
     model = ResNet(width=width, blocks_per_stage=blocks_per_stage, classes=classes)
     batch = (torch.randn(batch_size, 3, image_size, image_size), torch.randint(classes, (batch_size,)))
     return model, batch, classification_loss

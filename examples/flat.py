@@ -23,7 +23,7 @@ class Restorer(nn.Module):
         self.shifts = nn.ParameterList(torch.zeros(width) for _ in range(depth))
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """float[N, 3, H, W] to the same."""
+        """Maps float[N, 3, H, W] to the same shape."""
         x = F.conv2d(image, self.first, padding=1)
         for weight, scale, shift in zip(self.convolutions, self.scales, self.shifts, strict=True):
             y = F.silu(F.group_norm(x, 8, scale, shift))
@@ -42,6 +42,6 @@ def loss(output: torch.Tensor, batch: Batch) -> torch.Tensor:
 def build(
     *, batch_size: int = 64, image_size: int = 256, depth: int = 72, width: int = 256
 ) -> tuple[Restorer, Batch, Callable[[torch.Tensor, Batch], torch.Tensor]]:
-    """The network, a batch of damaged and of whole images, and its loss function."""
+    """Returns the network, a batch of damaged and of whole images, and its loss function."""
     damaged, whole = (torch.rand(batch_size, 3, image_size, image_size) for _ in range(2))
     return Restorer(depth, width), (damaged, whole), loss

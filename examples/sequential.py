@@ -12,14 +12,14 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def classification_loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Mean cross entropy of `logits` (batch, classes) against the labels that end the batch."""
+    """Returns the mean cross entropy of `logits` (batch, classes); the labels are the last entry of the batch."""
     return F.cross_entropy(logits, batch[-1])
 
 
 def build(
     *, batch_size: int = 4096, features: int = 512, width: int = 1024, depth: int = 24, classes: int = 10
 ) -> tuple[nn.Sequential, Batch, Callable[[torch.Tensor, Batch], torch.Tensor]]:
-    """The network with `depth` linear layers, a batch of (features, labels), and its loss function."""
+    """Returns the network with `depth` linear layers, a batch of (features, labels), and its loss function."""
     widths = [features] + [width] * (depth - 1)
     layers: list[nn.Module] = []
     for inputs in widths[:-1]:

@@ -1,7 +1,7 @@
 """A small diffusion U-Net that predicts the noise in an image (Ho et al., arXiv 2006.11239).
 
-Residual blocks are conditioned on the timestep, the lowest resolution attends to itself, and every activation of the
-way down is concatenated to its counterpart on the way up: a graph that is not a chain.
+Residual blocks are conditioned on the timestep, the lowest resolution has self-attention, and every activation of the
+way down is concatenated to its counterpart on the way up: the graph is not a chain.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class SelfAttention(nn.Module):
 
 
 class UNet(nn.Module):
-    """Two residual blocks a resolution on the way down and three on the way up, attention at the bottom."""
+    """Two residual blocks per resolution on the way down, three on the way up, attention at the lowest resolution."""
 
     def __init__(self, *, channels: int, multipliers: tuple[int, ...], heads: int) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class UNet(nn.Module):
 
 
 def noise_loss(predicted: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Mean squared error of the predicted noise against the noise that ends the batch."""
+    """Returns the mean squared error of the predicted noise; the true noise is the last entry of the batch."""
     return F.mse_loss(predicted, batch[-1])
 
 
@@ -153,7 +153,7 @@ def build(
     multipliers: tuple[int, ...] = (1, 2, 4, 4),
     heads: int = 4,
 ) -> tuple[UNet, Batch, Callable[[torch.Tensor, Batch], torch.Tensor]]:
-    """The network, a batch of (noisy images, timesteps, noise), and its loss function.
+    """Returns the network, a batch of (noisy images, timesteps, noise), and its loss function.
 
     `image_size` is divisible by two once for each multiplier but the last.
     """

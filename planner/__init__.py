@@ -1,6 +1,6 @@
 """Plan a PyTorch training step that fits a card: `planner.plan(model, batch, vram="6GiB")`.
 
-Nothing here imports torch until a plan is made, so that plan files and the search can be used without it.
+This module imports torch only when a plan is computed, so that plan files and the search can be used without it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Footprint", "Plan", "Tradeoff", "plan", "record", "to_networkx", "tr
 
 
 def __getattr__(name: str) -> ModuleType:
-    """`planner.rewrite` and `planner.profiles` are imported when they are first used: the rewriter needs torch."""
+    """Import `planner.rewrite` and `planner.profiles` when they are first used: the rewriter needs torch."""
     if name in ("rewrite", "profiles"):
         return importlib.import_module(f"planner.{name}")
     raise AttributeError(f"module 'planner' has no attribute {name!r}")
@@ -45,28 +45,31 @@ def plan(
     max_slowdown: float | None = None,
     gradients_alive: bool = False,
 ) -> Plan:
-    """Plan one optimizer step of `model` on `batch` inside `vram`.
+    """Plan one optimizer step of `model` on `batch` so that its memory stays inside `vram`.
 
     Args:
-        model: any module; its weights may be on the CPU or on the meta device. It is left untouched.
-        batch: a dict of keyword arguments, a dataclass, a tuple, or a tensor; dimension 0 of its tensors is the sample.
-        vram: a size such as "6GiB" or "80%" (of the card), or bytes; None rehearses without choosing.
-        loss_fn: `loss_fn(output, batch)`; None where the model returns a loss.
-        gpu: a profile's name such as "rtx-2060", or "bare"; None takes the CUDA card at hand, else a generic one.
-        fidelity: how far the plan may go: "exact", "rounded" or "partial".
+        model: any module; its weights may be on the CPU or on the meta device. It is not changed.
+        batch: a dict of keyword arguments, a dataclass, a tuple, or a tensor. Dimension 0 of its tensors is the sample.
+        vram: the memory budget: a size such as "6GiB" or "80%" (of the card), or a number of bytes. If None, the step
+            is rehearsed and nothing is decided.
+        loss_fn: called as `loss_fn(output, batch)`; None if the model returns a loss.
+        gpu: a profile's name such as "rtx-2060", the path of a profile's TOML file, or "bare". If None, the CUDA card
+            of this machine, or a generic Ampere GPU if there is none.
+        fidelity: how closely training must match the original: "exact" (same math), "rounded" (lower precision) or
+            "partial" (freeze layers).
         optimizer: a name such as "adamw", a torch optimizer, or a function from parameters to one.
         force: kinds of decision that must be used.
         forbid: kinds of decision that must not be used.
-        only: kinds of decision that may be used; all others are forbidden. None: all.
-        max_slowdown: the step may take so many times as long as it does without a plan. None: as long as it likes.
-        gradients_alive: gradients of earlier batches are there before the step, and it adds to them: for a loop that
-            accumulates by itself. What is promised then holds for each of its batches, the last of them included.
+        only: kinds of decision that may be used; all others are forbidden. None allows all.
+        max_slowdown: maximum step time over that of the baseline; None for no limit.
+        gradients_alive: True if your own loop accumulates gradients over several batches. The plan then counts the
+            gradients of earlier batches, which the step adds to, and its promise holds for every batch of the loop.
 
     Returns:
-        A certified plan. `Plan.fits` says whether it is inside the budget.
+        A certified plan. `Plan.fits` is True if it is inside the budget.
 
     Raises:
-        planner.errors.PlannerError: for input that cannot be used; the message says what to change.
+        planner.errors.PlannerError: an argument cannot be used; the message says what to change.
     """
     from planner import pipeline
     from planner.plan_types.constraints import parse_constraints
@@ -95,15 +98,15 @@ def tradeoff(
     gradients_alive: bool = False,
     seconds: float = DEFAULT_SECONDS,
 ) -> Tradeoff:
-    """Memory against step time: certified plans from the fastest to the smallest.
+    """Compute the trade-off between memory and step time: certified plans from the fastest to the smallest.
 
-    Arguments are those of `plan`; `vram` only marks the plan that is the fastest inside it.
+    The arguments are those of `plan`, but `vram` only marks the fastest plan inside it.
 
     Args:
-        seconds: about how long it may take; less leaves the front rougher.
+        seconds: about how long the search may take. With less time there are fewer plans in between.
 
     Raises:
-        planner.errors.PlannerError: for input that cannot be used; the message says what to change.
+        planner.errors.PlannerError: an argument cannot be used; the message says what to change.
     """
     from planner import pipeline
     from planner.plan_types.constraints import parse_constraints
@@ -124,13 +127,14 @@ def record(
     gpu: str | None = None,
     optimizer: Any = "adamw",
 ) -> torch.fx.Graph:
-    """Two training steps as they would run on the card, as one graph of aten ops in execution order.
+    """Record two training steps as they would run on the card: one graph of aten ops in execution order.
 
-    Arguments are those of `plan`. Every node's `meta` tells its phase, module path, source line, FLOPs and bytes; see
-    `planner.recording.fx_graph.to_fx`. `planner.to_networkx` converts the graph for the algorithms of networkx.
+    The arguments are those of `plan`. The `meta` of each node has its phase, module path, source line, FLOPs and bytes;
+    see `planner.recording.fx_graph.to_fx`. `planner.to_networkx`
+    converts the graph for the algorithms of networkx.
 
     Raises:
-        planner.errors.PlannerError: for input that cannot be used; the message says what to change.
+        planner.errors.PlannerError: an argument cannot be used; the message says what to change.
     """
     from planner import pipeline
     from planner.recording.fx_graph import to_fx

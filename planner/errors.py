@@ -1,47 +1,47 @@
-"""What can go wrong before a plan exists. Every message names the value, the place and a way out."""
+"""Exceptions that users of the planner meet. Every message names the value, the place and a way out."""
 
 from __future__ import annotations
 
 
 class PlannerError(Exception):
-    """Base of all refusals. The command line prints `str(error)` on one line and exits with code 2."""
+    """Base class of the planner's errors. The `plan` command prints `str(error)` on one line and exits with code 2."""
 
 
 class WorkloadError(PlannerError):
-    """A model reference, batch or loss function that cannot be used."""
+    """The model reference, the batch or the loss function cannot be used."""
 
 
 class SizeError(PlannerError):
-    """A memory size that cannot be read."""
+    """The memory size cannot be parsed."""
 
 
 class DeviceProfileError(PlannerError):
-    """A card that is not known, or a profile file that is not well formed."""
+    """The card is not known, or its profile file is not well formed."""
 
 
 class RehearsalError(PlannerError):
-    """The virtual GPU could not run the step: an operator, its module and its source line."""
+    """The virtual GPU could not run the step. The message names the operator, its module and its source line."""
 
 
 class DecisionError(PlannerError):
-    """A decision that cannot be applied to this model, or that contradicts another one."""
+    """A decision cannot be applied to this model, or contradicts another one."""
 
 
 class PlanFileError(PlannerError):
-    """A plan file that cannot be read, or that was made for another model."""
+    """The plan file cannot be read, or was saved for another model."""
 
 
 class RehearsalProcessError(PlannerError):
-    """The rehearsing child process ended without an answer."""
+    """The child process that rehearses the step ended without a result."""
 
 
 class SnapshotError(PlannerError):
-    """A record of the caching allocator that cannot be read, or that cannot be replayed."""
+    """The allocator's memory snapshot cannot be read or replayed."""
 
 
 class PromiseError(PlannerError):
-    """A training step that took more memory than its plan promised."""
+    """A training step took more memory than its plan promised."""
 
 
 class MeasurementError(PlannerError):
-    """A card that is not there, or a measuring process that failed; the text is the end of what it said."""
+    """The CUDA card is missing, or the measuring process failed. The message ends with that process's last output."""

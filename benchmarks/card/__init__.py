@@ -1,1 +1,1 @@
-"""What the measurements on a card share: cases and their models, predicting, measuring, comparing, results."""
+"""Shared parts of the measurements on a card: cases and models, prediction, measurement, comparison, results."""

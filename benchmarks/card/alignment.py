@@ -1,11 +1,11 @@
 """Align two streams of signed sizes with the fewest insertions and deletions.
 
-Myers, An O(ND) Difference Algorithm and Its Variations, Algorithmica 1 (1986): of all alignments the one with the
-smallest number D of differences, in (N + M) D steps. A layer's stream resembles the next layer's, so an alignment by
-longest common runs (`difflib`) slips by a layer at the first difference; the shortest edit does not.
+Myers, An O(ND) Difference Algorithm and Its Variations, Algorithmica 1 (1986): it finds the alignment with the smallest
+number D of differences in (N + M) D steps. A layer's stream resembles the next layer's, so an alignment by longest
+common runs (`difflib`) slips by a layer at the first difference; the shortest edit does not.
 
-Where it stops being optimal: after `MOST_DIFFERENCES` the path that got furthest is kept, and the rest is aligned from
-there, so that streams with little in common take linear time.
+Not optimal beyond `MOST_DIFFERENCES`: then the path that got furthest is kept, and the rest is aligned from there, so
+that streams with little in common take linear time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Sequence
 
 MOST_DIFFERENCES = 600
-"""In one piece; work grows with the square of it: a fifth of a second here."""
+"""Maximum number of differences in one piece. Time grows with its square: 0.2 s for this number."""
 
 Pairs = list[tuple[int, int]]
 """Positions of equal elements in two sequences, both ascending."""
@@ -23,7 +23,7 @@ Pairs = list[tuple[int, int]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A place where two streams differ: what the recorded one has there, and what the rehearsed one has."""
+    """A place where two streams differ, with the events of both."""
 
     at_event: int
     """Position in the rehearsed stream."""
@@ -34,20 +34,21 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """How much of a recorded stream a rehearsed one has, in the same order."""
+    """The part of a recorded stream that a rehearsed one has in the same order."""
 
     matched_bytes: int
     recorded_bytes: int
-    """Of all allocations."""
+    """Bytes of all recorded allocations."""
     differences: tuple[Difference, ...]
 
     @property
     def matched_share(self) -> float:
+        """Fraction of the recorded bytes that is matched."""
         return self.matched_bytes / self.recorded_bytes
 
 
 def align(recorded: Sequence[int], rehearsed: Sequence[int]) -> Comparison:
-    """Bytes taken (positive) and freed (negative) in order, each rounded to the allocator's granularity."""
+    """Compare two streams of bytes taken (positive) and freed (negative), rounded to the allocator's granularity."""
     pairs = _matched(rehearsed, recorded)
     differences = []
     end = (len(rehearsed), len(recorded))
@@ -64,7 +65,7 @@ def align(recorded: Sequence[int], rehearsed: Sequence[int]) -> Comparison:
 
 
 def _matched(one: Sequence[int], other: Sequence[int]) -> Pairs:
-    """Piece by piece, each with at most `MOST_DIFFERENCES`."""
+    """Align piece by piece, each with at most `MOST_DIFFERENCES`."""
     found: Pairs = []
     x = y = 0
     while x < len(one) and y < len(other):
@@ -75,7 +76,10 @@ def _matched(one: Sequence[int], other: Sequence[int]) -> Pairs:
 
 
 def _shortest_edit(one: Sequence[int], other: Sequence[int]) -> tuple[Pairs, tuple[int, int]]:
-    """Furthest points on each diagonal k = x - y, for 0, 1, 2 ... differences; the pairs, and how far they reach."""
+    """Returns the pairs of the shortest edit, and how far they reach: all of both, or up to `MOST_DIFFERENCES`.
+
+    Myers' greedy search: the furthest point on each diagonal k = x - y, for 0, 1, 2 ... differences.
+    """
     n, m = len(one), len(other)
     reached = {1: 0}
     history: list[dict[int, int]] = []
@@ -97,13 +101,14 @@ def _shortest_edit(one: Sequence[int], other: Sequence[int]) -> tuple[Pairs, tup
 
 
 def _start(reached: dict[int, int], diagonal: int, count: int) -> int:
+    """Returns where a path with `count` differences enters the diagonal: one step down or one to the right."""
     if diagonal == -count or (diagonal != count and reached[diagonal - 1] < reached[diagonal + 1]):
         return reached[diagonal + 1]
     return reached[diagonal - 1] + 1
 
 
 def _walk_back(history: list[dict[int, int]], x: int, y: int) -> Pairs:
-    """From a point that was reached with as many differences as `history` has entries but one."""
+    """Returns the matched pairs on the path to a point that took `len(history) - 1` differences."""
     pairs = []
     for count in range(len(history) - 1, -1, -1):
         before, diagonal = history[count], x - y

@@ -1,4 +1,4 @@
-"""The promises that are held to account: models at many budgets."""
+"""The promises that are measured: models at several budgets."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import dataclasses
 MODELS = "benchmarks.card.models"
 LARGER = "benchmarks.card.larger_models"
 SHARES = ("80%", "60%", "45%", "35%")
-"""Of what the step takes as it is."""
+"""Default budgets, relative to the baseline's total."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model with a batch, as `plan` is given it, and the budgets to plan for."""
+    """A model and a batch, as arguments of `plan`, and the budgets to plan for."""
 
     name: str
     reference: str
     batch_size: int
     seq_len: int | None = None
     budgets: tuple[str, ...] = SHARES
-    """Sizes, or shares of the step's total as it is."""
+    """Sizes, or shares of the baseline's total."""
     fidelity: str = "rounded"
 
 
@@ -53,11 +53,11 @@ CASES: dict[str, Case] = {
         _text("llama_8b", LARGER, 1, 2048, budgets=("76GiB", "60GiB", "40GiB"), fidelity="partial"),
     )
 }
-"""By name; the first budget of each comes before the second of any."""
+"""The cases by name."""
 
 
 def pairs() -> list[tuple[Case, str]]:
-    """All of them, in the order in which they are run."""
+    """Returns all (case, budget) in the order in which they run: the first budget of every case comes first."""
     longest = max(len(case.budgets) for case in CASES.values())
     return [
         (case, case.budgets[number])

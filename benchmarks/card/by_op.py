@@ -1,4 +1,4 @@
-"""What each op takes from the allocator while it runs, outputs and scratch memory together."""
+"""Bytes that each op takes from the allocator while it runs, outputs and scratch memory together."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class TakenByOp(TorchDispatchMode):
-    """Active around a step: `totals` are bytes by the name of the op, `calls` how often it ran.
+    """Measures a step that runs inside it. `totals` has the bytes by name of the op, `calls` the number of calls.
 
     Args:
-        taken_bytes: of all allocations so far.
+        taken_bytes: returns the bytes of all allocations so far.
     """
 
     def __init__(self, taken_bytes: Callable[[], int]) -> None:
@@ -30,7 +30,7 @@ class TakenByOp(TorchDispatchMode):
 
 
 def differing(measured: dict[str, int], rehearsed: dict[str, int]) -> dict[str, list[int]]:
-    """[measured, rehearsed] bytes of the ops for which they differ, the largest difference first."""
+    """Returns [measured, rehearsed] bytes of the ops for which they differ, the largest difference first."""
     pairs = {name: [measured.get(name, 0), rehearsed.get(name, 0)] for name in {*measured, *rehearsed}}
     different = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     return dict(sorted(different.items(), key=lambda item: (-abs(item[1][0] - item[1][1]), item[0])))

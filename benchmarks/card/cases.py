@@ -1,4 +1,4 @@
-"""The cases: what is trained, in which precision, by which optimizer, with which decisions. Core cases come first."""
+"""The cases: model, precision, optimizer and decisions of each training step. Core cases come first."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from planner.workload.workload import OptimizerSpec, Workload, workload
 
 
 def adamw_fused(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """One kernel for the whole step: no temporaries."""
+    """AdamW with one kernel for the whole step, which needs no temporaries."""
     return torch.optim.AdamW(parameters, fused=True)
 
 
@@ -39,7 +39,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     "adamw-kernel-fused": "adamw",
     "adamw-kernel-for-loop": "adamw",
 }
-"""By the name that rows show; 'adamw' is torch's default on a card, foreach."""
+"""Optimizers by the name that rows show. 'adamw' is torch's default on a card, foreach."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,30 +52,30 @@ class Case:
     """'bf16' or 'fp16' autocast (fp16 with a gradient scaler); None: fp32."""
     optimizer: str = "adamw"
     checkpoint: str | None = None
-    """Class of the modules that are recomputed in backward, each by itself."""
+    """Class of the modules that are checkpointed, one by one."""
     kept: tuple[int, ...] = ()
-    """Products whose results those modules keep, as a forward of one numbers them."""
+    """Ops whose outputs those modules keep, by number in the forward of one module (selective checkpointing)."""
     offload: bool = False
-    """Whether the inputs of what is checkpointed lie on the host."""
+    """True if the inputs of checkpointed modules are offloaded to host memory."""
     stretches: tuple[tuple[int, int], ...] = ()
-    """Ops of the model's own forward that run again in backward."""
+    """Segments (first op, last op) of the model's own forward that are recomputed in backward."""
     chunked_head: str | None = None
-    """The linear layer whose logits go to the loss in 8 chunks."""
+    """Linear layer whose logits and loss are computed in 8 chunks; None: in one piece."""
     micro_batches: int = 1
     step_in_backward: bool = False
     core: bool = False
     keep_history: bool = False
-    """Whether the complete history of the allocator is written to a file of its own."""
+    """True if the complete history of the allocator is written to its own file."""
 
     def workload(self, device: str) -> Workload:
-        """The work with its tensors on 'meta' (no memory) or 'cpu' (values that can be trained on)."""
+        """Returns the workload with its tensors on 'meta' (no memory) or 'cpu' (values that can be trained on)."""
         torch.manual_seed(0)
         with torch.device(device):
             model, batch, loss_fn = self.build()
         return workload(model, batch, loss_fn=loss_fn, optimizer=OPTIMIZERS[self.optimizer])
 
     def decisions(self, work: Workload) -> tuple[Decision, ...]:
-        """As a plan would state them, in their order."""
+        """Returns the decisions in the order of a plan."""
         found: list[Decision] = []
         offloads: list[Decision] = []
         if self.precision is not None:
@@ -202,4 +202,4 @@ def _vision_and_others() -> tuple[Case, ...]:
 
 CASES: dict[str, Case] = {case.name: case for case in (*(dataclasses.replace(case, core=True) for case in _core()),
                                                        *_language(), *_vision_and_others())}  # fmt: skip
-"""By name, in the order in which they are run."""
+"""The cases by name, in the order in which they run."""

@@ -1,4 +1,4 @@
-"""A recorded stream beside the rehearsed one: how much of it was foreseen, and which op made the difference."""
+"""Compares a recorded stream of allocations with the rehearsed one: the matched share, and the ops that differ."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ from benchmarks.card.alignment import Comparison, Difference, align
 from benchmarks.card.predicting import BEFORE, Place, Prediction
 
 SHOWN_DIFFERENCES = 12
+"""Maximum number of differences in a row."""
 SHOWN_EVENTS = 12
+"""Maximum number of events of each stream in a difference."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Two streams compared."""
+    """Result of comparing two streams."""
 
     matched_share: float
-    """Of the bytes of all recorded allocations: those that the rehearsal has too, in the same order."""
+    """Fraction of the bytes of all recorded allocations that the rehearsal has too, in the same order."""
     missing_bytes: int
-    """Of recorded allocations that were not rehearsed."""
+    """Bytes of recorded allocations that were not rehearsed."""
     surplus_bytes: int
-    """Of rehearsed allocations that were not recorded."""
+    """Bytes of rehearsed allocations that were not recorded."""
     missing_by_op: dict[str, int]
-    """By the op that the rehearsal was at: scratch memory is taken after the op's outputs. The largest first."""
+    """Missing bytes by the rehearsed op before them (scratch memory follows an op's outputs), the largest first."""
     surplus_by_op: dict[str, int]
     differences: list[dict[str, object]]
-    """The first ones: `after` and `before` which rehearsed op, recorded and rehearsed bytes in order."""
+    """The first differences: rehearsed ops around each (`after`, `before`), recorded and rehearsed bytes in order."""
 
 
 def compare_steps(recorded: Sequence[int], step_ends: Sequence[int], prediction: Prediction) -> Finding:
-    """Compare set-up with the first step, and the second step by itself.
+    """Compare in two parts: the set-up with the first step, and the second step.
 
     Args:
         recorded: signed bytes of at least two steps.
@@ -58,7 +60,7 @@ def compare_steps(recorded: Sequence[int], step_ends: Sequence[int], prediction:
 
 
 def _located(found: Comparison, prediction: Prediction, offset: int) -> list[tuple[Difference, Place, Place]]:
-    """Each difference with its place in the whole stream, and the ops around it."""
+    """Returns each difference with its position in the whole stream, and the ops around it."""
     places = prediction.places
     result = []
     for difference in found.differences:
@@ -71,6 +73,7 @@ def _located(found: Comparison, prediction: Prediction, offset: int) -> list[tup
 
 
 def _count(totals: dict[str, int], sizes: Sequence[int], place: Place) -> None:
+    """Add the allocated bytes to the op's total."""
     taken = sum(size for size in sizes if size > 0)
     if taken:
         name = place.op or "before the first step"
@@ -82,6 +85,7 @@ def _largest_first(totals: dict[str, int]) -> dict[str, int]:
 
 
 def _shown(difference: Difference, after: Place, before: Place) -> dict[str, object]:
+    """Returns the difference as data for a row."""
     return {
         "at_event": difference.at_event,
         "after": str(after),

@@ -1,4 +1,4 @@
-"""The CUDA card with a record of all that its allocator does."""
+"""A CUDA card that records all events of its allocator."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from planner.rewrite.on_gpu import cuda
 
 
 class Device(cuda.Device, Protocol):
-    """What is asked of a card, beside what any measurement asks."""
+    """A card whose allocations can be recorded."""
 
     def snapshot(self) -> dict[str, Any]:
-        """As of `torch.cuda.memory._snapshot()`: events since `begin`, and the segments now."""
+        """Returns `torch.cuda.memory._snapshot()`: the events since `begin`, and the current segments."""
 
     def stop_recording(self) -> None:
-        """The steps that are timed are not slowed down by the record."""
+        """Stop recording, which would slow down the steps that are timed."""
 
     def taken_bytes(self) -> int:
-        """Of all allocations so far, as asked for."""
+        """Returns the requested bytes of all allocations so far."""
 
 
 class RecordingCuda(cuda.Cuda):
-    """The first CUDA card. The record begins with it."""
+    """The first CUDA card. Recording starts with `begin`."""
 
     def begin(self, cap_bytes: int | None = None) -> None:
         super().begin(cap_bytes)

@@ -1,4 +1,4 @@
-"""With what something was measured: the card, its driver, and everything whose version can change a figure."""
+"""Environment of a measurement: the card, its driver, and all versions that can change a figure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SETTINGS = (
 
 
 def software() -> dict[str, object]:
-    """What can be said without a card."""
+    """Returns the date and the versions. Needs no card."""
     return {
         "date": datetime.date.today().isoformat(),
         **versions(),
@@ -35,7 +35,7 @@ def software() -> dict[str, object]:
 
 
 def hardware() -> dict[str, object]:
-    """Of the first card. Starts CUDA in this process."""
+    """Returns the facts of the first card. Starts CUDA in this process."""
     facts = torch.cuda.get_device_properties(0)
     return {
         "cuda_name": torch.cuda.get_device_name(0),
@@ -46,7 +46,7 @@ def hardware() -> dict[str, object]:
 
 
 def card_name(gpu: str | None) -> str:
-    """The profile to predict for: the one named, or that of the card at hand."""
+    """Returns the profile to predict for: the one named, or that of this machine's card."""
     if gpu is not None and gpu.endswith(".toml"):
         return str(pathlib.Path(gpu).resolve())
     name = gpu or resolve_card(None, None).name
@@ -56,7 +56,7 @@ def card_name(gpu: str | None) -> str:
 
 
 def main() -> None:
-    """Print it as one line of JSON; with --card only the name of the profile of the card at hand, 'generic' if none."""
+    """Print the environment as one line of JSON; with --card only the name of the card's profile, or 'generic'."""
     if "--card" in sys.argv[1:]:
         print(resolve_card(None, None).name)
         return

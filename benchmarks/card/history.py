@@ -1,6 +1,6 @@
-"""Recorded histories of the caching allocator: from a snapshot to plain data, to streams and to files.
+"""Recorded histories of the caching allocator: converts a snapshot to plain data, streams and files.
 
-The format of a history is that of tests/allocator/test_allocator_histories.py: `settings`, `segments_at_end`
+A history has the format of tests/allocator/test_allocator_histories.py: `settings`, `segments_at_end`
 ([address, size, pool, stream, is_expandable, [[block size, requested, state], ...]]) and `events`
 ([action, address, size, stream, operator]).
 """
@@ -20,7 +20,7 @@ History = dict[str, Any]
 
 
 def history_of(snapshot: Mapping[str, Any]) -> History:
-    """From `torch.cuda.memory._snapshot()`, the first card's part. Sizes in bytes; operator is '' if unknown."""
+    """Returns the first card's part of `torch.cuda.memory._snapshot()`. Sizes in bytes; operator is '' if unknown."""
     segments = [
         [
             segment["address"],
@@ -46,7 +46,7 @@ def history_of(snapshot: Mapping[str, Any]) -> History:
 
 
 def births_and_deaths(history: History) -> Iterator[tuple[int, int]]:
-    """(address, bytes as asked for) of each allocation and (address, 0) of each free, in order."""
+    """Yields (address, requested bytes) of each allocation and (address, 0) of each free, in order."""
     for action, address, size_bytes, *_ in history["events"]:
         if action == "alloc":
             yield address, size_bytes
@@ -55,7 +55,7 @@ def births_and_deaths(history: History) -> Iterator[tuple[int, int]]:
 
 
 def signed(history: History) -> list[int]:
-    """The stream that can be compared: bytes taken (positive) and freed (negative), rounded."""
+    """Returns the stream that can be compared: bytes taken (positive) and freed (negative), rounded."""
     pairs = list(births_and_deaths(history))
     return signed_sizes(
         [address for address, _ in pairs],
@@ -65,7 +65,7 @@ def signed(history: History) -> list[int]:
 
 
 def numbered(history: History) -> list[tuple[int, int]]:
-    """(allocation number, size) and (allocation number, 0), as `planner.allocator.replay.replay` takes them."""
+    """Returns (allocation number, size) and (allocation number, 0), the input of `planner.allocator.replay.replay`."""
     current: dict[int, int] = {}
     result = []
     for place, (address, size_bytes) in enumerate(births_and_deaths(history)):
@@ -76,7 +76,7 @@ def numbered(history: History) -> list[tuple[int, int]]:
 
 
 def write_history(path: pathlib.Path, history: History) -> None:
-    """As gzipped JSON, complete or not at all."""
+    """Write the history as gzipped JSON. The file is complete or does not exist."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     with gzip.open(partial, "wt", compresslevel=9) as file:
@@ -85,7 +85,7 @@ def write_history(path: pathlib.Path, history: History) -> None:
 
 
 def append_stream(path: pathlib.Path, case: str, step_ends: list[int], sizes: list[int]) -> None:
-    """One line of JSON in a gzip member of its own, so that a run that is cut short leaves a file that can be read.
+    """Append one line of JSON as its own gzip member, so that an interrupted run leaves a readable file.
 
     Args:
         step_ends: index in `sizes` of the end of the set-up and of each step.
@@ -96,6 +96,6 @@ def append_stream(path: pathlib.Path, case: str, step_ends: list[int], sizes: li
 
 
 def read_streams(path: pathlib.Path) -> Iterable[dict[str, Any]]:
-    """What `append_stream` wrote; of a case that was measured twice the later one is the last."""
+    """Returns the entries that `append_stream` wrote. If a case was measured twice, the later entry comes last."""
     with gzip.open(path, "rt") as file:
         yield from map(json.loads, file)

@@ -1,4 +1,4 @@
-"""Models that people try to fit: the larger relatives of those in `models`, made as they are."""
+"""Models that people try to fit: larger variants of those in `models`, with the same kinds of batches."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def t5_base(batch_size: int = 16, seq_len: int = 512) -> Built:
 
 
 def whisper_small(batch_size: int = 8, seq_len: int = 128) -> Built:
-    """242 M parameters; 30 seconds of sound a sample."""
+    """242 M parameters; 30 seconds of audio per sample."""
     config = transformers.WhisperConfig(
         d_model=768, encoder_layers=12, decoder_layers=12, encoder_attention_heads=12, decoder_attention_heads=12,
         encoder_ffn_dim=3072, decoder_ffn_dim=3072, use_cache=False,
@@ -72,7 +72,7 @@ def whisper_small(batch_size: int = 8, seq_len: int = 128) -> Built:
 
 
 def mixtral(batch_size: int = 8, seq_len: int = 512) -> Built:
-    """522 M parameters, 8 experts of which a token sees 2."""
+    """522 M parameters, 8 experts, 2 of them active per token."""
     config = transformers.MixtralConfig(
         vocab_size=32_000, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
         num_key_value_heads=4, num_local_experts=8, num_experts_per_tok=2, use_cache=False,

@@ -1,8 +1,8 @@
-"""Measure one case in a process of its own: the card is touched only when a line comes in on standard input.
+"""Measure one case in its own process. It uses the card only after it reads a line from standard input.
 
     python -m benchmarks.card.measure_case NAME RESULT.pickle
 
-Imports and the making of the model take longer than the measurement, so they are done before: 'ready' is printed.
+Imports and building the model take longer than the measurement, so they come first; then it prints 'ready'.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ READY = "ready"
 
 
 def main(name: str, result: pathlib.Path, device: Device) -> int:
-    """0: measured; 3: nobody asked for it."""
+    """Returns 0 if the case was measured, 3 if standard input ended first."""
     case = CASES[name]
     work = case.workload("cpu")
     print(READY, flush=True)

@@ -1,4 +1,4 @@
-"""Three steps of a case on a card, from an empty allocator: peaks, process memory, history, time."""
+"""Measures three steps of a case on a card, from an empty allocator: peaks, process memory, history, time."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from planner.rewrite.application import Rewritten, apply_decisions
 from planner.workload.workload import Workload, map_batch
 
 STEPS = 3
-"""The first makes the optimizer's state, the second is the first full one, the third shows that nothing grows."""
+"""The first step creates the optimizer state, the second is the first full one, the third shows that nothing grows."""
 WARM_STEPS, TIMED_STEPS = 2, 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What the card showed."""
+    """Result of a measurement."""
 
     allocated_bytes: int
     reserved_bytes: int
     process_bytes: int
     process_source: str
     context_bytes: int
-    """The process's memory outside the allocator, after the last step."""
+    """Memory of the process outside the allocator, in bytes, after the last step."""
     peaks: list[tuple[int, int]]
     """Largest allocated and reserved bytes after the set-up and after each step."""
     history: History
     step_ends: list[int]
-    """Allocations and frees at the end of the set-up and of each step, as indices into `history`'s stream."""
+    """Indices in the stream of `history` at the end of the set-up and of each step."""
     step_ms: float
-    """Median."""
+    """Median time of a step."""
     step_ms_spread: float
-    """Slowest less fastest."""
+    """Slowest minus fastest time."""
     loss: float
     scale: float | None
-    """Of the gradient scaler; it falls where a step was skipped."""
+    """Scale of the gradient scaler, which falls if a step is skipped; None without a scaler."""
     taken_by_op: dict[str, int]
-    """Bytes that each op took in one more step, as asked for."""
+    """Requested bytes by op, in one more step."""
 
 
 def measure(case: Case, work: Workload, device: Device) -> Measured:
-    """Train on the card. The process must not have used it before."""
+    """Train on the card. The process must not have used CUDA before."""
     device.begin()
     model = work.model.to(device.name)
     batch = map_batch(lambda tensor: tensor.to(device.name), work.batch)
@@ -85,7 +85,7 @@ def measure(case: Case, work: Workload, device: Device) -> Measured:
 
 
 def _times(rewritten: Rewritten, batch: object, device: Device) -> list[float]:
-    for _ in range(WARM_STEPS - 1):  # the one that gave the loss was warm as well
+    for _ in range(WARM_STEPS - 1):  # the step for the loss was one of them
         rewritten.step(batch)
     return [device.milliseconds(lambda: rewritten.step(batch)) for _ in range(TIMED_STEPS)]
 

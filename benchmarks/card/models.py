@@ -1,7 +1,7 @@
-"""The models of the cases, made from their configs with random weights, each with a batch of random values.
+"""The models of the cases, built from their configs with random weights, each with a batch of random values.
 
-A function here returns (model, batch, loss function or None) on torch's default device: under `torch.device("meta")`
-nothing is computed, on the CPU the values are such that a step can be taken.
+Each function returns (model, batch, loss function or None) on torch's default device: `torch.device("meta")` computes
+nothing, and on the CPU the values are suitable for a training step.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 
 def tokens(vocabulary: int, batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
-    """Inputs and labels [batch, tokens]; the lowest ids are left out, some of them mean padding."""
+    """Returns inputs and labels [batch, tokens], without the lowest ids, some of which mean padding."""
     return {name: torch.randint(5, vocabulary, (batch_size, seq_len)) for name in ("input_ids", "labels")}
 
 
 def from_example(name: str, kind: str) -> nn.Module:
+    """Returns a transformers model of class `kind`, with the config of an example folder."""
     config = transformers.AutoConfig.for_model(**json.loads((EXAMPLES / name / "config.json").read_text()))
     if hasattr(config, "use_cache"):
         config.use_cache = False
@@ -54,7 +55,7 @@ def llama_1b(batch_size: int = 2, seq_len: int = 1024) -> Built:
 
 
 def llama_300m(batch_size: int = 4, seq_len: int = 1024) -> Built:
-    """336 M parameters: 24 layers, 16 heads of which groups of 4 share keys and values."""
+    """336 M parameters: 24 layers, 16 heads in groups of 4 that share keys and values."""
     config = transformers.LlamaConfig(
         vocab_size=32_000,
         hidden_size=1024,
@@ -81,7 +82,7 @@ def t5_small(batch_size: int = 16, seq_len: int = 128) -> Built:
 
 
 def bert_eager(batch_size: int = 16, seq_len: int = 256) -> Built:
-    """BERT-base that keeps its attention probabilities."""
+    """BERT-base with eager attention, which saves the attention probabilities."""
     config = transformers.BertConfig(attn_implementation="eager")
     return transformers.BertForMaskedLM(config).train(), tokens(30_522, batch_size, seq_len), None
 
@@ -111,7 +112,7 @@ def convnet(batch_size: int = 32) -> Built:
 
 
 def flat(batch_size: int = 2) -> Built:
-    """A function of 43 M parameters without modules, in stretches of norm, activation, convolution and sum."""
+    """A function of 43 M parameters without modules, in repeated segments of norm, activation, convolution and sum."""
     return flat_example.build(batch_size=batch_size)
 
 

@@ -1,4 +1,4 @@
-"""Which blocks each op takes from the allocator, in order, and what the registered formulas say about them."""
+"""Records the blocks that each op takes from the allocator, and compares them with the registered formulas."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Event = tuple[str, int, int]
 
 
 class Events(Protocol):
-    """The allocator's events so far; a test puts made-up ones in their place."""
+    """Returns the allocator's events so far. Tests pass invented ones."""
 
     def __call__(self) -> list[Event]: ...
 
 
 class OpBlocks(TorchDispatchMode):
-    """Active around a program: one row for each op that launches a kernel, the same call only once.
+    """Makes a row for each op that launches a kernel in a program that runs inside it, one for equal calls.
 
     Args:
-        events: None where nothing can be measured: rows then only say what the formulas say.
+        events: None if nothing can be measured; rows then have only the formulas' blocks.
     """
 
     def __init__(self, events: Events | None, card: DeviceProfile) -> None:
@@ -56,7 +56,7 @@ class OpBlocks(TorchDispatchMode):
         return result
 
     def _formula(self, op: Any, args: tuple, kwargs: dict, result: Any) -> list[int] | None:
-        """Bytes of the blocks that were foreseen; None where nothing is known."""
+        """Returns the bytes of the predicted blocks; None if the op has no formula."""
         formula = formula_of(str(op))
         if formula is None:
             known = torch.Tag.pointwise in op.tags or is_known(str(op)) or next(_tensors((args, kwargs)), None) is None
@@ -65,15 +65,15 @@ class OpBlocks(TorchDispatchMode):
 
 
 def measured_blocks(events: list[Event], outputs: list[int]) -> dict[str, Any]:
-    """What an op's events say.
+    """Read an op's blocks from its events.
 
     Args:
         outputs: addresses of the results' storages, in the order in which the rehearsal has them born.
 
     Returns:
         `blocks`: in order of birth [bytes, role, event of birth, event of death or None]; roles are 'output 0' ...,
-        'scratch' (freed within the op) and 'kept' (by a library). `scratch`: bytes of those alone.
-        `scratch_peak_bytes`: most of it at once. `births_in_order`: whether outputs are born as rehearsed.
+        'scratch' (freed within the op) and 'kept' (by a library). `scratch`: bytes of the scratch blocks.
+        `scratch_peak_bytes`: their peak. `births_in_order`: True if outputs are born in the rehearsed order.
     """
     blocks: list[list[Any]] = []
     living: dict[int, list[Any]] = {}
@@ -98,7 +98,7 @@ def measured_blocks(events: list[Event], outputs: list[int]) -> dict[str, Any]:
 
 
 def judged(scratch: list[int], formula: list[int] | None) -> dict[str, Any]:
-    """The formula's blocks, and whether they are the measured ones, rounded: None where there is no formula."""
+    """Returns the formula's blocks, and whether they equal the measured ones after rounding. None without a formula."""
     if formula is None:
         return {"formula": None, "equal": None}
     return {"formula": formula, "equal": _rounded(scratch) == _rounded(formula)}
@@ -109,7 +109,7 @@ def _rounded(sizes: list[int]) -> list[int]:
 
 
 def _peak(blocks: list[list[Any]]) -> int:
-    """Most bytes of these blocks alive at once."""
+    """Returns the peak of the bytes of these blocks."""
     changes = sorted(
         change
         for size_bytes, _, born, died in blocks
@@ -128,12 +128,12 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def _addresses(results: object) -> list[int]:
-    """Of the storages of an op's results."""
+    """Returns the addresses of the storages of an op's results."""
     return [tensor.untyped_storage().data_ptr() for tensor in _tensors(results)]
 
 
 def _shown(args: tuple, kwargs: dict) -> list[Any]:
-    """Arguments without values: [dtype, shape, stride (if not contiguous)] for a tensor."""
+    """Returns the arguments as text, tensors by dtype, shape and (if not contiguous) strides."""
     return [_as_text(value) for value in (*args, *kwargs.values())]
 
 
@@ -149,7 +149,7 @@ def _as_text(value: object) -> Any:
 def run_program(
     program: Callable[[str], object], device: str, events: Events | None, card: DeviceProfile
 ) -> list[dict]:
-    """Rows of a program. It is run once before, so that libraries have their handles and have chosen their kernels."""
+    """Returns the rows of a program. It runs once before, so that libraries create handles and choose kernels first."""
     program(device)
     with OpBlocks(events, card) as mode:
         program(device)

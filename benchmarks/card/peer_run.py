@@ -1,9 +1,9 @@
-"""Train a model under a cap as people do today, in a process of its own.
+"""Train a model under a memory cap by a common method, in its own process.
 
     python -m benchmarks.card.peer_run CASE WAY MICRO_BATCH RESULT.json [--cap BYTES]
 
-bf16 autocast, AdamW as torch chooses it, gradients added up over micro-batches of MICRO_BATCH samples. RESULT says what
-a step took, or that memory ran out.
+Uses bf16 autocast, AdamW with torch's default kernels, and gradient accumulation over micro-batches of MICRO_BATCH
+samples. RESULT has the time and memory of a step, or says that memory ran out.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ STEPS, TIMED_STEPS = 3, 5
 COMPILE_BUDGETS = (0.7, 0.3)
 
 
-def as_it_is(model: nn.Module) -> nn.Module:
+def baseline(model: nn.Module) -> nn.Module:
+    """Change nothing."""
     return model
 
 
 def gradient_checkpointing(model: nn.Module) -> nn.Module:
-    """As transformers does it: every layer, but for models that have no such switch every repeated block."""
+    """Checkpoint every layer by transformers' switch, or every repeated block of a model without that switch."""
     if hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return model
@@ -52,7 +53,7 @@ def gradient_checkpointing(model: nn.Module) -> nn.Module:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Modules with submodules whose class comes most often, and that lie in no other of them."""
+    """Returns the modules of the most frequent class that has submodules, without those nested in another of them."""
     kinds: dict[type, list[str]] = {}
     for name, module in model.named_modules():
         if name and any(module.children()):
@@ -63,6 +64,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def compiled(budget: float, model: nn.Module) -> Callable:
+    """Compile with `activation_memory_budget`."""
     import torch._functorch.config as config
 
     config.activation_memory_budget = budget
@@ -71,17 +73,17 @@ def compiled(budget: float, model: nn.Module) -> Callable:
 
 WAYS: dict[str, Callable[[nn.Module], Callable]] = {
     "gradient checkpointing": gradient_checkpointing,
-    "as it is": as_it_is,
+    "baseline": baseline,
     **{f"torch.compile, budget {share}": functools.partial(compiled, share) for share in COMPILE_BUDGETS},
 }
-"""By name: changes the model, and returns what is called in its place."""
+"""Methods by name. Each changes the model and returns the function to call instead of it."""
 
 
 def run(case: Case, way: str, micro_batch: int, device: Device, *, cap_bytes: int | None) -> dict[str, Any]:
-    """What a step took: 'step_ms', 'allocated_bytes', 'reserved_bytes'; or 'out_of_memory': what torch said.
+    """Returns 'step_ms', 'allocated_bytes' and 'reserved_bytes' of a step, or 'out_of_memory' with torch's message.
 
     Raises:
-        MeasurementError: there is no such card.
+        MeasurementError: there is no CUDA card.
     """
     torch.manual_seed(0)
     work = load_workload(
@@ -128,7 +130,7 @@ def _trained(work: Workload, change: Callable, micro_batch: int, device: Device)
 
 
 def main(arguments: list[str], device: Device) -> None:
-    """Write what came of it."""
+    """Run the method and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", choices=list(CASES))
     parser.add_argument("way", choices=list(WAYS))

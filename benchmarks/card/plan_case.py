@@ -2,7 +2,7 @@
 
     python -m benchmarks.card.plan_case NAME BUDGET PLAN.json --gpu h100
 
-BUDGET is a size, a share of what the step takes as it is, or 'as-it-is' for a plan without any decision.
+BUDGET is a size, a share of the baseline's total such as 60%, or 'as-it-is' for the baseline: a plan without decisions.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ AS_IT_IS = "as-it-is"
 
 
 def planned(case: Case, budget: str, gpu: str) -> Plan:
-    """The plan, whether it fits or not.
+    """Returns the plan, which may not fit.
 
     Raises:
-        PlannerError: the case is refused.
+        PlannerError: the case cannot be planned.
     """
     work = load_workload(case.reference, batch_size=case.batch_size, seq_len=case.seq_len, optimizer="adamw")
     constraints = parse_constraints(fidelity=case.fidelity, force=(), forbid=())
@@ -36,7 +36,7 @@ def planned(case: Case, budget: str, gpu: str) -> Plan:
 
 
 def main() -> None:
-    """Save the plan."""
+    """Compute the plan and save it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=list(CASES))
     parser.add_argument("budget")

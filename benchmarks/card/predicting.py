@@ -1,4 +1,4 @@
-"""What a case takes by rehearsal, and the stream of its allocations with the op behind each of them."""
+"""Predicts the memory of a case by rehearsal, and the stream of its allocations with the op of each."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from planner.workload.workload import Workload
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where in a training step something was allocated or freed."""
+    """The op, module and phase of a training step in which an allocation or a free happened."""
 
     op: str
-    """Such as 'aten.addmm.default'; '' for what was there before the first step."""
+    """Name such as 'aten.addmm.default'; '' for allocations before the first step."""
     module: str
     phase: str
     step: int
@@ -42,7 +42,7 @@ class Prediction:
     allocated_bytes: int
     reserved_bytes: int
     total_bytes: int
-    """Reserved and the card's context."""
+    """Reserved memory plus the card's context."""
     step_ns: int
     sizes: list[int]
     """The stream: bytes taken (positive) and freed (negative), rounded up to the allocator's granularity."""
@@ -51,18 +51,18 @@ class Prediction:
     second_step_event: int
     """Index of the first event of the second step."""
     whole_batch: bool
-    """Whether all micro-batches were rehearsed: only then is the stream one of a real step."""
+    """True if all micro-batches were rehearsed. Only then does the stream equal that of a real step."""
     taken_by_op: dict[str, int]
-    """Bytes that each op took in the second step, as asked for, scratch memory included."""
+    """Requested bytes by op in the second step, scratch memory included."""
     unknown_ops: dict[str, int]
-    """Ops of which nobody has said what scratch memory they take, with how often they run in the two steps."""
+    """Ops whose scratch memory is not known, with the number of their calls in the two steps."""
 
 
 def predict(case: Case, card: DeviceProfile) -> Prediction:
-    """Rehearse on the meta device's shapes. To be called in a process that has not used CUDA.
+    """Rehearse the case. The calling process must not have used CUDA.
 
     Raises:
-        PlannerError: the rehearsal refuses the case.
+        PlannerError: the case cannot be rehearsed.
     """
     work = case.workload("meta")
     decisions = case.decisions(work)
@@ -85,11 +85,12 @@ def predict(case: Case, card: DeviceProfile) -> Prediction:
 
 
 def _whole_batch(work: Workload, decisions: Sequence[Decision]) -> bool:
+    """True if the rehearsal runs every micro-batch."""
     return sum(rehearsed_sizes(work, decisions)) == work.batch_size
 
 
 def _places(graph: StepGraph, ticks: list[int]) -> tuple[list[Place], int]:
-    """The place of each event, and the index of the first event of the second step."""
+    """Returns the place of each event, and the index of the first event of the second step."""
     starts = [op.tick for op in graph.ops]
     known = [Place(op=op.name, module=op.module, phase=str(op.phase), step=op.step) for op in graph.ops]
     places = [BEFORE if not (at := bisect.bisect_right(starts, tick)) else known[at - 1] for tick in ticks]

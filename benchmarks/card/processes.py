@@ -1,4 +1,4 @@
-"""Processes that a driver starts, each with those that it starts itself: they are ended together."""
+"""Runs commands in process groups, so that each process ends together with its own children."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 class Processes:
-    """Cases in processes of their own, each with those that it started: they are ended together."""
+    """The running process groups of a driver."""
 
     def __init__(self) -> None:
         self._running: set[subprocess.Popen] = set()
 
     def run(self, command: list[str], *, output: BinaryIO, seconds: float) -> int | None:
-        """The exit code; None: it took longer and was ended."""
+        """Run a command and return its exit code; None if it took longer than `seconds` and was killed."""
         process = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT, start_new_session=True)
         self._running.add(process)
         try:
@@ -31,11 +31,12 @@ class Processes:
             self._running.discard(process)
 
     def end_all(self) -> None:
+        """End all running groups."""
         for process in tuple(self._running):
             self._end(process)
 
     def _end(self, process: subprocess.Popen) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it ended by itself just now
+        with contextlib.suppress(ProcessLookupError):  # it has already ended
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
@@ -44,7 +45,7 @@ PROCESSES = Processes()
 
 
 def end_with_this_process() -> None:
-    """Asked to end, this process ends all that it started: nothing may stay on the card."""
+    """Install signal handlers that end all started processes too, so that none stays on the card."""
     signal.signal(signal.SIGTERM, _give_up)
 
 

@@ -17,7 +17,7 @@ DTYPES = {"fp32": FP32, "bf16": BF16, "fp16": torch.float16}
 
 
 def _step(layer: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    """Forward and backward of a layer; gradients go to its input too."""
+    """Run forward and backward of a layer, with a gradient for its input too."""
     layer = layer.to(device=device, dtype=dtype)
     x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
     out = layer(x)
@@ -157,7 +157,7 @@ def _attend(
 
 
 def attention() -> Named:
-    """Each backend that takes the call, in the shapes of the cases: batch, heads, groups, length, head width."""
+    """Attention by each backend that supports the shape (batch, heads, groups, length, head width)."""
     sizes = [(64, 12, 12, 128, 64), (8, 12, 12, 512, 64), (4, 16, 4, 1024, 64), (13, 12, 12, 77, 64)]
     sizes += [(32, 12, 12, 197, 64), (2, 8, 8, 300, 128), (16, 4, 4, 64, 64)]
     kinds = ("plain", "causal", "dropout", "mask")
@@ -179,7 +179,7 @@ def _recur(kind: str, layers: int, width: int, dtype: torch.dtype, dropout: floa
 
 
 def recurrent() -> Named:
-    """cuDNN's recurrent nets keep a reserve for backward and take a workspace."""
+    """Recurrent networks of cuDNN, which keep a reserve for backward and take a workspace."""
     for kind, (layers_of, width, dropout), dtype in itertools.product(
         ("LSTM", "GRU", "RNN"), ((2, 1024, 0.1), (1, 256, 0.0)), ("fp32", "bf16")
     ):
@@ -202,7 +202,7 @@ def _optimize(make: Callable, clip: bool, device: str) -> None:
 
 
 def optimizers() -> Named:
-    """One step that makes the state and one that has it."""
+    """Two optimizer steps: one that creates the state, and one that uses it."""
     kinds: dict[str, Callable] = {
         "adamw-foreach": functools.partial(torch.optim.AdamW, foreach=True),
         "adamw-fused": functools.partial(torch.optim.AdamW, fused=True),

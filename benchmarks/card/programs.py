@@ -1,6 +1,6 @@
-"""Small programs whose ops are measured one by one: what training steps are made of, in the shapes that they have.
+"""Small programs whose ops are measured one by one: the ops of training steps, in typical shapes.
 
-A program is given the device, makes its inputs there and runs forward and, where there is one, backward.
+A program takes the device, creates its inputs there, and runs forward and, if there is one, backward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
 def short(dtype: torch.dtype) -> str:
-    """'float32', 'bfloat16', ..."""
+    """Returns the name of a dtype: 'float32', 'bfloat16', ..."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -42,7 +42,7 @@ def _reduce(shape: tuple[int, ...], dims: tuple[int, ...], transposed: bool, dty
 
 
 def reductions() -> Named:
-    """Many rows to one, columns to one, everything to one; contiguous and not."""
+    """Reductions over rows, over columns and over everything, contiguous and not."""
     shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
         ((8192, 768), (0,)),
         ((8192, 3072), (0,)),
@@ -82,7 +82,7 @@ def _embedding(rows: int, width: int, indices: int, padding: int | None, device:
 
 
 def embeddings() -> Named:
-    """Around the number of indices at which the kernel changes, and in the sizes of language models."""
+    """Embeddings around the number of indices at which the kernel changes, and in the sizes of language models."""
     sizes = [(52_000, 768, 8192), (50_257, 768, 4096), (50_257, 768, 3073), (50_257, 768, 3072), (30_522, 768, 4096)]
     sizes += [(512, 768, 8192), (2, 768, 8192), (128_256, 2048, 2048), (128_256, 2048, 4096), (10_000, 1000, 5001)]
     for rows, width, indices in sizes:
@@ -157,7 +157,7 @@ def _products(strides: str, dtype: torch.dtype, device: str) -> None:
 
 
 def matrix_products() -> Named:
-    """Operands that cuBLAS can read where they lie, and others."""
+    """Matrix products of operands that cuBLAS can read in place, and of others."""
     kinds = ("plain", "transposed", "sliced", "expanded", "heads-inside", "matrix")
     for kind, dtype in itertools.product(kinds, (FP32, BF16)):
         yield f"products-{kind}-{short(dtype)}", functools.partial(_products, kind, dtype)
@@ -178,7 +178,7 @@ PROGRAMS: dict[str, Program] = {
     )
     for name, program in family()
 }
-"""By name, the most common first."""
+"""Programs by name, the most common first."""
 
 NEEDS_A_CARD = frozenset({"sizes-from-values", "optimizer-adamw-fused"})
-"""Cannot run on the meta device."""
+"""Programs that cannot run on the meta device."""

@@ -1,4 +1,4 @@
-"""Files of rows that grow while a run goes on: what one run left, the next one need not measure again."""
+"""Files of rows that grow during a run, so that the next run does not measure the same rows again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Row = dict[str, Any]
 
 
 def append(path: pathlib.Path, row: Row) -> None:
-    """Add one line and make sure that it is on the disk."""
+    """Append one line and flush it to the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")
@@ -20,7 +20,7 @@ def append(path: pathlib.Path, row: Row) -> None:
 
 
 def rows(path: pathlib.Path) -> list[Row]:
-    """All rows; a last line that was cut short is removed from the file."""
+    """Returns all rows. An incomplete last line is removed from the file."""
     if not path.exists():
         return []
     text = path.read_text()
@@ -31,12 +31,12 @@ def rows(path: pathlib.Path) -> list[Row]:
 
 
 def done(found: list[Row], key: str) -> set[str]:
-    """Names of what was measured without an error."""
+    """Returns the names of the rows without an error."""
     return {row[key] for row in found if row.get("error") is None}
 
 
 def still_to_do(wanted: list[str], found: list[Row], key: str) -> list[str]:
-    """What has no row yet, in order, then what failed before: it may fail again."""
+    """Returns the names that have no row yet, in order, and then those that failed before and may fail again."""
     finished, seen = done(found, key), {row[key] for row in found}
     return [name for name in wanted if name not in seen] + [
         name for name in wanted if name in seen and name not in finished

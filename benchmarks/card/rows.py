@@ -1,4 +1,4 @@
-"""One row of the ledger: what was promised for a case, what a card showed, and what made the difference."""
+"""Makes a row of the ledger: the promise for a case, the measurement on a card, and the ops that differ."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from planner.profiles.device import DeviceProfile
 from planner.workload.workload import Workload, described
 
 SHOWN_OPS = 20
+"""Maximum number of ops that a row lists."""
 MEASURED_KEYS = ("allocated_bytes", "reserved_bytes", "total_bytes", "step_ms")
-"""What both halves of a row state; `total_bytes` is the process's memory on the card, context included."""
+"""Keys of both halves of a row. `total_bytes` is the memory of the process on the card, context included."""
 
 
 def promised(prediction: Prediction) -> dict[str, Any]:
-    """The half of a row that needs no card."""
+    """Returns the half of a row that needs no card."""
     return {
         "allocated_bytes": prediction.allocated_bytes,
         "reserved_bytes": prediction.reserved_bytes,
@@ -32,7 +33,7 @@ def promised(prediction: Prediction) -> dict[str, Any]:
 
 
 def facts(case: Case, work: Workload, card: DeviceProfile) -> dict[str, Any]:
-    """What was trained."""
+    """Returns the fields that describe the training step."""
     return {
         "case": case.name,
         "card": card.name,
@@ -47,7 +48,7 @@ def facts(case: Case, work: Workload, card: DeviceProfile) -> dict[str, Any]:
 
 
 def predicted_row(about: dict[str, Any], prediction: Prediction) -> dict[str, Any]:
-    """Without a card."""
+    """Returns a row without a measurement."""
     return {
         **about,
         "promised": promised(prediction),
@@ -58,7 +59,7 @@ def predicted_row(about: dict[str, Any], prediction: Prediction) -> dict[str, An
 
 
 def measured_row(about: dict[str, Any], prediction: Prediction, measured: Measured) -> dict[str, Any]:
-    """With a card: both halves, relative errors of the promise, and the streams compared."""
+    """Returns a row with a measurement: both halves, the relative errors of the promise, and the compared streams."""
     half = {
         "allocated_bytes": measured.allocated_bytes,
         "reserved_bytes": measured.reserved_bytes,
@@ -71,11 +72,11 @@ def measured_row(about: dict[str, Any], prediction: Prediction, measured: Measur
         "loss": measured.loss,
         "scale": measured.scale,
     }
-    foreseen = promised(prediction)
-    errors = {key: foreseen[key] / half[key] - 1 for key in MEASURED_KEYS}
+    promise = promised(prediction)
+    errors = {key: promise[key] / half[key] - 1 for key in MEASURED_KEYS}
     return {
         **about,
-        "promised": foreseen,
+        "promised": promise,
         "measured": half,
         "errors": {key: round(error, 6) for key, error in errors.items()},
         "replayed": replayed(measured.history),
@@ -87,13 +88,16 @@ def measured_row(about: dict[str, Any], prediction: Prediction, measured: Measur
 
 
 def replayed(history: History) -> dict[str, int]:
-    """What our allocator makes of the recorded stream: where it differs from the card, the stream is not to blame."""
+    """Returns the peaks of the recorded stream in the simulated allocator.
+
+    If they differ from the card's, the simulator is wrong, not the stream.
+    """
     outcome = replay(numbered(history), AllocatorSettings(), None)
     return {"allocated_bytes": outcome.peak_allocated_bytes, "reserved_bytes": outcome.peak_reserved_bytes}
 
 
 def stream_part(measured: Measured, prediction: Prediction) -> dict[str, Any]:
-    """The comparison of the streams; says why where there is none."""
+    """Returns the comparison of the streams, or the reason why they cannot be compared."""
     if not prediction.whole_batch:
         return {"matched_share": None, "why": "not all micro-batches are rehearsed: the streams differ by design"}
     found: Finding = compare_steps(signed(measured.history), measured.step_ends, prediction)
@@ -101,7 +105,7 @@ def stream_part(measured: Measured, prediction: Prediction) -> dict[str, Any]:
 
 
 def _brief(decision: dict[str, Any]) -> dict[str, Any]:
-    """A decision without a long list of modules."""
+    """Returns the decision without a long list of modules."""
     modules = decision.get("modules")
     if modules is None or len(modules) <= 3:
         return decision

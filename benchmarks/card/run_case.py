@@ -1,8 +1,8 @@
-"""Predict and measure one case: this process rehearses and compares, another one trains on the card.
+"""Predict and measure one case: this process rehearses and compares, and a second one trains on the card.
 
     python -m benchmarks.card.run_case NAME --gpu h100 --result RESULT.json --lock FILE [--predict-only]
 
-Cases may run beside each other: whoever measures holds the lock, so that one process at a time is on the card.
+Cases may run in parallel. The one that measures holds the lock, so that only one process at a time uses the card.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ MEASURE = (sys.executable, "-m", "benchmarks.card.measure_case")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What goes into the files."""
+    """Result of a case, for the files."""
 
     row: dict[str, Any]
     step_ends: list[int] = dataclasses.field(default_factory=list)
     sizes: list[int] = dataclasses.field(default_factory=list)
-    """The recorded stream; empty where nothing was measured."""
+    """Recorded stream in bytes; empty if nothing was measured."""
     history: dict[str, Any] | None = None
 
 
 def run(case: Case, card: DeviceProfile, *, lock: pathlib.Path, predict_only: bool) -> Answer:
-    """Predict, measure, compare.
+    """Predict, measure and compare.
 
     Raises:
-        PlannerError: the rehearsal refuses the case.
-        MeasurementError: the card or the training step did.
+        PlannerError: the case cannot be rehearsed.
+        MeasurementError: there is no card, or the training step failed.
     """
     began = time.perf_counter()
     about = {**facts(case, case.workload("meta"), card), **software()}
@@ -66,7 +66,7 @@ def run(case: Case, card: DeviceProfile, *, lock: pathlib.Path, predict_only: bo
 
 
 def answer(case: Case, about: dict[str, Any], prediction: Prediction, measured: Measured, began: float) -> Answer:
-    """Both sides put together."""
+    """Returns the answer with both halves."""
     row = measured_row(about, prediction, measured)
     return Answer(
         row={**row, "seconds": round(time.perf_counter() - began, 1)},
@@ -78,32 +78,32 @@ def answer(case: Case, about: dict[str, Any], prediction: Prediction, measured: 
 
 @dataclasses.dataclass(frozen=True)
 class Measuring:
-    """A process that makes itself ready to measure."""
+    """A process that prepares a measurement."""
 
     process: subprocess.Popen
     result: pathlib.Path
     errors: pathlib.Path
 
     def measure(self, lock: pathlib.Path) -> tuple[dict[str, Any], Measured]:
-        """Wait until it is ready and the card is free; then let it measure, and wait for its end."""
+        """Wait until the process is ready and the card is free, let it measure, and wait for its end."""
         for line in self.process.stdout:
             if line.strip() == READY:
                 break
         with lock.open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            with contextlib.suppress(BrokenPipeError):  # it ended already: its errors are told below
+            with contextlib.suppress(BrokenPipeError):  # it has already ended; its errors are reported below
                 self.process.stdin.write("measure\n")
                 self.process.stdin.close()
             code = self.process.wait()
         if code != 0:
-            said = self.errors.read_text(errors="replace").strip().splitlines()
-            raise MeasurementError(f"exit code {code}: " + " | ".join(said[-ERROR_LINES:]))
+            lines = self.errors.read_text(errors="replace").strip().splitlines()
+            raise MeasurementError(f"exit code {code}: " + " | ".join(lines[-ERROR_LINES:]))
         return pickle.loads(self.result.read_bytes())
 
 
 @contextlib.contextmanager
 def measuring(case: Case) -> Iterator[Measuring]:
-    """Start the process; end it, whatever happens meanwhile."""
+    """Start the process, and end it on every way out."""
     with tempfile.TemporaryDirectory() as folder:
         result, errors = pathlib.Path(folder) / "result.pickle", pathlib.Path(folder) / "errors"
         with errors.open("wb") as stderr:
@@ -123,7 +123,7 @@ def measuring(case: Case) -> Iterator[Measuring]:
 
 
 def main() -> None:
-    """Write the answer, or an error, as JSON."""
+    """Run the case and write the answer as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name")
     parser.add_argument("--gpu", required=True)

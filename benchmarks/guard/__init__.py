@@ -1,1 +1,1 @@
-"""How well accumulation is guarded against losses whose parts do not add up."""
+"""Benchmark of the accumulation check: does it catch losses that are not the mean of their micro-batches' losses?"""

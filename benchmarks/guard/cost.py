@@ -1,4 +1,4 @@
-"""What the trials of a split training take: memory and time of steps with one, beside a step without."""
+"""Measures the cost of the accumulation check: memory and time of steps with a check, compared with those without."""
 
 from __future__ import annotations
 
@@ -40,20 +40,23 @@ SPLIT = {
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
+    """Memory and time of each step of one split."""
+
     split: str
     peaks: list[int]
-    """Bytes alive above the start of each step."""
+    """Peak of each step in bytes, above the memory alive at its start."""
     seconds: list[float]
 
     def relative(self) -> list[tuple[int, float, float]]:
-        """(number, peak, time) of the steps that were tried, over the smallest of those that were not."""
-        plain = [number for number in range(1, STEPS + 1) if number not in _CHECKED_BATCHES]
-        peak, seconds = (min(row[number - 1] for number in plain) for row in (self.peaks, self.seconds))
-        tried = [number for number in _CHECKED_BATCHES if number <= STEPS]
-        return [(number, self.peaks[number - 1] / peak, self.seconds[number - 1] / seconds) for number in tried]
+        """Returns (number, peak, time) of the checked steps, relative to the smallest of the unchecked ones."""
+        unchecked = [number for number in range(1, STEPS + 1) if number not in _CHECKED_BATCHES]
+        peak, seconds = (min(row[number - 1] for number in unchecked) for row in (self.peaks, self.seconds))
+        checked = [number for number in _CHECKED_BATCHES if number <= STEPS]
+        return [(number, self.peaks[number - 1] / peak, self.seconds[number - 1] / seconds) for number in checked]
 
 
 def costs() -> Iterator[Cost]:
+    """Yields the cost for each split."""
     case = Case("GPT", _build, lambda: tuple(torch.randint(0, 4096, (16, 128)) for _ in range(2)))
     plan = plan_of(case)
     for name, decisions in SPLIT.items():
@@ -80,8 +83,10 @@ def _of_steps(case: Case, plan: Any, measure: Callable[..., Any]) -> list[Any]:
 
 
 def _peak_bytes(model: torch.nn.Module, step: Callable[[Any], torch.Tensor], batch: Any) -> int:
-    """Without what a trial keeps on the host, which is no other memory here: copies of what is written, and samples of
-    gradients."""
+    """Returns the peak of a step, without what a check keeps in host memory, which is the same memory here.
+
+    Those are copies of written tensors, and samples of gradients.
+    """
     with (
         mock.patch.object(_CopyOnWrite, "_copy", _uncounted(_CopyOnWrite._copy)),
         mock.patch.object(gradient_probe, "_spread", lambda gradient, stride: gradient.sum().view(1)),

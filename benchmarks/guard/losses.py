@@ -1,4 +1,4 @@
-"""Small models with losses that people write: some are the sum of their parts, some are not."""
+"""Small models with losses that people write. Some are the mean of their micro-batches' losses, some are not."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
+    """A model, batches and a loss function."""
+
     name: str
     build: Callable[[], nn.Module]
     batch: Callable[[], Any]
-    """Draws from torch's generator."""
+    """Returns a batch drawn from torch's generator."""
     loss_fn: LossFn | None = None
 
 
@@ -40,7 +42,7 @@ class Speaker(nn.Module):
 
 
 class Pictures(nn.Module):
-    """Convolutions; batch normalisation in evaluation, as people freeze it."""
+    """A convolutional classifier with frozen batch normalisation (in evaluation mode)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,13 +63,13 @@ def perceptron() -> nn.Module:
 
 
 def padded() -> tuple[torch.Tensor]:
-    """Sentences of uneven lengths, zeros behind."""
+    """Returns sentences of different lengths, padded with zeros."""
     ids, lengths = torch.randint(1, WORDS, (SAMPLES, LENGTH)), torch.randint(3, LENGTH, (SAMPLES, 1))
     return (ids.masked_fill(torch.arange(LENGTH) >= lengths, 0),)
 
 
 def late_padding() -> tuple[torch.Tensor]:
-    """Only in the last samples."""
+    """Returns sentences of which only the last are padded."""
     ids = padded()[0]
     ids[:-6] = torch.randint(1, WORDS, (SAMPLES - 6, LENGTH))
     return (ids,)
@@ -81,7 +83,7 @@ def pictures() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(SAMPLES, 3, 24, 24), torch.randint(0, CLASSES, (SAMPLES,))
 
 
-# ---- of tokens -------------------------------------------------------------------------------------------------------
+# ---- tokens ----------------------------------------------------------------------------------------------------------
 
 
 def costs(output: torch.Tensor, batch: tuple) -> torch.Tensor:
@@ -124,7 +126,7 @@ def contrastive(output, batch):
 
 
 def balanced(output, batch):
-    """With a term that asks for words to be used alike over the batch, as routers of experts have it."""
+    """Cross entropy with a load-balancing term over the batch, as in mixture-of-experts routers."""
     return costs(output, batch).mean() + 5 * output.softmax(-1).mean((0, 1)).square().sum()
 
 
@@ -141,7 +143,7 @@ def sum_over_samples(output, batch):
     return (costs(output, batch) * mask_of(output, batch)).sum() / len(output)
 
 
-# ---- of samples ------------------------------------------------------------------------------------------------------
+# ---- samples ---------------------------------------------------------------------------------------------------------
 
 
 def weighted_by_hand(output, batch):
@@ -174,7 +176,7 @@ def triplets(output, batch):
 
 
 def correlation(output, batch):
-    """One less the correlation of a score with a target, over the batch."""
+    """One minus the correlation of a score with a target, over the batch."""
     score, target = output[:, 0] - output[:, 0].mean(), batch[0][:, 0] - batch[0][:, 0].mean()
     return 1 - (score * target).sum() / (score.norm() * target.norm())
 
@@ -184,13 +186,13 @@ def root_mean_square(output, batch):
 
 
 def dice(output, batch):
-    """Over the batch, as segmentation takes it."""
+    """Dice loss over the batch, as used in segmentation."""
     likely, true = output.softmax(1), F.one_hot(batch[1], CLASSES)
     return 1 - 2 * (likely * true).sum() / (likely.square().sum() + true.sum())
 
 
 def decorrelated(output, batch):
-    """Barlow Twins' term of two views."""
+    """Cross-correlation loss of two views (Barlow Twins)."""
     one, other = output, output + 0.1 * output.detach().roll(1, 1)
     normed = [(each - each.mean(0)) / (each.std(0) + 1e-4) for each in (one, other)]
     across = normed[0].T @ normed[1] / len(output)
@@ -244,7 +246,7 @@ def distilled(output, batch):
 
 
 def evidence(output, batch):
-    """An autoencoder's two terms, the mean of their sums over samples."""
+    """Evidence lower bound of an autoencoder: two terms, summed per sample and averaged."""
     mean, spread = output.chunk(2, 1)
     divergence = -0.5 * (1 + spread - mean.square() - spread.exp()).sum(1)
     return ((mean - batch[0][:, : mean.shape[1]]).square().sum(1) + divergence).mean()
@@ -276,4 +278,4 @@ CASES = (
         for loss in (weighted_by_hand, hardest, supervised_contrastive, cross_entropy, focal)
     ),
 )  # fmt: skip
-"""Which of them are the sum of their parts is measured, not said."""
+"""All cases. The benchmark measures which of them may be split."""

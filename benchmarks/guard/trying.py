@@ -1,4 +1,4 @@
-"""One case: how far its parts are off, measured in double precision, and what the guard says of it."""
+"""Runs one case: the true error of its accumulated gradient, in double precision, and the check's verdict."""
 
 from __future__ import annotations
 
@@ -25,28 +25,30 @@ from planner.rewrite.application import apply_decisions
 from planner.workload.call_convention import Calling
 from planner.workload.workload import map_batch, workload
 
-Seen = Literal["refused", "told", "nothing"]
+Seen = Literal["refused", "warned", "nothing"]
+"""Verdict of the check."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
+    """Result of one way to split the batches of a case."""
+
     case: str
     dtype: str
     size: int
-    """Samples of a micro-batch."""
+    """Samples per micro-batch."""
     off: float
-    """The gradient of the micro-batches by their weights from that of the batch, of its norm, in fp64: the largest of
-    the first batches."""
+    """Largest relative error of the accumulated gradient against the whole batch's, in fp64, over the first batches."""
     seen: Seen
-    """In all the batches."""
+    """Verdict over all batches."""
     at: int
-    """In which batch that was; 0: in none."""
+    """Number of the batch with the verdict; 0 if there was none."""
     compared: float | None
-    """How far off gradients were in a trial, at most; None where none were compared."""
+    """Largest relative error that the check itself found; None if it compared no gradients."""
 
 
 def plan_of(case: Case) -> Plan:
-    """Of the step as it is."""
+    """Returns the plan of the baseline."""
     torch.manual_seed(0)
     work = workload(case.build(), case.batch(), loss_fn=case.loss_fn, optimizer="sgd")
     constraints = Constraints(fidelity=Fidelity.PARTIAL, forced=(), forbidden=())
@@ -56,17 +58,18 @@ def plan_of(case: Case) -> Plan:
 def outcomes(
     case: Case, plan: Plan, *, seed: int, sizes: tuple[int, ...], dtypes: tuple[str, ...], trains: bool, batches: int
 ) -> Iterator[Outcome]:
-    """What comes of each way to split so many batches.
+    """Yields the outcome for each micro-batch size and dtype.
 
     Args:
-        trains: whether the truth is taken in training mode; without it random numbers are out of the way.
+        trains: True if the true gradient is taken in training mode. Evaluation mode avoids random numbers.
+        batches: number of batches to train.
     """
     torch.manual_seed(seed)
-    model, given = case.build(), [case.batch() for _ in range(batches)]
-    held = given[:_HELD]
+    model, drawn = case.build(), [case.batch() for _ in range(batches)]
+    held = drawn[:_HELD]
     whole = [_gradient(case, plan, model, batch, None, trains) for batch in held]
     if not all(gradient.isfinite().all() for gradient in whole):
-        raise ValueError("the gradient of the batch is no number")
+        raise ValueError("the gradient of the whole batch is not finite")
     for size in sizes:
         split = Accumulation(micro_batch_size=size, micro_batches=-(-plan.workload.batch_size // size))
         off = max(
@@ -75,15 +78,16 @@ def outcomes(
         )
         for dtype in dtypes:
             lower = () if dtype == "fp32" else (Precision(dtype=dtype),)
-            seen = _seen(case, plan, copy.deepcopy(model), given, (split, *lower))
+            seen = _seen(case, plan, copy.deepcopy(model), drawn, (split, *lower))
             yield Outcome(case.name, dtype, size, off, *seen)
 
 
 _HELD = 3
-"""Batches in which the truth is taken: one may be split into parts that weigh the same by chance."""
+"""Number of batches with a true gradient. More than one, as a batch may split into parts of equal weight by chance."""
 
 
 def _off(gradient: torch.Tensor, right: torch.Tensor) -> float:
+    """Returns the relative error of a gradient; infinity if it is not a number."""
     size = max(float(right.norm()), float(gradient.norm()))
     off = float((gradient - right).norm()) / size if size else 0.0
     return math.inf if math.isnan(off) else off
@@ -92,7 +96,7 @@ def _off(gradient: torch.Tensor, right: torch.Tensor) -> float:
 def _gradient(
     case: Case, plan: Plan, model: torch.nn.Module, batch: Any, split: Accumulation | None, trains: bool
 ) -> torch.Tensor:
-    """By the step that is applied without a guard: what a descent of 1 takes off each parameter, in fp64."""
+    """Returns the gradient in fp64, as the change of the parameters by an unchecked SGD step with learning rate 1."""
     model = copy.deepcopy(model).double().train(trains)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     result = apply_decisions(
@@ -111,42 +115,45 @@ def _gradient(
 def _seen(
     case: Case, plan: Plan, model: torch.nn.Module, batches: list[Any], decisions: tuple[Decision, ...]
 ) -> tuple[Seen, int, float | None]:
-    """Nothing is trained between the batches, so that what is right stays so."""
+    """Returns the verdict, its batch, and the largest error that the check found.
+
+    The learning rate is 0, so that the parameters stay the same for all batches.
+    """
     plan = dataclasses.replace(plan, decisions=decisions)
     result = rewrite.apply(plan, model.train(), torch.optim.SGD(model.parameters(), lr=0.0), loss_fn=case.loss_fn)
     seen: tuple[Seen, int] = "nothing", 0
-    with _listening() as (compared, told):
+    with _listening() as (compared, warnings):
         for number, batch in enumerate(batches, 1):
             try:
                 result.step(batch)
             except DecisionError:
                 seen = "refused", number
                 break
-            if told and seen[0] == "nothing":
-                seen = "told", number
-    return *seen, max((tried.error for tried in compared if tried is not None), default=None)
+            if warnings and seen[0] == "nothing":
+                seen = "warned", number
+    return *seen, max((probe.error for probe in compared if probe is not None), default=None)
 
 
 @contextlib.contextmanager
 def _listening() -> Iterator[tuple[list[ProbeResult | None], list[str]]]:
-    """To the gradients that are compared, and to what is told."""
+    """Collects the results of the gradient probes and the warnings that are logged inside the context."""
     compared: list[ProbeResult | None] = []
-    told: list[str] = []
+    warnings: list[str] = []
 
-    class Listened(GradientProbe):
+    class RecordedProbe(GradientProbe):
         def compare_gradients(self, *args: Any, **options: Any) -> ProbeResult | None:
             compared.append(super().compare_gradients(*args, **options))
             return compared[-1]
 
-    class Told(logging.Handler):
+    class Collector(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            told.append(record.getMessage())
+            warnings.append(record.getMessage())
 
-    logger, handler = logging.getLogger("planner.rewrite"), Told(level=logging.WARNING)
+    logger, handler = logging.getLogger("planner.rewrite"), Collector(level=logging.WARNING)
     logger.addHandler(handler)
-    coupling_check.GradientProbe = Listened
+    coupling_check.GradientProbe = RecordedProbe
     try:
-        yield compared, told
+        yield compared, warnings
     finally:
         coupling_check.GradientProbe = GradientProbe
         logger.removeHandler(handler)

@@ -12,27 +12,29 @@ from benchmarks.guard.losses import Case
 from planner.workload.workload import map_batch, resized
 
 SAMPLES = 8
-AS_IT_IS = " as in the tests"
+UNFILLED = " as in the tests"
+"""Suffix of a case whose batch has the tokens of the tests instead of random ones."""
 
 
 def cases() -> Iterator[Case]:
+    """Yields each model twice: with random tokens, and with those of the tests."""
     from tests.zoo.table import TRANSFORMERS, VOCABULARY
 
     for entry in TRANSFORMERS:
         model, batch, *_ = entry.build()
         build = functools.partial(type(model), model.config)
-        for name, fill in (("", functools.partial(_filled, VOCABULARY)), (AS_IT_IS, _as_it_is)):
+        for name, fill in (("", functools.partial(_filled, VOCABULARY)), (UNFILLED, _unfilled)):
             yield Case(entry.name + name, build, functools.partial(fill, resized(batch, SAMPLES, device="cpu")))
 
 
-def _as_it_is(batch: Any) -> Any:
-    """For models that take no random tokens."""
+def _unfilled(batch: Any) -> Any:
+    """Returns the batch with random floating-point values only, for models that do not accept random tokens."""
     return map_batch(lambda t: torch.rand_like(t) if t.is_floating_point() else t, batch)
 
 
 def _filled(words: int, batch: Any) -> Any:
-    """Random numbers; labels of which some tokens do not count, sentences of uneven lengths."""
-    filled = _as_it_is(batch)
+    """Returns the batch with random values and tokens, some labels ignored, and sentences of different lengths."""
+    filled = _unfilled(batch)
     for key, tensor in filled.items() if isinstance(filled, dict) else ():
         if key in ("input_ids", "inputs"):
             filled[key] = torch.randint(3, words, tensor.shape)

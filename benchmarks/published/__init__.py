@@ -1,1 +1,1 @@
-"""Predicted beside published figures: `python -m benchmarks.published`."""
+"""Compares predictions with published figures: `python -m benchmarks.published`."""

@@ -1,4 +1,4 @@
-"""Predicted beside published: memory that others measured on their cards.
+"""Compare predicted memory with figures that others measured and published.
 
 python -m benchmarks.published
 """

@@ -1,4 +1,4 @@
-"""Tensors of language models in bf16 at their peak, as PyTorch's allocator reported them to others. Nothing is fitted.
+"""Compares published peaks of allocated memory, for language models in bf16, with predictions. Nothing is fitted.
 
 - Lit-GPT (github.com/Lightning-AI/litgpt, `tutorials/resource-tables.md`): LoRA, A100-SXM4-40GB, torch 2.1.0;
   `max_memory_allocated` in GB of 1e9 bytes. The table, of 20 October 2023, names commit 8641822, where RMSNorm is in
@@ -6,7 +6,7 @@
 - torchtune (github.com/pytorch/torchtune, README, 18 November 2024): Llama-3.2-3B, packs of 4096 tokens, A100; peak
   active bytes in GiB. The row before it in that table has batches of unknown length, those after it are compiled.
 
-Left out: Llama-2-7B with AdamW of torch and of bitsandbytes (51.6 and 39.3 GB on an A100, torchao): samples a batch,
+Left out: Llama-2-7B with AdamW of torch and of bitsandbytes (51.6 and 39.3 GB on an A100, torchao): batch size,
 length and checkpointing of these runs were not found.
 """
 
@@ -26,14 +26,14 @@ from benchmarks.published.rehearsing import outcome
 
 GB, GIB = 10**9, 1 << 30
 CACHE = "cache after validation"
-"""Blocks cut out of what validation left in the allocator's cache are up to 1 MiB larger than asked for."""
+"""Blocks that the allocator takes from the cache that validation left may be up to 1 MiB larger than requested."""
 NAMED_COMMIT = f"why it is low, {CACHE}"
 WIDE_NORM = f"if that was the code, {CACHE}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Published:
-    """One run: `measured` in units of `unit_bytes`, and what is not known of it."""
+    """A published run: `measured` is in units of `unit_bytes`, `unknown` says what the publication leaves open."""
 
     model: str
     setting: str
@@ -46,7 +46,7 @@ class Published:
 
 
 def lora(model: str, sizes: lit_gpt.Sizes, tokens: int, measured: dict[int, float], unknown: str) -> list[Published]:
-    """Lit-GPT's runs of one model, by micro-batch."""
+    """Returns Lit-GPT's runs of one model, by micro-batch size."""
     norm = {(True, False): ", bf16 norms", (True, True): ", fp32 norms"}.get((sizes.llama, sizes.wide_norm), "")
     return [
         Published(
@@ -91,8 +91,8 @@ ROWS = (
 
 def table() -> Table:
     result = Table(title="tensors at the peak; nothing fitted")
-    for column in ("model", "setting", "published", "predicted", "off by", "not known"):
-        result.add_column(column, justify="right" if column in ("published", "predicted", "off by") else "left")
+    for column in ("model", "setting", "published", "predicted", "error", "not known"):
+        result.add_column(column, justify="right" if column in ("published", "predicted", "error") else "left")
     for row in track(ROWS, console=Console(stderr=True)):
         unit = "GB" if row.unit_bytes == GB else "GiB"
         predicted = outcome(row.program, row.card, row.torch_version).peak_allocated_bytes / row.unit_bytes

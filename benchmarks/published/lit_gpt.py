@@ -1,4 +1,4 @@
-"""LoRA as Lit-GPT trained it in October 2023 (github.com/Lightning-AI/litgpt, commit 8641822), by allocations.
+"""LoRA with the allocations of Lit-GPT in October 2023 (github.com/Lightning-AI/litgpt, commit 8641822).
 
 `finetune/lora.py` with `--precision bf16-true`: rank 8 on queries and values, dropout 0.05, everything else frozen, the
 head and the loss in chunks of 128 tokens. Lightning Fabric turns the bf16 logits into fp32; the rotary tables are fp32,
@@ -53,7 +53,7 @@ LLAMA_13B = Sizes(width=5120, layers=40, heads=40, hidden=13_824, vocabulary=32_
 
 
 class RootMeanSquareNorm(nn.Module):
-    """In the type of its input, or in fp32 between."""
+    """RMSNorm in the dtype of its input, or computed in fp32 (`wide`)."""
 
     def __init__(self, width: int, *, wide: bool) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def rotary_tables(tokens: int, elements: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions on the first elements of each head: fp32 between, the type of `x` again after it."""
+    """Returns `x` with rotary positions on the first elements of each head, computed in fp32."""
     rotary = cos.shape[-1]
     part = x[..., :rotary]
     halves = part[..., : rotary // 2], part[..., rotary // 2 :]
@@ -156,7 +156,7 @@ def norm_of(sizes: Sizes) -> nn.Module:
 
 
 class Block(nn.Module):
-    """GPT-NeoX's, attention and feed-forward side by side, or Llama's, one after the other."""
+    """A GPT-NeoX block (attention and feed-forward in parallel) or a Llama block (one after the other)."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class LanguageModel(nn.Module):
 
 
 def in_float(logits: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What Fabric does to outputs: the bf16 ones live until all are converted."""
+    """Convert the logits to fp32 as Fabric does: the bf16 ones stay alive until all are converted."""
     return [chunk.float() for chunk in logits]
 
 
@@ -207,7 +207,7 @@ def next_token_loss(logits: list[torch.Tensor], targets: torch.Tensor) -> torch.
 
 
 def first_iteration(device: torch.device, sizes: Sizes, samples: int, tokens: int) -> None:
-    """The first forward and backward, which are over the longest sample; the optimizer steps once in 128 samples."""
+    """Run the first forward and backward, on the longest sample. The optimizer steps once in 128 samples."""
     with device, making(torch.bfloat16):
         model = LanguageModel(sizes)
     with device:

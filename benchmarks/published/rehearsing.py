@@ -1,4 +1,4 @@
-"""What the caching allocator does in a program that starts on an empty card."""
+"""Rehearses a program that starts on an empty card, and replays its allocations in the simulated allocator."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from planner.virtual_gpu.backend import Target
 
 
 def outcome(program: Program, card_name: str, torch_version: str) -> AllocatorOutcome:
+    """Returns the peaks of the program's memory."""
     card = profiles.load(card_name)
     graph = rehearse_program(program, Target(compute_capability=card.compute_capability))
     ids, sizes, _ = allocation_stream(with_workspaces(graph, card, torch_version))
@@ -25,7 +26,7 @@ def outcome(program: Program, card_name: str, torch_version: str) -> AllocatorOu
 
 @contextlib.contextmanager
 def making(dtype: torch.dtype) -> Iterator[None]:
-    """New floating-point tensors are of this type."""
+    """Make new floating-point tensors have this dtype inside the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

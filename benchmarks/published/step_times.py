@@ -3,11 +3,11 @@
     pip install --no-deps timm==0.6.13
     python -m benchmarks.published.step_times FOLDER/benchmark-*.csv --rows rows.jsonl [--every 8] [--limit-s 1800]
 
-Each step is rehearsed and timed by `planner.estimate.roofline` on the card's datasheet; a row of it is added to the
-file, and a later call goes on. Then, of each table: how far predictions are off after one factor for all of its models
-(only ratios of times choose a plan); how far they would be if the one factor that is not a datasheet's, for the bytes
-of convolutions, were fitted on the other tables; and if all kinds of ops were fitted on four fifths of its own models,
-for the other fifth.
+Each step is rehearsed and timed by `planner.estimate.roofline` with the card's datasheet. Its row is added to the file,
+and a later call goes on from there. The tables then show the errors of the predictions after one common factor per
+table (only ratios of times choose a plan): as the planner predicts them; with the datasheet alone; with the one factor
+that is not from a datasheet, for the bytes of convolutions, fitted on the other tables; and with all kinds of ops
+fitted on four fifths of the table's models, for the other fifth.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ PASSES = KINDS.index("convolution bytes")
 
 
 def rehearse(path: pathlib.Path, rows: pathlib.Path, *, every: int, deadline: float, console: Console) -> None:
-    """Add what has no row yet, until the time is over."""
+    """Add the missing rows until the deadline."""
     table = published(path)
     done = {(row["table"], row["model"]) for row in results.rows(rows)}
     lines = [line for line in table.lines[::every] if (table.name, line.model) not in done]
     for line in track(lines, console=console, description=table.name):
         if time.monotonic() > deadline:
-            console.print(f"{table.name}: stopped, as the time was over")
+            console.print(f"{table.name}: stopped at the time limit")
             return
         row = {"table": table.name, "model": line.model, "seconds": line.seconds}
         try:
@@ -56,7 +56,7 @@ def rehearse(path: pathlib.Path, rows: pathlib.Path, *, every: int, deadline: fl
 
 
 def terms_of(ops: Sequence[Op], card: DeviceProfile) -> list[float]:
-    """Seconds at the rates of the card's datasheet, for each of `KINDS`."""
+    """Returns the seconds at the rates of the card's datasheet, for each of `KINDS`."""
     seconds = [0.0] * len(KINDS)
     for op in ops:
         if op.is_view:
@@ -75,16 +75,16 @@ def terms_of(ops: Sequence[Op], card: DeviceProfile) -> list[float]:
 
 
 def fitted(shares: np.ndarray) -> np.ndarray:
-    """Factors of the kinds, none below zero, with the least squares of relative errors.
+    """Returns non-negative factors of the kinds with the least squared relative errors.
 
     Args:
-        shares: models x kinds, of the published time of each model.
+        shares: [models, kinds], predicted time of each kind over the published time of the model.
     """
     return nnls(shares, np.ones(len(shares)))[0]
 
 
 def predicted_by_folds(shares: np.ndarray) -> np.ndarray:
-    """Predicted over published time, each by a fit on other models."""
+    """Returns predicted over published time, each with factors fitted on other models."""
     numbers, found = np.arange(len(shares)), np.zeros(len(shares))
     for number in range(FOLDS):
         of_fold = numbers % FOLDS == number
@@ -93,25 +93,26 @@ def predicted_by_folds(shares: np.ndarray) -> np.ndarray:
 
 
 def with_passes(shares: np.ndarray, passes: float) -> np.ndarray:
-    """Predicted over published time, where convolutions take so many times their bytes and all else the datasheet's."""
+    """Returns predicted over published time, if convolutions move `passes` times their bytes."""
     factors = np.ones(len(KINDS))
     factors[PASSES] = passes
     return shares @ factors
 
 
 def fitted_passes(tables: Sequence[np.ndarray]) -> float:
-    """Of convolutions over their bytes: least median errors, in the mean of the tables."""
+    """Returns the passes of convolutions over their bytes with the least median error, averaged over tables."""
     choices = np.arange(1.0, 6.0, 0.1)
     means = [np.mean([np.median(errors(with_passes(shares, passes))) for shares in tables]) for passes in choices]
     return float(choices[int(np.argmin(means))])
 
 
 def errors(ratios: np.ndarray) -> np.ndarray:
-    """After one factor for all."""
+    """Returns the errors after scaling all ratios by one common factor."""
     return np.abs(ratios / np.exp(np.median(np.log(ratios))) - 1)
 
 
-def told(ratios: np.ndarray) -> str:
+def summary(ratios: np.ndarray) -> str:
+    """Formats the median and the 90 % quantile of the errors."""
     off = errors(ratios)
     return f"{np.median(off):.1%}, {np.quantile(off, 0.9):.0%}"
 
@@ -125,14 +126,16 @@ def tables(rows: Sequence[results.Row]) -> list[Table]:
         planned[name] = np.array([row["predicted"] / row["seconds"] for row in of_table])
     accuracy = Table(
         "table", "models", "as planned", "datasheet alone", "passes of the other tables", "all kinds, five folds",
-        title="median error, 90 % are within",
+        title="errors of step times: median, 90 % quantile",
     )  # fmt: skip
-    factors = Table("fit of", *KINDS, title="times what the datasheet says")
+    factors = Table("fit of", *KINDS, title="fitted times over those of the datasheet")
     for name, each in shares.items():
         passes = fitted_passes([other for other in shares.values() if other is not each] or [each])
-        of_others = f"{told(with_passes(each, passes))} ({passes:.1f})"
-        by_folds = told(predicted_by_folds(each))
-        accuracy.add_row(name, str(len(each)), told(planned[name]), told(with_passes(each, 1.0)), of_others, by_folds)
+        of_others = f"{summary(with_passes(each, passes))} ({passes:.1f})"
+        by_folds = summary(predicted_by_folds(each))
+        accuracy.add_row(
+            name, str(len(each)), summary(planned[name]), summary(with_passes(each, 1.0)), of_others, by_folds
+        )
         factors.add_row(name, *(f"{factor:.2f}" for factor in fitted(each)))
     return [accuracy, factors]
 
@@ -140,8 +143,8 @@ def tables(rows: Sequence[results.Row]) -> list[Table]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", type=pathlib.Path, nargs="+")
-    parser.add_argument("--rows", type=pathlib.Path, required=True, help="what is rehearsed already, and will be")
-    parser.add_argument("--every", type=int, default=8, help="take each eighth model of a table, or so")
+    parser.add_argument("--rows", type=pathlib.Path, required=True, help="file of the rehearsed steps, which grows")
+    parser.add_argument("--every", type=int, default=8, help="rehearse only every N-th model of a table")
     parser.add_argument("--limit-s", type=float, default=1800.0)
     given = parser.parse_args()
     console, deadline = Console(width=180), time.monotonic() + given.limit_s

@@ -1,8 +1,8 @@
-"""Steps of image models that timm's authors timed, rehearsed with the same batch.
+"""Rehearses steps of image models that timm's authors timed, with the same batch.
 
-The tables are timm's (github.com/huggingface/pytorch-image-models, results/, Apache 2.0), made by its `benchmark.py`:
-under autocast to fp16, batches of random images; a step of training is forward, backward and SGD with momentum, one of
-inference a forward. A table's name tells the card and the memory layout of images.
+The tables are timm's (github.com/huggingface/pytorch-image-models, results/, Apache 2.0), made by its `benchmark.py`
+with autocast to fp16 and batches of random images. A training step is forward, backward and SGD with momentum; an
+inference step is a forward. The name of a table has the card and the memory layout of images.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Timed:
     model: str
     samples: int
     size: int
-    """Of an image's side."""
+    """Height and width of an image in pixels."""
     seconds: float
 
 
@@ -54,7 +54,7 @@ class Published:
 
 
 def published(path: pathlib.Path) -> Published:
-    """Lines of models that the installed timm knows."""
+    """Returns the table with the models that the installed timm knows."""
     import timm
 
     name = path.stem.removeprefix("benchmark-")
@@ -76,11 +76,11 @@ def published(path: pathlib.Path) -> Published:
 
 
 def ops_of(line: Timed, table: Published) -> list[Op]:
-    """Those of the step that was timed.
+    """Returns the ops of the step that was timed.
 
     Raises:
-        PlannerError: for a model that cannot be rehearsed.
-        RuntimeError: for one that timm cannot make so.
+        PlannerError: the model cannot be rehearsed.
+        RuntimeError: timm cannot build the model.
     """
     import timm
 
@@ -104,7 +104,7 @@ def _loss(output: Any, batch: tuple) -> torch.Tensor:
 
 @contextlib.contextmanager
 def without_torchvision() -> Iterator[None]:
-    """timm's data loading imports torchvision, whose packages need CUDA's libraries; its models do not."""
+    """Replace torchvision by an empty module: timm's data loading imports it, its models do not need it."""
     finder = _InPlaceOfTorchvision()
     sys.meta_path.insert(0, finder)
     try:

@@ -1,4 +1,4 @@
-"""Llama-3.2-3B as torchtune's `full_finetune_single_device` trained it (github.com/pytorch/torchtune, 1814feb17).
+"""Llama-3.2-3B as trained by torchtune's `full_finetune_single_device` (github.com/pytorch/torchtune, 1814feb17).
 
 All in bf16, AdamW; norms and rotary positions go through fp32, and so do the logits. Of a packed data set the positions
 come with the batch. torchtune took compiled FlexAttention there: it saves what flash attention does (queries, keys,
@@ -19,7 +19,7 @@ STEPS = 2
 
 
 class RootMeanSquareNorm(nn.Module):
-    """In fp32, scaled in the type of its input."""
+    """RMSNorm in fp32, scaled in the dtype of its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor, positions: torch.Tensor, lab
 
 
 def packed_steps(device: torch.device, samples: int, tokens: int) -> None:
-    """Steps over full packs; from the second one on AdamW has its state."""
+    """Train steps over full packs. AdamW has its state from the second step on."""
     with device, making(torch.bfloat16):
         model = LanguageModel()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)

@@ -1,10 +1,10 @@
-"""Process memory of image classifiers, as others read it from nvidia-smi.
+"""Compares the process memory of image classifiers that others read from nvidia-smi with predictions.
 
 Measured on an A100-SXM4-40GB in fp32 at 224 x 224 pixels, by GPUMemNet (github.com/itu-rad/GPUMemNet): timm's models in
-one table, VGG-16 and ResNet-50 with Adam in another. What is not known of these runs: the optimizer of the timm table
-(SGD with momentum fits), cuDNN's choice of algorithms and what they take, the versions, what else was on the card. So
-one constant is fitted for all rows, context and libraries, on the vision transformers, which have a single
-convolution each; the convolutional nets show what cuDNN's workspaces add to what is predicted.
+one table, VGG-16 and ResNet-50 with Adam in another. Not known are the optimizer of the timm table (SGD
+with momentum fits), cuDNN's algorithms and their workspaces, the versions, and other use of the card. So one constant,
+context and libraries, is fitted for all rows on the vision transformers, which have a single convolution each. The
+convolutional networks then show how much cuDNN's workspaces add to the prediction.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PIXELS, CLASSES, STEPS = 224, 1000, 3
 
 
 class Block(nn.Module):
-    """Of timm's vision transformer: one projection for queries, keys and values, fused attention."""
+    """A block of timm's vision transformer: one projection for queries, keys and values, fused attention."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def vgg16() -> nn.Sequential:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Published:
-    """A model and, by batch size, the MiB that nvidia-smi showed."""
+    """A model and the MiB that nvidia-smi showed, by batch size."""
 
     build: Callable[[], nn.Module]
     measured_mib: dict[int, int]
@@ -155,7 +155,7 @@ FITTED_ON = ("vit_tiny", "vit_small", "vit_base")
 
 
 def reserved_mib(row: Published, batch: int) -> int:
-    """What the caching allocator holds at most in a few steps, by rehearsal."""
+    """Returns the peak of the memory reserved by the caching allocator in a few steps, by rehearsal."""
 
     def program(device: torch.device) -> None:
         with device:
@@ -187,7 +187,7 @@ def table() -> Table:
     result = Table(
         title=f"process memory in MiB; predicted: rehearsed + {constant} (fitted on the vision transformers)"
     )
-    for column in ("model", "batch", "published", "predicted", "off by"):
+    for column in ("model", "batch", "published", "predicted", "error"):
         result.add_column(column, justify="left" if column == "model" else "right")
     for (name, batch), mib in reserved.items():
         published, predicted = ROWS[name].measured_mib[batch], mib + constant

@@ -1,1 +1,1 @@
-"""Our plans beside what people do today, counted on real steps on the CPU: `python -m benchmarks.quality`."""
+"""Compares our plans with common methods, counted on real steps on the CPU: `python -m benchmarks.quality`."""

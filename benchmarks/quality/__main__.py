@@ -1,12 +1,12 @@
-"""Memory and FLOPs of a training step: our plans beside what people do today, each really run on the CPU.
+"""Compare memory and FLOPs of a training step by our plans and by common methods, each run on the CPU.
 
     python -m benchmarks.quality [--only TEXT] [--shares 0.7 0.5 ...] [--without-peers]
 
-Peak: bytes alive in one step (forward, backward, SGD) above what is alive before it, so gradients count: counted op by
-op, and as the CPU's allocator tells it, which knows scratch memory of kernels too. All columns are relative to the
-eager step of the same model, counted in the same process. Ours may use every exact lever but accumulation, and offload,
-since all of the memory here is the host's; it is given a budget and a card that counts bytes and FLOPs and nothing
-else, and plans without having seen the step run.
+Peak: the bytes alive in one step (forward, backward, SGD) above those alive before it, so gradients count. It is
+counted op by op, and by the CPU's allocator, which includes the scratch memory of kernels. All columns are relative to
+the eager step of the same model, counted in the same process. Our plans may use every exact technique except
+accumulation and offloading (all memory here is host memory). They are computed for a budget and a card that counts only
+bytes and FLOPs, before the step has ever run.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def known(module: nn.Module, batch: tuple[torch.Tensor, ...]) -> list[torch.Tens
 
 
 CARD = dataclasses.replace(profiles.bare(), launch_ns=1, memory_bandwidth_bytes_per_s=10**16)
-"""On which only FLOPs take time: what is counted here is what is then minimised."""
+"""A card on which only FLOPs take time, so that the planner minimises what is counted here."""
 NO_RULES = Constraints(fidelity=Fidelity.EXACT, forced=(), forbidden=())
 RULES = Constraints(fidelity=Fidelity.EXACT, forced=("step-in-backward",), forbidden=("accumulation", "offload"))
-"""SGD steps as well in the backward as after it; it is forced, since a plan without it counts as simpler."""
+"""The optimizer step inside backward is forced: SGD does the same there, but a plan without it would be preferred."""
 
 
 def ours(model: nn.Module, batch: tuple[torch.Tensor, ...], share: float) -> tuple[Plan, Counted]:
-    """A plan for a share of what the step takes above its start, and its step, counted."""
+    """Returns a plan for a share of the step's own memory, and the counts of its step."""
     work = workload(model, batch, optimizer="sgd")
     start_bytes = sum(tensor.nbytes for tensor in known(model, batch))
     baseline = plan_workload(
@@ -66,9 +66,9 @@ def rows(case: Case, shares: tuple[float, ...], with_peers: bool) -> Iterator[tu
     eager = None
     for name, module, step in peers(model, batch, case.is_block):
         try:
-            step()  # what traces does so now
+            step()  # compiles now
             found = counted(step, known(module, batch))
-        except Exception as error:  # whatever keeps one way from running belongs in the table, beside the others
+        except Exception as error:  # the table shows why a method did not run
             if eager is None:
                 raise
             yield name, "-", "-", "-", "", f"did not run: {type(error).__name__}: {str(error).splitlines()[0]}"
@@ -94,9 +94,9 @@ def relative(found: Counted, eager: Counted) -> tuple[str, str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", default="", help="run the cases whose name contains this")
     parser.add_argument("--shares", type=float, nargs="*", default=SHARES)
-    parser.add_argument("--without-peers", action="store_true", help="only eager and ours")
+    parser.add_argument("--without-peers", action="store_true", help="run only the eager step and our plans")
     options = parser.parse_args()
     console = Console(width=160)
     console.print(", ".join(f"{name} {version}" for name, version in versions().items()))

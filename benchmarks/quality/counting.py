@@ -1,4 +1,4 @@
-"""What one training step takes: live bytes and FLOPs, both counted op by op on the CPU, exact and repeatable."""
+"""Counts the live bytes and the FLOPs of a training step op by op on the CPU. Exact and repeatable."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ ATTENTION_ON_CPU = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
-"""Counted like those of other devices; torch's counter leaves it out, so that running it again would cost nothing."""
+"""FLOP formulas of CPU attention, which torch's counter lacks: without them its recompute would cost nothing."""
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of all storages that were born under it and are alive; its peak."""
+    """Counts the live bytes of all storages that are created inside it, and their peak."""
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()
@@ -62,22 +62,22 @@ class LiveBytes(TorchDispatchMode):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counted:
-    """One step."""
+    """Counts of one step."""
 
     peak_bytes: int
-    """Above what was alive before the step; no gradients were."""
+    """Peak in bytes above the memory alive before the step, when there are no gradients."""
     allocator_bytes: int
-    """The same as the CPU's allocator tells it, scratch memory of kernels included, without a dispatch mode: under one
-    autograd adds up the gradients of a tied weight out of place."""
+    """The same from the CPU's allocator, scratch memory of kernels included. Measured without a dispatch mode, in which
+    autograd would add up the gradients of a tied weight out of place."""
     flops: int
     loss: float
 
 
 def counted(step: Callable[[], torch.Tensor], known: Iterable[torch.Tensor]) -> Counted:
-    """Run the step for each count: torch's FLOP counter holds on to tensors of recomputed modules.
+    """Run the step once for each count, since torch's FLOP counter keeps tensors of recomputed modules alive.
 
     Args:
-        known: tensors that are alive before.
+        known: tensors that are alive before the step.
     """
     with LiveBytes(known) as memory:
         loss = step()
@@ -92,7 +92,7 @@ def counted(step: Callable[[], torch.Tensor], known: Iterable[torch.Tensor]) -> 
 
 
 def allocator_peak_bytes(step: Callable[[], torch.Tensor]) -> int:
-    """Largest number of bytes that the CPU's allocator gave out during a step and did not get back."""
+    """Returns the peak of the bytes that the CPU's allocator gave out during a step."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         step()
     events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -1,4 +1,4 @@
-"""Models whose activations are what is too much, with blocks that people checkpoint, and one without any."""
+"""Models whose memory is mostly activations: with blocks to checkpoint, and one without any."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Case:
 
     build: Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]
     is_block: Callable[[nn.Module], bool]
-    """What people would checkpoint."""
+    """True for the modules that users would checkpoint."""
 
 
 class Classifier(nn.Module):
-    """A network with its cross entropy."""
+    """A network with a cross-entropy loss."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Classifier(nn.Module):
 
 
 class Block(nn.Module):
-    """Of a GPT: causal attention and a perceptron, both behind a layer norm."""
+    """A GPT block: causal attention and a perceptron, each after a layer norm."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def _roberta() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 
 def _llama80() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """As deep as the largest, and narrow enough for a CPU: what counts here is the search."""
+    """A narrow Llama with 80 layers: deep enough to test the search, and small enough for a CPU."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     ids = torch.randint(1000, (2, 128))

@@ -1,4 +1,4 @@
-"""What people do today: checkpoint blocks, keep their matrix products, or turn PyTorch's own knob."""
+"""Common methods: checkpoint blocks, checkpoint selectively, or set `activation_memory_budget`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KNOB = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 
 
 def stepping(module: nn.Module, forward: Callable[..., torch.Tensor], batch: tuple[torch.Tensor, ...]) -> Step:
-    """A plain training step without state, so that only activations and gradients are counted."""
+    """Returns a training step without optimizer state, so that only activations and gradients are counted."""
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
 
     def step() -> torch.Tensor:
@@ -42,7 +42,7 @@ def stepping(module: nn.Module, forward: Callable[..., torch.Tensor], batch: tup
 def peers(
     model: nn.Module, batch: tuple[torch.Tensor, ...], is_block: Callable[[nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Module, Step]]:
-    """Each way with its name, its own copy of the model, and a step."""
+    """Yields the name, a copy of the model and a step for each method."""
     ways: dict[str, Callable[[nn.Module], None]] = {"eager": lambda module: None}
     if any(map(is_block, model.modules())):
         ways["checkpoint every block"] = lambda module: _checkpointed(module, is_block, every=1)
@@ -69,9 +69,9 @@ def _checkpointed(module: nn.Module, is_block: Callable[[nn.Module], bool], *, e
 
 
 def _knob(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> Iterator[tuple[str, nn.Module, Step]]:
-    """`activation_memory_budget` with the min-cut partitioner, its graphs run op by op.
+    """Yields steps with `activation_memory_budget` and the min-cut partitioner, whose graphs run op by op.
 
-    Normalisation layers keep no running statistics there: without Dynamo they cannot be written to inside of the graph.
+    Normalisation layers have no running statistics here: without Dynamo they cannot be updated inside the graph.
     """
     import torch._functorch.config as config
     from torch._dynamo.backends.debugging import boxed_nop

@@ -1,10 +1,11 @@
-"""Lightning under a plan, by manual optimization: `rewritten.step` takes the whole step. `pip install lightning`, then
+"""Train with a plan in Lightning by manual optimization: `rewritten.step` does the whole step.
 
+pip install lightning
 python examples/loops/lightning_module.py
 
-Lightning's own `precision`, `accumulate_grad_batches` and `gradient_clip_val` stay as they are by default: they are the
-plan's, and `rewrite.apply(..., max_grad_norm=...)`'s. Since Lightning takes no step of its own, `trainer.global_step`
-stays 0: say how long to train by epochs.
+Leave Lightning's `precision`, `accumulate_grad_batches` and `gradient_clip_val` at their defaults: the plan and
+`rewrite.apply(..., max_grad_norm=...)` set them. Lightning does no optimizer step itself, so `trainer.global_step`
+stays 0: give the length of the training in epochs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Planned(lightning.LightningModule):
         self.model, self.plan = model, plan
 
     def configure_optimizers(self):
-        """Called when the model is on its device, which is where a plan is applied."""
+        """Apply the plan. Lightning calls this after it has moved the model to its device."""
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.rewritten = rewrite.apply(self.plan, self.model, optimizer, loss_fn=loss_fn)
         return self.rewritten.optimizer

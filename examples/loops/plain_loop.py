@@ -1,4 +1,4 @@
-"""A loop of your own: plan the step, train by it, and go on from a file. On a processor, in seconds:
+"""Your own training loop: plan the step, train with it, save its state and resume. Runs on a CPU in seconds:
 
 python examples/loops/plain_loop.py
 """
@@ -51,7 +51,7 @@ def main() -> None:
         if number % 10 == 0:
             print(f"step {number}: loss {loss.item():.4f}")
 
-    with tempfile.TemporaryDirectory() as folder:  # what another process would go on from
+    with tempfile.TemporaryDirectory() as folder:  # another process could resume from here
         path = pathlib.Path(folder) / "last.pt"
         torch.save({"model": model.state_dict(), "step": rewritten.step.state_dict()}, path)
         saved = torch.load(path, map_location="cpu")

@@ -65,7 +65,7 @@ def _try(
     except PlannerError as error:
         return _closed(label, False, str(error))
     if certified is None:
-        return _closed(label, False, "not enough by itself")
+        return _closed(label, False, "not enough on its own")
     return _open(session, label, certified)
 
 

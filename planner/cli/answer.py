@@ -1,4 +1,4 @@
-"""From the options of the `plan` command to its answer: what MODEL names is loaded and the question asked of it."""
+"""Answers the question that the options of the `plan` command ask: loads MODEL and calls the planner."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import pathlib
 
 from planner import pipeline, questions
-from planner.cli.options import names
+from planner.cli.options import names, option
 from planner.errors import PlanFileError, WorkloadError
 from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.plan import Plan
@@ -17,21 +17,22 @@ from planner.replan import replan
 from planner.workload.budget import card_and_budget
 from planner.workload.loading import load_workload
 
-_SAID_BY_A_PLAN = (
+_FIXED_BY_A_PLAN = (
     "batch_size seq_len optimizer fidelity force forbid only max_slowdown gradients_alive tradeoff largest_batch "
     "smallest_card".split()
 )
+"""Options that a saved plan already answers: they cannot be given together with one."""
 
 
 def answer(options: argparse.Namespace) -> Plan | Tradeoff:
-    """Plan the model, rehearse the plan that it is, or answer another question about it.
+    """Plan the model, rehearse a saved plan again, or answer another question about the model.
 
     Raises:
-        PlannerError: what was given cannot be used; the message says what to change.
+        PlannerError: an option, the model or the file cannot be used; the message says what to change.
     """
     saved = _saved_plan(options.model)
     if saved is not None:
-        return _again(saved, options)
+        return _replan(saved, options)
     constraints = parse_constraints(
         fidelity=options.fidelity or "rounded",
         force=names(options.force),
@@ -50,26 +51,31 @@ def answer(options: argparse.Namespace) -> Plan | Tradeoff:
         return questions.smallest_card(load(batch_size=options.batch_size), constraints)
     card, vram_bytes = card_and_budget(options.gpu, options.vram)
     if options.largest_batch:
+        assert vram_bytes is not None, "checked with the options"
         return questions.largest_batch(
             lambda batch_size: load(batch_size=batch_size), card, vram_bytes=vram_bytes, constraints=constraints
         )
-    work = load(batch_size=options.batch_size)
+    workload = load(batch_size=options.batch_size)
     if options.tradeoff:
         seconds = options.seconds or DEFAULT_SECONDS
-        return pipeline.tradeoff_workload(work, card, vram_bytes=vram_bytes, constraints=constraints, seconds=seconds)
-    return pipeline.plan_workload(work, card, vram_bytes=vram_bytes, constraints=constraints)
+        return pipeline.tradeoff_workload(
+            workload, card, vram_bytes=vram_bytes, constraints=constraints, seconds=seconds
+        )
+    return pipeline.plan_workload(workload, card, vram_bytes=vram_bytes, constraints=constraints)
 
 
-def _again(saved: Plan, options: argparse.Namespace) -> Plan:
-    for name in _SAID_BY_A_PLAN:
+def _replan(saved: Plan, options: argparse.Namespace) -> Plan:
+    """Rehearse the saved plan again, under another budget or on another card if the options name one."""
+    for name in _FIXED_BY_A_PLAN:
         if getattr(options, name):
-            option = f"--{name.replace('_', '-')}"
-            raise WorkloadError(f"{option} does not go with a saved plan, which says it already: plan the model anew")
+            raise WorkloadError(
+                f"{option(name)} does not go with a saved plan, which fixes it: leave it out, or plan the model again"
+            )
     return replan(saved, vram=options.vram, gpu=options.gpu)
 
 
 def _saved_plan(reference: str) -> Plan | None:
-    """The plan, if MODEL is a file that holds one."""
+    """Returns the plan if MODEL is a file that holds one, else None."""
     path = pathlib.Path(reference)
     if path.suffix != ".json" or not path.is_file():
         return None

@@ -1,7 +1,7 @@
-"""The `plan` command. One JSON object or a report on standard output, everything else on standard error.
+"""The `plan` command. It prints a report or one JSON object on standard output, everything else on standard error.
 
-Exit code 0: the plan fits, and keeps its promise where that is verified; 1: no plan fits, or the promise is broken;
-2: could not be run.
+Exit code 0: the plan fits (and keeps its promise, with --verify); 1: no plan fits, or the promise is broken; 2: the
+command could not run.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from rich.console import Console
 
 from planner.cli.options import parser, refuse_to_overwrite, refuse_what_does_not_go_together
 from planner.errors import PlannerError, WorkloadError
-from planner.plan_types.plan import SCHEMA_VERSION, Plan, write_text_atomically
+from planner.plan_types.plan import SCHEMA_VERSION, write_text_atomically
 from planner.plan_types.tradeoff import Tradeoff
 
 if TYPE_CHECKING:
+    from planner.plan_types.plan import Plan
     from planner.rewrite.on_gpu.verification import Verification
 
 FITS, DOES_NOT_FIT, COULD_NOT_RUN = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    """Runs the command and returns its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
     out = sys.stdout
     try:
-        options = parser().parse_args(given)  # leaves by SystemExit for --help and --version
+        options = parser().parse_args(words)  # raises SystemExit for --help and --version
     except PlannerError as error:
-        return _refuse(error, as_json="--json" in given, out=out)
+        return _refuse(error, as_json="--json" in words, out=out)
     try:
-        with _standard_output_to_error():  # what a model prints is not our answer
-            made = _answer(options)
-            _write(made, options)
-            verified = _verified(made, options)
+        with _standard_output_to_error():  # the model's code may print, and must not mix with the answer
+            answer = _answer(options)
+            _write(answer, options)
+            verification = _verify(answer, options)
     except PlannerError as error:
         return _refuse(error, as_json=options.json, out=out)
     except KeyboardInterrupt:
@@ -49,39 +50,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as error:
         message = f"the model's code called sys.exit({error.code!r}): give a function that only builds the model"
         return _refuse(WorkloadError(message), as_json=options.json, out=out)
-    except Exception as error:  # shown whole: a fault of ours
+    except Exception as error:  # a bug in the planner: show the whole traceback
         traceback.print_exc()
         message = (
             f"{type(error).__name__}: {error}; this is a fault of the planner, please report it with the text above"
         )
         return _refuse(PlannerError(" ".join(message.split())), as_json=options.json, out=out)
     if options.json:
-        verification = {} if verified is None else {"verification": verified.to_json()}
-        print(json.dumps({**made.to_json(), **verification}, indent=2), file=out)
+        measured = {} if verification is None else {"verification": verification.to_json()}
+        print(json.dumps({**answer.to_json(), **measured}, indent=2), file=out)
     else:
-        _print(made, verified, out)
+        _print(answer, verification, out)
         for path in (options.save, options.emit, options.report, options.svg):
             if path is not None:
                 print(f"wrote {path}", file=sys.stderr)
-    return FITS if made.fits and (verified is None or verified.kept) else DOES_NOT_FIT
+    return FITS if answer.fits and (verification is None or verification.kept) else DOES_NOT_FIT
 
 
-def _print(made: Plan | Tradeoff, verified: Verification | None, out: TextIO) -> None:
-    if isinstance(made, Plan):
-        from planner.cli.report import render
-
-        Console(file=out).print(render(made))
-    else:
+def _print(answer: Plan | Tradeoff, verification: Verification | None, out: TextIO) -> None:
+    """Print the report for people."""
+    if isinstance(answer, Tradeoff):
         from planner.cli.tradeoff_report import render_tradeoff
 
-        Console(file=out).print(render_tradeoff(made))
-    if verified is not None:
+        Console(file=out).print(render_tradeoff(answer))
+    else:
+        from planner.cli.report import render
+
+        Console(file=out).print(render(answer))
+    if verification is not None:
         from planner.rewrite.on_gpu.report import render_verification
 
-        Console(file=out).print(render_verification(verified))
+        Console(file=out).print(render_verification(verification))
 
 
 def _answer(options: argparse.Namespace) -> Plan | Tradeoff:
+    """Check the options, load torch, and answer the question. torch is imported late: usage errors come at once."""
     refuse_to_overwrite(options)
     refuse_what_does_not_go_together(options)
     for library in ("bitsandbytes", "transformers"):
@@ -95,39 +98,42 @@ def _answer(options: argparse.Namespace) -> Plan | Tradeoff:
         return answer.answer(options)
 
 
-def _verified(made: Plan | Tradeoff, options: argparse.Namespace) -> Verification | None:
-    """What became of the plan on the card; None where that was not asked for, or nothing fits."""
-    if not options.verify or not made.fits:
+def _verify(answer: Plan | Tradeoff, options: argparse.Namespace) -> Verification | None:
+    """Train with the plan on the CUDA card and compare. Returns None without --verify, or if no plan fits."""
+    if not options.verify or not answer.fits or isinstance(answer, Tradeoff):  # the options refuse both together
         return None
     from planner.rewrite.on_gpu.verification import verification
 
     with _working("training on the card"):
-        return verification(made)
+        return verification(answer)
 
 
-def _write(made: Plan | Tradeoff, options: argparse.Namespace) -> None:
-    if options.svg is not None:
-        from planner.cli.tradeoff_svg import front_svg
+def _write(answer: Plan | Tradeoff, options: argparse.Namespace) -> None:
+    """Write the files that were asked for. The options admit --svg only for a trade-off, the others only for a plan."""
+    if isinstance(answer, Tradeoff):
+        if options.svg is not None:
+            from planner.cli.tradeoff_svg import front_svg
 
-        write_text_atomically(options.svg, front_svg(made))
+            write_text_atomically(options.svg, front_svg(answer))
+        return
     if options.save is not None:
-        made.save(options.save)
+        answer.save(options.save)
     if options.emit is not None:
         from planner.rewrite.emitter.emit import emit
 
-        emit(made, options.emit)
+        emit(answer, options.emit)
     if options.report is not None:
         from planner.cli.report import html
 
-        write_text_atomically(options.report, html(made))
+        write_text_atomically(options.report, html(answer))
 
 
-# ---- talking ------------------------------------------------------------------------------------------------------
+# ---- output -------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _standard_output_to_error() -> Iterator[None]:
-    """Python's standard output and that of subprocesses and C code go to standard error meanwhile."""
+    """Redirect standard output to standard error, also for subprocesses and C code, which write to descriptor 1."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -140,19 +146,20 @@ def _standard_output_to_error() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _working(what: str) -> Iterator[None]:
-    """A moving line on standard error while something takes time; nothing where nobody watches."""
+def _working(activity: str) -> Iterator[None]:
+    """Show a spinner on standard error if that is a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield
         return
-    with console.status(what):
+    with console.status(activity):
         yield
 
 
-def _refuse(error: PlannerError, *, as_json: bool, out) -> int:
+def _refuse(error: PlannerError, *, as_json: bool, out: TextIO) -> int:
+    """Print the error, as one line on standard error and with --json as one object on standard output."""
     if as_json:
-        told = {"type": type(error).__name__, "message": str(error)}
-        print(json.dumps({"schema_version": SCHEMA_VERSION, "fits": None, "error": told}, indent=2), file=out)
+        fields = {"type": type(error).__name__, "message": str(error)}
+        print(json.dumps({"schema_version": SCHEMA_VERSION, "fits": None, "error": fields}, indent=2), file=out)
     print(f"plan: {error}", file=sys.stderr)
     return COULD_NOT_RUN

@@ -1,4 +1,4 @@
-"""What the `plan` command may be asked, and what does not go together. Nothing here imports torch."""
+"""Options of the `plan` command, and the combinations that it refuses. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -7,81 +7,179 @@ import importlib.metadata
 import json
 import math
 import pathlib
+import textwrap
 from typing import NoReturn
 
 from planner.errors import PlanFileError, WorkloadError
 from planner.plan_types.decisions import KINDS, Fidelity
 
+_USAGE = "plan MODEL [--vram SIZE] [options]"
+_DESCRIPTION = (
+    "Plan a PyTorch training step that fits a GPU. Needs neither a GPU nor weights: the step is rehearsed on a virtual "
+    "GPU, and the fastest plan inside the memory budget is certified by rehearsing the rewritten step."
+)
+_EPILOG = """\
+examples:
+  plan examples/roberta_84m --vram 6GiB --batch-size 64 --seq-len 128
+  plan examples/llama_1b --vram 24GB --gpu rtx-3090 --batch-size 4 --seq-len 1024
+  plan examples/unet.py:build --vram 4GiB --emit train_step.py
+  plan examples/roberta_84m --vram 6GiB --seq-len 128 --largest-batch
+  plan examples/roberta_84m --batch-size 64 --seq-len 128 --tradeoff --svg front.svg
+  plan plan.json --vram 5GiB                        check a saved plan under another budget
+
+sizes: GiB and MiB are binary, GB and MB are decimal, and % is a share of the card's memory.
+
+exit code: 0 if the plan fits (with --verify: and keeps its promise), 1 if it does not, 2 if the
+command could not run.
+"""
+
 
 class _Arguments(argparse.ArgumentParser):
-    """Usage errors travel like all others, so that --json holds for them too."""
+    """A parser that raises usage errors as `WorkloadError`, so that --json reports them like all other errors."""
 
     def error(self, message: str) -> NoReturn:
         raise WorkloadError(f"{message}; see plan --help")
 
 
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Wraps help texts between words only: names such as step-in-backward stay whole."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False, break_long_words=False)
+
+
 def parser() -> argparse.ArgumentParser:
-    """Of the command's arguments. Raises `WorkloadError` where other parsers leave the process."""
-    made = _Arguments(
+    """Returns the command's parser. It raises `WorkloadError` where other parsers exit the process."""
+    arguments = _Arguments(
         prog="plan",
-        description="Plan a PyTorch training step that fits a card, without a GPU and without weights.",
-        epilog="Sizes: GiB and MiB are binary, GB and MB decimal, % is of the card. "
-        "Exit code 0: fits (and keeps its promise, with --verify), 1: it does not, 2: could not be run.",
+        usage=_USAGE,
+        description=textwrap.fill(_DESCRIPTION, 98),
+        epilog=_EPILOG,
+        formatter_class=_HelpFormatter,
+        add_help=False,
     )
-    made.add_argument(
+    _add_model(arguments.add_argument_group("model"))
+    _add_budget(arguments.add_argument_group("budget and card"))
+    _add_techniques(arguments.add_argument_group("techniques"))
+    _add_questions(arguments.add_argument_group("questions (at most one; default: the fastest plan inside --vram)"))
+    _add_outputs(arguments.add_argument_group("outputs"))
+    return arguments
+
+
+def _add_model(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "model",
         metavar="MODEL",
-        help="config.json, a transformers folder or hub id, path/file.py:name or package.module:name "
-        "(returns a model, (model, batch) or (model, batch, loss_fn)), or a saved plan",
+        help="a transformers config.json, model folder or hub id; path/file.py:name or package.module:name, a "
+        "function or class that returns a model, (model, batch) or (model, batch, loss_fn); or a saved plan",
     )
-    made.add_argument(
-        "--vram", metavar="SIZE", help="budget for the whole process, such as 6GiB; without it: only rehearse"
+    group.add_argument(
+        "--batch-size",
+        type=_positive,
+        metavar="N",
+        help="samples in one optimizer step (default: 1 for a transformers config, else the function's own)",
     )
-    made.add_argument("--batch-size", type=_positive, metavar="N", help="samples in one optimizer step (a config: 1)")
-    made.add_argument(
-        "--seq-len", type=_positive, metavar="N", help="tokens in a sample (a config: 512, or what the model takes)"
+    group.add_argument(
+        "--seq-len",
+        type=_positive,
+        metavar="N",
+        help="tokens in one sample of a transformers model (default: 512, or the model's limit if that is lower)",
     )
-    made.add_argument("--optimizer", default=None, metavar="NAME", help="adamw (default), adam, sgd, sgd-momentum, ...")
-    made.add_argument(
-        "--gpu", metavar="NAME", help="a card such as rtx-2060, a profile's TOML file, or bare (counts bytes only)"
+    group.add_argument(
+        "--optimizer", default=None, metavar="NAME", help="adamw, adam, sgd, sgd-momentum, ... (default: adamw)"
     )
-    made.add_argument(
-        "--fidelity", choices=[f.name.lower() for f in Fidelity], default=None, help="how far a plan may go (rounded)"
-    )
-    kinds = ", ".join(KINDS)
-    made.add_argument("--force", action="append", default=[], metavar="NAME", help=f"must be used: {kinds}")
-    made.add_argument("--forbid", action="append", default=[], metavar="NAME", help="must not be used")
-    made.add_argument("--only", action="append", default=[], metavar="NAMES", help="forbid all but these: a,b,...")
-    made.add_argument("--max-slowdown", type=_ratio, metavar="X", help="no plan slower than X times the step as it is")
-    made.add_argument(
+    group.add_argument(
+        "--accumulating-loop",
         "--gradients-alive",
+        dest="gradients_alive",
         action="store_true",
-        help="gradients of earlier batches are there before the step: for a loop that accumulates by itself",
+        help="your own loop accumulates gradients over several batches: the plan then counts the gradients of earlier "
+        "batches, which the step adds to",
     )
-    questions = made.add_argument_group("other questions").add_mutually_exclusive_group()
+
+
+def _add_budget(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--vram",
+        metavar="SIZE",
+        help="GPU memory for the whole process, such as 6GiB or 80%% (default: none; the step is only rehearsed)",
+    )
+    group.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="a known card such as rtx-2060, the path of a profile's TOML file, or bare, which counts only the bytes "
+        "of tensors (default: this machine's CUDA card if there is one, else a generic Ampere GPU as large as --vram)",
+    )
+    group.add_argument(
+        "--max-slowdown",
+        type=_ratio,
+        metavar="X",
+        help="refuse plans whose step takes more than X times as long as the baseline's (default: no limit)",
+    )
+
+
+def _add_techniques(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--fidelity",
+        choices=[fidelity.name.lower() for fidelity in Fidelity],
+        default=None,
+        help="how closely training must match the original: exact (same math), rounded (lower precision), partial "
+        "(freeze layers); default rounded",
+    )
+    group.add_argument(
+        "--force",
+        action="append",
+        default=[],
+        metavar="NAMES",
+        help=f"use these techniques, separated by commas; known are {', '.join(KINDS)}",
+    )
+    group.add_argument(
+        "--forbid", action="append", default=[], metavar="NAMES", help="do not use these techniques (default: none)"
+    )
+    group.add_argument(
+        "--only", action="append", default=[], metavar="NAMES", help="use no techniques but these (default: all)"
+    )
+
+
+def _add_questions(group: argparse._ArgumentGroup) -> None:
+    questions = group.add_mutually_exclusive_group()
     questions.add_argument(
-        "--tradeoff", action="store_true", help="memory against step time, down to the smallest plan; --vram marks one"
+        "--tradeoff",
+        action="store_true",
+        help="list certified plans from the fastest to the smallest; --vram marks the fastest that fits",
     )
     questions.add_argument(
-        "--largest-batch", action="store_true", help="the most samples in one step that fit, without accumulation"
+        "--largest-batch",
+        action="store_true",
+        help="find the largest batch that fits --vram in one step without gradient accumulation",
     )
-    questions.add_argument("--smallest-card", action="store_true", help="the smallest known card on which a plan fits")
-    made.add_argument("--seconds", type=_ratio, metavar="S", help="time for the trade-off, about (30)")
-    made.add_argument("--svg", type=pathlib.Path, metavar="front.svg", help="draw the trade-off")
-    made.add_argument("--version", action="version", version=f"plan {_version()}")
-    made.add_argument("--json", action="store_true", help="one JSON object on standard output, also for an error")
-    made.add_argument("--save", type=pathlib.Path, metavar="plan.json", help="save the plan")
-    made.add_argument(
+    questions.add_argument(
+        "--smallest-card", action="store_true", help="find the known card with the least memory on which a plan fits"
+    )
+    group.add_argument(
+        "--seconds", type=_ratio, metavar="S", help="about how long --tradeoff may take, in seconds (default: 30)"
+    )
+
+
+def _add_outputs(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--json", action="store_true", help="print one JSON object on standard output, errors included")
+    group.add_argument("--save", type=pathlib.Path, metavar="plan.json", help="save the plan")
+    group.add_argument(
         "--emit", type=pathlib.Path, metavar="train_step.py", help="write the training step as a Python file"
     )
-    made.add_argument(
-        "--verify", action="store_true", help="train by the plan on the CUDA card here, under the budget, and compare"
+    group.add_argument("--report", type=pathlib.Path, metavar="report.html", help="write the report as an HTML page")
+    group.add_argument("--svg", type=pathlib.Path, metavar="front.svg", help="draw the result of --tradeoff")
+    group.add_argument(
+        "--verify",
+        action="store_true",
+        help="train with the plan on this machine's CUDA card, limited to --vram, and compare with what was promised",
     )
-    made.add_argument("--report", type=pathlib.Path, metavar="report.html", help="write the report as a page")
-    return made
+    group.add_argument("--version", action="version", version=f"plan {_version()}", help="print the version and exit")
+    group.add_argument("-h", "--help", action="help", help="print this help and exit")
 
 
 def _version() -> str:
+    """Returns the installed version."""
     try:
         return importlib.metadata.version("torch-planner")
     except importlib.metadata.PackageNotFoundError:
@@ -89,65 +187,82 @@ def _version() -> str:
 
 
 def _positive(text: str) -> int:
+    """Parses a whole number above 0."""
     number = int(text) if text.isdecimal() else 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is no whole number above 0")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number above 0")
     return number
 
 
 def _ratio(text: str) -> float:
+    """Parses a finite number above 0."""
     try:
         number = float(text)
     except ValueError:
         number = 0.0
     if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"'{text}' is no number above 0")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
     return number
 
 
 def refuse_what_does_not_go_together(options: argparse.Namespace) -> None:
-    """Options that belong to another question than the one that is asked."""
-    given = {name for name, value in vars(options).items() if value}
-    question = next((name for name in _QUESTIONS if name in given), None)
-    for name in sorted(given):
+    """Refuse options that belong to another question than the one that is asked.
+
+    Raises:
+        WorkloadError: names both options.
+    """
+    used = {name for name, value in vars(options).items() if value}
+    question = next((name for name in _QUESTIONS if name in used), None)
+    for name in sorted(used):
         needed = _BELONGS_TO.get(name)
         if needed is not None and needed != question:
-            raise WorkloadError(f"{_option(name)} goes with {_option(needed)} alone")
+            raise WorkloadError(f"{option(name)} works only with {option(needed)}: add that, or leave it out")
         if question is not None and name in _QUESTIONS[question]:
-            raise WorkloadError(f"{_option(name)} does not go with {_option(question)}: {_QUESTIONS[question][name]}")
-    if question == "largest_batch" and "vram" not in given:
-        raise WorkloadError("--largest-batch needs a budget: give --vram")
+            raise WorkloadError(f"{option(name)} does not go with {option(question)}: {_QUESTIONS[question][name]}")
+    if question == "largest_batch" and "vram" not in used:
+        raise WorkloadError("--largest-batch needs a budget: give --vram, such as --vram 6GiB")
 
 
-_MANY_PLANS = "it makes many plans; make the one you choose with --vram"
+_MANY_PLANS = "it returns several plans; plan again with --vram for the one that you choose"
 _QUESTIONS = {
     "tradeoff": dict.fromkeys(("save", "emit", "report", "verify"), _MANY_PLANS),
     "largest_batch": {
-        "batch_size": "that is what it looks for",
-        "max_slowdown": "it asks for the largest batch at any speed",
+        "batch_size": "the batch size is the answer; leave it out",
+        "max_slowdown": "the largest batch is searched at any speed; leave the limit out",
     },
-    "smallest_card": {"vram": "the budget is what a card has", "gpu": "that is what it looks for"},
+    "smallest_card": {
+        "vram": "each card's own memory is the budget; leave it out",
+        "gpu": "the card is the answer; leave it out",
+    },
 }
-"""Questions, and options that have no place beside them."""
+"""For each question, the options that cannot be combined with it, and why."""
 _BELONGS_TO = {"svg": "tradeoff", "seconds": "tradeoff"}
+"""Options that work with one question only, and that question."""
+_SPELLINGS = {"gradients_alive": "--accumulating-loop (--gradients-alive)"}
+"""Options that have two names."""
 
 
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def option(name: str) -> str:
+    """Returns the spelling of an option, for its attribute name in the parsed namespace."""
+    return _SPELLINGS.get(name, f"--{name.replace('_', '-')}")
 
 
-def names(given: list[str]) -> tuple[str, ...]:
-    """Names as given, one or several an option: 'a,b'."""
-    return tuple(name.strip() for text in given for name in text.split(",") if name.strip())
+def names(texts: list[str]) -> tuple[str, ...]:
+    """Returns the names in options that take one or several of them, such as 'a,b'."""
+    return tuple(name.strip() for text in texts for name in text.split(",") if name.strip())
 
 
 # ---- files --------------------------------------------------------------------------------------------------------
 
 
 def refuse_to_overwrite(options: argparse.Namespace) -> None:
-    """A file of the kind to be written may be replaced; anything else that is there stays. Checked before any work."""
-    wanted = [path.resolve() for path in (options.save, options.emit, options.report, options.svg) if path is not None]
-    if len(set(wanted)) < len(wanted):
+    """Refuse to replace a file of another kind than the one to be written. Called before anything is computed.
+
+    Raises:
+        PlanFileError: names the file.
+    """
+    targets = [path.resolve() for path in (options.save, options.emit, options.report, options.svg) if path is not None]
+    if len(set(targets)) < len(targets):
         raise PlanFileError("two of --save, --emit, --report and --svg name the same file: give each its own")
     for path, kind, is_ours in (
         (options.save, "a saved plan", _is_plan),
@@ -159,13 +274,19 @@ def refuse_to_overwrite(options: argparse.Namespace) -> None:
             continue
         if path.is_dir() or not path.resolve().parent.is_dir():
             raise PlanFileError(
-                f"'{path}' cannot be written: {'it is' if path.is_dir() else 'its folder is not'} a folder"
+                f"'{path}' cannot be written: "
+                + (
+                    "it is a folder; name a file in it"
+                    if path.is_dir()
+                    else "its folder does not exist; create it first"
+                )
             )
         if path.exists() and not is_ours(path.read_text(errors="replace")):
             raise PlanFileError(f"'{path}' exists and is not {kind}: move it away or choose another name")
 
 
 def _is_plan(text: str) -> bool:
+    """True if the text is a saved plan."""
     try:
         data = json.loads(text)
     except ValueError:

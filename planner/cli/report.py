@@ -1,7 +1,8 @@
-"""A plan for people: what the step takes as it is, what to change, what it takes then, and what that costs."""
+"""Report of one plan: memory and time of the baseline and of the plan, the decisions, the verdict, and the way out."""
 
 from __future__ import annotations
 
+import io
 from html import escape
 
 from rich.console import Console, Group, RenderableType
@@ -18,14 +19,14 @@ _TOTALS = (
     ("reserved by the allocator", "reserved_bytes"),
     ("total of the process", "total_bytes"),
 )
-
-
+"""Labels and `Footprint` fields of the rows below the categories."""
 GENERIC = "generic"
+"""Name of the card that stands in when none is named; as in `planner.workload.cards`, which needs torch."""
 
 
 def render(plan: Plan) -> RenderableType:
-    """Everything the command prints for a plan."""
-    parts: list[RenderableType] = [headline(plan), Text(), _table(plan), Text(), *_where(plan), Text()]
+    """Returns everything that the command prints for a plan."""
+    parts: list[RenderableType] = [headline(plan), Text(), _table(plan), Text(), *_peaks(plan), Text()]
     parts += [*_decisions(plan), Text(), _verdict(plan)]
     if plan.shortfall is not None:
         parts += _shortfall(plan, plan.shortfall)
@@ -36,44 +37,39 @@ def render(plan: Plan) -> RenderableType:
 
 
 def html(plan: Plan) -> str:
-    """The same as a page of HTML."""
-    console = Console(record=True, width=110, file=_Nowhere(), force_terminal=True)
+    """Returns the same report as an HTML page."""
+    console = Console(record=True, width=110, file=io.StringIO(), force_terminal=True)
     console.print(render(plan))
     page = console.export_html(inline_styles=True)
     return page.replace("<head>", f"<head>\n<title>{escape(plan.model.name)}: memory plan</title>", 1)
 
 
-class _Nowhere:
-    """A file that keeps nothing: the console records by itself."""
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None:
-        pass
-
-
 def headline(plan: Plan) -> Text:
-    """Model, batch and card; the budget, if there is one."""
-    work = plan.workload
-    per_sample = f" x {work.seq_len} tokens" if work.seq_len else ""
+    """Returns the lines on the model, the batch, the budget (if there is one) and the card."""
+    workload = plan.workload
+    tokens = f" x {workload.seq_len} tokens" if workload.seq_len else ""
     text = Text.assemble((plan.model.name, "bold"), f", {_count(plan.model.parameters)} parameters, ")
-    text.append(f"batch {work.batch_size}{per_sample}, {work.optimizer}\n")
-    if work.gradients_alive:
-        text.append("gradients of earlier batches are alive before the step, which adds to them\n")
-    card = "a made-up card of this size, name yours with --gpu" if plan.card == GENERIC else plan.card
-    text.append(f"card: {card} ({plan.card_source})")
+    text.append(f"batch {workload.batch_size}{tokens}, {workload.optimizer}\n")
+    if workload.gradients_alive:
+        text.append(
+            "accumulating loop: gradients of earlier batches are in memory before the step, which adds to them\n"
+        )
     if plan.vram_bytes is not None:
-        text.append(f"\nbudget: {format_size(plan.vram_bytes)}, fidelity: {plan.fidelity}")
+        text.append(f"budget: {format_size(plan.vram_bytes)}, fidelity: {plan.fidelity}\n")
+    card = plan.card
+    if card == GENERIC:
+        size = " with that much memory" if plan.vram_bytes is not None else ""
+        card = f"a generic Ampere GPU{size}; name yours with --gpu"
+    text.append(f"card: {card} ({plan.card_source})")
     return text
 
 
 def _table(plan: Plan) -> Table:
-    """Bytes by category at each peak, and the three totals."""
+    """Returns the bytes by category at the peak, the three totals and the step time, for the baseline and the plan."""
     changed = bool(plan.decisions)
-    table = Table(title="what is alive at the peak of one step", title_justify="left", title_style="bold")
+    table = Table(title="Memory at the peak of one training step", title_justify="left", title_style="bold")
     table.add_column("")
-    table.add_column("as it is", justify="right")
+    table.add_column("baseline", justify="right")
     if changed:
         table.add_column("with the plan", justify="right")
     before, after = plan.baseline.breakdown, plan.peak.breakdown
@@ -90,92 +86,110 @@ def _table(plan: Plan) -> Table:
     return table
 
 
-def _where(plan: Plan) -> list[Text]:
-    lines = [Text(f"peak as it is: {_moment(plan.baseline)}")]
+def _peaks(plan: Plan) -> list[Text]:
+    """Returns the op at which memory peaks, for the baseline and the plan."""
+    lines = [Text(f"peak of the baseline: {_moment(plan.baseline)}")]
     if plan.decisions:
         lines.append(Text(f"peak with the plan: {_moment(plan.peak)}"))
     return lines
 
 
 def _moment(footprint: Footprint) -> str:
+    """Returns the phase, module and op of the peak."""
     module = f" of {footprint.module}" if footprint.module else ""
     return f"{footprint.phase}{module}, at {footprint.op}"
 
 
 def _decisions(plan: Plan) -> list[RenderableType]:
+    """Returns one line for each decision of the plan."""
     if plan.vram_bytes is None:
         return []
     if not plan.decisions:
-        return [Text("plan: train as it is", style="bold")]
+        return [Text("plan: nothing needs to change", style="bold")]
     lines: list[RenderableType] = []
     if plan.fits and plan.baseline.total_bytes <= plan.vram_bytes:
         size = f"{format_size(plan.baseline.total_bytes)} of {format_size(plan.vram_bytes)}"
-        lines.append(Text(f"it fits as it is ({size}); the plan is only faster, and --fidelity exact leaves it alone"))
-    lines.append(Text(_which(plan), style="bold"))
+        lines.append(Text(f"The baseline already fits ({size}); the plan only makes the step faster."))
+    lines.append(Text(_plan_title(plan), style="bold"))
     for decision in plan.decisions:
-        words = f"- {decision.describe()} ({decision.fidelity.name.lower()})"
-        lines.append(Padding(Text(words), (0, 0, 0, 2)))
+        item = f"- {decision.describe()} ({decision.fidelity.name.lower()})"
+        lines.append(Padding(Text(item), (0, 0, 0, 2)))
     return lines
 
 
-def _which(plan: Plan) -> str:
+def _plan_title(plan: Plan) -> str:
+    """Returns the heading of the decisions: which plan it is if the one that was asked for does not exist."""
     if plan.shortfall is None:
         return "plan"
-    return "smallest plan that is allowed" if plan.shortfall.missing_bytes else "fastest plan inside the budget"
+    return "smallest allowed plan" if plan.shortfall.missing_bytes else "fastest plan inside the budget"
 
 
 def _verdict(plan: Plan) -> RenderableType:
+    """Returns the sentence on whether the plan fits, and its speed."""
     if plan.vram_bytes is None:
         return Text(f"needs {format_size(plan.baseline.total_bytes)}", style="bold")
     if plan.shortfall is not None:
         if not plan.shortfall.missing_bytes:
-            found = f"the fastest plan inside the budget takes {plan.slowdown:.2f} x the step time"
-            return Text(f"does not fit: {found}, and at most {plan.max_slowdown:g} x is allowed", style="bold red")
+            fastest = f"the fastest plan inside the budget takes {plan.slowdown:.2f} x the baseline's step time"
+            return Text(f"does not fit: {fastest}, and at most {plan.max_slowdown:g} x is allowed", style="bold red")
         missing = format_size(plan.shortfall.missing_bytes)
         return Text(f"does not fit: the smallest allowed plan is {missing} over the budget", style="bold red")
     ratio = plan.slowdown
-    speed = "as fast as before" if abs(ratio - 1) < 0.005 else f"{_factor(ratio)} {'slower' if ratio > 1 else 'faster'}"
+    speed = (
+        "the same as the baseline's"
+        if abs(ratio - 1) < 0.005
+        else f"{_factor(ratio)} {'slower' if ratio > 1 else 'faster'} than the baseline"
+    )
     fits = f"fits: {format_size(plan.peak.total_bytes)} of {format_size(plan.vram_bytes)}, certified by rehearsal"
     return Group(Text(fits, style="bold green"), Text(f"step time: {speed}, predicted from the card's {_rates(plan)}"))
 
 
 def _rates(plan: Plan) -> str:
+    """Returns where the card's rates come from."""
     return "measured rates" if plan.card_source.startswith("calibrated") else "datasheet, not measured"
 
 
 def _shortfall(plan: Plan, shortfall: Shortfall) -> list[RenderableType]:
+    """Returns the largest part of the memory, and the cheapest relaxation of the constraints with which a plan fits."""
     lines: list[RenderableType] = []
     if shortfall.missing_bytes:
-        lines.append(Text(f"what binds there: {shortfall.binding}, {format_size(shortfall.binding_bytes)}"))
+        lines.append(Text(f"largest part: {shortfall.binding}, {format_size(shortfall.binding_bytes)}"))
     if shortfall.next_step is None:
-        needed = plan.vram_bytes + shortfall.missing_bytes
-        budget = f"; a budget of {-(-needed // MIB):,} MiB would" if shortfall.missing_bytes else ""
-        lines.append(Text(f"no further step makes it fit{budget}"))
+        needed_bytes = (plan.vram_bytes or 0) + shortfall.missing_bytes
+        budget = f" A budget of {-(-needed_bytes // MIB):,} MiB would be enough." if shortfall.missing_bytes else ""
+        lines.append(Text(f"Allowing more does not help: no relaxation makes a plan fit.{budget}"))
     else:
         step = shortfall.next_step
-        size = format_size(step.total_bytes)
-        lines.append(
-            Text(f"what would make it fit: {step.relax}, {size} in total, {step.slowdown:.2f} x the step time")
-        )
+        cost = f"{format_size(step.total_bytes)} in total and {step.slowdown:.2f} x the baseline's step time"
+        lines.append(Text(f"To make it fit: {step.relax}. The plan then takes {cost}:"))
         lines += [Text(f"  - {decision.describe()}") for decision in step.decisions]
-    return [*lines, *([Text(), _relaxations(shortfall)] if shortfall.relaxations else [])]
+    if shortfall.relaxations:
+        lines += [Text(), _relaxations(shortfall)]
+    return lines
 
 
 def _relaxations(shortfall: Shortfall) -> Table:
-    """Everything that is not allowed, and what it would do."""
-    table = Table(title="what is not allowed", title_justify="left", title_style="bold")
-    for name in ("", "then it", "total", "x the step time", "fidelity"):
-        table.add_column(name, justify="right" if name in ("total", "x the step time") else "left")
-    for one in shortfall.relaxations:
-        if one.next_step is None:
-            table.add_row(one.relax, one.why if one.opens is None else f"does not fit: {one.why}", "", "", "")
+    """Returns a table of the relaxations that were tried, and what each would change."""
+    table = Table(
+        title="What the constraints rule out, and what allowing it would change",
+        title_justify="left",
+        title_style="bold",
+    )
+    for name in ("change", "result", "total", "x baseline", "fidelity"):
+        table.add_column(name, justify="right" if name in ("total", "x baseline") else "left")
+    for relaxation in shortfall.relaxations:
+        step = relaxation.next_step
+        if step is None:
+            why = relaxation.why if relaxation.opens is None else f"does not fit: {relaxation.why}"
+            table.add_row(relaxation.relax, why, "", "", "")
         else:
-            size, slowdown = format_size(one.next_step.total_bytes), f"{one.next_step.slowdown:.2f}"
-            table.add_row(one.relax, "fits", size, slowdown, one.fidelity)
+            size, slowdown = format_size(step.total_bytes), f"{step.slowdown:.2f}"
+            table.add_row(relaxation.relax, "fits", size, slowdown, relaxation.fidelity)
     return table
 
 
 def _provenance(plan: Plan) -> Text:
+    """Returns the solver's result, the planning time and the versions."""
     versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
     solver = plan.solver
     promised, certified = format_size(solver.promised_bytes), format_size(solver.certified_bytes)
@@ -187,6 +201,7 @@ def _provenance(plan: Plan) -> Text:
 
 
 def _count(number: int) -> str:
+    """Formats a number of parameters, such as 83.5 M."""
     for unit, size in (("B", 10**9), ("M", 10**6)):
         if number >= size:
             return f"{number / size:.1f} {unit}"
@@ -194,6 +209,7 @@ def _count(number: int) -> str:
 
 
 def _factor(ratio: float) -> str:
+    """Formats a speed-up or slowdown as a factor of at least 1."""
     return f"{ratio:.2f} x" if ratio > 1 else f"{1 / ratio:.2f} x"
 
 

@@ -1,4 +1,4 @@
-"""A trade-off for people: one row a plan, from the fastest to the smallest."""
+"""Report of a trade-off: a table with one row for each plan, from the fastest to the smallest."""
 
 from __future__ import annotations
 
@@ -13,44 +13,57 @@ from planner.plan_types.tradeoff import Tradeoff
 
 
 def render_tradeoff(tradeoff: Tradeoff) -> RenderableType:
-    """Everything the command prints for a trade-off."""
+    """Returns everything that the command prints for a trade-off."""
     parts: list[RenderableType] = [headline(tradeoff.as_it_is), Text(), _table(tradeoff), Text(), _verdict(tradeoff)]
     if not tradeoff.complete:
-        parts.append(Text("time ran out: there may be plans between these; --seconds gives it more", style="dim"))
-    words = "memory is the smallest total in which a plan gets through, certified by rehearsal; times are predicted"
-    parts.append(Text(f"{words}; {tradeoff.seconds:.1f} s", style="dim"))
+        parts.append(
+            Text("The time ran out: there may be more plans between these. Give it more with --seconds.", style="dim")
+        )
+    parts.append(
+        Text(
+            "Memory is the smallest total of the process with which a plan runs, certified by rehearsal. Step times "
+            f"are predicted. This took {tradeoff.seconds:.1f} s.",
+            style="dim",
+        )
+    )
     return Group(*parts)
 
 
 def _table(tradeoff: Tradeoff) -> Table:
-    table = Table(title="memory against step time", title_justify="left", title_style="bold")
-    for name in ("memory", "step time", "x as it is"):
+    """Returns the table of the plans, with the baseline first and the chosen plan marked."""
+    table = Table(title="Memory against step time", title_justify="left", title_style="bold")
+    for name in ("memory", "step time", "x baseline"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("plan")
     baseline = tradeoff.baseline
-    table.add_row(*_numbers(baseline, baseline), "(as it is, with as much memory as it likes)", style="dim")
+    table.add_row(*_numbers(baseline, baseline), "(baseline, without a memory limit)", style="dim")
     table.add_section()
     chosen = tradeoff.chosen
     for plan in tradeoff.points:
-        words = "; ".join(decision.describe() for decision in plan.decisions) or "as it is"
+        decisions = "; ".join(decision.describe() for decision in plan.decisions) or "baseline"
         mark = "fits: " if plan is chosen else ""
-        table.add_row(*_numbers(plan.peak, baseline), mark + words, style="bold green" if plan is chosen else None)
+        table.add_row(*_numbers(plan.peak, baseline), mark + decisions, style="bold green" if plan is chosen else None)
     return table
 
 
 def _numbers(footprint: Footprint, baseline: Footprint) -> tuple[str, str, str]:
+    """Formats total memory, step time, and step time over that of the baseline."""
     ratio = footprint.step_ns / max(baseline.step_ns, 1)
     return format_size(footprint.total_bytes), f"{footprint.step_ns / 1e6:,.1f} ms", f"{ratio:.2f}"
 
 
 def _verdict(tradeoff: Tradeoff) -> Text:
+    """Returns the sentence on the plan that the budget selects, or on the smallest plan if there is no budget."""
     if not tradeoff.points:
-        return Text("no plan keeps the slowdown that is allowed", style="bold red")
+        return Text("No plan is within the allowed slowdown (--max-slowdown).", style="bold red")
     if tradeoff.vram_bytes is None:
         smallest = tradeoff.points[-1].peak.total_bytes
-        return Text(f"the smallest total in which this step can be trained: {format_size(smallest)}", style="bold")
+        return Text(f"The smallest plan takes {format_size(smallest)} in total.", style="bold")
     budget = format_size(tradeoff.vram_bytes)
     if tradeoff.chosen is None:
         needed = format_size(min(plan.peak.total_bytes for plan in tradeoff.points))
-        return Text(f"none fits in {budget}: the smallest takes {needed}", style="bold red")
-    return Text(f"the fastest inside {budget}: {format_size(tradeoff.chosen.peak.total_bytes)}", style="bold green")
+        return Text(f"does not fit: the smallest plan takes {needed}, and the budget is {budget}", style="bold red")
+    return Text(
+        f"fits: the fastest plan inside {budget} takes {format_size(tradeoff.chosen.peak.total_bytes)}",
+        style="bold green",
+    )

@@ -1,4 +1,4 @@
-"""The trade-off as a picture: memory across, step time up, one step line, a mark for the budget. Plain SVG text."""
+"""Draws a trade-off as SVG: memory on the x axis, step time on the y axis, a step line, and a mark at the budget."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ _WIDTH, _HEIGHT = 760, 460
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84, 736, 64, 396
 _LINE, _GREY, _RED, _GREEN = "#2563a8", "#6b7280", "#b91c1c", "#15803d"
 _TICKS = 6
+"""Approximate number of marks on a linear axis."""
 _LOG_FROM = 8
-"""Times are shown on a logarithmic axis where the slowest takes so many times as long as the fastest."""
+"""Minimum ratio of the slowest to the fastest time for which the time axis is logarithmic."""
 
 
 def front_svg(tradeoff: Tradeoff) -> str:
-    """An SVG document. Memory is the total of the process, time is the predicted time of one step."""
+    """Returns an SVG document. Memory is the total of the process, and time the predicted time of one step."""
     footprints = [tradeoff.baseline, *(plan.peak for plan in tradeoff.points)]
     sizes = [footprint.total_bytes for footprint in footprints]
     if tradeoff.vram_bytes is not None and tradeoff.vram_bytes <= 1.5 * max(sizes):
@@ -27,14 +28,16 @@ def front_svg(tradeoff: Tradeoff) -> str:
     times = [footprint.step_ns / 1e6 for footprint in footprints]
     logarithmic = max(times) > _LOG_FROM * min(times)
     up = _Axis(0.7 * min(times) if logarithmic else 0, 1.12 * max(times), _BOTTOM, _TOP, logarithmic=logarithmic)
-    work = tradeoff.as_it_is.workload
-    title = f"{tradeoff.as_it_is.model.name}, batch {work.batch_size}, {work.optimizer}: memory against step time"
+    workload = tradeoff.as_it_is.workload
+    title = (
+        f"{tradeoff.as_it_is.model.name}, batch {workload.batch_size}, {workload.optimizer}: memory against step time"
+    )
     body = [
         _text(_LEFT, 30, title, size=16, weight="bold"),
         *_frame(across, up),
         *_budget(tradeoff, across),
         *_line(tradeoff, across, up),
-        *_as_it_is(tradeoff, across, up),
+        *_baseline(tradeoff, across, up),
     ]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
@@ -44,13 +47,14 @@ def front_svg(tradeoff: Tradeoff) -> str:
 
 
 class _Axis:
-    """From values to pixels, and round values to mark."""
+    """Maps values to pixels, and finds the round values to mark."""
 
     def __init__(self, low: float, high: float, start: float, stop: float, *, logarithmic: bool) -> None:
         self._low, self._high, self._start, self._stop = low, high, start, stop
         self._logarithmic = logarithmic
 
     def at(self, value: float) -> float:
+        """Returns the pixel of the value."""
         if self._logarithmic:
             share = math.log(value / self._low) / math.log(self._high / self._low)
         else:
@@ -58,7 +62,7 @@ class _Axis:
         return self._start + share * (self._stop - self._start)
 
     def ticks(self, unit: float = 1) -> list[float]:
-        """Multiples of 1, 2 or 5 times a power of ten units."""
+        """Returns the values to mark: multiples of 1, 2 or 5 times a power of ten, in units of `unit`."""
         if self._logarithmic:
             powers = range(math.floor(math.log10(self._low)), math.ceil(math.log10(self._high)) + 1)
             values = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
@@ -70,6 +74,7 @@ class _Axis:
 
 
 def _frame(across: _Axis, up: _Axis) -> Iterator[str]:
+    """Yields the grid lines, their values, and the titles of the axes."""
     unit, name = (GIB, "GiB") if across.ticks(MIB)[-1] >= GIB else (MIB, "MiB")
     for size in across.ticks(unit):
         x = across.at(size)
@@ -87,7 +92,7 @@ def _frame(across: _Axis, up: _Axis) -> Iterator[str]:
 
 
 def _line(tradeoff: Tradeoff, across: _Axis, up: _Axis) -> Iterator[str]:
-    """Every budget from a plan's total up to the next plan's is answered by that plan."""
+    """Yields a step line and a point for each plan. Each plan holds for budgets up to the next plan's total."""
     points = [(across.at(p.peak.total_bytes), up.at(p.peak.step_ns / 1e6)) for p in reversed(tradeoff.points)]
     if not points:
         return
@@ -96,33 +101,37 @@ def _line(tradeoff: Tradeoff, across: _Axis, up: _Axis) -> Iterator[str]:
     yield f'<path d="{path}" fill="none" stroke="{_LINE}" stroke-width="2"/>'
     for plan, (x, y) in zip(reversed(tradeoff.points), points, strict=True):
         colour, radius = (_GREEN, 7) if plan is tradeoff.chosen else (_LINE, 5)
-        levers = ", ".join(decision.kind for decision in plan.decisions) or "as it is"
-        told = f"{format_size(plan.peak.total_bytes)}, {plan.peak.step_ns / 1e6:,.1f} ms: {levers}"
-        yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{colour}"><title>{escape(told)}</title></circle>'
+        techniques = ", ".join(decision.kind for decision in plan.decisions) or "baseline"
+        label = f"{format_size(plan.peak.total_bytes)}, {plan.peak.step_ns / 1e6:,.1f} ms: {techniques}"
+        yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{colour}"><title>{escape(label)}</title></circle>'
 
 
-def _as_it_is(tradeoff: Tradeoff, across: _Axis, up: _Axis) -> Iterator[str]:
+def _baseline(tradeoff: Tradeoff, across: _Axis, up: _Axis) -> Iterator[str]:
+    """Yields the point of the baseline."""
     x, y = across.at(tradeoff.baseline.total_bytes), up.at(tradeoff.baseline.step_ns / 1e6)
     yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="#ffffff" stroke="{_GREY}" stroke-width="2"/>'
-    yield _text(x - 10, y - 10, "as it is", anchor="end", colour=_GREY)
+    yield _text(x - 10, y - 10, "baseline", anchor="end", colour=_GREY)
 
 
 def _budget(tradeoff: Tradeoff, across: _Axis) -> Iterator[str]:
+    """Yields a dashed line at the budget, or a note if it lies right of the picture."""
     if tradeoff.vram_bytes is None:
         return
     x = across.at(tradeoff.vram_bytes)
     if x > _RIGHT:
-        yield _text(_RIGHT, _TOP - 8, f"budget {format_size(tradeoff.vram_bytes)}: all of this", anchor="end")
+        yield _text(
+            _RIGHT, _TOP - 8, f"budget {format_size(tradeoff.vram_bytes)}; more than all of these", anchor="end"
+        )
         return
     yield f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{_BOTTOM}" stroke="{_RED}" stroke-dasharray="6 4"/>'
     yield _text(x, _TOP - 8, f"budget {format_size(tradeoff.vram_bytes)}", anchor="middle", colour=_RED)
 
 
 def _text(
-    x: float, y: float, words: str, *, size: int = 12, anchor: str = "start", colour: str = "#111827", **more: str
+    x: float, y: float, text: str, *, size: int = 12, anchor: str = "start", colour: str = "#111827", **more: str
 ) -> str:
     weight = f' font-weight="{more["weight"]}"' if "weight" in more else ""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{colour}"{weight}'
-        f"{more.get('more', '')}>{escape(words)}</text>"
+        f"{more.get('more', '')}>{escape(text)}</text>"
     )

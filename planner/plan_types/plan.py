@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from typing import Any
+from typing import Any, TypeVar
 
 from planner.errors import PlanFileError
 from planner.plan_types.decisions import Decision, canonical_kind, decision_from_json
+
+DecisionT = TypeVar("DecisionT", bound=Decision)
 
 SCHEMA_VERSION = 1
 """Version of the JSON format. Plans of another version are refused."""
@@ -198,7 +200,7 @@ class Plan:
         """Step time with the plan, divided by the step time of the baseline."""
         return self.peak.step_ns / max(self.baseline.step_ns, 1)
 
-    def decision(self, kind: type[Decision]) -> Decision | None:
+    def decision(self, kind: type[DecisionT]) -> DecisionT | None:
         """The plan's decision of this class, or None."""
         return next((decision for decision in self.decisions if isinstance(decision, kind)), None)
 

@@ -1,1 +1,1 @@
-"""From a recording to the activation checkpointing problem: what can be recomputed, what it frees and costs."""
+"""Builds the activation checkpointing problem of a recording: what can be recomputed, what that frees and costs."""

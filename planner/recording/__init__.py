@@ -1,1 +1,1 @@
-"""From a running training step to a `StepGraph`."""
+"""Records a running training step as a `StepGraph`."""

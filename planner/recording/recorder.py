@@ -52,7 +52,7 @@ from planner.virtual_gpu.data_dependence import DataDependence
 from planner.virtual_gpu.data_dependent_ops import run_data_dependent_op
 from planner.virtual_gpu.in_place import InPlaceRule
 from planner.virtual_gpu.kernels import KERNELS
-from planner.virtual_gpu.shadow_values import nested_tensors
+from planner.virtual_gpu.shadow_ops import nested_tensors
 from planner.virtual_gpu.source_lines import source_line
 from planner.workspaces import has_formula
 

@@ -1,1 +1,1 @@
-"""Choosing, on numbers alone: nothing in here knows of torch."""
+"""Chooses units by an integer program, on numbers alone: nothing in this package imports torch."""

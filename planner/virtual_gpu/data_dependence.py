@@ -21,7 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from planner.errors import RehearsalError
 from planner.virtual_gpu import backend
 from planner.virtual_gpu.assertion_checks import assertion_outcome
-from planner.virtual_gpu.shadow_values import ASSUMED_FINITE, ShadowValues
+from planner.virtual_gpu.shadow_ops import ASSUMED_FINITE
+from planner.virtual_gpu.shadow_values import ShadowValues
 from planner.virtual_gpu.source_lines import frames, source_line
 
 ASSUMED_CHECKS = "every check on tensor values (assert, or `if ...: raise`) passes"

@@ -18,11 +18,33 @@ unknown. To forget is always safe; the model gets a refusal if it asks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from planner.virtual_gpu.shadow_ops import (
+    ASSUMED_CHOICES,
+    ASSUMED_DRAWS,
+    ASSUMED_FINITE,
+    ASSUMED_LABELS,
+    ASSUMED_MASK,
+    ASSUMED_RANDOM,
+    CHOICES,
+    CONSTANT_ARGUMENTS,
+    CONSTANTS,
+    DRAWS,
+    PICKS,
+    RANDOM,
+    UNINITIALISED,
+    covers_its_storage,
+    is_elementwise,
+    nested_tensors,
+    on_host,
+)
+
+_aten = torch.ops.aten
 
 MOST_ELEMENTS = 2**16
 """Maximum number of elements of a tensor whose values are all computed."""
@@ -30,46 +52,6 @@ MOST_FLOATS = 16
 """Maximum number of elements of a floating point tensor on the card whose values are all computed."""
 _MOST_BYTES = 8 * MOST_ELEMENTS
 """Maximum size of a shadow in bytes."""
-
-ASSUMED_RANDOM = "random numbers that the code branches on are all 0.5"
-ASSUMED_DRAWS = "randperm, multinomial and randint return their possible values in ascending order"
-ASSUMED_FINITE = "all values are finite"
-ASSUMED_CHOICES = (
-    "positions chosen by value (topk, argmax) are spread evenly, as for experts that receive equal numbers of tokens"
-)
-
-ASSUMED_MASK = "all masks of the batch are true everywhere, so that sequences have full length"
-ASSUMED_LABELS = "no label of the batch is ignored"
-
-_aten = torch.ops.aten
-
-# The sets below decide how the shadow of a result is found. All ops in none of them run on the shadows themselves.
-_RANDOM = {_aten.rand.default, _aten.rand_like.default, _aten.uniform.default, _aten.uniform_.default}
-_DRAWS = {_aten.randperm.default, _aten.multinomial.default, _aten.randint.default, _aten.randint.low}
-_CHOICES = {_aten.topk.default: 1, _aten.argmax.default: 0, _aten.max.dim: 1}
-"""Ops that choose positions along a dimension by value, with the index of the result that holds the positions."""
-_CONSTANTS = {
-    _aten.zeros: 0,
-    _aten.zeros_like: 0,
-    _aten.new_zeros: 0,
-    _aten.zero_: 0,
-    _aten.ones: 1,
-    _aten.ones_like: 1,
-    _aten.new_ones: 1,
-    _aten.full: None,
-    _aten.full_like: None,
-    _aten.new_full: None,
-    _aten.fill_: None,
-}
-"""Ops whose result has the same value everywhere. None: the value is one of the `_CONSTANT_ARGUMENTS`."""
-_CONSTANT_ARGUMENTS = ("fill_value", "value")
-_UNINITIALISED = {_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default}
-_UNINITIALISED |= {_aten.new_empty.default, _aten.new_empty_strided.default}
-_ELEMENTWISE = {_aten._to_copy.default, _aten.clone.default, _aten.rsub.Scalar, _aten.floor_divide.default}
-"""Elementwise ops that lack the tag `pointwise`."""
-_PICKS = {_aten.index.Tensor, _aten.index_select.default, _aten.gather.default, _aten.repeat.default}
-_PICKS |= {_aten.upsample_nearest1d.default, _aten.upsample_nearest2d.default, _aten.flip.default, _aten.roll.default}
-"""Ops whose result consists of elements of their first argument."""
 
 
 class _ShadowValue:
@@ -137,7 +119,7 @@ class ShadowValues:
             return
         with unset_fake_temporarily():
             first = real.as_strided((), ())
-            if _covers_its_storage(tensor) and bool((real == first).all()):
+            if covers_its_storage(tensor) and bool((real == first).all()):
                 shadow = _ShadowValue(value=first.clone(), assumed=assumed)
             else:
                 shadow = _ShadowValue(storage=torch.UntypedStorage(untyped.nbytes()), assumed=assumed)
@@ -172,20 +154,20 @@ class ShadowValues:
             out: Result of the op on the fake tensors.
             written: Arguments that the op changes in place.
         """
-        if op in _UNINITIALISED:
+        if op in UNINITIALISED:
             return
         # The order matters: a constant is known whatever its arguments are, and a random result is unknown even if they
         # are known. Only then is an op run on the values of its arguments.
         results = [tensor for tensor in nested_tensors(out) if tensor.layout is torch.strided]
-        if op.overloadpacket in _CONSTANTS and self._follow_constant(op, args, kwargs, results):
+        if op.overloadpacket in CONSTANTS and self._follow_constant(op, args, kwargs, results):
             return
-        if op in _RANDOM:
+        if op in RANDOM:
             self._follow_random(results)
-        elif op in _DRAWS:
+        elif op in DRAWS:
             self._follow_draw(results[0], *self._draws_from(op, args))
         elif torch.Tag.nondeterministic_seeded in op.tags:
             self._forget_all(written)
-        elif op in _CHOICES and args[0] not in self and args[0].is_floating_point():
+        elif op in CHOICES and args[0] not in self and args[0].is_floating_point():
             self._follow_choice(op, args, kwargs, out)
         elif op is _aten.isnan.default and args[0] not in self:
             self.assume(results[0], False, ASSUMED_FINITE)
@@ -217,13 +199,13 @@ class ShadowValues:
         # From cheap to dear: the first three cases need one element, however large the tensors are.
         if targets:
             self._run_in_place(op, args, kwargs, targets, assumed, overwrites)
-        elif op in _PICKS and shadows and shadows[0].value is not None and isinstance(args[0], FakeTensor):
+        elif op in PICKS and shadows and shadows[0].value is not None and isinstance(args[0], FakeTensor):
             self._put(results[0], _ShadowValue(value=shadows[0].value, assumed=assumed))
         elif op is _aten.cat.default and (common := _common_value(shadows)) is not None:
             with unset_fake_temporarily():
                 value = common.to(results[0].dtype)
             self._put(results[0], _ShadowValue(value=value, assumed=assumed))
-        elif shadows and _is_elementwise(op) and all(shadow.value is not None for shadow in shadows):
+        elif shadows and is_elementwise(op) and all(shadow.value is not None for shadow in shadows):
             value = _computed(op, self._one_element(args), self._one_element(kwargs))
             if value is not None:
                 with unset_fake_temporarily():
@@ -239,7 +221,7 @@ class ShadowValues:
     ) -> None:
         """Runs an in-place op on the shadows of its targets, which are first expanded to all their bytes."""
         for target in targets:
-            shadow = self._shadow(target) or (_ShadowValue() if overwrites and _covers_its_storage(target) else None)
+            shadow = self._shadow(target) or (_ShadowValue() if overwrites and covers_its_storage(target) else None)
             if shadow is None or target.untyped_storage().nbytes() > _MOST_BYTES:
                 self._forget_all(targets)
                 return
@@ -261,12 +243,12 @@ class ShadowValues:
 
     def _follow_constant(self, op: Any, args: tuple, kwargs: dict, results: list[torch.Tensor]) -> bool:
         """Gives the result of a constant op a shadow. Returns False if it does not fill a whole storage."""
-        value = _CONSTANTS[op.overloadpacket]
+        value = CONSTANTS[op.overloadpacket]
         if value is None:
             names = [argument.name for argument in op._schema.arguments]
-            position = next(names.index(name) for name in _CONSTANT_ARGUMENTS if name in names)
+            position = next(names.index(name) for name in CONSTANT_ARGUMENTS if name in names)
             value = args[position] if position < len(args) else kwargs[names[position]]
-        if isinstance(value, torch.Tensor) or not results or not _covers_its_storage(results[0]):
+        if isinstance(value, torch.Tensor) or not results or not covers_its_storage(results[0]):
             return False
         with unset_fake_temporarily():
             self._put(results[0], _ShadowValue(value=torch.tensor(value, dtype=results[0].dtype)))
@@ -297,7 +279,7 @@ class ShadowValues:
 
     def _follow_choice(self, op: Any, args: tuple, kwargs: dict, out: Any) -> None:
         """Assumes that positions chosen by value cycle through the dimension, so that each is chosen equally often."""
-        positions = out[_CHOICES[op]] if isinstance(out, (tuple, list)) else out
+        positions = out[CHOICES[op]] if isinstance(out, (tuple, list)) else out
         argument = {name.name: number for number, name in enumerate(op._schema.arguments)}["dim"]
         dim = kwargs.get("dim", args[argument] if len(args) > argument else (-1 if op is _aten.topk.default else None))
         if dim is None or not args[0].dim() or positions.numel() > MOST_ELEMENTS:
@@ -397,7 +379,7 @@ def _computed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     """
     with unset_fake_temporarily():
         try:
-            out = op(*args, **_on_host(kwargs))
+            out = op(*args, **on_host(kwargs))
         except (NotImplementedError, RuntimeError, IndexError):
             return None
     return () if out is None else out
@@ -415,30 +397,3 @@ def _union(shadows: Iterable[_ShadowValue]) -> frozenset[str]:
     """Returns the assumptions of all shadows together."""
     assumed: frozenset[str] = frozenset()
     return assumed.union(*(shadow.assumed for shadow in shadows))
-
-
-def _is_elementwise(op: torch._ops.OpOverload) -> bool:
-    """True if each element of the result depends on the elements at one position alone."""
-    return torch.Tag.pointwise in op.tags or op in _ELEMENTWISE
-
-
-def _covers_its_storage(tensor: torch.Tensor) -> bool:
-    """True if the tensor's elements are all elements of its storage."""
-    return tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
-
-
-def _on_host(kwargs: dict) -> dict:
-    """Returns keyword arguments with the CPU as the device."""
-    return {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
-
-
-def nested_tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yields the tensors in nested lists, tuples and dicts, in order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from nested_tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from nested_tensors(item)

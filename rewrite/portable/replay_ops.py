@@ -1,4 +1,4 @@
-"""Facts about ops, and references to their tensors, that let an op run again. Part of the text of `replay_tape.py`.
+"""Recorded ops, facts about them, and references to their tensors: what lets an op run again (see `replay_tape.py`).
 
 A tensor is referred to by its storage and its layout in it (`StorageView`), since in-place ops and views make many
 tensors share one storage: what an op reads, writes and creates is a set of storages.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from typing import NamedTuple
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -145,3 +146,42 @@ def map_args(kind, function, values):
     if isinstance(values, dict):
         return {name: map_args(kind, function, value) for name, value in values.items()}
     return values
+
+
+class TapeEntry(NamedTuple):
+    """A recorded op. In its arguments each tensor is replaced by a `StorageView`; the rest are storage numbers."""
+
+    op: object
+    args: list
+    kwargs: dict
+    outputs: list  # of the tensors that it returned, in their order
+    read: set
+    created: set
+    changed: set  # created or written to
+    random: object  # how to restore the random numbers that it drew; None if it draws none
+
+    def run_again(self, values):
+        """Return the storages that the op creates or writes to. Running statistics are not updated a second time."""
+        args, kwargs = map_args(StorageView, lambda view: view.of(values[view.key]), [self.args, self.kwargs])
+        for number in traits_of(self.op)[-1][:-1]:
+            args[number] = None if args[number] is None else args[number].clone()
+        with contextlib.nullcontext() if self.random is None else rng_state_restored(*self.random):
+            result = self.op(*args, **kwargs)
+        pairs = zip(self.outputs, tensors_in(result), strict=True)
+        return {key: without_bits(tensor) for key, tensor in pairs if key in self.changed}
+
+
+class DeferredTensor:
+    """Stands in for a saved tensor until backward asks for it."""
+
+    def __init__(self, segment, part, view, writes):
+        self.segment, self.part, self.view, self.writes = segment, part, view, writes
+
+    def tensor(self):
+        return self.segment.value(self)
+
+    def __del__(self):
+        wanted = self.segment.wanted[self.part]
+        wanted[self.view.key] -= 1
+        if not wanted[self.view.key]:  # no node can ask for this storage any more: do not recompute it
+            del wanted[self.view.key]

@@ -39,7 +39,6 @@ import functools
 import itertools
 from bisect import bisect
 from collections import Counter
-from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -48,14 +47,15 @@ from torch.utils._pytree import tree_leaves
 
 from planner.rewrite.portable.module_forward import detached
 from planner.rewrite.portable.replay_ops import (
+    DeferredTensor,
     KeptTensor,
     StorageView,
+    TapeEntry,
     copy_of,
     key_of,
     map_args,
     random_numbers,
     refuse_change,
-    rng_state_restored,
     tensors_in,
     traits_of,
     version_of,
@@ -374,42 +374,3 @@ def leading_to(wanted, ops):
             needed |= entry.read
             chosen.append(entry)
     return chosen[::-1], needed
-
-
-class TapeEntry(NamedTuple):
-    """A recorded op. In its arguments each tensor is replaced by a `StorageView`; the rest are storage numbers."""
-
-    op: object
-    args: list
-    kwargs: dict
-    outputs: list  # of the tensors that it returned, in their order
-    read: set
-    created: set
-    changed: set  # created or written to
-    random: object  # how to restore the random numbers that it drew; None if it draws none
-
-    def run_again(self, values):
-        """Return the storages that the op creates or writes to. Running statistics are not updated a second time."""
-        args, kwargs = map_args(StorageView, lambda view: view.of(values[view.key]), [self.args, self.kwargs])
-        for number in traits_of(self.op)[-1][:-1]:
-            args[number] = None if args[number] is None else args[number].clone()
-        with contextlib.nullcontext() if self.random is None else rng_state_restored(*self.random):
-            result = self.op(*args, **kwargs)
-        pairs = zip(self.outputs, tensors_in(result), strict=True)
-        return {key: without_bits(tensor) for key, tensor in pairs if key in self.changed}
-
-
-class DeferredTensor:
-    """Stands in for a saved tensor until backward asks for it."""
-
-    def __init__(self, segment, part, view, writes):
-        self.segment, self.part, self.view, self.writes = segment, part, view, writes
-
-    def tensor(self):
-        return self.segment.value(self)
-
-    def __del__(self):
-        wanted = self.segment.wanted[self.part]
-        wanted[self.view.key] -= 1
-        if not wanted[self.view.key]:  # no node can ask for this storage any more: do not recompute it
-            del wanted[self.view.key]

@@ -1,4 +1,4 @@
-"""Optimizer: AdamW with its state in 8 bits (bitsandbytes).
+"""8-bit optimizer: AdamW with its state in 8 bits (bitsandbytes).
 
 Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021. As in transformers' Trainer, embeddings keep 32-bit
 state; bitsandbytes itself keeps 32-bit state for tensors of fewer than 4096 elements.

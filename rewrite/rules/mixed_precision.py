@@ -1,4 +1,4 @@
-"""Precision: run forward and loss under autocast, with fp32 master weights and a gradient scaler for fp16."""
+"""Mixed precision: run forward and loss under autocast, with fp32 master weights and a gradient scaler for fp16."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ three points:
 - It skips tensors whose copy would free nothing on the device: parameters, buffers, small tensors, and the inputs,
   which the caller holds.
 - It copies each storage once in each version, however many ops save a view of it, and backward copies it back once.
-- For a module that is recomputed in backward (`checkpoint`, `replay`), it offloads the inputs only: nothing else is
-  kept of it.
+- For a module that is recomputed in backward (`checkpoint`, `segment_checkpoint`), it offloads the inputs only:
+  nothing else is kept of it.
 
 Copies run on the stream of the step, so they do not overlap with computation. In return, no synchronisation is needed:
 memory can be reused at once, and what is copied is what was computed. The numbers come back bit for bit. Tensors of
@@ -108,7 +108,7 @@ class HostCopy:
         self.views, self.pending = 0, 0  # saved tensors in this storage, and those that backward has yet to ask for
         size = tensor.untyped_storage().nbytes()
         self.host = torch.empty(size, dtype=torch.uint8, pin_memory=tensor.is_cuda)
-        with torch.no_grad():  # only views on the device: a tape of `replay` counts ops that create or change tensors
+        with torch.no_grad():  # only views on the device: a `Tape` around this counts ops that create or change tensors
             whole = without_bits(tensor).as_strided((1,), (1,), 0).view(torch.uint8).as_strided((size,), (1,), 0)
             self.host.copy_(whole, non_blocking=True)
 

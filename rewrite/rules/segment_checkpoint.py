@@ -1,9 +1,9 @@
-"""Replay: recompute segments of a long forward op by op in backward, keeping only the tensors they start from.
+"""Segment checkpoint: recompute segments of a long forward op by op, keeping only the tensors they start from.
 
-Activation checkpointing recomputes a module call, so it cannot divide what one module does in a single forward. Replay
-can: a dispatch mode records the ops of each segment, and when backward asks for the first tensor that was saved there,
-the ops that lead to saved tensors run again, on the same values, with the same random numbers, below autograd and
-autocast. Nothing is traced beforehand: the forward may depend on anything, and its Python code runs once.
+Activation checkpointing recomputes a module call, so it cannot divide what one module does in a single forward. This
+rule can: a dispatch mode records the ops of each segment, and when backward asks for the first tensor that was saved
+there, the ops that lead to saved tensors run again (a replay), on the same values, with the same random numbers, below
+autograd and autocast. Nothing is traced beforehand: the forward may depend on anything, and its Python code runs once.
 
 The mechanism, its limits and how it differs from selective activation checkpointing are described in
 `rewrite/portable/replay_tape.py`. It is rematerialization from a tape (Griewank, Achieving logarithmic growth of
@@ -44,12 +44,12 @@ def segment_checkpoint_source(plan: Plan, decision: Replay) -> EmittedCode:
         replay_tape.Segment,
         replay_tape.halves,
         replay_tape.leading_to,
-        replay_tape.TapeEntry,
+        replay_ops.TapeEntry,
         replay_ops.traits_of,
         replay_ops.random_numbers,
         replay_ops.rng_state_restored,
         replay_ops.StorageView,
-        replay_tape.DeferredTensor,
+        replay_ops.DeferredTensor,
         replay_ops.KeptTensor,
         replay_ops.refuse_change,
         replay_ops.key_of,

@@ -121,9 +121,9 @@ def micro_batches(plan: Plan) -> tuple[int, int]:
     if count > 2 * planned:
         whole = planned * size
         raise DecisionError(
-            f"accumulation plans {planned} micro-batches of {size} for a batch of {samples}, and the Trainer's "
-            f"micro-batches all have the same size: plan for a batch of {whole}, or use rewrite.apply, whose last one "
-            "may be smaller"
+            f"accumulation plans {planned} micro-batches of {size} samples for a batch of {samples}, and the "
+            f"Trainer's micro-batches all have the same size: plan for a batch of {whole}, or use rewrite.apply, whose "
+            "last one may be smaller"
         )
     return samples // count, count
 

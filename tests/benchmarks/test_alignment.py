@@ -1,4 +1,4 @@
-"""The alignment of streams: never worse than the best one there is, and never out of order."""
+"""The alignment of streams has the fewest differences possible, and keeps the order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STREAMS = st.lists(st.sampled_from([512, -512, 1024, -1024, 2048]), max_size=14)
 
 
 def most_in_common(one: list[int], other: list[int]) -> int:
-    """Length of the longest common subsequence, by the table that everyone knows."""
+    """Returns the length of the longest common subsequence, by dynamic programming."""
     table = [[0] * (len(other) + 1) for _ in range(len(one) + 1)]
     for i, a in enumerate(one):
         for j, b in enumerate(other):
@@ -63,7 +63,7 @@ def test_small_insertions_into_layers_that_are_alike_are_all_that_differs():
 @settings(deadline=None, max_examples=200)
 @given(recorded=STREAMS, rehearsed=STREAMS, most=st.integers(1, 4))
 def test_streams_with_little_in_common_are_aligned_in_pieces(recorded, rehearsed, most):
-    """Not always the best alignment then, but a right one."""
+    """Such an alignment is valid, but not always the best."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(alignment, "MOST_DIFFERENCES", most)
         differences_turn_one_into_the_other(recorded, rehearsed)

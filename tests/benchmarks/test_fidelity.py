@@ -1,4 +1,4 @@
-"""Measuring without a card: everything but the CUDA calls."""
+"""The measurements on a card, tested without one: everything except the CUDA calls."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tiny():
 
 
 def recorded_as(prediction) -> tuple[list[int], list[int]]:
-    """The rehearsed stream as if a card had recorded it, with the ends of the set-up and of the steps."""
+    """Returns the rehearsed stream as if a card had recorded it, with the ends of the set-up and of the steps."""
     return list(prediction.sizes), [5, prediction.second_step_event, len(prediction.sizes)]
 
 
@@ -126,7 +126,7 @@ def test_where_micro_batches_are_left_out_of_the_rehearsal_the_streams_are_not_c
 
 def test_what_the_measuring_process_said_last_is_the_error(fake_measurements, tmp_path):
     broken = dataclasses.replace(TINY["tiny"], name="broken")
-    with pytest.raises(run_case.MeasurementError, match="CUDA error: made up"):
+    with pytest.raises(run_case.MeasurementError, match="CUDA error: simulated"):
         run_case.run(broken, H100, lock=tmp_path / "lock", predict_only=False)
 
 

@@ -1,4 +1,4 @@
-"""What ops take, op by op: reading the allocator's events, and programs that run anywhere but for their figures."""
+"""The blocks of each op: reading the allocator's events, and running the programs on the CPU and the meta device."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_formula_is_right_if_its_blocks_are_the_measured_ones_rounded():
 
 
 def test_events_around_an_op_are_its_own():
-    """Made-up events: every op seems to take its result and one block of scratch memory."""
+    """The events are invented: every op seems to take its result and one block of scratch memory."""
     events: list = []
 
     def program(device: str) -> torch.Tensor:

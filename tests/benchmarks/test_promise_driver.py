@@ -1,4 +1,4 @@
-"""The promise driver, with plans and runs that are made up: what its rows say, and what it does only once."""
+"""The promise driver with invented plans and runs: the contents of its rows, and the work that it does only once."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_budget_that_holds_no_plan_is_an_answer_and_nothing_is_trained(plan, s
 
     (row,), asked = rows(plan, settings, train, [(CASES["gpt2"], "35%")], fits=lambda budget: False)
     assert row["error"] is None and row["kept"] is None and asked == [("gpt2", "35%")]
-    assert "0 of 0 promises kept; 1 budgets hold no plan" in drawn([row])
+    assert "0 of 0 promises kept; no plan fits 1 of the budgets" in drawn([row])
 
 
 def test_nothing_is_begun_when_time_is_up(plan, settings):

@@ -1,4 +1,4 @@
-"""The speed driver: how it looks for the largest micro-batch, what its rows say, and that each way really trains."""
+"""The speed driver: its search for the largest micro-batch, its rows, and a real step of each method."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def run(tmp_path, way: str, micro_batch: int, cap_bytes: int | None = None):
 
 
 def test_each_way_trains_the_same_and_checkpoints_or_micro_batches_take_less(tmp_path):
-    plain = run(tmp_path, "as it is", 512)
+    plain = run(tmp_path, "baseline", 512)
     checkpointed = run(tmp_path, "gradient checkpointing", 512)
-    halves = run(tmp_path, "as it is", 200)
+    halves = run(tmp_path, "baseline", 200)
     assert (
         plain["allocated_bytes"] > checkpointed["allocated_bytes"]
         and plain["allocated_bytes"] > halves["allocated_bytes"]
@@ -61,7 +61,7 @@ def test_each_way_trains_the_same_and_checkpoints_or_micro_batches_take_less(tmp
 
 
 def test_running_out_of_memory_is_an_answer(tmp_path):
-    assert "made up: tried to allocate" in run(tmp_path, "as it is", 512, cap_bytes=100)["out_of_memory"]
+    assert "made up: tried to allocate" in run(tmp_path, "baseline", 512, cap_bytes=100)["out_of_memory"]
 
 
 def test_the_blocks_of_a_model_without_a_switch_are_found():
@@ -86,15 +86,15 @@ def survives(most: int):
 
 def test_the_largest_micro_batch_that_survives_is_looked_for_from_above():
     case = CASES["roberta_84m"]
-    found = speed.largest_that_survives(case, "as it is", 1, survives(20))
+    found = speed.largest_that_fits(case, "baseline", 1, survives(20))
     assert found["micro_batch"] == 16 and found["ran_out_at"] == [64, 32] and found["step_ms"] == 10.0
-    none = speed.largest_that_survives(case, "as it is", 1, survives(0))
+    none = speed.largest_that_fits(case, "baseline", 1, survives(0))
     assert none["step_ms"] is None and none["ran_out_at"][-1] == 1
 
 
 def test_halves_of_an_odd_batch_are_rounded_up():
     case = dataclasses.replace(CASES["roberta_84m"], batch_size=25)
-    found = speed.largest_that_survives(case, "as it is", 1, survives(6))
+    found = speed.largest_that_fits(case, "baseline", 1, survives(6))
     assert found["micro_batch"] == 4 and found["ran_out_at"] == [25, 13, 7]
 
 
@@ -105,7 +105,7 @@ def test_the_allocator_gets_the_cap_less_the_context(tmp_path):
         asked.append(cap_bytes)
         return {"step_ms": 10.0}
 
-    wanted = [one for one in speed.asked(["unet"]) if one.way == "as it is"]
+    wanted = [one for one in speed.asked(["unet"]) if one.way == "baseline"]
     list(speed.run_all(wanted, settings(tmp_path), 1 << 29, None, run_peer))
     assert asked == [(3 << 30) - (1 << 29)]
 
@@ -123,5 +123,5 @@ def test_a_table_says_how_much_slower_each_way_is(tmp_path):
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(speed.table(rows))
     text = console.export_text()
-    assert "10.0 (1.25), 8 a micro-batch" in text and "out of memory" in text and "failed" in text
+    assert "10.0 (1.25), micro-batch 8" in text and "out of memory" in text and "failed" in text
     assert rows[1]["error"] == "the driver is gone" and all(row["torch"] == "2" for row in rows)

@@ -1,4 +1,4 @@
-"""What the ledger says of the model of time."""
+"""The check of the time model on the rows of the ledger."""
 
 from __future__ import annotations
 

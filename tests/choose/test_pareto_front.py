@@ -161,11 +161,11 @@ def run(*arguments: str, capsys) -> tuple[int, str, str]:
 def test_the_command_prints_a_row_a_plan_and_draws_it(folder, capsys):
     code, text, _ = run("--tradeoff", "--vram", "2MiB", "--svg", "front.svg", capsys=capsys)
     assert code == 0
-    for words in ("memory against step time", "as it is", "fits:", "the fastest inside 2.0 MiB"):
+    for words in ("Memory against step time", "baseline", "fits:", "the fastest plan inside 2.0 MiB"):
         assert words in " ".join(text.split())
     root = xml.parse(folder / "front.svg").getroot()
     words = [element.text for element in root.iter(f"{SVG}text")]
-    assert {"as it is", "budget 2.0 MiB", "predicted step time (ms)"} <= set(words)
+    assert {"baseline", "budget 2.0 MiB", "predicted step time (ms)"} <= set(words)
     assert "total memory of the process (MiB)" in words
     width, height = float(root.get("width")), float(root.get("height"))
     for circle in root.iter(f"{SVG}circle"):
@@ -185,16 +185,16 @@ def test_json_holds_plans_that_can_be_loaded_and_which_of_them_fits(folder, caps
 def test_a_budget_below_the_smallest_plan_exits_with_one(folder, capsys):
     code, text, _ = run("--tradeoff", "--vram", "100KiB", capsys=capsys)
     assert code == 1
-    assert "none fits in 100.0 KiB" in text
+    assert "the budget is 100.0 KiB" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (("--tradeoff", "--emit", "step.py"), "--emit does not go with --tradeoff"),
-        (("--svg", "front.svg"), "--svg goes with --tradeoff alone"),
-        (("--seconds", "3"), "--seconds goes with --tradeoff alone"),
-        (("--tradeoff", "--seconds", "0"), "'0' is no number above 0"),
+        (("--svg", "front.svg"), "--svg works only with --tradeoff"),
+        (("--seconds", "3"), "--seconds works only with --tradeoff"),
+        (("--tradeoff", "--seconds", "0"), "'0' is not a number above 0"),
         (("--tradeoff", "--smallest-card"), "not allowed with"),
         (("--tradeoff", "--svg", "net.py"), "'net.py' exists and is not a picture"),
     ],

@@ -1,4 +1,4 @@
-"""The command as people call it: output, files, exit codes, and what bad input gets."""
+"""The command as users call it: output, files, exit codes, and messages for bad input."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from planner.cli import main
+from planner.plan_types.decisions import KINDS
 from planner.plan_types.plan import Plan
 from tests.support.workloads import EXAMPLES
 
@@ -66,10 +67,10 @@ def run(*arguments: str, capsys) -> tuple[int, dict | str, str]:
     return code, json.loads(captured.out) if "--json" in arguments else captured.out, captured.err
 
 
-def test_a_model_that_fits_exits_with_zero_and_tells_both_peaks_and_the_plan(folder, capsys):
+def test_a_model_that_fits_exits_with_zero_and_shows_both_peaks_and_the_plan(folder, capsys):
     code, text, _ = run("net.py:build", "--vram", "1GiB", "--gpu", "rtx-3090", "--batch-size", "8192", capsys=capsys)
     assert code == 0
-    for words in ("as it is", "activations", "CUDA context", "total", "fits:", "certified by rehearsal", "1.00 GiB"):
+    for words in ("baseline", "activations", "CUDA context", "total", "fits:", "certified by rehearsal", "1.00 GiB"):
         assert words in " ".join(text.split())
 
 
@@ -98,7 +99,7 @@ def test_the_batch_size_is_the_one_asked_for(folder, capsys):
     assert large["baseline"]["breakdown"]["activations"] == 2 * small["baseline"]["breakdown"]["activations"]
 
 
-def test_when_nothing_fits_the_shortfall_and_the_binding_term_are_told_and_the_exit_code_is_one(folder, capsys):
+def test_when_nothing_fits_the_shortfall_and_the_binding_term_are_reported_and_the_exit_code_is_one(folder, capsys):
     arguments = ("--vram", "300KiB", "--gpu", "bare", "--fidelity", "exact", "--json")
     code, data, _ = run("net.py:build", *arguments, capsys=capsys)
     assert code == 1
@@ -183,12 +184,12 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_gets_one_clear_line_exit_code_two_and_nothing_written(folder, capsys, case):
-    arguments, told = BAD[case]
+    arguments, message = BAD[case]
     before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     code, data, stderr = run(*arguments, "--json", capsys=capsys)
     assert code == 2
     assert data["fits"] is None
-    assert told in data["error"]["message"]
+    assert message in data["error"]["message"]
     assert stderr.rstrip().splitlines()[-1] == f"plan: {data['error']['message']}"
     assert "\n" not in data["error"]["message"]
     assert {path: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
@@ -200,6 +201,25 @@ def test_a_plan_for_a_model_that_changed_since_is_refused(folder, capsys):
     code, data, _ = run("p.json", "--json", capsys=capsys)
     assert code == 2
     assert "make the plan again" in data["error"]["message"]
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "110"])
+def test_the_help_groups_the_options_and_breaks_no_name_in_the_middle(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    for group in ("model", "budget and card", "techniques", "questions", "outputs", "examples"):
+        assert any(line.startswith(group) for line in text.splitlines()), group
+    for kind in KINDS:
+        assert kind in text, f"{kind} is cut by the end of a line"
+
+
+def test_an_accumulating_loop_is_the_same_as_gradients_alive(folder, capsys):
+    arguments = ("net.py:build", "--gpu", "bare", "--json")
+    plans = [run(*arguments, name, capsys=capsys)[1] for name in ("--accumulating-loop", "--gradients-alive")]
+    assert plans[0]["workload"]["gradients_alive"] is True
+    assert plans[0]["workload"] == plans[1]["workload"] and plans[0]["baseline"] == plans[1]["baseline"]
 
 
 def test_the_command_is_installed_under_its_name():

@@ -1,4 +1,4 @@
-"""Whatever goes wrong, the command says it on one line, exits with 2, and prints at most one JSON object."""
+"""On every error the command prints one line, exits with 2, and prints at most one JSON object."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def refused(*arguments: str, capsys) -> str:
-    """The message of a refusal, with and without `--json`."""
+    """Returns the message of a refusal, which is the same with and without `--json`."""
     assert main(list(arguments)) == 2
     plain = capsys.readouterr()
     assert plain.out == ""
@@ -122,34 +122,36 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_the_users_code_does_is_told_on_one_line_with_exit_code_two(folder, capsys, name):
+def test_what_the_users_code_does_is_reported_on_one_line_with_exit_code_two(folder, capsys, name):
     assert FAULTS[name] in refused(f"net.py:{name}", capsys=capsys)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("import sys\nsys.exit(0)", "called sys.exit(0)"),
         ("import no_such_library", "ModuleNotFoundError: No module named 'no_such_library'"),
         ("def build(:", "SyntaxError"),
     ],
 )
-def test_a_file_that_cannot_be_imported_is_told_on_one_line(folder, capsys, text, told):
+def test_a_file_that_cannot_be_imported_is_reported_on_one_line(folder, capsys, text, message):
     (folder / "bad.py").write_text(text)
-    assert told in refused("bad.py:build", capsys=capsys)
+    assert message in refused("bad.py:build", capsys=capsys)
 
 
-def test_an_unexpected_fault_of_ours_is_told_on_one_line_below_its_traceback(folder, capsys, monkeypatch):
+def test_an_unexpected_fault_of_ours_is_reported_on_one_line_below_its_traceback(folder, capsys, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("first line\nsecond line")
 
     monkeypatch.setattr(pipeline, "plan_workload", broken)
     assert main(["net.py:build", "--json"]) == 2
     captured = capsys.readouterr()
-    told = "RuntimeError: first line second line; this is a fault of the planner, please report it with the text above"
-    assert json.loads(captured.out)["error"] == {"type": "PlannerError", "message": told}
+    message = (
+        "RuntimeError: first line second line; this is a fault of the planner, please report it with the text above"
+    )
+    assert json.loads(captured.out)["error"] == {"type": "PlannerError", "message": message}
     assert captured.err.startswith("Traceback")
-    assert captured.err.rstrip().splitlines()[-1] == f"plan: {told}"
+    assert captured.err.rstrip().splitlines()[-1] == f"plan: {message}"
 
 
 def test_with_json_standard_output_is_one_object_whoever_else_prints(folder):
@@ -163,13 +165,13 @@ def test_with_json_standard_output_is_one_object_whoever_else_prints(folder):
         assert f"from {place}" in ran.stderr
 
 
-@pytest.mark.parametrize(("option", "told"), [("--help", "usage: plan"), ("--version", "plan ")])
-def test_help_and_version_are_no_errors_even_with_json(option, told, capsys):
+@pytest.mark.parametrize(("option", "message"), [("--help", "usage: plan"), ("--version", "plan ")])
+def test_help_and_version_are_no_errors_even_with_json(option, message, capsys):
     with pytest.raises(SystemExit) as left:
         main([option, "--json"])
     assert left.value.code == 0
     captured = capsys.readouterr()
-    assert captured.out.startswith(told)
+    assert captured.out.startswith(message)
     assert '"error"' not in captured.out
     assert captured.err == ""
 
@@ -283,10 +285,10 @@ EDITED = {
 
 @pytest.mark.parametrize("case", EDITED)
 def test_a_saved_plan_that_was_edited_until_it_contradicts_itself_is_refused(folder, capsys, saved, case):
-    (*path, last), value, told = EDITED[case]
+    (*path, last), value, message = EDITED[case]
     data = place = copy.deepcopy(saved)
     for step in path:
         place = place[step]
     place[last] = value
     (folder / "p.json").write_text(json.dumps(data))
-    assert told in refused("p.json", capsys=capsys)
+    assert message in refused("p.json", capsys=capsys)

@@ -1,4 +1,4 @@
-"""Questions beside 'what fits this budget': only these techniques, how slow, how large a batch, which card."""
+"""Questions other than the plan for a budget: only these techniques, how slow, how large a batch, which card."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_only_forbids_everything_else(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"only": "checkpoint", "forbid": "checkpoint"}, "'checkpoint' is forbidden, and among those"),
         ({"only": "checkpoint", "force": "accumulation"}, "'accumulation' is forced and forbidden"),
@@ -83,8 +83,8 @@ def test_only_forbids_everything_else(folder, capsys):
         ({"max_slowdown": -1.0}, "slowdown of at most -1.0 is impossible"),
     ],
 )
-def test_rules_that_contradict_each_other_are_refused(options, told):
-    with pytest.raises(DecisionError, match=told):
+def test_rules_that_contradict_each_other_are_refused(options, message):
+    with pytest.raises(DecisionError, match=message):
         planned(vram="1GiB", **options)
 
 
@@ -116,17 +116,17 @@ def test_the_largest_batch_fits_and_one_sample_more_does_not(folder, capsys):
     arguments = ("--gpu", "bare", "--vram", "1MiB", "--fidelity", "exact")
     code, data = run(*arguments, "--largest-batch", capsys=capsys)
     samples = data["workload"]["batch_size"]
-    told = data["notes"][0]
+    note = data["notes"][0]
     assert code == 0 and data["fits"]
-    assert told.startswith(f"largest batch without accumulation: {samples:,} samples fit")
-    above = int(told.split(", ")[1].split()[0].replace(",", ""))
+    assert note.startswith(f"largest batch without accumulation: {samples:,} samples fit")
+    above = int(note.split(", ")[1].split()[0].replace(",", ""))
     assert samples < above <= samples + 1 + samples // 64
     alone = ("--forbid", "accumulation")
     assert run(*arguments, *alone, "--batch-size", str(samples), capsys=capsys)[0] == 0
     assert run(*arguments, *alone, "--batch-size", str(above), capsys=capsys)[0] == 1
 
 
-def test_where_no_sample_fits_the_shortfall_of_a_single_one_is_told(folder, capsys):
+def test_where_no_sample_fits_the_shortfall_of_a_single_one_is_reported(folder, capsys):
     code, data = run("--gpu", "bare", "--vram", "300KiB", "--fidelity", "exact", "--largest-batch", capsys=capsys)
     assert (code, data["workload"]["batch_size"]) == (1, 1)
     assert data["shortfall"]["missing_bytes"] > 0
@@ -227,12 +227,12 @@ def test_where_no_card_will_do_the_largest_one_says_what_is_missing(folder, caps
 def test_each_thing_that_is_not_allowed_is_said_to_open_the_budget_or_not(folder, capsys):
     forbidden = ("--forbid", "accumulation,checkpoint,chunked-loss")
     code, data = run("--gpu", "bare", "--vram", "4MiB", "--fidelity", "exact", *forbidden, capsys=capsys)
-    told = {one["relax"]: one for one in data["shortfall"]["relaxations"]}
+    relaxations = {one["relax"]: one for one in data["shortfall"]["relaxations"]}
     assert code == 1
-    assert list(told) == ["allow chunked-loss", "allow accumulation", "allow checkpoint", "--fidelity rounded"]
-    assert (told["allow chunked-loss"]["opens"], told["allow chunked-loss"]["next_step"]) == (False, None)
-    assert told["allow chunked-loss"]["why"] == "it cannot be used here"
-    opened = [one["next_step"] for one in told.values() if one["opens"]]
+    assert list(relaxations) == ["allow chunked-loss", "allow accumulation", "allow checkpoint", "--fidelity rounded"]
+    assert (relaxations["allow chunked-loss"]["opens"], relaxations["allow chunked-loss"]["next_step"]) == (False, None)
+    assert relaxations["allow chunked-loss"]["why"] == "it cannot be used here"
+    opened = [one["next_step"] for one in relaxations.values() if one["opens"]]
     assert opened and all(step["total_bytes"] <= 4 << 20 for step in opened)
     assert data["shortfall"]["next_step"] == min(opened, key=lambda step: step["slowdown"])
     assert Plan.from_json(data).to_json() == data
@@ -242,10 +242,10 @@ def test_what_is_said_to_open_the_budget_does(folder, capsys):
     arguments = ("--gpu", "bare", "--vram", "4MiB", "--fidelity", "exact")
     names = ("accumulation", "checkpoint")
     data = run(*arguments, "--forbid", ",".join(names), capsys=capsys)[1]
-    told = {one["relax"]: one["opens"] for one in data["shortfall"]["relaxations"]}
+    relaxations = {one["relax"]: one["opens"] for one in data["shortfall"]["relaxations"]}
     for allowed, other in itertools.permutations(names):
         code, plan = run(*arguments, "--forbid", other, capsys=capsys)
-        assert plan["fits"] == told[f"allow {allowed}"] == (code == 0)
+        assert plan["fits"] == relaxations[f"allow {allowed}"] == (code == 0)
 
 
 def test_a_saved_plan_refuses_questions(folder, capsys):

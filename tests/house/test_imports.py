@@ -24,7 +24,12 @@ FLOORS = (
     ("planner.recompute", "planner.space"),
     ("planner.choose",),
     # rewriting: from decisions to a module and a training step
-    ("planner.rewrite.portable", "planner.rewrite.emitted_code", "planner.rewrite.optimizers"),
+    (
+        "planner.rewrite.portable",
+        "planner.rewrite.emitted_code",
+        "planner.rewrite.optimizers",
+        "planner.rewrite.step_observer",
+    ),
     ("planner.rewrite.rewriting", "planner.rewrite.step_state", "planner.rewrite.accumulation_check"),
     ("planner.rewrite.step", "planner.rewrite.recomputed_modules"),
     ("planner.rewrite.rules",),

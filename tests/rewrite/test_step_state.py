@@ -125,8 +125,9 @@ def test_a_state_of_another_plan_is_refused_and_nothing_changes():
     before = copy.deepcopy(other.optimizer.state_dict())
     message = (
         r"^the state was saved under another plan \(it had 'activation checkpointing: first, twice', this one "
-        r"has 'activation checkpointing: twice; gradient accumulation: 2 micro-batches of 4'\): apply that plan, or "
-        r"start with new optimizer state$"
+        r"has 'activation checkpointing: twice; gradient accumulation: 2 micro-batches of 4'\): "
+        r"apply that plan, or start with "
+        r"new optimizer state$"
     )
     with pytest.raises(PlanFileError, match=message):
         other.step.load_state_dict(saved.step.state_dict())

@@ -1,4 +1,4 @@
-"""A card that is none: the CPU, with every storage counted and a limit. Also runs as a process.
+"""A simulated card: the CPU, with every storage counted and a memory limit. Also runs as a process.
 
 python counting_device.py PLAN.json RESULT.json ...     like planner.rewrite.on_gpu.worker
 """
@@ -21,7 +21,7 @@ from planner.rewrite.on_gpu import worker
 
 
 class Counting(TorchDispatchMode):
-    """Bytes of storages that are alive; raises as CUDA's allocator does where they would be more than the cap."""
+    """Counts the bytes of live storages. Raises an error as CUDA's allocator does if they would exceed the cap."""
 
     def __init__(self, cap_bytes: int | None) -> None:
         super().__init__()
@@ -54,11 +54,11 @@ class Counting(TorchDispatchMode):
 
 
 class CountingCpu:
-    """As `planner.rewrite.on_gpu.cuda.Device`. What lives already is there when it begins, as after a move to a card.
+    """Implements `planner.rewrite.on_gpu.cuda.Device`. Storages that exist when it begins count as moved to the card.
 
     Args:
-        beside_bytes: what the process seems to hold beside its tensors.
-        grows_bytes: by which what is counted seems to be more than it is.
+        beside_bytes: simulated memory of the process in addition to its tensors.
+        grows_bytes: simulated bytes that are added to the counted ones.
     """
 
     name = "cpu"

@@ -1,4 +1,4 @@
-"""Networks that do everything in one forward, each with something that a replay must get right."""
+"""Networks that compute everything in one forward, each with a difficulty for segment checkpointing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Flat(nn.Module):
-    """Parameters without modules; what a subclass does with them is one function."""
+    """A module with parameters and no submodules; subclasses compute in one function."""
 
     def __init__(self, *, width: int = 16, depth: int = 3, **shapes: tuple[int, ...]) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Attention(Flat):
 
 
 class Double(torch.autograd.Function):
-    """Saves what it is given and what it makes."""
+    """Saves its input and its output."""
 
     @staticmethod
     def forward(ctx, x):

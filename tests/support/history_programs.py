@@ -1,4 +1,4 @@
-"""The program behind the public histories `NiuHuangxiaozi_*`: a language model made of einsums, and an Adam of its own.
+"""The program behind the public histories `NiuHuangxiaozi_*`: a language model made of einsums, and its own Adam.
 
 Settings (their repository's script): vocabulary 10000, width 512, 4 layers, 16 heads, inner width 1344, batch 10, three
 steps, on CUDA with torch 2.6; the history begins before the model is made. (The last token's logits are taken by three
@@ -18,7 +18,7 @@ VOCABULARY, WIDTH, LAYERS, HEADS, INNER, LONGEST, BATCH, STEPS = 10_000, 512, 4,
 
 
 def program(*, length: int, backward: bool, mixed: bool) -> Callable[[torch.device], None]:
-    """What was run, for sequences of `length` tokens."""
+    """Returns the program for sequences of `length` tokens."""
 
     def run(device: torch.device) -> None:
         cast = torch.autocast(device.type, dtype=torch.bfloat16) if mixed else contextlib.nullcontext()
@@ -67,7 +67,7 @@ class Norm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Its tables stay on the host; the rows in use are copied each time."""
+    """Rotary positions whose tables stay in host memory; the rows in use are copied each time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class LanguageModel(nn.Module):
 
 
 def cross_entropy(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Of the last token of each sample."""
+    """Returns the cross entropy of the last token of each sample."""
     most, _ = torch.max(x, dim=-1, keepdim=True)
     log_softmax = x - most - torch.log(torch.sum(torch.exp(x - most), dim=-1, keepdim=True))
     one_hot = torch.zeros_like(log_softmax)
@@ -173,7 +173,7 @@ def cross_entropy(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 class Adam(torch.optim.Optimizer):
-    """Out of place, tensor by tensor."""
+    """Adam that computes out of place, tensor by tensor."""
 
     def __init__(self, parameters) -> None:
         super().__init__(parameters, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})

@@ -1,4 +1,4 @@
-"""A card that is none: training runs on the CPU, and what the allocator did is made up. Also runs as a process.
+"""A simulated card: training runs on the CPU, and the allocator's events are invented. Also runs as a process.
 
 python measuring_cases.py NAME RESULT.pickle     like benchmarks.card.measure_case, for a case of `TINY`
 """
@@ -35,7 +35,7 @@ TINY = {
 
 
 def snapshot_of(sizes: list[int]) -> dict[str, Any]:
-    """A snapshot whose trace takes and frees these signed bytes, one 2 GiB segment behind all of it."""
+    """Returns a snapshot whose trace takes and frees these signed bytes, all in one 2 GiB segment."""
     trace = [{"action": "segment_alloc", "addr": 4096, "size": 2048 * MIB, "stream": 0, "time_us": 1}]
     address, living = 4096, {}
     for size in sizes:
@@ -55,7 +55,7 @@ def snapshot_of(sizes: list[int]) -> dict[str, Any]:
 
 
 class FakeDevice:
-    """Steps are real and on the CPU; each of them seems to take one block more.
+    """A device whose steps really run on the CPU; each of them seems to take one more block.
 
     Args:
         streams: signed bytes after the set-up, and of each step; the last one repeats.
@@ -83,7 +83,7 @@ class FakeDevice:
         return 20 * MIB
 
     def process_memory(self) -> ProcessMemory:
-        return ProcessMemory(process_bytes=20 * MIB + CONTEXT_BYTES, source="made up")
+        return ProcessMemory(process_bytes=20 * MIB + CONTEXT_BYTES, source="simulated")
 
     def taken_bytes(self) -> int:
         self._taken += 512
@@ -98,6 +98,6 @@ if __name__ == "__main__":
     CASES.update(TINY)
     if sys.argv[1] == "broken":
         print("about to fail", file=sys.stderr)
-        raise RuntimeError("CUDA error: made up")
+        raise RuntimeError("CUDA error: simulated")
     made_up = FakeDevice([[1024, 2048], [4096, -4096], [512, -512], [512, -512]])
     sys.exit(measure_case.main(sys.argv[1], pathlib.Path(sys.argv[2]), made_up))

@@ -1,4 +1,4 @@
-"""Tiny models, batches and plans for the tests of the rewriter, and the one comparison that most of them make."""
+"""Tiny models, batches and plans for the tests of the rewriter, and the comparison that most of them use."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def rewritten(model: nn.Module, *decisions, batch, loss_fn=None, optimizer=sgd, 
 
 
 def train(result, batches) -> tuple[list[torch.Tensor], list[dict[str, torch.Tensor]]]:
-    """Losses, and gradients as the optimizer saw them, of one step on each batch, from one seed."""
+    """Returns the losses and the gradients that the optimizer saw, for one step on each batch from a fixed seed."""
     torch.manual_seed(1)
     gradients: list[dict[str, torch.Tensor]] = []
 
@@ -147,7 +147,7 @@ def train(result, batches) -> tuple[list[torch.Tensor], list[dict[str, torch.Ten
 
 
 def differences(model: nn.Module, *decisions, batches, steps=None, **options) -> list[str]:
-    """What differs in any bit between the rewritten and the plain model after one step on each batch."""
+    """Returns what differs in any bit between the rewritten model and the baseline after one step on each batch."""
     plain = rewritten(copy.deepcopy(model), batch=batches[0], **options)
     other = rewritten(copy.deepcopy(model), *decisions, batch=batches[0], **options)
     (losses, gradients), (other_losses, other_gradients) = train(plain, batches), train(other, batches)
@@ -160,7 +160,7 @@ def differences(model: nn.Module, *decisions, batches, steps=None, **options) ->
 
 
 def largest_relative_error(model: nn.Module, *decisions, batches, **options) -> float:
-    """Over losses and gradients, per tensor: largest difference over largest entry of the plain model's."""
+    """Returns the largest error of losses and gradients, each relative to the largest entry of its tensor."""
     plain = rewritten(copy.deepcopy(model), batch=batches[0], **options)
     other = rewritten(copy.deepcopy(model), *decisions, batch=batches[0], **options)
     (losses, gradients), (other_losses, other_gradients) = train(plain, batches), train(other, batches)
@@ -197,7 +197,7 @@ def plan_for(model: nn.Module, batch, *decisions, loss_fn=None, optimizer="adamw
 
 
 def verified(build, batch, *decisions, loss_fn=None, optimizer="adamw", **options) -> Parity:
-    """A plan of these decisions, held against the plain step."""
+    """Verify a plan with these decisions against the baseline."""
     model = seeded(build)
     plan = plan_for(model, batch, *decisions, loss_fn=loss_fn)
     return verify(plan, model, batch, loss_fn=loss_fn, optimizer=optimizer, **options)
@@ -206,12 +206,12 @@ def verified(build, batch, *decisions, loss_fn=None, optimizer="adamw", **option
 def printed_by_emitted_files(
     folder: pathlib.Path, model_source: str, *choices: tuple, edit: Callable[[str], str] = lambda text: text
 ) -> list[str]:
-    """What a file prints that is emitted for the model that `build` of a source makes, by each choice of decisions."""
+    """Emit a file for the model that the source builds, run it, and return its output, for each set of decisions."""
     path = folder / "net.py"
     path.write_text(model_source)
     spec = importlib.util.spec_from_file_location("net", path)
     net = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(net)  # not among sys.modules: other tests have a net of their own
+    spec.loader.exec_module(net)  # not in sys.modules: other tests have their own `net`
     torch.manual_seed(0)
     model, batch = net.build()
     printed = []

@@ -1,4 +1,4 @@
-"""Small training steps that run both as a rehearsal and for real on the CPU, and what to compare of the two."""
+"""Small training steps that run both as a rehearsal and for real on the CPU, and the comparison of both."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Case:
     """A step to compare."""
 
     build: Callable[[], tuple[torch.nn.Module, object, LossFn | None]]
-    """Makes real tensors on the CPU."""
+    """Returns the model, the batch and the loss function, with real tensors on the CPU."""
     optimizer: OptimizerSpec = "adamw"
     decisions: tuple[Decision, ...] = ()
     max_grad_norm: float | None = None
@@ -40,14 +40,14 @@ class Case:
 
 
 def truth(case: Case) -> StepGraph:
-    """Two steps that really run on the CPU."""
+    """Returns the record of two steps that really run on the CPU."""
 
     work = case.workload()
     return _in_child(lambda: _recorded(case, work, work.batch, virtual=False))
 
 
 def rehearsal(case: Case) -> StepGraph:
-    """The same two steps rehearsed on fake tensors whose device is the CPU.
+    """Returns the record of the same two steps, rehearsed on fake tensors whose device is the CPU.
 
     Their dispatch keys are the CPU's, so that PyTorch itself chooses as it does there (attention, dropout, autocast,
     loops in optimizers). A rule of which kernels a CPU takes would be one more thing to get wrong.
@@ -89,7 +89,7 @@ def _recorded(case: Case, work: Workload, batch: object, *, virtual: bool) -> St
 
 
 def _in_child(run: Callable[[], StepGraph]) -> StepGraph:
-    """Without oneDNN, which has recurrent layers of its own: no other device takes those."""
+    """Run in a child process without oneDNN, whose own recurrent layers no other device uses."""
 
     def without_collector() -> StepGraph:
         gc.freeze()
@@ -133,7 +133,7 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def with_loss(make: Callable[[], torch.nn.Module], *shape: int, outputs: int = 8) -> Callable:
-    """A model from numbers to `outputs` numbers a sample, with random targets and the mean square as its loss."""
+    """Returns a model with `outputs` numbers per sample, random targets, and the mean squared error as its loss."""
 
     def build():
         torch.manual_seed(0)
@@ -207,7 +207,7 @@ class InPlace(torch.nn.Module):
 
 
 class Square(torch.autograd.Function):
-    """Keeps one tensor the official way and one on its context."""
+    """Saves one tensor by `save_for_backward` and one as an attribute of its context."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor) -> torch.Tensor:
@@ -269,7 +269,7 @@ def with_all_losses():
 
 
 class Tied(torch.nn.Module):
-    """One weight is the embedding and the output."""
+    """A model whose output layer shares the embedding's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ class Checkpointed(torch.nn.Module):
 
 
 class Frozen(torch.nn.Module):
-    """Half of it is not trained."""
+    """A model of which half is frozen."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ BARE = profiles.bare()
 
 @functools.cache
 def example(name: str, batch_size: int | None = None, seq_len: int | None = None) -> Workload:
-    """A workload from `examples/`, such as 'gpt2' or 'unet.py:build'."""
+    """Returns a workload from `examples/`, such as 'gpt2' or 'unet.py:build'."""
     return load_workload(str(EXAMPLES / name), batch_size=batch_size, seq_len=seq_len, optimizer="adamw")
 
 
@@ -44,13 +44,13 @@ def transformer(kind: str, head: str, *, batch_size: int, seq_len: int, **settin
 
 
 def what_if(work: Workload, decisions=(), *, sizes: tuple[int, ...] | None = None, card=BARE) -> StepGraph:
-    """One primed step, recorded with ghosts for saved tensors."""
+    """Returns the what-if recording of one step whose optimizer has its state."""
     sizes = sizes or (work.batch_size,)
     return start_rehearsal(work, decisions, card, sizes=sizes, steps=1, primed=True, what_if=True).result()
 
 
 def plain(work: Workload, decisions=(), *, sizes: tuple[int, ...] | None = None, card=BARE) -> StepGraph:
-    """One primed step as PyTorch runs it."""
+    """Returns the record of one step as PyTorch runs it, whose optimizer has its state."""
     sizes = sizes or (work.batch_size,)
     return start_rehearsal(work, decisions, card, sizes=sizes, steps=1, primed=True, what_if=False).result()
 

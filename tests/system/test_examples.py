@@ -82,7 +82,7 @@ def assert_trains(model: torch.nn.Module, loss: torch.Tensor) -> None:
 
 
 LOOPS = {"plain_loop": None, "trainer": "accelerate", "lightning_module": "lightning"}
-"""With what they need beside us."""
+"""The example loops, each with the package that it needs in addition to this project."""
 
 
 def test_every_example_is_tested_here() -> None:

@@ -1,4 +1,4 @@
-"""A loop of the user's own accumulates: gradients are there before the step, which adds to them."""
+"""Plans for a user's loop that accumulates gradients: they exist before the step, which adds to them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def loss(output, batch):
 
 
 class Words(torch.nn.Module):
-    """Tied weights, and a layer that no batch reaches."""
+    """A model with tied weights, and a layer that no batch uses."""
 
     def __init__(self) -> None:
         super().__init__()

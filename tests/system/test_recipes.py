@@ -1,4 +1,4 @@
-"""What people come with: their models and recipes, made small, planned and trained."""
+"""Models and recipes that users bring, made small, planned and trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The square: what the search promises for a selection is what rehearsing the rewritten step gives."""
+"""The peak that the search promises for a selection equals the peak of the rehearsed rewritten step."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from planner.plan_types.decisions import (
 )
 from planner.rewrite import Parity
 from planner.rewrite.parity.reference_step import Comparable
-from planner.rewrite.portable import loss_and_clipping, replay_tape
+from planner.rewrite.portable import loss_and_clipping, replay_ops
 from planner.rewrite.rules import RULES, accumulation, checkpoint, chunked_loss, eight_bit_optimizer, step_in_backward
 from planner.rewrite.step import TrainingStep
 from planner.workload import model_loss
@@ -311,7 +311,7 @@ FAULTS = {
     "other masks in the recompute of micro-batches": (
         IMAGES, (BLOCKS, UNEVEN), (torch.utils.checkpoint, "checkpoint", without_random_state), "gradient",
     ),
-    "other masks in the replay": (VECTORS, (FLAT,), (replay_tape, "rng_state_restored", nothing), "gradient"),
+    "other masks in the replay": (VECTORS, (FLAT,), (replay_ops, "rng_state_restored", nothing), "gradient"),
     "parameters updated twice": (VECTORS, (), (TrainingStep, "update", twice), "updates"),
     "parameters updated twice in backward": (
         VECTORS, (StepInBackward(),),

@@ -1,0 +1,74 @@
+"""How the values of a result follow from those of its inputs, op by op: the tables that `shadow_values` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+ASSUMED_RANDOM = "random numbers that the code branches on are all 0.5"
+ASSUMED_DRAWS = "randperm, multinomial and randint return their possible values in ascending order"
+ASSUMED_FINITE = "all values are finite"
+ASSUMED_CHOICES = (
+    "positions chosen by value (topk, argmax) are spread evenly, as for experts that receive equal numbers of tokens"
+)
+
+ASSUMED_MASK = "all masks of the batch are true everywhere, so that sequences have full length"
+ASSUMED_LABELS = "no label of the batch is ignored"
+
+_aten = torch.ops.aten
+
+# The sets below decide how the shadow of a result is found. All ops in none of them run on the shadows themselves.
+RANDOM = {_aten.rand.default, _aten.rand_like.default, _aten.uniform.default, _aten.uniform_.default}
+DRAWS = {_aten.randperm.default, _aten.multinomial.default, _aten.randint.default, _aten.randint.low}
+CHOICES = {_aten.topk.default: 1, _aten.argmax.default: 0, _aten.max.dim: 1}
+"""Ops that choose positions along a dimension by value, with the index of the result that holds the positions."""
+CONSTANTS = {
+    _aten.zeros: 0,
+    _aten.zeros_like: 0,
+    _aten.new_zeros: 0,
+    _aten.zero_: 0,
+    _aten.ones: 1,
+    _aten.ones_like: 1,
+    _aten.new_ones: 1,
+    _aten.full: None,
+    _aten.full_like: None,
+    _aten.new_full: None,
+    _aten.fill_: None,
+}
+"""Ops whose result has the same value everywhere. None: the value is one of the `CONSTANT_ARGUMENTS`."""
+CONSTANT_ARGUMENTS = ("fill_value", "value")
+UNINITIALISED = {_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default}
+UNINITIALISED |= {_aten.new_empty.default, _aten.new_empty_strided.default}
+ELEMENTWISE = {_aten._to_copy.default, _aten.clone.default, _aten.rsub.Scalar, _aten.floor_divide.default}
+"""Elementwise ops that lack the tag `pointwise`."""
+PICKS = {_aten.index.Tensor, _aten.index_select.default, _aten.gather.default, _aten.repeat.default}
+PICKS |= {_aten.upsample_nearest1d.default, _aten.upsample_nearest2d.default, _aten.flip.default, _aten.roll.default}
+"""Ops whose result consists of elements of their first argument."""
+
+
+def nested_tensors(value: object) -> Iterator[torch.Tensor]:
+    """Yields the tensors in nested lists, tuples and dicts, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from nested_tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from nested_tensors(item)
+
+
+def is_elementwise(op: torch._ops.OpOverload) -> bool:
+    """True if each element of the result depends on the elements at one position alone."""
+    return torch.Tag.pointwise in op.tags or op in ELEMENTWISE
+
+
+def covers_its_storage(tensor: torch.Tensor) -> bool:
+    """True if the tensor's elements are all elements of its storage."""
+    return tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
+
+
+def on_host(kwargs: dict) -> dict:
+    """Returns keyword arguments with the CPU as the device."""
+    return {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs

@@ -1,0 +1,77 @@
+"""The prefetcher reads ahead in the order of the search, and starts what will be needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.choose.candidates import ChunkedCandidates
+from planner.choose.prefetcher import Prefetcher, with_upcoming
+from planner.plan_types.decisions import ChunkedLoss, OptimizerKernel, Precision
+from planner.space.lm_head import ChunkedLossOption
+from planner.space.micro_batches import MicroBatching
+
+BF16, FUSED = (Precision(dtype="bf16"),), (OptimizerKernel(kernel="fused"),)
+WHOLE, HALVES, QUARTERS = (MicroBatching(micro_batches=count, size=8 // count) for count in (1, 2, 4))
+CHUNKS = ChunkedLossOption(module="head", chunks=8)
+
+
+class Started:
+    """Stands for candidates and certificates: notes what is started, in order."""
+
+    def __init__(self, *known) -> None:
+        self.known, self.events = known, []
+
+    def prefetch(self, config, splits) -> None:
+        self.events.append(("record", config, splits))
+
+    def get(self, config, split):
+        return (config, split) if (config, split) in self.known else None
+
+    def foresee(self, decisions) -> None:
+        self.events.append(("certify", decisions))
+
+    def forget(self) -> None:
+        self.events.append("forget")
+
+
+def prefetcher(started: Started, chunks: ChunkedLossOption | None = None) -> Prefetcher:
+    return Prefetcher(ChunkedCandidates(started, chunks), started)
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_each_item_comes_once_with_those_that_follow(number):
+    windows = list(with_upcoming(range(number), 3))
+    assert [window[0] for window in windows] == list(range(number))
+    assert windows == [tuple(range(first, min(first + 3, number))) for first in range(number)]
+
+
+def test_it_reads_no_further_ahead_than_it_has_to():
+    read = []
+    windows = with_upcoming((read.append(item) or item for item in range(10)), 3)
+    assert next(windows) == (0, 1, 2) and read == [0, 1, 2]
+    assert next(windows) == (1, 2, 3) and read == [0, 1, 2, 3]
+
+
+def test_several_configurations_start_with_their_first_split_and_end_the_single_guess():
+    started = Started()
+    prefetcher(started).several([(BF16, (WHOLE, HALVES)), (FUSED, (HALVES,))])
+    assert started.events == ["forget", ("record", BF16, (WHOLE,)), ("record", FUSED, (HALVES,))]
+
+
+def test_the_likely_plan_is_recorded_and_certified_unless_it_is_known():
+    started = Started((FUSED, WHOLE))
+    prefetcher(started).with_certificate(BF16, (WHOLE, HALVES))
+    prefetcher(started).with_certificate(FUSED, (WHOLE,))
+    prefetcher(started).with_certificate(BF16, ())
+    assert started.events == [("record", BF16, (WHOLE,)), ("certify", BF16)]
+
+
+def test_splits_with_as_many_chunks_are_started_together():
+    started, loss = Started(), CHUNKS.for_whole_batch()
+    prefetcher(started, CHUNKS).all_splits((*BF16, *loss), (WHOLE, HALVES, QUARTERS))
+    fewer = ChunkedLoss(module="head", chunks=4)
+    assert started.events == [
+        "forget",
+        ("record", (*BF16, *loss), (WHOLE,)),
+        ("record", (*BF16, fewer), (HALVES, QUARTERS)),
+    ]
