@@ -8,7 +8,7 @@ import time
 from planner import pipeline
 from planner.assemble import assemble_plan
 from planner.choose import fitting
-from planner.choose.chooser import Choice
+from planner.choose.choice import Choice
 from planner.errors import PlanFileError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Fidelity, micro_batch_size_of, micro_batches_of

@@ -9,8 +9,9 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from planner.errors import DecisionError, PlanFileError
-from planner.plan_types.decisions import Decision, decision_from_json
+from planner.plan_types.decisions import Decision
 from planner.plan_types.fingerprint import plan_fingerprint
+from planner.plan_types.techniques import decision_from_json
 
 _KEYS = {"plan", "decisions", "optimizer_class", "optimizer", "scaler"}
 

@@ -29,6 +29,7 @@ from typing import TypeVar
 from planner.choose.bounds import Bounds
 from planner.choose.candidates import Candidate, ChunkedCandidates
 from planner.choose.certificates import Certificates
+from planner.choose.choice import Choice, Config
 from planner.choose.prefetcher import Prefetcher, with_upcoming
 from planner.errors import DecisionError, PlannerError
 from planner.plan_types.decision_base import (
@@ -48,8 +49,6 @@ from planner.space.search_space import SearchSpace
 TIE = 1.05
 """Predicted times closer than this factor say nothing about which plan is faster."""
 
-Config = tuple[Decision, ...]
-"""A configuration: the decisions about precision, loss, optimizer and time of the update."""
 
 Budget = Callable[[Config], int]
 """A configuration -> maximum number of bytes that its plans may promise."""
@@ -60,26 +59,6 @@ _SUBSETS = tuple(itertools.chain.from_iterable(itertools.combinations(_SAVING, n
 """The roles in which a configuration may differ from a simpler one that bounds its time."""
 
 T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Choice:
-    """A plan before its certificate, with the peak and the time that it promises."""
-
-    decisions: tuple[Decision, ...]
-    peak_bytes: int
-    step_ns: int
-    status: str
-    """Status of the solver, as in `SolverFacts`."""
-    gap: float
-    """Maximum share of the step time by which another selection of units could be faster."""
-    config: Config = ()
-    """The configuration that it is a plan of, with the chunks of the whole batch."""
-
-    @property
-    def rank(self) -> tuple[int, int, int]:
-        """Order among equally fast plans: fidelity, number of decisions, time."""
-        return fidelity_of(self.decisions), len(self.decisions), self.step_ns
 
 
 class _ChunksRefusedError(Exception):

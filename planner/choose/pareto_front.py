@@ -20,7 +20,7 @@ import math
 import time
 
 from planner.choose import fitting
-from planner.choose.chooser import Choice
+from planner.choose.choice import Choice
 from planner.choose.planning_session import Certified, PlanningSession
 from planner.errors import DecisionError
 from planner.plan_types.constraints import Constraints

@@ -16,7 +16,8 @@ import torch
 from planner.choose.bounds import Bounds, LeastUpdate
 from planner.choose.candidates import Candidates, ChunkedCandidates, optimizer_ns
 from planner.choose.certificates import Certificates
-from planner.choose.chooser import Choice, Chooser
+from planner.choose.choice import Choice
+from planner.choose.chooser import Chooser
 from planner.choose.recordings import Recordings
 from planner.estimate import roofline
 from planner.estimate.add_workspaces import with_workspaces

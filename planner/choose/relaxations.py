@@ -11,8 +11,8 @@ from planner.choose.planning_session import Certified, PlanningSession
 from planner.errors import PlannerError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Fidelity, Role, fidelity_of
-from planner.plan_types.decisions import KINDS
 from planner.plan_types.plan import NextStep, Relaxation
+from planner.plan_types.techniques import KINDS
 from planner.space.search_space import SearchSpace
 
 _SECONDS = 10

@@ -11,7 +11,8 @@ import textwrap
 from typing import NoReturn
 
 from planner.errors import PlanFileError, WorkloadError
-from planner.plan_types.decisions import KINDS, Fidelity
+from planner.plan_types.decisions import Fidelity
+from planner.plan_types.techniques import KINDS
 
 _USAGE = "plan MODEL [--vram SIZE] [options]"
 _DESCRIPTION = (

@@ -7,7 +7,8 @@ import math
 from collections.abc import Sequence
 
 from planner.errors import DecisionError
-from planner.plan_types.decisions import KINDS, Decision, Fidelity, Role, canonical_kind
+from planner.plan_types.decisions import Decision, Fidelity, Role
+from planner.plan_types.techniques import KINDS, canonical_kind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,6 @@ __all__ = [
     "Decision",
     "Fidelity",
     "Freeze",
-    "KINDS",
     "Offload",
     "Optimizer",
     "OptimizerKernel",
@@ -30,9 +29,7 @@ __all__ = [
     "Role",
     "Segment",
     "StepInBackward",
-    "canonical_kind",
     "conflict",
-    "decision_from_json",
     "micro_batches_of",
 ]
 
@@ -364,53 +361,6 @@ class Offload(Decision):
             if modules
         ]
         return f"offload to pinned host memory: {'; '.join(parts)}"
-
-
-KINDS: dict[str, type[Decision]] = {
-    decision.kind: decision
-    for decision in (
-        Freeze,
-        Precision,
-        Optimizer,
-        OptimizerKernel,
-        ChunkedLoss,
-        Accumulation,
-        StepInBackward,
-        Checkpoint,
-        Replay,
-        Offload,
-    )
-}
-"""Every kind of decision, in the order in which the rules are applied."""
-
-_CANONICAL = {
-    name: kind
-    for kind, decision in KINDS.items()
-    for name in (kind, decision.former_kind, *decision.aliases)
-    if name is not None
-}
-
-
-def canonical_kind(name: str) -> str:
-    """The kind that a name or a former name stands for; an unknown name is returned unchanged."""
-    return _CANONICAL.get(name, name)
-
-
-def decision_from_json(data: dict[str, object]) -> Decision:
-    """Inverse of `Decision.to_json`, for former kinds too. Raises `DecisionError` for an unknown kind or field."""
-    fields = dict(data)
-    kind = fields.pop("kind", None)
-    decision = KINDS.get(canonical_kind(kind)) if isinstance(kind, str) else None
-    if decision is None:
-        raise DecisionError(f"decision kind {kind!r} is unknown: known are {', '.join(KINDS)}")
-    known = {field.name for field in dataclasses.fields(decision)}
-    if unknown := sorted(set(fields) - known):
-        raise DecisionError(f"decision {kind!r} has no field {unknown[0]!r}: known are {', '.join(sorted(known))}")
-    return decision(**{name: _as_tuples(value) for name, value in fields.items()})
-
-
-def _as_tuples(value: object) -> object:
-    return tuple(_as_tuples(item) for item in value) if isinstance(value, list) else value
 
 
 def _keeping(outputs: int, *, each: bool) -> str:

@@ -8,7 +8,8 @@ import pathlib
 from typing import Any, TypeVar
 
 from planner.errors import PlanFileError
-from planner.plan_types.decisions import Decision, canonical_kind, decision_from_json
+from planner.plan_types.decisions import Decision
+from planner.plan_types.techniques import canonical_kind, decision_from_json
 
 DecisionT = TypeVar("DecisionT", bound=Decision)
 

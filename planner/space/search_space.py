@@ -14,7 +14,8 @@ import torch
 from planner.errors import DecisionError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, conflict
-from planner.plan_types.decisions import KINDS, ChunkedLoss, Optimizer, OptimizerKernel, Precision, StepInBackward
+from planner.plan_types.decisions import ChunkedLoss, Optimizer, OptimizerKernel, Precision, StepInBackward
+from planner.plan_types.techniques import KINDS
 from planner.profiles.device import DeviceProfile
 from planner.space.lm_head import ChunkedLossOption
 from planner.space.micro_batches import MicroBatching, batch_splits

@@ -32,6 +32,25 @@ from typing import Any
 
 import torch
 
+from planner.rewrite.accumulation_check.restoring import (
+    EMPTY,
+    HEAP_TYPE,
+    attributes_of,
+    cell_content,
+    entries,
+    has_own_hash,
+    rebuild,
+    restore_array,
+    restore_attributes,
+    restore_cell,
+    restore_class,
+    restore_entries,
+    restore_hooks,
+    restore_slot,
+    restore_tensor,
+    slot_content,
+)
+
 logger = logging.getLogger(__name__)
 
 _MAX_OBJECTS = 100_000
@@ -57,10 +76,6 @@ _IGNORED_MODULES = _THREADING_MODULES | {
 """Modules whose objects are left alone."""
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Attributes of tensors that hold hooks."""
-_EMPTY = object()
-"""Stands for the content of a closure variable or slot that has none."""
-_HEAP_TYPE = 1 << 9
-"""`Py_TPFLAGS_HEAPTYPE` in `type.__flags__`: the class was made by a class statement."""
 
 _Restore = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and the arguments to call it with."""
@@ -159,19 +174,19 @@ class ObjectSnapshot:
     def _note(self, value: Any, info: _TypeInfo) -> None:
         """Note how to restore one object: first what every object may have, then by its builtin type."""
         kind = info.type
-        if kind.__flags__ & _HEAP_TYPE:
-            self._restores.append((_restore_class, (value, kind)))
-        if (attributes := _attributes(value)) is not None:
-            self._restores.append((_restore_attributes, (value, attributes)))
+        if kind.__flags__ & HEAP_TYPE:
+            self._restores.append((restore_class, (value, kind)))
+        if (attributes := attributes_of(value)) is not None:
+            self._restores.append((restore_attributes, (value, attributes)))
             self._note_container(attributes, dict)
         for slot in info.slots:
-            self._restores.append((_restore_slot, (value, slot, _slot_content(value, slot))))
+            self._restores.append((restore_slot, (value, slot, slot_content(value, slot))))
         if issubclass(kind, torch.Tensor):
             self._note_tensor(value)
         elif info.container in _CONTAINERS:
             self._note_container(value, info.container)
         elif kind is types.FunctionType:
-            self._restores += [(_restore_cell, (cell, _cell_content(cell))) for cell in value.__closure__ or ()]
+            self._restores += [(restore_cell, (cell, cell_content(cell))) for cell in value.__closure__ or ()]
         elif issubclass(kind, (bytearray, array.array)):
             self._restores.append((operator.setitem, (value, slice(None), value[:])))
         elif issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
@@ -184,18 +199,18 @@ class ObjectSnapshot:
     def _note_container(self, container: Any, kind: Any) -> None:
         if kind.__len__(container) > _MAX_NOTED_ENTRIES:
             return
-        keys, values = _entries(container, kind)
-        if kind is not list and kind is not deque and any(map(_has_own_hash, set(map(type, keys)))):
-            self._hashed.append((_rebuild, (container, kind, keys, values)))
+        keys, values = entries(container, kind)
+        if kind is not list and kind is not deque and any(map(has_own_hash, set(map(type, keys)))):
+            self._hashed.append((rebuild, (container, kind, keys, values)))
         else:
-            self._restores.append((_restore_entries, (container, kind, keys, values)))
+            self._restores.append((restore_entries, (container, kind, keys, values)))
 
     def _note_tensor(self, tensor: torch.Tensor) -> None:
         if not torch.nn.parameter.is_lazy(tensor):
-            self._restores.append((_restore_tensor, (tensor, *_tensor_state(tensor))))
+            self._restores.append((restore_tensor, (tensor, *_tensor_state(tensor))))
         for name in _HOOKS:
             hooks = getattr(tensor, name, None)
-            self._restores.append((_restore_hooks, (tensor, name, hooks)))
+            self._restores.append((restore_hooks, (tensor, name, hooks)))
             if hooks is not None:
                 self._note_container(hooks, OrderedDict)
 
@@ -209,7 +224,7 @@ class ObjectSnapshot:
         elif issubclass(kind, numpy.random.BitGenerator):
             self._note_generator(lambda: value.state, lambda state: setattr(value, "state", state))
         elif issubclass(kind, numpy.ndarray) and not issubclass(kind, numpy.memmap) and _can_copy(value):
-            self._restores.append((_restore_array, (value, value.copy(), numpy)))
+            self._restores.append((restore_array, (value, value.copy(), numpy)))
 
     def _note_generator(self, get_state: Callable[[], Any], set_state: Callable[[Any], Any]) -> None:
         self._generators.append((get_state, set_state, get_state()))
@@ -229,7 +244,7 @@ class _TypeInfo:
         self.container: Any = next((base for base in _WALKED if issubclass(kind, base)), None)
         """The builtin container type that the class is or derives from; None for other classes."""
         self.is_plain = any(kind is base for base in _CONTAINERS)
-        bases = [base for base in kind.__mro__ if base.__flags__ & _HEAP_TYPE and "__slots__" in vars(base)]
+        bases = [base for base in kind.__mro__ if base.__flags__ & HEAP_TYPE and "__slots__" in vars(base)]
         self.slots = [
             slot for base in bases for slot in vars(base).values() if type(slot) is types.MemberDescriptorType
         ]
@@ -237,8 +252,8 @@ class _TypeInfo:
     def held_by(self, value: Any) -> Iterator[Any]:
         """Yields the objects that `value` refers to."""
         kind = self.type
-        yield from (_attributes(value) or {}).values()
-        yield from (content for slot in self.slots if (content := _slot_content(value, slot)) is not _EMPTY)
+        yield from (attributes_of(value) or {}).values()
+        yield from (content for slot in self.slots if (content := slot_content(value, slot)) is not EMPTY)
         if self.container is not None:
             if self.container.__len__(value) <= _MAX_WALKED_ENTRIES:
                 is_mapping = issubclass(self.container, dict)
@@ -246,7 +261,7 @@ class _TypeInfo:
         elif issubclass(kind, functools.partial):
             yield from (value.func, value.args, value.keywords)
         elif kind is types.FunctionType:
-            yield from (content for cell in value.__closure__ or () if (content := _cell_content(cell)) is not _EMPTY)
+            yield from (content for cell in value.__closure__ or () if (content := cell_content(cell)) is not EMPTY)
             yield from (value.__defaults__, value.__kwdefaults__)
         elif kind is types.MethodType:
             yield from (value.__self__, value.__func__)
@@ -260,155 +275,11 @@ class _TypeInfo:
 # Containers and attributes are read by the methods of their builtin type, since a subclass may override them.
 
 
-def _attributes(value: Any) -> dict[str, Any] | None:
-    """The `__dict__` of an object; None if it has none."""
-    try:
-        attributes = object.__getattribute__(value, "__dict__")
-    except Exception:  # it has no `__dict__`, or computes it in a way that fails
-        return None
-    return attributes if type(attributes) is dict else None
-
-
 def _can_copy(array: Any) -> bool:
     return array.flags.writeable and array.nbytes <= _MAX_ARRAY_BYTES and not array.dtype.hasobject
-
-
-def _slot_content(value: Any, slot: Any) -> Any:
-    try:
-        return slot.__get__(value)
-    except AttributeError:
-        return _EMPTY
-
-
-def _cell_content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _EMPTY
-
-
-def _entries(container: Any, kind: Any) -> tuple[list[Any], list[Any]]:
-    """The keys and values of a mapping; the items of any other container, and an empty list."""
-    return list(kind.__iter__(container)), list(kind.values(container)) if issubclass(kind, dict) else []
 
 
 def _tensor_state(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Data, `requires_grad` and gradient. No bytes are copied; data is None if it cannot be assigned."""
     data = tensor.data if tensor.layout is torch.strided and not tensor.is_nested else None
     return data, tensor.requires_grad, tensor.grad if tensor.is_leaf else None
-
-
-# ---- restoring state -------------------------------------------------------------------------------------------------
-
-
-def _restore_entries(container: Any, kind: Any, keys: list[Any], values: list[Any]) -> None:
-    """Restore a container in place, by the methods of its builtin type, unless nothing has changed."""
-    now = _entries(container, kind)
-    if all(map(_are_same, now, (keys, values))):
-        return
-    if kind is list:
-        list.__setitem__(container, slice(None), keys)
-    elif kind is set:
-        set.intersection_update(container, keys)
-        set.update(container, keys)
-    elif kind is deque:
-        deque.clear(container)
-        deque.extend(container, keys)
-    else:
-        _restore_mapping(container, kind, now[0], keys, values)
-
-
-def _restore_mapping(container: Any, kind: Any, now: list[Any], keys: list[Any], values: list[Any]) -> None:
-    """Entries stay visible to other threads, except those that have to be inserted again to restore the order."""
-    known = set(keys)
-    for key in now:
-        if key not in known:
-            kind.__delitem__(container, key)
-    for key, value in zip(keys, values, strict=True):
-        kind.__setitem__(container, key, value)
-    if not _are_same(list(kind.__iter__(container)), keys):
-        for key, value in zip(keys, values, strict=True):
-            kind.__delitem__(container, key)
-            kind.__setitem__(container, key, value)
-
-
-def _are_same(now: list[Any], before: list[Any]) -> bool:
-    """True if both lists hold the same objects in the same order."""
-    return len(now) == len(before) and all(map(operator.is_, now, before))
-
-
-def _rebuild(container: Any, kind: Any, keys: list[Any], values: list[Any]) -> None:
-    """Insert all entries again, because the hashes of their keys may have changed."""
-    kind.clear(container)
-    if kind is set:
-        set.update(container, keys)
-    else:
-        for key, value in zip(keys, values, strict=True):
-            kind.__setitem__(container, key, value)
-
-
-def _has_own_hash(kind: type) -> bool:
-    """True for a class that defines `__hash__`, which may depend on the state of its objects."""
-    return bool(kind.__flags__ & _HEAP_TYPE) and kind.__hash__ not in (object.__hash__, torch.Tensor.__hash__)
-
-
-def _restore_attributes(value: Any, attributes: dict[str, Any]) -> None:
-    if _attributes(value) is not attributes:
-        object.__setattr__(value, "__dict__", attributes)
-
-
-def _restore_class(value: Any, kind: type) -> None:
-    if type(value) is not kind:
-        object.__setattr__(value, "__class__", kind)
-
-
-def _restore_hooks(tensor: torch.Tensor, name: str, hooks: dict[int, Any] | None) -> None:
-    """If there was no dict of hooks, a new one is emptied and stays, because autograd refers to it."""
-    now = getattr(tensor, name, None)
-    if hooks is None and now is not None:
-        now.clear()
-    elif now is not hooks:
-        setattr(tensor, name, hooks)
-
-
-def _restore_slot(value: Any, slot: Any, content: Any) -> None:
-    if _slot_content(value, slot) is content:
-        return
-    if content is _EMPTY:
-        slot.__delete__(value)
-    else:
-        slot.__set__(value, content)
-
-
-def _restore_cell(cell: types.CellType, content: Any) -> None:
-    """Undo an assignment to a closure variable (`nonlocal`)."""
-    if _cell_content(cell) is content:
-        return
-    if content is _EMPTY:
-        del cell.cell_contents
-    else:
-        cell.cell_contents = content
-
-
-def _restore_tensor(
-    tensor: torch.Tensor, data: torch.Tensor | None, requires_grad: bool, gradient: torch.Tensor | None
-) -> None:
-    """Undo `tensor.data = other`, `resize_`, `t_`, `requires_grad_`, and backwards that the model runs itself."""
-    if data is not None and _layout(tensor) != _layout(data):
-        tensor.data = data
-    if tensor.requires_grad != requires_grad:
-        if not tensor.is_leaf:  # an in-place op put it into a graph
-            tensor.detach_()
-        tensor.requires_grad_(requires_grad)
-    if tensor.is_leaf and tensor.grad is not gradient:
-        tensor.grad = gradient
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Address, shape, strides and dtype of a tensor."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _restore_array(array: Any, before: Any, numpy: types.ModuleType) -> None:
-    if not numpy.array_equal(array, before):
-        numpy.copyto(array, before)

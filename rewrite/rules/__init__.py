@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-from planner.plan_types.decisions import KINDS, Decision
+from planner.plan_types.decisions import Decision
+from planner.plan_types.techniques import KINDS
 
 
 def _functions(suffix: str) -> dict[type[Decision], Callable]:

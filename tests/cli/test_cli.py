@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from planner.cli import main
-from planner.plan_types.decisions import KINDS
 from planner.plan_types.plan import Plan
+from planner.plan_types.techniques import KINDS
 from tests.support.workloads import EXAMPLES
 
 pytestmark = pytest.mark.slow

@@ -13,8 +13,8 @@ import planner
 from planner import profiles
 from planner.cli import main
 from planner.errors import DecisionError
-from planner.plan_types.decisions import KINDS
 from planner.plan_types.plan import Plan
+from planner.plan_types.techniques import KINDS
 from planner.questions import largest_within
 from planner.workload import cards
 from planner.workload.loading import load_workload

@@ -12,7 +12,7 @@ import pathlib
 import pytest
 
 from planner.plan_types.decision_base import Decision
-from planner.plan_types.decisions import KINDS
+from planner.plan_types.techniques import KINDS
 
 ROOT = pathlib.Path(__file__).parents[2]
 DEFINITION = "planner/plan_types/decisions.py"

@@ -13,15 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import DecisionError, PlanFileError
-from planner.plan_types.decisions import (
-    KINDS,
-    Accumulation,
-    Checkpoint,
-    Freeze,
-    Optimizer,
-    Precision,
-    decision_from_json,
-)
+from planner.plan_types.decisions import Accumulation, Checkpoint, Freeze, Optimizer, Precision
 from planner.plan_types.plan import (
     SCHEMA_VERSION,
     Footprint,
@@ -32,6 +24,7 @@ from planner.plan_types.plan import (
     SolverFacts,
     WorkloadFacts,
 )
+from planner.plan_types.techniques import KINDS, decision_from_json
 
 pytestmark = pytest.mark.no_torch
 

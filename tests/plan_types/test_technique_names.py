@@ -11,7 +11,6 @@ from planner.errors import DecisionError
 from planner.plan_types.constraints import Constraints, parse_constraints
 from planner.plan_types.decision_base import Role, conflict
 from planner.plan_types.decisions import (
-    KINDS,
     Accumulation,
     Checkpoint,
     ChunkedLoss,
@@ -24,10 +23,10 @@ from planner.plan_types.decisions import (
     Precision,
     Replay,
     StepInBackward,
-    canonical_kind,
 )
 from planner.plan_types.fingerprint import plan_fingerprint
 from planner.plan_types.plan import Plan
+from planner.plan_types.techniques import KINDS, canonical_kind
 
 FORMER = pathlib.Path(__file__).parents[1] / "fixtures/plans/former_kinds.json"
 """A plan with every technique, written when three of them had other kinds."""

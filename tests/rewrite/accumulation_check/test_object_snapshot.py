@@ -327,7 +327,7 @@ def test_objects_of_odd_classes_are_no_trouble(name, caplog):
 
 
 def test_an_interruption_comes_when_all_is_restored(monkeypatch):
-    model, refill, calls = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), object_snapshot._restore_entries, []
+    model, refill, calls = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), object_snapshot.restore_entries, []
 
     def interrupted(*arguments):
         calls.append(0)
@@ -335,7 +335,7 @@ def test_an_interruption_comes_when_all_is_restored(monkeypatch):
             raise KeyboardInterrupt
         refill(*arguments)
 
-    monkeypatch.setattr(object_snapshot, "_restore_entries", interrupted)
+    monkeypatch.setattr(object_snapshot, "restore_entries", interrupted)
     with pytest.raises(KeyboardInterrupt), SideEffectGuard(model).restoring():
         for module in model.modules():
             module.training = False

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from planner.plan_types.decisions import (
-    KINDS,
     Accumulation,
     Checkpoint,
     ChunkedLoss,
@@ -32,6 +31,7 @@ from planner.plan_types.decisions import (
     StepInBackward,
 )
 from planner.plan_types.plan import Plan
+from planner.plan_types.techniques import KINDS
 from planner.rewrite import source
 from planner.rewrite.rules import offload
 from tests.fixtures.models import flat, mean_square

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from planner.errors import DecisionError
-from planner.plan_types.decisions import Accumulation, Precision, Replay, decision_from_json
+from planner.plan_types.decisions import Accumulation, Precision, Replay
+from planner.plan_types.techniques import decision_from_json
 from planner.rewrite.portable import replay_tape
 from planner.workload.workload import workload
 from tests.support.flat_models import (
