@@ -21,11 +21,11 @@ from planner.workload.workload import workload as make_workload
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """What the rewritten step takes, by rehearsal."""
+    """Memory of the rewritten step, by rehearsal."""
 
     footprint: Footprint
     fits: bool
-    """Whether the step gets through under the plan's budget."""
+    """True if the step runs inside the plan's budget."""
     certified_bytes: int
     """Largest number of bytes that tensors hold; to be compared with `SolverFacts.promised_bytes`."""
 

@@ -129,7 +129,8 @@ class CouplingCheck:
         guard = SideEffectGuard(model, self.loss_fn)
         if not guard.is_complete:
             self._warn_once(
-                "objects", "model and loss function hold so many objects that some may keep changes made by the check"
+                "objects",
+                "model and loss function hold more objects than a snapshot takes: some may keep changes made by the check",
             )
         return functools.partial(GradientProbe, model, batch, samples, loss_of, self.terms_of, guard)
 

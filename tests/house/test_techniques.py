@@ -38,6 +38,8 @@ def names_in(path: pathlib.Path) -> frozenset[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Name):
             names.add(node.id)
+        elif isinstance(node, ast.ClassDef):
+            names.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "decisions":
             names.add(node.attr)
     return frozenset(names)

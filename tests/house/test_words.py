@@ -32,7 +32,9 @@ _BANNED = re.compile(
 )
 _HEADLESS = re.compile(r"(?:Of|What|Whether|None\s+where|Nothing\s+where)\b(?!.*\?)|Where\b[^,.]*\.", re.DOTALL)
 """A docstring or note that starts so has no subject, unless it is a question or goes on with a main clause."""
-ALLOWED: dict[str, tuple[str, ...]] = {}
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "CONTRIBUTING.md": BANNED,  # it lists them
+}
 """By file, texts that quote a name or a message of somebody else; each with the reason in a comment."""
 
 
