@@ -137,7 +137,7 @@ def layers(*, whole_only: bool = False) -> tuple[torch.nn.Module, tuple[torch.Te
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"force": "step-in-backward", "forbid": "accumulation"}, "drops each gradient at once"),
+        ({"force": "step-in-backward", "forbid": "accumulation"}, "frees each gradient at once"),
         ({"force": "step-in-backward", "forbid": "precision", "gpu": "t4"}, "fp16's gradient scaler"),
         ({"whole_only": True, "forbid": "accumulation"}, "no part of a batch"),
     ],
