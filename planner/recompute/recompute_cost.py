@@ -271,7 +271,7 @@ class _Part:
 
 
 class _Run:
-    """All second runs of a stretch, in the order in which backward asks for its parts (see `segment_checkpoint`)."""
+    """All second runs of a stretch, in the order in which backward asks for its parts (`rewrite/rules/replay.py`)."""
 
     def __init__(self, replays: Replays, parts: list[_Part], release: int) -> None:
         self._replays, self._parts, self._release = replays, parts, release
