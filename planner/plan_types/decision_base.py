@@ -122,6 +122,10 @@ class Decision:
         """The name of the module in `rewrite/rules/`, and of its function, that apply the decision."""
         return cls.rule or cls.kind.replace("-", "_")
 
+    def with_micro_batches(self, count: int) -> Decision:
+        """The same decision for another number of micro-batches of the same size; itself if it does not split."""
+        return self
+
     def excludes(self, other: Decision) -> str | None:
         """Why the two cannot be done together; None if they can. Asked in both directions."""
         return None

@@ -186,6 +186,9 @@ class Accumulation(Decision):
     def samples_per_micro_batch(self) -> int | None:
         return self.micro_batch_size
 
+    def with_micro_batches(self, count: int) -> Accumulation:
+        return dataclasses.replace(self, micro_batches=count)
+
     @property
     def reorders_sums(self) -> bool:
         return True
