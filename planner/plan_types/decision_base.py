@@ -122,10 +122,6 @@ class Decision:
         """The name of the module in `rewrite/rules/`, and of its function, that apply the decision."""
         return cls.rule or cls.kind.replace("-", "_")
 
-    def excludes(self, other: Decision) -> str | None:
-        """Why the two cannot be done together; None if they can. Asked in both directions."""
-        return None
-
     def with_micro_batches(self, count: int) -> Decision:
         """The same decision for a shorter step, which rehearses `count` of the micro-batches."""
         return self

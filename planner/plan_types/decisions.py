@@ -183,10 +183,6 @@ class Accumulation(Decision):
     def samples_per_micro_batch(self) -> int | None:
         return self.micro_batch_size
 
-    @property
-    def reorders_sums(self) -> bool:
-        return True
-
     def with_micro_batches(self, count: int) -> Accumulation:
         """The same decision with another number of micro-batches of the same size."""
         return dataclasses.replace(self, micro_batches=count)

@@ -130,7 +130,8 @@ class CouplingCheck:
         if not guard.is_complete:
             self._warn_once(
                 "objects",
-                "model and loss function hold more objects than a snapshot takes: some may keep changes made by the check",
+                "model and loss function hold more objects than a snapshot takes: some may keep changes that the check "
+                "made",
             )
         return functools.partial(GradientProbe, model, batch, samples, loss_of, self.terms_of, guard)
 

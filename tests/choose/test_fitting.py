@@ -139,7 +139,7 @@ def layers(*, whole_only: bool = False) -> tuple[torch.nn.Module, tuple[torch.Te
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"force": "step-in-backward", "forbid": "accumulation"}, "drops each gradient at once"),
+        ({"force": "step-in-backward", "forbid": "accumulation"}, "frees each gradient at once"),
         ({"force": "step-in-backward", "forbid": "precision", "gpu": "t4"}, "fp16's gradient scaler"),
         ({"whole_only": True, "forbid": "accumulation"}, "no part of a batch"),
     ],
@@ -158,7 +158,7 @@ def test_a_way_out_that_cannot_be_taken_is_told_with_the_reason(options, why):
 def test_what_is_forced_and_leaves_nothing_to_choose_from_is_refused(vram):
     """RMSprop has no fused kernel, and its loop is what a step in backward does anyway."""
     options = {"gpu": "bare", "optimizer": "rmsprop", "loss_fn": loss_fn}
-    with pytest.raises(DecisionError, match="nothing is left to choose from: step-in-backward takes one parameter"):
+    with pytest.raises(DecisionError, match="nothing is left to choose from: step-in-backward updates one parameter"):
         planner.plan(*layers(), vram=vram, force=("optimizer-kernel", "step-in-backward"), **options)
 
 

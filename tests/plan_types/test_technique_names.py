@@ -124,3 +124,10 @@ def test_constraints_are_asked_by_role():
 def test_decisions_exclude_each_other_in_either_order(pair, why):
     assert why in (conflict(pair) or "") and why in (conflict(reversed(pair)) or "")
     assert conflict((StepInBackward(), Precision(dtype="bf16"), OptimizerKernel(kernel="fused"))) is None
+
+
+def test_only_accumulation_depends_on_the_number_of_micro_batches():
+    changed = [decision.with_micro_batches(7) for decision in DECISIONS]
+    assert [decision for decision in changed if decision not in DECISIONS] == [
+        Accumulation(micro_batch_size=16, micro_batches=7)
+    ]
