@@ -123,8 +123,12 @@ class Decision:
         return cls.rule or cls.kind.replace("-", "_")
 
     def with_micro_batches(self, count: int) -> Decision:
-        """The same decision for a shorter step, which rehearses `count` of the micro-batches."""
+        """The same decision for another number of micro-batches of the same size; itself if it does not split."""
         return self
+
+    def excludes(self, other: Decision) -> str | None:
+        """Why the two cannot be done together; None if they can. Asked in both directions."""
+        return None
 
     def describe(self) -> str:
         """One line for people: what is done, without units of memory or time."""

@@ -184,8 +184,11 @@ class Accumulation(Decision):
         return self.micro_batch_size
 
     def with_micro_batches(self, count: int) -> Accumulation:
-        """The same decision with another number of micro-batches of the same size."""
         return dataclasses.replace(self, micro_batches=count)
+
+    @property
+    def reorders_sums(self) -> bool:
+        return True
 
     def describe(self) -> str:
         return f"gradient accumulation: {self.micro_batches} micro-batches of {self.micro_batch_size}"
