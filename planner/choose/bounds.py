@@ -20,7 +20,7 @@ class LeastUpdate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What the baseline says about configurations before they are recorded."""
+    """Lower bounds of configurations that follow from the baseline, before anything else is recorded."""
 
     step_ns: int
     """Lower bound of the time of every plan in the baseline's precision, apart from its optimizer: the baseline's time,

@@ -1,4 +1,4 @@
-"""What the chooser proposes: a plan before it is certified."""
+"""The result of the chooser: a plan before it is certified."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class Chooser:
             limit_ns = self._limit_ns(config, found, above_ns)
             if self._bound_ns(config) >= limit_ns:
                 continue
-            # The first configuration often fits as it is. If it did not, those that follow will be needed too.
+            # The first configuration often fits unchanged. If it did not, those that follow will be needed too.
             several = number > 0 and not found
             if several:
                 self._prefetcher.several((self._simpler(soon), self._splits(soon)) for soon in (config, *upcoming))

@@ -79,7 +79,7 @@ class PlanningSession:
         self._lower_bounds: dict[tuple[Decision, ...], int] = {}
 
     def search_space(self, constraints: Constraints) -> SearchSpace:
-        """What a plan may choose from. Raises `DecisionError` if a forced technique cannot be used."""
+        """Return the search space of the plan. Raises `DecisionError` if a forced technique cannot be used."""
         graph = self.baseline_graph
         return search_space(
             self.workload,

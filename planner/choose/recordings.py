@@ -107,7 +107,7 @@ def _accumulated(config: tuple[Decision, ...], size: int, last: int | None = Non
 
 
 def _parts(key: _Key) -> tuple[_Key, _Key | None]:
-    """What to record: the step with the optimizer of the baseline, and the update that replaces the baseline's.
+    """The two recordings of a configuration: the step with the baseline's optimizer, and the update that replaces it.
 
     The second is None if the update does not differ from the baseline's, or is part of the backward.
     """

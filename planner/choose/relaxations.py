@@ -1,4 +1,4 @@
-"""What would make training fit if no plan does: each technique and fidelity that is not allowed, with its price."""
+"""If no plan fits: try each technique and fidelity that is not allowed, and report its price."""
 
 from __future__ import annotations
 

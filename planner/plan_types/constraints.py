@@ -1,4 +1,4 @@
-"""What the user allows: a fidelity, techniques that are forced or forbidden, a maximum slowdown."""
+"""Constraints that the user sets: a fidelity, techniques that are forced or forbidden, a maximum slowdown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planner.plan_types.techniques import KINDS, canonical_kind
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Constraints:
-    """What the user allows. Techniques may be given by any of their names; they are stored by kind."""
+    """Constraints on a plan, set by the user. Techniques may be given by any of their names, and are stored by kind."""
 
     fidelity: Fidelity
     forced: tuple[str, ...]

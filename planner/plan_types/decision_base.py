@@ -1,4 +1,4 @@
-"""What every decision says about itself, and what several decisions say together.
+"""The base class of decisions, and questions about several decisions together.
 
 The planner and the rewriter ask these questions instead of naming decision classes, so that a new technique is one
 class in `decisions.py`, one rule in `rewrite/rules/` and one entry in the search space (docs/add-a-technique.md).

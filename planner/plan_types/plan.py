@@ -90,7 +90,7 @@ class OwnLoss:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkloadFacts:
-    """What one optimizer step consumes."""
+    """Memory and time of one optimizer step."""
 
     batch_size: int
     seq_len: int | None
@@ -128,7 +128,7 @@ class NextStep:
     """A relaxation of the constraints that would make training fit, and its price."""
 
     relax: str
-    """What to allow: for example 'allow checkpoint' or '--fidelity rounded'."""
+    """The option that allows it: for example 'allow checkpoint' or '--fidelity rounded'."""
     decisions: tuple[Decision, ...]
     total_bytes: int
     slowdown: float
@@ -139,7 +139,7 @@ class Relaxation:
     """Something that the constraints rule out, and whether a plan would fit if it was allowed."""
 
     relax: str
-    """What to allow: for example 'allow checkpoint' or '--fidelity rounded'."""
+    """The option that allows it: for example 'allow checkpoint' or '--fidelity rounded'."""
     opens: bool | None
     """True if a plan then fits; None if there was no time to find out."""
     why: str

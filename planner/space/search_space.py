@@ -35,7 +35,7 @@ Alternatives = tuple[tuple[Decision, ...], ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """What a plan can choose from for this workload on this card, and why some techniques are missing.
+    """The choices of a plan for this workload on this card, and notes on missing techniques.
 
     A configuration takes one alternative of each of the first four fields. With one of the splits it is a candidate.
     """

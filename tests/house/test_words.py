@@ -30,7 +30,7 @@ BANNED = (
 _BANNED = re.compile(
     r"(?<!soon\s)\b(?:" + "|".join(words.replace(" ", r"\s+") for words in BANNED) + r")\b", re.IGNORECASE
 )
-_HEADLESS = re.compile(r"(?:Of|What|Whether|None\s+where|Nothing\s+where)\b(?!.*\?)|Where\b[^,.]*\.", re.DOTALL)
+_HEADLESS = re.compile(r"(?:Of|What(?!-if)|Whether|None\s+where|Nothing\s+where)\b(?!.*\?)|Where\b[^,.]*\.", re.DOTALL)
 """A docstring or note that starts so has no subject, unless it is a question or goes on with a main clause."""
 ALLOWED: dict[str, tuple[str, ...]] = {
     "CONTRIBUTING.md": BANNED,  # it lists them
