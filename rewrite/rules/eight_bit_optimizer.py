@@ -34,7 +34,7 @@ def eight_bit_optimizer(rewriting: Rewriting, decision: Optimizer) -> None:
     for lookup in sparse_lookups(rewriting.model):
         raise DecisionError(
             f"optimizer adamw8bit does not support sparse gradients, which '{lookup}' makes: use sparse=False, or "
-            "forbid optimizer"
+            "forbid 8bit-optimizer"
         )
     _refuse_what_cannot_be_taken_over(replaced)
     bitsandbytes = _bitsandbytes()
@@ -49,7 +49,7 @@ def _bitsandbytes() -> Any:
         import bitsandbytes
     except ImportError as error:
         raise DecisionError(
-            f"optimizer adamw8bit needs bitsandbytes ({error}): pip install bitsandbytes, or forbid optimizer"
+            f"optimizer adamw8bit needs bitsandbytes ({error}): pip install bitsandbytes, or forbid 8bit-optimizer"
         ) from error
     return bitsandbytes
 
@@ -58,7 +58,7 @@ def _refuse_what_cannot_be_taken_over(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer).__name__
     if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
         raise DecisionError(
-            f"optimizer adamw8bit replaces AdamW or Adam, not {kind}: use one of them, or forbid optimizer"
+            f"optimizer adamw8bit replaces AdamW or Adam, not {kind}: use one of them, or forbid 8bit-optimizer"
         )
     if optimizer.state:
         raise DecisionError(
@@ -66,7 +66,7 @@ def _refuse_what_cannot_be_taken_over(optimizer: torch.optim.Optimizer) -> None:
             "training starts, and resume from a state that the 8-bit optimizer saved"
         )
     if has_step_hooks(optimizer):
-        raise DecisionError(f"optimizer adamw8bit would lose the step hooks of {kind}: remove them or forbid optimizer")
+        raise DecisionError(f"optimizer adamw8bit would lose the step hooks of {kind}: remove them or forbid 8bit-optimizer")
     for index, group in enumerate(optimizer.param_groups):
         for option in ("amsgrad", "maximize"):
             if group[option]:
@@ -75,7 +75,7 @@ def _refuse_what_cannot_be_taken_over(optimizer: torch.optim.Optimizer) -> None:
         if group["weight_decay"] and not decoupled:
             raise DecisionError(
                 f"group {index} of Adam adds weight_decay {group['weight_decay']} to the gradient, but 8-bit AdamW "
-                "decays the weights directly: use AdamW, set weight_decay to 0, or forbid optimizer"
+                "decays the weights directly: use AdamW, set weight_decay to 0, or forbid 8bit-optimizer"
             )
 
 

@@ -24,7 +24,7 @@ def mixed_precision(rewriting: Rewriting, decision: Precision) -> None:
             dtype = str(parameter.dtype).removeprefix("torch.")
             raise DecisionError(
                 f"precision {decision.dtype} keeps fp32 master weights, but parameter '{name}' is {dtype}: "
-                "load the model in fp32 (model.float()) or forbid precision"
+                "load the model in fp32 (model.float()) or forbid mixed-precision"
             )
     rewriting.autocast_dtype = _DTYPES[decision.dtype]
     if decision.dtype == "fp16":
