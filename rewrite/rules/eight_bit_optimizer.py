@@ -66,7 +66,9 @@ def _refuse_what_cannot_be_taken_over(optimizer: torch.optim.Optimizer) -> None:
             "training starts, and resume from a state that the 8-bit optimizer saved"
         )
     if has_step_hooks(optimizer):
-        raise DecisionError(f"optimizer adamw8bit would lose the step hooks of {kind}: remove them or forbid 8bit-optimizer")
+        raise DecisionError(
+            f"optimizer adamw8bit would lose the step hooks of {kind}: remove them or forbid 8bit-optimizer"
+        )
     for index, group in enumerate(optimizer.param_groups):
         for option in ("amsgrad", "maximize"):
             if group[option]:
