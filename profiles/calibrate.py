@@ -2,7 +2,7 @@
 
     python -m planner.profiles.calibrate [--out FILE.toml] [--json FILE.json]
 
-Run it while nothing else uses the card, in a process that has not used CUDA. It takes about 20 seconds. It measures:
+Run it while nothing else uses the card, in a process that has not used CUDA. It takes about half a minute. It measures:
 
 - the CUDA context after a first kernel, a matrix product, a convolution and a training step;
 - the workspace that the first matrix product leaves in the allocator;

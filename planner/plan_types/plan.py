@@ -90,7 +90,7 @@ class OwnLoss:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkloadFacts:
-    """Memory and time of one optimizer step."""
+    """The inputs of one optimizer step: batch, loss function and optimizer."""
 
     batch_size: int
     seq_len: int | None
@@ -112,7 +112,7 @@ class SolverFacts:
     """How the plan was found, the peak that the search promised, and the peak of the rehearsal."""
 
     status: str
-    """'optimal', 'time limit', 'infeasible', or 'not needed' when nothing had to be chosen."""
+    """'optimal', 'time limit', or 'not needed' when nothing had to be chosen."""
     gap: float
     """Maximum share of the step time by which another selection of units could be faster."""
     seconds: float

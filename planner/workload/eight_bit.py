@@ -44,7 +44,7 @@ def least_state_bytes(model: torch.nn.Module, parameters: Iterable[torch.nn.Para
     """Returns a lower bound on the bytes of 8-bit Adam state for `parameters`.
 
     Each of the two moments takes one byte an element; for embeddings and small tensors it takes four, because these
-    stay in 32 bits (see `planner.rewrite.rules.optimizer`). Quantisation constants are not counted.
+    stay in 32 bits (see `planner.rewrite.rules.eight_bit_optimizer`). Quantisation constants are not counted.
     """
     wide = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     return sum(p.numel() * (8 if id(p) in wide or p.numel() < _SMALLEST_IN_8_BITS else 2) for p in parameters)
