@@ -151,10 +151,12 @@ class TrainingStep:
         return torch.autocast(next(self.module.parameters()).device.type, dtype=self.autocast_dtype)
 
     def update(self) -> None:
-        """Update the parameters by their gradients, and set these to None. Part of every call.
+        """Update the parameters from their gradients, then set the gradients to None. Each call of the step ends with
+        this.
 
         Raises:
-            WorkloadError: for a sparse or dense gradient that the optimizer does not support. Nothing is trained then.
+            WorkloadError: if a gradient is sparse or dense and the optimizer does not support that. No parameter is
+            updated then.
         """
         refuse_layouts(self.module, self.optimizer)
         if self.max_grad_norm is not None:

@@ -88,7 +88,7 @@ class ProbeResult:
 
     @property
     def is_off(self) -> bool:
-        """True if the parts do not add up to the whole."""
+        """True if the error exceeds `bound`: the weighted parts do not add up to the whole."""
         return self.error > self.bound
 
     @property
@@ -208,12 +208,12 @@ class GradientProbe:
             return result
         # A difference is due to the split only if the same samples give the same result again ...
         if not float((together - evaluate(indices)).norm()) <= result.bound * size:
-            raise NotReproducibleError(f"the same samples have another {quantity} when it is computed again")
+            raise NotReproducibleError(f"the {quantity} of the same samples differs when it is computed a second time")
         if self._drew_on_host:
-            raise NotReproducibleError("it draws random numbers from numpy or Python, which differ between samples")
+            raise NotReproducibleError("numpy or Python draws random numbers in it, which differ between samples")
         # ... and, if it is small, in another order, which rounds otherwise.
         if size < _SMALL and not float((together - evaluate(indices.flip(0))).norm()) <= result.bound * size:
-            raise NotReproducibleError(f"the {quantity} is nothing but rounding")
+            raise NotReproducibleError(f"the {quantity} is no larger than its rounding error")
         return result
 
     @contextlib.contextmanager

@@ -1,15 +1,16 @@
 """Check the weights of micro-batches against the reductions that are seen while the loss is computed.
 
-What it checks: a loss function of the user does not say what it averages over. Most of them end in a function of
-`torch.nn.functional`, whose arguments do: target, `ignore_index`, class weights, `reduction`. The micro-batches are
-weighted correctly if each weight is that micro-batch's share of the terms of the batch, or 1 if the loss is a sum.
+What it checks: the user's loss function does not state which terms it averages over. Most loss functions end in a call
+of `torch.nn.functional`, and the arguments of that call (target, `ignore_index`, class weights, `reduction`) determine
+the terms. The micro-batches are weighted correctly if the weight of each micro-batch is its share of the terms of the
+batch, or 1 if the loss is a sum.
 
 How: a `TorchFunctionMode` around forward and loss of each micro-batch notes these calls. Nothing is computed twice. The
-first step is watched. The number of terms of a mean over labels may be another one in any later batch, so steps are
-watched further if there was such a mean and the weights do not count labels.
+first step is always watched. Later steps are watched only if the loss is a mean over labels and the weights do not
+count labels, because the number of labels may change from batch to batch.
 
 What it cannot see: reductions that are written out (`cost.sum() / mask.sum()`), those in other functions, and whether a
-reduction is part of the loss at all. The gradients decide then (`coupling_check`).
+reduction is part of the loss at all. In these cases `coupling_check` compares gradients.
 """
 
 from __future__ import annotations

@@ -33,7 +33,11 @@ def restore_entries(container: Any, kind: Any, keys: list[Any], values: list[Any
 
 
 def _restore_mapping(container: Any, kind: Any, now: list[Any], keys: list[Any], values: list[Any]) -> None:
-    """Entries stay visible to other threads, except those that have to be inserted again to restore the order."""
+    """Restore the entries of a mapping and their order.
+
+    Other threads see each entry all the time, unless entries have to be removed and inserted again to restore the
+    order.
+    """
     known = set(keys)
     for key in now:
         if key not in known:

@@ -73,7 +73,9 @@ def training_arguments(plan: Plan, *, kind: type | None = None, **overrides: Any
     names = {field.name for field in dataclasses.fields(arguments_class) if field.init}
     renamed = {_present_name(name): value for name, value in overrides.items()}
     if len(renamed) < len(overrides):
-        raise DecisionError(f"an argument is given under both of its names: {', '.join(sorted(overrides))}")
+        raise DecisionError(
+            f"two of these are names of the same argument: {', '.join(sorted(overrides))}; give only one of them"
+        )
     if unknown := [name for name in overrides if _installed_name(_present_name(name), names) not in names]:
         raise WorkloadError(f"{arguments_class.__name__} has no argument '{unknown[0]}'")
     refuse_contradictions(plan, renamed)
@@ -193,6 +195,6 @@ def _installed_name(name: str, names: set[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The value of an enumeration member, and the usual name of an optimizer."""
+    """Replace a member of an enumeration by its value, and an alias of an optimizer by the optimizer's usual name."""
     value = getattr(value, "value", value)
     return _ALIASES.get(value, value) if isinstance(value, str) else value

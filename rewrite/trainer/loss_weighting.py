@@ -150,9 +150,8 @@ class LossWeighting:
             raise DecisionError(uneven_micro_batches(samples))
         if self._missed_labels_or_count:
             raise DecisionError(
-                f"the model was called without labels or without {COUNT}, by which micro-batches are weighted: pass "
-                "both on in a compute_loss of your own and return the loss that the model returns, or plan with "
-                "accumulation forbidden"
+                f"the model was called without labels or {COUNT}, which the weights of micro-batches need: pass both "
+                "to the model in your compute_loss and return its loss, or plan with accumulation forbidden"
             )
         batch = _joined(inputs)
         if self._is_checking:

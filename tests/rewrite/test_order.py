@@ -134,11 +134,13 @@ def test_an_8_bit_optimizer_gets_a_schedule_of_its_own():
 
 def test_schedulers_that_cannot_be_stepped_here_are_refused():
     options = {"batch": vectors(), "loss_fn": cross_entropy, "optimizer": adamw}
-    with pytest.raises(WorkloadError, match="ReduceLROnPlateau steps by a metric"):
+    with pytest.raises(WorkloadError, match="ReduceLROnPlateau needs a metric"):
         rewritten(seeded(Perceptron), scheduler=ReduceLROnPlateau, **options)
-    with pytest.raises(WorkloadError, match="StepLR is over another optimizer than this AdamW: give a function"):
+    with pytest.raises(
+        WorkloadError, match="the StepLR was created for a different optimizer than the step's AdamW: pass a function"
+    ):
         rewritten(seeded(Perceptron), scheduler=halving(adamw(Perceptron().parameters())), **options)
-    with pytest.raises(WorkloadError, match="scheduler made a float: it must return"):
+    with pytest.raises(WorkloadError, match="the function scheduler returned a float: it must return"):
         rewritten(seeded(Perceptron), scheduler=lambda optimizer: 0.1, **options)
     model = seeded(Perceptron)
     plan = plan_for(model, vectors(6), loss_fn=cross_entropy)
