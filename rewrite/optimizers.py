@@ -12,10 +12,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from planner.errors import DecisionError, WorkloadError
 
 OptimizerChoice = torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer] | str
-"""A torch optimizer over the model's parameters, a function from parameters to one, or a name in `OPTIMIZERS`."""
+"""A torch optimizer of the model, a function that takes parameters and returns one, or a name in `OPTIMIZERS`."""
 
 SchedulerChoice = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
-"""A learning-rate scheduler over the optimizer of the step, or a function from that optimizer to one."""
+"""A learning-rate scheduler of the step's optimizer, or a function that takes this optimizer and returns one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,10 +85,10 @@ def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
 
 
 def make_scheduler(choice: SchedulerChoice, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """Returns the scheduler over this optimizer. A scheduler object is returned unchanged.
+    """Returns the scheduler of this optimizer. A scheduler object is returned unchanged.
 
     Raises:
-        WorkloadError: for a scheduler over another optimizer, and for one that steps by a metric.
+        WorkloadError: if the scheduler was created for a different optimizer, or needs a metric to step.
     """
     scheduler = choice if isinstance(choice, LRScheduler) else choice(optimizer)
     kind = type(scheduler).__name__

@@ -31,7 +31,7 @@ def relaxations(session: PlanningSession, constraints: Constraints) -> tuple[Rel
         if relaxed.fidelity > constraints.fidelity + 1 and any(relaxation.opens for relaxation in tried):
             break  # a lower fidelity is not tried if a higher one fits
         if time.perf_counter() > until and any(relaxation.opens for relaxation in tried):
-            tried.append(_closed(label, None, "not tried: the time limit was reached"))
+            tried.append(_closed(label, None, "not looked at: it would take too long"))
         else:
             tried.append(_try(session, label, technique, relaxed, before=constraints))
     return tuple(tried)
@@ -65,7 +65,7 @@ def _try(
     except PlannerError as error:
         return _closed(label, False, str(error))
     if certified is None:
-        return _closed(label, False, "no plan fits with it alone")
+        return _closed(label, False, "not enough on its own")
     return _open(session, label, certified)
 
 

@@ -81,7 +81,7 @@ def restore_class(value: Any, kind: type) -> None:
 
 
 def restore_hooks(tensor: torch.Tensor, name: str, hooks: dict[int, Any] | None) -> None:
-    """If there was no dict of hooks, a new one is emptied and stays, because autograd refers to it."""
+    """Restore the hooks of a tensor. A dict of hooks that is new is only emptied, because autograd refers to it."""
     now = getattr(tensor, name, None)
     if hooks is None and now is not None:
         now.clear()

@@ -36,7 +36,7 @@ _ANOTHER_STEP = {
     "torch_compile": "it makes another step than the planned one",
     "use_liger_kernel": "it replaces parts of the model, its loss among them: plan with the patched model",
 }
-"""Arguments that must be off, and the reason."""
+"""Arguments that must be off, each with the reason."""
 
 _NAMES = {"adamw": "adamw_torch", "adam": "adamw_torch", "sgd": "sgd", "sgd-momentum": "sgd", "adagrad": "adagrad",
           "rmsprop": "rmsprop"}  # fmt: skip
@@ -101,7 +101,7 @@ def planned_arguments(plan: Plan) -> dict[str, Any]:
 
 
 def planned_optim(plan: Plan) -> str | None:
-    """The Trainer's name of the planned optimizer; None if it has none (pass the Trainer `optimizers=` then)."""
+    """The Trainer's name of the planned optimizer; None if there is none, and the user has to pass `optimizers=`."""
     if any(decision.eight_bit_state for decision in plan.decisions):
         return _EIGHT_BIT
     name = _NAMES.get(plan.workload.optimizer)
@@ -113,7 +113,7 @@ def micro_batches(plan: Plan) -> tuple[int, int]:
     """Returns the number of samples in each of the Trainer's micro-batches, and the number of micro-batches.
 
     Raises:
-        DecisionError: if the batch can only be split evenly into more than twice as many as planned.
+        DecisionError: if the batch can be split evenly only into more than twice the planned number of micro-batches.
     """
     planned, size = micro_batches_of(plan.decisions), micro_batch_size_of(plan.decisions)
     samples = plan.workload.batch_size

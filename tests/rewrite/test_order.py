@@ -161,7 +161,9 @@ def test_a_schedule_goes_on_where_it_stopped_and_is_not_forgotten():
     assert second.scheduler.last_epoch == 1
     assert second.optimizer.param_groups[0]["lr"] == 5e-3
     without = rewritten(seeded(Perceptron), FP16, batch=vectors(6), loss_fn=cross_entropy, optimizer=adamw)
-    with pytest.raises(PlanFileError, match="of a step with a scheduler, this one has none: give apply the same"):
+    with pytest.raises(
+        PlanFileError, match="of a step with a scheduler, but this step has none: pass the same to apply"
+    ):
         without.step.load_state_dict(state)
     with pytest.raises(PlanFileError, match="of a step with no scheduler, this one has one"):
         second.step.load_state_dict(without.step.state_dict())

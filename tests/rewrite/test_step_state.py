@@ -146,7 +146,9 @@ def test_a_state_of_another_model_optimizer_or_grouping_is_refused():
         first, *others = parameters
         return torch.optim.AdamW([{"params": [first]}, {"params": others}])
 
-    with pytest.raises(PlanFileError, match=r"groups of \[10\] parameters, this one has \[1, 9\]: give the same"):
+    with pytest.raises(
+        PlanFileError, match=r"groups of \[10\] parameters, but this optimizer has groups of \[1, 9\]: create"
+    ):
         rewritten(seeded(Perceptron), optimizer=grouped, **options).step.load_state_dict(saved)
 
 

@@ -229,7 +229,7 @@ def test_what_cannot_be_probed_is_logged(caplog):
     with caplog.at_level(logging.WARNING, "planner.rewrite"):
         step_of(sampled, 4, 4).step(padded())
     assert "could not be tried on parts of a batch" in caplog.text
-    assert "multinomial draws random numbers of its own kind" in caplog.text
+    assert "multinomial draws from a distribution that is not supported" in caplog.text
 
 
 CALLS: list[int] = []
