@@ -151,7 +151,7 @@ def to_networkx(graph: torch.fx.Graph, *, storages: bool = False) -> networkx.Di
     """Convert the result of `planner.record` to a `networkx.DiGraph`: nodes are ops, edges are data dependencies.
 
     Nodes have the attributes `kind`, `name`, `phase`, `module`, `bytes`, `flops`, `moved_bytes`, `line`, `step` and
-    `micro_batch`, edges have `bytes`. `examples/step_graph.py` finds the largest op and a minimum cut.
+    `micro_batch`, edges have `bytes`. `examples/recording/step_graph.py` finds the largest op and a minimum cut.
 
     Args:
         graph: the result of `planner.record`.

@@ -33,8 +33,8 @@ def eight_bit_optimizer(rewriting: Rewriting, decision: Optimizer) -> None:
     replaced = rewriting.optimizer
     for lookup in sparse_lookups(rewriting.model):
         raise DecisionError(
-            f"optimizer adamw8bit does not support sparse gradients, which the embedding '{lookup}' produces: use "
-            "sparse=False, or forbid 8bit-optimizer"
+            f"optimizer adamw8bit does not support sparse gradients, which '{lookup}' produces: use sparse=False, or "
+            "forbid 8bit-optimizer"
         )
     _refuse_what_cannot_be_taken_over(replaced)
     bitsandbytes = _bitsandbytes()

@@ -88,7 +88,7 @@ def test_the_recorded_graph_is_one_of_networkx_with_bytes_on_nodes_and_edges():
 
 
 def test_the_example_for_graphs_finds_the_tensor_between_two_layers():
-    example = runpy.run_path(str(EXAMPLES / "step_graph.py"))
+    example = runpy.run_path(str(EXAMPLES / "recording" / "step_graph.py"))
     graph = example["record"](depth=3, width=8, samples=16)
     ops = planner.to_networkx(graph)
     assert ops.nodes[example["largest_op"](ops)]["bytes"] > 0

@@ -131,9 +131,9 @@ def test_where_it_does_not_it_is_refused_by_name_before_anything_is_trained(case
 
 def test_in_backward_and_in_8_bits_it_is_refused_when_applied():
     options = {"batch": words(), "loss_fn": cross_entropy, "optimizer": torch.optim.AdamW}
-    with pytest.raises(DecisionError, match="AdamW does not support sparse gradients, which 'embedding' makes"):
+    with pytest.raises(DecisionError, match="AdamW does not support sparse gradients, which 'embedding' produces"):
         rewritten(seeded(Mixed), StepInBackward(), **options)
-    with pytest.raises(DecisionError, match="adamw8bit does not support sparse gradients, which 'embedding' makes"):
+    with pytest.raises(DecisionError, match="adamw8bit does not support sparse gradients, which 'embedding' produces"):
         rewritten(seeded(Mixed), Optimizer(), **options)
 
 

@@ -149,6 +149,6 @@ def test_the_plan_says_so_and_is_checked_again_as_it_was_made(tmp_path, monkeypa
     assert main(["plan.json", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["plan"] == data["plan"]
     main(["plan.json"])
-    assert "gradients of earlier batches are alive before the step" in " ".join(capsys.readouterr().out.split())
+    assert "gradients of earlier batches are in memory before the step" in " ".join(capsys.readouterr().out.split())
     assert main(["plan.json", "--gradients-alive"]) == 2
     assert main([*arguments, "--tradeoff", "--json"]) == 0

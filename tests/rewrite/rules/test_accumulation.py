@@ -17,6 +17,7 @@ from planner.errors import DecisionError
 from planner.plan_types.decisions import Accumulation
 from planner.rewrite.rules import accumulation
 from planner.rewrite.rules.accumulation import samples_only
+from planner.workload import model_loss
 from planner.workload.workload import batch_size_of, resized
 from tests.support.training import (
     Convolutional,
@@ -76,7 +77,7 @@ def test_weighting_tokens_by_samples_would_be_seen(build, monkeypatch):
 
 
 def test_counting_the_first_label_of_a_causal_model_would_be_seen(monkeypatch):
-    monkeypatch.setattr(accumulation, "shifts_labels", lambda model: False)
+    monkeypatch.setattr(model_loss, "shifts_labels", lambda model: False)
     assert largest_relative_error(causal_model(), UNEVEN, batches=[tokens()]) > 1e-4
 
 
@@ -104,7 +105,7 @@ def test_a_micro_batch_without_a_counted_label_takes_no_part(build):
 def test_whether_a_model_shifts_its_labels_is_read_from_its_forward(name, shifted):
     kind = getattr(transformers, name)
     with torch.device("meta"):
-        assert accumulation.shifts_labels(kind(kind.config_class())) is shifted
+        assert model_loss.shifts_labels(kind(kind.config_class())) is shifted
 
 
 def test_live_models_shift_as_their_classes_do():
@@ -112,10 +113,10 @@ def test_live_models_shift_as_their_classes_do():
         def forward(self, **inputs):
             return super().forward(**inputs)
 
-    assert accumulation.shifts_labels(gpt2())
-    assert accumulation.shifts_labels(Wrapped(gpt2().config))
-    assert not accumulation.shifts_labels(roberta())
-    assert not accumulation.shifts_labels(Perceptron())
+    assert model_loss.shifts_labels(gpt2())
+    assert model_loss.shifts_labels(Wrapped(gpt2().config))
+    assert not model_loss.shifts_labels(roberta())
+    assert not model_loss.shifts_labels(Perceptron())
 
 
 def test_a_stated_weight_replaces_samples():

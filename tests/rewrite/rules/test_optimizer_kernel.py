@@ -191,7 +191,7 @@ REFUSED = {
     "no fused kernel": (FUSED, Perceptron, torch.optim.RMSprop, "RMSprop has no fused kernel"),
     "no such class": (LOOP, Perceptron, torch.optim.LBFGS, "LBFGS is not known"),
     "of one's own": (FUSED, Perceptron, Custom, "Custom is not known"),
-    "fused already": (LOOP, Perceptron, made_by(torch.optim.AdamW, {}, fused=True), "fused=True, which is a choice"),
+    "fused already": (LOOP, Perceptron, made_by(torch.optim.AdamW, {}, fused=True), "fused=True, which is kept"),
     "foreach already": (FUSED, Perceptron, made_by(torch.optim.AdamW, {}, foreach=True), "foreach=True, which is"),
     "a loop already": (FUSED, Perceptron, made_by(torch.optim.AdamW, {}, foreach=False), "foreach=False, which is"),
     "differentiable": (FUSED, Perceptron, made_by(torch.optim.Adam, {}, differentiable=True), "differentiable=True"),

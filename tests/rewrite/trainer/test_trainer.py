@@ -364,7 +364,7 @@ def test_sparse_gradients_are_refused():
 
 def test_micro_batches_that_cannot_be_of_one_size_are_refused():
     plan = a_plan(Accumulation(micro_batch_size=4, micro_batches=2), samples=7)
-    with pytest.raises(DecisionError, match=r"2 micro-batches of 4 for a batch of 7.*a batch of 8"):
+    with pytest.raises(DecisionError, match=r"2 micro-batches of 4 samples for a batch of 7.*a batch of 8"):
         rewrite.training_arguments(plan)
 
 

@@ -1,4 +1,4 @@
-"""Graph algorithms on a recorded training step: `python examples/step_graph.py`.
+"""Graph algorithms on a recorded training step: `python examples/recording/step_graph.py`.
 
 `planner.record` runs the step on a virtual GPU, which needs neither a card nor the memory; `planner.to_networkx` makes
 a `networkx.DiGraph` of it. The same works for any model that `planner.plan` takes.
