@@ -145,7 +145,7 @@ def test_schedulers_that_cannot_be_stepped_here_are_refused():
     model = seeded(Perceptron)
     plan = plan_for(model, vectors(6), loss_fn=cross_entropy)
     with pytest.raises(
-        WorkloadError, match="StepLR belongs to one optimizer, and each run has its own: give a function"
+        WorkloadError, match="StepLR belongs to one optimizer, and each run has its own: pass a function"
     ):
         rewrite.verify(
             plan, model, vectors(6), loss_fn=cross_entropy, scheduler=halving(adamw(model.parameters()))
