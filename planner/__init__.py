@@ -49,19 +49,21 @@ def plan(
 
     Args:
         model: any module; its weights may be on the CPU or on the meta device. It is not changed.
-        batch: a dict of keyword arguments, a dataclass, a tuple, or a tensor. Dimension 0 of its tensors is the sample.
+        batch: a dict of keyword arguments, a dataclass, a tuple, or a tensor. Dimension 0 of its tensors counts the
+        samples.
         vram: the memory budget: a size such as "6GiB" or "80%" (of the card), or a number of bytes. If None, the step
-            is rehearsed and nothing is decided.
+            is only rehearsed, and the plan has no decisions.
         loss_fn: called as `loss_fn(output, batch)`; None if the model returns a loss.
         gpu: a profile's name such as "rtx-2060", the path of a profile's TOML file, or "bare". If None, the CUDA card
             of this machine, or a generic Ampere GPU if there is none.
         fidelity: how closely training must match the original: "exact" (same math), "rounded" (lower precision) or
             "partial" (freeze layers).
-        optimizer: a name such as "adamw", a torch optimizer, or a function from parameters to one.
+        optimizer: a name such as "adamw", a torch optimizer, or a function that takes parameters and returns an
+        optimizer.
         force: kinds of decision that must be used.
         forbid: kinds of decision that must not be used.
         only: kinds of decision that may be used; all others are forbidden. None allows all.
-        max_slowdown: maximum step time over that of the baseline; None for no limit.
+        max_slowdown: maximum step time, as a multiple of the baseline's; None for no limit.
         gradients_alive: True if your own loop accumulates gradients over several batches. The plan then counts the
             gradients of earlier batches, which the step adds to, and its promise holds for every batch of the loop.
 
@@ -100,10 +102,10 @@ def tradeoff(
 ) -> Tradeoff:
     """Compute the trade-off between memory and step time: certified plans from the fastest to the smallest.
 
-    The arguments are those of `plan`, but `vram` only marks the fastest plan inside it.
+    The arguments are those of `plan`, but `vram` only marks the fastest plan that fits this budget.
 
     Args:
-        seconds: about how long the search may take. With less time there are fewer plans in between.
+        seconds: approximate time limit of the search. With less time, fewer plans are found between the two ends.
 
     Raises:
         planner.errors.PlannerError: an argument cannot be used; the message says what to change.

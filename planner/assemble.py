@@ -82,7 +82,7 @@ def assemble_tradeoff(
     """Return the trade-off with a plan for each point of the front, whose budget is that point's own total.
 
     Args:
-        budget: the user's, to be marked among the plans; None marks none.
+        budget: the user's budget, to be marked among the plans; None if there is none.
         began: `time.perf_counter()` when planning began.
     """
     notes = () if budget is None else budget.notes(session.card)

@@ -1,4 +1,4 @@
-"""Exceptions that users of the planner meet. Every message names the value, the place and a way out."""
+"""Exceptions that the planner raises for its users. Each message states the wrong value, its location and a remedy."""
 
 from __future__ import annotations
 

@@ -75,7 +75,10 @@ def tradeoff_workload(
 
 
 def record_step(workload: Workload, card: DeviceProfile, decisions: Sequence[Decision] = ()) -> StepGraph:
-    """Rehearse two training steps of `workload` rewritten by `decisions`, with workspaces; () is the baseline."""
+    """Rehearse two training steps of `workload` on the card, and add the workspaces of kernels to the recording.
+
+    The step is rewritten by `decisions`; without decisions it is the baseline.
+    """
     return rehearse.certifying_graph(rehearse.with_gradient_names(workload, card), decisions, card)
 
 

@@ -26,12 +26,12 @@ _FIRST_SAMPLES = 64
 _EXACT_TO = 64
 """Relative precision of the answer above 64 samples: 1/64. Every further step would cost one rehearsal."""
 _FAR = 2
-"""Decisions that are smallest at one batch size are tried on sizes up to this many times larger."""
+"""The decisions with the smallest peak at one batch size are tried for sizes up to this factor larger."""
 _LEFT_OUT = (
     (Role.MICRO_BATCHING, "with which any batch fits where one sample does"),
     (Role.FREEZING, "since each frozen prefix would make another"),
 )
-"""Techniques that the search for the largest batch leaves out, and why."""
+"""Techniques that the search for the largest batch leaves out, with the reasons."""
 
 
 def largest_batch(
@@ -178,8 +178,8 @@ def largest_within(
 def smallest_card(workload: Workload, constraints: Constraints) -> Plan:
     """Returns the plan on the card with the least memory on which one fits, or the shortfall on the largest card.
 
-    Tries the cards from the smallest on, without bisection: kernels and dtypes differ, so a plan may fit a smaller card
-    and not a larger one.
+    Tries all cards from the smallest to the largest, without bisection: kernels and dtypes differ between cards, so a
+    plan may fit a smaller card and not a larger one.
     """
     cards = sorted((profiles.load(name) for name in profiles.known()), key=lambda card: (card.vram_bytes, card.name))
     for number, card in enumerate(cards):

@@ -1,4 +1,4 @@
-"""Check a saved plan again: rehearse its decisions for the same model, possibly on another card or budget."""
+"""Rehearse the decisions of a saved plan again for the same model, optionally on a different card or budget."""
 
 from __future__ import annotations
 
@@ -75,6 +75,7 @@ def _load(saved: Plan) -> Workload:
     size, count = micro_batch_size_of(saved.decisions), micro_batches_of(saved.decisions)
     if size is not None and count != -(-workload.batch_size // size):
         raise PlanFileError(
-            f"the plan splits a batch of {workload.batch_size} into {count} micro-batches of {size}: make it again"
+            f"the plan is inconsistent: {count} micro-batches of {size} samples do not make up its batch of "
+            f"{workload.batch_size}; make the plan again"
         )
     return workload

@@ -153,7 +153,7 @@ def read(path: Path) -> DeviceProfile:
         try:
             fields[key] = reader(table[key])
         except TypeError as error:
-            raise ProfileError(f"{path}: key '{key}' is {table[key]!r}: give {error}") from None
+            raise ProfileError(f"{path}: key '{key}' is {table[key]!r}: {error}") from None
     try:
         return DeviceProfile(name=path.stem, **fields)
     except ProfileError as error:
@@ -171,36 +171,36 @@ def _release(torch_version: str) -> tuple[int, int]:
 
 
 # Each of the following functions returns a value of the TOML file in the type of the field. It raises a TypeError that
-# describes the expected value, as the end of "key 'title' is 3: give ...".
+# says which value to give, as the end of "key 'title' is 3: give a text that is not empty".
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise TypeError("a text that is not empty")
+        raise TypeError("give a text that is not empty")
     return value
 
 
 def _texts(value: object) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise TypeError("a list of texts")
+        raise TypeError("give a list of texts")
     return tuple(value)
 
 
 def _positive(value: object) -> int:
     if type(value) is not int or value <= 0:
-        raise TypeError("a whole number above 0")
+        raise TypeError("give a whole number above 0")
     return value
 
 
 def _capability(value: object) -> tuple[int, int]:
     if not isinstance(value, list) or len(value) != 2 or not all(type(item) is int for item in value):
-        raise TypeError("two whole numbers such as [8, 6]")
+        raise TypeError("give two whole numbers, such as [8, 6]")
     return value[0], value[1]
 
 
 def _rates(value: object) -> dict[str, int]:
     if not isinstance(value, dict) or not all(type(rate) is int and rate > 0 for rate in value.values()):
-        raise TypeError(f"a table of whole numbers above 0 for {', '.join(DTYPES)}")
+        raise TypeError(f"give a table of whole numbers above 0 for {', '.join(DTYPES)}")
     return dict(value)
 
 

@@ -11,7 +11,7 @@ The technique behind each decision is a rule in `rules/`. The rules, the step an
 from __future__ import annotations
 
 if __name__ != "planner.rewrite":
-    raise ImportError("this folder is installed as planner.rewrite: write `from planner import rewrite`")
+    raise ImportError(f"this folder cannot be imported under the name {__name__}: write `from planner import rewrite`")
 
 from planner.rewrite.application import Rewritten, apply, apply_decisions
 from planner.rewrite.certificate import Certificate, certify

@@ -40,8 +40,8 @@ class Rewritten:
         """Restore forwards, flags and configuration to what they were. Trained weights stay. May be called again.
 
         Raises:
-            DecisionError: if something was replaced again after `apply`, because restoring would silently drop that.
-                Nothing is changed then.
+            DecisionError: if a change was overwritten after `apply`, because restoring would silently discard that.
+            Nothing is changed then.
         """
         self._rewriting.undo()
         self.step.close()
@@ -65,21 +65,22 @@ def apply(
     Args:
         plan: a plan that was made for a model with these parameter names, shapes and dtypes.
         model: the model. Its class, parameters, hooks and `state_dict` keys do not change.
-        optimizer: a torch optimizer over the model's parameters, a function from parameters to one, or a name; None
-            takes the optimizer of the plan. A plan with 8-bit state makes a new optimizer from its parameter groups:
-            make learning-rate schedulers over `Rewritten.optimizer`, or pass a function as `scheduler`.
+        optimizer: a torch optimizer over the model's parameters, a function that takes parameters and returns an
+        optimizer, or a name; None for the optimizer of the plan. A plan with 8-bit state creates a new optimizer from
+        the parameter groups of this one: create learning-rate schedulers for `Rewritten.optimizer`, or pass a function
+        as `scheduler`.
         loss_fn: `loss_fn(output, batch)`, if the plan was made with a loss function.
         max_grad_norm: clip the norm of all gradients to this before the optimizer steps.
         loss_weight: number of terms that the mean loss of a batch is taken over, for accumulation with losses that are
             means over something other than samples or counted `labels`; 1 for losses that are sums. Without it, the
             first step compares its own weights with the means that `torch.nn.functional` takes in the loss.
-        scheduler: a learning-rate scheduler over the optimizer, or a function from the optimizer to one. It is stepped
-            after each optimizer step, but not after one that the gradient scaler skipped.
+        scheduler: a learning-rate scheduler of the optimizer, or a function that takes the optimizer and returns a
+        scheduler. It is stepped after each optimizer step, but not if the gradient scaler skipped that step.
 
     Raises:
         PlanFileError: if the plan was made for another model.
-        WorkloadError: if the loss function or the optimizer does not match the plan, or the scheduler is over another
-            optimizer.
+        WorkloadError: if the loss function or the optimizer does not match the plan, or the scheduler was created for a
+        different optimizer.
         DecisionError: if a decision cannot be applied. The model is unchanged then.
     """
     optimizer = matched(plan, model, optimizer, loss_fn)
@@ -104,7 +105,7 @@ def apply(
 
 
 def _accumulation_checks(plan: Plan, rewriting: Rewriting) -> tuple[AccumulationCheck, ...]:
-    """The check that micro-batches add up to their batch; empty if the plan does not accumulate."""
+    """Returns the check that micro-batches add up to their batch; empty if the plan does not split the batch."""
     micro_batch_size = micro_batch_size_of(plan.decisions)
     if micro_batch_size is None or rewriting.loss_terms is None:
         return ()
@@ -135,7 +136,7 @@ def matched(
     refuse_another_model(plan, model)
     if plan.workload.has_loss_fn != (loss_fn is not None):
         raise WorkloadError(
-            "the plan was made with a loss function: give loss_fn=..."
+            "the plan was made with a loss function: pass it as loss_fn=..."
             if plan.workload.has_loss_fn
             else "the plan was made without a loss function: leave loss_fn out, or make the plan again with it"
         )
@@ -143,7 +144,7 @@ def matched(
         return optimizer
     if plan.workload.optimizer not in OPTIMIZERS:
         raise WorkloadError(
-            f"the plan was made with optimizer '{plan.workload.optimizer}', which cannot be made by name: "
+            f"the plan was made with optimizer '{plan.workload.optimizer}', which cannot be created by name: "
             "give optimizer=..."
         )
     return plan.workload.optimizer

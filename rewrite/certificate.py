@@ -1,4 +1,4 @@
-"""The certificate: the rewritten step itself is rehearsed on the virtual GPU, and its figures are what is reported."""
+"""The certificate: the memory and time of the rewritten step, from a rehearsal of that step on the virtual GPU."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def certify(
         plan: made for a model with these parameters.
         batch: with the planned shapes.
         loss_fn, optimizer: as given when the plan was made.
-        card: another card than the plan's.
+        card: a card to use instead of the plan's card.
 
     Raises:
         PlanFileError: for another model or another batch size.

@@ -12,10 +12,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from planner.errors import DecisionError, WorkloadError
 
 OptimizerChoice = torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer] | str
-"""A torch optimizer over the model's parameters, a function from parameters to one, or a name in `OPTIMIZERS`."""
+"""A torch optimizer of the model, a function that takes parameters and returns one, or a name in `OPTIMIZERS`."""
 
 SchedulerChoice = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
-"""A learning-rate scheduler over the optimizer of the step, or a function from that optimizer to one."""
+"""A learning-rate scheduler of the step's optimizer, or a function that takes this optimizer and returns one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,23 +51,25 @@ def make_optimizer(choice: OptimizerChoice, model: torch.nn.Module) -> torch.opt
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
-        raise DecisionError(f"no parameter of {type(model).__name__} requires a gradient: leave a part of it unfrozen")
+        raise DecisionError(f"no parameter of {type(model).__name__} requires a gradient: leave some unfrozen")
     if isinstance(choice, str):
         if choice not in OPTIMIZERS:
             names = ", ".join(OPTIMIZERS)
             raise WorkloadError(
                 f"optimizer '{choice}' is unknown by name: choose one of {names}, or give a torch optimizer "
-                "or a function from parameters to one"
+                "or a function that takes parameters and returns one"
             )
         return OPTIMIZERS[choice].make(trainable)
     optimizer = choice if isinstance(choice, torch.optim.Optimizer) else choice(trainable)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise WorkloadError(f"optimizer made a {type(optimizer).__name__}: it must return a torch.optim.Optimizer")
+        raise WorkloadError(
+            f"the function optimizer returned a {type(optimizer).__name__}: return a torch.optim.Optimizer"
+        )
     mine = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
         raise WorkloadError(
-            f"{type(optimizer).__name__} holds none of the parameters of {type(model).__name__}: "
-            "make it from model.parameters(), after the model was moved or loaded"
+            f"{type(optimizer).__name__} has none of the parameters of {type(model).__name__}: create the optimizer "
+            "from model.parameters(), after the model was moved or loaded"
         )
     return optimizer
 
@@ -83,20 +85,22 @@ def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
 
 
 def make_scheduler(choice: SchedulerChoice, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """Returns the scheduler over this optimizer. A scheduler object is returned unchanged.
+    """Returns the scheduler of this optimizer. A scheduler object is returned unchanged.
 
     Raises:
-        WorkloadError: for a scheduler over another optimizer, and for one that steps by a metric.
+        WorkloadError: if the scheduler was created for a different optimizer, or needs a metric to step.
     """
     scheduler = choice if isinstance(choice, LRScheduler) else choice(optimizer)
     kind = type(scheduler).__name__
     if not isinstance(scheduler, LRScheduler):
-        raise WorkloadError(f"scheduler made a {kind}: it must return a torch.optim.lr_scheduler.LRScheduler")
+        raise WorkloadError(
+            f"the function scheduler returned a {kind}: it must return a torch.optim.lr_scheduler.LRScheduler"
+        )
     if isinstance(scheduler, ReduceLROnPlateau):
-        raise WorkloadError(f"{kind} steps by a metric that the training step does not have: step it yourself")
+        raise WorkloadError(f"{kind} needs a metric, which the training step does not have: call its step() yourself")
     if scheduler.optimizer is not optimizer:
         raise WorkloadError(
-            f"{kind} is over another optimizer than this {type(optimizer).__name__}: give a function from the "
-            "optimizer to a scheduler, scheduler=lambda optimizer: ..."
+            f"the {kind} was created for a different optimizer than the step's {type(optimizer).__name__}: pass a "
+            "function that takes the optimizer and returns a scheduler, such as scheduler=lambda optimizer: ..."
         )
     return scheduler

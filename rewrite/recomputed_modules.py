@@ -1,4 +1,4 @@
-"""Look up the modules that a rule recomputes in backward, and check that they can be."""
+"""Look up the modules that a rule recomputes in backward, and check that they can be recomputed."""
 
 from __future__ import annotations
 

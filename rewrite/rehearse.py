@@ -53,7 +53,7 @@ def start_certificate(workload: Workload, decisions: Sequence[Decision], card: D
 
 
 def finish_certificate(graph: StepGraph, workload: Workload, card: DeviceProfile) -> StepGraph:
-    """Add what a rehearsal cannot show: the rest of the batch, and the workspaces of kernels."""
+    """Add memory that is not in the recording: the rest of the batch, and the workspaces of kernels."""
     return with_workspaces(with_whole_batch(graph, workload.batch_bytes), card, torch.__version__)
 
 
@@ -173,7 +173,7 @@ def _adding_to_gradients(
 
 
 def _rewriter(workload: Workload, decisions: Sequence[Decision]) -> Callable[[torch.nn.Module, int], Rewritten]:
-    """Return a function from a virtual model and its batch size to the rewritten model, with the user's optimizer."""
+    """Return a function that takes a virtual model and its batch size, and returns the rewritten model."""
     spec = workload.optimizer
     blueprint = OptimizerBlueprint.of(spec, workload.model) if isinstance(spec, torch.optim.Optimizer) else None
 
@@ -191,7 +191,7 @@ def _rewriter(workload: Workload, decisions: Sequence[Decision]) -> Callable[[to
 
 
 def _import_once(decisions: Sequence[Decision]) -> None:
-    """Import here what each child process would otherwise import again."""
+    """Import modules in this process that each child process would otherwise import again."""
     for decision in decisions:
         for package in decision.required_packages:
             importlib.import_module(package)

@@ -14,7 +14,7 @@ from planner.rewrite.optimizers import OptimizerChoice, make_optimizer
 from planner.workload.call_convention import Calling, LossFn
 
 LossWeight = Callable[[Any], torch.Tensor | float]
-"""`loss_weight(batch)` returns the number of terms that the mean loss of a batch, or of a micro-batch, is over."""
+"""`loss_weight(batch)` returns the number of terms over which the mean loss of a batch or micro-batch is taken."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,10 +34,11 @@ class Rewriting:
     """A model that is being rewritten. Rules set the attributes below, and record what they change on the model.
 
     Attributes:
-        autocast_dtype: lower precision of forward and loss; None for none.
+        autocast_dtype: lower precision of forward and loss; None without autocast.
         scaler: the gradient scaler; None unless the step runs in fp16.
         split: splits a batch into micro-batches; None if the step takes the batch whole.
-        loss_terms: number of terms that the mean loss of a part of a batch is over, from the part and its samples.
+        loss_terms: function that takes a part of a batch and its number of samples, and returns the number of terms
+        over which the mean loss of the part is taken.
         backward: context of a backward that updates the parameters itself; None if the optimizer steps after it.
         changes: changes to the model, in the order in which they were made.
     """
@@ -142,7 +143,7 @@ class Rewriting:
                 self.replace(config, "use_cache", False, place=f"config.use_cache of '{name}'")
 
     def undo(self) -> None:
-        """Undo every change. Raises `DecisionError`, and undoes nothing, if one of them was overwritten since."""
+        """Undo every change. Raises `DecisionError`, and undoes nothing, if one of the changes was overwritten."""
         for change in self.changes:
             if not change.intact():
                 raise DecisionError(f"{change.place} was replaced after the plan was applied: undo that first")

@@ -19,12 +19,12 @@ from planner.workload.torch_optimizers import why_not_dense, why_not_sparse
 from planner.workload.workload import several_processes
 
 BatchSplitter = Callable[[Any], Iterator[tuple[Any, "torch.Tensor | float | None"]]]
-"""Function from a batch to its micro-batches, each with the weight of its loss (None: the batch is not split)."""
+"""Function that splits a batch: yields micro-batches, each with the weight of its loss (None if there is only one)."""
 
 
 @final
 class TrainingStep:
-    """Trains by one batch per call: `loss = step(batch)`. The batch lies on the model's device.
+    """Trains with one batch per call: `loss = step(batch)`. The batch has to be on the model's device.
 
     The loss of the batch is returned, detached, as a 0-dim tensor. The order is that of the emitted `training_step`:
     split the batch; for each micro-batch forward and loss under autocast, weight, scale, backward; then unscale, clip,
@@ -74,7 +74,7 @@ class TrainingStep:
         self._requires_wrapper = False
 
     def __call__(self, batch: Any) -> torch.Tensor:
-        """Train by a batch.
+        """Train with one batch, and return its loss.
 
         Raises:
             DecisionError: after `undo`; if several processes train and `wrap_with` was not called; if the gradients of
@@ -151,10 +151,12 @@ class TrainingStep:
         return torch.autocast(next(self.module.parameters()).device.type, dtype=self.autocast_dtype)
 
     def update(self) -> None:
-        """Update the parameters by their gradients, and set these to None. Part of every call.
+        """Update the parameters from their gradients, then set the gradients to None. Each call of the step ends with
+        this.
 
         Raises:
-            WorkloadError: for a sparse or dense gradient that the optimizer does not support. Nothing is trained then.
+            WorkloadError: if a gradient is sparse or dense and the optimizer does not support that. No parameter is
+            updated then.
         """
         refuse_layouts(self.module, self.optimizer)
         if self.max_grad_norm is not None:
@@ -187,7 +189,7 @@ class TrainingStep:
         if wrapper is not self.module and getattr(wrapper, "module", None) is not self.module:
             raise DecisionError(
                 f"this {type(wrapper).__name__} does not wrap the rewritten {type(self.module).__name__}: wrap "
-                "rewritten.module and give that"
+                "rewritten.module, and pass that wrapper"
             )
         if wrapper is not self.module and self._backward is not None:
             raise DecisionError(

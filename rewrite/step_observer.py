@@ -1,4 +1,4 @@
-"""The hooks of a training step: what a check may look at between forward, loss, backward and update."""
+"""The hooks of a training step, for checks between forward, loss, backward and update."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class StepObserver:
-    """Base class of what watches a `TrainingStep`. Each hook does nothing; override those that are needed.
+    """Base class of observers of a `TrainingStep`. The hooks do nothing; subclasses override the hooks that they need.
 
     An exception raised by a hook aborts the step before any parameter changes, and is raised by the step.
     For each micro-batch the order is `before_forward`, `after_forward`, `after_loss`, then backward, which is not

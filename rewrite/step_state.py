@@ -54,18 +54,21 @@ def load(
     kind, optimizer_state = _class_of(optimizer), state["optimizer"]
     if state["optimizer_class"] != kind:
         raise PlanFileError(
-            f"the state is of {state['optimizer_class']}, this step's optimizer is {kind}: give that one"
+            f"the state is of {state['optimizer_class']}, but this step's optimizer is {kind}: use the same optimizer"
         )
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     saved_sizes = [len(group["params"]) for group in optimizer_state["param_groups"]]
     if sizes != saved_sizes:
         raise PlanFileError(
-            f"the state is of an optimizer over groups of {saved_sizes} parameters, this one has {sizes}: give the same"
+            f"the state is of an optimizer over groups of {saved_sizes} parameters, "
+            f"but this optimizer has groups of {sizes}: create it with the same groups"
         )
     schedule = state.get("scheduler")
     if (schedule is None) is not (scheduler is None):
         has, wants = ("no", "one") if schedule is None else ("a", "none")
-        raise PlanFileError(f"the state is of a step with {has} scheduler, this one has {wants}: give apply the same")
+        raise PlanFileError(
+            f"the state is of a step with {has} scheduler, but this step has {wants}: pass the same to apply"
+        )
     # Free the present state first, or the card would hold the optimizer state twice.
     optimizer.state.clear()
     optimizer.load_state_dict(optimizer_state)

@@ -10,14 +10,15 @@ import dataclasses
 from collections.abc import Callable
 
 FIRST_ADDRESS = 1 << 46
-"""First synthetic address. There is ample address space above and below it."""
+"""First synthetic address. Segments can be placed above and below this address."""
 
 
 class Block:
     """A part of a segment: allocated, free, or (in expandable segments) address space without memory.
 
-    The blocks of a segment form a chain in the order of their addresses. A block that is split keeps its front, and of
-    two blocks that merge the front one remains, so the head of a chain is always the same object.
+    The blocks of a segment form a chain in the order of their addresses. If a block is split, its object becomes the
+    front part; if two blocks are merged, the object of the front block remains. So the head of a chain is always the
+    same object.
     """
 
     __slots__ = (
@@ -64,7 +65,7 @@ class Block:
         return rest
 
     def absorb_next(self) -> None:
-        """Merges the following block into this one. The caller has removed that from its pool."""
+        """Merges the following block into this one. The caller has removed the following block from its pool."""
         absorbed = self.next
         assert absorbed is not None
         self.size_bytes += absorbed.size_bytes
@@ -160,7 +161,7 @@ class Driver:
         """Returns the address of a new segment of the given size in bytes."""
 
     def take(self, size_bytes: int) -> bool:
-        """Reserves physical memory. Returns False if it does not fit."""
+        """Reserves physical memory. Returns False if there is too little left."""
         reserved_bytes = self.reserved_bytes + size_bytes
         if self.capacity_bytes is not None and reserved_bytes > self.capacity_bytes:
             return False

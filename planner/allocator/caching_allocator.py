@@ -14,7 +14,7 @@ Where it stops being exact:
 
 - New segments get synthetic, ascending addresses unless addresses are supplied. The driver's real choice decides
   between free blocks of equal size.
-- A block that was used on a second stream is free at once; the real allocator waits for that stream.
+- A block that was used on a second stream can be reused at once; the real allocator waits for that stream.
 - Private pools of CUDA graphs and callbacks for free memory are not simulated.
 """
 
@@ -96,7 +96,7 @@ class CachingAllocator:
         }
         self._collects_garbage = settings.allowed_bytes is not None and settings.garbage_collection_threshold > 0
         self.allocated_bytes = 0
-        """Sum of all allocated blocks, with rests that were too small to be split off."""
+        """Sum of the sizes of all allocated blocks, including remainders that were too small to be split off."""
         self.requested_bytes = 0
         """Sum of the requests for these blocks, before rounding."""
         self.peak_allocated_bytes = 0
@@ -156,7 +156,7 @@ class CachingAllocator:
         pool.insert(block)
 
     def is_cached(self, size_bytes: int, stream: int = 0) -> bool:
-        """True if a free block would serve a request, so that the driver would not be asked for memory."""
+        """True if a free block is large enough for a request, so that the driver would not be asked for memory."""
         rounded_bytes = round_size(size_bytes, self._settings)
         pool = self._pool(rounded_bytes <= LARGEST_SMALL_BYTES, stream)
         searches = pool.clock.searches

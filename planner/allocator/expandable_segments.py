@@ -17,7 +17,7 @@ from __future__ import annotations
 from planner.allocator.blocks import Block, Driver, Pool
 
 UNKNOWN_CARD_BYTES = 1 << 42
-"""Memory of the card that the length of a range follows from if neither card nor capacity is given: 4 TiB."""
+"""Memory of the card (4 TiB) that is assumed if neither the card's memory nor a capacity is given."""
 
 
 class ExpandableRanges:
@@ -34,7 +34,7 @@ class ExpandableRanges:
     def allocate(self, pool: Pool, size_bytes: int) -> Block | None:
         """Returns a free block of at least `size_bytes`, in no pool; None if physical memory ran out.
 
-        Pages that were mapped before memory ran out stay mapped, as upstream.
+        Pages that were mapped before memory ran out stay mapped, as in PyTorch.
         """
         room = self._find_room(pool, size_bytes)
         candidate = room if room.is_mapped else self._map(room, min(room.size_bytes, size_bytes))
@@ -121,7 +121,7 @@ class ExpandableRanges:
 
 
 def expanded_bytes(block: Block) -> int:
-    """Returns the size to which a free block can grow: with the unmapped space after it. Best fit compares it."""
+    """Returns the size of a free block plus the unmapped space after it. Best fit compares blocks by this size."""
     after = block.next
     return block.size_bytes + (after.size_bytes if after is not None and not after.is_mapped else 0)
 

@@ -35,7 +35,8 @@ class AllocatorSettings:
     max_non_split_rounding_bytes: int = 20 * MIB
     """Maximum number of bytes by which such a block may exceed the request."""
     large_segment_bytes: int = 20 * MIB
-    """Size of the segment for requests between 1 and 10 MiB, and of a page of the large pool if expandable."""
+    """Size of the segments for requests between 1 and 10 MiB, and of a page of expandable segments of the large
+    pool."""
     roundup_power2_divisions: tuple[int, ...] = ()
     """Number of steps between powers of two that requests are rounded to, for each power from 1 MiB to 64 GiB.
 

@@ -15,7 +15,7 @@ class LeastUpdate:
     ns: int
     """Time to move parameters, gradients and state through the card's memory once."""
     state_bytes: int | None
-    """Optimizer state of all trained parameters; None: as large as the baseline's."""
+    """Bytes of optimizer state of all trained parameters; None if they are the same as in the baseline."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,12 +23,12 @@ class Bounds:
     """Lower bounds of configurations that follow from the baseline, before anything else is recorded."""
 
     step_ns: int
-    """Lower bound of the time of every plan in the baseline's precision, apart from its optimizer: the baseline's time,
-    or the time of its forward alone if a prefix is frozen."""
+    """Lower bound of the time of every plan in the baseline's precision, without the time of the optimizer. It is the
+    baseline's time, or that of the baseline's forward if a prefix is frozen."""
     optimizer_ns: int
     """Time of the baseline's optimizer."""
     loss_ns: int
-    """Time of the baseline's ops that only move logits: the most that a loss in chunks can save."""
+    """Time of the baseline's ops that only move logits, which is the maximum time that a loss in chunks can save."""
     updates: Mapping[bool, LeastUpdate]
     """The update of an optimizer with 8-bit state (True), and of the user's optimizer with another kernel (False)."""
     lower_bound_bytes: Callable[[tuple[Decision, ...]], int]

@@ -49,7 +49,7 @@ def search(
     hopeless: int,
     is_over: Callable[[], bool],
 ) -> P | None:
-    """The fastest plan that was found to fit; None if none was.
+    """Returns the fastest plan that was found to fit; None if no plan was.
 
     Args:
         propose: returns the fastest plan within these budgets that takes less than the given time in ns, or None.
@@ -88,21 +88,21 @@ class _Range:
     asked_bytes: int
     """Maximum number of bytes that plans may promise now."""
     low_bytes: int = 0
-    """Up to this budget everything has been searched."""
+    """All plans that promise at most this many bytes have been searched."""
     high_bytes: int
     """A plan that promised this many bytes did not fit."""
     step_ns: int
     """Step time of the slowest plan that failed; faster plans promise more bytes."""
 
     def fail(self, high_bytes: int, less_bytes: int, step_ns: int) -> None:
-        """Another plan failed: ask for `less_bytes` less, or bisect if this was searched before."""
+        """Record a failed plan: lower the asked bytes by `less_bytes`, or bisect if that range was searched before."""
         self.high_bytes, self.step_ns = high_bytes, max(self.step_ns, step_ns)
         self.asked_bytes = high_bytes - less_bytes
         if self.asked_bytes <= self.low_bytes:
             self.halve()
 
     def halve(self) -> None:
-        """Ask in the middle of the range."""
+        """Set the asked bytes to the middle of the range."""
         self.asked_bytes = (self.low_bytes + self.high_bytes) // 2
 
 
@@ -114,13 +114,13 @@ class PromiseBudgets:
         Args:
             budget_bytes: the budget of every configuration before any plan failed.
             finest_bytes: ranges that are narrower are given up; also the smallest step of the budget.
-            tie: plans whose times differ by less than this factor count as equally fast.
+            tie: factor between step times below which two plans count as equally fast.
         """
         self._budget_bytes, self._finest_bytes, self._tie = budget_bytes, max(finest_bytes, 1), tie
         self._together: _Range | None = None
         """The range of all configurations, until a plan fits; None before the first failure."""
         self._each: dict[Hashable, _Range] = {}
-        """The range of each configuration of which a plan failed."""
+        """The range of each configuration that has a plan that failed."""
         self._is_together = True
         self._failures = 0
         self._first_ns: int | None = None

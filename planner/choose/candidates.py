@@ -1,6 +1,6 @@
 """Candidates: one configuration with one split of the batch, from its recording to a problem that can be solved.
 
-A configuration is what is decided for the whole step: precision, optimizer, loss, time of the update. A candidate knows
+A configuration is the decisions about the whole step: precision, optimizer, loss, time of the update. A candidate knows
 the time and the peak of its step without recompute, which bound all of its plans: recompute only makes a plan slower.
 Which modules to recompute or offload is an integer program over the units of its recording (`recompute.units`,
 `search.milp`). Building that problem is costly, so each part is built when it is first needed.
@@ -25,7 +25,7 @@ from planner.space.lm_head import ChunkedLossOption
 from planner.space.micro_batches import MicroBatching
 
 RECOMPUTE_TOLERANCE = 1000
-"""The cost of recompute is proven minimal to within the step time divided by this; a smaller gap is not worth time."""
+"""The search for the cheapest recompute stops at a gap of the step time divided by this number."""
 
 
 class Candidate:
@@ -85,12 +85,13 @@ class Candidate:
         return self._cheapest[asked]
 
     def could_pay(self, budget_bytes: int, *, state_bytes: int | None, gradients: bool, below_ns: int | None) -> bool:
-        """True if a plan could fit for less than `below_ns` of recompute with another optimizer.
+        """True if, with another optimizer, a plan could fit at a cost of less than `below_ns` of recompute.
 
-        False is certain, True is not: the relaxed problem ignores what another optimizer needs during its update.
+        False is certain; True is not, because the relaxed problem ignores what another optimizer needs during its
+        update.
 
         Args:
-            state_bytes: lower bound on the state of the other optimizer; None: the state of this candidate.
+            state_bytes: lower bound on the state of the other optimizer; None for the state of this candidate.
             gradients: True if gradients are kept until the update.
         """
         asked = (budget_bytes, state_bytes, gradients, below_ns)
@@ -124,7 +125,10 @@ class Candidate:
         return self.search.smallest_peak(tolerance_ns=self.step_ns // RECOMPUTE_TOLERANCE)
 
     def cheapest_single(self, budget_bytes: int) -> Selection | None:
-        """The cheapest single unit that fits: if recompute is forced, a plan that does not need it recomputes one."""
+        """The cheapest single unit whose recompute keeps the peak inside the budget; None if there is none.
+
+        If recompute is forced but not needed, the plan recomputes this unit.
+        """
         costs = self.units.problem.cost_ns
         for unit in sorted(range(len(costs)), key=lambda unit: (costs[unit], unit)):
             peak = self.search.exact.peak((unit,))
@@ -140,7 +144,7 @@ class Candidate:
 
 
 class Candidates:
-    """All candidates of one planning session for one set of ways to recompute. Each is made once."""
+    """All candidates of one planning session for one set of ways to recompute. Each candidate is created once."""
 
     def __init__(
         self,
@@ -166,7 +170,7 @@ class Candidates:
         self._recordings.prefetch(config, splits)
 
     def of(self, config: tuple[Decision, ...], split: MicroBatching) -> Candidate:
-        """The candidate. Raises `PlannerError` if its step cannot be rehearsed."""
+        """Returns the candidate. Raises `PlannerError` if its step cannot be rehearsed."""
         key = (config, split)
         if key not in self._candidates:
             graph = with_whole_batch(self._recordings.of(config, split), self._batch_bytes)
@@ -183,9 +187,9 @@ class Candidates:
 
 
 class ChunkedCandidates:
-    """The same candidates, asked for by configurations whose loss has the number of chunks for the whole batch.
+    """The same candidates, looked up by configurations that state the number of loss chunks for the whole batch.
 
-    A micro-batch needs fewer chunks; this class replaces the number by the one for the split.
+    A micro-batch needs fewer chunks: this class replaces the number of chunks by that for the split.
     """
 
     def __init__(self, candidates: Candidates, chunks: ChunkedLossOption | None) -> None:
@@ -208,7 +212,7 @@ class ChunkedCandidates:
             self._candidates.prefetch(chunked, tuple(members))
 
     def of(self, config: tuple[Decision, ...], split: MicroBatching) -> Candidate:
-        """The candidate. Raises `PlannerError` if its step cannot be rehearsed."""
+        """Returns the candidate. Raises `PlannerError` if its step cannot be rehearsed."""
         return self._candidates.of(self.config(config, split), split)
 
     def get(self, config: tuple[Decision, ...], split: MicroBatching) -> Candidate | None:

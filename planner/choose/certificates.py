@@ -12,31 +12,32 @@ from planner.recording.step_graph import StepGraph
 from planner.virtual_gpu.forked_process import Child
 
 _MOST_OPS = 200_000
-"""Maximum number of ops in all cached certificates; an op takes about a kilobyte."""
+"""Maximum number of ops in all cached certificates together. An op takes about a kilobyte of memory."""
 
 Start = Callable[[tuple[Decision, ...]], Child]
 """Starts to rehearse two full steps that are rewritten by these decisions."""
 
 
 class Certificates:
-    """Certificates by decisions. At most one runs ahead, without having been asked for."""
+    """Certificates by decisions. At most one rehearsal runs ahead of time, before its certificate is asked for."""
 
     def __init__(self, start: Start, finish: Callable[[StepGraph], StepGraph]) -> None:
         """
         Args:
-            finish: adds what a rehearsal cannot show (workspaces).
+            finish: adds the workspaces of kernels, which a rehearsal does not contain.
         """
         self._start, self._finish = start, finish
         self._cached: dict[tuple[Decision, ...], StepGraph] = {}
-        """From the least to the most recently used."""
+        """Certificates in the cache, from the least to the most recently used."""
         self._ahead: tuple[tuple[Decision, ...], Child] | None = None
-        """The certificate that was started without having been asked for."""
+        """Decisions and process of the rehearsal that was started ahead of time; None if there is none."""
 
     def of(self, decisions: tuple[Decision, ...], *, then: tuple[Decision, ...] | None = None) -> StepGraph:
         """The certificate of these decisions, rehearsed or from the cache.
 
         Args:
-            then: the decisions that will be asked for next; their rehearsal starts before this one is waited for.
+            then: the decisions whose certificate will be needed next. Their rehearsal is started before waiting for
+            this one.
         """
         child = None if decisions in self._cached else self._child(decisions)
         if then is not None:
@@ -48,14 +49,14 @@ class Certificates:
         return graph
 
     def foresee(self, decisions: tuple[Decision, ...]) -> None:
-        """Start the rehearsal that will likely be asked for next, instead of the one that was foreseen before."""
+        """Start the rehearsal that will probably be needed next, and end the one that was foreseen before."""
         if decisions in self._cached or (self._ahead is not None and self._ahead[0] == decisions):
             return
         self.forget()
         self._ahead = decisions, self._start(decisions)
 
     def forget(self) -> None:
-        """End the rehearsal that was foreseen: it will not be asked for."""
+        """End the rehearsal that was started ahead of time: its certificate will not be needed."""
         if self._ahead is not None:
             self._ahead[1].end()
             self._ahead = None

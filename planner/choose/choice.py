@@ -22,9 +22,9 @@ class Choice:
     gap: float
     """Maximum share of the step time by which another selection of units could be faster."""
     config: Config = ()
-    """The configuration that it is a plan of, with the chunks of the whole batch."""
+    """The configuration that the plan belongs to, with the number of chunks for the whole batch."""
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """Order among equally fast plans: fidelity, number of decisions, time."""
+        """Sort key among equally fast plans, smallest first: fidelity, number of decisions, step time."""
         return fidelity_of(self.decisions), len(self.decisions), self.step_ns

@@ -1,20 +1,21 @@
 """Finds the fastest plan whose promised peak is inside a budget: branch and bound over configurations.
 
 A plan has three levels. A *configuration* (precision, loss, optimizer, time of the update) and a *split* of the batch
-make a candidate; on top, *units* are recomputed or offloaded. The first two levels are few and are enumerated. The
-third is an integer program for each candidate (`search.milp`).
+make a candidate; on top, *units* are recomputed or offloaded. The first two levels have few alternatives, which are
+enumerated. The third is an integer program for each candidate (`search.milp`).
 
 1. Configurations are tried in the order of `_configs`: the fastest precision first, so that its time prunes the others.
 2. Before a candidate is recorded, lower bounds of its time are known: from the baseline, and from simpler candidates
-   (without another optimizer, without chunks), less the most that the difference can save. What cannot beat the best
-   plan so far is neither recorded nor solved. A lower bound of memory (`Bounds.lower_bound_bytes`) prunes likewise.
+   (with the original optimizer, without chunks), minus the maximum time that the difference can save. A candidate that
+   cannot beat the best plan so far is neither recorded nor solved. A lower bound of memory (`Bounds.lower_bound_bytes`)
+   prunes likewise.
 3. For one configuration, splits are tried from few micro-batches to many, until one fits without recompute. Its time
    bounds what recompute may cost with fewer micro-batches, which the integer program then minimizes.
 
 Times within the factor `TIE` count as equal; among equally fast plans the more faithful wins, then the simpler.
 
-Where it is not exact: times are predictions, a program that hits its time limit is counted as without an answer
-(`undecided`), and without chunks only the whole batch is tried if chunks are available.
+Where it is not exact: times are predictions, a program that hits its time limit is treated as if nothing fits
+(`undecided`), and if chunks are available, a loss without chunks is tried with the whole batch only.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ from planner.space.micro_batches import MicroBatching
 from planner.space.search_space import SearchSpace
 
 TIE = 1.05
-"""Predicted times closer than this factor say nothing about which plan is faster."""
+"""Factor between predicted step times below which two plans count as equally fast."""
 
 
 Budget = Callable[[Config], int]
 """A configuration -> maximum number of bytes that its plans may promise."""
 
 _SAVING = (Role.OPTIMIZER, Role.LOSS, Role.UPDATE_TIME)
-"""Decisions that may save time; everything else in a configuration costs none or decides the precision."""
+"""Roles of decisions that may save time."""
 _SUBSETS = tuple(itertools.chain.from_iterable(itertools.combinations(_SAVING, n) for n in (1, 2, 3)))
 """The roles in which a configuration may differ from a simpler one that bounds its time."""
 
@@ -84,21 +85,21 @@ class Chooser:
     ) -> None:
         """
         Args:
-            force_recompute: every plan recomputes or offloads at least one unit.
+            force_recompute: True if every plan has to recompute or offload at least one unit.
             slowest_ns: maximum step time of a plan.
         """
         self._space, self._candidates, self._bounds = space, candidates, bounds
         self._prefetcher = Prefetcher(candidates, certificates)
         self._force_recompute = force_recompute
         self._above_ns = slowest_ns if math.isinf(slowest_ns) else math.floor(slowest_ns) + 1
-        """Plans that take this long are too slow."""
+        """Step time in ns from which a plan is too slow."""
         self.solve_seconds = 0.0
         self.dropped: dict[tuple[Decision, ...], PlannerError] = {}
-        """Configurations with their split that could not be rehearsed, and why."""
+        """The error of each configuration with a split that could not be rehearsed."""
         self._unchunked: set[Config] = set()
-        """Times of the update at which the loss cannot be in chunks, although the search space has chunks."""
+        """Decisions about the time of the update with which the loss cannot be computed in chunks."""
         self._without_bound: set[Config] = set()
-        """Simpler configurations that could not be rehearsed, and so bound no others."""
+        """Simpler configurations that could not be rehearsed, and therefore give no bounds for others."""
         self.undecided = 0
         """Number of integer programs that hit their time limit without an answer."""
 
@@ -113,13 +114,13 @@ class Chooser:
         return self._or_without_chunks(lambda: self._fastest(budget_of, min(self._above_ns, below_ns)))
 
     def smallest(self) -> Choice:
-        """The choice with the smallest promised peak; candidates that cannot beat the best one are not solved."""
+        """The choice with the smallest promised peak. Candidates that cannot beat the best choice are not solved."""
         return self._or_without_chunks(self._smallest)
 
     def _or_without_chunks(self, search: Callable[[], T]) -> T:
-        """Search again with more of the space if the step turns out to refuse chunks.
+        """Run the search, and run it again if it turns out that the loss cannot be computed in chunks.
 
-        If chunks are available, less is tried without them. So where they are refused, the search starts over.
+        While chunks are available, fewer splits are tried without chunks. The second search tries all splits.
         """
         while True:
             try:
@@ -178,25 +179,25 @@ class Chooser:
                 if candidate is not None and candidate.lower_bound_bytes < smallest_bytes():
                     found.append(dataclasses.replace(self._smallest_of(candidate), config=config))
         if not found:
-            raise next(iter(self.dropped.values()), DecisionError(f"nothing is left to choose from: {self._clash()}"))
+            raise next(iter(self.dropped.values()), DecisionError(f"no plan is possible: {self._clash()}"))
         if self._force_recompute and not any(candidate.units.units for candidate in self._candidates.all()):
             raise DecisionError(
-                f"{self._space.recompute[0].kind} is forced, but nothing in this model can be recomputed so: "
+                f"{self._space.recompute[0].kind} is forced, but it cannot be applied to any module of this model: "
                 "do not force it"
             )
         return min(found, key=lambda choice: (choice.peak_bytes, choice.step_ns))
 
     def _splits_to_the_smallest(self, config: Config) -> tuple[MicroBatching, ...]:
-        """The splits among which the smallest peak is.
+        """The splits one of which has the smallest peak.
 
-        With recompute the two extremes are enough; without it the trade between the gradients, which accumulation
-        keeps, and activations may favor a split between them.
+        With recompute, the splits with the fewest and the most micro-batches are enough. Without recompute, a split
+        between the two may have the smallest peak: accumulation keeps gradients, but reduces activations.
         """
         splits = self._splits(config)
         return tuple(dict.fromkeys(splits[-1:] + splits[:1])) if self._space.recompute else splits[::-1]
 
     def _candidate(self, config: Config, split: MicroBatching) -> Candidate | None:
-        """The candidate; None if its step cannot be rehearsed, for a reason that is kept in `dropped`."""
+        """Returns the candidate; None if its step cannot be rehearsed. The error is kept in `dropped`."""
         try:
             return self._candidates.of(config, split)
         except PlannerError as error:
@@ -223,7 +224,7 @@ class Chooser:
         return ((config, self._bounds.lower_bound_bytes(config)) for config in self._configs())
 
     def _clash(self) -> str | None:
-        """Why nothing in the search space can be done together."""
+        """The reason why no combination of the forced decisions is possible; None if there is no such reason."""
         space = self._space
         alternatives = itertools.product(space.optimizers, space.updates, space.precisions, space.losses)
         pairs = itertools.product((tuple(itertools.chain(*parts)) for parts in alternatives), space.splits)
@@ -232,7 +233,8 @@ class Chooser:
     def _splits(self, config: Config) -> tuple[MicroBatching, ...]:
         """The splits with which a configuration is tried.
 
-        Without chunks, if chunks are available, only the whole batch: chunks save more memory and cost less time.
+        If chunks are available, a configuration without chunks is tried with the whole batch only, because chunks save
+        more memory than micro-batches and cost less time.
         """
         whole_only = self._has_better(config)
         return tuple(
@@ -249,7 +251,7 @@ class Chooser:
     # ---- bounds -------------------------------------------------------------------------------------------------
 
     def _limit_ns(self, config: Config, found: list[Choice], above_ns: float) -> float:
-        """Plans of this configuration that take this long cannot win: a tie counts only if it is more faithful."""
+        """Step time from which plans of this configuration cannot win: equally fast plans must be more faithful."""
         if not found:
             return above_ns
         fastest_ns = min(choice.step_ns for choice in found)
@@ -259,8 +261,8 @@ class Chooser:
     def _bound_ns(self, config: Config) -> int:
         """Lower bound of the time of every plan of this configuration, from what is known already.
 
-        A simpler configuration lacks some decisions that may save time: its time less the most that they can save is
-        a bound. So is the baseline's time for configurations in its precision.
+        A simpler configuration lacks some decisions that may save time. Its time, minus the maximum time that these
+        decisions can save, is a bound. The baseline's time is a bound for configurations in the same precision.
         """
         bounds = [0]
         if not has_role(config, Role.PRECISION):
@@ -279,7 +281,8 @@ class Chooser:
     def _could_pay(self, config: Config, budget_bytes: int, limit_ns: float) -> bool:
         """True if another update, or a step in backward, may be useful; False is certain.
 
-        The candidates of the simpler configuration tell: the program without what the update saves is a relaxation.
+        It is decided with the candidates of the simpler configuration: their program without the bytes that the update
+        saves is a relaxation.
         """
         simpler, least = self._simpler(config), self._bounds.least_update(config)
         if simpler == config:
@@ -316,7 +319,7 @@ class Chooser:
     # ---- one configuration, one candidate -----------------------------------------------------------------------
 
     def _fastest_of(self, config: Config, budget_bytes: int, limit_ns: float) -> list[Choice]:
-        """The best plan of one configuration, or nothing."""
+        """Returns the best plan of one configuration; empty if none fits."""
         splits = self._splits(config)
         tight: list[Candidate] = []
         best: list[Choice] = []
@@ -344,7 +347,7 @@ class Chooser:
         return best
 
     def _without_recompute(self, candidate: Candidate, budget_bytes: int) -> list[Choice]:
-        """The candidate fits without recompute; if recompute is forced, its cheapest unit is recomputed."""
+        """The plan of a candidate that fits without recompute. If recompute is forced, it recomputes one unit."""
         if not self._force_recompute:
             return [_choice(candidate, _nothing(candidate))]
         selection = candidate.cheapest_single(budget_bytes)

@@ -33,15 +33,15 @@ from planner.space.frozen_prefixes import prefixes
 from planner.space.search_space import SearchSpace
 
 _ATTEMPTS, _FEW_ATTEMPTS = 10, 4
-"""Maximum number of plans that are certified in a search. The few are where any plan that fits will do."""
+"""Maximum number of plans that are certified in a search: for the fastest plan, and for any plan that fits."""
 _HOPELESS = 6
 """Maximum number of plans that fail before the first one that fits."""
 _FINEST_STEP = 512
-"""The smallest step by which the budget for promises goes down is the budget divided by this."""
+"""Minimum step by which the budget for promises is lowered: the budget divided by this number."""
 _LARGE_SLACK = 0.05
-"""Fraction of the total from which on the allocator's slack is worth another search for the smallest plan."""
+"""Minimum fraction of the total that the allocator's slack takes for another search for a smaller plan."""
 _DESCENTS = 2
-"""Maximum number of searches for an even smaller plan. Each asks for one segment of small blocks less."""
+"""Maximum number of searches for an even smaller plan. Each search lowers the total by one segment of small blocks."""
 
 
 def best(session: PlanningSession, space: SearchSpace, constraints: Constraints) -> Certified | None:
@@ -56,10 +56,10 @@ def best(session: PlanningSession, space: SearchSpace, constraints: Constraints)
 def with_prefix(
     session: PlanningSession, space: SearchSpace, constraints: Constraints, *, roughly: bool = False
 ) -> Certified | None:
-    """The fastest certified plan with the shortest frozen prefix for which anything fits; None if nothing does.
+    """The fastest certified plan with the shortest frozen prefix for which any plan fits; None if no plan fits.
 
     Args:
-        roughly: any plan that fits will do, not only the fastest.
+        roughly: True if any plan that fits is sufficient, instead of the fastest one.
     """
     space = space.with_most_chunks() or space
     candidates = frozen_prefixes(session)
@@ -94,7 +94,7 @@ def fastest_in_chunks(
 
 
 def roughly_fastest(session: PlanningSession, space: SearchSpace, constraints: Constraints) -> Certified | None:
-    """A plan that fits, and the fastest of the few that were tried; None if none fits."""
+    """Returns the fastest of a few plans that were tried and fit; None if none of them fits."""
     return fastest_in_chunks(session, space, constraints, attempts=_FEW_ATTEMPTS)
 
 
@@ -110,7 +110,7 @@ def fastest(
 
     Args:
         attempts: maximum number of plans that are certified.
-        until: the moment at which the search stops with the best plan so far (`time.perf_counter`).
+        until: value of `time.perf_counter()` at which the search stops with the best plan so far.
     """
     return _search(session, space, constraints, attempts=attempts, until=until)[0]
 
@@ -147,10 +147,10 @@ def _search(
 def smallest(
     session: PlanningSession, space: SearchSpace, constraints: Constraints, *, until: float = math.inf
 ) -> Certified:
-    """The plan that runs in the smallest total that was found, and a fast one among those. It may fit the budget.
+    """A fast plan among those that run in the smallest total that was found. It may fit the budget.
 
     Args:
-        until: the moment after which no more searches start (`time.perf_counter`).
+        until: value of `time.perf_counter()` after which no more searches start.
     """
     smallest = session.measure_at_smallest_budget(session.certify(_smallest_promise(session, space, constraints)))
     # Where slack is a large part of the total, faster plans with a larger promise may need no more, or even less: first
@@ -174,7 +174,7 @@ def smallest(
 
 
 def _smallest_promise(session: PlanningSession, space: SearchSpace, constraints: Constraints) -> Choice:
-    """The choice with the smallest promise; of two equal ones, that with as few chunks as the budget asks for."""
+    """The choice with the smallest promise. Among equal promises, the one with the number of chunks for the budget."""
     choice, finer = session.chooser(space, constraints).smallest(), space.with_most_chunks()
     if finer is None or not has_role(choice.decisions, Role.LOSS):
         return choice
@@ -185,7 +185,7 @@ def _smallest_promise(session: PlanningSession, space: SearchSpace, constraints:
 
 
 def nearest(session: PlanningSession, space: SearchSpace, constraints: Constraints) -> Certified:
-    """The plan to report if nothing fits: the fastest one that is too slow if there is one, else the smallest."""
+    """The plan to report if no plan is allowed: the fastest plan that fits but is too slow, else the smallest plan."""
     if constraints.max_slowdown is not None:
         slower = dataclasses.replace(constraints, max_slowdown=None)
         if (certified := best(session, space, slower)) is not None:
@@ -197,7 +197,8 @@ def shortfall(session: PlanningSession, smallest: Certified, relaxations: Sequen
     """How many bytes the smallest plan lacks, and what takes most of its peak.
 
     Args:
-        smallest: measured under the smallest budget in which it runs, where the allocator frees its cache.
+        smallest: the smallest plan, measured under the smallest budget in which it runs. There the allocator frees its
+        cache.
     """
     parts = {
         category: size for category, size in smallest.measured.footprint.breakdown.items() if category != Category.SLACK
@@ -222,7 +223,7 @@ def frozen_prefixes(session: PlanningSession) -> tuple[Decision, ...]:
 
 
 def _guessed_prefix(session: PlanningSession, candidates: tuple[Decision, ...], chosen: Choice) -> int:
-    """The number of the prefix that is enough if freezing saves only gradients and optimizer state."""
+    """Index of the shortest prefix that would be sufficient if freezing saved only gradients and optimizer state."""
     config = with_roles(chosen.decisions, Role.PRECISION, Role.OPTIMIZER, Role.UPDATE_TIME)
     missing = chosen.peak_bytes - session.budget.tensor_bytes
     saved = [session.lower_bound_bytes(config) - session.lower_bound_bytes((frozen, *config)) for frozen in candidates]

@@ -1,11 +1,11 @@
 """The Pareto front: for every amount of memory, how fast one training step can be.
 
 The chooser is asked for the fastest plan under one budget after another. A plan that promises a peak of `p` is the
-answer for every budget from `p` to the budget it was asked for. Between that and the next plan nothing is known: an
-unknown rectangle of bytes x ratio of step times. The rectangle with the largest area is asked in its middle, until all
-are narrow or time runs out (rectangle elimination: Payne and Polak 1980, IEEE Transactions on Automatic Control 25, 3).
-So the front is rough early and fine later. Then every plan is certified, and measured under the smallest budget in
-which it runs.
+answer for every budget from `p` to the budget of its search. For budgets between this plan and the next one the answer
+is not known: they form an unknown rectangle of bytes x ratio of step times. The next search is in the middle of the
+rectangle with the largest area, until all rectangles are narrow or time runs out (rectangle elimination: Payne and
+Polak 1980, IEEE Transactions on Automatic Control 25, 3). So the front is rough early and fine later. Then every plan
+is certified, and measured under the smallest budget in which it runs.
 
 Where it is not exact: promises are about tensors, and the allocator's slack may make a chosen plan larger than another
 one. A point is always a certified plan, but between two points a better plan may exist. At the user's budget the point
@@ -32,7 +32,7 @@ _STEP = 1 / 12
 _STEEPEST = 4
 """Maximum ratio of times by which a steep rectangle may be narrower than a flat one before it is narrow."""
 _ALIKE = 1.01
-"""Nothing is searched between plans whose times differ by less than this factor."""
+"""Factor between step times below which no plan is searched between two plans."""
 _SEARCHING = 0.6
 """Fraction of the time for searching; the rest is for certificates."""
 _DESCENDING = 0.3
@@ -44,13 +44,14 @@ class Front:
     """Certified plans, from the fastest to the smallest. No plan is both as small and as fast as another."""
 
     points: tuple[Certified, ...]
-    """Each measured under the smallest budget in which it runs."""
+    """Plans in order, each measured under the smallest budget in which it runs."""
     complete: bool
-    """False if time ran out, so that plans between these points may be missing."""
+    """False if time ran out: other plans may exist between the plans in `points`."""
 
 
 def front(session: PlanningSession, constraints: Constraints, *, vram_bytes: int | None, seconds: float) -> Front:
-    """The front of what the constraints allow, up to the baseline's total, or up to the budget if that is larger.
+    """Returns the front of the plans that the constraints allow, up to the larger of the baseline's total and the
+    budget.
 
     Args:
         session: a session without a budget.
@@ -62,7 +63,9 @@ def front(session: PlanningSession, constraints: Constraints, *, vram_bytes: int
         DecisionError: freezing is forced. Frozen prefixes are searched at the user's budget only, as a last resort.
     """
     if constraints.force(Role.FREEZING):
-        raise DecisionError("a trade-off asks for many plans, and each frozen prefix makes others: do not force freeze")
+        raise DecisionError(
+            "a trade-off does not search frozen prefixes, since each prefix has its own front: do not force freeze"
+        )
     began = time.perf_counter()
     until = began + _SEARCHING * seconds
     # The two ends, and the plan at the user's budget: what is asked for later lies between them.
@@ -97,7 +100,7 @@ def total_bytes(point: Certified) -> int:
 
 
 def _fastest(session: PlanningSession, constraints: Constraints, vram_bytes: int) -> Choice | None:
-    """The fastest plan by its promise, without a certificate."""
+    """The choice with the shortest promised step time under a budget; None if there is none. It is not certified."""
     budgeted = session.with_budget(vram_bytes)
     chooser = budgeted.chooser(budgeted.search_space(constraints), constraints)
     return chooser.fastest(budgeted.budget.allocator_bytes)
@@ -122,7 +125,7 @@ def _smallest(session: PlanningSession, constraints: Constraints, *, until: floa
 def _no_larger(
     session: PlanningSession, constraints: Constraints, plan: Certified, *, until: float = math.inf
 ) -> Certified:
-    """The fastest plan in the total of this one.
+    """Returns the fastest plan whose total is no larger than that of `plan`.
 
     The plan with the smallest promise may be much slower than others for which the allocator reserves no more segments.
     """
@@ -147,7 +150,7 @@ def _faster(first: Choice | None, second: Choice | None) -> Choice | None:
 
 
 def _widest(answers: dict[int, Choice | None], narrow_bytes: float) -> int | None:
-    """The middle of the largest unknown rectangle in bytes; None if all are narrow."""
+    """Budget in bytes in the middle of the largest unknown rectangle; None if all rectangles are narrow."""
     areas = {}
     for low_bytes, high_bytes in itertools.pairwise(sorted(answers)):
         below, above = answers[low_bytes], answers[high_bytes]
@@ -161,7 +164,7 @@ def _widest(answers: dict[int, Choice | None], narrow_bytes: float) -> int | Non
 
 
 def _certified(session: PlanningSession, choices: list[Choice], constraints: Constraints) -> list[Certified]:
-    """Each choice certified, and measured under the smallest budget in which it runs."""
+    """Certifies each choice, and measures it under the smallest budget in which it runs."""
     wanted = list({choice.decisions: choice for choice in choices}.values())
     certificates = []
     for choice, following in itertools.zip_longest(wanted, wanted[1:]):

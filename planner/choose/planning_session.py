@@ -1,6 +1,6 @@
 """The state of planning one workload for one card and budget: baseline, recordings, candidates and certificates.
 
-Everything costly is made once, and shared between searches under other constraints and budgets (`with_budget`).
+Costly results are computed once, and shared between searches under different constraints and budgets (`with_budget`).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from planner.workload.torch_optimizers import kind_of, moves_all_its_state
 from planner.workload.workload import Workload
 
 StartWhatIf = Callable[[tuple[Decision, ...], tuple[int, ...]], Child]
-"""Starts a what-if rehearsal of one step, rewritten by decisions, with these micro-batch sizes."""
+"""Starts a what-if rehearsal of one step. Arguments: the decisions of the step, the sizes of its micro-batches."""
 StartUpdate = Callable[[tuple[Decision, ...], tuple[str, ...]], Child]
-"""Starts a rehearsal of the update alone, rewritten by decisions, of parameters with these names."""
+"""Starts a rehearsal of the optimizer update alone. Arguments: the decisions, the names of the parameters."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Certified:
 
 
 class PlanningSession:
-    """Everything that is known while one workload is planned for one card and budget."""
+    """The state of planning one workload for one card and budget."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class PlanningSession:
     ) -> None:
         """
         Args:
-            budget: None if there is none. Only `baseline` and `with_budget` work without one.
+            budget: the user's budget; None if there is none. Without a budget only `baseline` and `with_budget` work.
         """
         self.workload, self.card, self._budget = workload, card, budget
         self._certificates = certificates
@@ -90,7 +90,7 @@ class PlanningSession:
         )
 
     def expect(self, constraints: Constraints) -> None:
-        """Start the recording that is most likely needed first, in parallel with the baseline's."""
+        """Start the recording that will probably be needed first, in parallel with the recording of the baseline."""
         if constraints.force(Role.LOSS) or constraints.force(Role.UPDATE_TIME):
             return  # chunks are known after the baseline only; a step in backward does not go with every configuration
         space = search_space(self.workload, self.card, constraints, batch_statistics=(), chunks=None)
@@ -102,7 +102,7 @@ class PlanningSession:
         self._recordings.close()
 
     def with_budget(self, total_bytes: int) -> PlanningSession:
-        """The same session for another limit of the total. Recordings, candidates and certificates are shared."""
+        """Returns a session for another limit of the total, which shares recordings, candidates and certificates."""
         _ = self.baseline_graph  # recorded before the copy, so that both have it
         other = copy.copy(self)
         other._budget = Budget.of_total(self.card, total_bytes)
@@ -182,7 +182,7 @@ class PlanningSession:
         }
 
     def quick_enough(self, certified: Certified, constraints: Constraints) -> bool:
-        """True if its rehearsed step is no slower than the constraints allow."""
+        """True if the rehearsed step is no slower than the constraints allow."""
         return certified.measured.footprint.step_ns <= self._slowest_ns(constraints)
 
     @property
@@ -197,7 +197,7 @@ class PlanningSession:
         return None if self._budget is None else self._budget.usable_bytes
 
     def measure_at_smallest_budget(self, certified: Certified) -> Certified:
-        """The same choice measured under the budget, or under the smallest larger one in which its step runs."""
+        """Measures the choice under the budget, or under the smallest larger budget in which its step runs."""
         count = micro_batches_of(certified.choice.decisions)
         total_bytes = max(self.budget.usable_bytes, self.smallest_budget_bytes(certified))
         measured = measure(certified.graph, self.card, vram_bytes=total_bytes, micro_batches=count)
@@ -260,6 +260,6 @@ class PlanningSession:
 
 
 def _is_of_logits(graph: StepGraph, op: Op) -> bool:
-    """True if the op moves logits without computing a product: a loss in chunks may move fewer."""
+    """True if the op moves logits without computing a product. A loss in chunks may move fewer bytes."""
     touched = (*op.inputs, *op.outputs)
     return not op.flops and any(graph.storages[index].category is Category.LOGITS for index in touched)

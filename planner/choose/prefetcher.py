@@ -5,8 +5,9 @@ fixed order (`Chooser._bounded_configs`), so the next ones are known: `with_upco
 prefetcher starts their recordings in parallel. It never changes what is chosen, only when the work starts. A wrong
 guess costs a core for a few seconds.
 
-Two guesses are made. Before anything fits, several configurations will be tried: their recordings start together. The
-first configuration, however, often fits without recompute: its certificate is rehearsed while it is still recorded.
+It makes two guesses. As long as no plan fits, several configurations will be tried, so their recordings start together.
+The first configuration, however, often fits without recompute, so its certificate is rehearsed while the configuration
+is still being recorded.
 """
 
 from __future__ import annotations
@@ -53,12 +54,15 @@ class Prefetcher:
         self._candidates.prefetch(config, splits)
 
     def smallest(self, planned: Iterable[Planned]) -> None:
-        """Start recordings of configurations that may have the smallest peak, with all of these splits."""
+        """Start recordings of configurations that may have the smallest peak, with all given splits."""
         for config, splits in planned:
             self._candidates.prefetch(config, splits)
 
     def with_certificate(self, config: tuple[Decision, ...], splits: tuple[MicroBatching, ...]) -> None:
-        """Record a configuration with its first split, and rehearse its certificate too: both may be all it takes."""
+        """Start recording a configuration with its first split, and start rehearsing that step without recompute.
+
+        If the step fits without recompute, the search needs no other recording or rehearsal.
+        """
         for split in splits[:1]:
             if self._candidates.get(config, split) is None:
                 self._candidates.prefetch(config, (split,))
@@ -66,7 +70,7 @@ class Prefetcher:
 
 
 def with_upcoming(items: Iterable[T], size: int = LOOKAHEAD) -> Iterator[tuple[T, ...]]:
-    """Each item with those that follow it, at most `size` together; the last windows are shorter."""
+    """Yields each item together with the items after it, `size` items in all; the last windows are shorter."""
     remaining = iter(items)
     window = collections.deque(itertools.islice(remaining, size))
     while window:

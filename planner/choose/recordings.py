@@ -1,4 +1,4 @@
-"""What-if recordings on demand. Each is made once, in a child process; small recordings predict larger ones.
+"""What-if recordings on demand. Each is recorded once, in a child process; small recordings predict larger ones.
 
 A split into many micro-batches needs no recording of its own: recordings with two micro-batches of two sizes are
 extrapolated to the size asked for. A configuration with another optimizer needs no recording of the whole step either:
@@ -23,7 +23,7 @@ StartUpdate = Callable[[tuple[Decision, ...]], Child]
 """Starts a rehearsal of the update alone under these decisions."""
 
 _Key = tuple[tuple[Decision, ...], tuple[int, ...]]
-"""Decisions and micro-batch sizes. Without sizes it is the update alone."""
+"""Decisions and micro-batch sizes. Without sizes, the recording is that of the update alone."""
 
 
 class Recordings:
@@ -32,7 +32,7 @@ class Recordings:
     def __init__(self, start: Start, start_update: StartUpdate, finish: Callable[[StepGraph], StepGraph]) -> None:
         """
         Args:
-            finish: adds what a recording cannot show (workspaces).
+            finish: adds the workspaces of kernels, which a recording does not contain.
         """
         self._start, self._start_update = start, start_update
         self._finish = finish
@@ -43,7 +43,7 @@ class Recordings:
         """Configurations whose recordings cannot be extrapolated."""
 
     def prefetch(self, config: tuple[Decision, ...], splits: Iterable[MicroBatching]) -> None:
-        """Start the recordings that `of` will need for these splits."""
+        """Start the recordings that `of()` will need for these splits."""
         splits = tuple(splits)
         if any(split.micro_batches == 1 for split in splits):
             self._prefetch((config, (max(s.size for s in splits if s.micro_batches == 1),)))
@@ -54,7 +54,7 @@ class Recordings:
             self._prefetch(_accumulated(config, 1))
 
     def of(self, config: tuple[Decision, ...], split: MicroBatching) -> StepGraph:
-        """The recording for a split: of the whole batch, of two parts of unequal size, or of two that stand for all."""
+        """The recording for a split: the whole batch, two unequal parts, or two equal parts that represent all."""
         if split.micro_batches == 1:
             return self._get((config, (split.size,)))
         if split.last is not None:
@@ -102,7 +102,7 @@ class Recordings:
 
 
 def _accumulated(config: tuple[Decision, ...], size: int, last: int | None = None) -> _Key:
-    """Two micro-batches stand for any number of them: later ones repeat the second."""
+    """Returns the key of a recording with two micro-batches. Later micro-batches repeat the second one."""
     return (*config, *MicroBatching(micro_batches=2, size=size).decisions()), (size, last or size)
 
 

@@ -16,14 +16,14 @@ from planner.plan_types.techniques import KINDS
 from planner.space.search_space import SearchSpace
 
 _SECONDS = 10
-"""Time limit in seconds: later relaxations are not tried if one is known that makes training fit."""
+"""Time limit in seconds. After it, no more relaxations are tried if one that makes training fit is known."""
 
 
 def relaxations(session: PlanningSession, constraints: Constraints) -> tuple[Relaxation, ...]:
     """Try every single relaxation of constraints under which nothing fits. Recordings are shared with earlier searches.
 
-    A plan for a newly allowed technique must use it, or it would have been found before: only such plans are searched.
-    With a frozen prefix any plan that fits is enough, not the fastest.
+    Only plans that use the newly allowed technique are searched, because all others have been searched before. With a
+    frozen prefix any plan that fits is enough, not the fastest.
     """
     until = time.perf_counter() + _SECONDS
     tried: list[Relaxation] = []
@@ -76,7 +76,7 @@ def _plan_within(
     relaxed: Constraints,
     before: Constraints,
 ) -> Certified | None:
-    """A plan that fits, without a frozen prefix if possible; None if none does."""
+    """Returns a plan that fits, without a frozen prefix if possible; None if no plan fits."""
     certified = None
     # If freezing is all that is newly allowed, plans without it have been searched before.
     freezing_is_new = relaxed.allow(Role.FREEZING) and not before.allow(Role.FREEZING)

@@ -21,7 +21,7 @@ _FIXED_BY_A_PLAN = (
     "batch_size seq_len optimizer fidelity force forbid only max_slowdown gradients_alive tradeoff largest_batch "
     "smallest_card".split()
 )
-"""Options that a saved plan already answers: they cannot be given together with one."""
+"""Options that cannot be combined with a saved plan, because the plan already fixes their values."""
 
 
 def answer(options: argparse.Namespace) -> Plan | Tradeoff:

@@ -84,7 +84,7 @@ def _print(answer: Plan | Tradeoff, verification: Verification | None, out: Text
 
 
 def _answer(options: argparse.Namespace) -> Plan | Tradeoff:
-    """Check the options, load torch, and answer the question. torch is imported late: usage errors come at once."""
+    """Check the options, then import torch and answer the question. Usage errors need not wait for the import."""
     refuse_to_overwrite(options)
     refuse_what_does_not_go_together(options)
     for library in ("bitsandbytes", "transformers"):
@@ -147,7 +147,7 @@ def _standard_output_to_error() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _working(activity: str) -> Iterator[None]:
-    """Show a spinner on standard error if that is a terminal."""
+    """Show a spinner on standard error, if standard error is a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield

@@ -207,7 +207,7 @@ def _ratio(text: str) -> float:
 
 
 def refuse_what_does_not_go_together(options: argparse.Namespace) -> None:
-    """Refuse options that belong to another question than the one that is asked.
+    """Refuse options that do not belong to the question that is asked.
 
     Raises:
         WorkloadError: names both options.
@@ -238,9 +238,9 @@ _QUESTIONS = {
 }
 """For each question, the options that cannot be combined with it, and why."""
 _BELONGS_TO = {"svg": "tradeoff", "seconds": "tradeoff"}
-"""Options that work with one question only, and that question."""
+"""For each option that works with one question only, the name of that question."""
 _SPELLINGS = {"gradients_alive": "--accumulating-loop (--gradients-alive)"}
-"""Options that have two names."""
+"""Spelling of the options that have two names."""
 
 
 def option(name: str) -> str:
@@ -249,7 +249,7 @@ def option(name: str) -> str:
 
 
 def names(texts: list[str]) -> tuple[str, ...]:
-    """Returns the names in options that take one or several of them, such as 'a,b'."""
+    """Returns the names in the texts of an option, each of which is one name or several, such as 'a,b'."""
     return tuple(name.strip() for text in texts for name in text.split(",") if name.strip())
 
 
@@ -257,7 +257,7 @@ def names(texts: list[str]) -> tuple[str, ...]:
 
 
 def refuse_to_overwrite(options: argparse.Namespace) -> None:
-    """Refuse to replace a file of another kind than the one to be written. Called before anything is computed.
+    """Refuse to overwrite files of another kind than the output. This is called before anything is computed.
 
     Raises:
         PlanFileError: names the file.

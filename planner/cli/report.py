@@ -21,7 +21,7 @@ _TOTALS = (
 )
 """Labels and `Footprint` fields of the rows below the categories."""
 GENERIC = "generic"
-"""Name of the card that stands in when none is named; as in `planner.workload.cards`, which needs torch."""
+"""Name of the generic card, as in `planner.workload.cards`, which this module cannot import without torch."""
 
 
 def render(plan: Plan) -> RenderableType:
@@ -118,7 +118,7 @@ def _decisions(plan: Plan) -> list[RenderableType]:
 
 
 def _plan_title(plan: Plan) -> str:
-    """Returns the heading of the decisions: which plan it is if the one that was asked for does not exist."""
+    """Returns the heading of the decisions. If no plan fits, the heading says which plan is shown instead."""
     if plan.shortfall is None:
         return "plan"
     return "smallest allowed plan" if plan.shortfall.missing_bytes else "fastest plan inside the budget"

@@ -72,9 +72,10 @@ def _handles(graph: StepGraph, born: list[int], workspace_bytes: int) -> Iterato
 
 
 def _matmul_with_bias(graph: StepGraph, born: list[int], torch_version: str) -> Iterator[Storage]:
-    """Yields the workspaces of `addmm` with a bias, which runs on cublasLt: before torch 2.11 that has its own.
+    """Yields the workspaces of `addmm` with a bias, which runs on cublasLt. Before torch 2.11 cublasLt has its own
+    workspace.
 
-    Up to 2.8 it lives for the call; in 2.9 and 2.10 each thread keeps one (aten/src/ATen/cuda/CUDABlas.cpp,
+    Up to 2.8 the workspace lives for the call; in 2.9 and 2.10 each thread keeps one (aten/src/ATen/cuda/CUDABlas.cpp,
     `gemm_and_bias`; aten/src/ATen/native/cuda/Blas.cpp, `addmm_out_cuda_impl`).
     """
     release = tuple(int(part) for part in torch_version.split(".")[:2])

@@ -15,7 +15,7 @@ from planner.profiles.device import SEGMENT_ADDRESSES, DeviceProfile
 from planner.recording.step_graph import Category, StepGraph, Storage
 
 ALLOCATOR_GRANULARITY_BYTES = 512
-"""CUDA's caching allocator rounds every size up to this (kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp)."""
+"""Multiple to which CUDA's caching allocator rounds sizes up (kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp)."""
 
 
 def granularity_bytes(card: DeviceProfile) -> int:
@@ -50,7 +50,7 @@ def measure(graph: StepGraph, card: DeviceProfile, *, vram_bytes: int | None, mi
 
     Args:
         graph: A recording with workspaces.
-        vram_bytes: Budget for the total. The allocator gets what the CUDA context leaves of it. None means no limit.
+        vram_bytes: Budget for the total. The allocator gets this budget minus the CUDA context. None means no limit.
         micro_batches: Number of micro-batches of the real step. The recording may hold fewer of them.
     """
     granularity = granularity_bytes(card)
@@ -125,7 +125,7 @@ def replayed(
 
 
 def _breakdown(graph: StepGraph, tick: int, granularity: int, reserved: int, card: DeviceProfile) -> dict[str, int]:
-    """Returns the bytes alive at a tick by category. What the allocator reserves beyond them is its slack."""
+    """Returns the bytes alive at a tick by category. The other bytes that the allocator reserves are its slack."""
     totals: dict[str, int] = {}
     for storage, spans in zip(graph.storages, graph.spans(), strict=True):
         if any(start <= tick < stop for start, stop in spans):

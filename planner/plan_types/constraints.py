@@ -19,13 +19,13 @@ class Constraints:
     forced: tuple[str, ...]
     forbidden: tuple[str, ...]
     max_slowdown: float | None = None
-    """Maximum step time as a multiple of the baseline's; None: unlimited."""
+    """Maximum step time as a multiple of the baseline's; None for no limit."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "forced", known_kinds(self.forced))
         object.__setattr__(self, "forbidden", known_kinds(self.forbidden))
         if both := sorted(set(self.forced) & set(self.forbidden)):
-            raise DecisionError(f"technique '{both[0]}' is forced and forbidden: name it once")
+            raise DecisionError(f"technique '{both[0]}' is both forced and forbidden: leave out one of the two")
         for name in self.forced:
             if KINDS[name].fidelity > self.fidelity:
                 needed = KINDS[name].fidelity.name.lower()
@@ -52,7 +52,7 @@ def parse_constraints(
     only: Sequence[str] | None = None,
     max_slowdown: float | None = None,
 ) -> Constraints:
-    """Constraints as a user states them; `only` forbids every technique that it does not name.
+    """Creates constraints from the user's options; `only` forbids every technique that is not in it.
 
     Raises:
         DecisionError: a name is unknown, or two of them contradict each other.
@@ -62,7 +62,7 @@ def parse_constraints(
         allowed, excluded = known_kinds(_names(only)), {canonical_kind(name) for name in forbidden}
         for name in allowed:
             if name in excluded:
-                raise DecisionError(f"technique '{name}' is forbidden, but 'only' allows it: name it once")
+                raise DecisionError(f"technique '{name}' is forbidden, but 'only' allows it: leave out one of the two")
         forbidden = tuple(name for name in KINDS if name not in allowed)
     return Constraints(fidelity=Fidelity.parse(fidelity), forced=forced, forbidden=forbidden, max_slowdown=max_slowdown)
 
@@ -77,7 +77,7 @@ def known_kinds(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def kinds_of(technique: type[Decision] | Role) -> tuple[type[Decision], ...]:
-    """The techniques with a role; a technique itself."""
+    """The techniques that have a role; for a technique, that technique alone."""
     if isinstance(technique, Role):
         return tuple(kind for kind in KINDS.values() if kind.role is technique)
     return (technique,)

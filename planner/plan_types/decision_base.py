@@ -64,11 +64,11 @@ class Decision:
     kind: ClassVar[str]
     """The name of the technique on the command line (`--force`, `--forbid`), in Python and in plan files."""
     former_kind: ClassVar[str | None] = None
-    """The kind in plan files of older versions. It is still accepted, and fingerprints of plans still use it."""
+    """The kind in plan files of older versions. Users may still write it, and fingerprints of plans use it."""
     aliases: ClassVar[tuple[str, ...]] = ()
     """Other names that users may write for the technique."""
     rule: ClassVar[str | None] = None
-    """The module and function in `rewrite/rules/` that apply the decision. None: named after the kind."""
+    """Name of the module and function in `rewrite/rules/` that apply the decision. None if it follows from the kind."""
     fidelity: ClassVar[Fidelity]
     role: ClassVar[Role]
     needs_host_memory: ClassVar[bool] = False
@@ -76,7 +76,7 @@ class Decision:
     eight_bit_state: ClassVar[bool] = False
     """True if the optimizer keeps its state in 8 bits."""
     steps_in_backward: ClassVar[bool] = False
-    """True if the optimizer updates each parameter during the backward, and frees its gradient then."""
+    """True if the optimizer updates each parameter during the backward, and then frees its gradient."""
     disables_kv_cache: ClassVar[bool] = False
     """True if the model must not keep a cache of keys and values (`config.use_cache`)."""
     required_packages: ClassVar[tuple[str, ...]] = ()
@@ -104,7 +104,7 @@ class Decision:
 
     @property
     def optimizer_kernel(self) -> str | None:
-        """The implementation that torch's optimizer steps with; None: the one torch chooses."""
+        """The implementation that torch's optimizer steps with; None if torch chooses it."""
         return None
 
     @property
@@ -114,7 +114,7 @@ class Decision:
 
     @property
     def reorders_sums(self) -> bool:
-        """True if the step adds the same terms in another order, so that results differ by rounding alone."""
+        """True if the step adds the same terms in a different order, so that results differ by rounding only."""
         return False
 
     @classmethod
@@ -123,15 +123,15 @@ class Decision:
         return cls.rule or cls.kind.replace("-", "_")
 
     def with_micro_batches(self, count: int) -> Decision:
-        """The same decision for another number of micro-batches of the same size; itself if it does not split."""
+        """The decision for another number of micro-batches of this size; unchanged if it does not split the batch."""
         return self
 
     def excludes(self, other: Decision) -> str | None:
-        """Why the two cannot be done together; None if they can. Asked in both directions."""
+        """The reason why the two decisions cannot be combined; None if they can. Callers ask in both directions."""
         return None
 
     def describe(self) -> str:
-        """One line for people: what is done, without units of memory or time."""
+        """Describes the decision in one line, without units of memory or time."""
         raise TypeError(f"{type(self).__name__} does not describe itself")
 
     def to_json(self) -> dict[str, object]:
@@ -162,7 +162,7 @@ def without_roles(decisions: Iterable[Decision], *roles: Role) -> tuple[Decision
 
 
 def conflict(decisions: Iterable[Decision]) -> str | None:
-    """Why these decisions cannot all be done together; None if they can."""
+    """The reason why these decisions cannot be combined; None if they can."""
     pairs = itertools.permutations(decisions, 2)
     return next((why for one, other in pairs if (why := one.excludes(other)) is not None), None)
 
@@ -188,7 +188,7 @@ def autocast_dtype_of(decisions: Iterable[Decision]) -> str | None:
 
 
 def optimizer_kernel_of(decisions: Iterable[Decision]) -> str | None:
-    """The implementation that torch's optimizer steps with ('fused', 'for-loop'); None: the one torch chooses."""
+    """The implementation that torch's optimizer steps with ('fused', 'for-loop'); None if torch chooses it."""
     return next((kernel for decision in decisions if (kernel := decision.optimizer_kernel) is not None), None)
 
 

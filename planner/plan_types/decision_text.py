@@ -1,4 +1,4 @@
-"""How decisions write module names and op numbers in one line for people."""
+"""Formats module names and op numbers for the one-line descriptions of decisions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _shortened(items: list[str], most: int) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Numbers as ranges in braces; a single number stands alone."""
+    """Formats numbers as ranges in braces; a single number has no braces."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and number == spans[-1][1] + 1:

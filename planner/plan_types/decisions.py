@@ -1,7 +1,7 @@
 """The decisions a plan consists of: small frozen values, in the order in which they are applied.
 
-A decision says *what* is done; the rule of the same name in `rewrite/rules/` does it. What other files ask about a
-decision is an attribute of its base class (`decision_base.Decision`), so that they need not know the classes.
+A decision states *what* to change; the rule of the same name in `rewrite/rules/` makes the change. Other files read the
+attributes of the base class (`decision_base.Decision`), so they need not know the classes below.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Optimizer(Decision):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerKernel(Decision):
-    """Let torch's optimizer step with another implementation than foreach, its default on a GPU.
+    """Replace foreach, the default implementation of torch's optimizers on a GPU, by another implementation.
 
     foreach makes temporaries for all parameters at once. 'fused' is one kernel that writes in place; 'for-loop' updates
     one parameter after the other.
@@ -146,7 +146,7 @@ class ChunkedLoss(Decision):
 
     def __post_init__(self) -> None:
         if type(self.chunks) is not int or self.chunks < 2:
-            raise DecisionError(f"chunked-loss in {self.chunks} chunks: needs at least 2")
+            raise DecisionError(f"chunked-loss has {self.chunks} chunks: give at least 2")
 
     @property
     def reorders_sums(self) -> bool:
@@ -244,7 +244,7 @@ class Checkpoint(Decision):
         for numbers in self.kept:
             whole = isinstance(numbers, tuple) and all(type(number) is int and number >= 0 for number in numbers)
             if not whole or any(first >= second for first, second in itertools.pairwise(numbers)):
-                raise DecisionError(f"checkpoint keeps ops {numbers!r}: give numbers from 0 on in rising order")
+                raise DecisionError(f"checkpoint keeps ops {numbers!r}: give ascending numbers of at least 0")
 
     @property
     def by_module(self) -> dict[str, tuple[int, ...]]:
@@ -275,16 +275,17 @@ class Replay(Decision):
     fidelity: ClassVar[Fidelity] = Fidelity.EXACT
     role: ClassVar[Role] = Role.RECOMPUTE
     modules: tuple[str, ...]
-    """The module of each segment; segments of one module follow each other."""
+    """For each segment: the module that it belongs to. Segments of the same module are adjacent."""
     stretches: tuple[tuple[int, int], ...]
-    """For each segment: its first op and the one after its last. Ops are numbered in each call of the module, in the
-    order in which they run; only ops that make or change a tensor on the module's device count."""
+    """For each segment: the numbers of its first op and of the op after its last one. Ops are numbered within each call
+    of the module, in the order in which they run, counting only ops that make or change a tensor on the module's
+    device."""
     kept: tuple[tuple[int, ...], ...]
     """For each segment: numbers of the ops whose outputs are kept."""
     stops: tuple[tuple[int, ...], ...] = ()
-    """For each segment: numbers of the ops that divide it into parts. Each part is recomputed separately, and the
-    recomputation makes the inputs of a part on its way there, so that few of them exist at a time. Empty if no segment
-    is divided."""
+    """For each segment: numbers of the ops that divide it into parts. Each part is recomputed separately. The inputs of
+    a part are recomputed just before it, so that the inputs of few parts are alive at a time. Empty if no segment is
+    divided."""
 
     def __post_init__(self) -> None:
         if not self.modules:
@@ -339,7 +340,7 @@ class Offload(Decision):
     needs_host_memory: ClassVar[bool] = True
     modules: tuple[str, ...]
     inputs_of: tuple[str, ...]
-    """The modules among them that are recomputed in backward: their inputs are offloaded, not what they save."""
+    """Those of `modules` that are recomputed in backward: only their inputs are offloaded, not their saved tensors."""
     from_bytes: int
     """Minimum size of a storage in bytes to be offloaded."""
 
@@ -350,7 +351,9 @@ class Offload(Decision):
                 "name at least one module, and list every module of inputs_of in modules too"
             )
         if type(self.from_bytes) is not int or self.from_bytes < 1:
-            raise DecisionError(f"offload from {self.from_bytes!r} bytes on: give a whole number from 1 on")
+            raise DecisionError(
+                f"offload has a minimum size of {self.from_bytes!r} bytes: give a whole number of at least 1"
+            )
 
     def describe(self) -> str:
         saving = tuple(module for module in self.modules if module not in self.inputs_of)

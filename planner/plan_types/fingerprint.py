@@ -1,4 +1,4 @@
-"""Fingerprints of a model's architecture and of a plan for it, so that neither is mistaken for another one."""
+"""Fingerprints of a model's architecture and of a plan, to detect that a plan or state belongs to a different model."""
 
 from __future__ import annotations
 

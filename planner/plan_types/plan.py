@@ -85,7 +85,7 @@ class OwnLoss:
     ignored: int
     """The label that does not count (`ignore_index`)."""
     divides: bool
-    """True if the loss is a sum divided by `num_items_in_batch`, if a batch has that."""
+    """True if the model divides the sum of the losses by `num_items_in_batch`, provided that the batch has this key."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ class WorkloadFacts:
     optimizer: str
     """'adamw', 'sgd', ..., or the qualified name of the user's own optimizer."""
     gradients_alive: bool = False
-    """True if gradients of earlier batches exist before the step, which adds to them."""
+    """True if gradients of earlier batches exist before the step, and the step adds its own gradients to them."""
     own_loss: OwnLoss | None = None
     """None if a loss function was given, or if the loss is not a mean over labels."""
 
@@ -128,7 +128,7 @@ class NextStep:
     """A relaxation of the constraints that would make training fit, and its price."""
 
     relax: str
-    """The option that allows it: for example 'allow checkpoint' or '--fidelity rounded'."""
+    """The change of options: for example 'allow checkpoint' or '--fidelity rounded'."""
     decisions: tuple[Decision, ...]
     total_bytes: int
     slowdown: float
@@ -136,18 +136,18 @@ class NextStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Relaxation:
-    """Something that the constraints rule out, and whether a plan would fit if it was allowed."""
+    """A technique or fidelity that the constraints rule out, and whether a plan would fit if it was allowed."""
 
     relax: str
-    """The option that allows it: for example 'allow checkpoint' or '--fidelity rounded'."""
+    """The change of options: for example 'allow checkpoint' or '--fidelity rounded'."""
     opens: bool | None
-    """True if a plan then fits; None if there was no time to find out."""
+    """True if a plan fits with the relaxation; None if there was no time to find out."""
     why: str
-    """The reason why no plan fits even then; empty if one does."""
+    """The reason why no plan fits with the relaxation; empty if a plan fits."""
     fidelity: str | None
-    """Fidelity of the plan that then fits; None if none does."""
+    """Fidelity of the plan that fits with the relaxation; None if no plan fits."""
     next_step: NextStep | None
-    """The plan that then fits, and its price; None if none does."""
+    """The price of the relaxation; None if no plan fits with it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,11 +190,11 @@ class Plan:
     solver: SolverFacts
     shortfall: Shortfall | None
     notes: tuple[str, ...]
-    """Assumptions, and what else the user should know."""
+    """Assumptions of the plan, and other remarks for the user."""
     versions: dict[str, str]
     seconds: float
     max_slowdown: float | None = None
-    """The maximum `slowdown` that the user allowed; None: unlimited."""
+    """The maximum `slowdown` that the user allowed; None for no limit."""
 
     @property
     def slowdown(self) -> float:
@@ -220,7 +220,7 @@ class Plan:
         """Inverse of `to_json`, for former names of techniques too.
 
         Raises:
-            PlanFileError: the schema version is another one, or a field is missing or has the wrong type.
+            PlanFileError: the schema version is not supported, or a field is missing or has the wrong type.
         """
         if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
             found = data.get("schema_version") if isinstance(data, dict) else type(data).__name__

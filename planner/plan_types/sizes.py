@@ -11,7 +11,7 @@ KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
 SMALLEST_PLAIN_BYTES = MIB
-"""Minimum number without a unit that is read as bytes. In a smaller one the unit was probably forgotten."""
+"""Minimum number without a unit that is read as bytes. A smaller number probably lacks its unit."""
 
 _UNIT_BYTES = {
     **dict.fromkeys(("tib", "ti"), 1024 * GIB),
@@ -92,7 +92,7 @@ def _share(percent: Fraction, device_bytes: int | None, *, written: str) -> int:
 
 def _at_least_a_byte(size_bytes: Fraction, *, written: str) -> int:
     if size_bytes < 1:
-        raise SizeError(f"size {_shown(written)} is nothing: write a size above zero, such as 6GiB")
+        raise SizeError(f"size {_shown(written)} is zero: write a size above zero, such as 6GiB")
     return int(size_bytes)
 
 

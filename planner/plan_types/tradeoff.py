@@ -23,7 +23,7 @@ class Tradeoff:
     usable_bytes: int | None
     """The part of the budget that the card has; None without a budget."""
     complete: bool
-    """False if time ran out, so that plans between these points may be missing."""
+    """False if time ran out: other plans may exist between the plans in `points`."""
     seconds: float
 
     @property

@@ -1,7 +1,8 @@
 """Selective activation checkpointing: the ops whose outputs are worth keeping when a module is recomputed.
 
-These are matrix products, convolutions and attention, which take most of the time of a recompute. The products of one
-module call are numbered in execution order; a plan states the numbers whose outputs are kept.
+The ops are matrix products, convolutions and attention, which take most of the time of a recompute; the code calls all
+of them products. Products are numbered in execution order within one call of a module, and a plan lists the numbers of
+the products whose outputs are kept.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ in the first run, so its output is never kept.
 
 _NAMES = frozenset(f"aten.{name}.default" for name in PRODUCTS)
 _CLEARLY_DENSER = 1.5
-"""Minimum factor in time saved per byte kept between products that are kept and products that are not."""
+"""Minimum ratio of time saved per kept byte between products that are kept and products that are recomputed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,7 @@ class Keepable:
 
     @functools.cached_property
     def _rewritten(self) -> frozenset[int]:
-        """Storages that are written again after the op that made them: they no longer hold the product's output."""
+        """Storages that a later op overwrites, so that they no longer hold the product's output."""
         return frozenset(
             storage
             for index, op in enumerate(self._graph.ops)
@@ -83,7 +84,8 @@ class Keepable:
         )
 
     def choices(self, calls: dict[int, int]) -> list[dict[int, Kept]]:
-        """Returns the alternatives for one module: for each alternative, what every call keeps. None is empty.
+        """Returns the alternatives for one module: for each alternative, the products that every call keeps (at least
+        one).
 
         Args:
             calls: the calls of one module, each with the tick after which none of its ops is recomputed.
@@ -97,7 +99,7 @@ class Keepable:
         ]
 
     def choices_among(self, ops: dict[int, list[int]], *, first: int) -> list[dict[int, Kept]]:
-        """Returns the alternatives for one segment: for each alternative, what every call keeps.
+        """Returns the alternatives for one segment: for each alternative, the products that every call keeps.
 
         Args:
             ops: the numbered ops of the segment, for each call.

@@ -1,9 +1,9 @@
 """Memory freed, memory held and time taken when the saved tensors of a call are offloaded to host memory.
 
-`rewrite/rules/offload.py` applies it. Tensors that a call made and saved are copied to the host when autograd saves
-them, and copied back when backward first reads one of them; from then on the copy is held until backward has read all
-of them. For a call that is also recomputed, its inputs are offloaded instead, and come back before the recompute. If
-other owners hold the same storage for longer, a copy frees nothing, and the call is not offloaded.
+`rewrite/rules/offload.py` does the offloading. Tensors that a call made and saved are copied to the host when autograd
+saves them, and copied back when backward first reads one of them; from then on the copy is held until backward has read
+all of them. For a call that is also recomputed, its inputs are offloaded instead, and come back before the recompute.
+If other owners hold the same storage for longer, a copy frees nothing, and the call is not offloaded.
 """
 
 from __future__ import annotations

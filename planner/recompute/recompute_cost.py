@@ -1,8 +1,8 @@
 """The cost of recomputing one call of a unit: the memory held for it, its time, and its own peak memory.
 
-The forward of a module runs again as Python code, up to the last tensor that it saves. Of a segment, only those ops run
-again that lead to a saved tensor (its ancestors in the graph of ops and storages), and every tensor they make is freed
-after its last use among them.
+The forward of a module runs again as Python code, up to the last tensor that it saves. For a segment, only the ops that
+lead to a saved tensor (its ancestors in the graph of ops and storages) run again, and every tensor that they make is
+freed after its last use by these ops.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Window:
     """The ticks at which backward first reads what a call saved, and of the call's last save and last release."""
 
     back: float
-    """Infinite if backward reads nothing of it."""
+    """Tick at which backward first reads a saved tensor; infinite if it reads none."""
     last_pack: int
     release: int
 
@@ -38,7 +38,7 @@ class Rerun:
     backs: dict[int, int] | int
     """Tick at which a saved tensor is made again: by the tick of its save, or one tick for all saves."""
     frees: frozenset[int] | None
-    """Storages saved in the call that are made again; None for all of them except `kept`."""
+    """Storages saved in the call that are recomputed; None if these are all storages except `kept`."""
     kept: frozenset[int]
     """Storages of the outputs that selective checkpointing keeps."""
     holds: tuple[tuple[int, int, int], ...]
@@ -57,7 +57,7 @@ class Rerun:
         return storage in self.kept if self.frees is None else storage not in self.frees
 
     def gives_away(self, storage: int) -> bool:
-        """True if, once an op's backward has read a saved storage, only that op still holds it."""
+        """True if, after an op's backward has read a saved storage, no other owner holds the storage."""
         return self.frees is None or storage in self.frees
 
 
@@ -268,7 +268,7 @@ class Replays:
         return sum(self._sizes[storage] for storage in record.inputs[-2:] if self._graph.storages[storage].op is None)
 
     def run(self, program: list[int], values: set[int], to_keep: set[int]) -> tuple[set[int], int]:
-        """Runs ops in thought, starting from values whose bytes count.
+        """Simulates running ops, starting from values whose bytes are counted.
 
         Returns:
             The values that are left (those in `to_keep`), and the largest number of bytes alive at once.
@@ -301,26 +301,26 @@ class _Part:
 
     ops: list[int]
     saves: list[tuple[int, Save]]
-    """Tensors saved for its ops, with their storages."""
+    """Tensors that autograd saves for ops of this part, with their storages."""
     to_make: list[int] = dataclasses.field(default_factory=list)
-    """Ops that lead to what it saved."""
+    """Ops that lead to tensors saved in this part."""
     to_pass: list[int] = dataclasses.field(default_factory=list)
-    """Ops that lead to what later parts read."""
+    """Ops that lead to tensors that later parts read."""
     crossing: set[int] = dataclasses.field(default_factory=set)
-    """Storages that it or later parts read and earlier parts make."""
+    """Storages that earlier parts make, and that this part or later parts read."""
 
     @property
     def wanted(self) -> set[int]:
-        """Storages that it saved."""
+        """Storages that this part saved."""
         return {storage for storage, _ in self.saves}
 
     @property
     def back(self) -> int | None:
-        """Tick at which backward first reads something that it saved; None if it never does."""
+        """Tick at which backward first reads a tensor that this part saved; None if it reads none."""
         return min((save.unpack for _, save in self.saves if save.unpack is not None), default=None)
 
     def can_be_read(self, tick: int) -> bool:
-        """True if autograd still holds something that it saved at this tick."""
+        """True if autograd still holds a tensor of this part at this tick."""
         return any(save.release is None or save.release > tick for _, save in self.saves)
 
 

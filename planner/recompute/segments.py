@@ -53,7 +53,7 @@ class Segment:
     split_points: tuple[int, ...]
     """Numbers of the ops at which it may be divided into parts."""
     only_divided: bool
-    """True if it is offered only in parts, and not as a whole."""
+    """True if the segment is offered only divided into parts, and not as a whole."""
 
 
 def with_segments(graph: StepGraph) -> StepGraph:
@@ -92,7 +92,7 @@ def position_of(save: Save, ticks: Sequence[int]) -> int:
 
 
 def _long_calls(graph: StepGraph) -> set[int]:
-    """Calls that save a large fraction of all bytes themselves; the bytes are added up over each module type."""
+    """Calls of module types that save a large fraction of all bytes themselves, added up over the calls of the type."""
     own_bytes, own_ops = _saved_bytes(graph), _own_ops(graph)
     by_type: dict[str, int] = defaultdict(int)
     for index, call in enumerate(graph.calls):
@@ -106,7 +106,7 @@ def _long_calls(graph: StepGraph) -> set[int]:
 
 
 def _own_ops(graph: StepGraph) -> dict[int | None, int]:
-    """Number of ops of each call, without those of its submodules."""
+    """Number of ops of each call, excluding the ops of its submodules."""
     counts: dict[int | None, int] = defaultdict(int)
     for op in graph.ops:
         if op.phase is Phase.FORWARD and op.makes_or_changes:

@@ -73,9 +73,9 @@ class Unit:
     split_points: tuple[int, ...] = ()
     """Numbers of the ops that divide a segment into parts."""
     runs_again: bool = True
-    """False if it is only offloaded."""
+    """False if the unit is only offloaded."""
     on_host: bool = False
-    """True if host memory holds its inputs (if it runs again) or its saved tensors (if it does not)."""
+    """True if the unit is offloaded: its inputs if it runs again, else its saved tensors."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,12 +15,12 @@ def note_obstacles(
 ) -> None:
     """Records an obstacle for every call that overwrites its inputs or its own state (in place).
 
-    Such a call computes another result the second time.
+    Such a call would compute a different result when it runs a second time.
 
     Args:
-        calls: all module calls; their `obstacle` is set.
+        calls: all module calls. The function sets their `obstacle`.
         writes: (tick, storage, call) of every in-place write in forward.
-        buffers: the module that owns a storage as a buffer, and True if that module is a norm.
+        buffers: for each storage that is a buffer: the module that owns it, and True if that module is a norm.
         storages: all storages.
     """
     born = [min((birth for birth, _ in storage.lives), default=0) for storage in storages]

@@ -3,7 +3,8 @@
 With two or more samples, a step usually runs the same ops in the same order whatever the size of the batch, and every
 storage size and FLOP count is affine in it: `a + b x samples`. (With one sample, PyTorch returns views where it would
 make copies.) If the two recordings differ in their ops there is no prediction, and the step has to be recorded. A model
-that behaves differently above some size is not detected here: promised plans are rehearsed at their own size.
+that behaves differently above some size is not detected here, but every plan is certified by a rehearsal at its own
+size.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ BASE_SIZES = (2, 3)
 
 
 def extrapolate(two: StepGraph, three: StepGraph, samples: int) -> StepGraph | None:
-    """Returns the recording for micro-batches of `samples`, or None if the two recordings are not alike.
+    """Returns the recording for micro-batches of `samples`; None if the ops of the two recordings differ.
 
     Args:
         two, three: recordings whose micro-batches all have `BASE_SIZES` samples.

@@ -33,12 +33,12 @@ def flops_of(op: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], out
 def _convolution_backward(
     gradient, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask
 ) -> int:
-    """The gradients of the input and of the weight take as many FLOPs as the forward convolution, each."""
+    """Returns the FLOPs of a convolution's backward: each of the two gradients takes as many as the forward."""
     return sum(output_mask[:2]) * conv_flop_count(x.shape, weight.shape, gradient.shape, transposed=transposed)
 
 
 def _grouped_product(a, b, *rest: Any, **options: Any) -> int:
-    """`torch._grouped_mm`: rows, columns or the summed dimension are split into groups, each with its own matrix."""
+    """Returns the FLOPs of `torch._grouped_mm`, which splits rows, columns or the summed dimension into groups."""
     if a.dim() == 3 and b.dim() == 2:
         return 2 * a.shape[1] * b.numel()
     return 2 * a.numel() * b.shape[-1]

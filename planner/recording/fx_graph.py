@@ -1,4 +1,4 @@
-"""The recorded step as a `torch.fx.Graph` or a `networkx.DiGraph`: aten ops in execution order, and what flows."""
+"""The recorded step as a `torch.fx.Graph` or a `networkx.DiGraph`: aten ops in execution order, and their data flow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def to_fx(graph: StepGraph) -> Graph:
-    """Converts a recording to a graph with one node per op and one placeholder per storage that was there before.
+    """Converts a recording to a graph with one node per op and one placeholder per storage that existed before.
 
     The arguments of a node are the nodes that last made or wrote the storages it reads, so aliases and in-place ops
     are edges too. Other arguments are not recorded: the graph can be read and cut, but not run. `node.meta` holds
@@ -62,9 +62,9 @@ def to_networkx(graph: Graph, *, storages: bool = False) -> networkx.DiGraph[str
 
     Args:
         graph: the result of `planner.record`.
-        storages: put a node of kind 'tensor' between an op and the readers of each storage that it wrote. The edge
-            to it has the `bytes`, the edges from it have none. A minimum cut then counts a tensor once, however many
-            ops read it (networkx takes an edge without the capacity attribute as infinite).
+        storages: put a node of kind 'tensor' between an op and the readers of each storage that it wrote. The edge to
+            this node has the `bytes`, the edges from this node have none. A minimum cut then counts a tensor once,
+            however many ops read it (networkx takes an edge without the capacity attribute as infinite).
 
     Example:
         >>> steps = planner.to_networkx(planner.record(model, batch))
@@ -109,6 +109,6 @@ def _attributes(node: Node) -> dict[str, Any]:
 
 
 def _target(name: str) -> Callable[..., Any]:
-    """Returns the op of a name: 'aten.addmm.default' is `torch.ops.aten.addmm.default`."""
+    """Returns the op with this name: `torch.ops.aten.addmm.default` for 'aten.addmm.default'."""
     namespace, packet, overload = name.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)

@@ -46,8 +46,8 @@ class Updates:
     def tick(self) -> int | None:
         """Tick at which the last update began.
 
-        None if the update cannot be separated from backward: it runs inside of it, or it reads a sparse gradient,
-        which only a backward can make.
+        None if the update cannot be separated from backward: it runs inside the backward, or it reads a sparse
+        gradient, which only a backward can create.
         """
         return None if any(self._is_sparse.values()) else self._began
 
@@ -69,7 +69,7 @@ class Updates:
         ]
 
     def note_trained(self, names: Iterable[str]) -> None:
-        """Declares which parameters have a gradient, for a step that has no backward to show it."""
+        """Declares which parameters have a gradient, for a step without a backward."""
         self._is_sparse.update(dict.fromkeys(names, False))
 
     def starts_step(self) -> None:
@@ -79,7 +79,7 @@ class Updates:
     def check(self, op: Op) -> None:
         """Raises an error if the op reads a parameter that was already updated in the same backward.
 
-        The op would compute with the new value, where the training step means the old one.
+        The op would compute with the new value, whereas the original training step uses the old value.
         """
         for storage in op.inputs if self._updated and not self.running and not op.is_view else ():
             if storage in self._updated:
@@ -89,7 +89,7 @@ class Updates:
                 )
 
     def idle_state(self) -> set[int]:
-        """Storages of optimizer state that was primed for parameters without a gradient: a real step makes none."""
+        """Storages of optimizer state that was primed for parameters without a gradient, unlike in a real step."""
         states = (state for p, state in self._state.items() if self._names.get(id(p)) not in self._is_sparse)
         tensors = (value for state in states for value in state.values() if isinstance(value, torch.Tensor))
         return {index for tensor in tensors if (index := self._table.storage_of(tensor)) is not None}
@@ -118,7 +118,7 @@ class Updates:
             for weight in updated:
                 if (storage := self._table.storage_of(weight)) is not None:
                     self._updated[storage] = self._names[id(weight)]
-        # An update inside of backward is about the waiting parameters; one after it, about all.
+        # An update inside of backward uses the gradients of the waiting parameters; a later update uses all.
         parameters: Iterable[torch.Tensor] = updated if self._in_backward else tuple(optimizer.state)
         for parameter in parameters:
             for value in optimizer.state.get(parameter, {}).values():

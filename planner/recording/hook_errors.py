@@ -15,7 +15,10 @@ import torch
 
 
 class HookErrors:
-    """The errors of one rehearsal. `install` changes classes of torch, so it must be called in a child process only."""
+    """Collects the errors that backward hooks raise during one rehearsal.
+
+    `install` replaces methods of torch's classes, so it must be called in a child process only.
+    """
 
     def __init__(self) -> None:
         self._raised: list[Exception] = []
@@ -26,7 +29,7 @@ class HookErrors:
             raise self._raised[0]
 
     def install(self, model: torch.nn.Module) -> None:
-        """Wraps the hooks that the model has, and those that will be registered."""
+        """Wraps the hooks that the model has, and all hooks that are registered later."""
         for module in model.modules():
             for hooks in (module._backward_hooks, module._backward_pre_hooks):
                 for number, hook in hooks.items():

@@ -24,7 +24,7 @@ NO_REPLAY = frozenset({COMPILED, _WITHOUT_FORWARD, _WITHOUT_GRADIENTS, TAKES_GRA
 class ModuleCalls:
     """Hooks on modules that record `Call`s.
 
-    A recomputation inside backward is tracked, so that its ops are attributed to the module, but it is not listed.
+    Calls of a recomputation inside backward are tracked, so that ops are attributed to their module, but not listed.
 
     Args:
         table: the storages of the watched device, and the clock.
@@ -50,7 +50,7 @@ class ModuleCalls:
         return bool(self._stack)
 
     def location(self) -> str:
-        """Returns the module that is running, as words for an error message."""
+        """Describes the module that is running, for an error message."""
         return f"in module '{self._stack[-1][0] or 'the model itself'}'" if self._stack else "outside of the model"
 
     def hooks(self, name: str, module: torch.nn.Module) -> list[torch.utils.hooks.RemovableHandle]:

@@ -54,7 +54,7 @@ WRITE_STATISTICS = frozenset(f"{name.replace('::', '.')}.default" for name in _R
 
 
 def uses_batch_statistics(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
-    """True if the op normalises over samples, so that a micro-batch gives other results than the batch."""
+    """True if the op normalises over samples, so that a micro-batch gives different results than the batch."""
     if "batch_norm" not in op._schema.name or "backward" in op._schema.name:
         return False
     names = [argument.name for argument in op._schema.arguments]
@@ -149,7 +149,7 @@ _COPIES = {_aten.copy_, _aten._to_copy}
 def changed_arguments(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> list[object]:
     """Returns the arguments that an op writes in place but does not return, such as the lists of foreach and fused ops.
 
-    Gradients are among them only if a fused optimizer also unscales them.
+    Gradients are included only if a fused optimizer also unscales them.
     """
     if op._schema.returns:
         return []

@@ -16,7 +16,7 @@ from planner.virtual_gpu import backend
 from planner.virtual_gpu.forked_process import Child, Refuse
 
 Program = Callable[[torch.device], object]
-"""A function of the device. Memory that it allocates on other devices is not counted."""
+"""A function that takes the device and runs the program. Memory on other devices is not counted."""
 
 
 def rehearse_program(program: Program, target: backend.Target) -> StepGraph:

@@ -65,8 +65,8 @@ class Recorder(TorchDispatchMode):
 
     Args:
         device: type of the device whose memory is watched, such as 'vgpu' or 'cpu'.
-        virtual: True if the tensors there are fakes. Real tensors among fakes are then constants of the host.
-        what_if: the kind of recording.
+        virtual: True if the tensors on this device are fakes. Real tensors among fakes are then constants on the host.
+        what_if: True for a what-if recording, False for a plain one.
         in_place: decides which ops are recorded as in place although they return a copy when they run on fakes.
     """
 
@@ -164,7 +164,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _scalar(self, tensor: torch.Tensor) -> float | bool | None:
-        """Returns the answer to `.item()`; None if the fake mode answers, which knows constants on the host."""
+        """Returns the answer to `.item()`; None leaves it to the fake mode, which knows constants on the host."""
         return (
             self.data_dependence.scalar_or_refuse(tensor)
             if self.table.watches(tensor)
@@ -255,7 +255,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Ops inside the context are not recorded."""
+        """Does not record ops inside the context."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -290,19 +290,19 @@ class Recorder(TorchDispatchMode):
                 handle.remove()
 
     def setup_ends(self) -> None:
-        """Everything from here on belongs to the recorded steps."""
+        """Ends the setup: all later events belong to the recorded steps."""
         self._in_setup, self._setup_tick = False, self.table.tick
         self.updates.in_setup = False
         self.table.birth_op = len(self.ops) - 1 if self.ops else None
 
     def starts_step(self, step: int) -> None:
-        """Training step number `step` begins."""
+        """Begins training step number `step`."""
         self.step, self.micro_batch, self._seen_backward = step, 0, False
         self.updates.starts_step()
         self._op_of_sequence.clear()
 
     def enters_model(self) -> None:
-        """A forward of the model begins; if a backward came before it, a new micro-batch begins with it."""
+        """Notes that a forward of the model begins. If it follows a backward, it also begins a new micro-batch."""
         if self._seen_backward:
             self.micro_batch += 1
             self._seen_backward = False

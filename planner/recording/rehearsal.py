@@ -27,7 +27,7 @@ from planner.workload.torch_optimizers import sparse_lookups
 from planner.workload.workload import map_batch, tensors_of
 
 Prepare = Callable[[torch.nn.Module], tuple[Callable[[Any], Any], torch.optim.Optimizer]]
-"""Makes the training step (`step(batch)`) and optimizer of a model; called in the child, on the virtual model."""
+"""Creates the training step (`step(batch)`) and the optimizer of the virtual model. Called in the child process."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,18 +37,19 @@ class Rehearsal:
     model: torch.nn.Module
     batch: Any
     batch_size: int
-    """Dimension 0 of the batch's tensors; a tensor with another dimension 0 keeps its shape."""
+    """Number of samples in the user's batch. A tensor whose dimension 0 has a different size keeps its shape."""
     prepare: Prepare
     target: backend.Target
     micro_batch_sizes: tuple[int, ...]
-    """Their sum is the size of the rehearsed batch; the step that `prepare` makes decides how to split it."""
+    """Sizes of the rehearsed micro-batches; their sum is the size of the batch. The training step does the
+    splitting."""
     steps: int
     primed: bool
     """True if the optimizer's state exists before the first recorded step."""
     what_if: bool
-    """The kind of recording, see `planner.recording.recorder`."""
+    """True for a what-if recording, see `planner.recording.recorder`."""
     trained: tuple[str, ...] | None = None
-    """Parameters that have a gradient, for a step without backward; None for those that backward reaches."""
+    """Names of the parameters with a gradient, for a step without backward; None if backward determines them."""
 
     def start(self) -> Child:
         """Starts the rehearsal in a child process; its `.result()` is a `StepGraph`."""
@@ -122,9 +123,11 @@ def record_steps(
     micro_batch_sizes: tuple[int, ...],
     trained: tuple[str, ...] | None = None,
 ) -> StepGraph:
-    """Runs training steps under the recorder. Model and batch are on its device, virtual or real.
+    """Runs training steps under the recorder, and returns the recording.
 
-    Garbage is collected after each step only; the caller switches Python's automatic collection off.
+    The model and the batch have to be on the recorder's device, which is virtual or real.
+
+    Python's garbage collector runs after each step only: the caller has to switch automatic collection off.
     """
     hook_errors = HookErrors()
     if recorder.virtual:
@@ -163,7 +166,7 @@ def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module, ho
 
 
 def _location(error: BaseException, model: torch.nn.Module) -> str:
-    """Returns the innermost module and line of model code in a traceback, as words for an error message."""
+    """Describes the innermost module and line of model code in a traceback, for an error message."""
     names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
     module, line = "", ""
     for frame, number in traceback.walk_tb(error.__traceback__):
@@ -174,7 +177,7 @@ def _location(error: BaseException, model: torch.nn.Module) -> str:
 
 
 def _prime(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Lets the optimizer create its state, as if there had been a step before."""
+    """Lets the optimizer create its state, as if it had already made a step."""
     with_rows = {id(weight) for weight in sparse_lookups(model).values()}
     for parameter in model.parameters():
         if parameter.requires_grad:

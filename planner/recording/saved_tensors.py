@@ -1,4 +1,5 @@
-"""Tensors that autograd saves for backward, in a what-if recording: placeholders in their place, and their lives.
+"""Replaces the tensors that autograd saves for backward by placeholders in a what-if recording, and records their
+lives.
 
 A placeholder holds no memory, so the storage's recorded lives are those that Python alone gives it. The `Save` lists
 when autograd packed the tensor, when it first unpacked it and when it released it.
@@ -25,7 +26,7 @@ class OpRecorder(Protocol):
     """Autograd's node count when the last op ran that made or changed a storage."""
 
     def pause(self) -> AbstractContextManager[None]:
-        """Ops inside the context are not recorded."""
+        """Does not record ops inside the context."""
 
 
 class _SavedPlaceholder:

@@ -17,7 +17,7 @@ from planner.workspaces.registry import KernelCall
 
 
 class Phase(enum.StrEnum):
-    """Part of a training step."""
+    """A part of a training step."""
 
     SETUP = "setup"
     """Before the recorded steps: parameters and the batch arrive, and optimizer state may be created (primed)."""
@@ -112,9 +112,9 @@ class Save:
     """Index of its storage; None if other owners hold the tensor anyway (parameters, inputs)."""
     pack: int
     unpack: int | None
-    """None if backward never reads it."""
+    """Tick at which backward first reads the tensor; None if backward never reads it."""
     release: int | None
-    """None if it is held to the end of the recording."""
+    """Tick at which autograd releases the tensor; None if it holds the tensor to the end of the recording."""
     call: int | None
     """Innermost module call in which it was saved; None if it was saved outside of the model."""
     is_of_next_op: bool = False
@@ -157,11 +157,12 @@ class StepGraph:
     ops: list[Op]
     storages: list[Storage]
     saves: list[Save]
-    """Empty in a plain recording, where `Storage.lives` contains the time for which autograd holds a storage."""
+    """Tensors that autograd saved. Empty in a plain recording: there `Storage.lives` includes the time autograd holds
+    them."""
     calls: list[Call]
-    """In the order in which they began; segments, if there are any, follow."""
+    """Module calls in the order in which they began, followed by the segments, if there are any."""
     ticks: int
-    """Number of ticks: every tick of the recording is smaller."""
+    """Number of ticks; the ticks of the recording are 0 to `ticks - 1`."""
     steps: int
     """Number of training steps."""
     primed: bool

@@ -1,4 +1,4 @@
-"""The storages of one device during a recording, and the clock that their births and deaths are dated by.
+"""The storages of one device during a recording, and the clock that gives the ticks of their births and deaths.
 
 A storage is registered when the first tensor on it is seen. Its death comes from a weak reference to the
 `UntypedStorage`, so it is recorded at the moment at which PyTorch frees the memory.
@@ -49,7 +49,7 @@ class StorageTable:
         Args:
             tensor: any tensor. The result is None if it is empty, sparse, or on another device.
             category: category of the storage if it is new.
-            adopt: index of a known storage; a new storage is then recorded as another life of that one.
+            adopt: index of a known storage. A new storage is then recorded as a further life of the known storage.
         """
         if not self.watches(tensor) or tensor.layout is not torch.strided:
             return None
@@ -85,7 +85,7 @@ class StorageTable:
             self.storages[index].category = category
 
     def close(self, ticks: int) -> None:
-        """Ends the recording: storages that are still alive live until `ticks`."""
+        """Ends the recording. The lives of storages that are still alive end at `ticks`."""
         for index, birth, _finalizer in self._alive.values():
             self.storages[index].lives.append((birth, ticks))
         self._alive.clear()

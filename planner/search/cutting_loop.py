@@ -50,7 +50,7 @@ class LoopResult:
     """The best selection when the loop ended."""
 
     units: tuple[int, ...] | None
-    """None if no selection that fits was found."""
+    """Units of the best selection; None if no selection that fits was found."""
     bound: float
     """Lower bound: no selection that fits has a smaller objective."""
     proven: bool
@@ -125,7 +125,7 @@ class CuttingLoop:
             objective: int64[U], >= 0.
             best: a selection to start from that fits, satisfies `side_rows` and is below `below`; None if unknown.
             side_rows: further rows that every selection has to satisfy.
-            tolerance: the result may exceed the optimum by this.
+            tolerance: maximum difference between the result and the optimum.
             below: cutoff; only selections with a smaller objective count. None for no cutoff.
         """
         bound, coarse_gap, cutoff = 0.0, _COARSE_GAP, _cutoff(objective, below)
@@ -174,7 +174,7 @@ class CuttingLoop:
 
         Args:
             floor_bytes: bytes that the curve reaches whatever is selected.
-            tolerance_bytes: the peak may be larger than the smallest one by this.
+            tolerance_bytes: maximum difference between the result and the smallest peak.
         """
         best: tuple[int, ...] = ()
         always_bytes = floor_bytes
@@ -305,7 +305,8 @@ class CuttingLoop:
     def _exclude(self, units: tuple[int, ...]) -> list[Row]:
         """Adds rows that `units` violates, and returns them.
 
-        If all of them are known, the solver violated one by its tolerance; then a cover inequality is added.
+        If all these rows are known, the solver violated one of them by its tolerance. In that case a cover inequality
+        is added.
         """
         share, limit_bytes = self.exact.chosen(units).astype(float), self.budget_bytes + 0.5
         new = self._violated(share, limit_bytes, self.core)

@@ -52,7 +52,7 @@ class Outcome:
     bound: float
     """Lower bound: no solution has a smaller objective, up to `tolerance`."""
     tolerance: float
-    """In units of the objective."""
+    """Absolute tolerance of `bound`, in units of the objective."""
 
     @property
     def infeasible(self) -> bool:

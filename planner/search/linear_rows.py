@@ -33,7 +33,7 @@ _ROWS_PER_ROUND = 40
 
 @dataclasses.dataclass(frozen=True, kw_only=True, order=True)
 class RowKey:
-    """Names an inequality: the curve at `event`, plus the recomputes of units that exclude each other."""
+    """Identifies an inequality: the curve at `event`, plus the recomputes of units that exclude each other."""
 
     event: int
     recomputes: tuple[int, ...] = ()

@@ -134,7 +134,7 @@ class Search:
         tolerance_ns: int = 0,
         below_ns: int | None = None,
     ) -> Selection | None:
-        """Same as the function `solve`."""
+        """See the function `solve`."""
         began, self.effort = time.monotonic(), Effort()
         return self._cheapest(
             _Question(
@@ -149,7 +149,7 @@ class Search:
     def smallest_peak(
         self, *, time_limit_seconds: float = 10.0, tolerance_bytes: int = 0, tolerance_ns: int = 0
     ) -> Selection:
-        """Same as the function `smallest_peak`."""
+        """See the function `smallest_peak`."""
         began, self.effort = time.monotonic(), Effort()
         deadline = began + time_limit_seconds
         # 1. The smallest peak that the solver finds, with a lower bound.

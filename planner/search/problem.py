@@ -44,7 +44,7 @@ class CheckpointProblem:
     """int64[E]: bytes alive at each event whatever is selected."""
     holds: tuple[Hold, ...]
     recomputes: tuple[Recompute, ...]
-    """A unit may have several (one per call). They do not add up: each is a separate peak."""
+    """Recomputes of the units. A unit may have several (one per call), which do not add up: each is a separate peak."""
     cost_ns: tuple[int, ...]
     """Time to recompute each unit in all its calls. Its length is the number of units."""
     paths: tuple[tuple[int, ...], ...]
@@ -56,7 +56,7 @@ class Selection:
     """The units to recompute, with their peak and cost."""
 
     units: tuple[int, ...]
-    """In ascending order."""
+    """Numbers of the selected units, in ascending order."""
     peak_bytes: int
     """Largest value of the memory curve with these units selected, recomputes included."""
     cost_ns: int

@@ -1,4 +1,4 @@
-"""Finds the point from which on a monotone condition is true, if evaluating it is expensive and a guess is available.
+"""Finds the first point at which a monotone condition is true, with few evaluations, starting from a guess.
 
 Exponential (galloping) search from the guess, then bisection (Bentley and Yao 1976, "An almost optimal algorithm for
 unbounded searching", doi:10.1016/0020-0190(76)90071-5). It takes two evaluations if the guess is right, and about
@@ -15,7 +15,7 @@ def first_true(count: int, holds: Callable[[int], bool], *, guess: int) -> int:
 
     Args:
         count: number of points.
-        holds: the condition; once true it must stay true for all larger points.
+        holds: the condition. If it is true for a point, it has to be true for all larger points.
         guess: where to start; any integer.
     """
     if count == 0:

@@ -173,7 +173,7 @@ def _segments(pairs: Sequence[SegmentPair], marks: dict[bool, str]) -> Table:
 
 
 def _either(texts: Iterator[str]) -> str:
-    """Returns the recorded text, followed by the simulated one if it differs."""
+    """Returns the recorded text, followed by the simulated text if the two differ."""
     return " / ".join(dict.fromkeys(texts))
 
 

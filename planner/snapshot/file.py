@@ -63,7 +63,7 @@ class Event(NamedTuple):
 
     action: Action
     address: int
-    """0 for a request that failed."""
+    """Address of the block or segment; 0 for a request that failed."""
     size_bytes: int
     """Size of the request of an allocation, rounded size of a request that failed, or size of a segment."""
     stream: int
@@ -75,7 +75,8 @@ class History:
 
     events: tuple[Event, ...]
     segments: tuple[Segment, ...]
-    """Segments at the end by ascending address. Of an expandable segment, each contiguous range with memory."""
+    """Segments at the end by ascending address. An expandable segment is listed as its contiguous ranges with
+    memory."""
     settings: AllocatorSettings
     device: int = 0
     """Number of the device."""
@@ -142,7 +143,7 @@ def _read(path: pathlib.Path, shown: str) -> object:
 
 @contextlib.contextmanager
 def _naming(where: str) -> Iterator[None]:
-    """Names the part of the file in the error if that is not as PyTorch writes it."""
+    """Adds the name of the part of the file to errors, if the part is not in the form that PyTorch writes."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:

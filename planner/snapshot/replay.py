@@ -41,8 +41,8 @@ def replay_history(history: History, *, capacity_bytes: int | None = None) -> Re
 
     Args:
         history: The record.
-        capacity_bytes: Memory that segments could take on the card. None means that it is inferred as the docstring of
-            this module says.
+        capacity_bytes: Memory that segments could take on the card. If None, it is inferred as described at the top of
+        this module.
 
     Raises:
         SnapshotError: the state before the record cannot be found, as after a gap in the record.

@@ -10,7 +10,7 @@ from planner.allocator.blocks import Segment
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AddressMismatch:
-    """A request that got different addresses in the record and the simulation. None means out of memory."""
+    """A request that got different addresses in the record and the simulation; None if it ran out of memory."""
 
     at_event: int
     size_bytes: int
@@ -51,7 +51,8 @@ class Levels:
 
     peak_requested_bytes: int
     peak_allocated_bytes: int | None
-    """Peak of the sizes of blocks, with rests that were not split off. None for a record, which does not hold it."""
+    """Peak of the sizes of blocks, including remainders that were not split off. None for a record, which lacks this
+    peak."""
     peak_reserved_bytes: int
     final_allocated_bytes: int
     final_reserved_bytes: int
@@ -59,7 +60,7 @@ class Levels:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SegmentPair:
-    """A segment at the end as recorded and as simulated. None means that only the other one has it."""
+    """A segment at the end, as recorded and as simulated. None means that this side does not have the segment."""
 
     recorded: Segment | None
     simulated: Segment | None

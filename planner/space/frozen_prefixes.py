@@ -39,7 +39,7 @@ def _blocks(order: Sequence[str]) -> list[str]:
 
 
 def _merged(leaves: Sequence[str], owners: Sequence[str]) -> tuple[str, ...]:
-    """The same leaves, named by their outermost parents that contain no other owner of parameters."""
+    """Replaces leaves by their outermost parents that contain no other owner of parameters."""
     kept = set(leaves)
     names: list[str] = []
     for leaf in leaves:

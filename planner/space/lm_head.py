@@ -16,10 +16,10 @@ _LOG_SOFTMAX = "aten._log_softmax.default"
 _NLL = "aten.nll_loss_forward.default"
 _COPIES = ("aten._to_copy.default", "aten.clone.default", "aten.copy_.default")
 _UNSAFE_VIEW = "aten._unsafe_view.default"
-"""A view of a tensor that nothing else refers to."""
+"""Op that returns a view of a tensor that nothing else refers to."""
 _FP32_BYTES = 4
 _CHUNK_SHARE = 1 / 16
-"""Maximum size of a chunk of fp32 logits, as a fraction of the budget. More chunks mean more sums of gradients."""
+"""Maximum size of a chunk of fp32 logits, as a fraction of the budget."""
 _MOST_CHUNKS = 64
 """Maximum number of chunks."""
 _SMALLEST_LOGITS_BYTES = 1 << 20
@@ -35,13 +35,14 @@ class ChunkedLossOption:
     chunks: int
     """Number of chunks for the whole batch."""
     always: bool = False
-    """True if small micro-batches get chunks, too, although their logits are no larger than a chunk."""
+    """True if small micro-batches are chunked too, although their logits are no larger than one chunk."""
 
     def for_micro_batches(self, micro_batches: int) -> ChunkedLoss | None:
-        """The decision for this number of micro-batches; None if each is no larger than a chunk of the whole batch.
+        """The decision for this number of micro-batches; None if a micro-batch is no larger than a chunk of the whole
+        batch.
 
-        All numbers of micro-batches from 2 on share one number of chunks (half of the whole batch's), so that they
-        share recordings.
+        All splits into 2 or more micro-batches have the same number of chunks (half of that of the whole batch), so
+        that they can share recordings.
         """
         if micro_batches >= self.chunks and not self.always:
             return None

@@ -13,7 +13,7 @@ from planner.workload.torch_optimizers import keeps_alike, kind_of
 from planner.workload.workload import Workload
 
 _ROUNDING = 0.99
-"""Factor on bytes that are assumed to be proportional to trained parameters: step counters and padding are not."""
+"""Factor on bytes that are assumed to be proportional to trained parameters, for step counters and padding."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class TrainedParameters:
 
     with_gradient: tuple[torch.nn.Parameter, ...]
     with_state: tuple[torch.nn.Parameter, ...]
-    """Those of them that the optimizer holds."""
+    """The trained parameters that the optimizer holds."""
 
     @classmethod
     def of(cls, workload: Workload, names: Sequence[str]) -> TrainedParameters:
@@ -51,7 +51,7 @@ def lower_bound_bytes(
     state_bytes: int,
     config: Sequence[Decision],
 ) -> int:
-    """Lower bound on the peak of every plan with this configuration: what is alive while the optimizer steps.
+    """Lower bound on the peak of every plan with this configuration: the bytes alive while the optimizer steps.
 
     Args:
         optimizer_peak_bytes: peak of the baseline while its optimizer steps. It also holds for the configuration,

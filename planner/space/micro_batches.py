@@ -1,4 +1,4 @@
-"""Micro-batches: the ways to split a batch, and what keeps a batch from being split."""
+"""Micro-batches: the ways to split a batch, and the reasons why a batch cannot be split."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from planner.plan_types.decisions import Accumulation
 from planner.workload.workload import Workload, has_mapping_for_each_sample
 
 _MICRO_BATCH_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14)
-"""Numbers of micro-batches that are tried. From 16 on, four numbers are tried for each doubling."""
+"""Numbers of micro-batches that are tried, up to 14. Above that, four numbers are tried for each doubling."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,8 @@ class MicroBatching:
     micro_batches: int
     size: int
     last: int | None = None
-    """Number of samples in the second of two parts, if it is smaller; otherwise None. With more parts the peak is in
-    one of the larger parts, so that a smaller last one does not matter."""
+    """Number of samples in the second of two parts, if it is smaller than the first; otherwise None. With more parts,
+    the peak is in one of the larger parts, so the size of the last part does not matter."""
 
     def decisions(self) -> tuple[Decision, ...]:
         """The decision to accumulate gradients; none if the batch is not split."""

@@ -30,7 +30,7 @@ from planner.workload.torch_optimizers import (
 from planner.workload.workload import Workload, optimizer_name, several_processes
 
 Alternatives = tuple[tuple[Decision, ...], ...]
-"""Ways to do one part of the step. Each is the decisions that it takes; () is the way of the baseline."""
+"""Alternatives for one part of the step. Each alternative is a tuple of decisions; () is the baseline's way."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,8 +59,8 @@ class SearchSpace:
     def with_most_chunks(self) -> SearchSpace | None:
         """The same choices with the loss in as many chunks as possible; None if nothing changes.
 
-        The number of chunks normally follows from the budget, so that a smaller budget means more chunks. Whatever
-        fits a smaller budget must be reachable under this one too.
+        The number of chunks normally follows from the budget: a smaller budget gives more chunks. With this search
+        space, plans that would be found for a smaller budget can be found for this budget too.
         """
         if self.chunks is None or not any(self.losses) or self.chunks == self.chunks.most_chunks():
             return None
@@ -70,7 +70,7 @@ class SearchSpace:
         )
 
     def restricted_to(self, config: Sequence[Decision]) -> SearchSpace:
-        """The same splits and ways to recompute, with only this configuration."""
+        """The search space with only this configuration, and the same splits and ways to recompute."""
 
         def chosen(alternatives: Alternatives) -> Alternatives:
             return (max((choice for choice in alternatives if set(choice) <= set(config)), key=len),)
@@ -84,9 +84,9 @@ class SearchSpace:
         )
 
     def using(self, technique: type[Decision]) -> SearchSpace | None:
-        """Only the choices that use this technique; None if there is none.
+        """The search space with only the choices that use this technique; None if there are none.
 
-        Which modules are recomputed or frozen is chosen later, so for these techniques nothing is left out.
+        Modules to recompute or freeze are chosen later, so for these techniques no choice is left out.
         """
         if technique.role in (Role.RECOMPUTE, Role.FREEZING):
             return self
@@ -159,7 +159,7 @@ def _losses(constraints: Constraints, chunks: ChunkedLossOption | None) -> Alter
 
 
 def _optimizers(workload: Workload, constraints: Constraints, notes: list[str]) -> Alternatives:
-    """The user's optimizer unchanged, with another kernel, or with 8-bit state; never both of the last two."""
+    """The user's optimizer unchanged, with another kernel, or with 8-bit state."""
     why_not = why_not_eight_bit(workload)
     if why_not and constraints.allow(Optimizer):
         notes.append(f"no 8-bit optimizer state: {why_not}")
@@ -200,13 +200,15 @@ def _updates(workload: Workload, constraints: Constraints, notes: list[str]) -> 
 
 
 def _recompute(constraints: Constraints) -> tuple[type[Decision], ...]:
-    """The ways to free saved tensors that are allowed. If one is forced, it is the only one."""
+    """The allowed ways to free saved tensors. If one of them is forced, it is the only one that is returned."""
     kinds = tuple(kind for kind in KINDS.values() if kind.role is Role.RECOMPUTE)
     allowed = tuple(kind for kind in kinds if constraints.allow(kind))
     forced = tuple(kind for kind in allowed if constraints.force(kind))
     if len(forced) > 1:
         names = " and ".join(kind.kind for kind in forced)
-        raise DecisionError(f"{names} are both forced, and each is a way to free saved tensors: force one of them")
+        raise DecisionError(
+            f"{names} are both forced, but only one way to free saved tensors can be forced: force one of them"
+        )
     return forced or allowed
 
 

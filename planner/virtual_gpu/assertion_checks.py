@@ -34,14 +34,14 @@ from types import FrameType
 _ALL_TRUE = (("_check_tensor_all_with", "torch/__init__.py"), ("__init__", "torch/distributions/distribution.py"))
 """Functions of torch that raise unless the boolean they ask for is true: function name and end of the file name.
 
-The first one passes the boolean to another function, which raises, so its source does not match a check.
+`_check_tensor_all_with` passes the boolean to another function, which raises, so its source does not match a check.
 """
 
 
 def assertion_outcome(frame: FrameType) -> bool | None:
     """Returns the value with which the boolean that `frame` asks for does not raise an error.
 
-    None means that the frame does not ask in order to raise an error, so that the answer is unknown.
+    None means that the frame asks for a different reason than to raise an error, so that the answer is unknown.
     """
     code = frame.f_code
     if any(code.co_name == name and code.co_filename.endswith(file) for name, file in _ALL_TRUE):
@@ -86,15 +86,15 @@ def _checks(filename: str) -> tuple[tuple[ast.stmt, ast.expr, bool], ...]:
 
 
 def _only_raises(node: ast.If) -> bool:
-    """True if the statement does nothing but raise an error when its test holds."""
+    """True if the statement only raises an error if its test is true."""
     return not node.orelse and len(node.body) == 1 and isinstance(node.body[0], ast.Raise)
 
 
 def _leaves(test: ast.expr, wanted: bool) -> Iterator[tuple[ast.expr, bool]]:
     """Yields the operands of nested `not`, `and` and `or`, each with an answer that leads to the wanted outcome.
 
-    All operands of an `or` are taken to be true, although one would do: each of them is only asked if the ones before
-    it did not decide.
+    All operands of an `or` are taken to be true, although one true operand would be enough: an operand is evaluated
+    only if the operands before it did not decide.
     """
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield from _leaves(test.operand, not wanted)

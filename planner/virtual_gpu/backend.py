@@ -1,8 +1,8 @@
 """A virtual GPU: PyTorch runs on it eagerly, but computes nothing and stores nothing.
 
-PrivateUse1 becomes a Python backend named `vgpu`, and `FakeTensorMode` supplies shapes and dtypes. What CUDA does in
-another way than other devices is registered here: autocast with its cache (`autocast`), the choice of the attention
-kernel (`sdpa`), and ops that have one kernel on CUDA and are composite elsewhere.
+PrivateUse1 becomes a Python backend named `vgpu`, and `FakeTensorMode` supplies shapes and dtypes. The differences
+between CUDA and other devices are registered here: autocast with its cache (`autocast`), the choice of the attention
+kernel (`sdpa`), and ops that have one kernel on CUDA and are composite on other devices.
 
 `install` changes a process for as long as it lives (PrivateUse1 becomes torch's accelerator), so it is called only in
 a child process: see `planner.virtual_gpu.forked_process`.
@@ -35,9 +35,11 @@ ONE_KERNEL_ON_CUDA = ("silu_backward", "mish_backward")
 
 
 class VirtualGpuMode(FakeTensorMode):
-    """A fake tensor mode that never initialises a device, which would fail for `torch.tensor(...)` inside a model.
+    """The `FakeTensorMode` of the virtual device.
 
-    It refuses an op without a fake kernel. PyTorch would run the real kernel on zeros, but this device has none.
+    It does not initialise the device, because that would fail when a model calls `torch.tensor(...)`. It raises an
+    error for an op without a fake kernel: PyTorch would run the real kernel on zeros, but the virtual device has no
+    real kernels.
     """
 
     def __init__(self) -> None:
@@ -46,7 +48,7 @@ class VirtualGpuMode(FakeTensorMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """The recorder is the outer mode and already disables compilation; to do it again costs time in each call."""
+        """Returns False: the recorder, which is the outer mode, already disables compilation."""
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -63,8 +65,8 @@ class VirtualGpuMode(FakeTensorMode):
 def _bypasses_fake_mode_cache(func: torch._ops.OpOverload) -> bool:
     """True if the op is not to be looked up in the cache of `FakeTensorMode`.
 
-    For ops over hundreds of tensors the look-up takes longer than the call. A storage argument would become part of
-    the key, and would then never die.
+    For ops over hundreds of tensors the look-up takes longer than the call. A storage argument would become part of the
+    key, which would keep the storage alive forever.
     """
     takes_storage = any(str(argument.type) == "Storage" for argument in func._schema.arguments)
     return takes_storage or func._schema.name.startswith("aten::_foreach")
@@ -138,7 +140,7 @@ def install(target: Target) -> Autocast:
 
 
 def let_libraries_take_fakes_for_real() -> None:
-    """Makes libraries treat fake tensors as real ones where they would take another path. Changes this process."""
+    """Makes libraries treat fake tensors like real ones. This changes libraries for the whole process."""
     _let_optimizers_choose_as_for_real_tensors()
     _let_modules_convert_as_real_tensors_do()
     _let_bitsandbytes_make_its_tables()

@@ -35,7 +35,7 @@ _SCALING_FACTORS = {
     "torch/optim/_adafactor.py": 1.0,  # Norms of parameters and updates.
     "torch/nn/modules/batchnorm.py": 1.0,  # The number of batches so far, for a cumulative average.
 }
-"""Files of torch that ask for a number which does not change what is allocated, and the answer that they get."""
+"""Files of torch that ask for a number which does not affect allocations, with the answer that they get."""
 _PACKAGE = pathlib.Path(__file__).parents[1]
 _OURS, _REWRITE = str(_PACKAGE), str(_PACKAGE / "rewrite")
 _DISPATCH_WRAPPERS = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")
@@ -55,7 +55,7 @@ class DataDependence:
         self._where = where
         """Returns the name of the running module."""
         self._noted: set[tuple[str, str]] = set()
-        """Pairs of assumption and source line that are noted already."""
+        """Pairs of an assumption and a source line that have been noted."""
         self.on_refusal_in_backward: Callable[[RehearsalError], None] = lambda error: None
         """Called before an error is raised in an op of a backward.
 
@@ -71,7 +71,7 @@ class DataDependence:
                 self.assumptions[f"assumed that {assumption}: {self._where()} at {line or 'unknown line'}"] = None
 
     def refusal(self, what: str, way_out: str = _WITHOUT_VALUES) -> RehearsalError:
-        """Returns the error to raise where the rehearsal cannot go on.
+        """Returns the error to raise if the rehearsal cannot continue.
 
         Args:
             what: The reason, as a sentence.
@@ -182,7 +182,7 @@ class DataDependence:
                 setattr(module, "linear_sum_assignment", linear_sum_assignment)  # noqa: B010
 
     def _let_finite_checks_pass(self) -> None:
-        """Runs `isfinite` as ATen/native/TensorCompare.cpp composes it, and assumes that its result is true."""
+        """Runs the ops of which `isfinite` consists (ATen/native/TensorCompare.cpp), and assumes a true result."""
 
         def isfinite(tensor: torch.Tensor) -> torch.Tensor:
             finite = (tensor == tensor) * (tensor.abs() != float("inf"))

@@ -45,7 +45,7 @@ def run_data_dependent_op(
     dependence.assume(assumed)
 
     def fake(value: Any) -> Any:
-        """Returns a fake tensor like a real one, whose values are known from now on."""
+        """Returns a fake copy of a real tensor, whose values the rehearsal then knows."""
         if not isinstance(value, torch.Tensor):
             return value
         tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=inputs[0].device)

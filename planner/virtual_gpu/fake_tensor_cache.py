@@ -1,21 +1,22 @@
 """A cache of the results of calls on fake tensors, in front of the cache of `FakeTensorMode`.
 
-What it caches: for an op and the metadata of its arguments (device, dtype, shape, strides, offset; other arguments by
-value), how to create the result: which argument it is, which argument it is a view of, or the metadata of a new tensor.
-A fake result depends on nothing else for the ops that are cached, so the second layer of a model finds what the first
-layer asked, and a later rehearsal finds what an earlier one asked.
+The key of an entry is an op with the metadata of its tensor arguments (device, dtype, shape, strides, offset) and the
+values of its other arguments. The entry says how to create the result: it is one of the arguments, a view of an
+argument, or a new tensor with given metadata. For the ops that are cached, a fake result depends on nothing else. The
+second layer of a model therefore reuses the results of an equal first layer, and a later rehearsal reuses those of an
+earlier one.
 
 Why the cache of `FakeTensorMode` does not suffice: its keys cover every kind of tensor and symbolic shapes, and take
-longer to build than many calls take to run. For plain strided tensors of fixed shape the smaller key of this cache says
-as much. Besides, that cache ends with its process: each rehearsal runs in a new child process and would start with an
-empty one. The entries of this cache are sent back to the parent (`fresh`, `remember`), and children that are forked
-later start with them. All other tensors and ops are left to `FakeTensorMode` and its cache.
+longer to build than many calls take to run. For plain strided tensors of fixed shape, the smaller key of this cache is
+sufficient. Besides, the cache of `FakeTensorMode` is lost when its process ends, and each rehearsal runs in a new child
+process. The entries of this cache are sent back to the parent (`fresh`, `remember`), and children that are forked later
+start with these entries. `FakeTensorMode` and its cache handle all other tensors and ops.
 
-What it buys: `plan examples/roberta_84m --vram 6GiB --batch-size 64 --seq-len 128` takes 10.2, 10.4 and 10.4 CPU
-seconds with this cache and 12.6, 12.6 and 12.1 without it (17 % less); the rehearsals in child processes alone take
-5.5 instead of 7.5 s. This is user and system time of the process and all its children, after `import planner.cli`, in
-three runs each that alternate; two CPU cores, no GPU; Python 3.11.7, torch 2.13.0+cpu, transformers 5.23.0. "Without"
-means that `FakeTensorCache.__call__` is replaced by a function that only calls `run`.
+Time saved: `plan examples/roberta_84m --vram 6GiB --batch-size 64 --seq-len 128` takes 10.2, 10.4 and 10.4 CPU seconds
+with this cache and 12.6, 12.6 and 12.1 without it (17 % less); the rehearsals in child processes alone take 5.5 s
+instead of 7.5 s. These are sums of user and system time of the process and all its children, after `import
+planner.cli`, in three alternating runs each, on two CPU cores, no GPU; Python 3.11.7, torch 2.13.0+cpu, transformers
+5.23.0. "Without" means that `FakeTensorCache.__call__` is replaced by a function that only calls `run`.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class _TensorRecipe:
     """Describes how to create a tensor that a call returns: it is an argument, a view of one, or new."""
 
     argument: int | None
-    """Position of the argument that is returned or whose storage is shared; None for a new tensor."""
+    """Position of the argument that is returned, or whose storage the result shares; None for a new tensor."""
     is_argument: bool
     """True if the argument itself is returned. The fields below are then not used."""
     shape: tuple[int, ...] = ()
@@ -94,7 +95,7 @@ class _Result:
 
 
 _results: dict[tuple, _Result | None] = {}
-"""Results by key, from this process and those that it was forked from. None: `FakeTensorMode` has to run the call."""
+"""Results by key, from this process and its parents. None means that `FakeTensorMode` has to run the call."""
 _MOST_VALUES = 2_000_000
 """Maximum number of values in all keys together, about 100 bytes each. Beyond it the cache is cleared."""
 
@@ -112,7 +113,7 @@ class FakeTensorCache:
         kwargs: Mapping[str, Any],
         run: Callable[[], Any],
     ) -> Any:
-        """Returns the result of a call, created from the table if it is there, else by `run`."""
+        """Returns the result of a call, created from the table if the call is in it, else by `run`."""
         if not _depends_on_metadata_only(func) or torch.is_inference_mode_enabled():
             return run()
         try:

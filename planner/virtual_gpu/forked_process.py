@@ -28,8 +28,8 @@ Refuse = Callable[[PlannerError], NoReturn]
 class Child:
     """A forked process that computes `function(refuse)`.
 
-    The function calls `refuse` with an error where it cannot raise it, because C++ code that the error would pass
-    through aborts the process.
+    The function calls `refuse` with an error that it cannot raise, because the error would pass through C++ code that
+    aborts the process.
 
     Args:
         function: Computes a picklable value in the child.
@@ -93,7 +93,7 @@ def run_in_child(function: Callable[[], Any]) -> Any:
 def _serve(function: Callable[[Refuse], Any], writer: int) -> None:
     """Runs the child: computes the answer, sends it, and ends the process.
 
-    What the model prints goes to standard error, because standard output may be read by a program (`--json`).
+    Output of the model is redirected to standard error, because a program may read standard output (`--json`).
     """
 
     def refuse(error: PlannerError) -> NoReturn:

@@ -1,6 +1,6 @@
 """Finds ops that the autograd engine runs in place on real tensors, but out of place on fake tensors.
 
-- A second gradient for the same tensor is added into the first one if nothing else refers to that
+- A second gradient for the same tensor is added into the first gradient if nothing else refers to the first one
   (torch/csrc/autograd/input_buffer.cpp, `accumulate` and `can_accumulate_inplace`).
 - Backward formulas fill new zeros in place (`areAnyTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp).
 

@@ -50,7 +50,7 @@ def cuda_kernel(*ops: torch._ops.OpOverload) -> Callable[[Callable[..., Made]], 
 def _reduced_in_full_storage(
     dependence: DataDependence, op: Any, input: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Made:
-    """The mean or sum is a view of the storage of the unreduced loss (Loss.cpp, cuda/Loss.cu)."""
+    """Allocates the unreduced loss; the mean or sum is a view of its storage (Loss.cpp, cuda/Loss.cu)."""
     out = op(input, *args, **kwargs)
     full = out if out.dim() else torch.empty_like(input)
     return full.as_strided(out.shape, out.stride(), 0), []
@@ -60,7 +60,7 @@ def _reduced_in_full_storage(
 def _grouped_mm(
     dependence: DataDependence, op: Any, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
 ):
-    """Grouped matrix product. Other dtypes than bf16 take a fallback with the same result (cuda/GroupedBlas.cpp).
+    """Allocates the result of a grouped matrix product. Dtypes other than bf16 use a fallback (cuda/GroupedBlas.cpp).
 
     Rows of the result are padded to 16 bytes (`create_grouped_gemm_output_tensor` in GroupedMMUtils.h).
     """

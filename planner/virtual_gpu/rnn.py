@@ -75,7 +75,8 @@ def flatten_weights(module: torch.nn.RNNBase) -> None:
 def _weight_elements(weights: Sequence[torch.Tensor], stride: int, mode: int, hidden_size: int) -> int:
     """Returns the number of elements of cuDNN's weight buffer.
 
-    It has room for two biases for each layer and direction, even if the module has none (`try_get_weight_buf`).
+    The buffer has room for two biases for each layer and direction, even if the module has no biases
+    (`try_get_weight_buf`).
     """
     missing = 0 if stride >= 4 else 2 * _GATES[mode] * hidden_size * (len(weights) // stride)
     return sum(weight.numel() for weight in weights) + missing

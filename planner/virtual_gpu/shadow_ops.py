@@ -1,4 +1,4 @@
-"""How the values of a result follow from those of its inputs, op by op: the tables that `shadow_values` reads."""
+"""Tables for `shadow_values`: for each op, how the values of its result follow from the values of its inputs."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ CONSTANTS = {
     _aten.new_full: None,
     _aten.fill_: None,
 }
-"""Ops whose result has the same value everywhere. None: the value is one of the `CONSTANT_ARGUMENTS`."""
+"""Ops whose result has the same value everywhere, with that value; None if it is one of the `CONSTANT_ARGUMENTS`."""
 CONSTANT_ARGUMENTS = ("fill_value", "value")
 UNINITIALISED = {_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default}
 UNINITIALISED |= {_aten.new_empty.default, _aten.new_empty_strided.default}
 ELEMENTWISE = {_aten._to_copy.default, _aten.clone.default, _aten.rsub.Scalar, _aten.floor_divide.default}
-"""Elementwise ops that lack the tag `pointwise`."""
+"""Elementwise ops that do not have the tag `pointwise`."""
 PICKS = {_aten.index.Tensor, _aten.index_select.default, _aten.gather.default, _aten.repeat.default}
 PICKS |= {_aten.upsample_nearest1d.default, _aten.upsample_nearest2d.default, _aten.flip.default, _aten.roll.default}
 """Ops whose result consists of elements of their first argument."""

@@ -55,7 +55,7 @@ _MOST_BYTES = 8 * MOST_ELEMENTS
 
 
 class _ShadowValue:
-    """The known content of a storage: all its bytes (`storage`), or the one value of all elements (`value`)."""
+    """The known content of a storage: all its bytes (`storage`), or the common value of all elements (`value`)."""
 
     __slots__ = ("assumed", "storage", "value")
 
@@ -69,7 +69,7 @@ class _ShadowValue:
         self.storage, self.value, self.assumed = storage, value, assumed
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Returns the real tensor for a fake one on this storage; None if it reads the one value as another dtype."""
+        """Returns the real tensor for a fake one on this storage; None if it views a single value as another dtype."""
         if not tensor.numel():
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         if self.value is not None:
@@ -353,7 +353,7 @@ def learn_buffer(known: ShadowValues, fake: torch.Tensor, real: torch.Tensor) ->
 
 
 def assume_full(known: ShadowValues, name: str, tensor: torch.Tensor) -> None:
-    """Assumes that a mask of the batch is true everywhere, and that its labels all count (none is the ignored one).
+    """Assumes that a mask of the batch is true everywhere, and that no label has the ignored value.
 
     Args:
         name: Path of the tensor in the batch, by which masks and labels are recognised.
@@ -375,7 +375,8 @@ def _is_tracked(tensor: torch.Tensor) -> bool:
 def _computed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     """Runs the op on real tensors.
 
-    Returns None if the host cannot: it may have no kernel for a dtype, or an assumed index may be out of range.
+    Returns None if the host cannot run the op: it may have no kernel for a dtype, or an assumed index may be out of
+    range.
     """
     with unset_fake_temporarily():
         try:

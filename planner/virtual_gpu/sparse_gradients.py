@@ -4,8 +4,8 @@ On fake tensors `_sparse_coo_tensor_with_dims_and_tensors` creates a sparse tens
 (torch/_subclasses/fake_impls.py), whereas a real one refers to the tensors that it was created from
 (ATen/native/sparse/SparseTensor.cpp). Here the fake sparse tensor gets an attribute that refers to them.
 
-Temporaries that optimizers allocate for sparse gradients (to coalesce them, or for the rows of an update) are therefore
-not seen. The plan's notes state this as an assumption.
+Temporaries that optimizers allocate for sparse gradients (to coalesce gradients, or for the rows of an update) are
+therefore not seen. The plan's notes state this as an assumption.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from planner.profiles.device import DeviceProfile
 from planner.workload.cards import GENERIC, resolve_card
 
 _FIRST_SLACK = 0.01
-"""Fraction of the allocator's memory that is first kept free for its slack."""
+"""Initial estimate of the allocator's slack, as a fraction of the allocator's memory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,11 +20,11 @@ class Budget:
     asked_bytes: int
     """Limit of the total, as the user stated it."""
     usable_bytes: int
-    """Limit of the total: `asked_bytes`, or what the card has if that is less."""
+    """Limit of the total: the smaller of `asked_bytes` and the memory of the card."""
     allocator_bytes: int
-    """Limit of what the caching allocator reserves: `usable_bytes` without the CUDA context."""
+    """Limit of the bytes that the caching allocator reserves: `usable_bytes` minus the size of the CUDA context."""
     tensor_bytes: int
-    """First limit of what tensors hold: `allocator_bytes` without a first guess of the allocator's slack."""
+    """Initial limit of the bytes that tensors hold: `allocator_bytes` minus an estimate of the allocator's slack."""
 
     @classmethod
     def on(cls, card: DeviceProfile, asked_bytes: int) -> Budget:
@@ -67,6 +67,8 @@ def card_and_budget(gpu: str | None, vram: str | int | None) -> tuple[DeviceProf
         has_a_size = card.allocator and card.name != GENERIC
         return card, parse_size(vram, device_bytes=card.vram_bytes if has_a_size else None)
     if type(vram) is int and vram <= 0:
-        raise SizeError(f"budget of {vram} bytes is nothing: give a number of bytes above zero, or a text such as 6GiB")
+        raise SizeError(
+            f"budget of {vram} bytes is not above zero: give a number of bytes above zero, or a text such as 6GiB"
+        )
     size_bytes = vram if type(vram) is int else parse_size(vram, device_bytes=None)
     return resolve_card(gpu, size_bytes), size_bytes

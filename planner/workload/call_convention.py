@@ -28,7 +28,7 @@ class Calling(enum.Enum):
     ALL_BUT_LAST = "model(*batch[:-1])"
     """The batch is a tuple ending in the targets, and a loss function is given."""
     SINGLE = "model(batch)"
-    """The batch is one tensor, or a dataclass that the model takes whole."""
+    """The batch is one tensor, or a dataclass that the model takes as its only argument."""
 
     @classmethod
     def of(cls, batch: Any, loss_fn: LossFn | None) -> Calling:

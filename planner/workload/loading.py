@@ -19,7 +19,7 @@ from planner.workload.synthetic_batch import synthetic_batch
 from planner.workload.workload import Workload, batch_size_of, resized, workload
 
 DEFAULT_SEQ_LEN = 512
-"""Number of tokens per sample if the user gives none; less if the model's maximum is lower."""
+"""Default number of tokens per sample; models with a smaller maximum use their maximum."""
 
 FORMS = "config.json, a model folder or hub id, path/file.py:name, package.module:name, or a saved plan"
 """The forms that MODEL takes on the command line, for messages."""
@@ -34,7 +34,7 @@ def load_workload(
     gradients_alive: bool = False,
     with_weights: bool = False,
 ) -> Workload:
-    """Returns the workload that `reference` names. The model is built on the meta device if its code allows that.
+    """Returns the workload that `reference` names. The model is built on the meta device if its code can run there.
 
     Args:
         with_weights: If True, the model gets random weights and the batch random values, on the CPU, to train with.

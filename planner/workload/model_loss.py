@@ -2,8 +2,8 @@
 
 Micro-batches have to weight their losses by the number of labels that count. Which labels these are (whether the first
 one is dropped, which id is ignored, who divides by the count) is not part of any interface of transformers, so it is
-read from the source text. The search looks for the few spellings that transformers uses; code that computes its loss
-in another way is taken to average over all labels.
+read from the source text. The search recognises the few forms of code that transformers uses. Code that computes its
+loss in a different form is taken to average over all labels.
 """
 
 from __future__ import annotations

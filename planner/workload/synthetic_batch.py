@@ -67,7 +67,7 @@ def _labels(model: Any, accepted: set[str], batch: int, seq_len: int) -> dict[st
 
 
 def _unknown(model: Any, reason: str) -> WorkloadError:
-    """Returns the error for a model that no batch can be made for."""
+    """Returns the error for a model for which no batch can be created."""
     return WorkloadError(
         f"{type(model).__name__} {reason}: give a Python function that returns (model, batch) or "
         "(model, batch, loss_fn) as path/file.py:name"

@@ -54,10 +54,10 @@ _FOREACH = tuple(name for name in _BY_PARAMETER if name != "SparseAdam")
 
 
 def kernel_beside_foreach(kind: type[torch.optim.Optimizer]) -> str | None:
-    """Returns the best implementation without foreach's temporaries: 'fused', else 'for-loop'.
+    """Returns the fastest implementation without foreach's temporaries: 'fused' if the class has it, else 'for-loop'.
 
-    A for-loop is never better than a fused kernel: it moves more bytes and has temporaries itself. None means that the
-    class is not one of `torch.optim` whose implementations are known.
+    A for-loop is never better than a fused kernel: it moves more bytes and has temporaries of its own. The result is
+    None if the implementations of the class are not known.
     """
     for names, kernel in ((_FUSED, "fused"), (_FOREACH, "for-loop")):
         if any(kind is getattr(torch.optim, name, None) for name in names):

@@ -19,7 +19,7 @@ from planner.workload.model_loss import own_loss
 from planner.workload.torch_optimizers import sparse_lookups
 
 OptimizerSpec = str | torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
-"""A name such as 'adamw', a torch optimizer over the model's parameters, or a function that makes one of parameters."""
+"""A name such as 'adamw', an optimizer of the model, or a function that takes parameters and returns one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,9 +39,9 @@ class Workload:
     gradients_alive: bool = False
     """True if the user accumulates gradients over several steps, so that gradients exist before the step begins."""
     gradient_names: tuple[str, ...] | None = None
-    """Names of the parameters whose gradients exist before the step: those that a backward reaches.
+    """Names of the parameters whose gradients exist before the step, because a backward reaches them.
 
-    None until a rehearsal has found them.
+    None until a rehearsal has found these names.
     """
 
     @property
@@ -181,8 +181,8 @@ def map_batch(
     files, and therefore may import nothing from here.
 
     Args:
-        of_mappings: Maps a list of mappings inside the batch to its replacement, or to None if its tensors are to be
-            mapped like all others. None does so for every list.
+        of_mappings: Function that takes a list of mappings inside the batch and returns its replacement, or None to map
+        its tensors like all others. If `of_mappings` is None, all lists are mapped like that.
     """
 
     def map_item(item: Any) -> Any:
@@ -240,7 +240,7 @@ def optimizer_name(optimizer: OptimizerSpec) -> str:
 class OptimizerBlueprint:
     """Class, defaults and groups of a live optimizer without its parameters.
 
-    With it the optimizer can be created again over the fake copy of the model that is rehearsed.
+    From a blueprint the optimizer can be created again, for the fake copy of the model that is rehearsed.
     """
 
     kind: type[torch.optim.Optimizer]

@@ -6,7 +6,7 @@ from planner.profiles.device import DeviceProfile
 from planner.workspaces.registry import KernelCall, Layout, takes_scratch
 
 _UNSORTED_AT_MOST = 3072
-"""Maximum number of indices that are not sorted in global memory."""
+"""Maximum number of indices that are processed without sorting them in global memory."""
 _ROWS_PER_THREAD = 10
 """Number of rows that one thread sums (`NROWS_PER_THREAD`)."""
 _INDEX_BYTES = 8

@@ -25,9 +25,9 @@ _MIN_VALUES_PER_THREAD, _MAX_VALUES_PER_THREAD = 16, 256
 _MAX_OFFSET = 2**31 - 1
 """Maximum offset in bytes for 32-bit indexing."""
 _WELFORD_BYTES = 16
-"""`WelfordData<float, int32_t>`: mean, sum of squares, two counts."""
+"""Size of `WelfordData<float, int32_t>`: mean, sum of squares, two counts."""
 _VALUE_AND_INDEX_BYTES = 16
-"""A value and an int64 index, with padding."""
+"""Size of an accumulator that holds a value and an int64 index, with padding."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

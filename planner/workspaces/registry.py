@@ -58,7 +58,7 @@ class KernelCall:
 Formula = Callable[[KernelCall, DeviceProfile], list[int]]
 """Returns the sizes in bytes of the blocks that a call allocates in addition to its outputs.
 
-They are all alive at the same time, and freed at the end of the call.
+All blocks are alive at the same time, and are freed at the end of the call.
 """
 
 _FORMULAS: dict[str, Formula] = {}

@@ -1,4 +1,4 @@
-"""Check that micro-batches train as their batch would, before anything is trained by them.
+"""Check that training with micro-batches gives the same gradients as the whole batch, before parameters are updated.
 
 `AccumulationCheck` is what a training step uses. It asks two questions:
 
@@ -7,7 +7,7 @@
 2. `CouplingCheck`: is the gradient of a few samples the weighted sum of those of two halves of them? It runs the model
    on samples of the batch, and so also finds losses that compare samples, such as contrastive ones.
 
-Neither is a proof: each samples. `rewrite.verify` compares whole steps.
+Neither check is a proof, because both look at samples. `rewrite.verify` compares whole steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class AccumulationCheck(StepObserver):
     """Raises `DecisionError` before the update if micro-batches do not add up to their batch.
 
     The weights are checked in the first step that splits its batch. Later steps are checked only if the loss is a mean
-    over labels, whose number may be another one in any batch, and the weights do not count labels.
+    over labels, whose number may change from batch to batch, and the weights do not count labels.
 
     Give it to a `TrainingStep` as an observer. Code with a loop of its own (the Trainer's hooks) calls `watch_part` and
     `after_loss` for each micro-batch, and then `refuse_other_weights` and `refuse_coupled_samples`.
@@ -38,10 +38,10 @@ class AccumulationCheck(StepObserver):
     Args:
         model: the model itself, without wrappers such as DistributedDataParallel.
         loss_of: the loss of a batch by that model, without autocast.
-        coupling: compares gradients of a few samples; None leaves that out.
+        coupling: compares gradients of a few samples; None to skip this comparison.
         checks_weights: watch the reductions of the loss from the first step on.
         has_loss_weight_option: the user could state other weights (`loss_weight`), so that error messages say so.
-        every_step: check the weights in every step until `stop_watching`, instead of in the first.
+        every_step: check the weights in every step until `stop_watching`, instead of in the first step only.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class AccumulationCheck(StepObserver):
         self._has_loss_weight_option = has_loss_weight_option
         self._every_step = every_step
         self._watches_next_step = checks_weights
-        """Nothing is known of the loss yet (or all steps are checked): the next step is watched."""
+        """True if the next step has to be watched: nothing is known of the loss yet, or all steps are checked."""
         self._later_watcher: Callable[[], ReductionWatcher] | None = None
-        """Makes the watcher of each later step; None if weights that were right once stay right."""
+        """Creates the watcher of each later step; None if weights that were right once are always right."""
         self._watcher: ReductionWatcher | None = None
-        """The watcher of the current step; None before its first micro-batch, and if it is not watched."""
+        """The watcher of the current step; None before the first micro-batch, and if the step is not watched."""
 
     @property
     def watches_weights(self) -> bool:
@@ -76,7 +76,7 @@ class AccumulationCheck(StepObserver):
         self._watches_next_step, self._later_watcher, self._watcher = True, None, None
 
     def stop_watching(self) -> None:
-        """Check no weights any more. Samples are still compared."""
+        """Stop checking weights. Gradients of samples are still compared."""
         self._watches_next_step, self._later_watcher, self._watcher = False, None, None
 
     # ---- as an observer of a `TrainingStep` --------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class AccumulationCheck(StepObserver):
             self._watcher.end_forward()
 
     def after_loss(self, loss: torch.Tensor | None) -> None:
-        """Stop watching this micro-batch; None if its forward failed or returned no loss."""
+        """Stop watching this micro-batch. The loss is None if the forward failed or returned no loss."""
         if self._watcher is not None:
             self._watcher.end_part(loss)
 
@@ -123,7 +123,8 @@ class AccumulationCheck(StepObserver):
             self._watcher.start_part(weight)
 
     def refuse_other_weights(self, batch: Any, weights: Sequence[float]) -> None:
-        """Raise `DecisionError` if these weights make another loss of the watched micro-batches than the batch has.
+        """Raise `DecisionError` if the weighted losses of the watched micro-batches do not add up to the loss of the
+        batch.
 
         Args:
             batch: the batch that was split; None if it cannot be put together.
@@ -134,7 +135,7 @@ class AccumulationCheck(StepObserver):
             self._check_weights(watcher, batch, weights)
 
     def refuse_coupled_samples(self, batch: Any, *, is_part: bool = False) -> None:
-        """Raise `DecisionError` if the gradient of some samples is not the weighted sum of those of two halves.
+        """Raise `DecisionError` if the gradient of some samples is not the weighted sum of the gradients of two halves.
 
         Args:
             is_part: the batch is no larger than one micro-batch.

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _QUANTILE = 0.4
-"""The uniform number that all draws are made from."""
+"""The uniform number from which all draws are computed."""
 
 _MAX_DRAWS = 10_000
 """Maximum number of ops that draw in one evaluation. Rejection sampling would never end with constant numbers."""
@@ -99,7 +99,7 @@ class BatchIndependentRandom(TorchDispatchMode):
             value = _DISTRIBUTIONS[name](self._numbers(result), _arguments_of(op, args, kwargs))
             result.copy_(value) if isinstance(value, torch.Tensor) else result.fill_(value)
         elif own is not None or not all(map(torch.equal, before, (g.get_state() for g in self._generators))):
-            raise NotImplementedError(f"{name} draws random numbers of its own kind")
+            raise NotImplementedError(f"{name} draws from a distribution that is not supported")
         for generator, state in zip(self._generators, before, strict=True):
             generator.set_state(state)
         self.draws += name in _DISTRIBUTIONS

@@ -1,4 +1,4 @@
-"""Check on a few samples that the gradient of a batch is the weighted sum of those of its parts.
+"""Check on a few samples that the gradient of a batch is the weighted sum of the gradients of its parts.
 
 What it checks: micro-batches train as the batch would only if the loss of the batch is the weighted sum of the losses
 of its parts. A loss that compares samples with each other (contrastive losses such as CLIP's), a sum, or a mean over
@@ -38,7 +38,8 @@ from planner.rewrite.portable.batch_slicing import count_samples, map_tensors
 logger = logging.getLogger(__name__)
 
 _CHECKED_BATCHES = (1, 2, 4, 8, 16)
-"""Which of the batches that are split are checked. Padding may first appear in a later one."""
+"""Numbers of the split batches that are checked. Several are checked because padding may first appear in a later
+batch."""
 
 _MAX_SAMPLES = 8
 """Maximum number of samples per probe. With more of them, rounding and chance differences grow."""
@@ -60,8 +61,8 @@ class CouplingCheck:
     """True if training computes the loss in lower precision: a probe then takes twice the bytes per sample."""
     has_stated_weights: bool = False
     """True if the user stated the weights (`loss_weight`): differences are then logged and not refused."""
-    way_out: str = "forbid accumulation, or give apply loss_weight=... if the loss is a sum or another mean"
-    """The end of the error message: a remedy for the user."""
+    way_out: str = "forbid accumulation, or pass loss_weight=... to apply if the loss is a sum or another mean"
+    """End of the error message, which says what the user can do."""
     _batches: int = 0
     """Number of split batches so far."""
     _warned_topics: set[str] = dataclasses.field(default_factory=set)
@@ -69,7 +70,7 @@ class CouplingCheck:
     def refuse_coupled_samples(
         self, model: torch.nn.Module, batch: Any, loss_of: Callable[[Any], torch.Tensor], *, is_part: bool = False
     ) -> None:
-        """Raise `DecisionError` if the gradient of some samples is not the weighted sum of those of two halves.
+        """Raise `DecisionError` if the gradient of some samples is not the weighted sum of the gradients of two halves.
 
         Losses that cannot be probed are logged.
 
@@ -107,7 +108,7 @@ class CouplingCheck:
     ) -> bool:
         """True if the gradient of two micro-batches together is the weighted sum of their gradients.
 
-        This takes more memory than was promised, so it is asked only if the step would be refused otherwise.
+        The comparison takes more memory than was promised, so it is made only if the step would be refused otherwise.
 
         Args:
             parts: indices of the two micro-batches.
@@ -183,7 +184,7 @@ class CouplingCheck:
     def _difference_in_samples(
         self, new_probe: Callable[..., GradientProbe], batch: Any, samples: int
     ) -> ProbeResult | None:
-        """The first difference that is too large; None if there is none. Logs if nothing could be compared."""
+        """The first difference that is too large; None if there is none. Warns if nothing could be compared."""
         try:
             choices = list(self._choices(batch, samples))
         except Exception as error:  # an unusual kind of tensor in the batch; training may work all the same
@@ -226,7 +227,7 @@ class CouplingCheck:
 
 
 def _compare(probe: GradientProbe, halves: Halves, with_gradients: bool) -> ProbeResult | None:
-    """Compare gradients if there is room and they are not zero, or else the loss, with perturbed parameters too."""
+    """Compare gradients, or the loss (also with perturbed parameters) if there is no room or all gradients are zero."""
     result = probe.compare_gradients(halves) if with_gradients else None
     if result is not None:
         return result

@@ -4,7 +4,7 @@ What it checks: let a loss be a mean over `n` terms, of which the halves have `n
 is right if `grad(both) = n1 / n * grad(first half) + n2 / n * grad(second half)`. The relative error of this equation
 is compared with a bound that depends on the precision of the computation.
 
-How: everything else that makes the two sides differ is taken away. The model runs in full precision (no autocast),
+How: all other causes of a difference between the two sides are removed. The model runs in full precision (no autocast),
 with random numbers that do not depend on the split (`batch_independent_random`), and with normalisation layers that use
 their running statistics. About 2**18 elements of the gradients are compared, spread over all parameters. If there is no
 room for gradients, or they are zero, the values of the loss are compared, also with perturbed parameters. The model's
@@ -36,7 +36,7 @@ _ELEMENTS = 1 << 18
 """Approximate number of gradient elements that are compared, over all parameters together."""
 
 _MIN_ELEMENTS = 256
-"""Minimum number of elements compared for each parameter that has as many."""
+"""Minimum number of elements compared per parameter. Smaller parameters are compared in full."""
 
 _BOUNDS = {"full": (1e-3, 3e-5), "tf32": (1e-2, 3e-3), "lower": (5e-2, 5e-2)}
 """Maximum relative error of gradients and of the loss that counts as rounding, by precision of the matmuls.
@@ -48,10 +48,10 @@ _SLIGHT = 1e-2
 """Maximum relative error of a gradient that is logged and not refused, such as a small balancing loss over a batch."""
 
 _ROUNDING = 1e-5
-"""Fraction of the loss (or of 1, if that is larger) below which the norm of a gradient is nothing but rounding."""
+"""Fraction of the loss (or of 1, if 1 is larger) below which the norm of a gradient counts as a rounding error."""
 
 _SMALL = 1e-3
-"""Norm below which a difference may be rounding. If it is, reordering the samples changes the result as well."""
+"""Norm below which a difference may be due to rounding. If it is, reordering the samples changes the result too."""
 
 _NOISE = 1 << 18
 """Length of the pattern by which parameters are perturbed. It is repeated over each parameter."""
@@ -64,7 +64,7 @@ Halves = tuple[torch.Tensor, torch.Tensor]
 
 
 class NotReproducibleError(Exception):
-    """Raised if a loss depends on more than the model and the samples, or is nothing but rounding."""
+    """Raised if a loss depends on more than the model and the samples, or is no larger than its rounding error."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class ProbeResult:
 
     @property
     def is_off(self) -> bool:
-        """True if the parts do not add up to the whole."""
+        """True if the error exceeds `bound`: the weighted parts do not add up to the whole."""
         return self.error > self.bound
 
     @property
@@ -106,7 +106,7 @@ class ProbeResult:
 
 
 class GradientProbe:
-    """Compares the gradient or loss of two parts of a batch, each with its weight, with that of both together.
+    """Compares the weighted sum of the gradients or losses of two parts of a batch with that of both parts together.
 
     Args:
         samples: number of samples in the batch.
@@ -138,7 +138,7 @@ class GradientProbe:
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def compare_gradients(self, halves: Halves, *, own_draws: bool = False) -> ProbeResult | None:
-        """Compare gradients. Returns None if they cannot be computed, or are nothing but rounding.
+        """Compare gradients. Returns None if they cannot be computed, or are no larger than rounding errors.
 
         Args:
             own_draws: give each sample random numbers of its own; False gives all of them the same.
@@ -208,12 +208,12 @@ class GradientProbe:
             return result
         # A difference is due to the split only if the same samples give the same result again ...
         if not float((together - evaluate(indices)).norm()) <= result.bound * size:
-            raise NotReproducibleError(f"the same samples have another {quantity} when it is computed again")
+            raise NotReproducibleError(f"the {quantity} of the same samples differs when it is computed a second time")
         if self._drew_on_host:
             raise NotReproducibleError("it draws random numbers from numpy or Python, which differ between samples")
         # ... and, if it is small, in another order, which rounds otherwise.
         if size < _SMALL and not float((together - evaluate(indices.flip(0))).norm()) <= result.bound * size:
-            raise NotReproducibleError(f"the {quantity} is nothing but rounding")
+            raise NotReproducibleError(f"the {quantity} is no larger than its rounding error")
         return result
 
     @contextlib.contextmanager
@@ -271,7 +271,8 @@ class GradientProbe:
 
 
 def sampled_gradient(loss: torch.Tensor, trained: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-    """Elements of the gradient of each parameter, on the host, scaled so that their norm estimates the full norm.
+    """Returns elements of the gradient of each parameter, on the host, scaled so that their norm estimates the full
+    norm.
 
     A hook on each parameter takes its sample as soon as autograd has that gradient, and puts a broadcast zero in its
     place, so that at most one gradient is in memory at a time. Nothing is added to `.grad`, and hooks that wait for an

@@ -67,7 +67,7 @@ _CONTAINERS = (OrderedDict, dict, list, set, deque)
 _WALKED = (*_CONTAINERS, tuple, frozenset)
 """Builtin types whose entries are walked."""
 _IMMUTABLE = (type, types.ModuleType, str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
-"""Types without state of their own, and those whose state is global."""
+"""Types of objects without state, or whose state is global."""
 _THREADING_MODULES = {"queue", "_queue", "threading", "_thread", "multiprocessing", "concurrent", "asyncio"}
 """Modules whose objects other threads may be using."""
 _IGNORED_MODULES = _THREADING_MODULES | {
@@ -82,7 +82,7 @@ _Restore = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class ObjectSnapshot:
-    """The state of some objects and of all that can be reached from them, when this was made.
+    """A snapshot of the state of some objects, and of all objects that can be reached from them.
 
     Attributes:
         is_complete: False if there were too many objects to note all of them.
@@ -92,9 +92,9 @@ class ObjectSnapshot:
         self.is_complete = True
         self._restores: list[_Restore] = []
         self._hashed: list[_Restore] = []
-        """Sets and mappings whose keys may hash by their state. They are restored after that state is."""
+        """Sets and mappings with keys whose hash may depend on state. They are restored after the state of the keys."""
         self._empty: list[Any] = []
-        """Containers that were empty, which most of those in modules are."""
+        """Containers that were empty. Most containers in modules are."""
         self._generators: list[tuple[Callable[[], Any], Callable[[Any], Any], Any]] = []
         """Functions that read and write the state of each generator of random numbers, and the state."""
         self._types: dict[int, _TypeInfo] = {}
@@ -162,7 +162,7 @@ class ObjectSnapshot:
                 self._warn_once(f"what a {info.type.__name__} holds is not known", error)
 
     def _are_shared(self, held: list[Any]) -> bool:
-        """True if other threads may be using the object that holds these."""
+        """True if other threads may be using the object that holds these objects."""
         return any(self._info_of(item).is_for_threads for item in held)
 
     def _info_of(self, value: Any) -> _TypeInfo:
@@ -172,7 +172,7 @@ class ObjectSnapshot:
         return info
 
     def _note(self, value: Any, info: _TypeInfo) -> None:
-        """Note how to restore one object: first what every object may have, then by its builtin type."""
+        """Note how to restore one object: its class, attributes and slots, then the content of its builtin type."""
         kind = info.type
         if kind.__flags__ & HEAP_TYPE:
             self._restores.append((restore_class, (value, kind)))

@@ -1,15 +1,16 @@
 """Check the weights of micro-batches against the reductions that are seen while the loss is computed.
 
-What it checks: a loss function of the user does not say what it averages over. Most of them end in a function of
-`torch.nn.functional`, whose arguments do: target, `ignore_index`, class weights, `reduction`. The micro-batches are
-weighted correctly if each weight is that micro-batch's share of the terms of the batch, or 1 if the loss is a sum.
+What it checks: the user's loss function does not state which terms it averages over. Most loss functions end in a call
+of `torch.nn.functional`, and the arguments of that call (target, `ignore_index`, class weights, `reduction`) determine
+the terms. The micro-batches are weighted correctly if the weight of each micro-batch is its share of the terms of the
+batch, or 1 if the loss is a sum.
 
 How: a `TorchFunctionMode` around forward and loss of each micro-batch notes these calls. Nothing is computed twice. The
-first step is watched. The number of terms of a mean over labels may be another one in any later batch, so steps are
-watched further if there was such a mean and the weights do not count labels.
+first step is always watched. Later steps are watched only if the loss is a mean over labels and the weights do not
+count labels, because the number of labels may change from batch to batch.
 
 What it cannot see: reductions that are written out (`cost.sum() / mask.sum()`), those in other functions, and whether a
-reduction is part of the loss at all. The gradients decide then (`coupling_check`).
+reduction is part of the loss at all. In these cases `coupling_check` compares gradients.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _TOLERANCE = 1e-6
 """Maximum error of a weight. Shares are quotients of integers, or of sums of class weights in fp32."""
 
 _FORBID = "plan with accumulation forbidden"
-_STATE = "give apply loss_weight=..., a function from a batch to"
+_STATE = "pass loss_weight=... to apply, a function that takes a batch and returns"
 _STATE_SUM = f"{_STATE} 1"
 _STATE_TERMS = f"{_STATE} the number of terms, or forbid accumulation if the loss is made of several means"
 
@@ -81,7 +82,7 @@ class ReductionWatcher(TorchFunctionMode):
         return len(self._weights)
 
     def start_part(self, weight: torch.Tensor | float | None) -> None:
-        """Begin with the next micro-batch; the weight is None if it is known only after all of them were seen."""
+        """Begin with the next micro-batch. The weight is None if it is known only after all micro-batches."""
         self._weights.append(weight)
         self._means.append([])
         self._sums.append([])
@@ -90,7 +91,7 @@ class ReductionWatcher(TorchFunctionMode):
             self._activate()
 
     def end_forward(self) -> None:
-        """The reductions that follow are not in the model's forward."""
+        """Note that the model's forward has ended: later reductions belong to the loss function."""
         self._in_forward = False
         self._activate()
 
@@ -109,8 +110,8 @@ class ReductionWatcher(TorchFunctionMode):
     def later(self) -> Callable[[], ReductionWatcher] | None:
         """Returns what makes the watcher of a later step; None if weights that are right now stay right.
 
-        They stay right if no mean is over labels, or if the weights count labels too. To watch a whole forward costs
-        time on the host, so that is left out if all these means were taken after it.
+        They stay right if no mean is over labels, or if the weights count labels too. Watching a whole forward costs
+        time on the host, so the forward is not watched if all means over labels were taken after it.
         """
         if not self._label_means_in_forward or any(isinstance(weight, torch.Tensor) for weight in self._weights):
             return None
@@ -161,7 +162,7 @@ class ReductionWatcher(TorchFunctionMode):
                 )
 
     def _refuse_weights_of_sums(self, weights: Sequence[float]) -> None:
-        """A sum that equals the loss in every micro-batch is the loss, and then each weight has to be 1."""
+        """Raise `DecisionError` if a weight is not 1, and a sum equals the loss in every micro-batch."""
         are_comparable = len(set(map(len, self._sums))) == 1 and len(self._losses) == len(weights)
         for sums in zip(*self._sums, strict=True) if are_comparable else ():
             is_loss = all(torch.equal(result, loss) for result, loss in zip(sums, self._losses, strict=True))

@@ -33,7 +33,11 @@ def restore_entries(container: Any, kind: Any, keys: list[Any], values: list[Any
 
 
 def _restore_mapping(container: Any, kind: Any, now: list[Any], keys: list[Any], values: list[Any]) -> None:
-    """Entries stay visible to other threads, except those that have to be inserted again to restore the order."""
+    """Restore the entries of a mapping and their order.
+
+    Other threads see each entry all the time, unless entries have to be removed and inserted again to restore the
+    order.
+    """
     known = set(keys)
     for key in now:
         if key not in known:
@@ -77,7 +81,7 @@ def restore_class(value: Any, kind: type) -> None:
 
 
 def restore_hooks(tensor: torch.Tensor, name: str, hooks: dict[int, Any] | None) -> None:
-    """If there was no dict of hooks, a new one is emptied and stays, because autograd refers to it."""
+    """Restore the hooks of a tensor. A dict of hooks that is new is only emptied, because autograd refers to it."""
     now = getattr(tensor, name, None)
     if hooks is None and now is not None:
         now.clear()

@@ -23,7 +23,7 @@ class Device(Protocol):
         """Initialize the device in this process.
 
         Args:
-            cap_bytes: maximum that the allocator may reserve; None: no cap.
+            cap_bytes: maximum number of bytes that the allocator may reserve; None for no cap.
         """
 
     def title(self) -> str:

@@ -29,8 +29,8 @@ class OomLocation:
 class OomLocator(TorchDispatchMode):
     """Records where the first out-of-memory error of a training step occurs, and lets the error propagate.
 
-    Under a dispatch mode some ops use a little more memory (autograd accumulates gradients out of place). So use it in
-    a second run, after one without it has run out of memory.
+    Under a dispatch mode some ops use a little more memory (autograd accumulates gradients out of place). Therefore use
+    this mode in a second run, after a run without it has run out of memory.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class OomLocator(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.location: OomLocation | None = None
-        """None until an op has run out of memory."""
+        """Location of the first failed allocation; None until an op has run out of memory."""
         self._model, self._optimizer, self._allocated_bytes = model, optimizer, allocated_bytes
         self._names = {id(module): name for name, module in model.named_modules()}
         self._running: list[str] = []

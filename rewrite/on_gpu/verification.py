@@ -46,9 +46,9 @@ class Quantity:
     """'allocated', 'reserved' and 'total' in bytes, 'step time' in milliseconds, 'slowdown' as a ratio."""
     promised: float
     measured: float | None
-    """None if it was not measured."""
+    """The measured value; None if the quantity was not measured."""
     kept: bool | None
-    """None if it is a prediction and not a promise, or was not measured."""
+    """True if the promise was kept; None for a prediction without a promise, or if the quantity was not measured."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Verification:
 
     plan: Plan
     cap_bytes: int | None
-    """Maximum that the allocator could reserve; None if the plan has no budget."""
+    """Maximum number of bytes that the allocator could reserve; None if the plan has no budget."""
     planned: Ran | RanOut
     """The run with the plan, under the cap."""
     plain: Ran | RanOut | None
@@ -65,7 +65,7 @@ class Verification:
     parity: Parity | None
     """The comparison of the two trainings; None if they were not compared."""
     why_no_parity: str = ""
-    """Why the trainings were not compared."""
+    """The reason why the trainings were not compared; empty if they were."""
     same_card: bool = True
     """True if the card is the planned one; False if another card was used in its place."""
 
@@ -129,7 +129,7 @@ def verification(plan: Plan, *, run: Run | None = None, beside_plain: bool = Tru
     """Train with the plan on the available card, in fresh processes, and measure.
 
     Args:
-        run: starts a process; None: `run_in_process`.
+        run: starts a process; None for `run_in_process`.
         beside_plain: also time the baseline, and compare the training with it.
 
     Raises:
@@ -202,7 +202,7 @@ def run_in_process(
 
     Args:
         command: the command that starts it, or one that takes the same arguments.
-        execute: runs a command; None: `subprocess.run`.
+        execute: runs a command; None for `subprocess.run`.
 
     Raises:
         MeasurementError: if the process ended without a result.

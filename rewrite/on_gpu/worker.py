@@ -34,8 +34,8 @@ from planner.workload.loading import load_workload
 from planner.workload.workload import Workload, map_batch
 
 STEPS = 3
-"""Number of measured steps: the first creates the optimizer state, the second is the first with it, and the third shows
-that nothing grows."""
+"""Number of measured steps. The first step creates the optimizer state, the second is the first one that starts with
+this state, and the third shows that memory does not grow."""
 TIMED_STEPS, TIMED_SECONDS = 5, 30.0
 """Maximum number of timed steps, and maximum seconds after which no further one is started."""
 MOST_SKIPPED = 24
@@ -77,7 +77,7 @@ class RanOut:
     device: str
     """The driver's name for the card."""
     step: int
-    """Number of the step, from 1; 0: while the model and the batch were moved to the card."""
+    """Number of the step, from 1; 0 if memory ran out while the model and the batch were moved to the card."""
     message: str
     """Message of the allocator, on one line."""
     place: dict[str, Any] | None = None
@@ -96,7 +96,7 @@ def run(plan: Plan, device: Device, *, cap_bytes: int | None, find_op: bool = Fa
     """Train on a device that this process has not used before.
 
     Args:
-        cap_bytes: maximum that the allocator may reserve; None: no cap.
+        cap_bytes: maximum number of bytes that the allocator may reserve; None for no cap.
         find_op: record which op runs out of memory. This needs a little more memory, see `OomLocator`.
 
     Raises:

@@ -73,7 +73,7 @@ def as_planned(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
 
 
 def kept(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
-    """Compare the model's objects, keys, modes and hooks while it is rewritten; after `undo` also its forwards."""
+    """Compare objects, keys, modes and hooks of the rewritten model; after `undo` also its forwards."""
     model = given.copied()
     first = given.rewritten(model, ())  # a model may set itself up in its first step
     first.step(given.fresh())
@@ -146,7 +146,7 @@ def _in_double(
 def in_double(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
     """Compare with the baseline on the full batch, in double: only the order of sums may differ.
 
-    Dropout and whatever else depends on the split is switched off on both sides if the batch is split.
+    If the batch is split, dropout and all other layers that depend on the split are switched off in both runs.
     """
     decisions = tuple(d for d in given.plan.decisions if d.role is not Role.PRECISION and not d.eight_bit_state)
     split = micro_batches_of(given.plan.decisions) > 1
@@ -252,7 +252,7 @@ def dequantized(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[st
 
 
 def _updates(comparison: str, plain: StepTrace, planned: StepTrace, steps: int) -> list[Row]:
-    """Check that each step updated, that each parameter was updated as often as in the reference, and leftovers."""
+    """Check the number of updates, in all and for each parameter, and that no gradients are left over."""
     rows = []
     for side, run in (("reference", plain), ("planned", planned)):
         why = f"{run.updates} updates instead of {steps}" if run.updates != steps else ""

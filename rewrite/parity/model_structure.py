@@ -1,4 +1,4 @@
-"""Facts about a model that a rewriting must not change: its objects, the keys that it saves, and its hooks."""
+"""Properties of a model that a rewriting must not change: its objects, the keys of its `state_dict`, and its hooks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Structure = dict[str, dict[str, Hashable]]
 
 
 def identity_facts(model: torch.nn.Module) -> Structure:
-    """Return what `apply` promises to keep: object identities, `state_dict` keys, train/eval modes and hooks.
+    """Return the properties that `apply` must keep: object identities, `state_dict` keys, train/eval modes and hooks.
 
-    Values of tensors are not part of it.
+    Values of tensors are not included.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     return {
@@ -41,7 +41,7 @@ def identity_facts(model: torch.nn.Module) -> Structure:
 
 
 def mutable_settings(model: torch.nn.Module) -> Structure:
-    """Return what rules may change until `undo`: forwards, configurations and `requires_grad`."""
+    """Return the settings that rules may change until `undo`: forwards, configurations and `requires_grad`."""
     configs = {name: module.config for name, module in model.named_modules() if hasattr(module, "config")}
     return {
         "forwards": {name: id(vars(module).get("forward")) for name, module in model.named_modules()},
@@ -51,7 +51,7 @@ def mutable_settings(model: torch.nn.Module) -> Structure:
 
 
 def difference(before: Structure, after: Structure) -> dict[str, str]:
-    """Return the first difference by aspect, '' if there is none. Names that only one side has come first."""
+    """Return the first difference of each aspect, '' if there is none. Names that only one side has come first."""
     differences = {}
     for aspect, values in before.items():
         now = after[aspect]

@@ -1,4 +1,4 @@
-"""The reference for `rewrite.verify`: a training step as one would write it by hand, and a record of what steps do.
+"""The reference for `rewrite.verify`: a training step as written by hand, and a record of the results of steps.
 
 `ReferenceStep` shares no code with `planner.rewrite.step`, the code under test.
 """
@@ -29,8 +29,8 @@ from planner.workload.call_convention import Calling, LossFn, loss_of
 class ReferenceStep:
     """One optimizer step, written without the planner.
 
-    It has the options that change rounding or the order of sums, so that it can be compared bit by bit with a plan that
-    does: autocast, a gradient scaler, micro-batches, clipping.
+    Its options (autocast, a gradient scaler, micro-batches, clipping) change rounding or the order of sums. With the
+    same options as a plan, it can be compared with the plan bit by bit.
     """
 
     model: torch.nn.Module
@@ -42,7 +42,7 @@ class ReferenceStep:
     scaler: torch.amp.GradScaler | None = None
     scheduler: LRScheduler | None = None
     parts: Callable[[Any], Iterator[tuple[Any, Any]]] | None = None
-    """Yields the micro-batches of a batch with the weights of their losses; None: the batch is not split."""
+    """Yields the micro-batches of a batch with the weights of their losses; None if the batch is not split."""
 
     def __call__(self, batch: Any) -> torch.Tensor:
         losses = []
@@ -121,7 +121,7 @@ class StepTrace:
     """State of the random number generator after the last step."""
     optimizer_type: type[torch.optim.Optimizer]
     eps: float | None
-    """Smallest eps of the optimizer's groups, which it adds to a divisor; None if a group has none."""
+    """Smallest eps, which the optimizer adds to a divisor, of its parameter groups; None if a group has no eps."""
 
     def growth(self) -> float:
         """Return the factor by which the relative error of an update can exceed that of its gradient.
@@ -145,7 +145,7 @@ def trace_steps(
     calls: int,
     scaler: torch.amp.GradScaler | None = None,
 ) -> StepTrace:
-    """Run steps with seeded random numbers, and return what they did.
+    """Run steps with seeded random numbers, and return a record of their results.
 
     Args:
         updates: number of updates after which to stop.

@@ -33,13 +33,13 @@ class Row:
     name: str
     """Name of the tensor in the model, number of the step for a loss."""
     bound: float
-    """Maximum relative difference that passes; 0.0: every bit must be equal."""
+    """Maximum relative difference that passes; 0.0 if every bit must be equal."""
     measured: float
     """Largest relative difference; NaN if the two could not be compared."""
     bit_equal: bool
     passed: bool
     why: str = ""
-    """The fault, if it is not a numerical difference."""
+    """Description of the fault, if it is not a numerical difference."""
 
     def __str__(self) -> str:
         wrong = self.why or f"relative difference {self.measured:.2g}, bound {self.bound:.2g}"
@@ -141,7 +141,7 @@ def failed(comparison: str, kind: str, name: str, why: str, *, bound: float = 0.
 
 
 def held(comparison: str, kind: str, name: str, why_not: str) -> Row:
-    """Return the row of a condition. It is met if `why_not` is empty."""
+    """Return the row of a condition. The condition is met if `why_not` is empty."""
     if why_not:
         return failed(comparison, kind, name, why_not)
     return Row(

@@ -47,7 +47,8 @@ class VerifyInputs:
 
         Args:
             double: convert it to double.
-            trained: False: freeze the modules that the plan freezes, without using the rule.
+            trained: True to train all modules, False to freeze the modules that the plan freezes, without using the
+            rule.
         """
         model = copy.deepcopy(self.model, _copies_of_non_leaves(self.model))
         model = model.to(self.device) if self.is_moved else model
@@ -123,7 +124,7 @@ class VerifyInputs:
         Args:
             decisions: applied to the model, to have the same order of sums as the plan.
             precision: run under its autocast, with a gradient scaler for fp16.
-            trained: train also what the plan freezes.
+            trained: True to train also the modules that the plan freezes.
             split, scale: as for `planned`.
         """
         model = self.copied(double=double, trained=trained)
@@ -151,7 +152,7 @@ class VerifyInputs:
         calls = updates + (OVERFLOWS if scaler else 0)
         if scale is not None:
             if scaler is None:
-                raise DecisionError("a step at a given loss scale needs a gradient scaler, and this one has none")
+                raise DecisionError("a step at a given loss scale needs a gradient scaler, but this step has none")
             scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
             calls = 1
         batch = self.fresh(double=double)

@@ -14,9 +14,9 @@ Each comparison checks one kind of decision against the strictest reference that
 
 Decisions that keep the order of all sums give equal bits: recomputing, replay, a step in backward, the for-loop kernel
 of an optimizer, a frozen prefix. Accumulation, a chunked loss and a fused kernel change the order of sums, which is
-bounded by `result.TERMS` roundings; in double that is below 1e-12, so a mistake cannot hide in it. The reference of
-'as planned' therefore has these three and the lower precision as well, and 'in double' and 'rounding' compare them with
-the step without them.
+bounded by `result.TERMS` roundings; in double that is below 1e-12, so a mistake would exceed it. The reference of 'as
+planned' therefore has these three and the lower precision as well, and 'in double' and 'rounding' compare them with the
+step without them.
 
 An optimizer that divides by the size of a gradient amplifies the rounding error of a vanishing gradient by up to 1/eps.
 In double, the bound on parameters and state is multiplied by that factor, for gradients of the size that occurred
@@ -64,8 +64,8 @@ def verify(
     """Train copies of `model` with the plan and without it, and compare losses, gradients, weights, buffers and state.
 
     This needs memory for a second model and for the baseline step, in double for plans that change the order of sums:
-    if the card has too little, pass `device="cpu"`. The two runs of a comparison follow each other, and their results
-    are kept in host memory. The model, its optimizer and the random state are not changed.
+    if the card has too little, pass `device="cpu"`. The two runs of a comparison run one after the other, and their
+    results are kept in host memory. The model, its optimizer and the random state are not changed.
 
     If the plan splits the batch, layers that depend on the split (dropout, batch normalisation) are compared with the
     same micro-batches in a plain loop, and switched off in the comparison with the full batch. Any other buffer that a
@@ -75,7 +75,7 @@ def verify(
         plan: a plan for a model with these parameters.
         batch: a batch with the planned number of samples.
         loss_fn, optimizer, max_grad_norm, loss_weight: as for `apply`.
-        scheduler: a function from an optimizer to a scheduler, since each run has its own optimizer.
+        scheduler: a function that takes an optimizer and returns a scheduler, since each run has its own optimizer.
         device: the device to run on; None: the model's device.
         steps: number of updates to compare.
 
@@ -99,8 +99,8 @@ def verify(
     _refuse_a_rewritten_model(model)
     if isinstance(scheduler, LRScheduler):
         raise WorkloadError(
-            f"{type(scheduler).__name__} belongs to one optimizer, and each run has its own: give a function from an "
-            "optimizer to a scheduler"
+            f"{type(scheduler).__name__} belongs to one optimizer, and each run has its own: pass a function that "
+            "takes an optimizer and returns a scheduler"
         )
     target, device = device, next(model.parameters()).device if device is None else torch.device(device)
     inputs = VerifyInputs(

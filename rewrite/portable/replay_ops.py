@@ -161,7 +161,11 @@ class TapeEntry(NamedTuple):
     random: object  # how to restore the random numbers that it drew; None if it draws none
 
     def run_again(self, values):
-        """Return the storages that the op creates or writes to. Running statistics are not updated a second time."""
+        """Run the op again, and return the tensors in the storages that it creates or writes to, by storage number.
+
+        `values` holds the tensors to compute with, by storage number. Running statistics are not updated a second time:
+        the op gets copies of them.
+        """
         args, kwargs = map_args(StorageView, lambda view: view.of(values[view.key]), [self.args, self.kwargs])
         for number in traits_of(self.op)[-1][:-1]:
             args[number] = None if args[number] is None else args[number].clone()

@@ -14,7 +14,7 @@ from planner.plan_types.techniques import KINDS
 
 
 def _functions(suffix: str) -> dict[type[Decision], Callable]:
-    """The functions called after each kind, in the order of `KINDS`."""
+    """Returns the functions that are named after each kind, in the order of `KINDS`."""
     names = {kind: kind.rule_name() for kind in KINDS.values()}
     return {
         kind: getattr(importlib.import_module(f"{__name__}.{name}"), f"{name}{suffix}") for kind, name in names.items()

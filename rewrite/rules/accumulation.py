@@ -60,7 +60,8 @@ def accumulation(rewriting: Rewriting, decision: Accumulation) -> None:
 def _stated_terms(batch: Any, samples: int, *, loss_weight: LossWeight) -> float:
     """Return the user's weight as a number on the host.
 
-    Integers on a device would be divided in fp32, and a weight of zero has to be seen to leave the micro-batch out.
+    On a device, integers would be divided in fp32. Besides, the step has to know on the host whether a weight is zero,
+    because it skips such a micro-batch.
     """
     return float(loss_weight(batch))
 

@@ -26,8 +26,8 @@ def freeze(rewriting: Rewriting, decision: Freeze) -> None:
             full_name = f"{name}.{suffix}".lstrip(".")
             if parameter.grad is not None:
                 raise DecisionError(
-                    f"freeze would leave the gradient of '{full_name}' to the optimizer: call optimizer.zero_grad() "
-                    "first"
+                    f"'{full_name}' is to be frozen, but the optimizer would still update it by its gradient: "
+                    "call optimizer.zero_grad() before the plan is applied"
                 )
             parameter.requires_grad_(False)
             rewriting.changes.append(

@@ -5,7 +5,7 @@ three points:
 
 - It skips tensors whose copy would free nothing on the device: parameters, buffers, small tensors, and the inputs,
   which the caller holds.
-- It copies each storage once in each version, however many ops save a view of it, and backward copies it back once.
+- It copies each version of a storage once, however many ops save a view of it, and backward copies it back once.
 - For a module that is recomputed in backward (`checkpoint`, `segment_checkpoint`), it offloads the inputs only:
   nothing else is kept of it.
 

@@ -7,7 +7,7 @@ counters move, because the fused kernel reads them from the parameters' device (
 hosting for step").
 
 The gradient scaler unscales gradients itself and skips a step whose gradients are not finite. It leaves both to the
-kernel only for an optimizer that was constructed with `fused=True`, so not here; the results are the same.
+kernel only if the optimizer was constructed with `fused=True`, which is not the case here; the results are the same.
 """
 
 from __future__ import annotations

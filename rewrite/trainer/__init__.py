@@ -19,8 +19,8 @@ def trainer_callback(
     When training begins it refuses arguments, a model or an optimizer that do not match the plan. In the first steps it
     refuses batches that are larger than planned, and losses that count labels differently from the Trainer. After these
     steps it logs in one line whether the memory of the card stayed within the plan's promise (`.promise` has the
-    figures), or that it could not be measured without CUDA. Do not evaluate before that: evaluation is not part of the
-    promise.
+    figures), or that it could not be measured without CUDA. Do not evaluate during these steps: the promise does not
+    include evaluation.
 
     Args:
         steps: number of optimizer steps that are checked; at least 2, because the optimizer state is allocated in the
@@ -31,7 +31,7 @@ def trainer_callback(
     from planner.rewrite.trainer.callback import PlanCallback
 
     if steps < 2:
-        raise DecisionError(f"steps={steps}: the optimizer's state is made in the first step, check 2 or more")
+        raise DecisionError(f"steps={steps}: the optimizer's state is created in the first step: give at least 2")
     if on_broken not in ("warn", "raise"):
         raise DecisionError(f"on_broken={on_broken!r} is unknown: choose warn or raise")
     return PlanCallback(rewritten, steps=steps, on_broken=on_broken)

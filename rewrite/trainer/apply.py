@@ -57,15 +57,15 @@ class RewrittenForTrainer:
         self.plan = plan
         self.module = rewriting.model
         self.share = share
-        """The weighting of micro-batches; None if there is only one per step."""
+        """The weighting of micro-batches; None if each step has only one micro-batch."""
         self.is_applied = True
         self._rewriting = rewriting
 
     def undo(self) -> None:
         """Restore forwards, hooks, flags and configuration to what they were. May be called again.
 
-        For bf16 and fp16 accelerate wraps the forward of the whole model, and does not remove that. If the plan had
-        replaced this forward before, both are removed.
+        For bf16 and fp16, accelerate wraps the forward of the whole model, and does not remove its wrapper. If the plan
+        had replaced this forward before, the wrapper is removed too.
 
         Raises:
             DecisionError: if something was replaced after `apply_for_trainer`. Nothing is changed then.
@@ -82,7 +82,7 @@ class RewrittenForTrainer:
         self._rewriting.add_hooks([handle])
 
     def use_kernel(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set the planned kernel on the Trainer's optimizer, unless the Trainer did. `undo` restores it.
+        """Set the planned kernel on the Trainer's optimizer, unless the Trainer has set it. `undo` resets the kernel.
 
         Raises:
             DecisionError: if the optimizer does not have that kernel, or another kernel was chosen for it.

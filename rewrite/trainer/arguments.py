@@ -36,7 +36,7 @@ _ANOTHER_STEP = {
     "torch_compile": "it makes another step than the planned one",
     "use_liger_kernel": "it replaces parts of the model, its loss among them: plan with the patched model",
 }
-"""Arguments that must be off, and the reason."""
+"""Arguments that must be off, each with the reason."""
 
 _NAMES = {"adamw": "adamw_torch", "adam": "adamw_torch", "sgd": "sgd", "sgd-momentum": "sgd", "adagrad": "adagrad",
           "rmsprop": "rmsprop"}  # fmt: skip
@@ -73,7 +73,9 @@ def training_arguments(plan: Plan, *, kind: type | None = None, **overrides: Any
     names = {field.name for field in dataclasses.fields(arguments_class) if field.init}
     renamed = {_present_name(name): value for name, value in overrides.items()}
     if len(renamed) < len(overrides):
-        raise DecisionError(f"an argument is given under both of its names: {', '.join(sorted(overrides))}")
+        raise DecisionError(
+            f"two of these are names of the same argument: {', '.join(sorted(overrides))}; give only one of them"
+        )
     if unknown := [name for name in overrides if _installed_name(_present_name(name), names) not in names]:
         raise WorkloadError(f"{arguments_class.__name__} has no argument '{unknown[0]}'")
     refuse_contradictions(plan, renamed)
@@ -99,7 +101,7 @@ def planned_arguments(plan: Plan) -> dict[str, Any]:
 
 
 def planned_optim(plan: Plan) -> str | None:
-    """The Trainer's name of the planned optimizer; None if it has none (pass the Trainer `optimizers=` then)."""
+    """The Trainer's name of the planned optimizer; None if there is none, and the user has to pass `optimizers=`."""
     if any(decision.eight_bit_state for decision in plan.decisions):
         return _EIGHT_BIT
     name = _NAMES.get(plan.workload.optimizer)
@@ -111,7 +113,7 @@ def micro_batches(plan: Plan) -> tuple[int, int]:
     """Returns the number of samples in each of the Trainer's micro-batches, and the number of micro-batches.
 
     Raises:
-        DecisionError: if the batch can only be split evenly into more than twice as many as planned.
+        DecisionError: if the batch can be split evenly only into more than twice the planned number of micro-batches.
     """
     planned, size = micro_batches_of(plan.decisions), micro_batch_size_of(plan.decisions)
     samples = plan.workload.batch_size
@@ -193,6 +195,6 @@ def _installed_name(name: str, names: set[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The value of an enumeration member, and the usual name of an optimizer."""
+    """Replace a member of an enumeration by its value, and an alias of an optimizer by the optimizer's usual name."""
     value = getattr(value, "value", value)
     return _ALIASES.get(value, value) if isinstance(value, str) else value

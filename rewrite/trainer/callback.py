@@ -40,13 +40,13 @@ class Promise:
     own_bytes: int = 0
     """Memory that the Trainer may allocate in addition: 64 KiB, and one byte per label."""
     why_not_measured: str = ""
-    """The reason, if the peaks are None."""
+    """The reason why the peaks are None; empty if they were measured."""
 
     @property
     def kept(self) -> bool | None:
-        """True if both peaks are within the promise and the Trainer's addition; None if they were not measured.
+        """True if both peaks are within the promise plus the Trainer's own memory; None if they were not measured.
 
-        The addition may take one more segment of the caching allocator.
+        The Trainer's own memory may take one more segment of the caching allocator.
         """
         if self.allocated_bytes is None or self.reserved_bytes is None:
             return None
@@ -205,7 +205,7 @@ class PlanCallback(TrainerCallback):
 def refuse_uneven_micro_batches(args: TrainingArguments, state: TrainerState, loader: Any) -> None:
     """Raise `DecisionError` if the last batch of an epoch would be split into micro-batches of several sizes.
 
-    If the length of the data is not known, `LossWeighting` refuses such a batch when it comes.
+    If the length of the data is not known, `LossWeighting` refuses such a batch when it arrives.
     """
     try:
         samples, parts = len(loader.dataset), len(loader)

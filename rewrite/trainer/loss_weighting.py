@@ -51,7 +51,8 @@ class LossWeighting:
         micro_batch_size: samples in a whole micro-batch.
         batch_size: samples in the planned batch.
         uses_autocast: the plan has mixed precision.
-        loss_in_chunks: the logits are never held whole. Their gradients are not compared then, which would do so.
+        loss_in_chunks: the logits are never all in memory. Gradients of samples are then not compared, because that
+        would need all logits.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class LossWeighting:
         self._set_checking(True)
 
     def stop_checking(self) -> None:
-        """Check weights no longer. Sizes without labels and the coupling of samples are still checked."""
+        """Stop checking weights. Sizes of micro-batches without labels and coupled samples are still checked."""
         self._check.stop_watching()
         self._set_checking(False)
 
@@ -140,9 +141,9 @@ class LossWeighting:
         """Check the micro-batches since the last call, which have to be those of one step.
 
         Raises:
-            DecisionError: if the loss of the model is a mean over another number of labels than the Trainer counted,
-                or over other terms; if the model was called without labels that the batch has, or without their
-                number; if micro-batches of several sizes have no labels.
+            DecisionError: if the loss of the model is a mean over a different number of labels than the Trainer
+                counted, or over other terms; if the model was called without labels that the batch has, or without
+                their number; if micro-batches of several sizes have no labels.
         """
         inputs, self._inputs = self._inputs, []
         samples, self._unlabelled_samples, self.pending_micro_batches = self._unlabelled_samples or [], [], 0
@@ -150,9 +151,8 @@ class LossWeighting:
             raise DecisionError(uneven_micro_batches(samples))
         if self._missed_labels_or_count:
             raise DecisionError(
-                f"the model was called without labels or without {COUNT}, by which micro-batches are weighted: pass "
-                "both on in a compute_loss of your own and return the loss that the model returns, or plan with "
-                "accumulation forbidden"
+                f"the model was called without labels or {COUNT}, which the weights of micro-batches need: pass both "
+                "to the model in your compute_loss and return its loss, or plan with accumulation forbidden"
             )
         batch = _joined(inputs)
         if self._is_checking:
@@ -164,7 +164,7 @@ class LossWeighting:
         """Check the number of labels, and the weights against the reductions that were seen.
 
         Args:
-            samples: of each micro-batch without labels.
+            samples: number of samples in each micro-batch without labels.
             batch: the micro-batches joined; None if that is not possible.
         """
         label_counts, self._label_counts = self._label_counts, []
@@ -220,7 +220,7 @@ class LossWeighting:
         return self._count_labels(part["labels"]) if "labels" in part else samples
 
     def _count_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        """Counts like `rewritten.step`; one label per sample, and labels that are no classes, like the Trainer."""
+        """Counts labels as `rewritten.step` does; single labels and labels that are no classes, as the Trainer."""
         if labels.dim() < 2 or labels.is_floating_point():
             return labels.ne(-100).sum(dtype=torch.float64)
         return counted_labels({"labels": labels}, len(labels), shifted=self.shifted, ignored=self.ignored)
@@ -261,7 +261,7 @@ def _trains(model: torch.nn.Module) -> bool:
 
 
 def _full_precision_loss(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    """Bypasses the hooks of the model and accelerate's autocast wrapper around its forward."""
+    """Returns the loss of a batch without the model's hooks and accelerate's autocast wrapper."""
     loss = _loss_in(vars(model).get("_original_forward", model.forward)(**batch))
     if loss is None:
         raise WorkloadError("the model returned no loss")
@@ -276,7 +276,7 @@ def _loss_in(output: Any) -> torch.Tensor | None:
 
 
 def _with_loss(output: Any, loss: torch.Tensor) -> Any:
-    """The output with another loss."""
+    """Returns the output with its loss replaced."""
     if isinstance(output, (tuple, list)):
         return (loss, *output[1:])
     output["loss"] = loss

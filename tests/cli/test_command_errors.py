@@ -270,9 +270,13 @@ def test_a_saved_plan_that_no_longer_fits_says_by_how_much(folder, capsys, saved
 
 
 EDITED = {
-    "another number of micro-batches": (("decisions", 0, "micro_batches"), 3, "splits a batch of 16 into 3 micro"),
-    "another micro-batch": (("decisions", 0, "micro_batch_size"), 5, "splits a batch of 16 into 2 micro-batches of 5"),
-    "another batch": (("workload", "batch_size"), 40, "splits a batch of 40 into 2 micro-batches of 8"),
+    "another number of micro-batches": (
+        ("decisions", 0, "micro_batches"),
+        3,
+        "3 micro-batches of 8 samples do not make up",
+    ),
+    "another micro-batch": (("decisions", 0, "micro_batch_size"), 5, "2 micro-batches of 5 samples do not make up"),
+    "another batch": (("workload", "batch_size"), 40, "do not make up its batch of 40"),
     "a share of a micro-batch": (("decisions", 0, "micro_batches"), 2.0, "needs at least 2 micro-batches"),
     "a module that is not there": (("decisions", 1, "modules"), ["9"], "names module '9'"),
     "another model": (("model", "fingerprint"), "0", "is not the Sequential that the plan was made for"),

@@ -87,7 +87,7 @@ def test_every_name_of_a_technique_means_the_same(decision: type[Decision]):
 
 
 def test_two_names_of_one_technique_contradict_each_other_like_one():
-    with pytest.raises(DecisionError, match="'mixed-precision' is forced and forbidden"):
+    with pytest.raises(DecisionError, match="'mixed-precision' is both forced and forbidden"):
         constraints(force=("precision",), forbid=("mixed-precision",))
     with pytest.raises(DecisionError, match="'8bit-optimizer' is forbidden, but 'only' allows it"):
         constraints(only=("8bit-optimizer",), forbid=("optimizer",))

@@ -70,7 +70,7 @@ def test_modules_that_a_gradient_penalty_goes_through_are_not_recomputed():
     plan = planner.plan(model, batch, vram=int(0.7 * whole), gpu="bare", fidelity="exact")
     assert plan.fits and {decision.kind for decision in plan.decisions} == {"accumulation"}
     assert plan.solver.promised_bytes == plan.solver.certified_bytes
-    with pytest.raises(DecisionError, match="checkpoint is forced, but nothing in this model can be recomputed"):
+    with pytest.raises(DecisionError, match="checkpoint is forced, but it cannot be applied to any module"):
         planner.plan(model, batch, vram="1GiB", gpu="bare", force=["checkpoint"])
 
 

@@ -154,7 +154,7 @@ def test_the_planned_optimizer_is_taken_by_name_and_must_be_given_otherwise():
     result = apply(plan_for(model, vectors(), loss_fn=cross_entropy, optimizer="sgd"), model, loss_fn=cross_entropy)
     assert type(result.optimizer) is torch.optim.SGD
     plan = plan_for(model, vectors(), loss_fn=cross_entropy, optimizer="mine.Lion")
-    with pytest.raises(WorkloadError, match=r"optimizer 'mine.Lion', which cannot be made by name: give optimizer"):
+    with pytest.raises(WorkloadError, match=r"optimizer 'mine.Lion', which cannot be created by name: give optimizer"):
         apply(plan, model, loss_fn=cross_entropy)
 
 

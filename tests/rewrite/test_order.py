@@ -134,16 +134,18 @@ def test_an_8_bit_optimizer_gets_a_schedule_of_its_own():
 
 def test_schedulers_that_cannot_be_stepped_here_are_refused():
     options = {"batch": vectors(), "loss_fn": cross_entropy, "optimizer": adamw}
-    with pytest.raises(WorkloadError, match="ReduceLROnPlateau steps by a metric"):
+    with pytest.raises(WorkloadError, match="ReduceLROnPlateau needs a metric"):
         rewritten(seeded(Perceptron), scheduler=ReduceLROnPlateau, **options)
-    with pytest.raises(WorkloadError, match="StepLR is over another optimizer than this AdamW: give a function"):
+    with pytest.raises(
+        WorkloadError, match="the StepLR was created for a different optimizer than the step's AdamW: pass a function"
+    ):
         rewritten(seeded(Perceptron), scheduler=halving(adamw(Perceptron().parameters())), **options)
-    with pytest.raises(WorkloadError, match="scheduler made a float: it must return"):
+    with pytest.raises(WorkloadError, match="the function scheduler returned a float: it must return"):
         rewritten(seeded(Perceptron), scheduler=lambda optimizer: 0.1, **options)
     model = seeded(Perceptron)
     plan = plan_for(model, vectors(6), loss_fn=cross_entropy)
     with pytest.raises(
-        WorkloadError, match="StepLR belongs to one optimizer, and each run has its own: give a function"
+        WorkloadError, match="StepLR belongs to one optimizer, and each run has its own: pass a function"
     ):
         rewrite.verify(
             plan, model, vectors(6), loss_fn=cross_entropy, scheduler=halving(adamw(model.parameters()))
@@ -159,7 +161,9 @@ def test_a_schedule_goes_on_where_it_stopped_and_is_not_forgotten():
     assert second.scheduler.last_epoch == 1
     assert second.optimizer.param_groups[0]["lr"] == 5e-3
     without = rewritten(seeded(Perceptron), FP16, batch=vectors(6), loss_fn=cross_entropy, optimizer=adamw)
-    with pytest.raises(PlanFileError, match="of a step with a scheduler, this one has none: give apply the same"):
+    with pytest.raises(
+        PlanFileError, match="of a step with a scheduler, but this step has none: pass the same to apply"
+    ):
         without.step.load_state_dict(state)
     with pytest.raises(PlanFileError, match="of a step with no scheduler, this one has one"):
         second.step.load_state_dict(without.step.state_dict())

@@ -139,14 +139,18 @@ def test_a_state_of_another_model_optimizer_or_grouping_is_refused():
     saved = rewritten(seeded(Perceptron), optimizer="adamw", **options).step.state_dict()
     with pytest.raises(PlanFileError, match="the same decisions for another model"):
         rewritten(seeded(Perceptron, depth=5), optimizer="adamw", **options).step.load_state_dict(saved)
-    with pytest.raises(PlanFileError, match=r"is of torch.optim.adamw.AdamW, this step's optimizer is torch.optim.sgd"):
+    with pytest.raises(
+        PlanFileError, match=r"is of torch.optim.adamw.AdamW, but this step's optimizer is torch.optim.sgd"
+    ):
         rewritten(seeded(Perceptron), optimizer="sgd", **options).step.load_state_dict(saved)
 
     def grouped(parameters):
         first, *others = parameters
         return torch.optim.AdamW([{"params": [first]}, {"params": others}])
 
-    with pytest.raises(PlanFileError, match=r"groups of \[10\] parameters, this one has \[1, 9\]: give the same"):
+    with pytest.raises(
+        PlanFileError, match=r"groups of \[10\] parameters, but this optimizer has groups of \[1, 9\]: create"
+    ):
         rewritten(seeded(Perceptron), optimizer=grouped, **options).step.load_state_dict(saved)
 
 

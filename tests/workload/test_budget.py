@@ -50,7 +50,7 @@ def test_few_bytes_in_python_are_meant_as_bytes():
 
 @pytest.mark.parametrize("vram", [0, -1])
 def test_no_bytes_are_no_budget(vram):
-    with pytest.raises(SizeError, match=f"budget of {vram} bytes is nothing"):
+    with pytest.raises(SizeError, match=f"budget of {vram} bytes is not above zero"):
         planned(vram)
 
 

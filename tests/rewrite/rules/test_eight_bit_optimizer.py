@@ -110,8 +110,8 @@ def test_every_named_optimizer_trains(name):
     ("optimizer", "message"),
     [
         ("lion", "'lion' is unknown by name: choose one of adamw"),
-        (lambda parameters: None, "made a NoneType"),
-        (torch.optim.SGD(nn.Linear(2, 2).parameters()), "holds none of the parameters of Perceptron"),
+        (lambda parameters: None, "returned a NoneType"),
+        (torch.optim.SGD(nn.Linear(2, 2).parameters()), "has none of the parameters of Perceptron"),
         (torch.optim.LBFGS, "LBFGS runs the model again inside its own step"),
     ],
 )
