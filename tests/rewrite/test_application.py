@@ -143,7 +143,7 @@ def test_the_fingerprint_sees_names_shapes_dtypes_buffers_and_ties_but_not_value
 
 def test_a_loss_function_must_be_given_exactly_when_planned():
     model = seeded(Perceptron)
-    with pytest.raises(WorkloadError, match="made with a loss function: give loss_fn"):
+    with pytest.raises(WorkloadError, match="made with a loss function: pass it as loss_fn"):
         apply(plan_for(model, vectors(), loss_fn=cross_entropy), model)
     with pytest.raises(WorkloadError, match="made without a loss function: leave loss_fn out"):
         apply(plan_for(model, vectors()), model, loss_fn=cross_entropy)

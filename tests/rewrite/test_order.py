@@ -165,7 +165,7 @@ def test_a_schedule_goes_on_where_it_stopped_and_is_not_forgotten():
         PlanFileError, match="of a step with a scheduler, but this step has none: pass the same to apply"
     ):
         without.step.load_state_dict(state)
-    with pytest.raises(PlanFileError, match="of a step with no scheduler, this one has one"):
+    with pytest.raises(PlanFileError, match="of a step with no scheduler, but this step has one"):
         second.step.load_state_dict(without.step.state_dict())
 
 

@@ -127,7 +127,7 @@ def test_flags_that_were_off_before_stay_off_after_undo():
 def test_a_gradient_that_the_optimizer_would_still_apply_is_refused():
     model = seeded(Perceptron)
     model(vectors()[0]).sum().backward()
-    with pytest.raises(DecisionError, match=r"gradient of 'layers.1.0.weight'.*zero_grad"):
+    with pytest.raises(DecisionError, match=r"'layers.1.0.weight' is to be frozen.*zero_grad"):
         rewritten(model, Freeze(modules=("layers.1",)), batch=vectors(), loss_fn=cross_entropy)
 
 
