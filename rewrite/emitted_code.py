@@ -32,7 +32,7 @@ class EmittedCode:
     main_arguments: tuple[str, ...] = ()
     """Arguments that `main` passes for `options`."""
     optimizer: str = ""
-    """Definition of `make_optimizer(model)`; empty for the optimizer of the plan."""
+    """Source text of `make_optimizer(model)`; empty if the plan's own optimizer is used."""
     optimizer_options: tuple[str, ...] = ()
     """Further keyword arguments for a torch optimizer, in addition to its hyperparameters."""
 

@@ -7,9 +7,9 @@ A range starts as one unmapped block. An allocation that fits in no free block t
 free and unmapped blocks together are long enough, and maps whole pages there: 2 MiB in the small pool, the large
 segment size (20 MiB) in the large pool. Only whole free pages are released.
 
-A range is 1 1/8 times as long as the card's memory. Where it stops being exact: if the memory of the card is not given,
-the simulated capacity stands in for it. The length matters only near the end of a range, because best fit compares free
-blocks by the size to which they can grow.
+A range is 1 1/8 times as long as the card's memory. Where the simulation is not exact: if the memory of the card is not
+given, the simulated capacity stands in for it. The length matters only near the end of a range, because best fit
+compares free blocks by the size to which they can grow.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class ExpandableRanges:
                 del self.heads[unmapped.address]
 
     def _find_room(self, pool: Pool, size_bytes: int) -> Block:
-        """Returns the first block of the lowest room of `size_bytes`, or of a new range (`find_expandable_block`)."""
+        """Returns the first of the adjacent blocks, at the lowest address, that together have room for `size_bytes`.
+
+        If there are none, it reserves a new range and returns its block (`find_expandable_block`).
+        """
         for unmapped in pool.unmapped_blocks():
             before = unmapped.previous
             start = before if before is not None and not before.is_allocated else unmapped

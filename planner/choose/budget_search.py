@@ -52,7 +52,7 @@ def search(
     """Returns the fastest plan that was found to fit; None if no plan was.
 
     Args:
-        propose: returns the fastest plan within these budgets that takes less than the given time in ns, or None.
+        propose: called with the budgets and a limit in ns; returns the fastest plan inside both, or None.
         short_bytes_of: certifies a plan and returns how many bytes it lacks; 0 or less if it fits.
         attempts: maximum number of plans that are certified.
         hopeless: maximum number of plans that fail before the first one that fits.

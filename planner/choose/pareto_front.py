@@ -107,7 +107,7 @@ def _fastest(session: PlanningSession, constraints: Constraints, vram_bytes: int
 
 
 def _at_budget(session: PlanningSession, constraints: Constraints, vram_bytes: int) -> Certified | None:
-    """The plan at the user's budget."""
+    """Returns the fastest certified plan inside the user's budget; None if none was found."""
     budgeted = session.with_budget(vram_bytes)
     return fitting.best(budgeted, budgeted.search_space(constraints), constraints)
 

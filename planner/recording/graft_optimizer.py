@@ -13,7 +13,10 @@ from planner.recording.step_graph import Category, Op, Phase, Save, StepGraph, S
 
 
 def can_be_grafted(graph: StepGraph) -> bool:
-    """True if the update can be cut off: the recording is one primed step, and the tick of its update is known."""
+    """True if the update can be separated from the step.
+
+    The recording must be one step whose optimizer state already exists, and the tick of its update must be known.
+    """
     return graph.primed and graph.steps == 1 and graph.update_tick is not None
 
 

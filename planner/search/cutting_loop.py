@@ -303,7 +303,7 @@ class CuttingLoop:
         return units
 
     def _exclude(self, units: tuple[int, ...]) -> list[Row]:
-        """Adds rows that `units` violates, and returns them.
+        """Adds the constraints of the program that the selection `units` violates, and returns them.
 
         If all these rows are known, the solver violated one of them by its tolerance. In that case a cover inequality
         is added.

@@ -28,7 +28,7 @@ class DriverMismatch:
     """Change of the reserved memory since the last comparison."""
     simulated_change_bytes: int
     only_recorded: tuple[int, ...] = ()
-    """Addresses of segments that only the record releases."""
+    """Addresses of segments that were released in the recorded history, but not in the simulation."""
     only_simulated: tuple[int, ...] = ()
     """Addresses of segments that only the simulation releases."""
 
@@ -73,7 +73,7 @@ class SegmentPair:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplayResult:
-    """The comparison of a record with its simulation."""
+    """The comparison of a recorded allocator history with the simulation of the same events."""
 
     counts: Counts
     addresses: tuple[AddressMismatch, ...]

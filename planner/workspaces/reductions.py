@@ -57,7 +57,10 @@ def reduction(
 
 
 def _of_iterator(dims: list[_Dimension], itemsize: int, accumulator_bytes: int, card: DeviceProfile) -> list[int]:
-    """Follows `setReduceConfig` for coalesced dimensions, fastest first. Returns the sizes of buffer and semaphores."""
+    """Returns the bytes of the buffer and of the semaphores, as `setReduceConfig` computes them.
+
+    Dimensions are coalesced, and ordered from the smallest stride to the largest.
+    """
     # 1. TensorIterator halves the dimension of the largest extent until 32-bit offsets suffice, and runs the halves one
     #    after the other (`split`).
     while sum((dim.size - 1) * dim.stride for dim in dims) * itemsize + 1 > _MAX_OFFSET:

@@ -25,7 +25,7 @@ class ModelSource:
     own_imports: frozenset[str] = frozenset()
     """Imports of the user's own modules, which are sorted last."""
     constants: tuple[str, ...] = ()
-    """Assignments at the top of the file."""
+    """Assignments at the top of the emitted file."""
     functions: tuple[str, ...] = ()
     """Functions that `training_step` calls."""
     target: str = "model"

@@ -86,7 +86,7 @@ class LossWeighting:
         self._count: Any = None
         """The Trainer's number of labels, kept from before a forward to after it; None if it gives none."""
         self._label_counts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """While checking: the number of labels in each micro-batch of a step, and the Trainer's for its batch."""
+        """Label counts of each micro-batch and, by the Trainer, of its batch; filled only while labels are checked."""
         self._inputs: list[dict[str, Any]] = []
         """Arguments of the model for each micro-batch of a step. The Trainer holds the same tensors."""
         self._unlabelled_samples: list[int] | None = None
@@ -220,7 +220,10 @@ class LossWeighting:
         return self._count_labels(part["labels"]) if "labels" in part else samples
 
     def _count_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        """Counts labels as `rewritten.step` does; single labels and labels that are no classes, as the Trainer."""
+        """Counts labels as `rewritten.step` does.
+
+        One label per sample, or labels that are not class numbers, are counted as the Trainer counts them.
+        """
         if labels.dim() < 2 or labels.is_floating_point():
             return labels.ne(-100).sum(dtype=torch.float64)
         return counted_labels({"labels": labels}, len(labels), shifted=self.shifted, ignored=self.ignored)
