@@ -78,7 +78,7 @@ def test_only_forbids_everything_else(folder, capsys):
     ("options", "message"),
     [
         ({"only": "checkpoint", "forbid": "checkpoint"}, "'checkpoint' is forbidden, but 'only' allows it"),
-        ({"only": "checkpoint", "force": "accumulation"}, "'accumulation' is forced and forbidden"),
+        ({"only": "checkpoint", "force": "accumulation"}, "'accumulation' is both forced and forbidden"),
         ({"only": ["magic"]}, "'magic' is unknown"),
         ({"max_slowdown": -1.0}, "slowdown of at most -1.0 is impossible"),
     ],
