@@ -493,7 +493,7 @@ def test_other_models_batches_and_rewritten_models_are_refused():
         rewrite.verify(plan, Perceptron(depth=5), batch, **given)
     with pytest.raises(PlanFileError, match="batches of 6 samples, this one has 5"):
         rewrite.verify(plan, model, vectors(5), **given)
-    with pytest.raises(WorkloadError, match="give loss_fn"):
+    with pytest.raises(WorkloadError, match="pass it as loss_fn"):
         rewrite.verify(plan, model, batch)
     with pytest.raises(DecisionError, match="give at least 1"):
         rewrite.verify(plan, model, batch, steps=0, **given)
