@@ -192,7 +192,7 @@ class WithoutLabels(transformers.Trainer):
 
 def test_a_loss_of_ones_own_is_refused_where_labels_never_reach_the_model(tmp_path):
     """The Trainer would assume that it is divided by the number of labels, and train with three times the gradient."""
-    with pytest.raises(DecisionError, match="was called without labels or without num_items_in_batch"):
+    with pytest.raises(DecisionError, match="was called without labels or num_items_in_batch"):
         by_the_plan(seeded(Classifier), classified(), rows(classified(12)), tmp_path, kind=WithoutLabels)
 
 
