@@ -470,7 +470,7 @@ def test_a_loss_without_the_count_of_labels_is_refused(tmp_path):
     rewritten = rewrite.apply_for_trainer(plan_for(model, tokens(), IN_TWO), model)
     args = transformers.TrainingArguments(**rewrite.training_arguments(rewritten.plan, **settings(tmp_path)))
     callbacks = [rewrite.trainer_callback(rewritten)]
-    with pytest.raises(DecisionError, match="without num_items_in_batch"):
+    with pytest.raises(DecisionError, match="without labels or num_items_in_batch"):
         WithoutCount(model=model, args=args, train_dataset=rows(tokens()), callbacks=callbacks).train()
 
 
