@@ -24,7 +24,7 @@ class RehearsalError(PlannerError):
 
 
 class DecisionError(PlannerError):
-    """A decision cannot be applied to this model, or contradicts another one."""
+    """A decision cannot be applied to this model, or cannot be combined with another decision or constraint."""
 
 
 class PlanFileError(PlannerError):

@@ -177,7 +177,7 @@ def test_help_and_version_are_no_errors_even_with_json(option, message, capsys):
 
 
 def test_a_share_of_no_card_is_refused(folder, capsys):
-    assert "share of a card that is not known" in refused("net.py:build", "--vram", "80%", capsys=capsys)
+    assert "percentage of the card's memory" in refused("net.py:build", "--vram", "80%", capsys=capsys)
 
 
 # ---- names of files ----------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def saved(tmp_path_factory) -> dict:
 def test_options_that_would_change_a_saved_plan_are_refused(folder, capsys, saved, option):
     (folder / "p.json").write_text(json.dumps(saved))
     message = refused("p.json", *option, capsys=capsys)
-    assert message.startswith(f"{option[0]} does not go with a saved plan")
+    assert message.startswith(f"{option[0]} cannot be combined with a saved plan")
 
 
 def test_a_saved_plan_may_be_rehearsed_for_another_budget_and_card(folder, capsys, saved):
