@@ -1,4 +1,4 @@
-"""Plan a PyTorch training step that fits a card: `planner.plan(model, batch, vram="6GiB")`.
+"""Plan a PyTorch training step that fits into the memory of a GPU: `planner.plan(model, batch, vram="6GiB")`.
 
 This module imports torch only when a plan is computed, so that plan files and the search can be used without it.
 """

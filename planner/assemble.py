@@ -31,7 +31,7 @@ def assemble_plan(
     shortfall: Shortfall | None = None,
     notes: tuple[str, ...] = (),
 ) -> Plan:
-    """Return the `Plan` that applies the decisions of a certified configuration.
+    """Return the `Plan` for a certified configuration.
 
     Args:
         vram_bytes: the budget as the user stated it; None if there is none.

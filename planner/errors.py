@@ -28,7 +28,7 @@ class DecisionError(PlannerError):
 
 
 class PlanFileError(PlannerError):
-    """The plan file cannot be read, or was saved for another model."""
+    """A plan file cannot be read or was saved for another model, or an output file cannot be written."""
 
 
 class RehearsalProcessError(PlannerError):

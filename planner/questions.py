@@ -24,7 +24,7 @@ _MOST_SAMPLES = 1 << 20
 _FIRST_SAMPLES = 64
 """Batch size that is tried first."""
 _EXACT_TO = 64
-"""The answer is exact up to about this number of samples. Above it, the error is at most 1/64, to save rehearsals."""
+"""The answer is exact up to about this number of samples. Above it, the relative error is at most 1/64."""
 _FAR = 2
 """Known decisions are tried for batch sizes up to this factor above the largest batch size that was searched."""
 _LEFT_OUT = (

@@ -40,7 +40,7 @@ class ProfileError(Exception):
 class DeviceProfile:
     """The properties of a card that planning needs, as PyTorch on Linux sees them.
 
-    Rates are peaks, which only large dense kernels reach. Plans are therefore compared by ratios of predicted times.
+    Rates are peaks, which only large dense kernels reach. So rely only on ratios of the times that follow from them.
     """
 
     name: str

@@ -58,8 +58,8 @@ class Role(enum.Enum):
 class Decision:
     """Base class of all decisions: one use of a technique, with its parameters.
 
-    Subclasses are frozen dataclasses whose fields can be written as JSON. The defaults of the class attributes and
-    properties below mean that a decision does not change this property of the step.
+    Subclasses are frozen dataclasses whose fields can be written as JSON. The class attributes and properties below
+    describe effects of a decision on the step; a default value means that the decision has no such effect.
     """
 
     kind: ClassVar[str]

@@ -38,7 +38,7 @@ def _shortened(items: list[str], most: int) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Formats numbers as ranges in braces; a single number has no braces."""
+    """Formats numbers as ranges in braces: '{0-3,7}'. A single number has no braces."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and number == spans[-1][1] + 1:

@@ -360,7 +360,7 @@ class Offload(Decision):
         if not self.modules or not set(self.inputs_of) <= set(self.modules):
             raise DecisionError(
                 f"offload has {counted(len(self.modules), 'module')}, and inputs_of names {list(self.inputs_of)}: "
-                "name at least one module in modules, and there also every module that inputs_of names"
+                "name at least one module in modules, and repeat every module of inputs_of there"
             )
         if type(self.from_bytes) is not int or self.from_bytes < 1:
             raise DecisionError(

@@ -86,7 +86,7 @@ class OwnLoss:
     ignored: int
     """The label value that does not count (`ignore_index`)."""
     divides: bool
-    """True if a batch with the key `num_items_in_batch` makes the loss a sum divided by that number."""
+    """True if the model divides the sum of the losses by `num_items_in_batch`, should the batch contain this key."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,6 +230,7 @@ class Plan:
 
         Raises:
             PlanFileError: the schema version is not supported, or a field is missing or has the wrong type.
+            DecisionError: a decision is unknown, or one of its fields is not allowed.
         """
         if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
             found = data.get("schema_version") if isinstance(data, dict) else type(data).__name__

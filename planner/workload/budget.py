@@ -10,7 +10,7 @@ from planner.profiles.device import DeviceProfile
 from planner.workload.cards import GENERIC, resolve_card
 
 _FIRST_SLACK = 0.01
-"""Initial estimate of the slack, which the allocator reserves and no tensor uses, as a fraction of what it reserves."""
+"""Initial estimate of the slack (reserved memory that no tensor uses), as a fraction of the reserved memory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Budget:
     allocator_bytes: int
     """Maximum memory that the caching allocator may reserve: `usable_bytes` minus the size of the CUDA context."""
     tensor_bytes: int
-    """Maximum memory of tensors with which the search begins: `allocator_bytes` minus an estimate of the slack."""
+    """Maximum memory of tensors at the start of the search: `allocator_bytes` minus an estimate of the slack."""
 
     @classmethod
     def on(cls, card: DeviceProfile, asked_bytes: int) -> Budget:

@@ -77,7 +77,7 @@ def _is_regression(model: torch.nn.Module) -> bool:
 
 
 def divides_by_count(kind: type) -> bool:
-    """True if a batch with the key `num_items_in_batch` makes the loss a sum divided by that number.
+    """True if the model divides the sum of the losses by `num_items_in_batch`, should the batch contain this key.
 
     The loss functions of transformers do so if the forward passes the key to them, by name or with all of its other
     keywords (`**kwargs`).

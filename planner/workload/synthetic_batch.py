@@ -33,7 +33,7 @@ def synthetic_batch(
 
 
 def _inputs(model: Any, main: str, batch: int, seq_len: int) -> dict[str, torch.Tensor]:
-    """Returns the model's main input by its name, `main`."""
+    """Returns the model's main input as a dict with one key: its name, `main`."""
     config = model.config
     match main:
         case "input_ids":

@@ -39,7 +39,7 @@ class Workload:
     gradients_alive: bool = False
     """True if the user's loop accumulates gradients over several batches, so that gradients exist before the step."""
     gradient_names: tuple[str, ...] | None = None
-    """With `gradients_alive`: names of the parameters whose gradients exist before the step, as backward reaches them.
+    """With `gradients_alive`: names of the parameters that get gradients in backward, which thus exist before the step.
 
     None until a rehearsal has found these names.
     """
@@ -85,8 +85,8 @@ def workload(
     """Returns a `Workload`, after checking that the model can be trained on the batch.
 
     Raises:
-        WorkloadError: the model is not a module or has no parameter to train, the batch is not supported or has no tensors,
-            or `gradients_alive` is set for a model with sparse gradients.
+        WorkloadError: the model is not a module or has no parameter to train, the batch has an unsupported type or no
+            tensors, or `gradients_alive` is set for a model with sparse gradients.
     """
     if not isinstance(model, torch.nn.Module):
         raise WorkloadError(
