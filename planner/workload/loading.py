@@ -224,7 +224,8 @@ def _callable(reference: str) -> Callable[..., Any]:
     if target is None:
         own = (n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__ and callable(v))
         offered = ", ".join(sorted(name for name in own if not name.startswith("_"))[:8])
-        raise WorkloadError(f"'{location}' has no '{name}': it has {offered or 'no function or class'}")
+        remedy = f"choose from {offered}" if offered else "define a function there that returns the model"
+        raise WorkloadError(f"'{location}' has no '{name}': {remedy}")
     if not callable(target):
         raise WorkloadError(
             f"'{reference}' is of type {type(target).__name__}, not a function or class: write a function that returns "

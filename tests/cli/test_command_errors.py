@@ -117,7 +117,7 @@ FAULTS = {
     "returns_nothing": "returned 0 values: return model",
     "interrupted": "interrupted",
     "leaves_in_forward": "refused the batch: SystemExit",
-    "breaks_the_planner": "ZeroDivisionError: first line second line; this is a fault of the planner",
+    "breaks_the_planner": "ZeroDivisionError: first line second line; this is a bug of the planner",
 }
 
 
@@ -147,7 +147,7 @@ def test_an_unexpected_fault_of_ours_is_reported_on_one_line_below_its_traceback
     assert main(["net.py:build", "--json"]) == 2
     captured = capsys.readouterr()
     message = (
-        "RuntimeError: first line second line; this is a fault of the planner, please report it with the text above"
+        "RuntimeError: first line second line; this is a bug of the planner, please report it with the traceback above"
     )
     assert json.loads(captured.out)["error"] == {"type": "PlannerError", "message": message}
     assert captured.err.startswith("Traceback")
@@ -216,7 +216,7 @@ def test_the_folder_of_a_file_is_searched_for_its_imports_but_hides_nothing(fold
 
 def test_a_misspelt_name_is_answered_with_what_the_file_itself_offers(folder, capsys):
     (folder / "short.py").write_text("from pathlib import Path\n\ndef build():\n    pass\n")
-    assert refused("short.py:bild", capsys=capsys).endswith("it offers build")
+    assert refused("short.py:bild", capsys=capsys).endswith("choose from build")
 
 
 # ---- saved plans -------------------------------------------------------------------------------------------------
