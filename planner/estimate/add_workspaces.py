@@ -40,7 +40,7 @@ def unknown_ops(graph: StepGraph) -> dict[str, int]:
 
 
 def _last_births(graph: StepGraph) -> list[int]:
-    """Returns for each op the tick at which its last output is allocated. A kernel allocates its scratch memory then."""
+    """Returns for each op the tick at which its last output is allocated. Kernels allocate scratch memory after it."""
     born = [op.tick for op in graph.ops]
     for storage in graph.storages:
         if storage.op is not None and storage.lives:
@@ -93,7 +93,7 @@ def _cublaslt_workspaces(graph: StepGraph, born: list[int], torch_version: str) 
 
 
 def _has_bias_row(op: Op) -> bool:
-    """True if an `addmm` adds a vector (a bias) to each row of a matrix product: PyTorch computes this with cublasLt."""
+    """True if an `addmm` adds a vector (a bias) to each row of a matrix product, for which PyTorch uses cublasLt."""
     assert op.kernel is not None  # The recorder keeps the call of every op that has a formula, as `addmm` has.
     bias, matrix = op.kernel.tensor("self"), op.kernel.tensor("mat2")
     return len(bias.shape) == 1 and bias.shape[0] == matrix.shape[1] and min(matrix.shape) > 1

@@ -89,11 +89,11 @@ class HostCopies:
     """Number of micro-batches that each rehearsed micro-batch stands for, from `repetitions`."""
 
     def ns(self, size_bytes: int, micro_batch: int) -> int:
-        """Returns the nanoseconds to copy a tensor to the host and back, once for each micro-batch of the real step.
+        """Returns the time to copy a tensor to the host and back, in nanoseconds.
 
         Args:
             size_bytes: size of the tensor.
-            micro_batch: index of the rehearsed micro-batch; the copies count in each micro-batch that it stands for.
+            micro_batch: index of a rehearsed micro-batch; the copies of all micro-batches that it stands for are added.
         """
         one_way_ns = round(size_bytes / self.card.host_link_bytes_per_s * 1e9) + self.card.launch_ns
         return 2 * one_way_ns * self.repeats[min(micro_batch, len(self.repeats) - 1)]
