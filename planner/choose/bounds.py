@@ -37,11 +37,11 @@ class Bounds:
     """Returns for a configuration a lower bound in bytes on the peaks of its plans."""
 
     def most_saved_ns(self, decisions: tuple[Decision, ...], optimizer_ns: int) -> int:
-        """Returns how many ns `decisions` can save at most in a step whose optimizer update takes `optimizer_ns`."""
+        """Returns the maximum number of ns that `decisions` save in a step whose update takes `optimizer_ns`."""
         return self.saved_by_update_ns(decisions, optimizer_ns) + has_role(decisions, Role.LOSS) * self.loss_ns
 
     def saved_by_update_ns(self, decisions: tuple[Decision, ...], optimizer_ns: int) -> int:
-        """Returns how many ns the optimizer update of `decisions` can be faster at most than one of `optimizer_ns`.
+        """Returns by how many ns at most the optimizer update of `decisions` is faster than one of `optimizer_ns`.
 
         The result is 0 if `decisions` leave the optimizer unchanged.
         """

@@ -26,7 +26,7 @@ from planner.space.lm_head import ChunkedLossOption
 from planner.space.micro_batches import MicroBatching
 
 RECOMPUTE_TOLERANCE = 1000
-"""The search for the cheapest recompute may miss the minimum cost by the step time divided by this number."""
+"""The selected units may cost more than the cheapest ones, by at most the step time divided by this number."""
 
 
 class Candidate:
@@ -151,9 +151,11 @@ class Candidate:
 
 
 class Candidates:
-    """All candidates of a planning session in which `recompute` are the allowed ways to free saved tensors.
+    """All candidates of a planning session. Each candidate is created once, when it is first asked for.
 
-    Each candidate is created once, when it is first asked for.
+    Args:
+        batch_bytes: size of the whole batch.
+        recompute: kinds of decisions that may free saved tensors (checkpoint, offload ...).
     """
 
     def __init__(
@@ -169,7 +171,7 @@ class Candidates:
         self._by_recompute = {recompute: self}
 
     def with_recompute(self, recompute: tuple[type[Decision], ...]) -> Candidates:
-        """Returns the candidates with other allowed ways to free saved tensors. They share the recordings."""
+        """Returns the candidates with another `recompute`. They share the recordings."""
         if recompute not in self._by_recompute:
             other = Candidates(self._recordings, self._card, batch_bytes=self._batch_bytes, recompute=recompute)
             self._by_recompute[recompute], other._by_recompute = other, self._by_recompute

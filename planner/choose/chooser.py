@@ -12,8 +12,7 @@ and splits are few, so they are enumerated. Units are selected by an integer pro
 3. For each configuration, splits are tried from few micro-batches to many, until one fits without recompute. The time
    of that split limits what recompute may cost in the splits with fewer micro-batches, which are solved next.
 
-Times within the factor `TIE` count as equal. Among equally fast plans the more faithful one wins, then the one with
-fewer decisions.
+Times within the factor `TIE` count as equal: then the more faithful plan wins, then the plan with fewer decisions.
 
 Where it is not exact: times are predictions. An integer program that hits its time limit without an answer is treated
 as if nothing fits (and counted in `undecided`). If the loss can be computed in chunks, configurations without chunks
@@ -118,17 +117,14 @@ class Chooser:
     def smallest(self) -> Choice:
         """Returns the choice with the smallest promised peak, whatever its step time.
 
-        Raises:
-            PlannerError: no step of the search space can be rehearsed, or forced techniques cannot be combined, or
-                recompute is forced and applies to no module.
+        Raises `PlannerError` if no step can be rehearsed, or if what the user forces is not possible.
         """
         return self._or_without_chunks(self._smallest)
 
     def _or_without_chunks(self, search: Callable[[], T]) -> T:
-        """Returns the result of `search`. If a step with its loss in chunks cannot be rehearsed, `search` is repeated.
+        """Returns the result of `search`, repeated without chunks if a step with its loss in chunks is not rehearsable.
 
-        The repetition is needed because configurations without chunks are tried with fewer splits while chunks are
-        available (`_splits`). In the repeated search, in which chunks are no longer available, all splits are tried.
+        A repetition is needed because configurations without chunks are tried with more splits then (`_splits`).
         """
         while True:
             try:
@@ -199,18 +195,14 @@ class Chooser:
     def _splits_to_the_smallest(self, config: Config) -> tuple[MicroBatching, ...]:
         """Returns the splits to try for the smallest peak of a configuration, the most micro-batches first.
 
-        With recompute it is enough to try the splits with the most and the fewest micro-batches. Without recompute all
-        splits are tried: accumulation keeps gradients alive but reduces activations, so a split between the two may
-        have the smallest peak.
+        With recompute the splits with the most and the fewest micro-batches are enough. Without it all are tried:
+        accumulation keeps gradients alive but reduces activations, so a split between the two may be the best.
         """
         splits = self._splits(config)
         return tuple(dict.fromkeys(splits[-1:] + splits[:1])) if self._space.recompute else splits[::-1]
 
     def _candidate(self, config: Config, split: MicroBatching) -> Candidate | None:
-        """Returns the candidate; None if its step cannot be rehearsed. The error is then kept in `dropped`.
-
-        Raises `_ChunksRefusedError` if that step has its loss in chunks and could do without chunks.
-        """
+        """Returns the candidate; None if its step cannot be rehearsed. The error is then kept in `dropped`."""
         try:
             return self._candidates.of(config, split)
         except PlannerError as error:
@@ -224,8 +216,7 @@ class Chooser:
     def _configs(self) -> Iterator[Config]:
         """Yields all configurations in the order in which they are tried.
 
-        The user's optimizer comes before its replacements. For each optimizer, the fastest precision comes first, so
-        that its time prunes the others.
+        The user's optimizer comes before its replacements, and the fastest precision first, so that it prunes others.
         """
         for optimizer, update in itertools.product(self._space.optimizers, self._space.updates):
             for precision, loss in itertools.product(reversed(self._space.precisions), self._space.losses):
@@ -294,10 +285,7 @@ class Chooser:
         return max(bounds)
 
     def _simpler(self, config: Config) -> Config:
-        """Returns `config` with the baseline's optimizer and its update after the backward.
-
-        The recording of this simpler configuration bounds configurations with other optimizers and times of the update.
-        """
+        """Returns `config` with the baseline's optimizer and its update after the backward. It gives bounds."""
         return without_roles(config, Role.OPTIMIZER, Role.UPDATE_TIME)
 
     def _could_pay(self, config: Config, budget_bytes: int, limit_ns: float) -> bool:
@@ -369,10 +357,7 @@ class Chooser:
         return best
 
     def _without_recompute(self, candidate: Candidate, budget_bytes: int) -> list[Choice]:
-        """Returns a list with the plan of a candidate that fits without recompute.
-
-        If recompute is forced, the plan recomputes the cheapest unit; the list is empty if no unit can be recomputed.
-        """
+        """Returns the plan of a candidate that fits without recompute; with the cheapest unit if recompute is forced."""
         if not self._force_recompute:
             return [_choice(candidate, _without_units(candidate))]
         selection = candidate.cheapest_single(budget_bytes)

@@ -2,7 +2,7 @@
 
 The chooser promises a peak of tensors, and the allocator needs some bytes more (its slack). So a plan is chosen and
 certified, and if its certificate does not fit, another plan is chosen with a smaller limit on the promised bytes
-(`budget_search`). Four functions use this loop:
+(`budget_search`). On top of this loop there are four functions:
 
 - `best` finds the plan for the user: the fastest plan that fits. A prefix of the model is frozen only if nothing else
   fits, and then the shortest prefix that is enough (searched from a guess by the bytes that freezing saves).
@@ -40,7 +40,7 @@ _HOPELESS = 6
 _FINEST_STEP = 512
 """The limit on promised bytes is lowered at least by the budget for tensors divided by this number."""
 _LARGE_SLACK = 0.05
-"""If the allocator's slack takes more than this fraction of a plan's total, a smaller plan is searched."""
+"""If the allocator's slack takes more than this fraction of a plan's total, a smaller plan is searched for."""
 _DESCENTS = 2
 """Maximum number of searches for a plan with a smaller total. Each search asks for one small segment (2 MiB) less."""
 
@@ -90,7 +90,7 @@ def fastest_in_chunks(
 ) -> Certified | None:
     """Returns the fastest certified plan with the number of loss chunks that follows from the budget.
 
-    If nothing fits, it is searched again with the maximum number of chunks. None if nothing fits then either.
+    If nothing fits, the search is repeated with the maximum number of chunks. None if nothing fits then either.
     """
     certified = fastest(session, space, constraints, attempts=attempts)
     if certified is None and (finer := space.with_most_chunks()) is not None:

@@ -34,7 +34,7 @@ _STEP = 1 / 12
 The fraction is divided by the rectangle's ratio of step times: where times differ more, the front is searched finer.
 """
 _STEEPEST = 4
-"""Larger ratios of step times than this count as this ratio."""
+"""Maximum ratio of step times of a rectangle: larger ratios count as this one."""
 _ALIKE = 1.01
 """Between two plans whose step times have at most this ratio, no other plan is searched."""
 _SEARCHING = 0.6

@@ -217,7 +217,7 @@ class PlanningSession:
         return dataclasses.replace(certified, measured=dataclasses.replace(measured, fits=fits))
 
     def smallest_budget_bytes(self, certified: Certified) -> int:
-        """Returns the smallest total in bytes in which a certified step runs, at most 1 MiB too large."""
+        """Returns the smallest total in bytes in which a certified step runs. It may be up to 1 MiB too large."""
         return smallest_capacity_bytes(certified.graph, self.card)
 
     def lower_bound_bytes(self, config: tuple[Decision, ...]) -> int:

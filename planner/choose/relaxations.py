@@ -41,7 +41,7 @@ def relaxations(session: PlanningSession, constraints: Constraints) -> tuple[Rel
 
 
 def _single_relaxations(constraints: Constraints) -> Iterator[tuple[str, type[Decision] | None, Constraints]]:
-    """Yields the label of each relaxation, the technique that it allows (None for a fidelity), and the constraints."""
+    """Yields for each relaxation its label, the technique that it allows (None for a fidelity) and new constraints."""
     for technique in KINDS.values():
         if technique.kind in constraints.forbidden and technique.fidelity <= constraints.fidelity:
             forbidden = tuple(name for name in constraints.forbidden if name != technique.kind)

@@ -133,7 +133,7 @@ def replayed(
 
 
 def _breakdown(graph: StepGraph, tick: int, granularity: int, reserved: int, card: DeviceProfile) -> dict[str, int]:
-    """Returns the bytes alive at a tick by category. The category of the other reserved bytes is the slack."""
+    """Returns the bytes alive at a tick by category. Reserved bytes in which nothing is alive are the slack."""
     totals: dict[str, int] = {}
     for storage, spans in zip(graph.storages, graph.spans(), strict=True):
         if any(start <= tick < stop for start, stop in spans):

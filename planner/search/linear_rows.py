@@ -83,7 +83,10 @@ class RowSource:
         self._signs = np.array(signs, np.int64)
 
     def _linear_form(self, number: int, condition: Condition) -> Row:
-        """Returns the condition as  upper + coefficients * columns  (in a `Row`). It gets a column if it needs one."""
+        """Returns a `Row` with which the condition is  upper + coefficients * columns.
+
+        If the condition needs a column of its own, it gets one here.
+        """
         unless, when = condition
         if len(unless) == 1 and not when and self._alternatives(unless[0]):
             return _row(unless[0], [-1] * len(unless[0]), 1)

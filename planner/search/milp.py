@@ -68,7 +68,7 @@ def solve(
     tolerance_ns: int = 0,
     below_ns: int | None = None,
 ) -> Selection | None:
-    """Returns the cheapest selection whose peak is at most `budget_bytes`. Among such selections it has few units.
+    """Returns the cheapest selection whose peak is at most `budget_bytes`; of equally cheap ones, one with few units.
 
     Args:
         problem: the units, and how they change memory and time.
@@ -84,7 +84,7 @@ def solve(
         the proven relative distance to the optimum; 0.0 if no cheaper selection fits.
 
     Raises:
-        SearchTimeout: within the time limit, no selection was found, and none was proven not to exist.
+        SearchTimeout: within the time limit, neither such a selection was found nor a proof that there is none.
     """
     return Search(problem).solve(
         budget_bytes, time_limit_seconds=time_limit_seconds, tolerance_ns=tolerance_ns, below_ns=below_ns

@@ -3,7 +3,7 @@
 This is a local search with a list of visited selections. It starts from a selection and looks at the highest point of
 its curve (an event or a recompute). For the most promising units that would free bytes there, it evaluates exactly the
 selection with that unit and without the units that exclude it. It moves to the selection with the lowest peak, even if
-that is no improvement. It stops when the peak fits, or after a number of moves. That no selection fits is not proven.
+that is no improvement. It stops when the peak fits, or after a number of moves. It proves nothing if no selection fits.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def _blocks(order: Sequence[str]) -> list[str]:
 
 
 def _merged(leaves: Sequence[str], owners: Sequence[str]) -> tuple[str, ...]:
-    """Returns `leaves`, each replaced by its outermost parent all of whose parameters belong to modules in `leaves`."""
+    """Returns `leaves`, each replaced by its outermost parent that has no parameters outside of `leaves`."""
     kept = set(leaves)
     names: list[str] = []
     for leaf in leaves:
