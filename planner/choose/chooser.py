@@ -122,9 +122,9 @@ class Chooser:
         return self._or_without_chunks(self._smallest)
 
     def _or_without_chunks(self, search: Callable[[], T]) -> T:
-        """Returns the result of `search`, repeated without chunks if a step with its loss in chunks is not rehearsable.
+        """Returns the result of `search`. If a step with its loss in chunks cannot be rehearsed, `search` is repeated.
 
-        A repetition is needed because configurations without chunks are tried with more splits then (`_splits`).
+        In the repetition, configurations without chunks are tried with all splits instead of one (`_splits`).
         """
         while True:
             try:
@@ -285,7 +285,7 @@ class Chooser:
         return max(bounds)
 
     def _simpler(self, config: Config) -> Config:
-        """Returns `config` with the baseline's optimizer and its update after the backward. It gives bounds."""
+        """Returns `config` with the baseline's optimizer and the update after the backward. It bounds `config`."""
         return without_roles(config, Role.OPTIMIZER, Role.UPDATE_TIME)
 
     def _could_pay(self, config: Config, budget_bytes: int, limit_ns: float) -> bool:
@@ -357,7 +357,7 @@ class Chooser:
         return best
 
     def _without_recompute(self, candidate: Candidate, budget_bytes: int) -> list[Choice]:
-        """Returns the plan of a candidate that fits without recompute; with the cheapest unit if recompute is forced."""
+        """Returns the plan of a candidate that fits without recompute. If recompute is forced, it has the cheapest unit."""
         if not self._force_recompute:
             return [_choice(candidate, _without_units(candidate))]
         selection = candidate.cheapest_single(budget_bytes)
