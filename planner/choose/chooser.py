@@ -357,7 +357,7 @@ class Chooser:
         return best
 
     def _without_recompute(self, candidate: Candidate, budget_bytes: int) -> list[Choice]:
-        """Returns the plan of a candidate that fits without recompute. If recompute is forced, it has the cheapest unit."""
+        """Returns the plan of a candidate that fits without recompute; if recompute is forced, with one unit."""
         if not self._force_recompute:
             return [_choice(candidate, _without_units(candidate))]
         selection = candidate.cheapest_single(budget_bytes)
