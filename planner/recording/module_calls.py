@@ -12,11 +12,12 @@ from planner.recording.module_state import changed_state, is_compiled, module_st
 from planner.recording.step_graph import Call
 from planner.recording.storage_table import StorageTable
 
+# Obstacles: reasons why a call must not be run twice. "It" is the module.
 COMPILED = "it runs compiled, or inside of a compiled module"
 _WITHOUT_FORWARD = "its class does not define a forward"
 _WITHOUT_GRADIENTS = "it runs without gradients"
 OWN_GENERATOR = "it draws from its own random generator, whose state would differ in a second run"
-TAKES_GRADIENTS = "its backward already runs inside of the model's forward"
+TAKES_GRADIENTS = "its backward runs already during the model's forward"
 NO_REPLAY = frozenset({COMPILED, _WITHOUT_FORWARD, _WITHOUT_GRADIENTS, TAKES_GRADIENTS})
 """Obstacles that also forbid a replay, which runs the recorded ops of the forward again but no Python code."""
 
@@ -106,7 +107,7 @@ class ModuleCalls:
         return enter
 
     def _obstacle(self, module: torch.nn.Module, parent: int | None) -> str | None:
-        """Returns why the call must not be run twice, as far as it is known before the forward runs, else None."""
+        """Returns the obstacle that is already known before the forward runs; None if there is none."""
         if is_compiled(module) or (parent is not None and self.all[parent].obstacle == COMPILED):
             return COMPILED
         if getattr(type(module).forward, "__name__", "") == "_forward_unimplemented":
