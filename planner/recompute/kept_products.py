@@ -32,9 +32,9 @@ would draw other numbers than in the first run. So the output of attention with 
 
 _NAMES = frozenset(f"aten.{name}.default" for name in PRODUCTS)
 _MIN_DENSITY_DROP = 1.5
-"""Minimum factor by which kept products save more time per byte than the products that are recomputed.
+"""Minimum ratio of the time saved per byte of the worst kept product to that of the best recomputed product.
 
-It applies where only some products are kept (`_alternatives`).
+It is the condition for keeping only some of the products (`_alternatives`).
 """
 
 
@@ -134,7 +134,7 @@ class Keepable:
         }
 
     def _is_usable(self, index: int, op: Op) -> bool:
-        """True if the op's output can be kept and the op then be skipped.
+        """True if a recompute can skip the op and take its kept output instead.
 
         The op must make its output storages, no later op may overwrite them, and the op must draw no random numbers.
         """

@@ -40,8 +40,8 @@ class Rerun:
     """The cost of one call if it is recomputed (or offloaded) by one unit."""
 
     backs: dict[int, int] | int
-    """Tick at which saved tensors are made again (or copied back): one tick for all saves of the call, or a dict that
-    maps the tick of each save (`Save.pack`) to it."""
+    """Tick at which saved tensors are made again (or copied back): one tick for all saves of the call, or
+    a dict with one tick for each save; its keys are the `Save.pack` of the saves."""
     frees: frozenset[int] | None
     """Storages saved in the call that are freed until they are made again; None for all storages except `kept`."""
     kept: frozenset[int]
@@ -338,7 +338,7 @@ class _Part:
         return min((save.unpack for _, save in self.saves if save.unpack is not None), default=None)
 
     def can_be_read(self, tick: int) -> bool:
-        """True if autograd still holds a tensor of this part at this tick."""
+        """True if autograd still holds a tensor saved in this part at this tick."""
         return any(save.release is None or save.release > tick for _, save in self.saves)
 
 

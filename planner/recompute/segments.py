@@ -34,16 +34,16 @@ from planner.recording.module_calls import COMPILED, NO_REPLAY
 from planner.recording.step_graph import Call, Phase, Save, StepGraph
 
 _MIN_OWN_SHARE = 0.1
-"""Minimum fraction of all saved bytes for cutting the modules of a type.
+"""Minimum fraction of all saved bytes that the modules of one type must save for being cut.
 
-It is compared with the bytes that the calls of all modules of this type save, without the saves of submodules.
+The saves of their submodules do not count.
 """
 _MIN_OWN_OPS = 8
-"""Minimum number of ops for cutting a forward, without the ops of submodules."""
+"""Minimum number of ops that a forward must have for being cut, without the ops of submodules."""
 _MIN_SEGMENT_SHARE = 1 / 100
-"""Minimum fraction of all saved bytes for cutting a segment further; it is compared with the bytes saved in it."""
+"""Minimum fraction of all saved bytes that a segment must save for being cut into halves."""
 _MIN_SUBMODULE_CALLS = 8
-"""Minimum number of submodule calls for cutting a forward between its submodule calls, into halves and quarters."""
+"""Minimum number of submodule calls that a forward must make for being cut between them, into halves and quarters."""
 _GOOD_CUT = 1.2
 """Maximum ratio of the bytes that cross a cut to the bytes that cross the segment's cheapest cut.
 
@@ -180,7 +180,7 @@ class _Cuts:
     def segments(self) -> tuple[Segment, ...]:
         """All segments; a segment comes before the segments inside of it.
 
-        The whole forward may be recomputed only in parts: to run all of it again at once would reach the original peak.
+        The whole forward may be recomputed only in parts: running it again at once would reach the original peak.
         """
         segments: list[Segment] = []
         self._halve(0, len(self._crossing) - 1, segments, depth=len(self._crossing))
@@ -265,7 +265,7 @@ def _crossing_bytes(graph: StepGraph, ops: list[int]) -> np.ndarray:
 
 
 def _with_calls(graph: StepGraph, ops_of: dict[int, list[int]], segments: dict[int, tuple[Segment, ...]]) -> StepGraph:
-    """Returns the recording with the segments as further calls.
+    """Returns the recording with the segments added as calls.
 
     A segment becomes the parent of the calls inside of it, and the call of the tensors saved inside of it.
 

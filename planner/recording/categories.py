@@ -13,9 +13,9 @@ def note_obstacles(
     buffers: dict[int, tuple[str, bool]],
     storages: list[Storage],
 ) -> None:
-    """Records an obstacle for every call that overwrites its inputs or its own state (in place).
+    """Records an obstacle for every call with an in-place write that makes a second run give a different result.
 
-    Such a call would compute a different result when it runs a second time.
+    Such a call writes to tensors that it did not make, or one of its inputs is overwritten later.
 
     Args:
         calls: all module calls. The function sets their `obstacle`.

@@ -70,7 +70,7 @@ class Updates:
         ]
 
     def note_trained(self, names: Iterable[str]) -> None:
-        """Declares which parameters have a gradient. For a step that has no backward."""
+        """Declares which parameters have a gradient. It is for a step without a backward, which cannot show them."""
         self._is_sparse.update(dict.fromkeys(names, False))
 
     def starts_step(self) -> None:

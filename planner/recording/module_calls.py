@@ -71,7 +71,7 @@ class ModuleCalls:
             call = self.all[call].parent
 
     def _entering(self, name: str) -> Callable[[torch.nn.Module, tuple, dict], None]:
-        """Returns the hook that runs before the forward of one module; it begins a `Call`."""
+        """Returns the hook that runs before every forward of one module and begins a `Call`."""
 
         def enter(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
             if torch._C._current_autograd_node() is not None:  # a recomputation inside backward

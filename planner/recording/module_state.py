@@ -14,9 +14,8 @@ def module_state(module: torch.nn.Module) -> dict[str, object]:
     """Returns the state that a forward could change; `changed_state` compares it before and after the forward.
 
     The state maps a description to a value: values of plain attributes, lengths of lists, identities of tensors that
-    are attributes or buffers, and the states of Python's and numpy's random generators. In-place writes to tensors are
-    not
-    included: the recorder sees them as ops.
+    are attributes or buffers, and the states of Python's and numpy's random generators. In-place writes to tensors
+    are not included: the recorder sees them as ops.
     """
     state: dict[str, object] = {}
     for name, value in vars(module).items():

@@ -69,7 +69,7 @@ class Recorder(TorchDispatchMode):
         virtual: True if the tensors on this device are fake. Real tensors are then constants on the host.
         what_if: True for a what-if recording, False for a plain one.
         in_place: decides which ops are recorded as in-place, because they would run in place on real tensors although
-            they return a new tensor for fake tensors. None records no op so.
+            they return a new tensor for fake tensors. If it is None, ops are recorded as they run.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Returns a context in which ops run without being recorded."""
+        """Returns a context manager; ops inside the `with` block run without being recorded."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -275,7 +275,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def watching(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Returns a context in which the hooks on modules, optimizers, gradients and saved tensors are active."""
+        """Returns a context manager that sets the hooks on modules, optimizers and gradients, and for saved tensors."""
         self.module_types = {name: type(module).__name__ for name, module in model.named_modules()}
         for name, module in model.named_modules():
             is_norm = isinstance(module, torch.nn.modules.batchnorm._NormBase)

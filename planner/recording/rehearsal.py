@@ -45,8 +45,8 @@ class Rehearsal:
     prepare: Prepare
     target: backend.Target
     micro_batch_sizes: tuple[int, ...]
-    """Number of samples in each rehearsed micro-batch. The rehearsed batch has the sum of them, and the training step
-    splits it."""
+    """Number of samples in each rehearsed micro-batch. The rehearsed batch has as many samples as all of them together;
+    the training step splits it."""
     steps: int
     """Number of training steps to record."""
     primed: bool
@@ -54,8 +54,8 @@ class Rehearsal:
     what_if: bool
     """True for a what-if recording, see `planner.recording.recorder`."""
     trained: tuple[str, ...] | None = None
-    """Names of the parameters that have a gradient, for a step without a backward. None for a step with a backward,
-    which shows them."""
+    """Names of the parameters that have a gradient, for a step without a backward. None for a step with
+    a backward, in which they are recorded."""
 
     def start(self) -> Child:
         """Starts the rehearsal in a child process. `Child.result` waits for it and returns its `StepGraph`."""
@@ -95,7 +95,7 @@ def on_virtual_gpu(target: backend.Target, refuse: Refuse, *, what_if: bool) -> 
 
 
 def _received(answer: tuple[StepGraph, bytes]) -> StepGraph:
-    """Returns the recording from the child's answer, and adds the rest of the answer to the fake tensor cache."""
+    """Returns the recording from the child's answer, and adds the answer's cache entries to the fake tensor cache."""
     graph, calls = answer
     fake_tensor_cache.remember(calls)
     return graph

@@ -25,7 +25,7 @@ class OpRecorder(Protocol):
     """Number of nodes that autograd had created when the last op that made or changed a storage had run."""
 
     def pause(self) -> AbstractContextManager[None]:
-        """Returns a context in which ops run without being recorded."""
+        """Returns a context manager; ops inside the `with` block run without being recorded."""
 
 
 class _SavedPlaceholder:

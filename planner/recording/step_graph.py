@@ -1,8 +1,8 @@
 """The result of a rehearsal: plain data about training steps, in the order in which they ran.
 
-Time is counted in *ticks*: every event has the next tick. An event is that an op starts, a storage is born or dies, a
-tensor is saved for backward, unpacked or released, a module call starts or ends, or an optimizer step begins. Bytes are
-the sizes of storages as PyTorch requested them, before the allocator rounds them up.
+Time is counted in *ticks*: each event gets the next tick. The events are: an op starts, a storage is
+born or dies, a tensor is saved for backward, unpacked or released, a module call starts or ends, an optimizer step
+begins. Bytes are the sizes of storages as PyTorch requested them, before the allocator rounds them up.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Call:
     """Indices of the storages of the tensors among the arguments; empty for a segment."""
     made_inputs: tuple[int, ...]
     """The elements of `inputs` that differentiable ops made. Only these inputs may be offloaded. Empty if a tensor is
-    passed twice, because copies of it would no longer be one object."""
+    passed twice: its two copies would no longer be the same object."""
     obstacle: str | None
     """The reason why this call must not be run twice; None if no reason was found."""
     has_hooks: bool = False
@@ -196,7 +196,8 @@ class StepGraph:
         return chain
 
     def spans(self) -> list[list[tuple[int, int]]]:
-        """Returns, for each storage, the ticks [start, stop) in which it or a save of it is alive, without overlaps."""
+        """Returns, for each storage, the disjoint ticks [start, stop) in which it is alive, with the time of its saves.
+        """
         spans: list[list[tuple[int, int]]] = [list(storage.lives) for storage in self.storages]
         for save in self.saves:
             if save.storage is not None:
@@ -204,8 +205,10 @@ class StepGraph:
         return [_union(span) for span in spans]
 
     def live_bytes(self, *, granularity_bytes: int = 1) -> np.ndarray:
-        """Returns int64[ticks]: bytes alive at each tick, with storage sizes rounded up to multiples of
-        `granularity_bytes`.
+        """Returns int64[ticks]: bytes alive at each tick.
+
+        Storage sizes are rounded up to multiples of `granularity_bytes`.
+
         """
         delta = np.zeros(self.ticks + 1, dtype=np.int64)
         for storage, spans in zip(self.storages, self.spans(), strict=True):

@@ -53,7 +53,7 @@ class StorageTable:
                 its life becomes one more life of that storage. None gives a new storage a new index.
 
         Returns:
-            None if the tensor has no elements, is sparse, or is on another device.
+            The index; None if the tensor has no elements, is sparse, or is on another device.
         """
         if not self.watches(tensor) or tensor.layout is not torch.strided:
             return None

@@ -95,8 +95,8 @@ def _only_raises(node: ast.If) -> bool:
 def _leaves(test: ast.expr, wanted: bool) -> Iterator[tuple[ast.expr, bool]]:
     """Yields the innermost operands of `not`, `and` and `or`, each with its value if the test is to be `wanted`.
 
-    For `a or b` to be true, one true operand would be enough; both get the value True here. This is safe, because
-    Python evaluates `b` only if `a` was false. The same holds for `a and b` to be false.
+    If `a or b` is to be true, both operands get the value True, although one would be enough. This is safe: Python
+    evaluates `b` only if `a` was false. In the same way both get False if `a and b` is to be false.
     """
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield from _leaves(test.operand, not wanted)

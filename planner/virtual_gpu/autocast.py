@@ -71,7 +71,7 @@ class Autocast:
         that also clears this cache.
 
         Args:
-            library: function that returns the `torch.library.Library` for a namespace; it has to stay alive.
+            library: function that returns the `torch.library.Library` of a namespace, and keeps it alive.
         """
         library("_").fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
         aten = library("aten")

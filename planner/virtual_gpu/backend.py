@@ -158,7 +158,7 @@ _libraries: list[torch.library.Library] = []
 
 
 def library(namespace: str) -> torch.library.Library:
-    """Returns a `torch.library.Library` for a namespace, whose registrations last until the process ends."""
+    """Returns a new `torch.library.Library` of a namespace. Its registrations last until the process ends."""
     library = torch.library.Library(namespace, "IMPL")
     _libraries.append(library)
     return library

@@ -55,15 +55,15 @@ class DataDependence:
     def __init__(self, where: Callable[[], str]) -> None:
         self.known = ShadowValues()
         self.assumptions: dict[str, None] = {}
-        """The assumptions, each with module and line, in the order in which they were first needed (a dict for its
-        order)."""
+        """The assumptions, each with module and line, in the order in which they were first needed."""
         self._where = where
         self._noted: set[tuple[str, str]] = set()
         """(assumption, source line) of the assumptions that are noted already."""
         self.on_refusal_in_backward: Callable[[RehearsalError], None] = lambda error: None
-        """Called with a refusal in a backward. It must not return: raising the error there would abort the process.
+        """Called with a refusal in a backward, where raising it would abort the process.
 
-        The error would pass through C++ code that has a device guard in Python.
+        The error would pass through C++ code that has a device guard in Python. So in a rehearsal this function sends
+        the error to the parent and ends the process.
         """
 
     def assume(self, assumptions: Iterable[str]) -> None:
@@ -77,7 +77,7 @@ class DataDependence:
     def refusal(self, what: str, way_out: str = _WITHOUT_VALUES) -> RehearsalError:
         """Returns the error to raise if the rehearsal cannot continue. Its message also names the module and the line.
 
-        In a backward it calls `on_refusal_in_backward` instead of returning.
+        In a backward it first calls `on_refusal_in_backward`, which may end the process.
 
         Args:
             what: the reason why the rehearsal cannot continue, as a sentence.
@@ -99,7 +99,7 @@ class DataDependence:
         return value
 
     def scalar(self, tensor: torch.Tensor) -> float | int | bool | None:
-        """Returns the value of a tensor with one element, known or assumed; None if there is none."""
+        """Returns the known or assumed value of a tensor with one element; None if the value is neither."""
         value = self.known_value(tensor)
         if value is not None:
             with unset_fake_temporarily():

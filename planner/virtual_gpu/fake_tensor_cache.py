@@ -60,9 +60,9 @@ _MORE_THAN_METADATA_TAGS = frozenset(
 )
 """Ops with one of these tags are not cached: they depend on tensor values, or change the shape of an argument."""
 _MORE_THAN_METADATA = ("aten::as_strided", "aten::set_", "aten::resize_", "aten::lift")
-"""Beginnings of the names of ops that are not cached: they depend on the size of a storage, or change it."""
+"""Ops whose names begin so are not cached: they depend on the size of a storage, or change it."""
 _WRITES_ONLY = ("aten::_foreach_", "aten::_fused_")
-"""Beginnings of the names of ops that are cached if they return nothing: they change only tensor values."""
+"""Ops whose names begin so are cached if they return nothing: they change only tensor values."""
 
 
 class _NotPlainError(Exception):
@@ -232,7 +232,7 @@ def remember(calls: bytes) -> None:
 class _Pickler(pickle.Pickler):
     """Pickles ops by name, and the virtual GPU as `privateuseone`.
 
-    The parent process does not install the virtual GPU, so there the device has this name.
+    This is the name of the device in the parent process, which has not installed the virtual GPU.
     """
 
     def reducer_override(self, value: Any) -> Any:

@@ -26,7 +26,7 @@ Refuse = Callable[[PlannerError], NoReturn]
 
 
 class Child:
-    """A forked process that computes `function(refuse)`, and starts when the object is created.
+    """A child process that computes `function(refuse)`. Creating the object forks the process.
 
     Args:
         function: computes a picklable value in the child. It must call `refuse(error)` instead of raising an error that
@@ -46,7 +46,7 @@ class Child:
             )
         if torch.cuda.is_initialized():
             raise RehearsalProcessError(
-                "CUDA is initialized in this process, so it cannot be forked, which a rehearsal needs: plan before the "
+                "this process cannot be forked for a rehearsal, because CUDA is initialized in it: plan before the "
                 "first use of CUDA, or in a separate process with the `plan` command"
             )
         sys.stdout.flush()

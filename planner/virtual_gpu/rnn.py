@@ -38,7 +38,7 @@ _SAVED_GATES = {0: 1, 1: 1, 2: 4, 3: 4}
 A GRU needs its three gates, and the recurrent part of the new gate before it is multiplied by the reset gate.
 """
 _CUDNN_DTYPES = (torch.float16, torch.float32, torch.float64)
-"""Dtypes that run on cuDNN (`cudnn_is_acceptable` in native/Convolution.cpp). bf16 layers run step by step."""
+"""Dtypes that run on cuDNN (`cudnn_is_acceptable` in native/Convolution.cpp). bf16 layers run without it."""
 
 
 def register() -> None:

@@ -36,9 +36,9 @@ CONSTANTS = {
     _aten.new_full: None,
     _aten.fill_: None,
 }
-"""Ops whose result has one value everywhere, mapped to this value. None if one of `CONSTANT_ARGUMENTS` is the value."""
+"""Ops whose result has one value everywhere, mapped to this value; None if an argument gives it."""
 CONSTANT_ARGUMENTS = ("fill_value", "value")
-"""Names of the arguments that have the value of a constant op."""
+"""Names of the arguments that give the value of an op in `CONSTANTS`."""
 UNINITIALISED = {_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default}
 UNINITIALISED |= {_aten.new_empty.default, _aten.new_empty_strided.default}
 ELEMENTWISE = {_aten._to_copy.default, _aten.clone.default, _aten.rsub.Scalar, _aten.floor_divide.default}
@@ -61,7 +61,7 @@ def nested_tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def is_elementwise(op: torch._ops.OpOverload) -> bool:
-    """True if each element of the op's result depends only on the elements at the same position of its arguments."""
+    """True if each element of the result depends only on the elements at the same position in the arguments."""
     return torch.Tag.pointwise in op.tags or op in ELEMENTWISE
 
 

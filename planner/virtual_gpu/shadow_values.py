@@ -155,8 +155,8 @@ class ShadowValues:
         """
         if op in UNINITIALISED:
             return
-        # The order matters: a constant is known even if its arguments are not, a random result is unknown even if they are
-        # known. All other ops are run on the values of their arguments.
+        # The order matters: a constant is known even if its arguments are not, a random result is unknown even if they
+        # are known. All other ops are run on the values of their arguments.
         results = [tensor for tensor in nested_tensors(out) if tensor.layout is torch.strided]
         if op.overloadpacket in CONSTANTS and self._follow_constant(op, args, kwargs, results):
             return
@@ -270,14 +270,14 @@ class ShadowValues:
                 return 0, args[0]
 
     def _follow_draw(self, result: torch.Tensor, low: int, high: int) -> None:
-        """Assumes that random integers are low, low + 1, ..., high - 1, and then start again at low."""
+        """Assumes that random integers are low, low + 1, ..., high - 1 and, after that, low again."""
         if _is_tracked(result):
             with unset_fake_temporarily():
                 real = (low + torch.arange(result.numel()) % (high - low)).reshape(result.shape).to(result.dtype)
             self.learn(result, real, frozenset((ASSUMED_DRAWS,)))
 
     def _follow_choice(self, op: Any, args: tuple, kwargs: dict, out: Any) -> None:
-        """Assumes that positions chosen by value (`CHOICES`) are 0, 1, 2, ..., and start again at the end."""
+        """Assumes that positions chosen by value (`CHOICES`) are 0, 1, 2, ... and, after the last position, 0 again."""
         positions = out[CHOICES[op]] if isinstance(out, (tuple, list)) else out
         argument = {name.name: number for number, name in enumerate(op._schema.arguments)}["dim"]
         dim = kwargs.get("dim", args[argument] if len(args) > argument else (-1 if op is _aten.topk.default else None))
