@@ -1,8 +1,8 @@
 """The result of a rehearsal: plain data about training steps, in the order in which they ran.
 
-Time is counted in *ticks*: each event gets the next tick. The events are: an op starts, a storage is
-born or dies, a tensor is saved for backward, unpacked or released, a module call starts or ends, an optimizer step
-begins. Bytes are the sizes of storages as PyTorch requested them, before the allocator rounds them up.
+Time is counted in *ticks*: each event gets the next tick. The events are: an op starts, a storage is born or dies, a
+tensor is saved for backward, unpacked or released, a module call starts or ends, an optimizer step begins. Bytes are
+the sizes of storages as PyTorch requested them, before the allocator rounds them up.
 """
 
 from __future__ import annotations
@@ -196,8 +196,7 @@ class StepGraph:
         return chain
 
     def spans(self) -> list[list[tuple[int, int]]]:
-        """Returns, for each storage, the disjoint ticks [start, stop) in which it is alive, with the time of its saves.
-        """
+        """Returns, for each storage, the disjoint ticks [start, stop) in which it is alive, including its saves."""
         spans: list[list[tuple[int, int]]] = [list(storage.lives) for storage in self.storages]
         for save in self.saves:
             if save.storage is not None:
