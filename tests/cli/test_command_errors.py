@@ -116,7 +116,7 @@ FAULTS = {
     "raises_lines": "raised ValueError: first line",
     "returns_nothing": "returned 0 values: return model",
     "interrupted": "interrupted",
-    "leaves_in_forward": "refused the batch: SystemExit",
+    "leaves_in_forward": "failed with this batch: SystemExit",
     "breaks_the_planner": "ZeroDivisionError: first line second line; this is a bug of the planner",
 }
 
