@@ -277,7 +277,7 @@ def test_the_device_is_chosen_by_its_number(tmp_path):
     assert replay_history(load(path, device=2)).is_equal
     (note,) = load(path).notes
     assert note == "devices 0, 2 have events, and device 0 is shown: choose another with --device"
-    with pytest.raises(SnapshotError, match="no events of device 1: choose one of 0, 2"):
+    with pytest.raises(SnapshotError, match="no events of device 1: choose one of the devices 0, 2"):
         load(path, device=1)
 
 

@@ -69,8 +69,8 @@ def test_small_tensors_train_as_plain_adamw_does():
     ("optimizer", "message"),
     [
         ("sgd", "replaces AdamW or Adam, not SGD"),
-        (lambda p: torch.optim.AdamW(p, amsgrad=True), "has no amsgrad, which group 0"),
-        (lambda p: torch.optim.Adam(p, weight_decay=0.1), "adds weight_decay 0.1 to the gradient"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), "has no amsgrad, which parameter group 0"),
+        (lambda p: torch.optim.Adam(p, weight_decay=0.1), "parameter group 0 of Adam has weight_decay 0.1"),
     ],
 )
 def test_optimizers_that_would_become_another_one_are_refused(optimizer, message):
