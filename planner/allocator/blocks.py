@@ -70,7 +70,7 @@ class Block:
         return rest
 
     def absorb_next(self) -> None:
-        """Merges the following block into this block. The caller must have removed it from its pool before."""
+        """Merges the next block into this block. The caller must have removed the next block from its pool before."""
         absorbed = self.next
         assert absorbed is not None
         self.size_bytes += absorbed.size_bytes

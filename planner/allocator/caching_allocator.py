@@ -361,10 +361,10 @@ class CachingAllocator:
         return released_bytes >= wanted_bytes
 
     def _collect_garbage(self) -> None:
-        """Releases old free segments of the large pools until the reserved memory is at most the threshold.
+        """Releases old free segments of the large pools if reserved memory exceeds the garbage collection threshold.
 
-        It releases all segments whose age is at least the average age of the free segments, and repeats this with the
-        remaining ones (`garbage_collect_cached_blocks` in PyTorch).
+        It releases all free segments of at least average age, and repeats this with the remaining free segments until
+        reserved memory is at most the threshold (`garbage_collect_cached_blocks` in PyTorch).
         """
         allowed_bytes = self._settings.allowed_bytes
         assert allowed_bytes is not None  # Without it, garbage collection is off.

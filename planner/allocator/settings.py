@@ -43,13 +43,14 @@ class AllocatorSettings:
     max_non_split_rounding_bytes: int = 20 * MIB
     """A block of at least `max_split_size_bytes` serves a request only if it exceeds the request by less than this."""
     large_segment_bytes: int = 20 * MIB
-    """Size of the segments for requests between 1 and 10 MiB. In expandable segments, size of a page of the large
-    pool."""
+    """Size of the segments for requests between 1 and 10 MiB. Expandable segments of the large pool have pages of this
+    size."""
     roundup_power2_divisions: tuple[int, ...] = ()
-    """One number for each power of two from 1 MiB (and below) to 32 GiB (and above).
+    """Numbers of steps into which the range from a power of two to the next one is divided, to round requests up.
 
-    With the number 4, for example, requests between 2 and 4 MiB are rounded up to 2.5, 3, 3.5 or 4 MiB. 0 and 1 mean
-    rounding to 512 bytes, as does an empty tuple for all sizes.
+    The first entry is for requests below 2 MiB, the second one for those from 2 to 4 MiB, and so on; the last one is
+    for requests from 32 GiB. If the second entry is 4, requests from 2 to 4 MiB are rounded up to 2.5, 3, 3.5 or 4 MiB.
+    0 and 1 mean rounding up to a multiple of 512 bytes, and an empty tuple means this for all requests.
     """
     garbage_collection_threshold: float = 0.0
     """If reserved memory exceeds this fraction of `allowed_bytes`, old free segments are released before new memory is

@@ -147,9 +147,10 @@ def _read(path: pathlib.Path, shown: str) -> object:
 
 @contextlib.contextmanager
 def _naming(where: str) -> Iterator[None]:
-    """Makes errors of the code inside name `where`, the file and the part of it that is read.
+    """Turns errors that are raised inside the `with` statement into a `SnapshotError` that begins with `where`.
 
-    An error means that this part does not have the form that PyTorch writes, and becomes a `SnapshotError`.
+    `where` names the file and the part of it that is being read. An error means that this part does not have the form
+    that PyTorch writes.
     """
     try:
         yield

@@ -260,7 +260,7 @@ class _Replay:
         return round_size(request.size_bytes, self._history.settings) <= LARGEST_SMALL_BYTES, request.stream
 
     def _exchange(self, change_bytes: int) -> None:
-        """Adds memory that the record took from the driver (positive) or released (negative) to the counts."""
+        """Counts memory, in bytes, that the record took from the driver (positive) or released (negative)."""
         self._change_bytes += change_bytes
         self._reserved_bytes += change_bytes
 

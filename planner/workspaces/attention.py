@@ -13,10 +13,11 @@ def _rounded(number: int, multiple: int) -> int:
 
 @takes_scratch("aten._scaled_dot_product_flash_attention_backward.default")
 def flash_backward(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Returns the sizes of the blocks of flash attention's backward, without deterministic algorithms.
+    """Returns the sizes in bytes of the scratch blocks of flash attention's backward.
 
-    The blocks are the row sums and the query's gradient in fp32. With grouped-query attention there are also the
-    gradients of keys and values for each query head, before they are summed over each group.
+    The blocks are one number for each query (the sum over its output times the gradient of the output) and the query's
+    gradient, both in fp32. With grouped-query attention there are also the gradients of keys and values for each query
+    head, before they are summed over each group. Deterministic algorithms would need more, which is not counted.
 
     Source: transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`.
     """
@@ -31,9 +32,10 @@ def flash_backward(call: KernelCall, card: DeviceProfile) -> list[int]:
 
 @takes_scratch("aten._scaled_dot_product_efficient_attention_backward.default")
 def efficient_backward(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Returns the sizes of the blocks of memory-efficient attention's backward.
+    """Returns the sizes in bytes of the scratch blocks of memory-efficient attention's backward.
 
-    The blocks are the row sums and, for fp16 and bf16, the query's gradient in fp32.
+    The blocks are one number for each query (the sum over its output times the gradient of the output) and, for fp16
+    and bf16, the query's gradient, both in fp32.
 
     Source: transformers/cuda/attention_backward.cu, `_efficient_attention_backward`.
     """

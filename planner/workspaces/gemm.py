@@ -14,7 +14,7 @@ GEMM_OPS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.b
 
 @takes_scratch(*GEMM_OPS)
 def products(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Returns the sizes of the copies of operands that are contiguous neither by rows nor by columns."""
+    """Returns the sizes in bytes of the copies of operands that are contiguous neither by rows nor by columns."""
     names = ("mat1", "mat2") if "mat1" in call.arguments else ("self", "mat2")
     names = ("batch1", "batch2") if "batch1" in call.arguments else names
     return [layout.nbytes for layout in map(call.tensor, names) if _must_be_copied(layout)]

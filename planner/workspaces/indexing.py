@@ -18,7 +18,7 @@ _INDEX_BYTES = 8
 
 @takes_scratch("aten.embedding_dense_backward.default")
 def embedding_backward(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Returns the sizes of the blocks of the gradient of an embedding.
+    """Returns the sizes in bytes of the scratch blocks of the gradient of an embedding.
 
     The blocks are the sorted indices and their positions, the places in the sorted list where a run of equal indices
     begins, and partial sums of such runs in fp32. Few indices need none of these.
@@ -48,9 +48,10 @@ def _radix_sort_bytes(positions: int) -> int:
 
 @takes_scratch("aten.index_put.default", "aten.index_put_.default", "aten._index_put_impl_.default")
 def index_put(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Returns the sizes of the blocks of `index_put`; [] unless `accumulate` is True, as only then indices are sorted.
+    """Returns the sizes in bytes of the scratch blocks of `index_put`.
 
-    The blocks are the linear indices and their positions, a sorted copy of both, and the buffer of the sort.
+    With `accumulate=True` the indices are sorted. The blocks are the linear indices and their positions, a sorted copy
+    of both, and the buffer of the sort. With `accumulate=False` there are none.
 
     Source: Indexing.cu, `index_put_with_sort_kernel`.
     """
@@ -63,7 +64,7 @@ def index_put(call: KernelCall, card: DeviceProfile) -> list[int]:
 
 @takes_scratch("aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.topk.default")
 def sort(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Returns the sizes of the second buffer for keys and for positions that a radix sort needs.
+    """Returns the sizes in bytes of the second buffers, for keys and for positions, that a radix sort needs.
 
     This is an upper bound: sorts of few elements and `topk` may need less.
 

@@ -16,7 +16,7 @@ _FOREACH_CHUNK = 65536
 
 @takes_scratch("aten.native_layer_norm_backward.default", "aten._fused_rms_norm_backward.default")
 def layer_norm_backward(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Returns the sizes of the blocks of layer norm's and RMS norm's backward.
+    """Returns the sizes in bytes of the scratch blocks of layer norm's and RMS norm's backward.
 
     The blocks are partial sums of the gradients of weight and bias. They exist only for many rows and few columns.
 
@@ -36,7 +36,7 @@ def layer_norm_backward(call: KernelCall, card: DeviceProfile) -> list[int]:
 
 @takes_scratch("aten.native_group_norm.default")
 def group_norm(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Returns the sizes of the blocks of group norm: one scale and one shift for each sample and channel.
+    """Returns the sizes in bytes of group norm's scratch blocks: a scale and a shift for each sample and channel.
 
     Source: group_norm_kernel.cu, `GroupNormKernelImplInternal`.
     """
@@ -45,7 +45,7 @@ def group_norm(call: KernelCall, card: DeviceProfile) -> list[int]:
 
 @takes_scratch("aten.native_group_norm_backward.default")
 def group_norm_backward(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Returns the sizes of the blocks of group norm's backward.
+    """Returns the sizes in bytes of the scratch blocks of group norm's backward.
 
     The blocks are two sums and a scale for each sample and channel, and two values for each sample and group.
 
@@ -57,7 +57,7 @@ def group_norm_backward(call: KernelCall, card: DeviceProfile) -> list[int]:
 
 @takes_scratch("aten.convolution_backward.default", complete=False)
 def convolution_bias(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Returns the sizes of the blocks of a convolution's backward, as far as they are known.
+    """Returns the sizes in bytes of the scratch blocks of a convolution's backward, as far as they are known.
 
     They belong to the sum that gives the gradient of the bias (Convolution.cpp). The workspace of cuDNN is not known,
     so the formula is registered as incomplete.
@@ -71,7 +71,9 @@ def convolution_bias(call: KernelCall, card: DeviceProfile) -> list[int]:
 
 @takes_scratch("aten._foreach_norm.Scalar")
 def foreach_norm(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Returns the size of the block for the partial norms: for each tensor, as many as the largest tensor has chunks.
+    """Returns the size in bytes of the scratch block of `torch._foreach_norm`, which holds partial norms.
+
+    Each tensor has a partial norm for each chunk that the largest tensor has.
 
     Source: ForeachReduceOp.cu, `foreach_tensor_norm_cuda`.
     """

@@ -122,8 +122,8 @@ def _scratch_sizes(dims: list[_Dimension], itemsize: int, accumulator_bytes: int
 def _dimensions(layout: Layout, dims: tuple[int, ...] | None) -> list[_Dimension]:
     """Returns the dimensions that PyTorch's `TensorIterator` makes from those of a tensor.
 
-    Reduced dimensions come first, then kept ones, both in the order of their strides. Neighbors that one stride can
-    describe are merged, and dimensions of size 1 are dropped.
+    Reduced dimensions come first, then kept ones, both in the order of their strides. Adjacent dimensions are merged if
+    the result has a single stride, and dimensions of size 1 are dropped.
     """
     rank = len(layout.shape)
     reduced = {dim % rank for dim in dims} if dims and rank else set(range(rank))
@@ -175,7 +175,7 @@ def _output_vector(size: int, strides: list[int]) -> int:
 
     Args:
         size: Size of the kept dimension that is contiguous.
-        strides: Strides of all other dimensions, in elements. The number must divide `size` and all of them.
+        strides: Strides of all other dimensions, in elements. The result divides `size` and all strides.
     """
     vector = 4
     for number in (size, *strides):
@@ -187,7 +187,7 @@ def _output_vector(size: int, strides: list[int]) -> int:
 def _block(width: int, height: int, most: int) -> tuple[int, int]:
     """Returns the width and the height of a block of at most `most` threads (`set_block_dimension` in PyTorch).
 
-    `width` and `height` are the numbers of values that there are in the two directions.
+    `width` and `height` are the numbers of values to process along the x- and the y-dimension of the block.
     """
     width_power = _last_power(width) if width < most else most
     height_power = _last_power(height) if height < most else most
@@ -213,7 +213,7 @@ def _dims(call: KernelCall) -> tuple[int, ...] | None:
     "aten.norm.ScalarOpt_dim",
 )  # fmt: skip
 def sums(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Returns the sizes of the blocks of sums, means, products and norms.
+    """Returns the sizes in bytes of the scratch blocks of sums, means, products and norms.
 
     A partial result is fp32, fp64 for a float64 input, or int64 for integers.
     """
@@ -223,7 +223,9 @@ def sums(call: KernelCall, card: DeviceProfile) -> list[int]:
 
 @takes_scratch("aten.amax.default", "aten.amin.default", "aten.max.default", "aten.min.default")
 def extremes(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Returns the sizes of the blocks of maxima and minima without indices. A partial result has the input's dtype.
+    """Returns the sizes in bytes of the scratch blocks of maxima and minima without indices.
+
+    A partial result has the dtype of the input.
 
     Source: ReduceMaxValuesKernel.cu, ReduceMinValuesKernel.cu.
     """
@@ -233,27 +235,30 @@ def extremes(call: KernelCall, card: DeviceProfile) -> list[int]:
 
 @takes_scratch("aten.max.dim", "aten.min.dim", "aten.argmax.default", "aten.argmin.default")
 def places(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Returns the sizes of the blocks of maxima and minima with indices. A partial result is a value with its index."""
+    """Returns the sizes in bytes of the scratch blocks of maxima and minima with indices.
+
+    A partial result is a value with its index.
+    """
     return reduction(call.tensor("self"), _dims(call), accumulator_bytes=_VALUE_AND_INDEX_BYTES, card=card)
 
 
 @takes_scratch("aten.any.default", "aten.any.dim", "aten.any.dims", "aten.all.default", "aten.all.dim", "aten.all.dims")
 def truths(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Returns the sizes of the blocks of `any` and `all`. A partial result is one byte."""
+    """Returns the sizes in bytes of the scratch blocks of `any` and `all`. A partial result is one byte."""
     return reduction(call.tensor("self"), _dims(call), accumulator_bytes=1, card=card)
 
 
 @takes_scratch("aten.var.correction", "aten.std.correction", "aten.var_mean.correction", "aten.std_mean.correction")
 def moments(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Returns the sizes of the blocks of variances and standard deviations (Welford's algorithm)."""
+    """Returns the sizes in bytes of the scratch blocks of variances and standard deviations (Welford's algorithm)."""
     return reduction(call.tensor("self"), _dims(call), accumulator_bytes=_WELFORD_BYTES, card=card)
 
 
 @takes_scratch("aten.logsumexp.default")
 def log_sum_exp(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Returns the sizes of the blocks of `logsumexp`.
+    """Returns the sizes in bytes of the scratch blocks of `logsumexp`.
 
-    The blocks are the maxima, the exponentials of all elements, and the blocks of the sum over the exponentials.
+    The blocks are the maxima, the exponentials of all elements, and the scratch blocks of the sum over these.
 
     Source: ReduceOps.cpp, `logsumexp_out_impl`.
     """

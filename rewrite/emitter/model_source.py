@@ -1,7 +1,7 @@
 """Write the source code that builds a model and a random batch.
 
-It follows from the plan's reference to the model, `plan.model.reference`: a transformers configuration file, which is
-copied into the emitted file, the name of a pretrained model, or a function `location:name` that returns the model.
+`plan.model.reference` says where the model comes from: a transformers configuration file, whose content is copied into
+the emitted file; the name of a pretrained model; or `location:name`, a function or class of the user that returns it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from planner.workload.call_convention import Calling
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """Pieces of source code that build the model. `emit.source` puts them into the sections of the emitted file."""
+    """The parts of an emitted file that build the model and compute its loss. `emit.source` inserts them."""
 
     build: str = ""
     """Source of the function `build`; empty if the emitted file cannot build the model."""

@@ -1,8 +1,8 @@
 """The rules, which apply the decisions of a plan: one module per technique.
 
-A module has the name of the technique and defines two functions. For a decision of kind 'chunked-loss',
-`chunked_loss(rewriting, decision)` changes a live model, and `chunked_loss_source(plan, decision)` returns the code
-that does the same in an emitted file (`EmittedCode`).
+A decision's method `rule_name` returns the name of its module, such as `chunked_loss`. The module defines two
+functions: `chunked_loss(rewriting, decision)` changes a live model, and `chunked_loss_source(plan, decision)` returns
+the code that does the same in an emitted file (`EmittedCode`).
 """
 
 from __future__ import annotations

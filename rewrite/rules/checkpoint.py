@@ -155,8 +155,8 @@ class KeepingResults(TorchDispatchMode):
 class TakingResults(TorchDispatchMode):
     """Dispatch mode for the recompute that returns kept results instead of running their ops again.
 
-    Each result is returned once and then released. An op runs again if the op that had its number in the forward was
-    another one, or if the result was written to in place since then.
+    Each result is returned once and then released. The op runs again nevertheless if another op had the same number in
+    the forward, or if the result was overwritten in place since the forward.
     """
 
     def __init__(self, results):

@@ -40,7 +40,7 @@ from planner.workload.module_hooks import has_backward_hooks
 
 
 def chunked_loss(rewriting: Rewriting, decision: ChunkedLoss) -> None:
-    """Make the planned head return `Logits` in training.
+    """Make the language-model head that the plan names return `Logits` in training.
 
     Raises:
         DecisionError: if the head is not a plain `torch.nn.Linear`, or has backward hooks.
@@ -200,7 +200,7 @@ def chunked_cross_entropy(
     reduction="mean",
     label_smoothing=0.0,
 ):
-    """Return the loss for a call of `F.cross_entropy` on `Logits`, whose arguments these are.
+    """Return the loss for a call of `F.cross_entropy` on `Logits`. The arguments are those of `F.cross_entropy`.
 
     The logits must have two dimensions, and the target one label per row. Class weights, label smoothing and
     reduction='none' raise an error.

@@ -123,7 +123,10 @@ class HostCopy:
             self.host.copy_(whole, non_blocking=True)
 
     def tensor(self):
-        """Return the storage on the device, as a tensor of bytes. It is released when the last saved tensor asks."""
+        """Return the storage on the device, as a tensor of bytes.
+
+        When the last saved tensor has asked for it, this object no longer keeps it alive.
+        """
         if self.back is None:
             empty = torch.empty_like(self.host, device=self.device)
             self.back, self.pending = empty.copy_(self.host, non_blocking=True), self.views
@@ -135,7 +138,7 @@ class HostCopy:
 
 
 class OffloadedTensor:
-    """Replaces a saved tensor until backward asks for it: a `HostCopy`, and the layout of the tensor in its storage."""
+    """Replaces a saved tensor until backward asks for it. It holds a `HostCopy` and the tensor's layout in it."""
 
     def __init__(self, copy, view):
         self.copy, self.view = copy, view

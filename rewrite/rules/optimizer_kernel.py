@@ -23,7 +23,7 @@ from planner.rewrite.rewriting import Change, Rewriting
 from planner.workload.torch_optimizers import why_no_kernel
 
 OPTIONS = {"fused": ("fused", True), "for-loop": ("foreach", False)}
-"""Maps the kernel of a decision to an option of torch's optimizers, as (name, value)."""
+"""Maps the kernel that a plan names to the option of torch's optimizers that chooses it, as (name, value)."""
 
 
 def optimizer_kernel(rewriting: Rewriting, decision: OptimizerKernel) -> None:

@@ -9,8 +9,8 @@ advance: the forward may take any path, and its Python code runs once.
 `rewrite/portable/replay_tape.py` describes the mechanism, its limits, and how it differs from selective activation
 checkpointing. The method is rematerialization from a tape (Griewank, Achieving logarithmic growth of temporal and
 spatial complexity in reverse automatic differentiation, 1992). A dispatcher records the tape, as in Kirisame et al.,
-Dynamic Tensor Rematerialization, 2021; but there the decision what to recompute falls during the step, and here the
-plan makes it before.
+Dynamic Tensor Rematerialization, 2021. They decide during the step what to recompute; here the plan has decided it
+before.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def test_an_optimizer_with_state_is_refused():
     model = seeded(Perceptron)
     given = adamw(model.parameters())
     rewritten(model, batch=vectors(), loss_fn=cross_entropy, optimizer=given).step(vectors())
-    with pytest.raises(DecisionError, match="state of a AdamW that has stepped"):
+    with pytest.raises(DecisionError, match="state of AdamW, which has already taken a step"):
         rewritten(model, Optimizer(), batch=vectors(), loss_fn=cross_entropy, optimizer=given)
 
 
