@@ -117,7 +117,7 @@ def test_without_a_scaler_every_step_is_scheduled(kind, decisions):
 def test_a_file_asks_for_fp32_weights():
     file: dict[str, Any] = {}
     exec(compile(rewrite.source(plan_for(Perceptron(), vectors(6), FP16, loss_fn=cross_entropy)), "f", "exec"), file)
-    with pytest.raises(TypeError, match=r"layers.0.0.weight is torch.float16: autocast needs fp32 weights"):
+    with pytest.raises(TypeError, match=r"layers.0.0.weight is torch.float16, but autocast needs fp32 weights"):
         file["rewrite"](Perceptron().half())
     file["rewrite"](Perceptron())
 

@@ -331,7 +331,7 @@ def test_a_gradient_from_before_is_refused(eight_bit):
     decisions = (*((Optimizer(),) if eight_bit else ()), StepInBackward())
     result = rewritten(model, *decisions, batch=vectors(), loss_fn=cross_entropy, optimizer="adamw")
     model.head.weight.grad = torch.ones_like(model.head.weight)
-    with pytest.raises(RuntimeError, match="has a gradient from before"):
+    with pytest.raises(RuntimeError, match="already has a gradient before the step"):
         result.step(vectors())
     result.optimizer.zero_grad()
     result.step(vectors())
