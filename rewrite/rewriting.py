@@ -24,7 +24,7 @@ class Change:
     place: str
     """Description of what was changed, for messages: 'forward of encoder.layer.0'."""
     intact: Callable[[], bool]
-    """Returns True while the change is still as the rule left it."""
+    """Returns True unless something else has replaced what the rule set."""
     restore: Callable[[], None]
     """Undoes the change."""
 
@@ -65,7 +65,7 @@ class Rewriting:
         self.backward: Callable[[], contextlib.AbstractContextManager] | None = None
         self.changes: list[Change] = []
         self._latest: dict[tuple[int, str], object] = {}
-        """The last value that a rule gave each attribute, by the id of its owner and its name."""
+        """(id of an object, name of an attribute) -> the last value to which a rule set the attribute."""
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._choice = optimizer
         self._optimizer: torch.optim.Optimizer | None = None
@@ -82,7 +82,11 @@ class Rewriting:
         self._optimizer = optimizer
 
     def module(self, name: str, kind: str) -> torch.nn.Module:
-        """The submodule that a decision of this kind names. Raises `DecisionError` if there is none."""
+        """Return the submodule `name`. Raises `DecisionError` if there is none.
+
+        Args:
+            kind: kind of the decision that names the module, for the error message.
+        """
         if name in self._modules:
             return self._modules[name]
         known = name
@@ -95,11 +99,17 @@ class Rewriting:
         )
 
     def device_type(self) -> str:
-        """The type of the device that the parameters are on, for `torch.autocast`."""
+        """Return the type of the device that the parameters are on, for `torch.autocast`."""
         return next(self.model.parameters()).device.type
 
     def replace(self, owner: object, name: str, value: object, *, place: str) -> None:
-        """Set an attribute of one object. Undo restores its own value, or removes it if it came from the class."""
+        """Set an attribute of an object. Undo restores its former value.
+
+        If the object itself had no such attribute, but only its class, undo removes it from the object.
+
+        Args:
+            place: description of what is changed, for messages.
+        """
         own = vars(owner)
         missing = object()
         before = own.get(name, missing)
@@ -117,7 +127,7 @@ class Rewriting:
         )
 
     def add_hooks(self, handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
-        """Remove these hooks of the model on undo. Hooks that were removed before are left alone."""
+        """Let `undo` remove these hooks of the model. Hooks may also be removed before."""
 
         def remove_hooks() -> None:
             for handle in handles:
@@ -146,7 +156,9 @@ class Rewriting:
         """Undo every change. Raises `DecisionError`, and undoes nothing, if one of the changes was overwritten."""
         for change in self.changes:
             if not change.intact():
-                raise DecisionError(f"{change.place} was replaced after the plan was applied: undo that first")
+                raise DecisionError(
+                    f"{change.place} was replaced after the plan was applied: undo that first, then call undo() again"
+                )
         self.restore()
 
     def restore(self) -> None:
