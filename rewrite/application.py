@@ -46,8 +46,8 @@ class Rewritten:
         """Restore forwards, flags and configuration to what they were. Trained weights stay. May be called again.
 
         Raises:
-            DecisionError: if a change was overwritten after `apply`, because restoring would silently discard that.
-            Nothing is changed then.
+            DecisionError: if something that `apply` changed was replaced afterwards, because restoring would silently
+                discard that. Nothing is changed then.
         """
         self._rewriting.undo()
         self.step.close()
@@ -114,7 +114,7 @@ def apply(
 
 
 def _accumulation_checks(plan: Plan, rewriting: Rewriting) -> tuple[AccumulationCheck, ...]:
-    """Returns the check that micro-batches add up to their batch; empty if the plan does not split the batch."""
+    """Returns the `AccumulationCheck` of the step, as a tuple; empty if the plan does not split the batch."""
     micro_batch_size = micro_batch_size_of(plan.decisions)
     if micro_batch_size is None or rewriting.loss_terms is None:
         return ()

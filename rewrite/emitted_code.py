@@ -26,7 +26,7 @@ class EmittedCode:
     backward: str = ""
     """Context expression for a backward that also applies the updates; empty if the optimizer steps after it."""
     split: str = ""
-    """Expression over `batch` that yields (part, weight); empty if the batch is not split."""
+    """Expression over `batch` that yields (micro-batch, weight of its loss); empty if the batch is not split."""
     options: tuple[str, ...] = ()
     """Keyword parameters that the emitted step has because `split` needs them."""
     main_arguments: tuple[str, ...] = ()

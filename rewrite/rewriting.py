@@ -14,7 +14,7 @@ from planner.rewrite.optimizers import OptimizerChoice, make_optimizer
 from planner.workload.call_convention import Calling, LossFn
 
 LossWeight = Callable[[Any], torch.Tensor | float]
-"""`loss_weight(batch)` returns the number of terms over which the mean loss of a batch or micro-batch is taken."""
+"""`loss_weight(batch)` returns the number of terms over which the loss of a batch or micro-batch is a mean."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ class Rewriting:
         autocast_dtype: lower precision of forward and loss; None without autocast.
         scaler: the gradient scaler; None unless the step runs in fp16.
         split: splits a batch into micro-batches; None if the step takes the batch whole.
-        loss_terms: function that takes a part of a batch and its number of samples, and returns the number of terms
-        over which the mean loss of the part is taken.
+        loss_terms: function that takes a batch or micro-batch and its number of samples, and returns the number of
+            terms over which its loss is a mean.
         backward: context of a backward that updates the parameters itself; None if the optimizer steps after it.
         changes: changes to the model, in the order in which they were made.
     """
@@ -153,7 +153,7 @@ class Rewriting:
                 self.replace(config, "use_cache", False, place=f"config.use_cache of '{name}'")
 
     def undo(self) -> None:
-        """Undo every change. Raises `DecisionError`, and undoes nothing, if one of the changes was overwritten."""
+        """Undo every change. Raises `DecisionError`, and undoes nothing, if something else replaced what a rule set."""
         for change in self.changes:
             if not change.intact():
                 raise DecisionError(
@@ -162,6 +162,6 @@ class Rewriting:
         self.restore()
 
     def restore(self) -> None:
-        """Undo every change, the latest first, whether it was overwritten or not."""
+        """Undo every change, the latest first, also if something else replaced what a rule set."""
         while self.changes:
             self.changes.pop().restore()

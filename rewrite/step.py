@@ -213,7 +213,7 @@ class TrainingStep:
             raise DecisionError(
                 "several processes train here, and this step would train the model of each by its own gradients: "
                 "step.wrap_with(torch.nn.parallel.DistributedDataParallel(rewritten.module)) averages them; "
-                "step.wrap_with(rewritten.module) trains each process separately, or synchronised by your own code"
+                "step.wrap_with(rewritten.module) trains each process separately, or synchronized by your own code"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -266,6 +266,6 @@ def refuse_layouts(module: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
             name = next((name for name, known in module.named_parameters() if known is parameter), "a parameter")
             optimizer.zero_grad(set_to_none=True)
             raise WorkloadError(
-                f"{reason}, and '{name}' has a {'sparse' if sparse else 'dense'} one: use SGD or Adagrad "
+                f"{reason}, and '{name}' has a {'sparse' if sparse else 'dense'} gradient: use SGD or Adagrad "
                 "without weight_decay, which support both, or embeddings with sparse=False"
             )

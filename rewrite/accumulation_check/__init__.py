@@ -142,7 +142,9 @@ class AccumulationCheck(StepObserver):
             self._check_weights(watcher, batch, weights)
 
     def refuse_coupled_samples(self, batch: Any, *, is_part: bool = False) -> None:
-        """Raise `DecisionError` if the gradient of a few samples is not the weighted sum of those of their halves.
+        """Compare the gradient of a few samples with the weighted sum of the gradients of two halves of them.
+
+        Raises `DecisionError` if they differ.
 
         Args:
             batch: the batch that was split, or one of its micro-batches.

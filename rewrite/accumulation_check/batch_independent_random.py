@@ -21,7 +21,7 @@ _QUANTILE = 0.4
 _MAX_DRAWS = 10_000
 """Maximum number of ops that draw random numbers in one evaluation.
 
-A loop that draws until it likes the numbers (rejection sampling) would never end, because it always gets the same ones.
+Rejection sampling, which draws until a number is accepted, would never end: it always gets the same number.
 """
 
 

@@ -72,9 +72,9 @@ class CouplingCheck:
     def refuse_coupled_samples(
         self, model: torch.nn.Module, batch: Any, loss_of: Callable[[Any], torch.Tensor], *, is_part: bool = False
     ) -> None:
-        """Raise `DecisionError` if the gradient of a few samples is not the weighted sum of those of their halves.
+        """Compare the gradient of a few samples with the weighted sum of the gradients of two halves of them.
 
-        If the loss cannot be computed on parts of the batch, a warning is logged instead.
+        Raises `DecisionError` if they differ. Logs a warning if the loss cannot be computed on parts of the batch.
 
         Args:
             batch: the batch that was split, or one of its micro-batches.
@@ -174,7 +174,7 @@ class CouplingCheck:
         """Yields pairs of halves, each with True to compare their gradients, or False to compare values of the loss.
 
         The first batch gets all choices of samples, later batches get two. Values of the loss are compared in the first
-        batch only, and only if memory suffices for the gradients of fewer than four samples.
+        batch only, if no more than three samples fit in memory with their gradients.
         """
         most = self.micro_batch_size // (2 if self.uses_autocast else 1)
         with_gradients = min(samples, _MAX_SAMPLES, most)
@@ -192,7 +192,7 @@ class CouplingCheck:
     def _difference_in_samples(
         self, new_probe: Callable[..., GradientProbe], batch: Any, samples: int
     ) -> ProbeResult | None:
-        """Return the first result in which the halves do not add up to the whole; None if there is none.
+        """Return the result of the first comparison in which the two sides differ; None if there is none.
 
         A warning is logged if nothing could be compared.
         """

@@ -54,7 +54,7 @@ _ROUNDING = 1e-5
 """Fraction of the loss (or of 1, if 1 is larger) below which the norm of a gradient counts as a rounding error."""
 
 _SMALL = 1e-3
-"""Norm of a result below which a difference may be rounding: it is if reordering the samples changes the result too."""
+"""Norm of a result below which a difference counts as rounding if reordering the samples changes the result too."""
 
 _NOISE = 1 << 18
 """Number of elements of the pattern that is added to parameters to perturb them. It is repeated over each parameter."""
@@ -72,7 +72,7 @@ class NotReproducibleError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class ProbeResult:
-    """The difference between the gradient or loss of some samples and the weighted sum over two halves of them."""
+    """The difference between the gradient (or loss) of some samples and the weighted sum of those of two halves."""
 
     quantity: Literal["gradient", "loss"]
     samples: int
@@ -109,7 +109,7 @@ class ProbeResult:
 
 
 class GradientProbe:
-    """Compares the gradient or loss of some samples with the weighted sum over two halves of them.
+    """Compares the gradient or loss of some samples with the weighted sum of those of two halves of the samples.
 
     Args:
         batch: the batch from which samples are taken.
@@ -224,7 +224,7 @@ class GradientProbe:
 
     @contextlib.contextmanager
     def _controlled(self, samples: torch.Tensor | None) -> Iterator[None]:
-        """Context in which results depend on the split only by the loss. Everything is restored at its end.
+        """Context in which only the loss itself makes results depend on the split. Everything is restored at its end.
 
         Args:
             samples: indices of the samples, to give each its own random numbers; None to give all samples the same.
@@ -338,7 +338,7 @@ def _has_running_statistics(module: torch.nn.Module) -> bool:
 
 
 def _precision_of(model: torch.nn.Module, batch: Any) -> str:
-    """Return the lowest precision of the model without autocast: "full" (fp32 or double), "tf32" or "lower"."""
+    """Return the lowest precision of the matmuls without autocast: "full" (fp32 or double), "tf32" or "lower"."""
     tensors: list[torch.Tensor] = list(model.parameters())
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

@@ -235,7 +235,7 @@ class ObjectSnapshot:
 
 
 class _TypeInfo:
-    """What the search needs to know about a class, above all which builtin container it derives from."""
+    """Facts about a class that the search needs, such as the builtin container that it derives from."""
 
     def __init__(self, kind: type) -> None:
         self.type = kind

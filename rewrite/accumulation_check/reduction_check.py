@@ -69,7 +69,7 @@ class ReductionWatcher(TorchFunctionMode):
         """True while this mode is on torch's stack of modes."""
         self._in_forward = True
         self._label_means_in_forward: set[bool] = set()
-        """Where means over labels were taken: contains True for inside of a forward, and False for after a forward."""
+        """Contains True if the loss took a mean over labels inside of a forward, and False if it did so after one."""
         self._weights: list[torch.Tensor | float | None] = []
         self._means: list[list[tuple[Callable, torch.Tensor]]] = []
         """For each micro-batch: the loss functions that took a mean, each with its number of terms."""

@@ -12,7 +12,7 @@ import torch
 HEAP_TYPE = 1 << 9
 """`Py_TPFLAGS_HEAPTYPE` in `type.__flags__`: the class was made by a class statement."""
 EMPTY = object()
-"""Stands for the content of a closure variable or slot without a value."""
+"""Stands for the value of a closure variable or slot that has no value."""
 
 
 def restore_entries(container: Any, kind: Any, keys: list[Any], values: list[Any]) -> None:
@@ -86,7 +86,10 @@ def restore_class(value: Any, kind: type) -> None:
 
 
 def restore_hooks(tensor: torch.Tensor, name: str, hooks: dict[int, Any] | None) -> None:
-    """Restore the dict of hooks of a tensor. A new dict is emptied and not removed, because autograd refers to it."""
+    """Restore the dict of hooks of a tensor.
+
+    If the tensor had none, a new dict is emptied and not removed, because autograd refers to it.
+    """
     now = getattr(tensor, name, None)
     if hooks is None and now is not None:
         now.clear()

@@ -1,7 +1,7 @@
 """Check a plan's promise on a card: train with the plan in a fresh process under the budget, and measure.
 
 1. Train with the plan. The allocator is capped at the budget minus the promised CUDA context, so that the whole process
-   stays within the budget. If memory runs out, a second run finds the op.
+   stays within the budget. If memory runs out, a second run finds the op that asked for it.
 2. Time the baseline, without a cap, if the card is large enough for it.
 3. Train copies with the plan and without it, and compare (`rewrite.verify`).
 

@@ -55,8 +55,7 @@ def comparisons(plan: Plan) -> dict[str, Comparison]:
 
 
 def as_planned(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
-    """Compare all results of all steps, bit by bit, with those of a plain step with the plan's precision and sum order.
-    """
+    """Compare all results of all steps, bit by bit, with a plain step of the same precision and order of sums."""
     decisions = given.plan.decisions
     order = tuple(d for d in decisions if d.reorders_sums or d.eight_bit_state)
     plain = given.plain(order, precision=autocast_dtype_of(given.plan.decisions), updates=given.steps)

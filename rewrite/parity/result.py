@@ -28,8 +28,8 @@ class Row:
     comparison: str
     """Name of the comparison: 'as planned', 'kept', 'overflow', 'in double', 'freeze', 'rounding', '8-bit state'."""
     kind: str
-    """'loss', 'gradient', 'parameter', 'buffer', 'state', 'random', 'frozen', 'updates', 'embedding', 'applied',
-    'undone' or 'run'."""
+    """Kind of the quantity: 'loss', 'gradient', 'parameter', 'buffer', 'state' (of the optimizer), 'random', 'frozen',
+    'updates', 'embedding', 'applied', 'undone' or 'run'."""
     name: str
     """Name of the tensor in the model; for a loss, the number of the step."""
     bound: float

@@ -5,8 +5,8 @@ Each comparison checks one kind of decision against the strictest reference that
 | comparison | planned run | reference run | bound |
 |---|---|---|---|
 | as planned | the whole plan, with dropout | a plain loop with the plan's precision and order of sums | equal bits |
-| kept | the model while rewritten, and after `undo` | the model before | every object, key, mode and hook |
-| overflow | an fp16 step whose gradients overflow | the same in the plain loop | equal bits |
+| kept | the model while rewritten, and after `undo` | the model before `apply` | every object, key, mode and hook |
+| overflow | an fp16 step whose gradients overflow | the same step in the plain loop | equal bits |
 | freeze | the plan's first step, in double | the plain loop, without frozen modules | order of sums |
 | in double | the plan without lower precision and 8-bit state | the baseline on the full batch | order of sums |
 | rounding | the plan's first update | the baseline | twice the error of autocast alone |
@@ -65,14 +65,14 @@ def verify(
 
     This needs memory for a second model and for the baseline step, in double for plans that change the order of sums:
     if the card has too little, pass `device="cpu"`. The two runs of a comparison run one after the other, and their
-    results are kept in host memory. The model, its optimizer and the random state are not changed.
+    results are kept in host memory. The model, its optimizer and the state of random number generators do not change.
 
     If the plan splits the batch, layers that depend on the split (dropout, batch normalization) are compared with the
     same micro-batches in a plain loop, and switched off in the comparison with the full batch. Any other buffer that a
     forward computes from the batch is compared with the full batch, and fails.
 
     Args:
-        plan: a plan for a model with these parameters.
+        plan: a plan that was made for a model with the same names, shapes and dtypes of parameters.
         batch: a batch with the planned number of samples.
         loss_fn, optimizer, max_grad_norm, loss_weight: as for `apply`.
         scheduler: a function that takes an optimizer and returns a scheduler, since each run has its own optimizer.
@@ -97,7 +97,7 @@ def verify(
             "give a batch of the planned size, or make the plan again"
         )
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        raise WorkloadError(f"{type(model).__name__} has no weights (device meta): load them, then verify")
+        raise WorkloadError(f"{type(model).__name__} has no weights (device meta): load its weights first")
     _refuse_a_rewritten_model(model)
     if isinstance(scheduler, LRScheduler):
         raise WorkloadError(

@@ -11,7 +11,7 @@ import torch
 
 
 def samples_between(start, stop, batch, samples):
-    """Slice samples [start, stop) out of a batch of `samples` samples. Tensors without a sample dimension are shared."""
+    """Slice samples [start, stop) out of a batch that has `samples`. Tensors without a sample dimension are shared."""
     return map_tensors(
         lambda t: t[start:stop] if t.dim() and t.shape[0] == samples else t,
         batch,

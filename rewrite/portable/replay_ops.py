@@ -90,7 +90,7 @@ class KeptTensor:
         self.kept, self.version = tensor if tensor.grad_fn is None else tensor.detach(), version_of(tensor)
 
     def tensor(self):
-        """Return the saved tensor, unless it was changed in place.
+        """Return the saved tensor. Raise `RuntimeError` if it was changed in place after it was saved.
 
         Autograd checks that itself, but not if there are saved tensor hooks.
         """

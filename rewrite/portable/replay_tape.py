@@ -3,22 +3,22 @@
 `torch.utils.checkpoint` recomputes a function: it keeps the arguments and calls the Python code again. That needs a
 function, and a long forward written in one piece has none for its parts. Here the forward runs once, under a dispatch
 mode (`Tape`) that records the ops of each segment, and saved tensor hooks that replace each tensor which autograd
-saves by a `DeferredTensor`. When backward asks for the first of them, the recorded ops that lead to saved tensors run
-again (`Segment`).
+saves by a `DeferredTensor`. When backward asks for the first saved tensor of a segment, the recorded ops that lead to
+its saved tensors run again (`Segment`).
 
 1. Recording. The state that ops act on is a set of storages, since views and in-place ops let many tensors share one.
    For each op the tape records which storages it reads, creates and writes. A storage that a segment reads but did not
    create is one of its *starts*: it is kept, and copied before something overwrites it.
 2. Pruning. When a segment ends, ops that lead to no saved tensor are dropped (dead code elimination), and with them
    the starts that only they read.
-3. Recomputing. Ops run again on the same values, below autograd and autocast, with the state of the random number
-   generator that they had; each value is released after its last use.
+3. Recomputing. Ops run again on the same values, below autograd and autocast, with the state that the random number
+   generator had; each value is released after its last use.
 
-A segment can be divided into parts, so that backward has the saved tensors of one part at a time. A part reads
-tensors that earlier parts create, so these run first. Doing so for each of n parts would cost O(n^2) op runs;
-keeping the state at every part would cost O(n) memory. States are kept by recursive bisection instead, which takes
-O(n log n) runs and O(log n) states (Griewank, Achieving logarithmic growth of temporal and spatial complexity in
-reverse automatic differentiation, 1992).
+A segment can be divided into parts, so that only the saved tensors of one part are in memory at a time. A part reads
+tensors that earlier parts create, so these parts have to run first. Running all earlier parts again for each of n parts
+would take O(n^2) op runs; keeping the state at the start of every part would take O(n) memory. Instead, states are kept
+by recursive bisection, which takes O(n log n) op runs and O(log n) states (Griewank, Achieving logarithmic growth of
+temporal and spatial complexity in reverse automatic differentiation, 1992).
 
 Compared with selective activation checkpointing (`torch.utils.checkpoint.create_selective_checkpoint_contexts`), what
 is kept is also chosen op by op, but Python code does not run again: the forward may have side effects and may branch
@@ -179,7 +179,7 @@ class Tape(TorchDispatchMode):
 
     @contextlib.contextmanager
     def pause(self):
-        """Context in which ops are not recorded, for ops that are recomputed because a forward runs a backward."""
+        """Context for recomputing: ops are not recorded, also if the forward itself runs a backward."""
         before, self.is_paused = self.is_paused, True
         try:
             yield

@@ -57,7 +57,7 @@ from planner.workload.model_loss import takes_the_loss
 from planner.workload.torch_optimizers import sparse_lookups
 
 _OPTIMIZER_ROLES = (Role.OPTIMIZER, Role.UPDATE_TIME)
-"""Roles of the decisions that no rule carries out here: the Trainer does so by its arguments, or they are refused."""
+"""Roles of the decisions that `apply_for_trainer` leaves to the Trainer's arguments and the callback, or refuses."""
 
 
 @final
@@ -110,7 +110,7 @@ class RewrittenForTrainer:
 
 
 def apply_for_trainer(plan: Plan, model: torch.nn.Module) -> RewrittenForTrainer:
-    """Rewrite `model` in place by all decisions of the plan that concern the model. Call this before making the Trainer.
+    """Rewrite `model` in place by all decisions of the plan that concern the model. Call this before making a Trainer.
 
     Decisions on the loop and the optimizer are left to `training_arguments` and `trainer_callback`.
 
@@ -150,7 +150,7 @@ def apply_for_trainer(plan: Plan, model: torch.nn.Module) -> RewrittenForTrainer
 
 
 def accumulates(plan: Plan) -> bool:
-    """True if the Trainer accumulates gradients: the plan has micro-batches, or was made for a loop that accumulates."""
+    """True if the Trainer may accumulate gradients: the plan splits batches, or is for a loop that accumulates."""
     return micro_batches_of(plan.decisions) > 1 or plan.workload.gradients_alive
 
 

@@ -77,7 +77,9 @@ def training_arguments(plan: Plan, *, kind: type | None = None, **overrides: Any
             f"two of these are names of the same argument: {', '.join(sorted(overrides))}; give only one of them"
         )
     if unknown := [name for name in overrides if _installed_name(_present_name(name), names) not in names]:
-        raise WorkloadError(f"{arguments_class.__name__} has no argument '{unknown[0]}': check its name, or leave it out")
+        raise WorkloadError(
+            f"{arguments_class.__name__} has no argument '{unknown[0]}': correct the name or leave it out"
+        )
     refuse_contradictions(plan, renamed)
     arguments = {**planned_arguments(plan), **renamed}
     return {_installed_name(name, names): value for name, value in arguments.items()}
@@ -101,7 +103,7 @@ def planned_arguments(plan: Plan) -> dict[str, Any]:
 
 
 def planned_optim(plan: Plan) -> str | None:
-    """Return the Trainer's name of the planned optimizer; None if it has none, so that the user passes `optimizers=`."""
+    """Return the Trainer's name of the planned optimizer; None if it has none and the user passes `optimizers=`."""
     if any(decision.eight_bit_state for decision in plan.decisions):
         return _EIGHT_BIT
     name = _NAMES.get(plan.workload.optimizer)
@@ -123,14 +125,14 @@ def micro_batches(plan: Plan) -> tuple[int, int]:
     if count > 2 * planned:
         whole = planned * size
         raise DecisionError(
-            f"the plan splits a batch of {samples} into {planned} micro-batches of {size} samples, the last one smaller, "
+            f"the plan splits a batch of {samples} into {planned} micro-batches of {size} (the last is smaller), "
             f"and the Trainer's micro-batches all have the same size: plan for a batch of {whole}, or use rewrite.apply"
         )
     return samples // count, count
 
 
 def refuse_contradictions(plan: Plan, arguments: Mapping[str, Any]) -> None:
-    """Raise `DecisionError` for the first argument that contradicts the plan. `arguments` are by their present names."""
+    """Raise `DecisionError` if one of the arguments, by their present names, contradicts the plan."""
     for name, reason in _ANOTHER_STEP.items():
         if arguments.get(name):
             raise DecisionError(f"{name}={arguments[name]!r} contradicts the plan: {reason}; leave it out")

@@ -142,7 +142,7 @@ class PlanCallback(TrainerCallback):
             self._report_broken(f"{self.promise}; plan with less than the budget of {_budget(self.rewritten.plan)}")
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Refuse an epoch that ends with part of a batch: the Trainer would add its gradients to those of the next."""
+        """Refuse an epoch that ends with part of a batch: the Trainer would add its gradients to the next epoch's."""
         share = self.rewritten.share
         if share is not None and share.pending_micro_batches and state.global_step < state.max_steps:
             raise DecisionError(
@@ -188,8 +188,8 @@ class PlanCallback(TrainerCallback):
         if tensors.keys() != planned and "names" not in self._warned_topics:
             self._warned_topics.add("names")
             logger.warning(
-                "the batch has %s, and the plan was made for %s, so that memory may differ from the plan: make the plan "
-                "again with such a batch (planner.plan(model, batch))",
+                "the batch has %s, and the plan was made for %s, so that memory may differ from the plan: make the "
+                "plan again with such a batch (planner.plan(model, batch))",
                 ", ".join(sorted(tensors)), ", ".join(sorted(planned)),
             )  # fmt: skip
 
@@ -222,7 +222,7 @@ def refuse_uneven_micro_batches(args: TrainingArguments, state: TrainerState, lo
 def measured_promise(plan: Plan, device: torch.device) -> Promise:
     """Return the plan's promise, and the peaks since the device's counters were last reset."""
     peaks = peaks_on(device)
-    why_not = f"the Trainer trains on {device.type}, not on a CUDA device" if peaks is None else ""
+    why_not = f"there is no CUDA device here, the Trainer trains on {device.type}" if peaks is None else ""
     if plan.card == "bare":
         peaks, why_not = None, "the plan is for a bare card, which counts bytes of tensors and no allocator blocks"
     allocated_bytes, reserved_bytes = peaks or (None, None)

@@ -87,13 +87,13 @@ class LossWeighting:
         self._count: Any = None
         """The Trainer's number of labels, kept while a forward runs; None if the Trainer passes none."""
         self._label_counts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """(labels of the micro-batch, labels of the batch by the Trainer's count), noted only while checking weights."""
+        """For each micro-batch, (its own number of labels, the Trainer's number); noted only while checking weights."""
         self._inputs: list[dict[str, Any]] = []
-        """Arguments of the model for each micro-batch of a step. This takes no memory: the Trainer holds the tensors."""
+        """Arguments of the model for each micro-batch of a step. The Trainer holds the same tensors in memory."""
         self._unlabelled_samples: list[int] | None = None
         """Number of samples in each micro-batch without labels; None before `start_checking` was first called."""
         self._missed_labels_or_count = False
-        """True if, while checking weights, the model was called without the Trainer's count although there are labels."""
+        """True if, while checking weights, the model was called without the labels of the batch or without `COUNT`."""
         self._warns_of_own_loss = False
         """True if a loss that is computed outside of the model is still to be warned of, once."""
 
@@ -115,7 +115,8 @@ class LossWeighting:
     def hooks_on(self, model: torch.nn.Module) -> list[Any]:
         """Register the hooks on the model and return their handles.
 
-        One hook takes the Trainer's label count out of the arguments before a forward, the other weights the loss by it.
+        One hook takes the Trainer's label count out of the arguments before a forward. The other uses it to weight the
+        loss.
         """
         return [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
@@ -207,8 +208,8 @@ class LossWeighting:
         elif labels is None and self._warns_of_own_loss and _trains(model):
             self._warns_of_own_loss = False
             logger.warning(
-                "the loss is computed outside of the model, where the plan cannot weight it: make sure that it is a sum "
-                "divided by %s",
+                "the loss is computed outside of the model, where the plan cannot weight it: make sure that it is a "
+                "sum divided by %s",
                 COUNT,
             )
         # Weight the loss by this micro-batch's share of the labels.
@@ -263,8 +264,8 @@ def uneven_micro_batches(samples: Sequence[int]) -> str:
     """
     return (
         f"the micro-batches of a step have {', '.join(map(str, samples))} samples and no labels, so that the Trainer "
-        "would take the mean of their losses as if they were of one size: give the Trainer a number of samples that "
-        "makes up whole batches (dataloader_drop_last=True), or plan with accumulation forbidden"
+        "would take the mean of their losses as if they were of one size: give it dataloader_drop_last=True, or a "
+        "number of samples that makes up whole batches, or plan with accumulation forbidden"
     )
 
 
