@@ -140,7 +140,9 @@ def test_schedulers_that_cannot_be_stepped_here_are_refused():
         WorkloadError, match="the StepLR was created for a different optimizer than the step's AdamW: pass a function"
     ):
         rewritten(seeded(Perceptron), scheduler=halving(adamw(Perceptron().parameters())), **options)
-    with pytest.raises(WorkloadError, match="the function scheduler returned a float: it must return"):
+    with pytest.raises(
+        WorkloadError, match="the function that was given as scheduler returned a float: it must return"
+    ):
         rewritten(seeded(Perceptron), scheduler=lambda optimizer: 0.1, **options)
     model = seeded(Perceptron)
     plan = plan_for(model, vectors(6), loss_fn=cross_entropy)
