@@ -49,7 +49,7 @@ def run(folder: pathlib.Path, words: str) -> tuple[Run, int]:
     after, wall = os.times(), time.perf_counter() - began
     cpu = after.children_user - before.children_user + after.children_system - before.children_system
     plan = json.loads(done.stdout)
-    return Run(cpu, wall, plan["seconds"]), plan["peak"]["total_bytes"]
+    return Run(cpu, wall, plan["seconds"]), plan["plan"]["total_bytes"]
 
 
 def compare(old: pathlib.Path, new: pathlib.Path, words: str, pairs: int) -> Run:
