@@ -150,6 +150,8 @@ def _training_step(plan: Plan, fragments: list[EmittedCode], model: ModelSource)
         compute = f"total = None\nparts = {split}\nfor part, weight in parts:\n{body}"
     else:
         compute = forward + backward
+    if any(fragment.is_watched for fragment in fragments):
+        compute = f"RECOMPUTE_CHECK.begin_step()\n{compute}RECOMPUTE_CHECK.refuse_difference()\n"
     # Update: unscale, clip, step, schedule, zero. After a step in backward only the last two are left.
     unscale = "    scaler.unscale_(optimizer)\n" if scaled else ""
     clipped = "clip_gradients(model, max_grad_norm)"

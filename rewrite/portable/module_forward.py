@@ -8,7 +8,10 @@ import types
 import torch
 
 
-def forward_function(module: torch.nn.Module):
+# ---- below: the text that runs here is the text that is emitted -------------------------------------------------
+
+
+def forward_function(module):
     """Return the module's forward as a function that takes the module as its first argument.
 
     A deep copy of the module then runs its own weights, not those of the original.
@@ -19,9 +22,6 @@ def forward_function(module: torch.nn.Module):
     if isinstance(own, types.MethodType) and own.__self__ is module:
         return own.__func__
     return functools.wraps(own)(lambda _module, /, *args, **kwargs: own(*args, **kwargs))
-
-
-# ---- below: the text that runs here is the text that is emitted -------------------------------------------------
 
 
 def detached(tensor):
