@@ -1,4 +1,4 @@
-"""Plan a PyTorch training step that fits a card: `planner.plan(model, batch, vram="6GiB")`.
+"""Plan a PyTorch training step that fits into the memory of a GPU: `planner.plan(model, batch, vram="6GiB")`.
 
 This module imports torch only when a plan is computed, so that plan files and the search can be used without it.
 """
@@ -50,25 +50,27 @@ def plan(
     Args:
         model: any module; its weights may be on the CPU or on the meta device. It is not changed.
         batch: a dict of keyword arguments, a dataclass, a tuple, or a tensor. Dimension 0 of its tensors counts the
-        samples.
-        vram: the memory budget: a size such as "6GiB" or "80%" (of the card), or a number of bytes. If None, the step
-            is only rehearsed, and the plan has no decisions.
+            samples.
+        vram: the memory budget of the process: a size such as "6GiB", a percentage of the card's memory such as "80%",
+            or a number of bytes. If None, the step is only rehearsed, and the plan changes nothing.
         loss_fn: called as `loss_fn(output, batch)`; None if the model returns a loss.
         gpu: a profile's name such as "rtx-2060", the path of a profile's TOML file, or "bare". If None, the CUDA card
             of this machine, or a generic Ampere GPU if there is none.
         fidelity: how closely training must match the original: "exact" (same math), "rounded" (lower precision) or
             "partial" (freeze layers).
         optimizer: a name such as "adamw", a torch optimizer, or a function that takes parameters and returns an
-        optimizer.
-        force: kinds of decision that must be used.
-        forbid: kinds of decision that must not be used.
-        only: kinds of decision that may be used; all others are forbidden. None allows all.
-        max_slowdown: maximum step time, as a multiple of the baseline's; None for no limit.
-        gradients_alive: True if your own loop accumulates gradients over several batches. The plan then counts the
-            gradients of earlier batches, which the step adds to, and its promise holds for every batch of the loop.
+            optimizer.
+        force: names of techniques that the plan must use, such as "checkpoint" or "offload"
+            (`planner.plan_types.techniques.KINDS` lists the names).
+        forbid: names of techniques that the plan must not use.
+        only: names of the techniques that the plan may use; all others are forbidden. None allows all techniques.
+        max_slowdown: maximum step time, as a multiple of the step time of the unchanged step; None for no limit.
+        gradients_alive: True if your own loop accumulates gradients over several batches. The plan then also counts
+            the gradients of earlier batches, which are in memory before the step, so that it holds for every batch.
 
     Returns:
-        A certified plan. `Plan.fits` is True if it is inside the budget.
+        A certified plan. `Plan.fits` is True if it is inside the budget and respects `max_slowdown`; if not,
+        `Plan.shortfall` says what is missing.
 
     Raises:
         planner.errors.PlannerError: an argument cannot be used; the message says what to change.
@@ -100,12 +102,16 @@ def tradeoff(
     gradients_alive: bool = False,
     seconds: float = DEFAULT_SECONDS,
 ) -> Tradeoff:
-    """Compute the trade-off between memory and step time: certified plans from the fastest to the smallest.
+    """Compute the trade-off between memory and step time: certified plans, the fastest plan first.
 
-    The arguments are those of `plan`, but `vram` only marks the fastest plan that fits this budget.
+    Each plan of the result needs less memory and takes more time than the plan before it. The arguments are those of
+    `plan`, except that `vram` does not limit the plans: `Tradeoff.chosen` is the fastest plan inside this budget.
 
     Args:
-        seconds: approximate time limit of the search. With less time, fewer plans are found between the two ends.
+        seconds: approximate time limit. With less time, fewer plans are found between the fastest and the smallest.
+
+    Returns:
+        The plans, the baseline, and whether the search was complete.
 
     Raises:
         planner.errors.PlannerError: an argument cannot be used; the message says what to change.
@@ -129,11 +135,11 @@ def record(
     gpu: str | None = None,
     optimizer: Any = "adamw",
 ) -> torch.fx.Graph:
-    """Record two training steps as they would run on the card: one graph of aten ops in execution order.
+    """Rehearse two training steps and return them as one graph of aten ops, in the order in which they run.
 
-    The arguments are those of `plan`. The `meta` of each node has its phase, module path, source line, FLOPs and bytes;
-    see `planner.recording.fx_graph.to_fx`. `planner.to_networkx`
-    converts the graph for the algorithms of networkx.
+    The arguments are those of `plan`. The graph can be analyzed but not run. The `meta` of each node has the phase,
+    module path, source line, FLOPs and bytes of an op; see `planner.recording.fx_graph.to_fx`. `planner.to_networkx`
+    converts the graph to one of networkx.
 
     Raises:
         planner.errors.PlannerError: an argument cannot be used; the message says what to change.
@@ -155,8 +161,8 @@ def to_networkx(graph: torch.fx.Graph, *, storages: bool = False) -> networkx.Di
 
     Args:
         graph: the result of `planner.record`.
-        storages: add a node for each tensor between the op that wrote it and its readers, so that a minimum cut by
-            `bytes` counts it once; see `planner.recording.fx_graph.to_networkx`.
+        storages: if True, add a node for each tensor between the op that wrote it and the ops that read it, so that a
+            minimum cut by `bytes` counts each tensor once; see `planner.recording.fx_graph.to_networkx`.
     """
     from planner.recording.fx_graph import to_networkx
 

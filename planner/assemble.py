@@ -1,4 +1,4 @@
-"""From a certified configuration to the plan or trade-off that the user gets: facts, notes and versions."""
+"""Makes the `Plan` or `Tradeoff` that the user gets from certified configurations: adds facts, notes and versions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from planner.recording.step_graph import Phase
 from planner.workload.budget import Budget
 
 _MOST_KERNELS_NAMED = 4
-"""Maximum number of kernels with unknown workspaces that a note names."""
+"""Maximum number of kernels that the note on unknown workspaces names."""
 
 
 def assemble_plan(
@@ -31,16 +31,19 @@ def assemble_plan(
     shortfall: Shortfall | None = None,
     notes: tuple[str, ...] = (),
 ) -> Plan:
-    """Return the plan of a certified configuration.
+    """Return the `Plan` for a certified configuration.
 
     Args:
         vram_bytes: the budget as the user stated it; None if there is none.
         began: `time.perf_counter()` when planning began.
-        shortfall: what is missing if the plan does not fit; None if it fits.
-        notes: what the user should know before reading the plan.
+        shortfall: the explanation why no plan fits; None if the plan fits.
+        notes: remarks for the user; they come before the notes that are added here.
     """
     if session.undecided:
-        notes += (f"{session.undecided} programs hit their time limit without an answer: a faster plan may exist",)
+        notes += (
+            f"{session.undecided} of the search's integer programs reached their time limit without an answer: a "
+            "faster plan may exist",
+        )
     return Plan(
         model=session.workload.model_facts(),
         workload=session.workload.facts(),
@@ -79,10 +82,12 @@ def assemble_plan(
 def assemble_tradeoff(
     session: PlanningSession, front: Front, constraints: Constraints, budget: Budget | None, *, began: float
 ) -> Tradeoff:
-    """Return the trade-off with a plan for each point of the front, whose budget is that point's own total.
+    """Return the `Tradeoff` with one plan for each point of the Pareto front.
+
+    The budget of each plan (`Plan.vram_bytes`) is the total memory that the plan itself needs.
 
     Args:
-        budget: the user's budget, to be marked among the plans; None if there is none.
+        budget: the user's budget, which only marks the fastest plan inside it; None if there is none.
         began: `time.perf_counter()` when planning began.
     """
     notes = () if budget is None else budget.notes(session.card)
@@ -111,7 +116,7 @@ def versions() -> dict[str, str]:
 
 
 def _host_memory_notes(certified: Certified) -> tuple[str, ...]:
-    """State how much pinned host memory an offload takes."""
+    """Return a note on how much pinned host memory the plan takes; empty if the plan offloads nothing."""
     graph = certified.graph
     if not any(decision.needs_host_memory for decision in certified.choice.decisions):
         return ()
@@ -120,11 +125,11 @@ def _host_memory_notes(certified: Certified) -> tuple[str, ...]:
         if op.host_bytes and op.phase is Phase.FORWARD and op.step == graph.steps - 1:
             copied_bytes[op.micro_batch] = copied_bytes.get(op.micro_batch, 0) + op.host_bytes
     most_bytes = max(copied_bytes.values(), default=0)
-    return (f"{format_size(most_bytes)} of the host's memory are pinned for what is offloaded",)
+    return (f"offloading keeps up to {format_size(most_bytes)} in pinned host memory",)
 
 
 def _workspace_notes(certified: Certified, card: DeviceProfile) -> tuple[str, ...]:
-    """Name the kernels whose workspaces are unknown and therefore not counted."""
+    """Return a note that names the kernels with unknown workspaces, which are not counted; empty if there are none."""
     counts = unknown_ops(certified.graph) if card.allocator else {}
     if not counts:
         return ()

@@ -24,11 +24,11 @@ class RehearsalError(PlannerError):
 
 
 class DecisionError(PlannerError):
-    """A decision cannot be applied to this model, or contradicts another one."""
+    """A decision cannot be applied to this model, or cannot be combined with another decision or constraint."""
 
 
 class PlanFileError(PlannerError):
-    """The plan file cannot be read, or was saved for another model."""
+    """A plan file cannot be read or was saved for another model, or an output file cannot be written."""
 
 
 class RehearsalProcessError(PlannerError):

@@ -2,12 +2,13 @@
 
     workload -> record -> estimate -> search -> certify -> Plan (JSON) -> rewrite -> module + training step
 
-`plan_workload` is the pipeline. A `PlanningSession` records the training step on the virtual GPU (`recording`),
-estimates bytes and time on the card (`estimate`), and lists what can be decided (`space`, `recompute`). `fitting` asks
-the search for the fastest configuration inside the budget and certifies it: the step that the rewriter makes of the
-decisions is itself rehearsed. Only a certified configuration becomes a plan (`assemble`).
+`plan_workload` is the pipeline. A `PlanningSession` records the training step on the virtual GPU (folder `recording`),
+estimates its bytes and its time on the card (`estimate`), and lists the decisions that are possible (`space`,
+`recompute`). `choose.fitting` searches for the fastest configuration inside the budget and certifies it: the rewriter
+applies the decisions to the step, and the rewritten step is rehearsed. Only a certified configuration becomes a plan
+(`assemble`).
 
-This is the only file in which planner and rewriter meet: `planner.rewrite.rehearse` rehearses a rewritten step.
+This is the only file of the planner that calls the rewriter: `planner.rewrite.rehearse` rehearses a rewritten step.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ from planner.workload.workload import Workload
 
 
 def plan_workload(workload: Workload, card: DeviceProfile, *, vram_bytes: int | None, constraints: Constraints) -> Plan:
-    """Return the fastest certified plan for one optimizer step of `workload` whose total stays inside `vram_bytes`.
+    """Return the fastest certified plan of one optimizer step whose total memory is at most `vram_bytes`.
 
-    If no plan fits, return the smallest one, with the missing bytes and the cheapest relaxation of `constraints` that
-    would help. If `vram_bytes` is None, the baseline is rehearsed and nothing is decided.
+    If no plan fits, return the smallest plan, or the fastest plan inside the budget if it is slower than allowed. Its
+    `shortfall` has the number of missing bytes and the relaxations of `constraints` that would help. If `vram_bytes` is
+    None, only the baseline is rehearsed, and the plan has no decisions.
     """
     began = time.perf_counter()
     budget = None if vram_bytes is None else Budget.on(card, vram_bytes)
@@ -59,11 +61,11 @@ def plan_workload(workload: Workload, card: DeviceProfile, *, vram_bytes: int | 
 def tradeoff_workload(
     workload: Workload, card: DeviceProfile, *, vram_bytes: int | None, constraints: Constraints, seconds: float
 ) -> Tradeoff:
-    """Return certified plans from the fastest to the smallest that the constraints allow.
+    """Return certified plans that trade memory against step time, from the fastest to the smallest allowed plan.
 
     Args:
-        vram_bytes: a budget to mark among the plans; None marks none.
-        seconds: time limit for refining the front.
+        vram_bytes: the user's budget, which only marks the fastest plan inside it; None if there is no budget.
+        seconds: approximate time limit. The fastest and the smallest plan are searched in any case.
     """
     began = time.perf_counter()
     budget = None if vram_bytes is None else Budget.on(card, vram_bytes)
@@ -75,16 +77,17 @@ def tradeoff_workload(
 
 
 def record_step(workload: Workload, card: DeviceProfile, decisions: Sequence[Decision] = ()) -> StepGraph:
-    """Rehearse two training steps of `workload` on the card, and add the workspaces of kernels to the recording.
+    """Rehearse two training steps of `workload`, and return the recording with the workspaces of the card's kernels.
 
-    The step is rewritten by `decisions`; without decisions it is the baseline.
+    Args:
+        decisions: decisions that are applied to the step first; without decisions the baseline is rehearsed.
     """
     return rehearse.certifying_graph(rehearse.with_gradient_names(workload, card), decisions, card)
 
 
 @contextlib.contextmanager
 def open_session(workload: Workload, card: DeviceProfile, budget: Budget | None) -> Iterator[PlanningSession]:
-    """Yield a planning session; rehearsals that are still running when it closes are ended."""
+    """Yield a planning session. On leaving the context, rehearsals that are still running are ended."""
     with _without_garbage_collector():
         workload = rehearse.with_gradient_names(workload, card)
         session = PlanningSession(
@@ -106,7 +109,11 @@ def open_session(workload: Workload, card: DeviceProfile, budget: Budget | None)
 
 @contextlib.contextmanager
 def _without_garbage_collector() -> Iterator[None]:
-    """Recordings are many objects without reference cycles: looking for cycles takes a quarter of the planning time."""
+    """Disable Python's garbage collector within the context.
+
+    Recordings have many objects but no reference cycles. Searching them for cycles takes a quarter of the planning
+    time.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

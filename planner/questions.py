@@ -24,39 +24,44 @@ _MOST_SAMPLES = 1 << 20
 _FIRST_SAMPLES = 64
 """Batch size that is tried first."""
 _EXACT_TO = 64
-"""Relative precision of the answer above 64 samples: 1/64. Every further step would cost one rehearsal."""
+"""The answer is exact up to about this number of samples. Above it, the relative error is at most 1/64."""
 _FAR = 2
-"""The decisions with the smallest peak at one batch size are tried for sizes up to this factor larger."""
+"""Known decisions are tried for batch sizes up to this factor above the largest batch size that was searched."""
 _LEFT_OUT = (
-    (Role.MICRO_BATCHING, "with which any batch fits where one sample does"),
-    (Role.FREEZING, "since each frozen prefix would make another"),
+    (Role.MICRO_BATCHING, "with which any batch fits if a single sample fits"),
+    (Role.FREEZING, "since each number of frozen layers has its own largest batch"),
 )
-"""Techniques that the search for the largest batch leaves out, with the reasons."""
+"""Techniques that the search for the largest batch does not use, each with the reason."""
 
 
 def largest_batch(
     build: Callable[[int], Workload], card: DeviceProfile, *, vram_bytes: int, constraints: Constraints
 ) -> Plan:
-    """Returns the plan for the largest batch that fits without accumulation, or for the smallest batch if none fits.
+    """Returns the plan for the largest batch that fits without gradient accumulation and without frozen layers.
 
-    The answer is checked on both sides: the returned plan is certified, and for a batch above it (one sample more, from
-    128 samples on a few more) the planner finds no plan. Batch sizes in between and below are not all tried: a batch is
-    assumed to fit if a larger one does. Techniques in `_LEFT_OUT` are not used. The smallest batch is a single sample,
-    or two samples for a model that refuses a single one (BatchNorm).
+    If no batch fits, returns the plan for the smallest batch, which does not fit. The smallest batch has one sample, or
+    two samples for a model that refuses a single sample (BatchNorm).
+
+    The returned plan is certified. For a slightly larger batch (one sample more, and from 128 samples on up to 1/64
+    more) the planner finds no plan. Not all other batch sizes are tried: a batch is assumed to fit if a larger batch
+    fits.
 
     Args:
-        build: returns the workload for a batch size.
+        build: function that takes a batch size and returns the workload with a batch of this size.
 
     Raises:
         DecisionError: accumulation or freezing is forced, or the slowdown is limited.
     """
     if constraints.max_slowdown is not None:
         raise DecisionError(
-            "the largest batch is searched at any speed: leave out the limit on the slowdown (--max-slowdown)"
+            "the search for the largest batch ignores the step time: leave out the limit on the slowdown "
+            "(--max-slowdown)"
         )
     for kind, why in ((kind, why) for role, why in _LEFT_OUT for kind in kinds_of(role)):
         if constraints.force(kind):
-            raise DecisionError(f"the largest batch is asked for without {kind.kind}, {why}: do not force it")
+            raise DecisionError(
+                f"the search for the largest batch does not use {kind.kind}, {why}: do not force {kind.kind}"
+            )
         if constraints.allow(kind):
             constraints = dataclasses.replace(constraints, forbidden=(*constraints.forbidden, kind.kind))
 
@@ -66,7 +71,8 @@ def largest_batch(
         samples, too_many = largest_within(
             needs.total_bytes, limit_bytes=usable_bytes, least=needs.least, first=_FIRST_SAMPLES, most=_MOST_SAMPLES
         )
-        # The upper end may rest on one set of decisions. Search there, too; if a plan is found, go on above it.
+        # `too_many` may be known to be too large for one set of decisions only. Search at this size, too: if a plan
+        # is found, continue with larger sizes.
         if too_many <= _MOST_SAMPLES and not needs.does_not_fit(too_many):
             continue
         plan = pipeline.plan_workload(
@@ -74,7 +80,7 @@ def largest_batch(
         )
         if plan.fits or samples < needs.least:
             break
-        # The search finds no plan although the smallest one was predicted to fit: note that, and go on below it.
+        # No plan was found at this size, although it was predicted to fit: record that, and continue with smaller ones.
         needs.correct(samples, max(plan.peak.total_bytes, usable_bytes + 1))
     if not plan.fits:
         return plan
@@ -83,11 +89,12 @@ def largest_batch(
 
 
 class _Needs:
-    """Bytes that a batch needs, by batch size: from a search, or an upper bound from rehearsing known decisions.
+    """Finds out how many bytes a batch of a given size needs, by searches and by rehearsals.
 
-    A search tries every configuration; a rehearsal tries only the decisions that were smallest at another size, and is
-    several times cheaper. Either shows that a batch fits. Only a search within the budget shows that it does not,
-    because the configuration with the smallest predicted peak may not have the least allocator slack.
+    A search considers every configuration. A rehearsal considers only the decisions that the latest search found at
+    another batch size; it is several times cheaper, and its result is an upper bound. Both can show that a batch fits.
+    Only a search within the budget (`does_not_fit`) can show that a batch does not fit: the configuration with the
+    smallest predicted peak may not be the configuration with the least allocator slack.
 
     Measured on examples/sequential.py:build with --vram 1GiB --fidelity exact: 5 searches and 10 rehearsals, 56 s of
     CPU time. Bisection between powers of two with a search for each size took 17 searches and over 71 s.
@@ -104,7 +111,10 @@ class _Needs:
         self.least = self._least()
 
     def total_bytes(self, samples: int) -> int:
-        """Upper bound on the bytes needed for `samples`. Sizes over `_FAR` times the known ones are searched."""
+        """Upper bound on the bytes that a batch needs.
+
+        It comes from a rehearsal, or from a search if the size is more than `_FAR` times the largest searched size.
+        """
         if samples in self._searched or samples > _FAR * max(self._searched):
             return self.searched_bytes(samples)
         if samples not in self._at_most:
@@ -115,25 +125,25 @@ class _Needs:
         return self._at_most[samples]
 
     def searched_bytes(self, samples: int) -> int:
-        """Bytes needed for `samples` by a search. Its decisions are then tried on other sizes, too."""
+        """Bytes that a batch needs according to a search. Later rehearsals of other batch sizes use its decisions."""
         if samples not in self._searched:
             self._search(smallest_configuration, samples)
         return self._searched[samples]
 
     def does_not_fit(self, samples: int) -> bool:
-        """True if the planner finds no plan for `samples`. Decisions it finds are then tried on other sizes, too."""
+        """True if a search within the budget finds no plan. Later rehearsals of other batch sizes use its decisions."""
         self._search(configuration_within, samples)
         return self._searched[samples] > self._vram_bytes
 
     def _search(self, function: Callable[..., tuple[int, tuple[Decision, ...]]], samples: int) -> None:
-        """Run the search, and forget upper bounds above the budget: the new decisions may need less."""
+        """Run a search, and forget upper bounds above the budget: with its decisions these sizes may need less."""
         self._searched[samples], self._decisions = function(
             self._build(samples), self._card, vram_bytes=self._vram_bytes, constraints=self._constraints
         )
         self._at_most = {size: total for size, total in self._at_most.items() if total <= self._vram_bytes}
 
     def correct(self, samples: int, total_bytes: int) -> None:
-        """Record the result of a search for `samples` that found nothing that fits."""
+        """Record that a batch of `samples` needs `total_bytes`, after planning found that it does not fit."""
         self._searched[samples] = total_bytes
 
     def _least(self) -> int:
@@ -149,12 +159,24 @@ class _Needs:
 def largest_within(
     smallest_budget_bytes: Callable[[int], int], *, limit_bytes: int, least: int = 1, first: int, most: int
 ) -> tuple[int, int]:
-    """Returns the largest number in least..most whose need is within the limit, and one above it whose need is not.
+    """Finds the largest number of samples whose smallest budget is within a limit.
 
-    Interpolation search (regula falsi): bytes are nearly affine in the number of samples, so the next number is where
-    the line through the two known points nearest to the limit meets it. After two answers on the same side, bisection.
-    The two numbers are neighbours below `_EXACT_TO`, and at most 1/64 apart above. Returns (least - 1, least) if none
-    is within the limit, and (most, most + 1) if all are. Exact only for needs that do not fall.
+    This is an interpolation search (regula falsi): bytes are nearly affine in the number of samples. So the next number
+    is where the line through the two known points nearest to the limit reaches the limit; after two answers on the same
+    side of the limit, it is the middle of the interval.
+
+    Args:
+        smallest_budget_bytes: function that takes a number of samples and returns the bytes that it needs. The result
+            is right only if a larger number never needs fewer bytes.
+        limit_bytes: the limit.
+        least: the smallest number to try.
+        first: a number to try at the beginning.
+        most: the largest number to try.
+
+    Returns:
+        A number within the limit, and a larger number that is not. They differ by 1 below twice `_EXACT_TO`, and by at
+        most 1/64 above. The result is (least - 1, least) if no number is within the limit, and (most, most + 1) if all
+        are.
     """
     known = {number: smallest_budget_bytes(number) for number in (least, first)}
     sides: list[bool] = []
@@ -176,10 +198,11 @@ def largest_within(
 
 
 def smallest_card(workload: Workload, constraints: Constraints) -> Plan:
-    """Returns the plan on the card with the least memory on which one fits, or the shortfall on the largest card.
+    """Returns the plan for the known card with the least memory on which a plan fits.
 
-    Tries all cards from the smallest to the largest, without bisection: kernels and dtypes differ between cards, so a
-    plan may fit a smaller card and not a larger one.
+    If no card is large enough, returns the plan for the largest card, with its shortfall. All cards are tried from the
+    smallest to the largest, without bisection: kernels and dtypes differ between cards, so a plan may fit a smaller
+    card and not a larger card.
     """
     cards = sorted((profiles.load(name) for name in profiles.known()), key=lambda card: (card.vram_bytes, card.name))
     for number, card in enumerate(cards):
@@ -193,14 +216,14 @@ def smallest_card(workload: Workload, constraints: Constraints) -> Plan:
 
 
 def _noted(plan: Plan, note: str) -> Plan:
-    """Returns the plan with the note in front of its own."""
+    """Returns the plan with `note` as its first note."""
     return dataclasses.replace(plan, notes=(note, *plan.notes))
 
 
 def plan_that_fits(
     workload: Workload, card: DeviceProfile, *, vram_bytes: int, constraints: Constraints
 ) -> Plan | None:
-    """Return the plan of `plan_workload` if one fits; otherwise None, without looking for the smallest plan."""
+    """Return the plan of `plan_workload` if it fits, else None. This saves the search for the smallest plan."""
     began = time.perf_counter()
     budget = Budget.on(card, vram_bytes)
     with pipeline.open_session(workload, card, budget) as session:
@@ -216,9 +239,12 @@ def plan_that_fits(
 def smallest_configuration(
     workload: Workload, card: DeviceProfile, *, vram_bytes: int, constraints: Constraints
 ) -> tuple[int, tuple[Decision, ...]]:
-    """Return the decisions with the smallest promise (no frozen prefix), and the smallest total under which they run.
+    """Find the configuration with the smallest predicted peak of tensors, without frozen layers.
 
-    This is faster than to look for the smallest plan, which also searches for less allocator slack.
+    This is faster than searching for the smallest plan, which also tries to reduce the allocator's slack.
+
+    Returns:
+        The smallest total in bytes under which the step runs with this configuration, and its decisions.
     """
     with pipeline.open_session(workload, card, Budget.on(card, vram_bytes)) as session:
         certified = session.certify(session.chooser(session.search_space(constraints), constraints).smallest())
@@ -228,7 +254,11 @@ def smallest_configuration(
 def configuration_within(
     workload: Workload, card: DeviceProfile, *, vram_bytes: int, constraints: Constraints
 ) -> tuple[int, tuple[Decision, ...]]:
-    """Return total and decisions of the plan of `plan_workload`, which looks further than the smallest promise."""
+    """Find the plan of `plan_workload`: the fastest plan inside the budget, or the smallest plan if no plan fits.
+
+    Returns:
+        The total in bytes of the plan, and its decisions.
+    """
     with pipeline.open_session(workload, card, Budget.on(card, vram_bytes)) as session:
         space = session.search_space(constraints)
         certified = fitting.best(session, space, constraints) or fitting.nearest(session, space, constraints)
@@ -236,5 +266,5 @@ def configuration_within(
 
 
 def total_bytes_with(workload: Workload, card: DeviceProfile, decisions: tuple[Decision, ...]) -> int:
-    """Return the smallest total under which the step with these decisions runs, by rehearsal."""
+    """Rehearse the step with these decisions, and return the smallest total in bytes under which it runs."""
     return smallest_capacity_bytes(pipeline.record_step(workload, card, decisions), card)

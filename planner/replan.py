@@ -20,14 +20,14 @@ from planner.workload.workload import Workload
 
 
 def replan(saved: Plan, *, vram: str | None, gpu: str | None) -> Plan:
-    """Rehearse the decisions of a saved plan and return the plan with its new figures.
+    """Rehearse the decisions of a saved plan again, and return the plan with the new memory, time and verdict.
 
     Args:
         vram: a size such as "6GiB"; None keeps the budget of the saved plan.
         gpu: the name of a profile; None keeps the card of the saved plan.
 
     Raises:
-        PlanFileError: the plan was made for a live model, or its model has changed since.
+        PlanFileError: the plan was made for a live model, which cannot be loaded, or its model has changed since.
     """
     workload = _load(saved)
     began = time.perf_counter()
@@ -57,9 +57,12 @@ def replan(saved: Plan, *, vram: str | None, gpu: str | None) -> Plan:
 
 
 def _load(saved: Plan) -> Workload:
-    """Load the workload that the plan was made for and check that it is still the same."""
+    """Load the workload that the plan was made for, and check that model and batch size still match the plan."""
     if saved.model.reference is None:
-        raise PlanFileError("the plan was made for a live model: use rewrite.certify(plan, model, batch)")
+        raise PlanFileError(
+            "the plan was made in Python for a live model, which cannot be loaded by name: use "
+            "rewrite.certify(plan, model, batch)"
+        )
     workload = load_workload(
         saved.model.reference,
         batch_size=saved.workload.batch_size,
@@ -70,12 +73,12 @@ def _load(saved: Plan) -> Workload:
     if workload.model_facts().fingerprint != saved.model.fingerprint:
         raise PlanFileError(
             f"'{saved.model.reference}' is not the {saved.model.name} that the plan was made for: names, shapes or "
-            "dtypes of its parameters differ; make the plan again"
+            "dtypes of its parameters or buffers differ; make the plan again"
         )
     size, count = micro_batch_size_of(saved.decisions), micro_batches_of(saved.decisions)
     if size is not None and count != -(-workload.batch_size // size):
         raise PlanFileError(
             f"the plan is inconsistent: {count} micro-batches of {size} samples do not make up its batch of "
-            f"{workload.batch_size}; make the plan again"
+            f"{workload.batch_size} samples; make the plan again"
         )
     return workload

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 if __name__ != "planner.profiles":
-    raise ImportError(f"this folder cannot be imported under the name {__name__}: write `from planner import profiles`")
+    raise ImportError(f"this package cannot be imported as {__name__}: write `from planner import profiles`")
 
 from planner.profiles.device import DeviceProfile, ProfileError, read
 from planner.profiles.finding import CardFacts, known, like, load, matching, own_folder

@@ -1,17 +1,19 @@
-"""Measures this machine's card and writes its profile, in the form of the files in `devices/`.
+"""Measures this machine's card and writes its profile as a TOML file like those in `devices/`.
 
     python -m planner.profiles.calibrate [--out FILE.toml] [--json FILE.json]
 
 Run it while nothing else uses the card, in a process that has not used CUDA. It takes about half a minute. It measures:
 
-- the CUDA context after a first kernel, a matrix product, a convolution and a training step;
+- the size of the CUDA context after a first kernel, a matrix product, a convolution and a training step;
 - the workspace that the first matrix product leaves in the allocator;
-- the bandwidth of a copy, and the rate of matrix products in each dtype;
+- the memory bandwidth of the card, and the rate of matrix products in each dtype;
 - the time that the host takes to launch an operator;
-- copies from and to pinned host memory.
+- the rate of copies from and to pinned host memory;
+- the direction in which the driver places new segments of memory.
 
-A quantity that cannot be measured is reported, and taken from the existing profile of this card or of the most similar
-one. Without `--out` the profile is written to the folder where planning looks first (`profiles.own_folder`).
+If a rate cannot be measured, this is reported, and the rate is taken from the existing profile of this card or of the
+most similar card. Without `--out` the profile is written to the folder where planning looks first for profiles
+(`profiles.own_folder`).
 """
 
 from __future__ import annotations
@@ -38,20 +40,20 @@ from planner.profiles.finding import CardFacts, like, matching, own_folder
 from planner.profiles.process_memory import card_used_bytes, driver_version, process_memory
 
 CONTEXT_STAGES = ("first kernel", "matrix product", "convolution", "training step")
-"""Stages after which the CUDA context is measured. Each may load more kernels."""
+"""Operations after each of which the CUDA context is measured. Each operation may load more kernels."""
 WIDTHS = {"fp32": 8192, "tf32": 8192, "fp16": 8192, "bf16": 8192, "fp64": 4096}
-"""Width of the square matrices whose product is timed, by dtype."""
+"""Number of rows and columns of the square matrices whose product is timed, by dtype."""
 REPEATS = 5
-"""Number of timed runs of each quantity."""
+"""Number of times that each rate is measured."""
 HOST_COPIES = {"copies to the card": False, "copies to the host": True}
-"""Names of the two measured copies, and whether a copy goes back to the host."""
+"""The two copies that are timed, by name: True for the copy from the card to the host."""
 SEGMENTS = 24
-"""Number of new segments whose addresses are compared."""
+"""Number of segments that are allocated to see in which direction the driver places them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts(CardFacts):
-    """The card (with its name without 'NVIDIA ' in front) and the software that it was measured with."""
+    """Facts of the card (`cuda_name` without 'NVIDIA ' in front), and versions of the software that measured it."""
 
     driver: str
     torch_version: str
@@ -60,68 +62,70 @@ class Facts(CardFacts):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """All measured quantities."""
+    """The result of a calibration: everything that was measured."""
 
     facts: Facts
     context_bytes: dict[str, int]
-    """Memory of the process outside the allocator, after each of `CONTEXT_STAGES`."""
+    """Memory of the process outside the caching allocator, after each of `CONTEXT_STAGES`."""
     memory_source: str
-    """Source of the process's memory: 'nvml', 'nvidia-smi' or 'difference' (`process_memory`)."""
+    """How the memory of the process was measured: 'nvml', 'nvidia-smi' or 'difference'; see `process_memory`."""
     memory_bandwidth_bytes_per_s: int
     flops_per_s: dict[str, int]
     launch_ns: int
     host_link_bytes_per_s: int
     segment_addresses: str
-    """One of `planner.profiles.device.SEGMENT_ADDRESSES`."""
+    """Direction in which the driver places new segments: a key of `planner.profiles.device.SEGMENT_ADDRESSES`."""
     workspace_bytes: int
-    """Bytes that the first matrix product leaves allocated: the workspace of its cuBLAS handle."""
+    """Bytes that stay allocated while no tensor exists: the workspace that cuBLAS keeps after a matrix product."""
     allocator: str
     """Backend and settings of the caching allocator."""
     date: str
-    """Day of the measurement in ISO format."""
+    """Day of the measurement, as YYYY-MM-DD."""
     not_measured: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Reason by the name of each quantity that could not be measured. Its value is that of an existing profile."""
+    """For each quantity that could not be measured: the reason. Its value is taken from an existing profile."""
 
 
 class Card(Protocol):
-    """The operations that calibration needs of a card. Tests supply a card with fixed numbers."""
+    """The measurements that `calibrate` makes on a card. Tests supply a card that returns fixed numbers."""
 
     def begin(self) -> None:
         """Starts CUDA in this process."""
 
     def facts(self) -> Facts:
-        """Returns facts of the card and the software."""
+        """Returns the facts of the card and the versions of the software."""
 
     def after_stage(self, stage: str) -> tuple[int, str]:
-        """Runs a stage of `CONTEXT_STAGES`.
+        """Runs the operation `stage`, one of `CONTEXT_STAGES`.
 
-        Returns the bytes of the process outside the allocator after it, and the source of that number.
+        Returns:
+            Bytes that the process then holds outside the caching allocator, and how they were measured
+            (`Calibration.memory_source`).
         """
 
     def copy_seconds(self, size_bytes: int) -> float:
-        """Returns the time to copy a tensor of `size_bytes` on the card."""
+        """Returns the time in seconds to copy `size_bytes` within the memory of the card."""
 
     def product_seconds(self, dtype: str, width: int) -> float:
-        """Returns the time to multiply two square matrices."""
+        """Returns the time in seconds to multiply two matrices with `width` rows and columns."""
 
     def small_ops_seconds(self, count: int) -> float:
-        """Returns the time to run `count` ops on a tensor with one element."""
+        """Returns the time in seconds to run `count` ops on a tensor with one element."""
 
     def host_copy_seconds(self, size_bytes: int, *, back: bool) -> float:
-        """Returns the time to copy from pinned host memory to the card, or back."""
+        """Returns the time in seconds to copy from pinned host memory to the card, or with `back` to the host."""
 
     def workspace_bytes(self) -> int:
-        """Returns the allocated bytes while no tensor is alive."""
+        """Returns the allocated bytes while no tensor exists."""
 
     def allocator(self) -> str:
-        """Returns backend and settings of the caching allocator."""
+        """Returns the backend and the settings of the caching allocator as a text."""
 
     def new_segments(self, count: int, size_bytes: int) -> list[int]:
-        """Returns the addresses of tensors that each take a new segment, in the order of their allocation."""
+        """Allocates `count` tensors, each in a new segment, and returns their addresses in order of allocation."""
 
 
 def calibrate(card: Card) -> Calibration:
-    """Measures everything. Each rate is that of the fastest of several runs, which a dense kernel can reach."""
+    """Measures all quantities of a card. A rate is the fastest of `REPEATS` runs, so that it is a peak rate."""
     card.begin()
     # The context comes first: later measurements load more kernels than a training step needs.
     contexts = [card.after_stage(stage) for stage in CONTEXT_STAGES]
@@ -168,7 +172,10 @@ def calibrate(card: Card) -> Calibration:
 
 
 def _order(addresses: list[int]) -> str:
-    """Returns the direction in which the driver places most new segments. A few of them may fill gaps."""
+    """Returns the direction in which most addresses follow each other: 'ascending', 'descending' or 'unknown'.
+
+    Not all addresses need to follow it, since the driver may place some segments in gaps.
+    """
     above = sum(later > earlier for earlier, later in itertools.pairwise(addresses))
     if above >= 0.8 * (len(addresses) - 1):
         return "ascending"
@@ -258,7 +265,7 @@ class CudaCard:
         return [segment.data_ptr() for segment in segments]
 
     def _seconds(self, function: Callable[[], object]) -> float:
-        """Returns the time of the second call, because the first one loads kernels."""
+        """Returns the time in seconds of a second call of the function, because the first call loads kernels."""
         function()
         self._torch.cuda.synchronize()
         began = time.perf_counter()
@@ -268,7 +275,7 @@ class CudaCard:
 
 
 def _training_step(torch: ModuleType) -> None:
-    """Trains a small network of common layers for two steps, so that their kernels are loaded."""
+    """Trains a small network of common layers for two steps, so that the kernels of these layers are loaded."""
     nn = torch.nn
     layers = (nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.GELU(), nn.Flatten(), nn.Dropout(0.1))
     model = nn.Sequential(*layers, nn.Linear(16 * 256, 64), nn.LayerNorm(64), nn.Linear(64, 10)).cuda()
@@ -283,7 +290,7 @@ def _training_step(torch: ModuleType) -> None:
 
 
 def as_toml(calibration: Calibration, title: str) -> str:
-    """Returns the text of a profile file that `planner.profiles.device.read` reads, with the source of each number."""
+    """Returns the TOML text of the profile, with the source of each number as a comment."""
     facts = calibration.facts
     how = f"{calibration.date}, torch {facts.torch_version}, CUDA {facts.cuda_version}, driver {facts.driver}"
     contexts = ", ".join(f"{size // MIB} MiB after a {stage}" for stage, size in calibration.context_bytes.items())
@@ -319,25 +326,35 @@ def as_toml(calibration: Calibration, title: str) -> str:
 
 
 def _by(calibration: Calibration, names: list[str], how: str) -> str:
-    """Returns the source of a number that depends on the quantities `names`."""
+    """Returns the comment on the source of a number in the profile.
+
+    Args:
+        names: the measured quantities that the number is computed from, by their names in `not_measured`.
+        how: how they are measured.
+    """
     missing = [f"{name}: {calibration.not_measured[name]}" for name in names if name in calibration.not_measured]
     return f"not measured ({'; '.join(missing)}): as the datasheet says" if missing else f"measured: {how}"
 
 
 def _is_native(calibration: Calibration, dtype: str) -> bool:
-    """True if training in this dtype is faster. Below compute capability 8.0 bf16 is emulated, so it does not count."""
+    """True if the card does not emulate the dtype, and multiplies matrices in it clearly faster than in fp32."""
     emulated = dtype == "bf16" and calibration.facts.compute_capability < (8, 0)
     return not emulated and calibration.flops_per_s[dtype] > 1.2 * calibration.flops_per_s["fp32"]
 
 
 def title_of(facts: Facts) -> str:
-    """Returns the title of the existing profile of this card, else the driver's name of the card."""
+    """Returns the title in the existing profile of this card; if there is none, the name that the driver reports."""
     known = matching(facts.cuda_name)
     return facts.cuda_name if known is None else known.title
 
 
 def main(card: Card | None = None, arguments: list[str] | None = None) -> None:
-    """Runs the command: measures the card, and writes and prints its profile."""
+    """Runs the command: measures the card, and writes and prints its profile.
+
+    Args:
+        card: the card to measure; None for the first CUDA card of this machine.
+        arguments: command-line arguments; None for those of the process.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, help="file for the profile; its name becomes the card's name")
     parser.add_argument("--json", type=pathlib.Path, help="file to write all measured quantities to, as a JSON object")

@@ -1,7 +1,7 @@
 """The profile of a card: its memory, its fixed costs and its rates.
 
-Each card is one TOML file in `devices/`, named after its slug. To add a card, add a file (`finding`). Every number in
-it has its source in a comment: a vendor datasheet, a public log, a model, or an assumption.
+Each card has a TOML file in `devices/`; the name of the file is the name of the card. To add a card, add a file.
+A comment states the source of each number: a vendor datasheet, a public log, a model, or an assumption.
 """
 
 from __future__ import annotations
@@ -17,73 +17,75 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp64")
-"""Names of the rates in `DeviceProfile.flops_per_s`. A profile states all of them."""
+"""Keys of `DeviceProfile.flops_per_s`. A profile must state a rate for each of them."""
 
 AUTOCAST_DTYPES = ("bf16", "fp16")
-"""The dtypes that can be native, the preferred one first: bf16 needs no loss scaling."""
+"""The dtypes that `DeviceProfile.native_dtypes` may list, in order of preference: bf16 needs no loss scaling."""
 
 SEGMENT_ADDRESSES: Mapping[str, tuple[bool, ...]] = {
     "ascending": (False,),
     "descending": (True,),
     "unknown": (False, True),
 }
-"""Values of `DeviceProfile.segment_addresses`, each with the orders to simulate. True means descending addresses."""
+"""Allowed values of `DeviceProfile.segment_addresses`. Each has the orders of addresses that are simulated: True for
+descending, False for ascending.
+"""
 
 
 class ProfileError(Exception):
-    """Raised for an unknown card, or for a profile file that is not well formed."""
+    """The card is unknown, or its profile file is not well formed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceProfile:
-    """A card as PyTorch on Linux sees it.
+    """The properties of a card that planning needs, as PyTorch on Linux sees them.
 
-    Rates are peaks that a dense kernel can reach. Base decisions on ratios of them only.
+    Rates are peaks, which only large dense kernels reach. So rely only on ratios of the times that follow from them.
     """
 
     name: str
-    """Slug that users give with --gpu, such as 'rtx-2060'."""
+    """Name that users give with --gpu, such as 'rtx-2060'."""
     title: str
     """Product name, such as 'GeForce RTX 2060 6 GB'."""
     source: str
-    """'datasheet', or 'calibrated ...' with date and versions."""
+    """Source of the numbers: 'datasheet', perhaps with remarks, or 'calibrated' with the date and versions."""
     cuda_names: tuple[str, ...] = ()
-    """Patterns for `torch.cuda.get_device_name()` without 'NVIDIA ' in front; see `matching`."""
+    """Shell-style patterns of `torch.cuda.get_device_name()`, without 'NVIDIA ' in front; see `finding.matching`."""
     compute_capability: tuple[int, int]
     sm_count: int
     """Number of streaming multiprocessors."""
     max_threads_per_sm: int
     vram_bytes: int
-    """`torch.cuda.get_device_properties().total_memory` on Linux. It differs by some MiB between drivers."""
+    """Memory in bytes: `torch.cuda.get_device_properties().total_memory`. It differs by some MiB between drivers."""
     context_bytes: int
-    """Size of the CUDA context after a training step, outside the caching allocator, with lazily loaded kernels."""
+    """Size of the CUDA context after a training step, with the loaded kernels. It is outside the caching allocator."""
     context_source: str
-    """Source of `context_bytes`: how it was measured, or the model that it was computed with."""
+    """Source of `context_bytes`: how it was measured, or the formula that it was computed with."""
     memory_bandwidth_bytes_per_s: int
     flops_per_s: Mapping[str, int] = dataclasses.field(hash=False)
     """Floating-point operations per second for each of `DTYPES`.
 
     'fp32' is the rate of a plain fp32 matmul, which is PyTorch's default; 'tf32' counts only if the user allows it.
-    'fp16' and 'bf16' are rates of dense matmuls that accumulate in fp32. The rate of an emulated dtype is that of the
-    emulation.
+    'fp16' and 'bf16' are rates of dense matmuls that accumulate in fp32. If the card emulates a dtype, the rate is that
+    of the emulation.
     """
     native_dtypes: tuple[str, ...]
-    """Members of `AUTOCAST_DTYPES` that make training on this card faster, the preferred one first."""
+    """Members of `AUTOCAST_DTYPES` with which training on this card is faster than in fp32, in order of preference."""
     launch_ns: int
-    """Minimum time between two kernels of eager PyTorch, which is the host's time for one operator."""
+    """Minimum time in ns between the launches of two kernels: the host's time for one operator in eager mode."""
     host_link_bytes_per_s: int
-    """Rate of copies between pinned host memory and the card in one direction."""
+    """Rate in bytes per second of copies between pinned host memory and the card, in one direction."""
     segment_addresses: str = "unknown"
-    """Direction in which the driver places new segments: one of `SEGMENT_ADDRESSES`.
+    """Direction in which the driver places new segments of memory: a key of `SEGMENT_ADDRESSES`.
 
-    Among free blocks of equal size the caching allocator takes the one at the lowest address, so fragmentation depends
-    on this.
+    The direction influences fragmentation, because the caching allocator takes the free block with the lowest address
+    among free blocks of equal size.
     """
     allocator: bool = True
-    """True if tensors come from a caching allocator; False if only their bytes are counted (`bare`)."""
+    """True if the caching allocator is simulated; False if only the bytes of tensors are counted (card 'bare')."""
 
     def __post_init__(self) -> None:
-        """Checks the fields, and raises `ProfileError` for the first that is wrong."""
+        """Raises `ProfileError` if a field has a wrong value."""
         if unknown := [dtype for dtype in self.native_dtypes if dtype not in AUTOCAST_DTYPES]:
             raise ProfileError(
                 f"{self.name}: native_dtypes names '{unknown[0]}': choose from {', '.join(AUTOCAST_DTYPES)}"
@@ -92,7 +94,7 @@ class DeviceProfile:
             capability = ".".join(map(str, self.compute_capability))
             raise ProfileError(
                 f"{self.name}: native_dtypes names 'bf16' at compute capability {capability}: "
-                "bf16 is native from 8.0, leave it out"
+                "bf16 is native only from 8.0 on, leave it out"
             )
         if self.segment_addresses not in SEGMENT_ADDRESSES:
             raise ProfileError(
@@ -103,20 +105,21 @@ class DeviceProfile:
             wrong_key = min(set(self.flops_per_s) ^ set(DTYPES))
             problem = "lacks the" if wrong_key in DTYPES else "has an unknown"
             raise ProfileError(
-                f"{self.name}: flops_per_s {problem} key '{wrong_key}': state exactly {', '.join(DTYPES)}"
+                f"{self.name}: flops_per_s {problem} key '{wrong_key}': give a rate for exactly {', '.join(DTYPES)}"
             )
 
     def cublas_workspace_bytes(self, torch_version: str) -> int:
         """Returns the bytes that one cuBLAS handle allocates from the caching allocator at its first matmul.
 
-        There is one handle for each host thread and stream, so eager training has two: the main thread's and that of
-        autograd's device thread. The result is 0 for a card without a caching allocator. From torch 2.15 on the
-        workspace is freed after each call unless TORCH_CUBLAS_WORKSPACE_CACHE=1 keeps it.
+        There is one handle for each host thread and stream. So eager training has two handles: one of the main thread
+        and one of the thread in which autograd runs the backward. The result is 0 for a card without a caching
+        allocator. From torch 2.15 on, the workspace is freed after each call unless TORCH_CUBLAS_WORKSPACE_CACHE=1 is
+        set.
 
         Source: `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp, in the releases 2.4 to 2.15.
 
         Args:
-            torch_version: A version like `torch.__version__`. Versions before 2.4 are treated as 2.4.
+            torch_version: a version as in `torch.__version__`. Versions before 2.4 are treated as 2.4.
 
         Raises:
             ProfileError: the version cannot be read.
@@ -129,25 +132,29 @@ class DeviceProfile:
 
 
 _CUBLAS_SMALL_BYTES = (2 * 4096 + 8 * 16) * 1024
-"""The default of cuBLAS, ':4096:2:16:8' in KiB."""
+"""The small workspace: the default configuration of cuBLAS, ':4096:2:16:8' (sizes in KiB and their numbers)."""
 _CUBLAS_LARGE_BYTES = 32 * MIB
 _CUBLAS_LARGE_SINCE: Mapping[int, tuple[int, int]] = {9: (2, 4), 10: (2, 12), 12: (2, 12), 11: (2, 14)}
-"""First torch release (2.4 or later) that chooses the large workspace, by the major compute capability."""
+"""By major compute capability: the first torch release, from 2.4 on, that allocates the large workspace."""
 
 
 def read(path: Path) -> DeviceProfile:
-    """Reads a profile from a TOML file. The profile has the name of the file.
+    """Reads a profile from a TOML file. The name of the profile is the name of the file without '.toml'.
 
-    Raises `ProfileError` with the file and the key if a key is unknown, missing or of the wrong type.
+    Raises:
+        ProfileError: the file cannot be read, or a key is unknown, missing or has a wrong value. The message names the
+            file and the key.
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ProfileError(f"profile file {path} cannot be read: {error}") from error
     if unknown := sorted(set(table) - set(_READERS)):
-        raise ProfileError(f"{path}: key '{unknown[0]}' is unknown: the keys are {', '.join(_READERS)}")
+        raise ProfileError(f"{path}: key '{unknown[0]}' is unknown: a profile has the keys {', '.join(_READERS)}")
     if missing := [key for key in _READERS if key not in table]:
-        raise ProfileError(f"{path}: key '{missing[0]}' is missing: a profile states all of {', '.join(_READERS)}")
+        raise ProfileError(
+            f"{path}: key '{missing[0]}' is missing: a profile must have all of the keys {', '.join(_READERS)}"
+        )
     fields: dict[str, Any] = {}
     for key, reader in _READERS.items():
         try:
@@ -161,7 +168,7 @@ def read(path: Path) -> DeviceProfile:
 
 
 def _release(torch_version: str) -> tuple[int, int]:
-    """Returns the major and minor version of a torch version."""
+    """Returns (major, minor) of a torch version."""
     match = re.match(r"(\d+)\.(\d+)", torch_version)
     if match is None:
         raise ProfileError(
@@ -170,19 +177,19 @@ def _release(torch_version: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-# Each of the following functions returns a value of the TOML file in the type of the field. It raises a TypeError that
-# says which value to give, as the end of "key 'title' is 3: give a text that is not empty".
+# Each of the following functions checks a value of the TOML file and returns it in the type of the field. For a wrong
+# value it raises a TypeError with the second half of a message such as "key 'title' is 3: give a non-empty string".
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise TypeError("give a text that is not empty")
+        raise TypeError("give a non-empty string")
     return value
 
 
 def _texts(value: object) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise TypeError("give a list of texts")
+        raise TypeError("give a list of strings")
     return tuple(value)
 
 
@@ -221,4 +228,4 @@ _READERS: Mapping[str, Callable[[object], object]] = {
     "segment_addresses": _text,
     "flops_per_s": _rates,
 }
-"""All keys of a profile file, with the function that reads the value."""
+"""All keys of a profile file, each with the function that checks and converts its value."""

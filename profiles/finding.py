@@ -1,4 +1,4 @@
-"""Finds the profile of a card by its name, by its file, or for a card of this machine."""
+"""Finds the profile of a card: by its name, by the path of its file, or by what the driver reports of the card."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ from planner.profiles.device import DeviceProfile, ProfileError, read
 from planner.profiles.generic import bare, modelled_context_bytes
 
 UNLISTED = "unlisted"
-"""Name of the profile of a present card that no file claims."""
+"""Name of the profile for a card of this machine whose name is in no profile file."""
 
 _DEVICES = Path(__file__).parent / "devices"
 
 
 def known() -> tuple[str, ...]:
-    """Returns the sorted names of all cards with a file in `devices/`. `load` also accepts 'bare'."""
+    """Returns the sorted names of all cards that have a file in `devices/`. `load` also accepts 'bare'."""
     return tuple(sorted(path.stem for path in _DEVICES.glob("*.toml")))
 
 
 def load(name: str) -> DeviceProfile:
-    """Returns the profile with a name, the profile 'bare', or the profile in a file (a path that ends in '.toml').
+    """Returns the profile of a card.
 
-    Raises `ProfileError` for an unknown name (with similar names), or for a file that is not well formed.
+    Args:
+        name: the name of a known card, 'bare', or the path of a profile file, which ends in '.toml'.
+
+    Raises:
+        ProfileError: the name is unknown (the message suggests similar names), or the file is not well formed.
     """
     if name.endswith(".toml"):
         return read(Path(name))
@@ -51,7 +55,8 @@ def load(name: str) -> DeviceProfile:
 def own_folder() -> Path:
     """Returns the folder of the user's calibrated profiles.
 
-    It is PLANNER_DEVICES, or torch-planner/devices in the user's configuration folder (XDG_CONFIG_HOME).
+    It is the folder that the environment variable PLANNER_DEVICES names, or torch-planner/devices in the user's
+    configuration folder (XDG_CONFIG_HOME, by default ~/.config).
     """
     if own := os.environ.get("PLANNER_DEVICES"):
         return Path(own)
@@ -59,11 +64,14 @@ def own_folder() -> Path:
 
 
 def matching(cuda_device_name: str) -> DeviceProfile | None:
-    """Returns the profile that claims a name of `torch.cuda.get_device_name()`; None if no file does.
+    """Returns the profile whose `cuda_names` match the name of a card; None if there is none.
 
-    Profiles in `own_folder` take precedence over those of the package. Their name is their path, so that `load` finds
-    them again. 'NVIDIA ' in front and letter case are ignored. Cards of the same name can differ in memory (there is an
-    RTX 2060 with 12 GB), so a caller with access to the card should replace `vram_bytes` by its `total_memory`.
+    Profiles in `own_folder` take precedence over those of the package. Their `name` is the path of their file, so that
+    `load` finds them again. Cards of the same name can differ in memory (there is an RTX 2060 with 12 GB), so a caller
+    that can access the card should replace `vram_bytes` by the card's `total_memory`.
+
+    Args:
+        cuda_device_name: the name from `torch.cuda.get_device_name()`. 'NVIDIA ' in front and letter case are ignored.
     """
     name = cuda_device_name.strip().casefold().removeprefix("nvidia ")
     for profile in (*_own(), *_all()):
@@ -80,13 +88,13 @@ def _own() -> Iterator[DeviceProfile]:
 
 @functools.cache
 def _all() -> tuple[DeviceProfile, ...]:
-    """Returns the profiles of the package."""
+    """Returns all profiles of the package."""
     return tuple(load(name) for name in known())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CardFacts:
-    """The facts that the driver reports of a card. The fields are those of `DeviceProfile`."""
+    """Facts that the driver reports of a card. `cuda_name` is its name; the other fields are as in `DeviceProfile`."""
 
     cuda_name: str
     compute_capability: tuple[int, int]
@@ -96,11 +104,12 @@ class CardFacts:
 
 
 def like(card: CardFacts) -> DeviceProfile:
-    """Returns a profile for a card that no file claims, scaled from that of the most similar known card.
+    """Returns a profile for a card that has no profile file, scaled from the profile of the most similar known card.
 
-    Rates are scaled by the number of multiprocessors. The most similar card has the same compute capability, or else
-    the nearest lower one (or higher, if there is none), is of the same family (GeForce or not), and has the nearest
-    number of multiprocessors, in this order of importance. The size of the CUDA context is modelled.
+    The most similar card is chosen by compute capability first: the same, else the next lower one, else the next higher
+    one. Among those, cards of the same family (GeForce or not) are preferred, and then the card with the nearest number
+    of multiprocessors. Rates are scaled by the number of multiprocessors. The size of the CUDA context is estimated
+    (`modelled_context_bytes`).
     """
     is_geforce = "geforce" in card.cuda_name.casefold()
 
@@ -131,5 +140,5 @@ def like(card: CardFacts) -> DeviceProfile:
 
 
 def _as_number(compute_capability: tuple[int, int]) -> int:
-    """Returns a number that grows with the compute capability, so that distances can be compared."""
+    """Converts a compute capability to a number, so that differences can be compared: (8, 6) gives 806."""
     return 100 * compute_capability[0] + compute_capability[1]

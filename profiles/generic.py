@@ -1,4 +1,4 @@
-"""Profiles that belong to no real card: a generic Ampere GPU of a given memory, and a card that only counts bytes."""
+"""Profiles of cards that do not exist: a generic Ampere GPU with a given memory, and a card that only counts bytes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from planner.profiles.device import GIB, MIB, DeviceProfile, ProfileError
 
 
 def modelled_context_bytes(sm_count: int) -> int:
-    """Estimates the size of the CUDA context with lazily loaded kernels, to within about 25 %.
+    """Estimates the size in bytes of the CUDA context with lazily loaded kernels, to within about 25 %.
 
-    It is 13 MiB and 3.41 MiB for each multiprocessor.
+    The estimate is 13 MiB, plus 3.41 MiB for each multiprocessor.
 
     Source: least squares over public out-of-memory messages of torch 2.1 and later (memory of the process minus what
     PyTorch had reserved), from a T4 with 40 multiprocessors to an RTX 5090 with 170; residuals -120 to +71 MiB.
@@ -21,7 +21,7 @@ def modelled_context_bytes(sm_count: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Anchor:
-    """A real Ampere card between which the generic card is interpolated."""
+    """Numbers of a real Ampere card. The generic card is interpolated between two such cards."""
 
     vram_bytes: int
     sm_count: int
@@ -41,11 +41,15 @@ _ANCHORS = (
 
 
 def generic(vram_bytes: int) -> DeviceProfile:
-    """Returns a generic Ampere GPU (compute capability 8.6) with `vram_bytes` of memory, used if no card is named.
+    """Returns the profile of a generic Ampere GPU (compute capability 8.6) with `vram_bytes` of memory.
 
-    Multiprocessors, bandwidth and rates are interpolated between real GeForce cards of 4 to 24 GiB. Outside that range
-    they are those of the nearest card, because no chip of this compute capability has more than 84 multiprocessors. The
-    size of the CUDA context is modelled. Raises `ProfileError` for a size that is not positive.
+    Plans use it if the user names no card and this machine has none. Its number of multiprocessors, bandwidth and rates
+    are interpolated between real GeForce cards of 4 to 24 GiB. With less memory they are those of the smallest of these
+    cards; with more memory those of the largest, because no chip of this compute capability has more than 84
+    multiprocessors. The size of the CUDA context is estimated (`modelled_context_bytes`).
+
+    Raises:
+        ProfileError: `vram_bytes` is not positive.
     """
     if vram_bytes <= 0:
         raise ProfileError(f"a card cannot have {vram_bytes} bytes of memory: give a positive number of bytes")
@@ -73,7 +77,7 @@ def generic(vram_bytes: int) -> DeviceProfile:
 
 
 def _interpolated(vram_bytes: int, field: str) -> int:
-    """Interpolates a field linearly between neighbouring anchors, constant outside of them, rounded down."""
+    """Interpolates a field linearly between two anchors, rounded down. Outside all anchors it is constant."""
     size = min(max(vram_bytes, _ANCHORS[0].vram_bytes), _ANCHORS[-1].vram_bytes)
     low, high = next(pair for pair in itertools.pairwise(_ANCHORS) if size <= pair[1].vram_bytes)
     start: int = getattr(low, field)
@@ -82,9 +86,10 @@ def _interpolated(vram_bytes: int, field: str) -> int:
 
 
 def bare() -> DeviceProfile:
-    """Returns a card that only counts bytes: no context, no workspaces, no allocator; total = reserved = allocated.
+    """Returns the profile 'bare', which counts only the bytes of tensors.
 
-    It has the rates of the generic card of 24 GiB, and 1 TiB of memory, so that only a budget limits it.
+    It has no CUDA context, no workspaces and no caching allocator: total, reserved and allocated memory are equal. The
+    rates are those of the generic card of 24 GiB. The memory is 1 TiB, so that only the user's budget limits a plan.
     """
     return dataclasses.replace(
         generic(24 * GIB),

@@ -1,4 +1,4 @@
-"""Measures the memory that a process holds on the first card, with context and libraries, as `nvidia-smi` shows it."""
+"""Measures the memory of a process on the first card, as `nvidia-smi` shows it: with CUDA context and libraries."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ class ProcessMemory:
 
     process_bytes: int
     source: str
-    """'nvml', 'nvidia-smi', or 'difference' (the memory in use on the card minus that before the process used it)."""
+    """How it was measured: 'nvml', 'nvidia-smi' or 'difference'. The difference is the memory in use on the card now,
+    minus the memory that was in use before this process used the card."""
 
 
 def card_used_bytes() -> int:
-    """Returns the memory of the first card that all processes and the driver hold."""
+    """Returns the bytes in use on the first card: by all processes and the driver together."""
     nvml = _nvml()
     if nvml is not None:
         return int(nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(0)).used)
@@ -29,13 +30,15 @@ def card_used_bytes() -> int:
 
 
 def process_memory(*, used_before_bytes: int, pid: int | None = None) -> ProcessMemory:
-    """Returns the memory of this process, or of `pid`.
+    """Returns the memory that a process holds on the first card.
 
-    It is measured by difference if the driver does not list the process, because some containers hide processes.
+    If the driver does not list the process, as in containers that hide processes, the memory is measured by difference:
+    what is in use on the card now, minus `used_before_bytes`.
 
     Args:
-        used_before_bytes: `card_used_bytes()` from before the process used CUDA. For a measurement by difference no
-            other process may have started or ended on the card since then.
+        used_before_bytes: result of `card_used_bytes()` before the process used CUDA. A measurement by difference is
+            right only if no other process has started or ended on the card since then.
+        pid: the process; None for this process.
     """
     pid = os.getpid() if pid is None else pid
     nvml = _nvml()
@@ -61,7 +64,7 @@ def driver_version() -> str:
 
 
 def _nvml() -> Any:
-    """Returns NVML's Python binding, initialised; None if it is not installed."""
+    """Returns the initialized Python binding of NVML (`pynvml`); None if it is not installed."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
@@ -71,11 +74,11 @@ def _nvml() -> Any:
 
 
 def _smi(query: str) -> str:
-    """Returns the output of `nvidia-smi` for a query about the first card."""
+    """Returns the output of `nvidia-smi` for a query about the first card, as CSV lines without header and units."""
     command = ["nvidia-smi", "--id=0", query, "--format=csv,noheader,nounits"]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
 
 
 def _smi_mib(query: str) -> list[list[int]]:
-    """Returns the rows of a query whose columns are all numbers; sizes are in MiB."""
+    """Returns the output of `nvidia-smi` as rows of numbers. Sizes are in MiB."""
     return [[int(cell) for cell in line.split(",")] for line in _smi(query).splitlines() if line.strip()]

@@ -4,7 +4,7 @@
 trains copies of the model with the plan and without it, and compares the results. For transformers' `Trainer`, which
 runs the step itself, use `rewrite.apply_for_trainer(plan, model)`, `training_arguments` and `trainer_callback`.
 
-The technique behind each decision is a rule in `rules/`. The rules, the step and the emitter share the functions in
+Each decision of a plan is carried out by a rule in `rules/`. The rules, the step and the emitter share the functions in
 `portable/`, so the text of an emitted file is the text that runs here.
 """
 

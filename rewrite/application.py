@@ -14,10 +14,17 @@ from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import Plan
 from planner.rewrite.accumulation_check import AccumulationCheck, CouplingCheck
 from planner.rewrite.optimizers import OPTIMIZERS, OptimizerChoice, SchedulerChoice, make_scheduler, refuse_closure
+from planner.rewrite.recompute_observer import RecomputeObserver
 from planner.rewrite.rewriting import LossWeight, Rewriting
 from planner.rewrite.rules import RULES
 from planner.rewrite.step import TrainingStep
 from planner.workload.call_convention import Calling, LossFn, loss_of
+
+DOES_NOT_FIT = (
+    "the plan does not fit its budget (plan.fits is False), so that training may run out of memory: make the plan with "
+    "a larger budget or a smaller batch. It is applied nevertheless"
+)
+"""Warning for a plan that exceeds its budget."""
 
 
 @final
@@ -40,8 +47,8 @@ class Rewritten:
         """Restore forwards, flags and configuration to what they were. Trained weights stay. May be called again.
 
         Raises:
-            DecisionError: if a change was overwritten after `apply`, because restoring would silently discard that.
-            Nothing is changed then.
+            DecisionError: if something that `apply` changed was replaced afterwards, because restoring would silently
+                discard that. Nothing is changed then.
         """
         self._rewriting.undo()
         self.step.close()
@@ -63,29 +70,32 @@ def apply(
     again to the model that is loaded from it. `save_pretrained` writes `use_cache=False` while the model is rewritten.
 
     Args:
-        plan: a plan that was made for a model with these parameter names, shapes and dtypes.
+        plan: a plan that was made for a model with the same names, shapes and dtypes of parameters.
         model: the model. Its class, parameters, hooks and `state_dict` keys do not change.
         optimizer: a torch optimizer over the model's parameters, a function that takes parameters and returns an
-        optimizer, or a name; None for the optimizer of the plan. A plan with 8-bit state creates a new optimizer from
-        the parameter groups of this one: create learning-rate schedulers for `Rewritten.optimizer`, or pass a function
-        as `scheduler`.
+            optimizer, or a name; None for the optimizer of the plan. A plan with 8-bit state creates a new optimizer
+            from the parameter groups of this one: create learning-rate schedulers for `Rewritten.optimizer`, or pass a
+            function as `scheduler`.
         loss_fn: `loss_fn(output, batch)`, if the plan was made with a loss function.
-        max_grad_norm: clip the norm of all gradients to this before the optimizer steps.
-        loss_weight: number of terms that the mean loss of a batch is taken over, for accumulation with losses that are
-            means over something other than samples or counted `labels`; 1 for losses that are sums. Without it, the
-            first step compares its own weights with the means that `torch.nn.functional` takes in the loss.
+        max_grad_norm: clip the norm of all gradients to this before the optimizer steps; None to clip nothing.
+        loss_weight: `loss_weight(batch)` returns the number of terms over which the loss of a batch or micro-batch is a
+            mean, or 1 if the loss is a sum. Accumulation needs it for means over anything but samples or `labels`. If
+            it is None, the first step checks the weights that it computes itself (`AccumulationCheck`).
         scheduler: a learning-rate scheduler of the optimizer, or a function that takes the optimizer and returns a
-        scheduler. It is stepped after each optimizer step, but not if the gradient scaler skipped that step.
+            scheduler. It is stepped after each optimizer step, but not if the gradient scaler skipped that step.
+
+    Returns:
+        The model, its training step and its optimizer. `undo()` restores the model.
 
     Raises:
         PlanFileError: if the plan was made for another model.
         WorkloadError: if the loss function or the optimizer does not match the plan, or the scheduler was created for a
-        different optimizer.
+            different optimizer.
         DecisionError: if a decision cannot be applied. The model is unchanged then.
     """
     optimizer = matched(plan, model, optimizer, loss_fn)
     if not plan.fits:
-        warnings.warn("the plan does not fit its budget (plan.fits is False): it is applied all the same", stacklevel=2)
+        warnings.warn(DOES_NOT_FIT, stacklevel=2)
     rewritten = apply_decisions(
         plan.decisions,
         model,
@@ -98,19 +108,31 @@ def apply(
         scheduler=scheduler,
     )
     rewritten.step.require_wrapper()
-    rewritten.step.observers = _accumulation_checks(plan, rewritten._rewriting)
+    rewritten.step.observers = (
+        *_recompute_checks(plan, rewritten._rewriting),
+        *_accumulation_checks(plan, rewritten._rewriting),
+    )
     if turns_cache_off(plan):
         rewritten._rewriting.turn_cache_off()
     return rewritten
 
 
+def _recompute_checks(plan: Plan, rewriting: Rewriting) -> tuple[RecomputeObserver, ...]:
+    """Returns the check of recomputed and offloaded modules; empty if the plan has none."""
+    if rewriting.recompute_check is None:
+        return ()
+    rewriting.recompute_check.at_once = any(decision.steps_in_backward for decision in plan.decisions)
+    return (RecomputeObserver(rewriting.recompute_check),)
+
+
 def _accumulation_checks(plan: Plan, rewriting: Rewriting) -> tuple[AccumulationCheck, ...]:
-    """Returns the check that micro-batches add up to their batch; empty if the plan does not split the batch."""
+    """Returns the `AccumulationCheck` of the step, as a tuple; empty if the plan does not split the batch."""
     micro_batch_size = micro_batch_size_of(plan.decisions)
     if micro_batch_size is None or rewriting.loss_terms is None:
         return ()
     coupling = None
-    # A chunked loss is a mean over labels, and outside of training it would need all logits at once: no probe of it.
+    # A chunked loss is a mean over labels, so that its samples are not coupled. The comparison of gradients would need
+    # all of its logits at once.
     if micro_batches_of(plan.decisions) > 1 and not has_role(plan.decisions, Role.LOSS):
         coupling = CouplingCheck(
             batch_size=rewriting.batch_size, micro_batch_size=micro_batch_size,
@@ -132,7 +154,13 @@ def _accumulation_checks(plan: Plan, rewriting: Rewriting) -> tuple[Accumulation
 def matched(
     plan: Plan, model: torch.nn.Module, optimizer: OptimizerChoice | None, loss_fn: LossFn | None
 ) -> OptimizerChoice:
-    """Returns `optimizer`, or the plan's if it is None. Raises like `apply` if model or loss function do not match."""
+    """Returns the optimizer to use: `optimizer`, or that of the plan if `optimizer` is None.
+
+    Raises:
+        PlanFileError: if the plan was made for another model.
+        WorkloadError: if the plan was made with a loss function and `loss_fn` is None or the other way around, or if
+            the plan's optimizer cannot be created by its name.
+    """
     refuse_another_model(plan, model)
     if plan.workload.has_loss_fn != (loss_fn is not None):
         raise WorkloadError(
@@ -145,13 +173,13 @@ def matched(
     if plan.workload.optimizer not in OPTIMIZERS:
         raise WorkloadError(
             f"the plan was made with optimizer '{plan.workload.optimizer}', which cannot be created by name: "
-            "give optimizer=..."
+            "give optimizer=... as when the plan was made"
         )
     return plan.workload.optimizer
 
 
 def turns_cache_off(plan: Plan) -> bool:
-    """True if the model is planned without a key-value cache: with checkpointing, and if it was loaded by name."""
+    """True if the plan assumes a model without key-value cache: it recomputes, or the model was given by its name."""
     if plan.workload.calling != Calling.KEYWORDS.name:
         return False
     return plan.model.reference is not None or any(decision.disables_kv_cache for decision in plan.decisions)
@@ -169,7 +197,7 @@ def apply_decisions(
     loss_weight: LossWeight | None = None,
     scheduler: SchedulerChoice | None = None,
 ) -> Rewritten:
-    """Rewrite `model` in place by these decisions. Without decisions the step is the baseline.
+    """Rewrite `model` in place by these decisions. Without decisions, the step of the result is the baseline.
 
     Raises:
         DecisionError: if a decision cannot be applied, or there are two of one kind. The model is unchanged then.
@@ -222,7 +250,10 @@ def one_of_each_kind(decisions: Sequence[Decision]) -> dict[type[Decision], Deci
     for decision in decisions:
         kind = type(decision)
         if kind not in RULES:
-            raise DecisionError(f"decision {kind.__name__} has no rule: known are {', '.join(k.kind for k in RULES)}")
+            raise DecisionError(
+                f"decision {kind.__name__} has no rule that carries it out. Kinds with a rule: "
+                f"{', '.join(k.kind for k in RULES)}"
+            )
         if kind in by_kind:
             raise DecisionError(
                 f"two decisions of kind {kind.kind}: '{by_kind[kind].describe()}' and '{decision.describe()}'; keep one"
@@ -232,7 +263,7 @@ def one_of_each_kind(decisions: Sequence[Decision]) -> dict[type[Decision], Deci
 
 
 def refuse_another_model(plan: Plan, model: torch.nn.Module) -> None:
-    """Raise `PlanFileError`, and say what differs, unless the plan was made for this model."""
+    """Raise `PlanFileError` unless the plan was made for this model. The message says what differs."""
     if fingerprint(model) == plan.model.fingerprint:
         return
     name = type(model).__name__

@@ -21,13 +21,13 @@ from planner.workload.workload import workload as make_workload
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """Memory of the rewritten step, by rehearsal."""
+    """Memory and time of the rewritten step, from a rehearsal."""
 
     footprint: Footprint
     fits: bool
-    """True if the step runs inside the plan's budget."""
+    """True if the step fits in the plan's budget."""
     certified_bytes: int
-    """Largest number of bytes that tensors hold; to be compared with `SolverFacts.promised_bytes`."""
+    """Peak of the bytes that tensors hold at one time. Compare it with `SolverFacts.promised_bytes`."""
 
 
 def certify(
@@ -39,16 +39,21 @@ def certify(
     optimizer: OptimizerSpec | None = None,
     card: DeviceProfile | None = None,
 ) -> Certificate:
-    """Rehearse the step that `plan` rewrites `model` to. Needs no GPU; the model is left untouched.
+    """Rehearse the training step that results from applying `plan` to `model`. Needs no GPU, and changes nothing.
 
     Args:
-        plan: made for a model with these parameters.
-        batch: with the planned shapes.
-        loss_fn, optimizer: as given when the plan was made.
-        card: a card to use instead of the plan's card.
+        plan: a plan that was made for a model with the same names, shapes and dtypes of parameters.
+        model: the model. It is not changed.
+        batch: a batch with the planned shapes.
+        loss_fn: the loss function that the plan was made with; None if the model returns its loss.
+        optimizer: the optimizer that the plan was made with; None for the optimizer that the plan names.
+        card: the card to rehearse on; None for the plan's card.
+
+    Returns:
+        The memory and time of the step, and whether it fits in the plan's budget.
 
     Raises:
-        PlanFileError: for another model or another batch size.
+        PlanFileError: if the plan was made for another model or another batch size.
     """
     workload = make_workload(
         model,
@@ -59,12 +64,13 @@ def certify(
     )
     if workload.model_facts().fingerprint != plan.model.fingerprint:
         raise PlanFileError(
-            f"the plan was made for another {plan.model.name}: names, shapes or dtypes of its parameters differ; "
-            "make the plan again"
+            f"the plan was made for another model: names, shapes or dtypes of parameters differ from the planned "
+            f"{plan.model.name}; make the plan again for this model"
         )
     if workload.batch_size != plan.workload.batch_size:
         raise PlanFileError(
-            f"the plan is for batches of {plan.workload.batch_size} samples, this one has {workload.batch_size}"
+            f"the plan is for batches of {plan.workload.batch_size} samples, this one has {workload.batch_size}: "
+            "give a batch of the planned size, or make the plan again"
         )
     card = card or resolve_card(plan.card, plan.vram_bytes)
     graph = certifying_graph(with_gradient_names(workload, card), plan.decisions, card)

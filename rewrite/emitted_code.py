@@ -1,4 +1,4 @@
-"""Parts of an emitted file: what each rule contributes, and Python literals formatted like ruff or black would."""
+"""Parts of an emitted file: the code that a rule contributes, and Python literals formatted as by ruff or black."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class EmittedCode:
     backward: str = ""
     """Context expression for a backward that also applies the updates; empty if the optimizer steps after it."""
     split: str = ""
-    """Expression over `batch` that yields (part, weight); empty if the batch is not split."""
+    """Expression over `batch` that yields (micro-batch, weight of its loss); empty if the batch is not split."""
     options: tuple[str, ...] = ()
-    """Keyword parameters of the step that `split` needs."""
+    """Keyword parameters that the emitted step has because `split` needs them."""
     main_arguments: tuple[str, ...] = ()
-    """Arguments that `main` passes for `options`."""
+    """Arguments that the emitted `main` passes for these `options`."""
     optimizer: str = ""
     """Source text of `make_optimizer(model)`; empty if the plan's own optimizer is used."""
     optimizer_options: tuple[str, ...] = ()

@@ -12,21 +12,25 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from planner.errors import DecisionError, WorkloadError
 
 OptimizerChoice = torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer] | str
-"""A torch optimizer of the model, a function that takes parameters and returns one, or a name in `OPTIMIZERS`."""
+"""A torch optimizer of the model; a function that takes parameters and returns an optimizer; or a name in
+`OPTIMIZERS`."""
 
 SchedulerChoice = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
-"""A learning-rate scheduler of the step's optimizer, or a function that takes this optimizer and returns one."""
+"""A learning-rate scheduler of the step's optimizer, or a function that takes the optimizer and returns a scheduler."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerByName:
-    """`torch.optim.<class_name>` with these keyword arguments; all others have torch's defaults."""
+    """An optimizer of `torch.optim`, by the name of its class.
+
+    Arguments of the class that are not in `hyperparameters` have torch's defaults.
+    """
 
     class_name: str
     hyperparameters: dict[str, float | tuple[float, float]]
 
     def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer over these parameters."""
+        """Create the optimizer over these parameters."""
         return getattr(torch.optim, self.class_name)(parameters, **self.hyperparameters)
 
 
@@ -51,19 +55,23 @@ def make_optimizer(choice: OptimizerChoice, model: torch.nn.Module) -> torch.opt
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
-        raise DecisionError(f"no parameter of {type(model).__name__} requires a gradient: leave some unfrozen")
+        raise DecisionError(
+            f"no parameter of {type(model).__name__} requires a gradient, so there is nothing to train: freeze fewer "
+            "modules, or set requires_grad=True"
+        )
     if isinstance(choice, str):
         if choice not in OPTIMIZERS:
             names = ", ".join(OPTIMIZERS)
             raise WorkloadError(
                 f"optimizer '{choice}' is unknown by name: choose one of {names}, or give a torch optimizer "
-                "or a function that takes parameters and returns one"
+                "or a function that takes parameters and returns an optimizer"
             )
         return OPTIMIZERS[choice].make(trainable)
     optimizer = choice if isinstance(choice, torch.optim.Optimizer) else choice(trainable)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise WorkloadError(
-            f"the function optimizer returned a {type(optimizer).__name__}: return a torch.optim.Optimizer"
+            f"the function that was given as optimizer returned a {type(optimizer).__name__}: it must return a "
+            "torch.optim.Optimizer"
         )
     mine = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
@@ -94,10 +102,14 @@ def make_scheduler(choice: SchedulerChoice, optimizer: torch.optim.Optimizer) ->
     kind = type(scheduler).__name__
     if not isinstance(scheduler, LRScheduler):
         raise WorkloadError(
-            f"the function scheduler returned a {kind}: it must return a torch.optim.lr_scheduler.LRScheduler"
+            f"the function that was given as scheduler returned a {kind}: it must return a "
+            "torch.optim.lr_scheduler.LRScheduler"
         )
     if isinstance(scheduler, ReduceLROnPlateau):
-        raise WorkloadError(f"{kind} needs a metric, which the training step does not have: call its step() yourself")
+        raise WorkloadError(
+            f"{kind} needs a metric, which the training step does not have: leave scheduler out, and call "
+            "scheduler.step(metric) yourself"
+        )
     if scheduler.optimizer is not optimizer:
         raise WorkloadError(
             f"the {kind} was created for a different optimizer than the step's {type(optimizer).__name__}: pass a "

@@ -13,10 +13,12 @@ from planner.rewrite.rewriting import Rewriting
 def modules_to_run_again(
     rewriting: Rewriting, names: Iterable[str], kind: str, *, nested: bool
 ) -> dict[str, torch.nn.Module]:
-    """Return the modules by name. A module that is shared under several names is returned once.
+    """Return the modules that a decision names, by name. A module with several names is returned once.
 
     Args:
-        nested: True if the modules may be nested in each other.
+        names: names of modules in the model.
+        kind: kind of the decision, for error messages.
+        nested: True if one of the modules may contain another.
 
     Raises:
         DecisionError: if a module does not exist or has no forward, or if modules are nested but must not be.

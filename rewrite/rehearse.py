@@ -22,10 +22,10 @@ from planner.workload.workload import OptimizerBlueprint, Workload
 
 
 def with_gradient_names(workload: Workload, card: DeviceProfile) -> Workload:
-    """Return the workload with the names of the parameters that have a gradient before the step.
+    """Return the workload with the names of the parameters that get a gradient, found by rehearsing one step.
 
-    They are needed if gradients of earlier batches exist before the step (`gradients_alive`), and found by a rehearsal
-    of one step. Otherwise the workload is returned unchanged.
+    Only a step that starts with gradients of earlier batches (`gradients_alive`) needs these names. Otherwise the
+    workload is returned unchanged.
     """
     if not workload.gradients_alive or workload.gradient_names is not None:
         return workload
@@ -53,14 +53,14 @@ def start_certificate(workload: Workload, decisions: Sequence[Decision], card: D
 
 
 def finish_certificate(graph: StepGraph, workload: Workload, card: DeviceProfile) -> StepGraph:
-    """Add memory that is not in the recording: the rest of the batch, and the workspaces of kernels."""
+    """Add memory that is not in the recording: samples that were not rehearsed, and the workspaces of kernels."""
     return with_workspaces(with_whole_batch(graph, workload.batch_bytes), card, torch.__version__)
 
 
 def rehearsed_sizes(workload: Workload, decisions: Sequence[Decision]) -> tuple[int, ...]:
     """Return the sizes of the micro-batches to rehearse: the first, the second, and the last if it is smaller.
 
-    Those between the second and the last allocate the same as the second, so that they are not rehearsed.
+    Micro-batches between the second and the last allocate the same memory as the second, and are not rehearsed.
     """
     size, count = micro_batch_size_of(decisions), micro_batches_of(decisions)
     if size is None:
@@ -87,7 +87,8 @@ def start_rehearsal(
         sizes: number of samples of each micro-batch to rehearse.
         steps: number of optimizer steps.
         primed: True if the optimizer state exists before the first step.
-        what_if: True for a recording that shows what every module saves, from which candidates are derived.
+        what_if: True for a recording that shows the tensors that every module saves. Candidates for recomputing are
+            derived from it.
     """
     _import_once(decisions)
     shortened = tuple(decision.with_micro_batches(len(sizes)) for decision in decisions)
@@ -123,7 +124,7 @@ def start_update(
     """Start the rehearsal of the optimizer's update alone, with optimizer state and gradients present.
 
     Args:
-        decisions: without micro-batching and recompute, on which the update does not depend.
+        decisions: the decisions, without micro-batching and recomputing, on which the update does not depend.
         trained: names of the parameters that have a gradient.
     """
     _import_once(decisions)
@@ -160,7 +161,10 @@ def start_update(
 def _adding_to_gradients(
     step: Callable[[Any], Any], model: torch.nn.Module, gradient_names: Sequence[str]
 ) -> Callable[[Any], Any]:
-    """Return a step that finds gradients of these parameters, in buffers that outlive its update."""
+    """Return a step that starts with gradients of these parameters, as if earlier batches had left them.
+
+    The memory of these gradients is not freed when the update sets gradients to None.
+    """
     parameters = dict(model.named_parameters())
     buffers = {name: torch.empty_like(parameters[name]) for name in gradient_names if parameters[name].requires_grad}
 

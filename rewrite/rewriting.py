@@ -16,7 +16,7 @@ from planner.rewrite.portable.recompute_check import RecomputeCheck
 from planner.workload.call_convention import Calling, LossFn
 
 LossWeight = Callable[[Any], torch.Tensor | float]
-"""`loss_weight(batch)` returns the number of terms over which the mean loss of a batch or micro-batch is taken."""
+"""`loss_weight(batch)` returns the number of terms over which the loss of a batch or micro-batch is a mean."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Change:
     place: str
     """Description of what was changed, for messages: 'forward of encoder.layer.0'."""
     intact: Callable[[], bool]
-    """Returns True while the change is still as the rule left it."""
+    """Returns True unless something else has replaced what the rule set."""
     restore: Callable[[], None]
     """Undoes the change."""
 
@@ -39,8 +39,8 @@ class Rewriting:
         autocast_dtype: lower precision of forward and loss; None without autocast.
         scaler: the gradient scaler; None unless the step runs in fp16.
         split: splits a batch into micro-batches; None if the step takes the batch whole.
-        loss_terms: function that takes a part of a batch and its number of samples, and returns the number of terms
-        over which the mean loss of the part is taken.
+        loss_terms: function that takes a batch or micro-batch and its number of samples, and returns the number of
+            terms over which its loss is a mean.
         backward: context of a backward that updates the parameters itself; None if the optimizer steps after it.
         recompute_check: compares the tensors that backward gets in watched modules with those of their forward; None if
         no module is watched.
@@ -70,7 +70,7 @@ class Rewriting:
         self.recompute_check: RecomputeCheck | None = None
         self.changes: list[Change] = []
         self._latest: dict[tuple[int, str], object] = {}
-        """The last value that a rule gave each attribute, by the id of its owner and its name."""
+        """(id of an object, name of an attribute) -> the last value to which a rule set the attribute."""
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._choice = optimizer
         self._optimizer: torch.optim.Optimizer | None = None
@@ -87,7 +87,11 @@ class Rewriting:
         self._optimizer = optimizer
 
     def module(self, name: str, kind: str) -> torch.nn.Module:
-        """The submodule that a decision of this kind names. Raises `DecisionError` if there is none."""
+        """Return the submodule `name`. Raises `DecisionError` if there is none.
+
+        Args:
+            kind: kind of the decision that names the module, for the error message.
+        """
         if name in self._modules:
             return self._modules[name]
         known = name
@@ -106,11 +110,17 @@ class Rewriting:
         return self.recompute_check.watched(forward_function(module), name)
 
     def device_type(self) -> str:
-        """The type of the device that the parameters are on, for `torch.autocast`."""
+        """Return the type of the device that the parameters are on, for `torch.autocast`."""
         return next(self.model.parameters()).device.type
 
     def replace(self, owner: object, name: str, value: object, *, place: str) -> None:
-        """Set an attribute of one object. Undo restores its own value, or removes it if it came from the class."""
+        """Set an attribute of an object. Undo restores its former value.
+
+        If the object itself had no such attribute, but only its class, undo removes it from the object.
+
+        Args:
+            place: description of what is changed, for messages.
+        """
         own = vars(owner)
         missing = object()
         before = own.get(name, missing)
@@ -128,7 +138,7 @@ class Rewriting:
         )
 
     def add_hooks(self, handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
-        """Remove these hooks of the model on undo. Hooks that were removed before are left alone."""
+        """Let `undo` remove these hooks of the model. Hooks may also be removed before."""
 
         def remove_hooks() -> None:
             for handle in handles:
@@ -154,13 +164,15 @@ class Rewriting:
                 self.replace(config, "use_cache", False, place=f"config.use_cache of '{name}'")
 
     def undo(self) -> None:
-        """Undo every change. Raises `DecisionError`, and undoes nothing, if one of the changes was overwritten."""
+        """Undo every change. Raises `DecisionError`, and undoes nothing, if something else replaced what a rule set."""
         for change in self.changes:
             if not change.intact():
-                raise DecisionError(f"{change.place} was replaced after the plan was applied: undo that first")
+                raise DecisionError(
+                    f"{change.place} was replaced after the plan was applied: undo that first, then call undo() again"
+                )
         self.restore()
 
     def restore(self) -> None:
-        """Undo every change, the latest first, whether it was overwritten or not."""
+        """Undo every change, the latest first, also if something else replaced what a rule set."""
         while self.changes:
             self.changes.pop().restore()

@@ -1,4 +1,4 @@
-"""One optimizer step on a full batch. Without any decision it is the usual training loop."""
+"""One optimizer step on a full batch. Without any decision it is one iteration of the usual training loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from planner.workload.torch_optimizers import why_not_dense, why_not_sparse
 from planner.workload.workload import several_processes
 
 BatchSplitter = Callable[[Any], Iterator[tuple[Any, "torch.Tensor | float | None"]]]
-"""Function that splits a batch: yields micro-batches, each with the weight of its loss (None if there is only one)."""
+"""Function that splits a batch: yields micro-batches with the weights of their losses (None if there is only one)."""
 
 
 @final
@@ -28,15 +28,18 @@ class TrainingStep:
 
     The loss of the batch is returned, detached, as a 0-dim tensor. The order is that of the emitted `training_step`:
     split the batch; for each micro-batch forward and loss under autocast, weight, scale, backward; then unscale, clip,
-    optimizer step, scaler update, scheduler step, zero gradients. If backward applies the updates itself
-    (step-in-backward), only scheduler and zero gradients are left. If the gradient scaler skips a step because a
-    gradient is not finite, the scheduler is not stepped either.
+    optimizer step, scaler update, scheduler step, set gradients to None. If backward itself updates the parameters
+    (step-in-backward), only the scheduler step and setting gradients to None follow it. If the gradient scaler skips a
+    step because a gradient is not finite, the scheduler is not stepped either.
 
     The model's output is freed before backward. From one micro-batch to the next only gradients and the running loss
     stay in memory.
 
     Args:
-        backward: returns the context of each backward; None if the optimizer steps after backward.
+        split: splits a batch into micro-batches; None to train on the whole batch at once.
+        backward: returns the context of a backward that updates the parameters itself; None if the optimizer steps
+            after backward.
+        decisions: the plan's decisions, which are saved in `state_dict`.
         observers: called between the stages of each step (`StepObserver`).
     """
 
@@ -89,14 +92,14 @@ class TrainingStep:
         except BaseException:
             for observer in self.observers:
                 observer.after_error()
-            if self._split is not None:  # drop the gradients of the micro-batches that went before
+            if self._split is not None:  # drop the gradients of the micro-batches that came before the error
                 self.optimizer.zero_grad(set_to_none=True)
             raise
         self.update()
         return total
 
     def _accumulate_gradients(self, batch: Any) -> torch.Tensor:
-        """Forward and backward of each micro-batch; returns the loss of the batch."""
+        """Run forward and backward of each micro-batch, and return the loss of the batch."""
         total = None
         for part, weight, no_sync in self._micro_batches(batch):
             with no_sync:
@@ -131,7 +134,7 @@ class TrainingStep:
         yield *before, contextlib.nullcontext()
 
     def _loss(self, part: Any, weight: torch.Tensor | float | None) -> torch.Tensor:
-        """Forward and loss of one micro-batch, under autocast."""
+        """Run the forward of one micro-batch under autocast, and return its loss."""
         with self._autocast():
             for observer in self.observers:
                 observer.before_forward(weight)
@@ -156,7 +159,7 @@ class TrainingStep:
 
         Raises:
             WorkloadError: if a gradient is sparse or dense and the optimizer does not support that. No parameter is
-            updated then.
+                updated then.
         """
         refuse_layouts(self.module, self.optimizer)
         if self.max_grad_norm is not None:
@@ -180,7 +183,7 @@ class TrainingStep:
         """Call the model through a wrapper from now on, such as `DistributedDataParallel(rewritten.module)`.
 
         If the wrapper has `no_sync`, the gradients of all processes are reduced once per step, in the backward of the
-        last micro-batch. Pass `rewritten.module` itself to let each process train separately.
+        last micro-batch. Pass `rewritten.module` itself to let each process train by its own gradients.
 
         Raises:
             DecisionError: if the wrapper does not wrap this model, or the plan has step-in-backward, which uses each
@@ -202,7 +205,7 @@ class TrainingStep:
     """Former name of `wrap_with`."""
 
     def require_wrapper(self) -> None:
-        """Refuse to step when several processes train, until `wrap_with` was called."""
+        """From now on, raise an error in each step if several processes train and `wrap_with` was not called."""
         self._requires_wrapper = True
 
     def _refuse_separate_processes(self) -> None:
@@ -210,7 +213,7 @@ class TrainingStep:
             raise DecisionError(
                 "several processes train here, and this step would train the model of each by its own gradients: "
                 "step.wrap_with(torch.nn.parallel.DistributedDataParallel(rewritten.module)) averages them; "
-                "step.wrap_with(rewritten.module) trains each process separately, or synchronised by your own code"
+                "step.wrap_with(rewritten.module) trains each process separately, or synchronized by your own code"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -242,7 +245,7 @@ class TrainingStep:
         step_state.load(state, self.module, self.optimizer, self.scaler, self.scheduler, self._decisions)
 
     def close(self) -> None:
-        """Refuse further calls: the module is no longer rewritten."""
+        """Raise an error in all further calls, because the module is no longer rewritten."""
         self._closed = True
 
     def _refuse_if_closed(self) -> None:
@@ -251,7 +254,7 @@ class TrainingStep:
 
 
 def refuse_layouts(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise `WorkloadError` if the optimizer does not support the layout of a gradient, before it updates anything."""
+    """Raise `WorkloadError`, and set gradients to None, if the optimizer does not support the layout of a gradient."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is None:
@@ -263,6 +266,6 @@ def refuse_layouts(module: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
             name = next((name for name, known in module.named_parameters() if known is parameter), "a parameter")
             optimizer.zero_grad(set_to_none=True)
             raise WorkloadError(
-                f"{reason}, and '{name}' has a {'sparse' if sparse else 'dense'} one: use SGD or Adagrad "
+                f"{reason}, and '{name}' has a {'sparse' if sparse else 'dense'} gradient: use SGD or Adagrad "
                 "without weight_decay, which support both, or embeddings with sparse=False"
             )

@@ -23,7 +23,7 @@ def saved(
     scheduler: LRScheduler | None,
     decisions: Sequence[Decision],
 ) -> dict[str, Any]:
-    """The state as plain values and the tensors of the optimizer, which are not copied."""
+    """Return the state as plain values and tensors. The tensors of the optimizer are not copied."""
     return {
         "plan": plan_fingerprint(decisions, module),
         "decisions": [decision.to_json() for decision in decisions],
@@ -54,20 +54,22 @@ def load(
     kind, optimizer_state = _class_of(optimizer), state["optimizer"]
     if state["optimizer_class"] != kind:
         raise PlanFileError(
-            f"the state is of {state['optimizer_class']}, but this step's optimizer is {kind}: use the same optimizer"
+            f"the state was saved from {state['optimizer_class']}, but this step's optimizer is {kind}: apply the plan "
+            "with the optimizer of the saved state"
         )
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     saved_sizes = [len(group["params"]) for group in optimizer_state["param_groups"]]
     if sizes != saved_sizes:
         raise PlanFileError(
             f"the state is of an optimizer over groups of {saved_sizes} parameters, "
-            f"but this optimizer has groups of {sizes}: create it with the same groups"
+            f"but this optimizer has groups of {sizes}: create it with the same groups as the saved one"
         )
     schedule = state.get("scheduler")
     if (schedule is None) is not (scheduler is None):
         has, wants = ("no", "one") if schedule is None else ("a", "none")
         raise PlanFileError(
-            f"the state is of a step with {has} scheduler, but this step has {wants}: pass the same to apply"
+            f"the state is of a step with {has} scheduler, but this step has {wants}: pass the same to apply as when "
+            "the state was saved"
         )
     # Free the present state first, or the card would hold the optimizer state twice.
     optimizer.state.clear()
@@ -80,7 +82,10 @@ def load(
 
 
 def _copy_shared_tensors(optimizer_state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Copy tensors in host memory that torch took over from `optimizer_state` without a copy."""
+    """Copy the tensors in host memory that the optimizer shares with `optimizer_state`.
+
+    `load_state_dict` does not copy them, so that training would change the saved state.
+    """
     shared = {id(value) for state in optimizer_state["state"].values() for value in state.values()}
     for state in optimizer.state.values():
         for name, value in state.items():
@@ -89,7 +94,7 @@ def _copy_shared_tensors(optimizer_state: Mapping[str, Any], optimizer: torch.op
 
 
 def _difference(saved_decisions: Sequence[dict], decisions: Sequence[Decision]) -> str:
-    """How the decisions of a saved state differ from the present ones, for an error message."""
+    """Return text for an error message: how the decisions of a saved state differ from those of this step."""
     try:
         before = [decision_from_json(decision).describe() for decision in saved_decisions]
     except (DecisionError, TypeError, AttributeError) as error:

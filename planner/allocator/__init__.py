@@ -1,1 +1,1 @@
-"""An exact simulator of CUDA's caching allocator: the address and the segment of every block."""
+"""An exact simulator of PyTorch's CUDA caching allocator. It computes the address and the segment of every block."""

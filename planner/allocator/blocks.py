@@ -1,4 +1,6 @@
-"""Blocks, pools and the driver of the simulated caching allocator, for segments of fixed size and expandable ones.
+"""The data structures of the simulated caching allocator: blocks, pools of free blocks, and the simulated driver.
+
+They serve both kinds of segments, those of fixed size and expandable ones.
 
 Source: `Block`, `BlockPool` and `ExpandableSegment::map` in pytorch's c10/cuda/CUDACachingAllocator.cpp.
 """
@@ -10,15 +12,15 @@ import dataclasses
 from collections.abc import Callable
 
 FIRST_ADDRESS = 1 << 46
-"""First synthetic address. Segments can be placed above and below this address."""
+"""Address of the first simulated segment. It leaves address space for further segments above and below."""
 
 
 class Block:
-    """A part of a segment: allocated, free, or (in expandable segments) address space without memory.
+    """A contiguous range of addresses in a segment: allocated, free, or unmapped.
 
-    The blocks of a segment form a chain in the order of their addresses. If a block is split, its object becomes the
-    front part; if two blocks are merged, the object of the front block remains. So the head of a chain is always the
-    same object.
+    Unmapped means address space without memory, which only expandable segments have. The blocks of a segment form a
+    linked list in the order of their addresses. If a block is split, its `Block` object becomes the front part. If two
+    blocks are merged, the object of the front block remains. So the first object of the list never changes.
     """
 
     __slots__ = (
@@ -39,17 +41,20 @@ class Block:
         self.size_bytes = size_bytes
         self.pool = pool
         self.range_start = range_start
-        """First address of the expandable segment; None for a block of a segment of fixed size."""
+        """First address of the expandable segment that holds the block; None in a segment of fixed size."""
         self.requested_bytes = 0
         self.is_allocated = False
         self.is_mapped = True
         self.inserted_at = 0
-        """Clock of the pool when the block became free, for garbage collection by age."""
+        """Value of `pool.clock.searches` when the block became free. Garbage collection computes its age from it."""
         self.previous: Block | None = None
         self.next: Block | None = None
 
     def split_off(self, front_bytes: int) -> Block:
-        """Shortens the block to `front_bytes` and returns a new block for the rest, in the same state, in no pool."""
+        """Shortens the block to its first `front_bytes`, and returns a new block for the remaining bytes.
+
+        The new block is mapped if this one is. The caller adds it to a pool.
+        """
         rest = Block(
             address=self.address + front_bytes,
             size_bytes=self.size_bytes - front_bytes,
@@ -65,7 +70,7 @@ class Block:
         return rest
 
     def absorb_next(self) -> None:
-        """Merges the following block into this one. The caller has removed the following block from its pool."""
+        """Merges the next block into this block. The caller must have removed the next block from its pool before."""
         absorbed = self.next
         assert absorbed is not None
         self.size_bytes += absorbed.size_bytes
@@ -78,12 +83,15 @@ class Block:
         return not self.is_allocated and self.is_mapped
 
     def is_whole_segment(self) -> bool:
-        """True if the block is the only one of its segment."""
+        """True if the segment consists of this block only."""
         return self.previous is None and self.next is None
 
 
 class Clock:
-    """Counts searches in the pools of one size class, if garbage collection is on."""
+    """Counts the searches for a free block in all pools of one size class (small or large).
+
+    Garbage collection measures the age of a free block by this count. The count stays 0 if garbage collection is off.
+    """
 
     __slots__ = ("searches",)
 
@@ -92,10 +100,11 @@ class Clock:
 
 
 class Pool:
-    """The free blocks of one size class and one stream, ordered as best fit tries them: by size, then by address.
+    """The free and the unmapped blocks of one size class and one stream.
 
-    Upstream uses `std::set` with the comparators `BlockComparatorSize` and `BlockComparatorAddress`. Here keys are kept
-    in sorted lists, in which `bisect` finds a position.
+    Free blocks are ordered by size, then by address, and unmapped blocks by address. `len(pool)` and `pool[index]`
+    refer to the free blocks. PyTorch uses `std::set` with the comparators `BlockComparatorSize` and
+    `BlockComparatorAddress`. Here sorted lists hold the keys, and `bisect` finds a position in them.
     """
 
     __slots__ = ("_free", "_free_keys", "_unmapped", "_unmapped_addresses", "clock", "is_small", "stream")
@@ -110,18 +119,19 @@ class Pool:
         self._unmapped: dict[int, Block] = {}
 
     def insert(self, block: Block) -> None:
-        """Adds a free block."""
         block.inserted_at = self.clock.searches
         self._free[block.address] = block
         bisect.insort(self._free_keys, (block.size_bytes, block.address))
 
     def remove(self, block: Block) -> None:
-        """Removes a free block."""
         del self._free[block.address]
         del self._free_keys[bisect.bisect_left(self._free_keys, (block.size_bytes, block.address))]
 
     def first_fit_index(self, size_bytes: int) -> int:
-        """Returns the index of the smallest free block of at least `size_bytes`; `len(pool)` if there is none."""
+        """Returns the index of the smallest free block of at least `size_bytes`.
+
+        If every free block is smaller, it returns `len(pool)`.
+        """
         return bisect.bisect_left(self._free_keys, (size_bytes, 0))
 
     def __len__(self) -> int:
@@ -131,26 +141,30 @@ class Pool:
         return self._free[self._free_keys[index][1]]
 
     def free_blocks(self) -> list[Block]:
-        """Returns all free blocks, smallest first, as a copy: blocks may be removed while it is read."""
+        """Returns a new list of all free blocks, smallest first. A caller may change the pool while it iterates."""
         return [self._free[address] for _, address in self._free_keys]
 
     def insert_unmapped(self, block: Block) -> None:
-        """Adds a block of address space without memory."""
         self._unmapped[block.address] = block
         bisect.insort(self._unmapped_addresses, block.address)
 
     def remove_unmapped(self, block: Block) -> None:
-        """Removes a block of address space without memory."""
         del self._unmapped[block.address]
         del self._unmapped_addresses[bisect.bisect_left(self._unmapped_addresses, block.address)]
 
     def unmapped_blocks(self) -> list[Block]:
-        """Returns all blocks of address space without memory, lowest address first, as a copy."""
+        """Returns a new list of all unmapped blocks, lowest address first."""
         return [self._unmapped[address] for address in self._unmapped_addresses]
 
 
 class Driver:
-    """The driver that the allocator requests memory from. Physical memory is limited, address space is not."""
+    """The simulated CUDA driver, from which the allocator takes memory.
+
+    Args:
+        capacity_bytes: Maximum physical memory. None means no limit. Address space has no limit in any case.
+        place: Function that takes the size of a new segment in bytes and returns its address. If None, each new segment
+            starts where the segment before it ends.
+    """
 
     def __init__(self, capacity_bytes: int | None, place: Callable[[int], int] | None) -> None:
         self.capacity_bytes = capacity_bytes
@@ -158,10 +172,10 @@ class Driver:
         self.peak_reserved_bytes = 0
         self._next_address = FIRST_ADDRESS
         self.place = self._place_next if place is None else place
-        """Returns the address of a new segment of the given size in bytes."""
+        """Function that takes the size of a new segment in bytes and returns its address."""
 
     def take(self, size_bytes: int) -> bool:
-        """Reserves physical memory. Returns False if there is too little left."""
+        """Reserves `size_bytes` of physical memory and returns True. Returns False if less than that is left."""
         reserved_bytes = self.reserved_bytes + size_bytes
         if self.capacity_bytes is not None and reserved_bytes > self.capacity_bytes:
             return False
@@ -170,18 +184,18 @@ class Driver:
         return True
 
     def give_back(self, size_bytes: int) -> None:
-        """Releases physical memory."""
+        """Releases `size_bytes` of physical memory."""
         self.reserved_bytes -= size_bytes
 
     def _place_next(self, size_bytes: int) -> int:
-        """Places each new segment above the one before."""
+        """Returns the address of a new segment: the end of the segment that was placed before it."""
         address = self._next_address
         self._next_address += size_bytes
         return address
 
 
 def falling_addresses() -> Callable[[int], int]:
-    """Returns a function that places each new segment below the one before."""
+    """Returns a function for `Driver.place` that puts each new segment just below the one that was placed before it."""
     next_address = FIRST_ADDRESS
 
     def place(size_bytes: int) -> int:
@@ -194,7 +208,7 @@ def falling_addresses() -> Callable[[int], int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SegmentBlock:
-    """A block in the result of `CachingAllocator.segments`."""
+    """A block of a `Segment`, as a plain value that does not change with the allocator."""
 
     size_bytes: int
     requested_bytes: int
@@ -204,7 +218,10 @@ class SegmentBlock:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segment:
-    """A contiguous range of reserved memory. An expandable segment with unmapped holes appears as several of these."""
+    """A contiguous range of reserved memory, as a plain value that does not change with the allocator.
+
+    An expandable segment appears as several `Segment`s if there is unmapped address space between its mapped blocks.
+    """
 
     address: int
     stream: int
@@ -213,12 +230,12 @@ class Segment:
 
     @property
     def size_bytes(self) -> int:
-        """Sum of all blocks."""
+        """Total size of all blocks."""
         return sum(block.size_bytes for block in self.blocks)
 
 
 def mapped_segments(head: Block) -> list[Segment]:
-    """Returns the contiguous mapped ranges of the chain that starts at `head`, by ascending address."""
+    """Returns the contiguous mapped ranges of the segment whose first block is `head`, by ascending address."""
     ranges: list[tuple[int, list[SegmentBlock]]] = []
     block: Block | None = head
     continues = False

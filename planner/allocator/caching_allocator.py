@@ -1,21 +1,28 @@
-"""An exact simulator of CUDA's caching allocator: the address of each block, and the memory taken from the driver.
+"""An exact simulator of PyTorch's CUDA caching allocator: the address of each block, and the memory that it reserves.
 
 Sources: pytorch's c10/cuda/CUDACachingAllocator.cpp (`malloc`, `get_free_block`, `should_split`, `alloc_block`,
 `free_block`, `release_cached_blocks`, `garbage_collect_cached_blocks`) and c10/core/AllocatorConfig.h (the constants).
 
-The algorithm is best fit with splitting and immediate coalescing of free neighbours. A request is rounded up to 512
-bytes and searched in the pool of its stream and size class (up to 1 MiB: small). Among the free blocks that are large
-enough the smallest one is taken, and among equals the one at the lowest address. The rest is split off if it is large
-enough (small pool: 512 bytes; large pool: more than 1 MiB; expandable segments: 512 bytes). If no free block fits, a
-segment is taken from the driver: 2 MiB for small requests, 20 MiB for requests below 10 MiB, else the request rounded
-up to 2 MiB. If the driver refuses, free segments are released and the driver is asked once more.
+The algorithm is best fit with splitting, and free blocks are merged with free neighbors at once:
 
-Where it stops being exact:
+1. The size of a request is rounded up to a multiple of 512 bytes. Requests of up to 1 MiB are small, others large. Each
+   stream has a pool of free blocks for small requests and one for large requests.
+2. The smallest free block of the pool that is large enough is taken; among blocks of equal size, the one at the lowest
+   address.
+3. If that block is larger than the request, the unused bytes at its end become a free block, if there are enough of
+   them: at least 512 bytes in the small pool and in expandable segments, more than 1 MiB in the large pool. Otherwise
+   they stay in the allocated block.
+4. If no free block is large enough, a new segment is taken from the driver: 2 MiB for a small request, 20 MiB for a
+   large request below 10 MiB, else the size of the request rounded up to a multiple of 2 MiB.
+5. If the driver has too little memory, all segments without an allocated block are released, and the driver is asked
+   once more.
 
-- New segments get synthetic, ascending addresses unless addresses are supplied. The driver's real choice decides
-  between free blocks of equal size.
+The simulation is not exact in these cases:
+
+- Unless the caller supplies the addresses of new segments, they are invented, in ascending order. The real driver may
+  choose another order, which then decides between free blocks of equal size.
 - A block that was used on a second stream can be reused at once; the real allocator waits for that stream.
-- Private pools of CUDA graphs and callbacks for free memory are not simulated.
+- Private pools of CUDA graphs are not simulated, nor are the callbacks that PyTorch runs to free memory.
 """
 
 from __future__ import annotations
@@ -39,38 +46,38 @@ from planner.plan_types.sizes import format_size
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OutOfMemoryReport:
-    """The state of the allocator when a request did not fit."""
+    """The request that did not fit, and the state of the allocator at that moment."""
 
     asked_bytes: int
     """Size of the request after rounding."""
     allocated_bytes: int
     reserved_bytes: int
     capacity_bytes: int
-    """The limit that the request would have exceeded."""
+    """Limit of the reserved memory that the request would have exceeded: the capacity or `allowed_bytes`."""
 
 
 class OutOfMemory(PlannerError):
-    """Raised for a request that does not fit, even after all free segments were released."""
+    """Raised if a request does not fit, even after all segments without an allocated block were released."""
 
     def __init__(self, report: OutOfMemoryReport) -> None:
         self.report = report
         super().__init__(
-            f"{format_size(report.asked_bytes)} do not fit: {format_size(report.allocated_bytes)} allocated and "
-            f"{format_size(report.reserved_bytes)} reserved of {format_size(report.capacity_bytes)}; "
-            "give a larger budget or a smaller step"
+            f"an allocation of {format_size(report.asked_bytes)} does not fit in {format_size(report.capacity_bytes)}, "
+            f"of which {format_size(report.reserved_bytes)} are reserved and {format_size(report.allocated_bytes)} "
+            "allocated: give a larger budget or a smaller step"
         )
 
 
 class CachingAllocator:
-    """The caching allocator of one device.
+    """The simulated caching allocator of one device.
 
     Args:
         settings: Options of the allocator.
         capacity_bytes: Maximum memory of all segments together. None means no limit.
-        place: Returns the address of a new segment of a given size, for replays. None means synthetic addresses. For
-            an expandable segment it is called once, with the size of its whole address range.
-        card_bytes: Total memory of the card, from which the length of the address ranges of expandable segments
-            follows. None means the capacity.
+        place: Function that takes the size of a new segment in bytes and returns its address. For an expandable segment
+            it is called once, with the size of the whole address range. None means invented, ascending addresses.
+        card_bytes: Total memory of the card. It only determines how long the address ranges of expandable segments are.
+            None means `capacity_bytes`.
     """
 
     def __init__(
@@ -96,22 +103,22 @@ class CachingAllocator:
         }
         self._collects_garbage = settings.allowed_bytes is not None and settings.garbage_collection_threshold > 0
         self.allocated_bytes = 0
-        """Sum of the sizes of all allocated blocks, including remainders that were too small to be split off."""
+        """Total size of all allocated blocks, including unused bytes at their ends that were not split off."""
         self.requested_bytes = 0
-        """Sum of the requests for these blocks, before rounding."""
+        """Total size of the requests that the allocated blocks serve, before rounding."""
         self.peak_allocated_bytes = 0
         self.peak_requested_bytes = 0
         self.retries = 0
-        """Number of times that free segments were released to make room (`num_alloc_retries`)."""
+        """Number of requests for which all free segments were released (`num_alloc_retries` in PyTorch)."""
 
     @property
     def reserved_bytes(self) -> int:
-        """Memory taken from the driver."""
+        """Memory that is taken from the driver and not released."""
         return self._driver.reserved_bytes
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """Maximum memory taken from the driver so far."""
+        """Maximum of `reserved_bytes` so far."""
         return self._driver.peak_reserved_bytes
 
     def malloc(self, size_bytes: int, stream: int = 0) -> Block:
@@ -119,10 +126,13 @@ class CachingAllocator:
 
         Raises:
             OutOfMemory: the block does not fit, even after all free segments were released.
-            ValueError: the size is below 1. Empty storages never reach the allocator.
+            ValueError: the size is below 1 byte. PyTorch does not ask the allocator for empty storages.
         """
         if size_bytes < 1:
-            raise ValueError(f"malloc of {size_bytes} bytes: an empty storage allocates nothing, leave it out")
+            raise ValueError(
+                f"malloc of {size_bytes} bytes is not possible, because PyTorch allocates no block for an empty "
+                "storage: ask for at least 1 byte, or leave this request out"
+            )
         rounded_bytes = round_size(size_bytes, self._settings)
         pool = self._pool(rounded_bytes <= LARGEST_SMALL_BYTES, stream)
         block = self._take_free(pool, rounded_bytes) or self._take_new(pool, rounded_bytes)
@@ -137,9 +147,13 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Frees a block and merges it with free neighbours. No memory is returned to the driver."""
+        """Frees a block and merges it with free neighbors. The segment is kept, so no memory returns to the driver.
+
+        Raises:
+            ValueError: the block is not allocated.
+        """
         if not block.is_allocated:
-            raise ValueError(f"free of the block at {block.address:#x}, which is free already: free a block once")
+            raise ValueError(f"the block at {block.address:#x} is freed, but it is free already: free each block once")
         block.is_allocated = False
         self.allocated_bytes -= block.size_bytes
         self.requested_bytes -= block.requested_bytes
@@ -156,12 +170,15 @@ class CachingAllocator:
         pool.insert(block)
 
     def is_cached(self, size_bytes: int, stream: int = 0) -> bool:
-        """True if a free block is large enough for a request, so that the driver would not be asked for memory."""
+        """True if a request would get a free block, so that the driver would not be asked for memory.
+
+        The state of the allocator does not change.
+        """
         rounded_bytes = round_size(size_bytes, self._settings)
         pool = self._pool(rounded_bytes <= LARGEST_SMALL_BYTES, stream)
         searches = pool.clock.searches
         block = self._take_free(pool, rounded_bytes)
-        # The search must leave no trace: the clock and the age of the block are restored.
+        # Restore what the search has changed: the count of searches, the pool, and the age of the block.
         pool.clock.searches = searches
         if block is None:
             return False
@@ -171,7 +188,10 @@ class CachingAllocator:
         return True
 
     def empty_cache(self) -> None:
-        """Releases all segments without an allocated block, or all whole free pages of expandable segments."""
+        """Releases memory to the driver: all segments without an allocated block.
+
+        Of expandable segments, it releases all pages that are entirely free.
+        """
         for pool in self._pools.values():
             if self._settings.expandable_segments:
                 self._ranges[pool.is_small].release_free_pages(pool)
@@ -181,25 +201,26 @@ class CachingAllocator:
                         self._release(block)
 
     def segments(self) -> tuple[Segment, ...]:
-        """Returns all reserved memory by ascending address."""
+        """Returns all segments with their blocks, by ascending address."""
         heads = [*self._heads.values(), *(head for ranges in self._ranges.values() for head in ranges.heads.values())]
         segments = [segment for head in heads for segment in mapped_segments(head)]
         return tuple(sorted(segments, key=lambda segment: segment.address))
 
     def adopt(self, segments: Iterable[Segment]) -> dict[int, Block]:
-        """Adds existing segments of fixed size with their blocks, to start from a known state.
+        """Adds segments of fixed size with their blocks, so that a simulation can start from a known state.
 
-        Returns the allocated blocks by address.
+        Returns:
+            The allocated blocks by address.
 
         Raises:
-            ValueError: a segment does not fit in the capacity, or segments are expandable.
+            ValueError: a segment does not fit in the capacity, or the settings ask for expandable segments.
         """
         live: dict[int, Block] = {}
         for segment in segments:
             if self._settings.expandable_segments or not self._driver.take(segment.size_bytes):
                 raise ValueError(
-                    f"the segment of {format_size(segment.size_bytes)} at {segment.address:#x} cannot be adopted: "
-                    "give segments of fixed size that together fit in the capacity"
+                    f"the segment of {format_size(segment.size_bytes)} at {segment.address:#x} cannot be added to the "
+                    "allocator: set expandable_segments to False, and give segments that together fit in the capacity"
                 )
             pool = self._pool(segment.is_small, segment.stream)
             block = Block(address=segment.address, size_bytes=segment.size_bytes, pool=pool)
@@ -220,27 +241,31 @@ class CachingAllocator:
         return live
 
     def _pool(self, is_small: bool, stream: int) -> Pool:
-        """Returns the pool of a size class and stream."""
+        """Returns the pool of a size class and a stream. The pool is created if it does not exist yet."""
         pool = self._pools.get((is_small, stream))
         if pool is None:
             pool = self._pools[is_small, stream] = Pool(is_small=is_small, stream=stream, clock=self._clocks[is_small])
         return pool
 
     def _take_free(self, pool: Pool, size_bytes: int) -> Block | None:
-        """Removes the best free block from the pool and returns it; None if there is none (`get_free_block`)."""
+        """Removes the free block that suits a request best from the pool, and returns it (`get_free_block` in PyTorch).
+
+        Returns None if no free block suits.
+        """
         if self._collects_garbage:
             pool.clock.searches += 1
         index = pool.first_fit_index(size_bytes)
         if index == len(pool):
             return None
         if self._settings.expandable_segments:
-            # Upstream compares blocks by the size to which they can grow, and walks on while that decreases.
+            # PyTorch compares blocks by the size to which they can grow, and goes on while the next block's is smaller.
             while index + 1 < len(pool) and expanded_bytes(pool[index + 1]) < expanded_bytes(pool[index]):
                 index += 1
         block = pool[index]
         most_bytes = self._settings.max_split_size_bytes
         if most_bytes is not None:
-            # Blocks from the split limit on are for requests from that limit on, and must not waste too much.
+            # Blocks of at least `max_split_size_bytes` only serve requests of at least that size, and only if they are
+            # not much larger than the request.
             rest_bytes = block.size_bytes - size_bytes
             if size_bytes < most_bytes <= block.size_bytes:
                 return None
@@ -250,7 +275,7 @@ class CachingAllocator:
         return block
 
     def _is_worth_splitting(self, block: Block, size_bytes: int) -> bool:
-        """True if the rest of a block becomes a free block (`should_split`)."""
+        """True if the bytes of a block after the first `size_bytes` become a free block (`should_split` in PyTorch)."""
         rest_bytes = block.size_bytes - size_bytes
         if block.pool.is_small or self._settings.expandable_segments:
             return rest_bytes >= SMALLEST_BLOCK_BYTES
@@ -258,9 +283,16 @@ class CachingAllocator:
         return rest_bytes > LARGEST_SMALL_BYTES and (most_bytes is None or size_bytes < most_bytes)
 
     def _take_new(self, pool: Pool, size_bytes: int) -> Block:
-        """Returns a block in new memory; raises `OutOfMemory` if there is none (`malloc` after `get_free_block`)."""
-        # Upstream tries in this order, and each step releases more than the one before: the old segments above the
-        # threshold of garbage collection, then large blocks that suffice for the request, then all free segments.
+        """Returns a block of memory that is newly taken from the driver. The block is in no pool.
+
+        If the driver has too little, free segments are released and the driver is asked again, as in PyTorch's
+        `malloc` after `get_free_block`.
+
+        Raises:
+            OutOfMemory: the block does not fit, even after all free segments were released.
+        """
+        # PyTorch tries in this order: release old segments (garbage collection), then a few large segments that suffice
+        # for the request, then all free segments.
         if self._collects_garbage:
             self._collect_garbage()
         block = self._extend(pool, size_bytes)
@@ -283,7 +315,10 @@ class CachingAllocator:
         return block
 
     def _extend(self, pool: Pool, size_bytes: int) -> Block | None:
-        """Returns a block in no pool in new memory of the driver; None if the driver or the limit refuses it."""
+        """Takes memory for one request from the driver, and returns it as a block that is in no pool.
+
+        Returns None if `allowed_bytes` would be exceeded, or if the driver has too little memory.
+        """
         new_bytes = segment_size(size_bytes, self._settings)
         allowed_bytes = self._settings.allowed_bytes
         if allowed_bytes is not None and self._driver.reserved_bytes + new_bytes > allowed_bytes:
@@ -297,15 +332,17 @@ class CachingAllocator:
         return block
 
     def _release(self, block: Block) -> None:
-        """Returns a free block that is a whole segment to the driver."""
+        """Releases a segment to the driver. `block` is its only block, and is free."""
         block.pool.remove(block)
         del self._heads[block.address]
         self._driver.give_back(block.size_bytes)
 
     def _release_oversize(self, pool: Pool, size_bytes: int) -> bool:
-        """Releases free blocks above the split limit, if they suffice for the request: one large block, or several.
+        """Releases free segments of at least `max_split_size_bytes` until enough for a request is released.
 
-        Returns True if enough was released (`release_available_cached_blocks`).
+        If one segment suffices, only the smallest sufficient one is released, else the largest segments first. Returns
+        True if enough was released, and always False without `max_split_size_bytes` or with expandable segments
+        (`release_available_cached_blocks` in PyTorch).
         """
         most_bytes = self._settings.max_split_size_bytes
         if most_bytes is None or self._settings.expandable_segments:
@@ -324,7 +361,11 @@ class CachingAllocator:
         return released_bytes >= wanted_bytes
 
     def _collect_garbage(self) -> None:
-        """Releases free large segments of at least average age until the reserved memory is below the threshold."""
+        """Releases old free segments of the large pools if reserved memory exceeds the garbage collection threshold.
+
+        It releases all free segments of at least average age, and repeats this with the remaining free segments until
+        reserved memory is at most the threshold (`garbage_collect_cached_blocks` in PyTorch).
+        """
         allowed_bytes = self._settings.allowed_bytes
         assert allowed_bytes is not None  # Without it, garbage collection is off.
         most_bytes = int(self._settings.garbage_collection_threshold * allowed_bytes)

@@ -4,11 +4,11 @@ Source: `ExpandableSegment`, `find_expandable_block`, `map_block`, `unmap_block`
 `try_allocate_expandable_block` in pytorch's c10/cuda/CUDACachingAllocator.cpp.
 
 A range starts as one unmapped block. An allocation that fits in no free block takes the lowest address where adjacent
-free and unmapped blocks together are long enough, and maps whole pages there: 2 MiB in the small pool, the large
-segment size (20 MiB) in the large pool. Only whole free pages are released.
+free and unmapped blocks together are long enough, and maps whole pages there. A page has 2 MiB in the small pool, and
+`large_segment_bytes` (20 MiB by default) in the large pool. Memory is only released in whole free pages.
 
-A range is 1 1/8 times as long as the card's memory. Where the simulation is not exact: if the memory of the card is not
-given, the simulated capacity stands in for it. The length matters only near the end of a range, because best fit
+A range is 1 1/8 times as long as the card's memory. If the memory of the card is not given, the simulated capacity is
+used instead, and the simulation may not be exact. The difference matters only near the end of a range, because best fit
 compares free blocks by the size to which they can grow.
 """
 
@@ -17,11 +17,17 @@ from __future__ import annotations
 from planner.allocator.blocks import Block, Driver, Pool
 
 UNKNOWN_CARD_BYTES = 1 << 42
-"""Memory of the card (4 TiB) that is assumed if neither the card's memory nor a capacity is given."""
+"""Total memory of the card (4 TiB) that is assumed if neither the memory of the card nor a capacity is given."""
 
 
 class ExpandableRanges:
-    """The expandable segments of all pools of one size class."""
+    """The expandable segments of one size class (small or large), for all streams.
+
+    Args:
+        page_bytes: Size of a page, the smallest piece that is mapped or unmapped.
+        driver: Driver that memory is taken from.
+        card_bytes: Total memory of the card. None means `UNKNOWN_CARD_BYTES`.
+    """
 
     def __init__(self, *, page_bytes: int, driver: Driver, card_bytes: int | None) -> None:
         total_bytes = UNKNOWN_CARD_BYTES if card_bytes is None else card_bytes
@@ -32,9 +38,9 @@ class ExpandableRanges:
         """First block of each range, by address."""
 
     def allocate(self, pool: Pool, size_bytes: int) -> Block | None:
-        """Returns a free block of at least `size_bytes`, in no pool; None if physical memory ran out.
+        """Maps the pages that a request needs, and returns a free block of at least `size_bytes` that is in no pool.
 
-        Pages that were mapped before memory ran out stay mapped, as in PyTorch.
+        Returns None if the driver has too little memory. Pages that were mapped before then stay mapped, as in PyTorch.
         """
         room = self._find_room(pool, size_bytes)
         candidate = room if room.is_mapped else self._map(room, min(room.size_bytes, size_bytes))
@@ -48,7 +54,7 @@ class ExpandableRanges:
         return candidate
 
     def release_free_pages(self, pool: Pool) -> None:
-        """Unmaps all whole free pages of the pool, and removes ranges without any memory."""
+        """Unmaps all pages of a pool that are entirely free, and removes address ranges without any mapped page."""
         for block in pool.free_blocks():
             unmapped = self._unmap(block)
             if unmapped is not None and unmapped.is_whole_segment():
@@ -56,9 +62,10 @@ class ExpandableRanges:
                 del self.heads[unmapped.address]
 
     def _find_room(self, pool: Pool, size_bytes: int) -> Block:
-        """Returns the first of the adjacent blocks, at the lowest address, that together have room for `size_bytes`.
+        """Finds the lowest address where adjacent free and unmapped blocks together have at least `size_bytes`.
 
-        If there are none, it reserves a new range and returns its block (`find_expandable_block`).
+        Returns the first of these blocks. If there is no such place, it reserves a new address range and returns its
+        only block (`find_expandable_block` in PyTorch).
         """
         for unmapped in pool.unmapped_blocks():
             before = unmapped.previous
@@ -73,9 +80,10 @@ class ExpandableRanges:
         return unmapped
 
     def _map(self, block: Block, size_bytes: int) -> Block | None:
-        """Maps the first `size_bytes` of an unmapped block, rounded up to pages, and adds the result to the pool.
+        """Maps the first `size_bytes` of an unmapped block, rounded up to whole pages.
 
-        Returns the block after merging with free neighbours; None if physical memory ran out.
+        The mapped block is merged with free neighbors and added to the pool as a free block. Returns the merged block,
+        or None if the driver has too little memory.
         """
         pool = block.pool
         mapped_bytes = -(-size_bytes // self._page_bytes) * self._page_bytes
@@ -96,7 +104,10 @@ class ExpandableRanges:
         return block
 
     def _unmap(self, block: Block) -> Block | None:
-        """Unmaps the whole pages inside a free block. Returns the unmapped block; None if there are no such pages."""
+        """Unmaps all pages that a free block contains entirely.
+
+        Returns the unmapped block, merged with unmapped neighbors, or None if the block contains no entire page.
+        """
         pool, start, page_bytes = block.pool, block.range_start, self._page_bytes
         assert start is not None  # All blocks of expandable segments have it.
         # Round the start up and the end down to pages, counted from the start of the range.
@@ -124,13 +135,16 @@ class ExpandableRanges:
 
 
 def expanded_bytes(block: Block) -> int:
-    """Returns the size of a free block plus the unmapped space after it. Best fit compares blocks by this size."""
+    """Returns the size to which a free block can grow: its own size plus that of the unmapped block after it.
+
+    Best fit compares the free blocks of expandable segments by this size.
+    """
     after = block.next
     return block.size_bytes + (after.size_bytes if after is not None and not after.is_mapped else 0)
 
 
 def _has_room(block: Block | None, size_bytes: int) -> bool:
-    """True if `block` and the free and unmapped blocks after it together have at least `size_bytes`."""
+    """True if the blocks from `block` up to the next allocated block together have at least `size_bytes`."""
     room_bytes = 0
     while room_bytes < size_bytes and block is not None and not block.is_allocated:
         room_bytes += block.size_bytes

@@ -1,4 +1,4 @@
-"""Replays a stream of allocations and frees through an empty allocator, and reports the peaks."""
+"""Runs a sequence of allocations and frees through an empty simulated allocator, and reports the peaks of memory."""
 
 from __future__ import annotations
 
@@ -16,25 +16,28 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllocatorOutcome:
-    """The state of the allocator during and after a replay."""
+    """The result of `replay`: peaks of memory, the request that did not fit, if any, and the state at the end."""
 
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     peak_requested_bytes: int
     peak_allocated_event: int | None
-    """Index of the first event at which `peak_allocated_bytes` was reached; None for a stream without allocations."""
+    """Index of the first event at which `peak_allocated_bytes` was reached; None if no allocation succeeded."""
     out_of_memory_event: int | None
-    """Index of the allocation that did not fit, with which the replay ended; None if everything fit."""
+    """Index of the allocation that did not fit, at which the replay stopped; None if everything fit."""
     out_of_memory: OutOfMemoryReport | None
-    """State of the allocator at that event; None if everything fit."""
+    """Report on the allocation that did not fit; None if everything fit."""
     final_allocated_bytes: int
     final_reserved_bytes: int
     final_fragments: int
-    """Number of free blocks at the end that share a segment with an allocated one, so `empty_cache` keeps them."""
+    """Number of fragments at the end: free blocks in segments that also hold an allocated block.
+
+    `empty_cache` does not release them, except for entirely free pages of expandable segments.
+    """
     final_fragment_bytes: int
-    """Size of these blocks together."""
+    """Total size of the fragments at the end."""
     retries: int
-    """Number of times that free segments were released to make room."""
+    """Number of requests for which all free segments were released (`num_alloc_retries` in PyTorch)."""
 
 
 def replay(
@@ -45,21 +48,25 @@ def replay(
     card_bytes: int | None = None,
     descending: bool = False,
 ) -> AllocatorOutcome:
-    """Replays allocations and frees of storages, all on one stream, through an empty allocator.
+    """Runs allocations and frees of storages, all on one stream, through an empty simulated allocator.
 
     Args:
-        events: Pairs (storage, size in bytes), as a sequence, an int64 array of shape (n, 2), or two int64 arrays of
-            length n. A size above 0 allocates that storage, and a size of 0 or less frees it. A size of 0 for a
-            storage that is not alive stands for an empty storage, and has no effect. The number of a storage may be
-            reused after it is freed.
+        events: Pairs (number of a storage, size in bytes), as a sequence, an int64 array of shape (n, 2), or a tuple of
+            two int64 arrays of length n. A size above 0 allocates the storage. A size of 0 or less frees the storage.
+            If the storage is not alive, a size of 0 has no effect, because it stands for an empty storage. The number
+            of a storage may be reused after it is freed.
         settings: Options of the allocator.
         capacity_bytes: Maximum memory of all segments together. None means no limit.
-        card_bytes: Total memory of the card, for expandable segments. None means the capacity.
-        descending: True if the driver places each new segment below the one before, False if above. Among free blocks
-            of equal size the one at the lowest address is taken, so this decides which segments are split.
+        card_bytes: Total memory of the card, which determines the length of expandable segments' address ranges. None
+            means `capacity_bytes`.
+        descending: True if each new segment lies below the segment before it, False if above. Among free blocks of
+            equal size the one at the lowest address is taken, so the order decides which segments are split.
+
+    Returns:
+        The peaks and the final state. A request that does not fit ends the replay, and is reported in the result.
 
     Raises:
-        ValueError: a storage is allocated while it is alive, or freed with a negative size while it is not.
+        ValueError: a storage is allocated while it is alive, or freed with a negative size while it is not alive.
     """
     place = falling_addresses() if descending else None
     allocator = CachingAllocator(settings, capacity_bytes, place=place, card_bytes=card_bytes)
@@ -69,7 +76,10 @@ def replay(
     for index, (storage, size_bytes) in enumerate(_pairs(events)):
         if size_bytes > 0:
             if storage in alive:
-                raise ValueError(f"event {index}: storage {storage} is allocated twice: record its free first")
+                raise ValueError(
+                    f"event {index} allocates storage {storage}, which is already allocated: free it in an earlier "
+                    "event, or use another number"
+                )
             try:
                 alive[storage] = allocator.malloc(size_bytes)
             except OutOfMemory as error:
@@ -80,7 +90,9 @@ def replay(
         elif storage in alive:
             allocator.free(alive.pop(storage))
         elif size_bytes < 0:
-            raise ValueError(f"event {index}: storage {storage} is freed but not alive: record its allocation first")
+            raise ValueError(
+                f"event {index} frees storage {storage}, which is not allocated: allocate it in an earlier event"
+            )
     fragments = [
         block.size_bytes
         for segment in allocator.segments()
@@ -104,7 +116,7 @@ def replay(
 
 
 def _pairs(events: Any) -> Iterable[tuple[int, int]]:
-    """Returns the events as pairs of plain ints, because arithmetic on numpy scalars is many times slower."""
+    """Returns the events as pairs of Python ints, because arithmetic on numpy scalars is many times slower."""
     pairs: Iterable[tuple[int, int]] = events
     if hasattr(events, "tolist"):
         pairs = events.tolist()

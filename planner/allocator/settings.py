@@ -1,8 +1,8 @@
-"""Options and constants of CUDA's caching allocator, the rounding of requests, and the sizes of segments.
+"""Options and constants of PyTorch's CUDA caching allocator, the rounding of requests, and the sizes of segments.
 
 Sources: pytorch's c10/core/AllocatorConfig.h (constants, options), `round_size` and `get_allocation_size` in
 c10/cuda/CUDACachingAllocator.cpp. The constants are the same in every release from 2.4 to 2.15;
-`large_segment_bytes` can be set since 2.11, and is 20 MiB before.
+`large_segment_bytes` can be set since 2.11. In earlier releases it is always 20 MiB.
 """
 
 from __future__ import annotations
@@ -12,61 +12,72 @@ import dataclasses
 from planner.plan_types.sizes import MIB
 
 SMALLEST_BLOCK_BYTES = 512
-"""Minimum size of a block, and the multiple that requests are rounded up to (`kMinBlockSize`)."""
+"""Minimum size of a block. Requests are rounded up to a multiple of it (`kMinBlockSize` in PyTorch)."""
 LARGEST_SMALL_BYTES = MIB
-"""Maximum size of a rounded request for the small pool (`kSmallSize`)."""
+"""Maximum size of a request, after rounding, that is served from the small pool (`kSmallSize` in PyTorch)."""
 SMALL_SEGMENT_BYTES = 2 * MIB
-"""Size of a segment of the small pool (`kSmallBuffer`)."""
+"""Size of a segment of the small pool (`kSmallBuffer` in PyTorch)."""
 OWN_SEGMENT_BYTES = 10 * MIB
-"""Minimum size of a request whose segment has its own size (`kMinLargeAlloc`)."""
+"""Minimum size of a request for which a segment of its own size is taken (`kMinLargeAlloc` in PyTorch).
+
+For a smaller request of the large pool, a segment of `large_segment_bytes` is taken.
+"""
 SEGMENT_STEP_BYTES = 2 * MIB
-"""The multiple that such segments are rounded up to (`kRoundLarge`)."""
+"""For a request of at least `OWN_SEGMENT_BYTES`, the size of the segment is the size of the request rounded up to a
+multiple of this (`kRoundLarge` in PyTorch)."""
 ROUNDUP_INTERVALS = 16
-"""Number of powers of two, from 1 MiB to 64 GiB and above, that have their own number of divisions."""
+"""Number of entries of `AllocatorSettings.roundup_power2_divisions`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllocatorSettings:
-    """The options of PYTORCH_CUDA_ALLOC_CONF that change what is allocated, with PyTorch's defaults."""
+    """The options of PYTORCH_CUDA_ALLOC_CONF that the simulator knows, with PyTorch's defaults, and the memory limit.
+
+    Raises:
+        ValueError: PyTorch would refuse one of the options.
+    """
 
     expandable_segments: bool = False
     max_split_size_bytes: int | None = None
-    """Minimum size of blocks that are neither split nor used for smaller requests. None means no such limit."""
+    """Blocks of at least this size are never split, and never serve requests below it. None means no such limit."""
     max_non_split_rounding_bytes: int = 20 * MIB
-    """Maximum number of bytes by which such a block may exceed the request."""
+    """A block of at least `max_split_size_bytes` serves a request only if it exceeds the request by less than this."""
     large_segment_bytes: int = 20 * MIB
-    """Size of the segments for requests between 1 and 10 MiB, and of a page of expandable segments of the large
-    pool."""
+    """Size of the segments for requests between 1 and 10 MiB. Expandable segments of the large pool have pages of this
+    size."""
     roundup_power2_divisions: tuple[int, ...] = ()
-    """Number of steps between powers of two that requests are rounded to, for each power from 1 MiB to 64 GiB.
+    """Numbers of steps into which the range from a power of two to the next one is divided, to round requests up.
 
-    An empty tuple means no such rounding.
+    The first entry is for requests below 2 MiB, the second one for those from 2 to 4 MiB, and so on; the last one is
+    for requests from 32 GiB. If the second entry is 4, requests from 2 to 4 MiB are rounded up to 2.5, 3, 3.5 or 4 MiB.
+    0 and 1 mean rounding up to a multiple of 512 bytes, and an empty tuple means this for all requests.
     """
     garbage_collection_threshold: float = 0.0
-    """Fraction of `allowed_bytes` above which old free segments are released. 0 means off."""
+    """If reserved memory exceeds this fraction of `allowed_bytes`, old free segments are released before new memory is
+    taken. 0 turns this off, as does `allowed_bytes=None`."""
     allowed_bytes: int | None = None
-    """Limit of `torch.cuda.set_per_process_memory_fraction` in bytes. None means only the memory of the card."""
+    """Limit that `torch.cuda.set_per_process_memory_fraction` sets, in bytes. None means that it was not called."""
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` for options that PyTorch would refuse."""
         if self.roundup_power2_divisions and len(self.roundup_power2_divisions) != ROUNDUP_INTERVALS:
             raise ValueError(
                 f"roundup_power2_divisions has {len(self.roundup_power2_divisions)} entries: "
-                f"give {ROUNDUP_INTERVALS}, one for each power of two from 1 MiB to 64 GiB, or none"
+                f"give {ROUNDUP_INTERVALS}, one for each power of two from 1 MiB to 32 GiB, or an empty tuple"
             )
         if any(steps & (steps - 1) for steps in self.roundup_power2_divisions):
             raise ValueError(
-                f"roundup_power2_divisions is {self.roundup_power2_divisions}: give powers of two, such as 4"
+                f"roundup_power2_divisions is {self.roundup_power2_divisions}, but PyTorch accepts only powers of two: "
+                "give numbers such as 4"
             )
         if self.max_split_size_bytes is not None and self.max_split_size_bytes <= self.large_segment_bytes:
             raise ValueError(
-                f"max_split_size_bytes {self.max_split_size_bytes} is too small: "
-                f"give more than large_segment_bytes ({self.large_segment_bytes}), or None"
+                f"max_split_size_bytes is {self.max_split_size_bytes}, but must exceed large_segment_bytes "
+                f"({self.large_segment_bytes}): give a larger value, or None for no limit"
             )
 
 
 def round_size(size_bytes: int, settings: AllocatorSettings) -> int:
-    """Returns the size of the block that is searched for a request (`round_size` upstream)."""
+    """Returns the size of a request after rounding, in bytes (`round_size` in PyTorch)."""
     if settings.roundup_power2_divisions and size_bytes >= SMALLEST_BLOCK_BYTES:
         power = size_bytes.bit_length() - 1
         interval = min(max(power - MIB.bit_length() + 1, 0), ROUNDUP_INTERVALS - 1)
@@ -78,7 +89,12 @@ def round_size(size_bytes: int, settings: AllocatorSettings) -> int:
 
 
 def segment_size(size_bytes: int, settings: AllocatorSettings) -> int:
-    """Returns the size of the segment that is allocated for a rounded request (`get_allocation_size` upstream)."""
+    """Returns the size in bytes of the new segment for a request (`get_allocation_size` in PyTorch).
+
+    Args:
+        size_bytes: Size of the request after rounding.
+        settings: Options of the allocator.
+    """
     if size_bytes <= LARGEST_SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if size_bytes < OWN_SEGMENT_BYTES:

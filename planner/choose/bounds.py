@@ -1,4 +1,4 @@
-"""Lower bounds on time and memory of a configuration, from the baseline alone."""
+"""Lower bounds on the time and the memory of a configuration, computed from the recording of the baseline alone."""
 
 from __future__ import annotations
 
@@ -10,40 +10,45 @@ from planner.plan_types.decision_base import Decision, Role, has_role, with_role
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeastUpdate:
-    """Lower bounds of an optimizer update, whatever its kernels."""
+    """Lower bounds on the time and the state of an optimizer update, for any implementation of its kernels."""
 
     ns: int
-    """Time to move parameters, gradients and state through the card's memory once."""
+    """Time in nanoseconds to read parameters, gradients and state once, and to write parameters and state once."""
     state_bytes: int | None
-    """Bytes of optimizer state of all trained parameters; None if they are the same as in the baseline."""
+    """Bytes of optimizer state of all trained parameters; None if the state is the same as in the baseline."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Lower bounds of configurations that follow from the baseline, before anything else is recorded."""
+    """Numbers from the recording of the baseline that bound the time and the peak of every configuration from below."""
 
     step_ns: int
-    """Lower bound of the time of every plan in the baseline's precision, without the time of the optimizer. It is the
-    baseline's time, or that of the baseline's forward if a prefix is frozen."""
+    """Step time of the baseline in nanoseconds; only the time of its forward if a prefix is frozen. A plan in the
+    baseline's precision takes at least this time minus `most_saved_ns`."""
     optimizer_ns: int
-    """Time of the baseline's optimizer."""
+    """Time of the baseline's optimizer update in nanoseconds; 0 if a prefix is frozen."""
     loss_ns: int
-    """Time of the baseline's ops that only move logits, which is the maximum time that a loss in chunks can save."""
+    """Time in nanoseconds of the baseline's ops that read or write logits and compute no matrix product. A loss in
+    chunks cannot save more time than this."""
     updates: Mapping[bool, LeastUpdate]
-    """The update of an optimizer with 8-bit state (True), and of the user's optimizer with another kernel (False)."""
+    """Lower bounds on an update that replaces the baseline's update. Keys: True for an optimizer with 8-bit state,
+    False for the user's optimizer with another kernel."""
     lower_bound_bytes: Callable[[tuple[Decision, ...]], int]
-    """Lower bound of the peak of every plan with a configuration."""
+    """Returns for a configuration a lower bound in bytes on the peaks of its plans."""
 
     def most_saved_ns(self, decisions: tuple[Decision, ...], optimizer_ns: int) -> int:
-        """Maximum time that these decisions save in a step whose optimizer takes `optimizer_ns`."""
+        """Returns the maximum number of ns that `decisions` save in a step whose update takes `optimizer_ns`."""
         return self.saved_by_update_ns(decisions, optimizer_ns) + has_role(decisions, Role.LOSS) * self.loss_ns
 
     def saved_by_update_ns(self, decisions: tuple[Decision, ...], optimizer_ns: int) -> int:
-        """Maximum time that their update saves, compared with an update that takes `optimizer_ns`."""
+        """Returns by how many ns at most the optimizer update of `decisions` is faster than one of `optimizer_ns`.
+
+        The result is 0 if `decisions` leave the optimizer unchanged.
+        """
         least = self.least_update(decisions)
         return 0 if least is None else max(optimizer_ns - least.ns, 0)
 
     def least_update(self, decisions: tuple[Decision, ...]) -> LeastUpdate | None:
-        """Lower bounds of the update under these decisions; None if they leave the optimizer unchanged."""
+        """Returns lower bounds on the optimizer update of `decisions`; None if they leave the optimizer unchanged."""
         optimizers = with_roles(decisions, Role.OPTIMIZER)
         return self.updates[optimizers[0].eight_bit_state] if optimizers else None

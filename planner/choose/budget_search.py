@@ -1,18 +1,20 @@
 """Finds how many bytes a plan may promise, so that it still fits once the allocator's slack is added.
 
-The chooser promises a peak of *tensors*; whether a plan fits is known only after its certificate, which includes the
-allocator's slack (rounding and fragmentation). The slack is not known in advance, and differs between configurations:
-a loss in chunks leaves other holes than full logits. So the search adapts the budget for promises in two stages:
+The chooser *promises* a peak of tensors for each plan. Whether the plan fits is known only from its certificate, which
+also includes the allocator's slack (rounding and fragmentation). The slack is not known in advance, and it differs
+between configurations: a loss in chunks leaves other holes than full logits. So this search limits the bytes that plans
+may promise, and adapts the limit in two stages:
 
-1. *Together.* All configurations have one budget. When a plan fails its certificate, the budget goes down by what was
-   missing (at least by a step that doubles with each failure), and the chooser is asked again. If nothing is left under
-   so small a budget, the search bisects between that budget and the smallest promise that failed.
-2. *Each.* Once a plan fits, configurations that never failed get the whole budget back. For a configuration that
-   failed, the range between what is known to be searched and what failed is bisected, the one with the fastest plan
-   first, as long as a plan in the range could be faster than the best one by more than a tie.
+1. *One limit for all configurations* (`PromiseBudgets._together`). When a plan fails its certificate, the limit goes
+   down by the bytes that the plan lacked (at least by a step that doubles with each failure), and the chooser is asked
+   again. If no plan promises so few bytes, the search bisects between that limit and the smallest promise that failed.
+2. *One limit for each configuration* (`PromiseBudgets._each`), as soon as a plan fits. The limit is the whole budget
+   again for configurations of which no plan failed. Each other configuration has a range of promises that have not been
+   searched, below a promise that failed. The range is bisected, unless its plans cannot be faster than the best plan by
+   more than a tie. Ranges in which plans may be fastest come first.
 
-Where it is not exact: slack is not monotonic in the promise, so that a plan in a range that was given up may fit. The
-number of attempts and the width of a range (`finest_bytes`) are limited.
+Where it is not exact: a plan that promises less may have more slack, so a plan in a range that was given up may fit.
+The number of attempts is limited, and ranges that are not wider than `finest_bytes` are not searched.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Any, Protocol, TypeVar
 
 
 class Promise(Protocol):
-    """A plan that was chosen, with the peak and the time that it promises."""
+    """The properties of a chosen plan that this search reads."""
 
     @property
     def config(self) -> Hashable: ...
@@ -49,14 +51,17 @@ def search(
     hopeless: int,
     is_over: Callable[[], bool],
 ) -> P | None:
-    """Returns the fastest plan that was found to fit; None if no plan was.
+    """Returns the fastest plan that was found to fit; None if no plan fits.
 
     Args:
-        propose: called with the budgets and a limit in ns; returns the fastest plan inside both, or None.
-        short_bytes_of: certifies a plan and returns how many bytes it lacks; 0 or less if it fits.
+        propose: function of the limit on promised bytes of each configuration, and of a limit on the step time in
+            nanoseconds; returns the fastest plan within both limits, or None.
+        short_bytes_of: function that certifies a plan and returns how many bytes it lacks; 0 or less if it fits.
+        budgets: the limits on promised bytes, which this search changes.
+        tie: a plan replaces the best one only if it is faster by more than this factor.
         attempts: maximum number of plans that are certified.
-        hopeless: maximum number of plans that fail before the first one that fits.
-        is_over: asked after each attempt; True ends the search with the best plan so far.
+        hopeless: the search ends with None after this number of certificates if no plan has fit.
+        is_over: called after each certificate; True ends the search with the best plan so far.
     """
     best: P | None = None
     plan = propose(budgets.budget_of, math.inf)
@@ -64,7 +69,7 @@ def search(
         if best is None and attempt == hopeless:
             break
         below_ns = math.inf if best is None else best.step_ns / tie
-        # Nothing left under these budgets: widen them where a faster plan may still be, or stop.
+        # No plan is left within these limits: raise the limits under which a faster plan may exist, or stop.
         while plan is None:
             if not budgets.widen(None if best is None else best.step_ns):
                 return best
@@ -76,55 +81,59 @@ def search(
             budgets.fail(plan.config, promised_bytes=plan.peak_bytes, short_bytes=short_bytes, step_ns=plan.step_ns)
         if is_over():
             break
-        # After a success the budgets are widened first: under the present ones the plan was already the fastest.
+        # After a plan that fits, the limits are raised first: it was the fastest plan within the present limits.
         plan = None if short_bytes <= 0 else propose(budgets.budget_of, below_ns)
     return best
 
 
 @dataclasses.dataclass(kw_only=True)
 class _Range:
-    """The range of promises in which it is not known whether a plan fits, after one of them failed."""
+    """A range of promised bytes in which it is not known whether a plan fits. It exists after a plan failed."""
 
     asked_bytes: int
-    """Maximum number of bytes that plans may promise now."""
+    """Present limit on the bytes that plans may promise; a number inside the range."""
     low_bytes: int = 0
     """All plans that promise at most this many bytes have been searched."""
     high_bytes: int
     """A plan that promised this many bytes did not fit."""
     step_ns: int
-    """Step time of the slowest plan that failed; faster plans promise more bytes."""
+    """Step time in nanoseconds of the slowest plan that failed. Plans in the range promise fewer bytes than that plan,
+    so they are not faster."""
 
     def fail(self, high_bytes: int, less_bytes: int, step_ns: int) -> None:
-        """Record a failed plan: lower the asked bytes by `less_bytes`, or bisect if that range was searched before."""
+        """Record a plan that promised `high_bytes` and did not fit: set the limit to `less_bytes` below that promise.
+
+        If all plans below that limit have been searched already, set the limit to the middle of the range.
+        """
         self.high_bytes, self.step_ns = high_bytes, max(self.step_ns, step_ns)
         self.asked_bytes = high_bytes - less_bytes
         if self.asked_bytes <= self.low_bytes:
             self.halve()
 
     def halve(self) -> None:
-        """Set the asked bytes to the middle of the range."""
+        """Set the limit to the middle of the range."""
         self.asked_bytes = (self.low_bytes + self.high_bytes) // 2
 
 
 class PromiseBudgets:
-    """The budget of each configuration while plans are chosen and certified."""
+    """The limit on promised bytes of each configuration, adapted to the certificates of its plans."""
 
     def __init__(self, budget_bytes: int, *, finest_bytes: int, tie: float) -> None:
         """
         Args:
-            budget_bytes: the budget of every configuration before any plan failed.
-            finest_bytes: ranges that are narrower are given up; also the smallest step of the budget.
+            budget_bytes: the limit of every configuration before any plan failed.
+            finest_bytes: minimum step by which a limit is lowered. Ranges that are not wider are given up.
             tie: factor between step times below which two plans count as equally fast.
         """
         self._budget_bytes, self._finest_bytes, self._tie = budget_bytes, max(finest_bytes, 1), tie
         self._together: _Range | None = None
-        """The range of all configurations, until a plan fits; None before the first failure."""
+        """The range that all configurations share until a plan fits; None before the first plan fails."""
         self._each: dict[Hashable, _Range] = {}
-        """The range of each configuration that has a plan that failed."""
+        """By configuration, the range of each configuration of which a plan failed."""
         self._is_together = True
         self._failures = 0
         self._first_ns: int | None = None
-        """Step time of the first plan that failed. Plans that were never proposed are not faster."""
+        """Step time in nanoseconds of the first plan that failed: the fastest plan within the whole budget."""
 
     def budget_of(self, config: Hashable) -> int:
         """Maximum number of bytes that plans of this configuration may promise."""
@@ -132,7 +141,7 @@ class PromiseBudgets:
         return self._budget_bytes if known is None else known.asked_bytes
 
     def fail(self, config: Hashable, *, promised_bytes: int, short_bytes: int, step_ns: int) -> None:
-        """Record that a plan of this configuration lacked `short_bytes` to fit."""
+        """Record that a plan of `config`, which promised `promised_bytes`, lacked `short_bytes` to fit."""
         high_bytes = min(self.budget_of(config), promised_bytes)
         less_bytes = max(short_bytes, self._finest_bytes * 2**self._failures)
         self._failures += 1
@@ -144,18 +153,18 @@ class PromiseBudgets:
             self._together.fail(high_bytes, less_bytes, step_ns)
 
     def widen(self, best_ns: int | None) -> bool:
-        """Raise the budgets, since nothing faster than `best_ns` by more than a tie is left within them.
+        """Raise the limits. Called when no plan within them is faster than `best_ns` by more than a tie.
 
         Args:
-            best_ns: step time of the best plan that fits; None if none does yet.
+            best_ns: step time in nanoseconds of the best plan that fits; None if no plan fits so far.
 
         Returns:
-            False if there is no range left in which a faster plan could be.
+            True if limits were raised; False if no range is left in which a faster plan may exist.
         """
         if self._first_ns is None or not self._could_be_faster(self._first_ns, best_ns):
             return False
         if self._is_together and self._together is not None:
-            # What was searched together was searched for each configuration.
+            # Up to the shared limit, the plans of each configuration have been searched.
             together = self._together
             together.low_bytes = together.asked_bytes
             for known in self._each.values():

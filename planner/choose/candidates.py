@@ -1,9 +1,10 @@
-"""Candidates: one configuration with one split of the batch, from its recording to a problem that can be solved.
+"""Candidates: a candidate is one configuration with one split of the batch, and its plans differ only in recompute.
 
-A configuration is the decisions about the whole step: precision, optimizer, loss, time of the update. A candidate knows
-the time and the peak of its step without recompute, which bound all of its plans: recompute only makes a plan slower.
-Which modules to recompute or offload is an integer program over the units of its recording (`recompute.units`,
-`search.milp`). Building that problem is costly, so each part is built when it is first needed.
+A configuration is the decisions about the whole step: precision, optimizer, loss, time of the update. The recording of
+a candidate gives the time and the peak of its step without recompute. No plan of the candidate is faster, because
+recompute only takes more time. Which modules to recompute or offload is an integer program over the units of the
+recording (`recompute.units`, `search.milp`). The units and the program are costly to build, so they are built when they
+are first needed.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from planner.space.lm_head import ChunkedLossOption
 from planner.space.micro_batches import MicroBatching
 
 RECOMPUTE_TOLERANCE = 1000
-"""The search for the cheapest recompute stops at a gap of the step time divided by this number."""
+"""The selected units may cost more than the cheapest ones, by at most the step time divided by this number."""
 
 
 class Candidate:
-    """A configuration with a split of the batch."""
+    """A configuration with a split of the batch, and the bounds and the integer program of its plans."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class Candidate:
         self._host_copies = roofline.HostCopies(card=card, repeats=roofline.repetitions(graph, split.micro_batches))
         self._op_ns = roofline.op_times_ns(graph, card, split.micro_batches)
         self.step_ns = sum(self._op_ns)
-        """Step time without recompute: no plan of this candidate is faster."""
+        """Step time in nanoseconds without recompute: no plan of this candidate is faster."""
         self.optimizer_ns = optimizer_ns(graph, self._op_ns)
         self._cheapest: dict[tuple[int, int | None], Selection | None] = {}
         self._could_pay: dict[tuple[int, int | None, bool, int | None], bool] = {}
@@ -68,16 +69,19 @@ class Candidate:
 
     @functools.cached_property
     def search(self) -> milp.Search:
-        """The integer program over the units."""
+        """The integer program that selects the units to recompute or offload."""
         return milp.Search(self.units.problem)
 
     @property
     def lower_bound_bytes(self) -> int:
-        """Maximum over time of the bytes that no unit can free: no plan of this candidate has a smaller peak."""
+        """Peak of the bytes that are alive whatever units are selected: no plan of this candidate has a lower peak."""
         return int(self.units.problem.fixed_bytes.max())
 
     def cheapest(self, budget_bytes: int, *, below_ns: int | None) -> Selection | None:
-        """The cheapest units to recompute for a peak inside the budget; None if they cost `below_ns` or more."""
+        """Returns the cheapest units to recompute or offload for a peak inside the budget.
+
+        None if no selection of units fits at a cost below `below_ns` (at any cost if `below_ns` is None).
+        """
         asked = (budget_bytes, below_ns)
         if asked not in self._cheapest:
             tolerance_ns = self.step_ns // RECOMPUTE_TOLERANCE
@@ -85,14 +89,16 @@ class Candidate:
         return self._cheapest[asked]
 
     def could_pay(self, budget_bytes: int, *, state_bytes: int | None, gradients: bool, below_ns: int | None) -> bool:
-        """True if, with another optimizer, a plan could fit at a cost of less than `below_ns` of recompute.
+        """Returns False only if certainly no plan with another optimizer update fits at a cost below `below_ns`.
 
-        False is certain; True is not, because the relaxed problem ignores what another optimizer needs during its
-        update.
+        This is decided by a relaxation of the candidate's integer program, which ignores the memory that the other
+        update needs while it runs.
 
         Args:
-            state_bytes: lower bound on the state of the other optimizer; None for the state of this candidate.
-            gradients: True if gradients are kept until the update.
+            budget_bytes: maximum peak of the tensors.
+            state_bytes: lower bound on the optimizer state with the other update; None for the state of this candidate.
+            gradients: True if all gradients are kept until the update; False if the update runs inside the backward.
+            below_ns: limit of the cost of recompute; None for no limit.
         """
         asked = (budget_bytes, state_bytes, gradients, below_ns)
         if asked not in self._could_pay:
@@ -104,7 +110,8 @@ class Candidate:
     ) -> bool:
         if self._graph.update_tick is None:
             return True
-        # Take the saved bytes out of what is always alive, and ignore everything from the update on.
+        # Subtract the bytes that the other update saves from the bytes that are always alive, and ignore the bytes from
+        # the beginning of the update on.
         fixed = self.units.problem.fixed_bytes.copy()
         if state_bytes is not None:
             fixed -= max(self._graph.bytes_of(Category.OPTIMIZER_STATE) - state_bytes, 0)
@@ -121,13 +128,13 @@ class Candidate:
             return True
 
     def smallest(self) -> Selection:
-        """The units with the smallest peak."""
+        """Returns the selection of units with the smallest peak; among several, a cheap one."""
         return self.search.smallest_peak(tolerance_ns=self.step_ns // RECOMPUTE_TOLERANCE)
 
     def cheapest_single(self, budget_bytes: int) -> Selection | None:
-        """The cheapest single unit whose recompute keeps the peak inside the budget; None if there is none.
+        """Returns the cheapest single unit with which the peak is inside the budget; None if there is none.
 
-        If recompute is forced but not needed, the plan recomputes this unit.
+        The chooser asks for it if recompute is forced but not needed.
         """
         costs = self.units.problem.cost_ns
         for unit in sorted(range(len(costs)), key=lambda unit: (costs[unit], unit)):
@@ -139,12 +146,17 @@ class Candidate:
         return None
 
     def decisions(self, units: tuple[int, ...]) -> tuple[Decision, ...]:
-        """Configuration, split and these units, as a plan lists them."""
+        """Returns the decisions of the plan that recomputes or offloads `units`: configuration, split and units."""
         return (*self.config, *self.split.decisions(), *self.units.decisions(units))
 
 
 class Candidates:
-    """All candidates of one planning session for one set of ways to recompute. Each candidate is created once."""
+    """All candidates of a planning session. Each candidate is created once, when it is first asked for.
+
+    Args:
+        batch_bytes: size of the whole batch.
+        recompute: kinds of decisions that may free saved tensors (checkpoint, offload ...).
+    """
 
     def __init__(
         self,
@@ -159,18 +171,18 @@ class Candidates:
         self._by_recompute = {recompute: self}
 
     def with_recompute(self, recompute: tuple[type[Decision], ...]) -> Candidates:
-        """The candidates for another set of ways to recompute, from the same recordings."""
+        """Returns the candidates with another `recompute`. They share the recordings."""
         if recompute not in self._by_recompute:
             other = Candidates(self._recordings, self._card, batch_bytes=self._batch_bytes, recompute=recompute)
             self._by_recompute[recompute], other._by_recompute = other, self._by_recompute
         return self._by_recompute[recompute]
 
     def prefetch(self, config: tuple[Decision, ...], splits: tuple[MicroBatching, ...]) -> None:
-        """Start the recordings of these candidates."""
+        """Start the recordings that these candidates need, without waiting for them."""
         self._recordings.prefetch(config, splits)
 
     def of(self, config: tuple[Decision, ...], split: MicroBatching) -> Candidate:
-        """Returns the candidate. Raises `PlannerError` if its step cannot be rehearsed."""
+        """Returns the candidate, recorded if necessary. Raises `PlannerError` if its step cannot be rehearsed."""
         key = (config, split)
         if key not in self._candidates:
             graph = with_whole_batch(self._recordings.of(config, split), self._batch_bytes)
@@ -178,25 +190,26 @@ class Candidates:
         return self._candidates[key]
 
     def all(self) -> tuple[Candidate, ...]:
-        """All candidates that were made so far."""
+        """Returns all candidates that have been created so far."""
         return tuple(self._candidates.values())
 
     def get(self, config: tuple[Decision, ...], split: MicroBatching) -> Candidate | None:
-        """The candidate if it has been made, else None."""
+        """Returns the candidate if it has been created, else None."""
         return self._candidates.get((config, split))
 
 
 class ChunkedCandidates:
-    """The same candidates, looked up by configurations that state the number of loss chunks for the whole batch.
+    """Looks candidates up by configurations whose number of loss chunks is meant for the whole batch.
 
-    A micro-batch needs fewer chunks: this class replaces the number of chunks by that for the split.
+    A micro-batch has fewer logits than the batch and needs fewer chunks. So before each lookup this class replaces the
+    number of chunks by the number for a micro-batch of the split.
     """
 
     def __init__(self, candidates: Candidates, chunks: ChunkedLossOption | None) -> None:
         self._candidates, self._chunks = candidates, chunks
 
     def config(self, config: tuple[Decision, ...], split: MicroBatching) -> tuple[Decision, ...]:
-        """The configuration with the number of chunks that a micro-batch needs; without chunks if it needs none."""
+        """Returns `config` with the number of chunks for a micro-batch of `split`; without chunks if it needs none."""
         if self._chunks is None or not has_role(config, Role.LOSS):
             return config
         chunked = self._chunks.for_micro_batches(split.micro_batches)
@@ -204,7 +217,7 @@ class ChunkedCandidates:
         return tuple(decision for decision in replaced if decision is not None)
 
     def prefetch(self, config: tuple[Decision, ...], splits: Iterable[MicroBatching]) -> None:
-        """Start the recordings of these candidates; splits with equal numbers of chunks share them."""
+        """Start the recordings that these candidates need. Splits with equal numbers of chunks share recordings."""
         by_config: dict[tuple[Decision, ...], list[MicroBatching]] = {}
         for split in splits:
             by_config.setdefault(self.config(config, split), []).append(split)
@@ -212,18 +225,18 @@ class ChunkedCandidates:
             self._candidates.prefetch(chunked, tuple(members))
 
     def of(self, config: tuple[Decision, ...], split: MicroBatching) -> Candidate:
-        """Returns the candidate. Raises `PlannerError` if its step cannot be rehearsed."""
+        """Returns the candidate, recorded if necessary. Raises `PlannerError` if its step cannot be rehearsed."""
         return self._candidates.of(self.config(config, split), split)
 
     def get(self, config: tuple[Decision, ...], split: MicroBatching) -> Candidate | None:
-        """The candidate if it has been made, else None."""
+        """Returns the candidate if it has been created, else None."""
         return self._candidates.get(self.config(config, split), split)
 
     def all(self) -> tuple[Candidate, ...]:
-        """All candidates that were made so far."""
+        """Returns all candidates that have been created so far."""
         return self._candidates.all()
 
 
 def optimizer_ns(graph: StepGraph, op_times_ns: list[int]) -> int:
-    """Time of the optimizer phase."""
+    """Returns the time of the optimizer phase in nanoseconds."""
     return sum(ns for ns, op in zip(op_times_ns, graph.ops, strict=True) if op.phase is Phase.OPTIMIZER)

@@ -1,4 +1,4 @@
-"""Certificates: rehearsals of rewritten steps, cached, and started before they are needed.
+"""Certificates: rehearsals of rewritten steps, which are cached and may be started before they are needed.
 
 While the search waits for a recording, another core can rehearse the step that the search is likely to choose.
 """
@@ -15,16 +15,17 @@ _MOST_OPS = 200_000
 """Maximum number of ops in all cached certificates together. An op takes about a kilobyte of memory."""
 
 Start = Callable[[tuple[Decision, ...]], Child]
-"""Starts to rehearse two full steps that are rewritten by these decisions."""
+"""Starts a child process that rewrites the training step by these decisions and rehearses it twice in a row."""
 
 
 class Certificates:
-    """Certificates by decisions. At most one rehearsal runs ahead of time, before its certificate is asked for."""
+    """Makes and caches certificates. At most one rehearsal runs ahead of time, before its certificate is asked for."""
 
     def __init__(self, start: Start, finish: Callable[[StepGraph], StepGraph]) -> None:
         """
         Args:
-            finish: adds the workspaces of kernels, which a rehearsal does not contain.
+            start: starts the rehearsal of a step.
+            finish: adds the workspaces of kernels to a recording, which does not contain them.
         """
         self._start, self._finish = start, finish
         self._cached: dict[tuple[Decision, ...], StepGraph] = {}
@@ -33,11 +34,11 @@ class Certificates:
         """Decisions and process of the rehearsal that was started ahead of time; None if there is none."""
 
     def of(self, decisions: tuple[Decision, ...], *, then: tuple[Decision, ...] | None = None) -> StepGraph:
-        """The certificate of these decisions, rehearsed or from the cache.
+        """Returns the certificate of `decisions`, from the cache or by a rehearsal.
 
         Args:
-            then: the decisions whose certificate will be needed next. Their rehearsal is started before waiting for
-            this one.
+            then: decisions whose certificate will be needed next; None if they are not known. Their rehearsal is
+                started before the certificate of `decisions` is waited for.
         """
         child = None if decisions in self._cached else self._child(decisions)
         if then is not None:
@@ -49,7 +50,7 @@ class Certificates:
         return graph
 
     def foresee(self, decisions: tuple[Decision, ...]) -> None:
-        """Start the rehearsal that will probably be needed next, and end the one that was foreseen before."""
+        """Start the rehearsal of decisions that will probably be needed next, and end another one that runs ahead."""
         if decisions in self._cached or (self._ahead is not None and self._ahead[0] == decisions):
             return
         self.forget()

@@ -12,19 +12,20 @@ Config = tuple[Decision, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A plan before its certificate, with the peak and the time that it promises."""
+    """A plan before its certificate, with the peak and the step time that it promises (that the chooser predicts)."""
 
     decisions: tuple[Decision, ...]
     peak_bytes: int
     step_ns: int
     status: str
-    """Status of the solver, as in `SolverFacts`."""
+    """Status of the solver: 'optimal', 'time limit' or 'not needed', as in `SolverFacts`."""
     gap: float
-    """Maximum share of the step time by which another selection of units could be faster."""
+    """Maximum fraction of the step time by which another selection of units could be faster."""
     config: Config = ()
-    """The configuration that the plan belongs to, with the number of chunks for the whole batch."""
+    """The configuration of the plan. Its number of loss chunks is the number for the whole batch, even if the plan
+    splits the batch and `decisions` have fewer chunks."""
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """Sort key among equally fast plans, smallest first: fidelity, number of decisions, step time."""
+        """Sort key among equally fast plans: fidelity (0 is exact), number of decisions, step time. The least wins."""
         return fidelity_of(self.decisions), len(self.decisions), self.step_ns

@@ -1,21 +1,22 @@
 """Finds the fastest plan whose promised peak is inside a budget: branch and bound over configurations.
 
-A plan has three levels. A *configuration* (precision, loss, optimizer, time of the update) and a *split* of the batch
-make a candidate; on top, *units* are recomputed or offloaded. The first two levels have few alternatives, which are
-enumerated. The third is an integer program for each candidate (`search.milp`).
+A plan is chosen on three levels. A *configuration* (precision, loss, optimizer, time of the update) and a *split* of
+the batch together are a candidate. In a candidate, *units* are selected to be recomputed or offloaded. Configurations
+and splits are few, so they are enumerated. Units are selected by an integer program for each candidate (`search.milp`).
 
 1. Configurations are tried in the order of `_configs`: the fastest precision first, so that its time prunes the others.
-2. Before a candidate is recorded, lower bounds of its time are known: from the baseline, and from simpler candidates
-   (with the original optimizer, without chunks), minus the maximum time that the difference can save. A candidate that
-   cannot beat the best plan so far is neither recorded nor solved. A lower bound of memory (`Bounds.lower_bound_bytes`)
-   prunes likewise.
-3. For one configuration, splits are tried from few micro-batches to many, until one fits without recompute. Its time
-   bounds what recompute may cost with fewer micro-batches, which the integer program then minimizes.
+2. Before a candidate is recorded, a lower bound on its time is computed: the time of the baseline or of a simpler
+   candidate (with the user's optimizer, or without chunks), minus the maximum time that the additional decisions can
+   save. A candidate whose bound shows that it cannot beat the best plan so far is neither recorded nor solved. A lower
+   bound on memory (`Bounds.lower_bound_bytes`) prunes in the same way.
+3. For each configuration, splits are tried from few micro-batches to many, until one fits without recompute. The time
+   of that split limits what recompute may cost in the splits with fewer micro-batches, which are solved next.
 
-Times within the factor `TIE` count as equal; among equally fast plans the more faithful wins, then the simpler.
+Times within the factor `TIE` count as equal: then the more faithful plan wins, then the plan with fewer decisions.
 
-Where it is not exact: times are predictions, a program that hits its time limit is treated as if nothing fits
-(`undecided`), and if chunks are available, a loss without chunks is tried with the whole batch only.
+Where it is not exact: times are predictions. An integer program that hits its time limit without an answer is treated
+as if nothing fits (and counted in `undecided`). If the loss can be computed in chunks, configurations without chunks
+are tried with the whole batch only.
 """
 
 from __future__ import annotations
@@ -55,15 +56,15 @@ Budget = Callable[[Config], int]
 """A configuration -> maximum number of bytes that its plans may promise."""
 
 _SAVING = (Role.OPTIMIZER, Role.LOSS, Role.UPDATE_TIME)
-"""Roles of decisions that may save time."""
+"""Roles of decisions that may make the step faster."""
 _SUBSETS = tuple(itertools.chain.from_iterable(itertools.combinations(_SAVING, n) for n in (1, 2, 3)))
-"""The roles in which a configuration may differ from a simpler one that bounds its time."""
+"""Sets of roles. A configuration without its decisions in one of these sets is simpler, and its time gives a bound."""
 
 T = TypeVar("T")
 
 
 class _ChunksRefusedError(Exception):
-    """The step cannot be rehearsed with its loss in chunks at this time of the update."""
+    """A step with its loss in chunks cannot be rehearsed. `update` is its decision about the time of the update."""
 
     def __init__(self, update: Config) -> None:
         super().__init__(update)
@@ -71,7 +72,7 @@ class _ChunksRefusedError(Exception):
 
 
 class Chooser:
-    """Chooses among the plans of one search space, for any budget."""
+    """Chooses plans from one search space, for any budget. Plans are not certified here."""
 
     def __init__(
         self,
@@ -86,41 +87,44 @@ class Chooser:
         """
         Args:
             force_recompute: True if every plan has to recompute or offload at least one unit.
-            slowest_ns: maximum step time of a plan.
+            slowest_ns: maximum step time of a plan, in nanoseconds.
         """
         self._space, self._candidates, self._bounds = space, candidates, bounds
         self._prefetcher = Prefetcher(candidates, certificates)
         self._force_recompute = force_recompute
         self._above_ns = slowest_ns if math.isinf(slowest_ns) else math.floor(slowest_ns) + 1
-        """Step time in ns from which a plan is too slow."""
+        """A plan that takes this many nanoseconds or more is too slow."""
         self.solve_seconds = 0.0
         self.dropped: dict[tuple[Decision, ...], PlannerError] = {}
-        """The error of each configuration with a split that could not be rehearsed."""
+        """Errors of the steps that could not be rehearsed, by their decisions about configuration and split."""
         self._unchunked: set[Config] = set()
-        """Decisions about the time of the update with which the loss cannot be computed in chunks."""
+        """Decisions about the time of the update with which a step with its loss in chunks could not be rehearsed."""
         self._without_bound: set[Config] = set()
-        """Simpler configurations that could not be rehearsed, and therefore give no bounds for others."""
+        """Configurations from `_simpler` that could not be rehearsed, and therefore give no bounds for others."""
         self.undecided = 0
         """Number of integer programs that hit their time limit without an answer."""
 
     def fastest(self, budget: int | Budget, *, below_ns: float = math.inf) -> Choice | None:
-        """The fastest choice whose promised peak is inside the budget; None if there is none.
+        """Returns the fastest choice whose promised peak is inside the budget; None if there is none.
 
         Args:
-            budget: in bytes, for all configurations or by configuration.
-            below_ns: only plans that take less time count.
+            budget: maximum peak in bytes: one number for all configurations, or a function of the configuration.
+            below_ns: only plans that take less time, in nanoseconds, are considered.
         """
         budget_of = budget if callable(budget) else lambda config: budget
         return self._or_without_chunks(lambda: self._fastest(budget_of, min(self._above_ns, below_ns)))
 
     def smallest(self) -> Choice:
-        """The choice with the smallest promised peak. Candidates that cannot beat the best choice are not solved."""
+        """Returns the choice with the smallest promised peak, whatever its step time.
+
+        Raises `PlannerError` if no step can be rehearsed, or if what the user forces is not possible.
+        """
         return self._or_without_chunks(self._smallest)
 
     def _or_without_chunks(self, search: Callable[[], T]) -> T:
-        """Run the search, and run it again if it turns out that the loss cannot be computed in chunks.
+        """Returns the result of `search`. If a step with its loss in chunks cannot be rehearsed, `search` is repeated.
 
-        While chunks are available, fewer splits are tried without chunks. The second search tries all splits.
+        In the repetition, configurations without chunks are tried with all splits instead of one (`_splits`).
         """
         while True:
             try:
@@ -138,7 +142,7 @@ class Chooser:
             limit_ns = self._limit_ns(config, found, above_ns)
             if self._bound_ns(config) >= limit_ns:
                 continue
-            # The first configuration often fits unchanged. If it did not, those that follow will be needed too.
+            # The first configuration often fits without recompute. If it did not, the next ones will be needed too.
             several = number > 0 and not found
             if several:
                 self._prefetcher.several((self._simpler(soon), self._splits(soon)) for soon in (config, *upcoming))
@@ -151,13 +155,13 @@ class Chooser:
                 found += [dataclasses.replace(choice, config=config) for choice in choices if choice.step_ns < above_ns]
         if not found:
             return None
-        # Among those within a tie of the fastest, the most faithful and simplest.
+        # Of the plans within a tie of the fastest one, return the most faithful and simplest.
         fastest_ns = min(choice.step_ns for choice in found)
         return min((choice for choice in found if choice.step_ns <= TIE * fastest_ns), key=lambda choice: choice.rank)
 
     def _smallest(self) -> Choice:
         configs = sorted(
-            (bounded for bounded in self._bounded_configs() if not self._has_better(bounded[0])),
+            (bounded for bounded in self._bounded_configs() if not self._could_use_chunks(bounded[0])),
             key=lambda bounded: bounded[1],
         )
         found: list[Choice] = []
@@ -179,7 +183,8 @@ class Chooser:
                 if candidate is not None and candidate.lower_bound_bytes < smallest_bytes():
                     found.append(dataclasses.replace(self._smallest_of(candidate), config=config))
         if not found:
-            raise next(iter(self.dropped.values()), DecisionError(f"no plan is possible: {self._clash()}"))
+            impossible = DecisionError(f"no plan is possible: {self._clash()}; force only one of the two techniques")
+            raise next(iter(self.dropped.values()), impossible)
         if self._force_recompute and not any(candidate.units.units for candidate in self._candidates.all()):
             raise DecisionError(
                 f"{self._space.recompute[0].kind} is forced, but it cannot be applied to any module of this model: "
@@ -188,16 +193,16 @@ class Chooser:
         return min(found, key=lambda choice: (choice.peak_bytes, choice.step_ns))
 
     def _splits_to_the_smallest(self, config: Config) -> tuple[MicroBatching, ...]:
-        """The splits one of which has the smallest peak.
+        """Returns the splits to try for the smallest peak of a configuration, the most micro-batches first.
 
-        With recompute, the splits with the fewest and the most micro-batches are enough. Without recompute, a split
-        between the two may have the smallest peak: accumulation keeps gradients, but reduces activations.
+        With recompute the splits with the most and the fewest micro-batches are enough. Without it all are tried:
+        accumulation keeps gradients alive but reduces activations, so a split between the two may be the best.
         """
         splits = self._splits(config)
         return tuple(dict.fromkeys(splits[-1:] + splits[:1])) if self._space.recompute else splits[::-1]
 
     def _candidate(self, config: Config, split: MicroBatching) -> Candidate | None:
-        """Returns the candidate; None if its step cannot be rehearsed. The error is kept in `dropped`."""
+        """Returns the candidate; None if its step cannot be rehearsed. The error is then kept in `dropped`."""
         try:
             return self._candidates.of(config, split)
         except PlannerError as error:
@@ -209,9 +214,9 @@ class Chooser:
     # ---- configurations -----------------------------------------------------------------------------------------
 
     def _configs(self) -> Iterator[Config]:
-        """All configurations in the order in which they are tried.
+        """Yields all configurations in the order in which they are tried.
 
-        The fastest precision comes first, so that its time prunes the others, and simple optimizers before 8-bit ones.
+        The user's optimizer comes before its replacements, and the fastest precision first, so that it prunes others.
         """
         for optimizer, update in itertools.product(self._space.optimizers, self._space.updates):
             for precision, loss in itertools.product(reversed(self._space.precisions), self._space.losses):
@@ -220,38 +225,42 @@ class Chooser:
                     yield config
 
     def _bounded_configs(self) -> Iterator[tuple[Config, int]]:
-        """All configurations in the same order, each with the lower bound of its plans' peaks in bytes."""
+        """Returns the configurations of `_configs`, in order, each with a lower bound in bytes on its plans' peaks."""
         return ((config, self._bounds.lower_bound_bytes(config)) for config in self._configs())
 
     def _clash(self) -> str | None:
-        """The reason why no combination of the forced decisions is possible; None if there is no such reason."""
+        """Returns why two decisions of this search space cannot be combined (the first such pair); None if all can."""
         space = self._space
         alternatives = itertools.product(space.optimizers, space.updates, space.precisions, space.losses)
         pairs = itertools.product((tuple(itertools.chain(*parts)) for parts in alternatives), space.splits)
         return next(filter(None, (conflict((*config, *split.decisions())) for config, split in pairs)), None)
 
     def _splits(self, config: Config) -> tuple[MicroBatching, ...]:
-        """The splits with which a configuration is tried.
+        """Returns the splits with which a configuration is tried.
 
-        If chunks are available, a configuration without chunks is tried with the whole batch only, because chunks save
-        more memory than micro-batches and cost less time.
+        If the loss can be computed in chunks, a configuration without chunks is tried with the whole batch only,
+        because chunks save more memory than micro-batches and cost less time.
         """
-        whole_only = self._has_better(config)
+        whole_only = self._could_use_chunks(config)
         return tuple(
             split
             for split in (self._space.splits[:1] if whole_only else self._space.splits)
             if conflict((*config, *split.decisions())) is None
         )
 
-    def _has_better(self, config: Config) -> bool:
-        """True if the same configuration with its loss in chunks is available."""
+    def _could_use_chunks(self, config: Config) -> bool:
+        """True if `config` computes its loss without chunks, and the same configuration with chunks is available."""
         chunked = has_role(config, Role.LOSS)
         return len(self._space.losses) > 1 and not chunked and _update_of(config) not in self._unchunked
 
     # ---- bounds -------------------------------------------------------------------------------------------------
 
     def _limit_ns(self, config: Config, found: list[Choice], above_ns: float) -> float:
-        """Step time from which plans of this configuration cannot win: equally fast plans must be more faithful."""
+        """Returns the step time in nanoseconds below which a plan of this configuration may win against `found`.
+
+        A plan that is more faithful than all in `found` wins unless it is slower than the fastest by more than a tie.
+        Any other plan has to be faster by more than a tie.
+        """
         if not found:
             return above_ns
         fastest_ns = min(choice.step_ns for choice in found)
@@ -259,10 +268,11 @@ class Chooser:
         return min(above_ns, fastest_ns * TIE if more_faithful else fastest_ns / TIE)
 
     def _bound_ns(self, config: Config) -> int:
-        """Lower bound of the time of every plan of this configuration, from what is known already.
+        """Returns a lower bound in nanoseconds on the step time of this configuration's plans, without a new recording.
 
-        A simpler configuration lacks some decisions that may save time. Its time, minus the maximum time that these
-        decisions can save, is a bound. The baseline's time is a bound for configurations in the same precision.
+        A simpler configuration lacks some of the decisions that may save time. If it has been recorded, its step time
+        minus the maximum time that these decisions can save is a bound. So is the baseline's step time minus that
+        maximum, if the configuration has the baseline's precision. The largest bound is returned.
         """
         bounds = [0]
         if not has_role(config, Role.PRECISION):
@@ -275,20 +285,20 @@ class Chooser:
         return max(bounds)
 
     def _simpler(self, config: Config) -> Config:
-        """The configuration with the baseline's update after the backward: its candidate bounds other updates."""
+        """Returns `config` with the baseline's optimizer and the update after the backward. It bounds `config`."""
         return without_roles(config, Role.OPTIMIZER, Role.UPDATE_TIME)
 
     def _could_pay(self, config: Config, budget_bytes: int, limit_ns: float) -> bool:
-        """True if another update, or a step in backward, may be useful; False is certain.
+        """Returns False only if certainly no plan of `config` fits in less than `limit_ns`.
 
-        It is decided with the candidates of the simpler configuration: their program without the bytes that the update
-        saves is a relaxation.
+        This is decided without a recording of `config`, from the candidates of the simpler configuration (`_simpler`).
+        Their integer program, minus the bytes that the update of `config` saves, is a relaxation of its program.
         """
         simpler, least = self._simpler(config), self._bounds.least_update(config)
         if simpler == config:
             return True
         for number, split in enumerate(self._splits(config)):
-            # Only the first split is worth a recording.
+            # Only the first split is recorded for this question. Others are used if they have been recorded.
             candidate = self._candidates.get(simpler, split) if number else self._bounding(simpler, split)
             if candidate is None:
                 return True
@@ -298,8 +308,8 @@ class Chooser:
                 below_ns = math.floor(limit_ns) - (candidate.step_ns - saved_ns)
                 if below_ns <= 0:
                     return False  # and later splits take even longer
-            if self._has_better(config):
-                below_ns = 1  # it is only tried without recompute
+            if self._could_use_chunks(config):
+                below_ns = 1  # such a configuration is tried without recompute only (`_fastest_of`)
             state_bytes = None if least is None else least.state_bytes
             gradients = not any(decision.steps_in_backward for decision in config)
             if candidate.could_pay(budget_bytes, state_bytes=state_bytes, gradients=gradients, below_ns=below_ns):
@@ -307,19 +317,19 @@ class Chooser:
         return False
 
     def _bounding(self, simpler: Config, split: MicroBatching) -> Candidate | None:
-        """A candidate that bounds others; None if it is not in the search space, or cannot be rehearsed."""
+        """Returns the candidate of `simpler`; None if it is not in the search space or cannot be rehearsed."""
         if simpler in self._without_bound or simpler not in self._configs():
             return None
         try:
             return self._candidates.of(simpler, split)
-        except PlannerError:  # it is reported when this configuration itself is tried
+        except PlannerError:  # the error is reported when the simpler configuration itself is tried
             self._without_bound.add(simpler)
             return None
 
     # ---- one configuration, one candidate -----------------------------------------------------------------------
 
     def _fastest_of(self, config: Config, budget_bytes: int, limit_ns: float) -> list[Choice]:
-        """Returns the best plan of one configuration; empty if none fits."""
+        """Returns a list with the fastest plan of one configuration; an empty list if no plan fits and can win."""
         splits = self._splits(config)
         tight: list[Candidate] = []
         best: list[Choice] = []
@@ -337,7 +347,7 @@ class Chooser:
                 break
             tight.append(candidate)
         # With recompute: splits with fewer micro-batches, if recompute costs less than more micro-batches do.
-        for candidate in tight if self._space.recompute and not self._has_better(config) else ():
+        for candidate in tight if self._space.recompute and not self._could_use_chunks(config) else ():
             limit_ns = min([limit_ns, *(choice.step_ns for choice in best)])
             if candidate.step_ns >= limit_ns:
                 break
@@ -347,9 +357,9 @@ class Chooser:
         return best
 
     def _without_recompute(self, candidate: Candidate, budget_bytes: int) -> list[Choice]:
-        """The plan of a candidate that fits without recompute. If recompute is forced, it recomputes one unit."""
+        """Returns the plan of a candidate that fits without recompute; if recompute is forced, with one unit."""
         if not self._force_recompute:
-            return [_choice(candidate, _nothing(candidate))]
+            return [_choice(candidate, _without_units(candidate))]
         selection = candidate.cheapest_single(budget_bytes)
         return [] if selection is None else [_choice(candidate, selection)]
 
@@ -361,7 +371,8 @@ class Chooser:
             return None
 
     def _smallest_of(self, candidate: Candidate) -> Choice:
-        return _choice(candidate, self._timed(candidate.smallest) if self._space.recompute else _nothing(candidate))
+        selection = self._timed(candidate.smallest) if self._space.recompute else _without_units(candidate)
+        return _choice(candidate, selection)
 
     def _timed(self, function: Callable[[], T]) -> T:
         began = time.perf_counter()
@@ -375,8 +386,7 @@ def _update_of(config: Config) -> Config:
     return with_roles(config, Role.UPDATE_TIME)
 
 
-def _nothing(candidate: Candidate) -> Selection:
-    """The selection without any unit."""
+def _without_units(candidate: Candidate) -> Selection:
     return Selection(units=(), peak_bytes=candidate.peak_bytes, cost_ns=0, status="optimal", gap=0.0, seconds=0.0)
 
 

@@ -1,14 +1,15 @@
 """Finds the best plan whose certificate fits the budget, and explains what is missing if there is none.
 
-The chooser promises a peak of tensors, and the allocator needs some more. So a plan is found by *choose, certify, and
-choose again with a smaller budget for promises* until a certificate fits (`budget_search`). Around this loop:
+The chooser promises a peak of tensors, and the allocator needs some bytes more (its slack). So a plan is chosen and
+certified, and if its certificate does not fit, another plan is chosen with a smaller limit on the promised bytes
+(`budget_search`). On top of this loop there are four functions:
 
-- `best` is the answer for a user: the fastest plan, with a frozen prefix only if nothing else fits, and then with the
-  shortest prefix that is enough (binary search over prefixes, guessed from the bytes that freezing saves).
-- `smallest` is the answer to "how little memory is possible", where the allocator's slack matters most.
-- `nearest` and `shortfall` say what is missing if nothing fits.
+- `best` finds the plan for the user: the fastest plan that fits. A prefix of the model is frozen only if nothing else
+  fits, and then the shortest prefix that is enough (searched from a guess by the bytes that freezing saves).
+- `smallest` finds out how little memory is possible, where the allocator's slack matters most.
+- `nearest` finds the plan to report if nothing fits, and `shortfall` says what is missing.
 
-Where it is not exact: the slack is not monotonic in the promise, and the number of certificates is limited, so that a
+Where it is not exact: a plan that promises less may have more slack, and the number of certificates is limited, so a
 faster plan may exist. A plan that is returned as fitting always has a certificate that fits.
 """
 
@@ -33,19 +34,19 @@ from planner.space.frozen_prefixes import prefixes
 from planner.space.search_space import SearchSpace
 
 _ATTEMPTS, _FEW_ATTEMPTS = 10, 4
-"""Maximum number of plans that are certified in a search: for the fastest plan, and for any plan that fits."""
+"""Maximum number of certificates in a search for the fastest plan, and in a search in which a good plan is enough."""
 _HOPELESS = 6
-"""Maximum number of plans that fail before the first one that fits."""
+"""A search is given up after this number of certificates if no plan has fit."""
 _FINEST_STEP = 512
-"""Minimum step by which the budget for promises is lowered: the budget divided by this number."""
+"""The limit on promised bytes is lowered at least by the budget for tensors divided by this number."""
 _LARGE_SLACK = 0.05
-"""Minimum fraction of the total that the allocator's slack takes for another search for a smaller plan."""
+"""If the allocator's slack takes more than this fraction of a plan's total, a smaller plan is searched for."""
 _DESCENTS = 2
-"""Maximum number of searches for an even smaller plan. Each search lowers the total by one segment of small blocks."""
+"""Maximum number of searches for a plan with a smaller total. Each search asks for one small segment (2 MiB) less."""
 
 
 def best(session: PlanningSession, space: SearchSpace, constraints: Constraints) -> Certified | None:
-    """The fastest certified plan of a search space; None if nothing fits."""
+    """Returns the fastest certified plan, with a frozen prefix only if no other plan fits; None if nothing fits."""
     if not constraints.force(Role.FREEZING):
         certified = fastest_in_chunks(session, space, constraints)
         if certified is not None or not constraints.allow(Role.FREEZING):
@@ -56,10 +57,11 @@ def best(session: PlanningSession, space: SearchSpace, constraints: Constraints)
 def with_prefix(
     session: PlanningSession, space: SearchSpace, constraints: Constraints, *, roughly: bool = False
 ) -> Certified | None:
-    """The fastest certified plan with the shortest frozen prefix for which any plan fits; None if no plan fits.
+    """Returns the fastest certified plan with the shortest frozen prefix that is enough; None if no prefix is enough.
 
     Args:
-        roughly: True if any plan that fits is sufficient, instead of the fastest one.
+        roughly: True to search only the configuration with the smallest peak, which is quicker: the plan fits, but
+            another configuration may be faster.
     """
     space = space.with_most_chunks() or space
     candidates = frozen_prefixes(session)
@@ -86,7 +88,10 @@ def with_prefix(
 def fastest_in_chunks(
     session: PlanningSession, space: SearchSpace, constraints: Constraints, *, attempts: int = _ATTEMPTS
 ) -> Certified | None:
-    """The fastest plan with as many chunks of the loss as the budget asks for, or with the maximum if nothing fits."""
+    """Returns the fastest certified plan with the number of loss chunks that follows from the budget.
+
+    If nothing fits, the search is repeated with the maximum number of chunks. None if nothing fits then either.
+    """
     certified = fastest(session, space, constraints, attempts=attempts)
     if certified is None and (finer := space.with_most_chunks()) is not None:
         return fastest(session, finer, constraints, attempts=_FEW_ATTEMPTS)
@@ -94,7 +99,7 @@ def fastest_in_chunks(
 
 
 def roughly_fastest(session: PlanningSession, space: SearchSpace, constraints: Constraints) -> Certified | None:
-    """Returns the fastest of a few plans that were tried and fit; None if none of them fits."""
+    """Like `fastest_in_chunks`, but certifies only a few plans: a faster plan may be missed."""
     return fastest_in_chunks(session, space, constraints, attempts=_FEW_ATTEMPTS)
 
 
@@ -106,7 +111,7 @@ def fastest(
     attempts: int = _ATTEMPTS,
     until: float = math.inf,
 ) -> Certified | None:
-    """The fastest certified plan, found by `budget_search`; None if none fits.
+    """Returns the fastest certified plan, found by `budget_search`; None if no plan fits.
 
     Args:
         attempts: maximum number of plans that are certified.
@@ -118,10 +123,10 @@ def fastest(
 def _search(
     session: PlanningSession, space: SearchSpace, constraints: Constraints, *, attempts: int, until: float
 ) -> tuple[Certified | None, tuple[Certified, ...]]:
-    """The fastest plan that fits, and every plan that was certified on the way."""
+    """Returns the fastest plan that fits (None if no plan fits), and all plans that were certified on the way."""
     chooser, budget_bytes = session.chooser(space, constraints), session.budget.tensor_bytes
     if chooser.fastest(budget_bytes) is None:
-        budget_bytes = session.budget.allocator_bytes  # the slack may be less than the first guess of it
+        budget_bytes = session.budget.allocator_bytes  # the slack may be smaller than its first estimate
     tried: dict[Choice, Certified] = {}
 
     def short_bytes_of(choice: Choice) -> int:
@@ -147,14 +152,16 @@ def _search(
 def smallest(
     session: PlanningSession, space: SearchSpace, constraints: Constraints, *, until: float = math.inf
 ) -> Certified:
-    """A fast plan among those that run in the smallest total that was found. It may fit the budget.
+    """Returns the plan with the smallest total that was found; of plans with the same total, a fast one.
+
+    As soon as a plan fits the budget, it is returned, although smaller plans may exist.
 
     Args:
         until: value of `time.perf_counter()` after which no more searches start.
     """
     smallest = session.measure_at_smallest_budget(session.certify(_smallest_promise(session, space, constraints)))
-    # Where slack is a large part of the total, faster plans with a larger promise may need no more, or even less: first
-    # search at this total, then at totals that are a segment smaller.
+    # If slack is a large part of the total, a faster plan with a larger promise may need no more memory, or even less.
+    # So search first within the same total, then within a total that is one segment smaller.
     for less_bytes in (0, *[SMALL_SEGMENT_BYTES] * _DESCENTS):
         slack_bytes = smallest.measured.footprint.reserved_bytes - smallest.choice.peak_bytes
         total_bytes = smallest.measured.footprint.total_bytes
@@ -174,7 +181,10 @@ def smallest(
 
 
 def _smallest_promise(session: PlanningSession, space: SearchSpace, constraints: Constraints) -> Choice:
-    """The choice with the smallest promise. Among equal promises, the one with the number of chunks for the budget."""
+    """Returns the choice with the smallest promised peak. The loss may be in the maximum number of chunks.
+
+    Among equal peaks, the choice with the number of chunks that follows from the budget is returned.
+    """
     choice, finer = session.chooser(space, constraints).smallest(), space.with_most_chunks()
     if finer is None or not has_role(choice.decisions, Role.LOSS):
         return choice
@@ -185,7 +195,10 @@ def _smallest_promise(session: PlanningSession, space: SearchSpace, constraints:
 
 
 def nearest(session: PlanningSession, space: SearchSpace, constraints: Constraints) -> Certified:
-    """The plan to report if no plan is allowed: the fastest plan that fits but is too slow, else the smallest plan."""
+    """Returns the plan to report if no allowed plan fits.
+
+    It is the fastest plan that fits but is slower than the constraints allow or, if nothing fits, the smallest plan.
+    """
     if constraints.max_slowdown is not None:
         slower = dataclasses.replace(constraints, max_slowdown=None)
         if (certified := best(session, space, slower)) is not None:
@@ -194,11 +207,12 @@ def nearest(session: PlanningSession, space: SearchSpace, constraints: Constrain
 
 
 def shortfall(session: PlanningSession, smallest: Certified, relaxations: Sequence[Relaxation]) -> Shortfall:
-    """How many bytes the smallest plan lacks, and what takes most of its peak.
+    """Returns how many bytes the smallest plan lacks, what takes most of its peak, and which relaxations would help.
 
     Args:
-        smallest: the smallest plan, measured under the smallest budget in which it runs. There the allocator frees its
-        cache.
+        smallest: the smallest plan, measured under the smallest budget in which it runs. Under that budget the
+            allocator frees cached memory, so that the cache does not count as missing bytes.
+        relaxations: the relaxations of the constraints that were tried.
     """
     parts = {
         category: size for category, size in smallest.measured.footprint.breakdown.items() if category != Category.SLACK
@@ -215,7 +229,7 @@ def shortfall(session: PlanningSession, smallest: Certified, relaxations: Sequen
 
 
 def frozen_prefixes(session: PlanningSession) -> tuple[Decision, ...]:
-    """Prefixes of the model that can be frozen, from short to long."""
+    """Returns a decision for each prefix of the model that can be frozen, from short to long."""
     starts = [(call.module, call.start) for call in session.baseline_graph.calls]
     modules = session.workload.model.named_modules()
     owners = [name for name, module in modules if any(True for _ in module.parameters(recurse=False))]
@@ -223,7 +237,10 @@ def frozen_prefixes(session: PlanningSession) -> tuple[Decision, ...]:
 
 
 def _guessed_prefix(session: PlanningSession, candidates: tuple[Decision, ...], chosen: Choice) -> int:
-    """Index of the shortest prefix that would be sufficient if freezing saved only gradients and optimizer state."""
+    """Returns the index of the shortest prefix that would be enough if freezing saved only gradients and state.
+
+    If no prefix would be enough, the result is the number of prefixes.
+    """
     config = with_roles(chosen.decisions, Role.PRECISION, Role.OPTIMIZER, Role.UPDATE_TIME)
     missing = chosen.peak_bytes - session.budget.tensor_bytes
     saved = [session.lower_bound_bytes(config) - session.lower_bound_bytes((frozen, *config)) for frozen in candidates]

@@ -1,14 +1,15 @@
 """The Pareto front: for every amount of memory, how fast one training step can be.
 
 The chooser is asked for the fastest plan under one budget after another. A plan that promises a peak of `p` is the
-answer for every budget from `p` to the budget of its search. For budgets between this plan and the next one the answer
-is not known: they form an unknown rectangle of bytes x ratio of step times. The next search is in the middle of the
-rectangle with the largest area, until all rectangles are narrow or time runs out (rectangle elimination: Payne and
-Polak 1980, IEEE Transactions on Automatic Control 25, 3). So the front is rough early and fine later. Then every plan
-is certified, and measured under the smallest budget in which it runs.
+answer for every budget from `p` to the budget of its search. For budgets from the next smaller searched budget to `p`
+the answer is not known: there is an unknown rectangle, as wide as these budgets (in bytes) and as high as the ratio of
+the step times at its two sides. The next search is in the middle of the rectangle with the largest area, until all
+rectangles are narrow or time runs out (rectangle elimination: Payne and Polak 1980, IEEE Transactions on Automatic
+Control 25, 3). So the front is rough early and fine later. Then every plan is certified, and measured under the
+smallest budget in which it runs.
 
-Where it is not exact: promises are about tensors, and the allocator's slack may make a chosen plan larger than another
-one. A point is always a certified plan, but between two points a better plan may exist. At the user's budget the point
+Where it is not exact: a promise leaves out the allocator's slack, with which a chosen plan may be larger than another
+plan. A point is always a certified plan, but between two points a better plan may exist. At the user's budget the point
 is the plan of `fitting.best`.
 """
 
@@ -28,30 +29,34 @@ from planner.plan_types.decision_base import Role
 from planner.space.search_space import SearchSpace
 
 _STEP = 1 / 12
-"""Width of a flat rectangle, as a fraction of the front's width in bytes, below which it is narrow."""
+"""A rectangle is narrow, and not searched, if its width is at most this fraction of the front's width (in bytes).
+
+The fraction is divided by the rectangle's ratio of step times: where times differ more, the front is searched finer.
+"""
 _STEEPEST = 4
-"""Maximum ratio of times by which a steep rectangle may be narrower than a flat one before it is narrow."""
+"""Maximum ratio of step times of a rectangle: larger ratios count as this one."""
 _ALIKE = 1.01
-"""Factor between step times below which no plan is searched between two plans."""
+"""Between two plans whose step times have at most this ratio, no other plan is searched."""
 _SEARCHING = 0.6
-"""Fraction of the time for searching; the rest is for certificates."""
+"""Fraction of the time limit for searching plans; the remaining time is for certificates."""
 _DESCENDING = 0.3
-"""Fraction of the time after which the search for an even smaller plan stops."""
+"""Fraction of the time limit after which the smallest plan found so far is accepted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Front:
-    """Certified plans, from the fastest to the smallest. No plan is both as small and as fast as another."""
+    """Certified plans, from the fastest to the smallest: each plan is slower and smaller than the one before it."""
 
     points: tuple[Certified, ...]
-    """Plans in order, each measured under the smallest budget in which it runs."""
+    """The plans in this order, each measured under the smallest budget in which it runs."""
     complete: bool
     """False if time ran out: other plans may exist between the plans in `points`."""
 
 
 def front(session: PlanningSession, constraints: Constraints, *, vram_bytes: int | None, seconds: float) -> Front:
-    """Returns the front of the plans that the constraints allow, up to the larger of the baseline's total and the
-    budget.
+    """Returns the front of the plans that the constraints allow.
+
+    The largest budget that is searched is the baseline's total, or the user's budget if that is larger.
 
     Args:
         session: a session without a budget.
@@ -64,11 +69,12 @@ def front(session: PlanningSession, constraints: Constraints, *, vram_bytes: int
     """
     if constraints.force(Role.FREEZING):
         raise DecisionError(
-            "a trade-off does not search frozen prefixes, since each prefix has its own front: do not force freeze"
+            "the trade-off of memory against time cannot be computed with freeze forced, because each frozen prefix of "
+            "the model has a trade-off of its own: do not force freeze"
         )
     began = time.perf_counter()
     until = began + _SEARCHING * seconds
-    # The two ends, and the plan at the user's budget: what is asked for later lies between them.
+    # Search the two ends of the front and the user's budget. All later searches are between the two ends.
     largest_bytes = max(total_bytes(session.baseline), vram_bytes or 0)
     answers = {session.with_budget(largest_bytes).budget.tensor_bytes: _fastest(session, constraints, largest_bytes)}
     at_budget = None if vram_bytes is None else _at_budget(session, constraints, vram_bytes)
@@ -79,28 +85,28 @@ def front(session: PlanningSession, constraints: Constraints, *, vram_bytes: int
         if known is not None:
             answers[known.choice.peak_bytes] = known.choice
     peaks = [choice.peak_bytes for choice in answers.values() if choice is not None]
-    # Rectangle elimination. A plan with less memory is never faster: where promises disagree, the better one counts.
+    # Rectangle elimination. More memory is never slower: if the answer for a smaller budget is faster, it counts here.
     narrow_bytes = _STEP * (max(peaks, default=0) - min(answers))
     while (asked_bytes := _widest(answers, narrow_bytes)) is not None and time.perf_counter() < until:
         below = answers.get(max((size for size in answers if size < asked_bytes), default=0))
         answers[asked_bytes] = _faster(_fastest(session, constraints, asked_bytes + session.card.context_bytes), below)
-    # Certify what the promises found; the ends again, since slack may favor other plans than the promises do.
+    # Certify the chosen plans. Search the smallest total again: with slack, another plan may be the fastest there.
     points = _certified(session, [choice for choice in answers.values() if choice is not None], constraints)
     if smallest is not None and time.perf_counter() < until:
         points.append(_no_larger(session, constraints, smallest, until=until))
     in_time = time.perf_counter() < until
     if at_budget is not None and session.quick_enough(at_budget, constraints):
-        points.append(at_budget)  # it is known to run there; the smallest budgets are rounded up
+        points.append(at_budget)  # it runs in the user's budget; the smallest budgets of other plans are rounded up
     return Front(points=_undominated(points), complete=asked_bytes is None and in_time)
 
 
 def total_bytes(point: Certified) -> int:
-    """Total memory of the process, as `nvidia-smi` shows it."""
+    """Returns the total memory of the plan's process in bytes, as `nvidia-smi` shows it."""
     return point.measured.footprint.total_bytes
 
 
 def _fastest(session: PlanningSession, constraints: Constraints, vram_bytes: int) -> Choice | None:
-    """The choice with the shortest promised step time under a budget; None if there is none. It is not certified."""
+    """Returns the choice that promises the shortest step time under a budget; None if no promise fits."""
     budgeted = session.with_budget(vram_bytes)
     chooser = budgeted.chooser(budgeted.search_space(constraints), constraints)
     return chooser.fastest(budgeted.budget.allocator_bytes)
@@ -113,7 +119,10 @@ def _at_budget(session: PlanningSession, constraints: Constraints, vram_bytes: i
 
 
 def _smallest(session: PlanningSession, constraints: Constraints, *, until: float) -> Certified | None:
-    """The smallest plan without a frozen prefix; None if it is slower than allowed."""
+    """Returns the smallest plan without a frozen prefix; None if it is slower than the constraints allow.
+
+    If it is too slow, a faster plan that is no larger is tried first.
+    """
     space = session.with_budget(total_bytes(session.baseline)).search_space(constraints)
     budgeted = session.with_budget(_least_bytes(session, space))
     smallest = fitting.smallest(budgeted, budgeted.search_space(constraints), constraints, until=until)
@@ -125,9 +134,9 @@ def _smallest(session: PlanningSession, constraints: Constraints, *, until: floa
 def _no_larger(
     session: PlanningSession, constraints: Constraints, plan: Certified, *, until: float = math.inf
 ) -> Certified:
-    """Returns the fastest plan whose total is no larger than that of `plan`.
+    """Returns the fastest plan that was found among plans that are no larger than `plan`.
 
-    The plan with the smallest promise may be much slower than others for which the allocator reserves no more segments.
+    The plan with the smallest promise may be much slower than a plan for which the allocator reserves as much memory.
     """
     if not session.card.allocator:
         return plan
@@ -137,20 +146,25 @@ def _no_larger(
 
 
 def _least_bytes(session: PlanningSession, space: SearchSpace) -> int:
-    """Lower bound of the total of every plan."""
+    """Returns a lower bound in bytes on the total of every plan."""
     configs = ((*optimizer, *update) for optimizer, update in itertools.product(space.optimizers, space.updates))
     return min(session.lower_bound_bytes(config) for config in configs) + session.card.context_bytes
 
 
 def _faster(first: Choice | None, second: Choice | None) -> Choice | None:
-    """The faster choice; the first if both take equally long."""
+    """Returns the faster of two choices, each of which may be None; `first` if both take equally long."""
     if first is None or second is None:
         return first or second
     return min(first, second, key=lambda choice: choice.step_ns)
 
 
 def _widest(answers: dict[int, Choice | None], narrow_bytes: float) -> int | None:
-    """Budget in bytes in the middle of the largest unknown rectangle; None if all rectangles are narrow."""
+    """Returns the budget in bytes to search next; None if all unknown rectangles are narrow.
+
+    Args:
+        answers: by searched budget in bytes, the fastest choice; None if no plan fits.
+        narrow_bytes: width up to which a rectangle of equal step times would be narrow.
+    """
     areas = {}
     for low_bytes, high_bytes in itertools.pairwise(sorted(answers)):
         below, above = answers[low_bytes], answers[high_bytes]
@@ -164,7 +178,7 @@ def _widest(answers: dict[int, Choice | None], narrow_bytes: float) -> int | Non
 
 
 def _certified(session: PlanningSession, choices: list[Choice], constraints: Constraints) -> list[Certified]:
-    """Certifies each choice, and measures it under the smallest budget in which it runs."""
+    """Certifies the choices, each under the smallest budget in which it runs, and drops choices that are too slow."""
     wanted = list({choice.decisions: choice for choice in choices}.values())
     certificates = []
     for choice, following in itertools.zip_longest(wanted, wanted[1:]):
@@ -176,7 +190,7 @@ def _certified(session: PlanningSession, choices: list[Choice], constraints: Con
 
 
 def _undominated(points: list[Certified]) -> tuple[Certified, ...]:
-    """The points that no other point beats in both memory and time, from the fastest to the smallest."""
+    """Returns the points to which no other point is equal or better in both memory and time, the fastest first."""
     kept: list[Certified] = []
     for point in sorted(points, key=lambda point: (total_bytes(point), _step_ns(point))):
         if not kept or _step_ns(point) < _step_ns(kept[-1]):

@@ -36,14 +36,20 @@ from planner.workload.torch_optimizers import kind_of, moves_all_its_state
 from planner.workload.workload import Workload
 
 StartWhatIf = Callable[[tuple[Decision, ...], tuple[int, ...]], Child]
-"""Starts a what-if rehearsal of one step. Arguments: the decisions of the step, the sizes of its micro-batches."""
+"""Starts a child process that records one step as if decisions were applied (what-if).
+
+Arguments: the decisions of the step, the sizes of its micro-batches.
+"""
 StartUpdate = Callable[[tuple[Decision, ...], tuple[str, ...]], Child]
-"""Starts a rehearsal of the optimizer update alone. Arguments: the decisions, the names of the parameters."""
+"""Starts a child process that records the optimizer update alone.
+
+Arguments: the decisions of the step, the names of the trained parameters.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Certified:
-    """A choice whose rewritten step was rehearsed, with its certificate."""
+    """A choice with its certificate: the recording of its rewritten step, and the footprint of that step."""
 
     choice: Choice
     graph: StepGraph
@@ -66,6 +72,9 @@ class PlanningSession:
         """
         Args:
             budget: the user's budget; None if there is none. Without a budget only `baseline` and `with_budget` work.
+            start_what_if: starts the recording of a step.
+            start_update: starts the recording of an optimizer update.
+            certificates: rehearses rewritten steps.
         """
         self.workload, self.card, self._budget = workload, card, budget
         self._certificates = certificates
@@ -90,9 +99,9 @@ class PlanningSession:
         )
 
     def expect(self, constraints: Constraints) -> None:
-        """Start the recording that will probably be needed first, in parallel with the recording of the baseline."""
+        """Start the recording that the search will probably need first, while the baseline is still being recorded."""
         if constraints.force(Role.LOSS) or constraints.force(Role.UPDATE_TIME):
-            return  # chunks are known after the baseline only; a step in backward does not go with every configuration
+            return  # a forced loss in chunks follows from the baseline; a step in backward excludes some configurations
         space = search_space(self.workload, self.card, constraints, batch_statistics=(), chunks=None)
         self._candidates.prefetch(space.precisions[-1], space.splits[:1])
 
@@ -102,7 +111,7 @@ class PlanningSession:
         self._recordings.close()
 
     def with_budget(self, total_bytes: int) -> PlanningSession:
-        """Returns a session for another limit of the total, which shares recordings, candidates and certificates."""
+        """Returns a session with `total_bytes` as the budget. It shares recordings, candidates and certificates."""
         _ = self.baseline_graph  # recorded before the copy, so that both have it
         other = copy.copy(self)
         other._budget = Budget.of_total(self.card, total_bytes)
@@ -116,7 +125,7 @@ class PlanningSession:
 
     @functools.cached_property
     def baseline(self) -> Certified:
-        """The step without any decision, on the card."""
+        """The user's unchanged step, with its footprint on the card."""
         graph = self.baseline_graph
         measured = measure(graph, self.card, vram_bytes=self._usable_bytes, micro_batches=1)
         step_ns, peak_bytes = measured.footprint.step_ns, measured.curve_bytes
@@ -124,10 +133,10 @@ class PlanningSession:
         return Certified(choice=choice, graph=graph, measured=measured)
 
     def certify(self, choice: Choice, *, then: Choice | None = None) -> Certified:
-        """Rehearse the rewritten step of a choice.
+        """Return a choice with its certificate, and with its footprint under the budget.
 
         Args:
-            then: the choice that will be certified next; its rehearsal starts in parallel.
+            then: the choice that will be certified next; its rehearsal starts in parallel. None if it is not known.
         """
         if not choice.decisions:
             return dataclasses.replace(self.baseline, choice=choice)
@@ -137,7 +146,7 @@ class PlanningSession:
         return Certified(choice=choice, graph=graph, measured=measured)
 
     def chooser(self, space: SearchSpace, constraints: Constraints) -> Chooser:
-        """A chooser for a search space."""
+        """Return a new chooser for a search space. `solve_seconds`, `undecided` and `dropped` include the chooser's."""
         frozen = has_role(space.precisions[0], Role.FREEZING)
         graph = self.baseline_graph
         times = roofline.op_times_ns(graph, self.card, 1)
@@ -161,7 +170,7 @@ class PlanningSession:
         return chooser
 
     def _least_updates(self, frozen: bool) -> dict[bool, LeastUpdate]:
-        """Lower bounds of updates with 8-bit state (True) and with another kernel (False).
+        """Return `Bounds.updates`: lower bounds on updates with 8-bit state (True) and with another kernel (False).
 
         With a frozen prefix the bounds are 0, since the number of trained parameters differs between prefixes.
         """
@@ -173,7 +182,7 @@ class PlanningSession:
         once = sum(3 * p.numel() * p.itemsize for p in self._trained.with_state)
 
         def ns(state_bytes: int) -> int:
-            """State and parameters are read and written, gradients are read."""
+            """Returns the time to read and write parameters and state, and to read gradients."""
             return roofline.transfer_ns(once + 2 * state_bytes, self.card)
 
         return {
@@ -197,7 +206,10 @@ class PlanningSession:
         return None if self._budget is None else self._budget.usable_bytes
 
     def measure_at_smallest_budget(self, certified: Certified) -> Certified:
-        """Measures the choice under the budget, or under the smallest larger budget in which its step runs."""
+        """Measures a certified step under the budget or, if it does not fit, under the smallest one in which it runs.
+
+        `measured.fits` of the result says whether the step fits the session's budget.
+        """
         count = micro_batches_of(certified.choice.decisions)
         total_bytes = max(self.budget.usable_bytes, self.smallest_budget_bytes(certified))
         measured = measure(certified.graph, self.card, vram_bytes=total_bytes, micro_batches=count)
@@ -205,11 +217,11 @@ class PlanningSession:
         return dataclasses.replace(certified, measured=dataclasses.replace(measured, fits=fits))
 
     def smallest_budget_bytes(self, certified: Certified) -> int:
-        """The smallest budget in which a certified step runs."""
+        """Returns the smallest total in bytes in which a certified step runs. It may be up to 1 MiB too large."""
         return smallest_capacity_bytes(certified.graph, self.card)
 
     def lower_bound_bytes(self, config: tuple[Decision, ...]) -> int:
-        """Lower bound of the peak of every plan with this configuration."""
+        """Returns a lower bound in bytes on the peak of every plan with this configuration."""
         if config not in self._lower_bounds:
             self._lower_bounds[config] = lower_bound_bytes(
                 self.workload,
@@ -222,7 +234,7 @@ class PlanningSession:
 
     @property
     def solve_seconds(self) -> float:
-        """Time spent in the solver."""
+        """Time in seconds that the choosers of this session spent in the solver."""
         return sum(chooser.solve_seconds for _, chooser in self._choosers)
 
     @property
@@ -231,7 +243,7 @@ class PlanningSession:
         return sum(chooser.undecided for _, chooser in self._choosers)
 
     def dropped(self, constraints: Constraints) -> tuple[str, ...]:
-        """Notes on configurations that these constraints allow but that could not be rehearsed."""
+        """Returns notes on configurations that these constraints allow but that could not be rehearsed."""
         choosers = [chooser for allowed, chooser in self._choosers if allowed == constraints]
         errors = {config: error for chooser in choosers for config, error in chooser.dropped.items()}
         return tuple(
@@ -260,6 +272,6 @@ class PlanningSession:
 
 
 def _is_of_logits(graph: StepGraph, op: Op) -> bool:
-    """True if the op moves logits without computing a product. A loss in chunks may move fewer bytes."""
+    """True if the op reads or writes logits and computes no matrix product: a loss in chunks may save its time."""
     touched = (*op.inputs, *op.outputs)
     return not op.flops and any(graph.storages[index].category is Category.LOGITS for index in touched)

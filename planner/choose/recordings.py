@@ -1,8 +1,9 @@
-"""What-if recordings on demand. Each is recorded once, in a child process; small recordings predict larger ones.
+"""What-if recordings: recordings of one step as if decisions were applied, made in child processes on demand.
 
-A split into many micro-batches needs no recording of its own: recordings with two micro-batches of two sizes are
-extrapolated to the size asked for. A configuration with another optimizer needs no recording of the whole step either:
-a recording of its update alone is grafted onto the step, unless the update is part of the backward.
+Each step is recorded once, and many steps need no recording of their own. For splits into several micro-batches,
+recordings with micro-batches of two small sizes are extrapolated to the size asked for. For a configuration with
+another optimizer, only the update is recorded, and it replaces the update in the recording of the step
+(`graft_update`), unless the update is part of the backward.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from planner.space.micro_batches import MicroBatching
 from planner.virtual_gpu.forked_process import Child
 
 Start = Callable[[tuple[Decision, ...], tuple[int, ...]], Child]
-"""Starts a what-if rehearsal under these decisions with these micro-batch sizes."""
+"""Starts a child process that records one step with these decisions and micro-batch sizes."""
 
 StartUpdate = Callable[[tuple[Decision, ...]], Child]
-"""Starts a rehearsal of the update alone under these decisions."""
+"""Starts a child process that records the optimizer update alone, with these decisions."""
 
 _Key = tuple[tuple[Decision, ...], tuple[int, ...]]
-"""Decisions and micro-batch sizes. Without sizes, the recording is that of the update alone."""
+"""Decisions and micro-batch sizes of a recording. Without sizes, it is a recording of the update alone."""
 
 
 class Recordings:
@@ -32,7 +33,9 @@ class Recordings:
     def __init__(self, start: Start, start_update: StartUpdate, finish: Callable[[StepGraph], StepGraph]) -> None:
         """
         Args:
-            finish: adds the workspaces of kernels, which a recording does not contain.
+            start: starts the recording of a step.
+            start_update: starts the recording of an optimizer update.
+            finish: adds the workspaces of kernels to a recording, which does not contain them.
         """
         self._start, self._start_update = start, start_update
         self._finish = finish
@@ -54,7 +57,11 @@ class Recordings:
             self._prefetch(_accumulated(config, 1))
 
     def of(self, config: tuple[Decision, ...], split: MicroBatching) -> StepGraph:
-        """The recording for a split: the whole batch, two unequal parts, or two equal parts that represent all."""
+        """Returns the recording of a step with this split, recorded or predicted.
+
+        It has one micro-batch (the whole batch), or two. If the split has more than two, two of equal size stand for
+        all of them.
+        """
         if split.micro_batches == 1:
             return self._get((config, (split.size,)))
         if split.last is not None:
@@ -102,14 +109,15 @@ class Recordings:
 
 
 def _accumulated(config: tuple[Decision, ...], size: int, last: int | None = None) -> _Key:
-    """Returns the key of a recording with two micro-batches. Later micro-batches repeat the second one."""
+    """Returns the key of a recording with two micro-batches of `size` and `last` samples (`size` if `last` is None)."""
     return (*config, *MicroBatching(micro_batches=2, size=size).decisions()), (size, last or size)
 
 
 def _parts(key: _Key) -> tuple[_Key, _Key | None]:
-    """The two recordings of a configuration: the step with the baseline's optimizer, and the update that replaces it.
+    """Returns the keys of the two recordings from which the recording of `key` can be put together.
 
-    The second is None if the update does not differ from the baseline's, or is part of the backward.
+    The first is the step with the baseline's optimizer, the second the update that replaces the step's update. If the
+    decisions keep the baseline's update, or the update is part of the backward, the result is `key` and None.
     """
     decisions, sizes = key
     if not has_role(decisions, Role.OPTIMIZER) or any(decision.steps_in_backward for decision in decisions):

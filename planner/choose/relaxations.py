@@ -1,4 +1,4 @@
-"""If no plan fits: try each technique and fidelity that is not allowed, and report its price."""
+"""If no plan fits: tries each technique and fidelity that is not allowed, and reports the plan that would then fit."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from planner.plan_types.techniques import KINDS
 from planner.space.search_space import SearchSpace
 
 _SECONDS = 10
-"""Time limit in seconds. After it, no more relaxations are tried if one that makes training fit is known."""
+"""Time limit in seconds. After it, no more relaxations are tried, provided that one makes a plan fit."""
 
 
 def relaxations(session: PlanningSession, constraints: Constraints) -> tuple[Relaxation, ...]:
-    """Try every single relaxation of constraints under which nothing fits. Recordings are shared with earlier searches.
+    """Try single relaxations of constraints under which nothing fits: one more technique, or a lower fidelity.
 
-    Only plans that use the newly allowed technique are searched, because all others have been searched before. With a
-    frozen prefix any plan that fits is enough, not the fastest.
+    Only plans that use the newly allowed technique are searched, because all others have been searched before. Among
+    plans with a frozen prefix any plan that fits is enough, not the fastest.
+
+    Returns:
+        One entry for each relaxation. The lowest fidelities are left out if another relaxation makes a plan fit.
     """
     until = time.perf_counter() + _SECONDS
     tried: list[Relaxation] = []
@@ -31,14 +34,14 @@ def relaxations(session: PlanningSession, constraints: Constraints) -> tuple[Rel
         if relaxed.fidelity > constraints.fidelity + 1 and any(relaxation.opens for relaxation in tried):
             break  # a lower fidelity is not tried if a higher one fits
         if time.perf_counter() > until and any(relaxation.opens for relaxation in tried):
-            tried.append(_closed(label, None, "not looked at: it would take too long"))
+            tried.append(_without_plan(label, None, "not looked at: it would take too long"))
         else:
             tried.append(_try(session, label, technique, relaxed, before=constraints))
     return tuple(tried)
 
 
 def _single_relaxations(constraints: Constraints) -> Iterator[tuple[str, type[Decision] | None, Constraints]]:
-    """The label of each relaxation, its technique (None for a fidelity), and the relaxed constraints."""
+    """Yields for each relaxation its label, the technique that it allows (None for a fidelity) and new constraints."""
     for technique in KINDS.values():
         if technique.kind in constraints.forbidden and technique.fidelity <= constraints.fidelity:
             forbidden = tuple(name for name in constraints.forbidden if name != technique.kind)
@@ -60,13 +63,13 @@ def _try(
         space = session.search_space(relaxed)
         narrow = space if technique is None else space.using(technique)
         if narrow is None:
-            return _closed(label, False, "it cannot be used here")
+            return _without_plan(label, False, "it cannot be used here")
         certified = _plan_within(session, narrow, technique, relaxed, before)
     except PlannerError as error:
-        return _closed(label, False, str(error))
+        return _without_plan(label, False, str(error))
     if certified is None:
-        return _closed(label, False, "not enough on its own")
-    return _open(session, label, certified)
+        return _without_plan(label, False, "not enough on its own")
+    return _with_plan(session, label, certified)
 
 
 def _plan_within(
@@ -88,13 +91,13 @@ def _plan_within(
     return certified
 
 
-def _closed(label: str, opens: bool | None, why: str) -> Relaxation:
-    """A relaxation under which nothing fits, or that was not tried (`opens` is None)."""
+def _without_plan(label: str, opens: bool | None, why: str) -> Relaxation:
+    """Returns the entry of a relaxation under which nothing fits, or that was not tried (`opens` is None)."""
     return Relaxation(relax=label, opens=opens, why=why, fidelity=None, next_step=None)
 
 
-def _open(session: PlanningSession, label: str, certified: Certified) -> Relaxation:
-    """A relaxation under which this plan fits."""
+def _with_plan(session: PlanningSession, label: str, certified: Certified) -> Relaxation:
+    """Returns the entry of a relaxation under which the plan `certified` fits."""
     footprint, baseline = certified.measured.footprint, session.baseline.measured.footprint
     step = NextStep(
         relax=label,

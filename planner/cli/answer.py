@@ -1,4 +1,4 @@
-"""Answers the question that the options of the `plan` command ask: loads MODEL and calls the planner."""
+"""Loads MODEL and calls the planner function that the options of the `plan` command select."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _FIXED_BY_A_PLAN = (
 
 
 def answer(options: argparse.Namespace) -> Plan | Tradeoff:
-    """Plan the model, rehearse a saved plan again, or answer another question about the model.
+    """Return the plan or the trade-off that the options ask for.
+
+    If MODEL is a saved plan, it is rehearsed again. Otherwise the answer is the fastest plan inside the budget, or that
+    of --tradeoff, --largest-batch or --smallest-card.
 
     Raises:
         PlannerError: an option, the model or the file cannot be used; the message says what to change.
@@ -65,17 +68,18 @@ def answer(options: argparse.Namespace) -> Plan | Tradeoff:
 
 
 def _replan(saved: Plan, options: argparse.Namespace) -> Plan:
-    """Rehearse the saved plan again, under another budget or on another card if the options name one."""
+    """Rehearse the saved plan again. --vram and --gpu replace the budget and the card of the saved plan."""
     for name in _FIXED_BY_A_PLAN:
         if getattr(options, name):
             raise WorkloadError(
-                f"{option(name)} does not go with a saved plan, which fixes it: leave it out, or plan the model again"
+                f"{option(name)} cannot be combined with a saved plan, which fixes the training step and its "
+                f"decisions: leave {option(name)} out, or give the model instead of the plan"
             )
     return replan(saved, vram=options.vram, gpu=options.gpu)
 
 
 def _saved_plan(reference: str) -> Plan | None:
-    """Returns the plan if MODEL is a file that holds one, else None."""
+    """Returns the saved plan if MODEL is the path of one, else None."""
     path = pathlib.Path(reference)
     if path.suffix != ".json" or not path.is_file():
         return None

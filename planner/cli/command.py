@@ -1,7 +1,7 @@
 """The `plan` command. It prints a report or one JSON object on standard output, everything else on standard error.
 
-Exit code 0: the plan fits (and keeps its promise, with --verify); 1: no plan fits, or the promise is broken; 2: the
-command could not run.
+Exit code 0: the plan fits, and --verify (if given) confirmed it on the card; 1: no plan fits, or --verify found that
+training takes more memory than the plan promises or gives other results; 2: the command could not run.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # a bug in the planner: show the whole traceback
         traceback.print_exc()
         message = (
-            f"{type(error).__name__}: {error}; this is a fault of the planner, please report it with the text above"
+            f"{type(error).__name__}: {error}; this is a bug of the planner, please report it with the traceback above"
         )
         return _refuse(PlannerError(" ".join(message.split())), as_json=options.json, out=out)
     if options.json:
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print(answer: Plan | Tradeoff, verification: Verification | None, out: TextIO) -> None:
-    """Print the report for people."""
+    """Print the report as text (not JSON)."""
     if isinstance(answer, Tradeoff):
         from planner.cli.tradeoff_report import render_tradeoff
 
@@ -84,7 +84,7 @@ def _print(answer: Plan | Tradeoff, verification: Verification | None, out: Text
 
 
 def _answer(options: argparse.Namespace) -> Plan | Tradeoff:
-    """Check the options, then import torch and answer the question. Usage errors need not wait for the import."""
+    """Check the options, then import torch and plan. The check comes first, since importing torch takes seconds."""
     refuse_to_overwrite(options)
     refuse_what_does_not_go_together(options)
     for library in ("bitsandbytes", "transformers"):
@@ -99,8 +99,11 @@ def _answer(options: argparse.Namespace) -> Plan | Tradeoff:
 
 
 def _verify(answer: Plan | Tradeoff, options: argparse.Namespace) -> Verification | None:
-    """Train with the plan on the CUDA card and compare. Returns None without --verify, or if no plan fits."""
-    if not options.verify or not answer.fits or isinstance(answer, Tradeoff):  # the options refuse both together
+    """Train with the plan on the CUDA card, and compare its memory and its results with what the plan promises.
+
+    Returns None without --verify, or if no plan fits.
+    """
+    if not options.verify or not answer.fits or isinstance(answer, Tradeoff):  # --verify with --tradeoff was refused
         return None
     from planner.rewrite.on_gpu.verification import verification
 
@@ -109,7 +112,7 @@ def _verify(answer: Plan | Tradeoff, options: argparse.Namespace) -> Verificatio
 
 
 def _write(answer: Plan | Tradeoff, options: argparse.Namespace) -> None:
-    """Write the files that were asked for. The options admit --svg only for a trade-off, the others only for a plan."""
+    """Write the files that the options name: --svg for a trade-off; --save, --emit and --report for a plan."""
     if isinstance(answer, Tradeoff):
         if options.svg is not None:
             from planner.cli.tradeoff_svg import front_svg
@@ -157,7 +160,10 @@ def _working(activity: str) -> Iterator[None]:
 
 
 def _refuse(error: PlannerError, *, as_json: bool, out: TextIO) -> int:
-    """Print the error, as one line on standard error and with --json as one object on standard output."""
+    """Print the error as one line on standard error, with --json also as one object on standard output.
+
+    Returns the exit code.
+    """
     if as_json:
         fields = {"type": type(error).__name__, "message": str(error)}
         print(json.dumps({"schema_version": SCHEMA_VERSION, "fits": None, "error": fields}, indent=2), file=out)

@@ -1,4 +1,4 @@
-"""Options of the `plan` command, and the combinations that it refuses. Nothing here imports torch."""
+"""Options of the `plan` command, and checks that they can be combined. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the command's parser. It raises `WorkloadError` where other parsers exit the process."""
+    """Returns the command's parser. For wrong usage it raises `WorkloadError` instead of exiting the process."""
     arguments = _Arguments(
         prog="plan",
         usage=_USAGE,
@@ -180,7 +180,6 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
 
 
 def _version() -> str:
-    """Returns the installed version."""
     try:
         return importlib.metadata.version("torch-planner")
     except importlib.metadata.PackageNotFoundError:
@@ -207,49 +206,53 @@ def _ratio(text: str) -> float:
 
 
 def refuse_what_does_not_go_together(options: argparse.Namespace) -> None:
-    """Refuse options that do not belong to the question that is asked.
+    """Refuse options that cannot be combined with --tradeoff, --largest-batch or --smallest-card, or that need one.
 
     Raises:
-        WorkloadError: names both options.
+        WorkloadError: two options cannot be combined, or an option lacks another one that it needs; the message names
+            both.
     """
     used = {name for name, value in vars(options).items() if value}
     question = next((name for name in _QUESTIONS if name in used), None)
     for name in sorted(used):
         needed = _BELONGS_TO.get(name)
         if needed is not None and needed != question:
-            raise WorkloadError(f"{option(name)} works only with {option(needed)}: add that, or leave it out")
+            raise WorkloadError(
+                f"{option(name)} works only with {option(needed)}: add {option(needed)}, or leave {option(name)} out"
+            )
         if question is not None and name in _QUESTIONS[question]:
-            raise WorkloadError(f"{option(name)} does not go with {option(question)}: {_QUESTIONS[question][name]}")
+            reason = _QUESTIONS[question][name]
+            raise WorkloadError(f"{option(name)} cannot be combined with {option(question)}: {reason}")
     if question == "largest_batch" and "vram" not in used:
         raise WorkloadError("--largest-batch needs a budget: give --vram, such as --vram 6GiB")
 
 
-_MANY_PLANS = "it returns several plans; plan again with --vram for the one that you choose"
+_MANY_PLANS = "--tradeoff returns several plans; choose one, and plan again with its memory as --vram"
 _QUESTIONS = {
     "tradeoff": dict.fromkeys(("save", "emit", "report", "verify"), _MANY_PLANS),
     "largest_batch": {
         "batch_size": "the batch size is the answer; leave it out",
-        "max_slowdown": "the largest batch is searched at any speed; leave the limit out",
+        "max_slowdown": "the search for the largest batch ignores the step time; leave the limit out",
     },
     "smallest_card": {
         "vram": "each card's own memory is the budget; leave it out",
         "gpu": "the card is the answer; leave it out",
     },
 }
-"""For each question, the options that cannot be combined with it, and why."""
+"""For each option of the group 'questions': the options that cannot be combined with it, each with the reason."""
 _BELONGS_TO = {"svg": "tradeoff", "seconds": "tradeoff"}
-"""For each option that works with one question only, the name of that question."""
+"""Options that work only together with another option, and that other option."""
 _SPELLINGS = {"gradients_alive": "--accumulating-loop (--gradients-alive)"}
-"""Spelling of the options that have two names."""
+"""Options that have two names on the command line, and how messages write them."""
 
 
 def option(name: str) -> str:
-    """Returns the spelling of an option, for its attribute name in the parsed namespace."""
+    """Returns the command-line spelling of an option, given its name in the parsed namespace: '--batch-size'."""
     return _SPELLINGS.get(name, f"--{name.replace('_', '-')}")
 
 
 def names(texts: list[str]) -> tuple[str, ...]:
-    """Returns the names in the texts of an option, each of which is one name or several, such as 'a,b'."""
+    """Returns all names in the values of a repeated option: ['a,b', 'c'] gives ('a', 'b', 'c')."""
     return tuple(name.strip() for text in texts for name in text.split(",") if name.strip())
 
 
@@ -257,14 +260,18 @@ def names(texts: list[str]) -> tuple[str, ...]:
 
 
 def refuse_to_overwrite(options: argparse.Namespace) -> None:
-    """Refuse to overwrite files of another kind than the output. This is called before anything is computed.
+    """Refuse output files that cannot be written, or that exist and were not written by the same option.
+
+    This check comes before anything is computed.
 
     Raises:
-        PlanFileError: names the file.
+        PlanFileError: an output file is refused; the message names it.
     """
     targets = [path.resolve() for path in (options.save, options.emit, options.report, options.svg) if path is not None]
     if len(set(targets)) < len(targets):
-        raise PlanFileError("two of --save, --emit, --report and --svg name the same file: give each its own")
+        raise PlanFileError(
+            "two of --save, --emit, --report and --svg name the same file: give each option its own file"
+        )
     for path, kind, is_ours in (
         (options.save, "a saved plan", _is_plan),
         (options.emit, "an emitted training step", lambda text: "One training step of " in text[:200]),
@@ -283,11 +290,10 @@ def refuse_to_overwrite(options: argparse.Namespace) -> None:
                 )
             )
         if path.exists() and not is_ours(path.read_text(errors="replace")):
-            raise PlanFileError(f"'{path}' exists and is not {kind}: move it away or choose another name")
+            raise PlanFileError(f"'{path}' exists and is not {kind}, so it is not overwritten: choose another name")
 
 
 def _is_plan(text: str) -> bool:
-    """True if the text is a saved plan."""
     try:
         data = json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Report of one plan: memory and time of the baseline and of the plan, the decisions, the verdict, and the way out."""
+"""Report of one plan: memory and time of baseline and plan, the decisions, and what would help if no plan fits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TOTALS = (
     ("reserved by the allocator", "reserved_bytes"),
     ("total of the process", "total_bytes"),
 )
-"""Labels and `Footprint` fields of the rows below the categories."""
+"""The last rows of the memory table: label, and the `Footprint` field that the row shows."""
 GENERIC = "generic"
 """Name of the generic card, as in `planner.workload.cards`, which this module cannot import without torch."""
 
@@ -45,7 +45,7 @@ def html(plan: Plan) -> str:
 
 
 def headline(plan: Plan) -> Text:
-    """Returns the lines on the model, the batch, the budget (if there is one) and the card."""
+    """Returns the first lines of the report: the model, the batch, the budget if there is one, and the card."""
     workload = plan.workload
     tokens = f" x {workload.seq_len} tokens" if workload.seq_len else ""
     text = Text.assemble((plan.model.name, "bold"), f", {_count(plan.model.parameters)} parameters, ")
@@ -65,7 +65,7 @@ def headline(plan: Plan) -> Text:
 
 
 def _table(plan: Plan) -> Table:
-    """Returns the bytes by category at the peak, the three totals and the step time, for the baseline and the plan."""
+    """Returns the table with a column for the baseline and one for the plan: bytes by category, totals, step time."""
     changed = bool(plan.decisions)
     table = Table(title="Memory at the peak of one training step", title_justify="left", title_style="bold")
     table.add_column("")
@@ -87,7 +87,7 @@ def _table(plan: Plan) -> Table:
 
 
 def _peaks(plan: Plan) -> list[Text]:
-    """Returns the op at which memory peaks, for the baseline and the plan."""
+    """Returns the lines that say at which op memory peaks, for the baseline and for the plan."""
     lines = [Text(f"peak of the baseline: {_moment(plan.baseline)}")]
     if plan.decisions:
         lines.append(Text(f"peak with the plan: {_moment(plan.peak)}"))
@@ -95,13 +95,13 @@ def _peaks(plan: Plan) -> list[Text]:
 
 
 def _moment(footprint: Footprint) -> str:
-    """Returns the phase, module and op of the peak."""
+    """Describes the peak by its phase, module and op."""
     module = f" of {footprint.module}" if footprint.module else ""
     return f"{footprint.phase}{module}, at {footprint.op}"
 
 
 def _decisions(plan: Plan) -> list[RenderableType]:
-    """Returns one line for each decision of the plan."""
+    """Returns a heading, and one line for each decision of the plan. Without a budget nothing is returned."""
     if plan.vram_bytes is None:
         return []
     if not plan.decisions:
@@ -118,14 +118,14 @@ def _decisions(plan: Plan) -> list[RenderableType]:
 
 
 def _plan_title(plan: Plan) -> str:
-    """Returns the heading of the decisions. If no plan fits, the heading says which plan is shown instead."""
+    """Returns the heading above the decisions. If no plan fits, it says which plan is shown instead."""
     if plan.shortfall is None:
         return "plan"
     return "smallest allowed plan" if plan.shortfall.missing_bytes else "fastest plan inside the budget"
 
 
 def _verdict(plan: Plan) -> RenderableType:
-    """Returns the sentence on whether the plan fits, and its speed."""
+    """Returns the lines that say whether the plan fits, and how fast it is compared with the baseline."""
     if plan.vram_bytes is None:
         return Text(f"needs {format_size(plan.baseline.total_bytes)}", style="bold")
     if plan.shortfall is not None:
@@ -145,12 +145,16 @@ def _verdict(plan: Plan) -> RenderableType:
 
 
 def _rates(plan: Plan) -> str:
-    """Returns where the card's rates come from."""
+    """Names the source of the card's rates, as the end of 'predicted from the card's ...'."""
     return "measured rates" if plan.card_source.startswith("calibrated") else "datasheet, not measured"
 
 
 def _shortfall(plan: Plan, shortfall: Shortfall) -> list[RenderableType]:
-    """Returns the largest part of the memory, and the cheapest relaxation of the constraints with which a plan fits."""
+    """Returns the lines for a budget that no plan fits.
+
+    They name the largest category of memory, and the relaxation of the constraints that makes a plan fit with the least
+    slowdown.
+    """
     lines: list[RenderableType] = []
     if shortfall.missing_bytes:
         lines.append(Text(f"largest part: {shortfall.binding}, {format_size(shortfall.binding_bytes)}"))
@@ -169,7 +173,7 @@ def _shortfall(plan: Plan, shortfall: Shortfall) -> list[RenderableType]:
 
 
 def _relaxations(shortfall: Shortfall) -> Table:
-    """Returns a table of the relaxations that were tried, and what each would change."""
+    """Returns a table with a row for each relaxation of the constraints: whether a plan then fits, and its figures."""
     table = Table(
         title="What the constraints rule out, and what allowing it would change",
         title_justify="left",
@@ -189,7 +193,7 @@ def _relaxations(shortfall: Shortfall) -> Table:
 
 
 def _provenance(plan: Plan) -> Text:
-    """Returns the solver's result, the planning time and the versions."""
+    """Returns the last lines of the report: the solver's result, the planning time and the versions of packages."""
     versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
     solver = plan.solver
     promised, certified = format_size(solver.promised_bytes), format_size(solver.certified_bytes)

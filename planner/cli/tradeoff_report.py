@@ -30,7 +30,7 @@ def render_tradeoff(tradeoff: Tradeoff) -> RenderableType:
 
 
 def _table(tradeoff: Tradeoff) -> Table:
-    """Returns the table of the plans, with the baseline first and the chosen plan marked."""
+    """Returns the table of the plans. The baseline is its first row; the fastest plan inside the budget is marked."""
     table = Table(title="Memory against step time", title_justify="left", title_style="bold")
     for name in ("memory", "step time", "x baseline"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -47,13 +47,13 @@ def _table(tradeoff: Tradeoff) -> Table:
 
 
 def _numbers(footprint: Footprint, baseline: Footprint) -> tuple[str, str, str]:
-    """Formats total memory, step time, and step time over that of the baseline."""
+    """Formats three numbers: total memory, step time, and the ratio of the step time to that of the baseline."""
     ratio = footprint.step_ns / max(baseline.step_ns, 1)
     return format_size(footprint.total_bytes), f"{footprint.step_ns / 1e6:,.1f} ms", f"{ratio:.2f}"
 
 
 def _verdict(tradeoff: Tradeoff) -> Text:
-    """Returns the sentence on the plan that the budget selects, or on the smallest plan if there is no budget."""
+    """Returns the last line: the fastest plan inside the budget, or the smallest plan if there is no budget."""
     if not tradeoff.points:
         return Text("No plan is within the allowed slowdown (--max-slowdown).", style="bold red")
     if tradeoff.vram_bytes is None:

@@ -1,4 +1,4 @@
-"""Draws a trade-off as SVG: memory on the x axis, step time on the y axis, a step line, and a mark at the budget."""
+"""Draws a trade-off as SVG: memory on the x axis, step time on the y axis, plans as points, the budget as a line."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _WIDTH, _HEIGHT = 760, 460
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84, 736, 64, 396
 _LINE, _GREY, _RED, _GREEN = "#2563a8", "#6b7280", "#b91c1c", "#15803d"
 _TICKS = 6
-"""Approximate number of marks on a linear axis."""
+"""Approximate number of labeled values on a linear axis."""
 _LOG_FROM = 8
-"""Minimum ratio of the slowest to the fastest time for which the time axis is logarithmic."""
+"""The time axis is logarithmic if the slowest step takes more than this many times as long as the fastest."""
 
 
 def front_svg(tradeoff: Tradeoff) -> str:
-    """Returns an SVG document. Memory is the total of the process, and time the predicted time of one step."""
+    """Returns the SVG document. Memory is the total of the process; time is the predicted time of one training step."""
     footprints = [tradeoff.baseline, *(plan.peak for plan in tradeoff.points)]
     sizes = [footprint.total_bytes for footprint in footprints]
     if tradeoff.vram_bytes is not None and tradeoff.vram_bytes <= 1.5 * max(sizes):
@@ -47,14 +47,14 @@ def front_svg(tradeoff: Tradeoff) -> str:
 
 
 class _Axis:
-    """Maps values to pixels, and finds the round values to mark."""
+    """One axis: maps values to pixels, and chooses the round values that get a label."""
 
     def __init__(self, low: float, high: float, start: float, stop: float, *, logarithmic: bool) -> None:
         self._low, self._high, self._start, self._stop = low, high, start, stop
         self._logarithmic = logarithmic
 
     def at(self, value: float) -> float:
-        """Returns the pixel of the value."""
+        """Returns the pixel coordinate of a value."""
         if self._logarithmic:
             share = math.log(value / self._low) / math.log(self._high / self._low)
         else:
@@ -62,7 +62,11 @@ class _Axis:
         return self._start + share * (self._stop - self._start)
 
     def ticks(self, unit: float = 1) -> list[float]:
-        """Returns the values to mark: multiples of 1, 2 or 5 times a power of ten, in units of `unit`."""
+        """Returns the values that get a label: multiples of 1, 2 or 5 times a power of ten.
+
+        Args:
+            unit: what a round number counts, such as the bytes of 1 GiB. A logarithmic axis ignores it.
+        """
         if self._logarithmic:
             powers = range(math.floor(math.log10(self._low)), math.ceil(math.log10(self._high)) + 1)
             values = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
@@ -74,7 +78,7 @@ class _Axis:
 
 
 def _frame(across: _Axis, up: _Axis) -> Iterator[str]:
-    """Yields the grid lines, their values, and the titles of the axes."""
+    """Yields the SVG elements of the grid lines with their labels, and of the titles of the axes."""
     unit, name = (GIB, "GiB") if across.ticks(MIB)[-1] >= GIB else (MIB, "MiB")
     for size in across.ticks(unit):
         x = across.at(size)
@@ -92,7 +96,7 @@ def _frame(across: _Axis, up: _Axis) -> Iterator[str]:
 
 
 def _line(tradeoff: Tradeoff, across: _Axis, up: _Axis) -> Iterator[str]:
-    """Yields a step line and a point for each plan. Each plan holds for budgets up to the next plan's total."""
+    """Yields a point for each plan, and a staircase line: the step time of the fastest plan inside each budget."""
     points = [(across.at(p.peak.total_bytes), up.at(p.peak.step_ns / 1e6)) for p in reversed(tradeoff.points)]
     if not points:
         return
@@ -107,14 +111,14 @@ def _line(tradeoff: Tradeoff, across: _Axis, up: _Axis) -> Iterator[str]:
 
 
 def _baseline(tradeoff: Tradeoff, across: _Axis, up: _Axis) -> Iterator[str]:
-    """Yields the point of the baseline."""
+    """Yields the point of the baseline and its label."""
     x, y = across.at(tradeoff.baseline.total_bytes), up.at(tradeoff.baseline.step_ns / 1e6)
     yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="#ffffff" stroke="{_GREY}" stroke-width="2"/>'
     yield _text(x - 10, y - 10, "baseline", anchor="end", colour=_GREY)
 
 
 def _budget(tradeoff: Tradeoff, across: _Axis) -> Iterator[str]:
-    """Yields a dashed line at the budget, or a note if it lies right of the picture."""
+    """Yields a dashed line at the budget, or only a note if the axis ends before it; nothing without a budget."""
     if tradeoff.vram_bytes is None:
         return
     x = across.at(tradeoff.vram_bytes)

@@ -1,4 +1,4 @@
-"""Adds memory to a recording that no tensor shows: scratch memory of kernels, and the workspaces that cuBLAS keeps."""
+"""Adds to a recording the memory that belongs to no tensor: scratch memory of kernels, and cuBLAS workspaces."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ _LT_BYTES = 1 << 20
 
 
 def with_workspaces(graph: StepGraph, card: DeviceProfile, torch_version: str) -> StepGraph:
-    """Returns the recording with workspaces as additional storages; unchanged for a card that only counts bytes."""
+    """Returns the recording with workspaces as additional storages.
+
+    For a card without a caching allocator (`bare`), on which only the bytes of tensors count, it is unchanged.
+    """
     if not card.allocator:
         return graph
     born = _last_births(graph)
     added = [
-        *_handles(graph, born, card.cublas_workspace_bytes(torch_version)),
-        *_matmul_with_bias(graph, born, torch_version),
+        *_cublas_workspaces(graph, born, card.cublas_workspace_bytes(torch_version)),
+        *_cublaslt_workspaces(graph, born, torch_version),
         *_scratch(graph, born, card),
     ]
     return dataclasses.replace(graph, storages=[*graph.storages, *added])
 
 
 def unknown_ops(graph: StepGraph) -> dict[str, int]:
-    """Returns how often each op runs whose scratch memory is unknown, by the name of the op."""
+    """Returns the names of the ops whose scratch memory is unknown, each with the number of times that it runs."""
     counts: dict[str, int] = {}
     for op in graph.ops:
         if not op.scratch_known:
@@ -37,7 +40,7 @@ def unknown_ops(graph: StepGraph) -> dict[str, int]:
 
 
 def _last_births(graph: StepGraph) -> list[int]:
-    """Returns for each op the tick at which its last output is born: kernels allocate scratch after their outputs."""
+    """Returns for each op the tick at which its last output is allocated. Kernels allocate scratch memory after it."""
     born = [op.tick for op in graph.ops]
     for storage in graph.storages:
         if storage.op is not None and storage.lives:
@@ -46,23 +49,22 @@ def _last_births(graph: StepGraph) -> list[int]:
 
 
 def _scratch(graph: StepGraph, born: list[int], card: DeviceProfile) -> Iterator[Storage]:
-    """Yields the scratch memory that the registered formulas give. It lives for one tick."""
+    """Yields the scratch memory of the ops for which a formula is registered. It lives for one tick."""
     for index, op in enumerate(graph.ops):
         if op.kernel is not None and (formula := formula_of(op.name)) is not None:
-            yield from (_for_a_moment(size, index, born[index]) for size in formula(op.kernel, card) if size > 0)
+            yield from (_for_one_tick(size, index, born[index]) for size in formula(op.kernel, card) if size > 0)
 
 
-def _for_a_moment(size_bytes: int, op: int, start: int) -> Storage:
-    """Returns a workspace that lives for one tick."""
+def _for_one_tick(size_bytes: int, op: int, start: int) -> Storage:
     return Storage(size_bytes=size_bytes, lives=[(start, start + 1)], category=Category.WORKSPACE, op=op)
 
 
-def _handles(graph: StepGraph, born: list[int], workspace_bytes: int) -> Iterator[Storage]:
-    """Yields the workspaces of the cuBLAS handles: one for each thread that multiplies matrices.
+def _cublas_workspaces(graph: StepGraph, born: list[int], workspace_bytes: int) -> Iterator[Storage]:
+    """Yields the cuBLAS workspaces: one for each thread that multiplies matrices.
 
     The main thread allocates its workspace at the first matrix product of the forward, and autograd's thread at the
-    first one of the backward. Both live as long as the process (aten/src/ATen/cuda/CublasHandlePool.cpp). A primed
-    step, which stands for a step after the first one, has them from the beginning.
+    first one of the backward. Both live as long as the process (aten/src/ATen/cuda/CublasHandlePool.cpp). A `primed`
+    recording stands for a step after the first one, so it has both workspaces from the beginning.
     """
     for phases in ((Phase.FORWARD, Phase.OPTIMIZER), (Phase.BACKWARD, Phase.RECOMPUTE)):
         first = next((i for i, op in enumerate(graph.ops) if op.name in GEMM_OPS and op.phase in phases), None)
@@ -71,12 +73,11 @@ def _handles(graph: StepGraph, born: list[int], workspace_bytes: int) -> Iterato
             yield Storage(size_bytes=workspace_bytes, lives=[life], category=Category.WORKSPACE, op=0)
 
 
-def _matmul_with_bias(graph: StepGraph, born: list[int], torch_version: str) -> Iterator[Storage]:
-    """Yields the workspaces of `addmm` with a bias, which runs on cublasLt. Before torch 2.11 cublasLt has its own
-    workspace.
+def _cublaslt_workspaces(graph: StepGraph, born: list[int], torch_version: str) -> Iterator[Storage]:
+    """Yields the workspaces of cublasLt, on which `addmm` with a bias runs. From torch 2.11 on, it has none of its own.
 
-    Up to 2.8 the workspace lives for the call; in 2.9 and 2.10 each thread keeps one (aten/src/ATen/cuda/CUDABlas.cpp,
-    `gemm_and_bias`; aten/src/ATen/native/cuda/Blas.cpp, `addmm_out_cuda_impl`).
+    Up to torch 2.8 each call allocates a workspace and frees it; in 2.9 and 2.10 each thread keeps one
+    (aten/src/ATen/cuda/CUDABlas.cpp, `gemm_and_bias`; aten/src/ATen/native/cuda/Blas.cpp, `addmm_out_cuda_impl`).
     """
     release = tuple(int(part) for part in torch_version.split(".")[:2])
     if release >= (2, 11):
@@ -88,11 +89,11 @@ def _matmul_with_bias(graph: StepGraph, born: list[int], torch_version: str) -> 
                     life = (0 if graph.primed else born[index], graph.ticks)
                     yield Storage(size_bytes=_LT_BYTES, lives=[life], category=Category.WORKSPACE, op=0)
                     break
-                yield _for_a_moment(_LT_BYTES, index, born[index])
+                yield _for_one_tick(_LT_BYTES, index, born[index])
 
 
 def _has_bias_row(op: Op) -> bool:
-    """True if the op adds one row to a matrix product, which is the case that cublasLt takes."""
+    """True if an `addmm` adds a vector (a bias) to each row of a matrix product, for which PyTorch uses cublasLt."""
     assert op.kernel is not None  # The recorder keeps the call of every op that has a formula, as `addmm` has.
     bias, matrix = op.kernel.tensor("self"), op.kernel.tensor("mat2")
     return len(bias.shape) == 1 and bias.shape[0] == matrix.shape[1] and min(matrix.shape) > 1

@@ -14,9 +14,9 @@ def allocation_stream(graph: StepGraph) -> tuple[np.ndarray, np.ndarray, np.ndar
     """Returns the events of a recording in order of time.
 
     Returns:
-        Three int64 arrays of the same length: block ids, sizes in bytes (0 for a free), and ticks. At each tick blocks
-        are freed before others are allocated, in reverse order of their allocation, as C++ leaves a scope. Storages
-        that live to the end of the recording are not freed.
+        Three int64 arrays with one item for each event: id of the block, size in bytes (0 for a free), and tick. At
+        each tick, frees come before allocations. Blocks are freed in reverse order of their allocation, as C++ destroys
+        the variables of a scope. Storages that live to the end of the recording are not freed.
     """
     events = []
     identity = itertools.count()
@@ -33,7 +33,12 @@ def allocation_stream(graph: StepGraph) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 
 def signed_sizes(ids: Sequence[int], sizes: Sequence[int], *, granularity_bytes: int) -> list[int]:
-    """Returns the change of allocated bytes at each event: positive for an allocation, negative for a free."""
+    """Returns the change of allocated bytes at each event: positive for an allocation, negative for a free.
+
+    Args:
+        ids, sizes: block ids and sizes in bytes from `allocation_stream`.
+        granularity_bytes: multiple to which sizes are rounded up.
+    """
     allocated: dict[int, int] = {}
     changes = []
     for block, size in zip(ids, sizes, strict=True):

@@ -1,4 +1,4 @@
-"""Computes the memory that a recorded step takes on a card, with the allocator and the CUDA context."""
+"""Computes the memory that a recorded step takes on a card, including the allocator's slack and the CUDA context."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ ALLOCATOR_GRANULARITY_BYTES = 512
 
 
 def granularity_bytes(card: DeviceProfile) -> int:
-    """Returns the multiple that sizes are rounded up to; 1 for a card that only counts bytes."""
+    """Returns the multiple in bytes to which sizes are rounded up; 1 for a card without a caching allocator."""
     return ALLOCATOR_GRANULARITY_BYTES if card.allocator else 1
 
 
 def with_whole_batch(graph: StepGraph, batch_bytes: int) -> StepGraph:
-    """Adds the inputs of the samples that were not rehearsed: the whole batch is on the card during the step."""
+    """Returns the recording with `batch_bytes` of inputs.
+
+    A rehearsal may use fewer samples than the batch has, but the whole batch is on the card during the step.
+    """
     present = sum(storage.size_bytes for storage in graph.storages if storage.category is Category.INPUT)
     if present >= batch_bytes:
         return graph
@@ -34,7 +37,7 @@ def with_whole_batch(graph: StepGraph, batch_bytes: int) -> StepGraph:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The footprint of a step under a budget."""
+    """The footprint of a step, and whether the step fits a budget."""
 
     footprint: Footprint
     fits: bool
@@ -46,10 +49,10 @@ class Measured:
 def measure(graph: StepGraph, card: DeviceProfile, *, vram_bytes: int | None, micro_batches: int) -> Measured:
     """Computes the footprint of a recording on a card.
 
-    If the step does not fit in the budget, the footprint is that without a budget.
+    If the step does not fit in the budget, the result has the footprint that the step would have without a budget.
 
     Args:
-        graph: A recording with workspaces.
+        graph: A recording to which workspaces have been added (`with_workspaces`).
         vram_bytes: Budget for the total. The allocator gets this budget minus the CUDA context. None means no limit.
         micro_batches: Number of micro-batches of the real step. The recording may hold fewer of them.
     """
@@ -62,7 +65,7 @@ def measure(graph: StepGraph, card: DeviceProfile, *, vram_bytes: int | None, mi
         ids, sizes, ticks = allocation_stream(graph)
         outcome = replayed((ids, sizes), card, capacity)
         if outcome.out_of_memory_event is not None:
-            # The report says how much the step would need, so it is replayed to its end.
+            # The report says how much memory the step would need: replay it to its end, without a limit.
             fits = False
             outcome = replayed((ids, sizes), card, None)
         allocated, reserved = outcome.peak_allocated_bytes, outcome.peak_reserved_bytes
@@ -85,15 +88,15 @@ def measure(graph: StepGraph, card: DeviceProfile, *, vram_bytes: int | None, mi
 
 
 def smallest_capacity_bytes(graph: StepGraph, card: DeviceProfile, *, within_bytes: int = 1 << 20) -> int:
-    """Returns a total in which the step runs, at most `within_bytes` above the smallest one.
+    """Returns a total in bytes in which the step runs, at most `within_bytes` above the smallest such total.
 
-    This is a bisection over the allocator's limit. At the limit the allocator frees cached segments, so that a step can
-    run with less than it reserves without a limit. After a replay that fits, the upper end of the interval is the peak
-    of the reserved bytes, which may be well below the tried limit: under that peak as the limit every request is
-    answered in the same way.
+    The total is found by bisection over the allocator's limit. When the allocator reaches its limit, it frees cached
+    segments, so a step can run in fewer bytes than it reserves without a limit. If a replay fits, the upper end of the
+    interval becomes the peak of the bytes that it reserved. This may be well below the tried limit, but with this peak
+    as its limit the allocator would answer every request in the same way.
 
-    The bisection assumes that a step which runs under a limit runs under each larger one. A caching allocator does not
-    guarantee that; the result is a limit under which the step was seen to run in any case.
+    The bisection assumes that a step that runs under one limit also runs under every larger limit. A caching allocator
+    does not guarantee this, so an even smaller total may exist. The step runs in the returned total in any case.
     """
     if not card.allocator:
         return int(graph.live_bytes().max()) + card.context_bytes
@@ -113,9 +116,14 @@ def smallest_capacity_bytes(graph: StepGraph, card: DeviceProfile, *, within_byt
 def replayed(
     stream: tuple[np.ndarray, np.ndarray], card: DeviceProfile, capacity_bytes: int | None
 ) -> AllocatorOutcome:
-    """Replays a stream for each order in which the card's driver may place segments, and returns the worst outcome.
+    """Replays allocations for each order of addresses that the card's driver may give to segments.
 
-    The worst outcome is one that runs out of memory, else the one with the largest peak of reserved bytes.
+    Args:
+        stream: block ids and sizes in bytes from `allocation_stream`.
+        capacity_bytes: maximum number of bytes that the allocator may reserve; None for no limit.
+
+    Returns:
+        The worst outcome: one that runs out of memory, or else the one with the largest peak of reserved bytes.
     """
     outcomes = [
         replay(stream, AllocatorSettings(), capacity_bytes, descending=descending)
@@ -125,7 +133,7 @@ def replayed(
 
 
 def _breakdown(graph: StepGraph, tick: int, granularity: int, reserved: int, card: DeviceProfile) -> dict[str, int]:
-    """Returns the bytes alive at a tick by category. The other bytes that the allocator reserves are its slack."""
+    """Returns the bytes alive at a tick by category. Reserved bytes in which nothing is alive are the slack."""
     totals: dict[str, int] = {}
     for storage, spans in zip(graph.storages, graph.spans(), strict=True):
         if any(start <= tick < stop for start, stop in spans):

@@ -3,11 +3,11 @@
     time = max(flops / rate(dtype), moved_bytes / bandwidth, host_bytes / host_link) + launch
 
 (Williams, Waterman, Patterson: Roofline: an insightful visual performance model for multicore architectures, CACM
-52(4), 2009.) A view takes no time. For a convolution the time of its FLOPs and a multiple of the time of its bytes are
-added instead. Small micro-batches cost more per sample, because the launch and the reading of the weights do not shrink
-with them.
+52(4), 2009.) A view takes no time. For a convolution, the sum of the time of its FLOPs and a multiple of the time of
+its bytes (`CONVOLUTION_PASSES`) takes the place of their maximum. Small micro-batches cost more per sample, because the
+time of the launch and of reading the weights does not depend on their size.
 
-Where it stops being exact: overlap of kernels, caches and tile quantisation are not modelled, and rates are those of
+Where it stops being exact: overlap of kernels, caches and tile quantization are not modeled, and rates are those of
 the datasheet unless the card was calibrated.
 """
 
@@ -19,7 +19,7 @@ from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import Op, Phase, StepGraph
 
 CONVOLUTION_PASSES = 2.0
-"""Number of passes over its images and weights whose time a convolution takes, in addition to that of its FLOPs.
+"""A convolution takes the time of its FLOPs, plus this number times the time to move its images and weights once.
 
 Source: published step times of image models on three cards (docs/measured.md, "Against published step times"): errors
 are smallest at 1.7 over all five tables, and at 2.5 over the two tables of training.
@@ -27,7 +27,7 @@ are smallest at 1.7 over all five tables, and at 2.5 over the two tables of trai
 
 
 def op_ns(op: Op, card: DeviceProfile) -> int:
-    """Returns the time of one op in nanoseconds."""
+    """Returns the time that one op takes when it runs once, in nanoseconds."""
     if op.is_view:
         return 0
     by_flops_s = op.flops / card.flops_per_s.get(op.dtype, card.flops_per_s["fp32"])
@@ -45,8 +45,8 @@ def transfer_ns(moved_bytes: int, card: DeviceProfile) -> int:
 def repetitions(graph: StepGraph, micro_batches: int) -> tuple[int, ...]:
     """Returns the number of micro-batches of the real step that each rehearsed micro-batch stands for.
 
-    A step of many micro-batches is rehearsed with its first and second micro-batch and, if that is smaller, its last
-    one. The second stands for all in between.
+    A step of many micro-batches is rehearsed with its first and second micro-batch and, if the last micro-batch is
+    smaller, also with the last one. The second micro-batch stands for all others that have its size.
     """
     rehearsed = len(graph.micro_batch_sizes)
     if rehearsed == 1 or micro_batches == rehearsed:
@@ -55,21 +55,22 @@ def repetitions(graph: StepGraph, micro_batches: int) -> tuple[int, ...]:
 
 
 def op_times_ns(graph: StepGraph, card: DeviceProfile, micro_batches: int) -> list[int]:
-    """Returns for each op of the graph its time in one optimizer step, in nanoseconds, with all repetitions.
+    """Returns for each op of the graph the nanoseconds that it takes in one training step.
 
-    Ops of other steps than the last one count 0.
+    An op of a micro-batch that stands for several counts once for each of them. If the graph has several steps, only
+    the ops of the last step count; the time of all other ops is 0.
     """
     counts = _counts(graph, micro_batches)
     return [op_ns(op, card) * count for op, count in zip(graph.ops, counts, strict=True)]
 
 
 def step_flops(graph: StepGraph, micro_batches: int) -> int:
-    """Returns the floating point operations of one optimizer step, with recomputation."""
+    """Returns the number of floating point operations of one training step, recomputation included."""
     return sum(op.flops * count for op, count in zip(graph.ops, _counts(graph, micro_batches), strict=True))
 
 
 def _counts(graph: StepGraph, micro_batches: int) -> list[int]:
-    """Returns how often each op runs in an optimizer step like the last step of the graph. The update runs once."""
+    """Returns how often each op of the graph's last step runs in one training step; 0 for ops outside the last step."""
     repeats, last = repetitions(graph, micro_batches), graph.steps - 1
     return [
         0 if op.phase is Phase.SETUP or op.step != last
@@ -81,13 +82,18 @@ def _counts(graph: StepGraph, micro_batches: int) -> list[int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostCopies:
-    """The time of copies from the card to pinned host memory and back. They do not overlap with computation."""
+    """Computes the time to copy tensors to pinned host memory and back. Copies do not overlap with computation."""
 
     card: DeviceProfile
     repeats: tuple[int, ...]
     """Number of micro-batches that each rehearsed micro-batch stands for, from `repetitions`."""
 
     def ns(self, size_bytes: int, micro_batch: int) -> int:
-        """Returns the time to copy a tensor out and back, in a rehearsed micro-batch and all that it stands for."""
+        """Returns the time to copy a tensor to the host and back, in nanoseconds.
+
+        Args:
+            size_bytes: size of the tensor.
+            micro_batch: index of a rehearsed micro-batch; the copies of all micro-batches that it stands for are added.
+        """
         one_way_ns = round(size_bytes / self.card.host_link_bytes_per_s * 1e9) + self.card.launch_ns
         return 2 * one_way_ns * self.repeats[min(micro_batch, len(self.repeats) - 1)]

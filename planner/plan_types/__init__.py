@@ -1,1 +1,1 @@
-"""The types that rooms exchange: plans, decisions, constraints. None of them needs torch."""
+"""The types that all sub-packages of the planner share: plans, decisions, constraints. None of them needs torch."""

@@ -1,4 +1,4 @@
-"""Constraints that the user sets: a fidelity, techniques that are forced or forbidden, a maximum slowdown."""
+"""The user's constraints on a plan: a fidelity, techniques that are forced or forbidden, a maximum slowdown."""
 
 from __future__ import annotations
 
@@ -13,19 +13,26 @@ from planner.plan_types.techniques import KINDS, canonical_kind
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Constraints:
-    """Constraints on a plan, set by the user. Techniques may be given by any of their names, and are stored by kind."""
+    """The user's constraints on a plan.
+
+    Techniques in `forced` and `forbidden` may be given by any name; former names and aliases are replaced by
+    `Decision.kind`.
+
+    Raises:
+        DecisionError: a name is unknown, the constraints contradict each other, or `max_slowdown` is not above 0.
+    """
 
     fidelity: Fidelity
     forced: tuple[str, ...]
     forbidden: tuple[str, ...]
     max_slowdown: float | None = None
-    """Maximum step time as a multiple of the baseline's; None for no limit."""
+    """Maximum step time, as a multiple of the step time of the baseline; None for no limit."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "forced", known_kinds(self.forced))
         object.__setattr__(self, "forbidden", known_kinds(self.forbidden))
         if both := sorted(set(self.forced) & set(self.forbidden)):
-            raise DecisionError(f"technique '{both[0]}' is both forced and forbidden: leave out one of the two")
+            raise DecisionError(f"technique '{both[0]}' is both forced and forbidden: force it or forbid it, not both")
         for name in self.forced:
             if KINDS[name].fidelity > self.fidelity:
                 needed = KINDS[name].fidelity.name.lower()
@@ -33,14 +40,16 @@ class Constraints:
                     f"technique '{name}' is forced but not allowed at this fidelity: add --fidelity {needed}"
                 )
         if self.max_slowdown is not None and not 0 < self.max_slowdown < math.inf:
-            raise DecisionError(f"slowdown of at most {self.max_slowdown} is impossible: give a number such as 1.2")
+            raise DecisionError(
+                f"maximum slowdown {self.max_slowdown} is not a number above 0: give a number such as 1.2"
+            )
 
     def allow(self, technique: type[Decision] | Role) -> bool:
-        """True if a plan may use this technique, or a technique with this role."""
+        """True if a plan may use this technique; for a role, if a plan may use any technique with this role."""
         return any(kind.fidelity <= self.fidelity and kind.kind not in self.forbidden for kind in kinds_of(technique))
 
     def force(self, technique: type[Decision] | Role) -> bool:
-        """True if every plan must use this technique, or a certain technique with this role."""
+        """True if every plan must use this technique; for a role, if a technique with this role is forced."""
         return any(kind.kind in self.forced for kind in kinds_of(technique))
 
 
@@ -52,23 +61,28 @@ def parse_constraints(
     only: Sequence[str] | None = None,
     max_slowdown: float | None = None,
 ) -> Constraints:
-    """Creates constraints from the user's options; `only` forbids every technique that is not in it.
+    """Creates constraints from the user's options.
+
+    Args:
+        only: names of the techniques that are allowed; all others are forbidden. None allows all techniques.
 
     Raises:
-        DecisionError: a name is unknown, or two of them contradict each other.
+        DecisionError: a name is unknown, or two options contradict each other.
     """
     forced, forbidden = _names(force), _names(forbid)
     if only is not None:
         allowed, excluded = known_kinds(_names(only)), {canonical_kind(name) for name in forbidden}
         for name in allowed:
             if name in excluded:
-                raise DecisionError(f"technique '{name}' is forbidden, but 'only' allows it: leave out one of the two")
+                raise DecisionError(
+                    f"technique '{name}' is forbidden, but 'only' allows it: leave it out of one of the two options"
+                )
         forbidden = tuple(name for name in KINDS if name not in allowed)
     return Constraints(fidelity=Fidelity.parse(fidelity), forced=forced, forbidden=forbidden, max_slowdown=max_slowdown)
 
 
 def known_kinds(names: Sequence[str]) -> tuple[str, ...]:
-    """The kinds that these names stand for. Raises `DecisionError` for an unknown name."""
+    """The kinds (`Decision.kind`) of techniques, given by any name. Raises `DecisionError` for an unknown name."""
     kinds = tuple(canonical_kind(name) for name in names)
     for name, kind in zip(names, kinds, strict=True):
         if kind not in KINDS:
@@ -77,7 +91,7 @@ def known_kinds(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def kinds_of(technique: type[Decision] | Role) -> tuple[type[Decision], ...]:
-    """The techniques that have a role; for a technique, that technique alone."""
+    """The decision classes with a role. A decision class is returned as a tuple of this class alone."""
     if isinstance(technique, Role):
         return tuple(kind for kind in KINDS.values() if kind.role is technique)
     return (technique,)

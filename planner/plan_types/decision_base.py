@@ -1,7 +1,7 @@
-"""The base class of decisions, and questions about several decisions together.
+"""The base class of decisions, and functions that compute a property of several decisions.
 
-The planner and the rewriter ask these questions instead of naming decision classes, so that a new technique is one
-class in `decisions.py`, one rule in `rewrite/rules/` and one entry in the search space (docs/add-a-technique.md).
+Planner and rewriter read these properties and do not name decision classes. So a new technique needs only a class in
+`decisions.py`, a rule in `rewrite/rules/` and an entry in the search space (docs/add-a-technique.md).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Fidelity(enum.IntEnum):
 
     @classmethod
     def parse(cls, text: str) -> Fidelity:
-        """Read a fidelity as users write it. Raises `DecisionError` for an unknown one."""
+        """Return the fidelity of a name such as 'exact'. Raises `DecisionError` for an unknown name."""
         try:
             return cls[str(text).upper()]
         except KeyError:
@@ -36,39 +36,40 @@ class Fidelity(enum.IntEnum):
 
 
 class Role(enum.Enum):
-    """Which part of the training step a decision changes. A configuration has at most one decision of most roles."""
+    """The part of the training step that a decision changes. Decisions with the same role are usually alternatives."""
 
     FREEZING = "freezing"
-    """Which parameters are trained."""
+    """The decision sets which parameters are trained."""
     PRECISION = "precision"
-    """The dtype of the forward and the loss."""
+    """The decision sets the dtype of the forward and the loss."""
     OPTIMIZER = "optimizer"
-    """How the optimizer stores its state and computes its update."""
+    """The decision sets how the optimizer stores its state and computes its update."""
     LOSS = "loss"
-    """How the loss is computed from the last hidden states."""
+    """The decision sets how the loss is computed from the last hidden states."""
     MICRO_BATCHING = "micro-batching"
-    """How the batch is split."""
+    """The decision sets how the batch is split."""
     UPDATE_TIME = "update time"
-    """When the optimizer updates a parameter: after the backward, or inside it."""
+    """The decision sets when the optimizer updates a parameter: after the backward, or inside it."""
     RECOMPUTE = "recompute"
-    """How the backward gets its saved tensors: recomputed, or copied back from host memory."""
+    """The decision sets how the backward gets its saved tensors: recomputed, or copied back from host memory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Base of all decisions. Subclasses are frozen dataclasses with JSON-able fields.
+    """Base class of all decisions: one use of a technique, with its parameters.
 
-    The class attributes and properties below have neutral defaults; a technique overrides those that concern it.
+    Subclasses are frozen dataclasses whose fields can be written as JSON. The class attributes and properties below
+    describe effects of a decision on the step; a default value means that the decision has no such effect.
     """
 
     kind: ClassVar[str]
-    """The name of the technique on the command line (`--force`, `--forbid`), in Python and in plan files."""
+    """The name of the technique: on the command line (`--force`, `--forbid`), in Python and in plan files."""
     former_kind: ClassVar[str | None] = None
-    """The kind in plan files of older versions. Users may still write it, and fingerprints of plans use it."""
+    """The `kind` in older versions. Users and plan files may still use it; `plan_fingerprint` is computed with it."""
     aliases: ClassVar[tuple[str, ...]] = ()
     """Other names that users may write for the technique."""
     rule: ClassVar[str | None] = None
-    """Name of the module and function in `rewrite/rules/` that apply the decision. None if it follows from the kind."""
+    """Name of the module in `rewrite/rules/` that applies the decision. If None, it is `kind` with underscores."""
     fidelity: ClassVar[Fidelity]
     role: ClassVar[Role]
     needs_host_memory: ClassVar[bool] = False
@@ -99,12 +100,12 @@ class Decision:
 
     @property
     def needs_gradient_scaler(self) -> bool:
-        """True if the loss is scaled, because its gradients could underflow."""
+        """True if the loss is scaled, since fp16 gradients could underflow."""
         return self.autocast_dtype == "fp16"
 
     @property
     def optimizer_kernel(self) -> str | None:
-        """The implementation that torch's optimizer steps with; None if torch chooses it."""
+        """Implementation of the update by torch's optimizer ('fused', 'for-loop'); None if torch chooses it."""
         return None
 
     @property
@@ -114,50 +115,53 @@ class Decision:
 
     @property
     def reorders_sums(self) -> bool:
-        """True if the step adds the same terms in a different order, so that results differ by rounding only."""
+        """True if the step adds the same numbers in another order, so that its results differ by rounding errors."""
         return False
 
     @classmethod
     def rule_name(cls) -> str:
-        """The name of the module in `rewrite/rules/`, and of its function, that apply the decision."""
+        """Name of the module in `rewrite/rules/` that applies the decision, and of the function in this module."""
         return cls.rule or cls.kind.replace("-", "_")
 
     def with_micro_batches(self, count: int) -> Decision:
-        """The decision for another number of micro-batches of this size; unchanged if it does not split the batch."""
+        """The same decision with `count` micro-batches of the same size; unchanged if it does not split the batch."""
         return self
 
     def excludes(self, other: Decision) -> str | None:
-        """The reason why the two decisions cannot be combined; None if they can. Callers ask in both directions."""
+        """The reason why this decision cannot be combined with `other`; None if this decision knows none.
+
+        It is sufficient that one of two decisions states the reason, since `conflict` asks both of them.
+        """
         return None
 
     def describe(self) -> str:
         """Describes the decision in one line, without units of memory or time."""
-        raise TypeError(f"{type(self).__name__} does not describe itself")
+        raise TypeError(f"{type(self).__name__} does not implement describe()")
 
     def to_json(self) -> dict[str, object]:
-        """The kind and the fields, with lists in place of tuples."""
+        """The decision as a dict for JSON: the kind and all fields, with lists instead of tuples."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {"kind": self.kind, **{name: _as_lists(value) for name, value in fields.items()}}
 
 
 class HasRole(Protocol):
-    """A decision or a class of decisions."""
+    """A decision or a decision class."""
 
     role: ClassVar[Role]
 
 
 def has_role(decisions: Iterable[HasRole], *roles: Role) -> bool:
-    """True if one of the decisions plays one of these roles."""
+    """True if at least one of the decisions has one of these roles."""
     return any(decision.role in roles for decision in decisions)
 
 
 def with_roles(decisions: Iterable[Decision], *roles: Role) -> tuple[Decision, ...]:
-    """The decisions that play one of these roles."""
+    """The decisions that have one of these roles."""
     return tuple(decision for decision in decisions if decision.role in roles)
 
 
 def without_roles(decisions: Iterable[Decision], *roles: Role) -> tuple[Decision, ...]:
-    """The decisions that play none of these roles."""
+    """The decisions that have none of these roles."""
     return tuple(decision for decision in decisions if decision.role not in roles)
 
 
@@ -168,12 +172,12 @@ def conflict(decisions: Iterable[Decision]) -> str | None:
 
 
 def fidelity_of(decisions: Iterable[Decision]) -> int:
-    """The fidelity of the least faithful decision; exact without decisions."""
+    """The fidelity of a step with these decisions: that of the least faithful decision, or exact without decisions."""
     return max((decision.fidelity for decision in decisions), default=0)
 
 
 def micro_batches_of(decisions: Iterable[Decision]) -> int:
-    """Number of micro-batches that the batch is split into; 1 if it is not."""
+    """Number of micro-batches that the batch is split into; 1 if the batch is not split."""
     return max((decision.micro_batch_count for decision in decisions), default=1)
 
 
@@ -188,7 +192,7 @@ def autocast_dtype_of(decisions: Iterable[Decision]) -> str | None:
 
 
 def optimizer_kernel_of(decisions: Iterable[Decision]) -> str | None:
-    """The implementation that torch's optimizer steps with ('fused', 'for-loop'); None if torch chooses it."""
+    """Implementation of the update by torch's optimizer ('fused', 'for-loop'); None if no decision sets it."""
     return next((kernel for decision in decisions if (kernel := decision.optimizer_kernel) is not None), None)
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _MOST_NAMES, _MOST_RANGES = 6, 4
-"""Maximum number of name patterns, and of ranges of ops, that one line shows."""
+"""Maximum number of name patterns, and of ranges of op numbers, in a description."""
 
 
 def counted(number: int, noun: str) -> str:
-    """'1 module', '3 modules'."""
+    """Formats a number with its noun: '1 module', '3 modules'."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def module_listing(names: Iterable[str]) -> str:
-    """Module names; names that differ only in their first number share a pattern: 'encoder.layer.{0-3,7}.attention'."""
+    """Lists module names. Names that differ only in the first number are joined: 'encoder.layer.{0-3,7}.attention'."""
     numbers: dict[tuple[str, str], list[int]] = {}
     for name in names:
         parts = name.split(".")
@@ -29,7 +29,7 @@ def module_listing(names: Iterable[str]) -> str:
 
 
 def op_ranges(ranges: Iterable[tuple[int, int]]) -> str:
-    """Half-open ranges of op numbers, written with their last op: '0-9, 12-20'."""
+    """Formats half-open ranges of op numbers with the last op included: [(0, 10), (12, 21)] gives '0-9, 12-20'."""
     return _shortened([f"{start}-{stop - 1}" for start, stop in ranges], _MOST_RANGES)
 
 
@@ -38,7 +38,7 @@ def _shortened(items: list[str], most: int) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Formats numbers as ranges in braces; a single number has no braces."""
+    """Formats numbers as ranges in braces: '{0-3,7}'. A single number has no braces."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and number == spans[-1][1] + 1:

@@ -1,7 +1,7 @@
-"""The decisions a plan consists of: small frozen values, in the order in which they are applied.
+"""The decisions that a plan consists of: one frozen dataclass for each technique, in the order of their application.
 
-A decision states *what* to change; the rule of the same name in `rewrite/rules/` makes the change. Other files read the
-attributes of the base class (`decision_base.Decision`), so they need not know the classes below.
+A decision states *what* to change; its rule in `rewrite/rules/` makes the change. Most files read only the attributes
+of the base class (`decision_base.Decision`), so that they need not know the classes below.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Freeze(Decision):
-    """Do not train the parameters of these modules: a prefix of the model, starting at its input."""
+    """Do not train the parameters of `modules`, which are the first modules of the model, counted from its input."""
 
     kind: ClassVar[str] = "freeze"
     fidelity: ClassVar[Fidelity] = Fidelity.PARTIAL
@@ -53,7 +53,7 @@ class Freeze(Decision):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision(Decision):
-    """Forward and loss under autocast; fp32 master weights; a GradScaler when `dtype` is fp16."""
+    """Run the forward and the loss under autocast. Weights stay in fp32; for fp16 a GradScaler scales the loss."""
 
     kind: ClassVar[str] = "mixed-precision"
     former_kind: ClassVar[str | None] = "precision"
@@ -90,7 +90,7 @@ class Optimizer(Decision):
 
     def __post_init__(self) -> None:
         if self.name != "adamw8bit":
-            raise DecisionError(f"8-bit optimizer '{self.name}' is unknown: the only one is adamw8bit")
+            raise DecisionError(f"8-bit optimizer '{self.name}' is unknown: the only supported name is adamw8bit")
 
     def describe(self) -> str:
         return "8-bit optimizer state (bitsandbytes AdamW); embeddings and small tensors keep 32-bit state"
@@ -98,10 +98,10 @@ class Optimizer(Decision):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerKernel(Decision):
-    """Replace foreach, the default implementation of torch's optimizers on a GPU, by another implementation.
+    """Replace the foreach implementation, which torch's optimizers use on a GPU by default, to save its temporaries.
 
-    foreach makes temporaries for all parameters at once. 'fused' is one kernel that writes in place; 'for-loop' updates
-    one parameter after the other.
+    foreach allocates temporaries for all parameters at once. 'fused' is one kernel that writes in place; 'for-loop'
+    updates one parameter after the other.
     """
 
     kind: ClassVar[str] = "optimizer-kernel"
@@ -135,7 +135,7 @@ class OptimizerKernel(Decision):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkedLoss(Decision):
-    """Compute lm_head, cross entropy and their gradients in chunks of rows, so that the full logits never exist."""
+    """Compute lm_head, cross entropy and their gradients in chunks of tokens, so that the full logits never exist."""
 
     kind: ClassVar[str] = "chunked-loss"
     fidelity: ClassVar[Fidelity] = Fidelity.EXACT
@@ -146,7 +146,7 @@ class ChunkedLoss(Decision):
 
     def __post_init__(self) -> None:
         if type(self.chunks) is not int or self.chunks < 2:
-            raise DecisionError(f"chunked-loss has {self.chunks} chunks: give at least 2")
+            raise DecisionError(f"chunked-loss has chunks={self.chunks}: give a whole number of at least 2")
 
     @property
     def reorders_sums(self) -> bool:
@@ -196,7 +196,7 @@ class Accumulation(Decision):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepInBackward(Decision):
-    """Let the optimizer update each parameter as soon as its gradient is complete, and free the gradient then."""
+    """Update each parameter during the backward, as soon as its gradient is complete, and free the gradient at once."""
 
     kind: ClassVar[str] = "step-in-backward"
     aliases: ClassVar[tuple[str, ...]] = ("optimizer-in-backward",)
@@ -219,9 +219,9 @@ class StepInBackward(Decision):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint(Decision):
-    """Recompute the activations of these modules in backward (activation checkpointing).
+    """Recompute the activations of `modules` in backward (activation checkpointing).
 
-    Selective activation checkpointing keeps the outputs of some ops and recomputes the rest.
+    With `kept` this is selective activation checkpointing: the outputs of some ops are kept, all others are recomputed.
     """
 
     kind: ClassVar[str] = "checkpoint"
@@ -230,25 +230,28 @@ class Checkpoint(Decision):
     disables_kv_cache: ClassVar[bool] = True
     modules: tuple[str, ...]
     kept: tuple[tuple[int, ...], ...] = ()
-    """For each module: the matmuls, convolutions and attention ops whose outputs are kept, numbered in the order in
-    which one call runs them (`recompute.kept_products`). Empty if no module keeps any."""
+    """For each module: numbers of the ops whose outputs are kept. Only matmuls, convolutions and attention ops are
+    numbered, in the order in which a call of the module runs them (`recompute.kept_products`). Empty if no module keeps
+    outputs."""
 
     def __post_init__(self) -> None:
         if not self.modules:
-            raise DecisionError("checkpoint without modules: leave the decision out")
+            raise DecisionError("checkpoint names no modules: name at least one module, or leave the decision out")
         if not isinstance(self.kept, tuple) or (self.kept and len(self.kept) != len(self.modules)):
             raise DecisionError(
-                f"checkpoint of {counted(len(self.modules), 'module')} keeps {self.kept!r}: "
-                "give the kept ops of each module, or of none"
+                f"checkpoint names {counted(len(self.modules), 'module')}, and its kept ops are {self.kept!r}: "
+                "give a list of op numbers for each module, or leave kept empty"
             )
         for numbers in self.kept:
             whole = isinstance(numbers, tuple) and all(type(number) is int and number >= 0 for number in numbers)
             if not whole or any(first >= second for first, second in itertools.pairwise(numbers)):
-                raise DecisionError(f"checkpoint keeps ops {numbers!r}: give ascending numbers of at least 0")
+                raise DecisionError(
+                    f"checkpoint keeps ops {numbers!r}: give whole numbers of at least 0 in ascending order"
+                )
 
     @property
     def by_module(self) -> dict[str, tuple[int, ...]]:
-        """Numbers of the ops whose outputs are kept, by module."""
+        """For each module name: numbers of the ops whose outputs are kept."""
         return dict(zip(self.modules, self.kept or ((),) * len(self.modules), strict=True))
 
     def describe(self) -> str:
@@ -263,37 +266,43 @@ class Checkpoint(Decision):
 
 
 Segment = tuple[int, int, tuple[int, ...], tuple[int, ...]]
-"""Ops of a forward: the first op, the one after the last, ops whose outputs are kept, ops at which it is divided."""
+"""A segment of a forward: its first op, the op after its last op, its kept ops, its stops. See `Replay`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Replay(Decision):
-    """Recompute segments of long forwards in backward, op by op, instead of keeping their activations."""
+    """Recompute segments of a module's forward in backward, op by op, instead of keeping their activations.
+
+    A segment is a range of consecutive ops; it need not be a call of a submodule.
+    """
 
     kind: ClassVar[str] = "segment-checkpoint"
     former_kind: ClassVar[str | None] = "replay"
     fidelity: ClassVar[Fidelity] = Fidelity.EXACT
     role: ClassVar[Role] = Role.RECOMPUTE
     modules: tuple[str, ...]
-    """For each segment: the module that it belongs to. Segments of the same module are adjacent."""
+    """For each segment: the name of the module whose forward it is a part of. Segments of a module are adjacent."""
     stretches: tuple[tuple[int, int], ...]
-    """For each segment: the numbers of its first op and of the op after its last one. Ops are numbered within each call
-    of the module, in the order in which they run, counting only ops that make or change a tensor on the module's
-    device."""
+    """For each segment: the number of its first op, and of the op after its last op. In each call of a module, ops are
+    numbered from 0 in the order in which they run. Only ops that make or change a tensor on the module's device are
+    counted."""
     kept: tuple[tuple[int, ...], ...]
     """For each segment: numbers of the ops whose outputs are kept."""
     stops: tuple[tuple[int, ...], ...] = ()
-    """For each segment: numbers of the ops that divide it into parts. Each part is recomputed separately. The inputs of
-    a part are recomputed just before it, so that the inputs of few parts are alive at a time. Empty if no segment is
-    divided."""
+    """For each segment: numbers of the ops at which it is divided into parts; a part begins at each of these ops. Each
+    part is recomputed when the backward reaches it, so that the saved tensors of only one part are in memory at a time.
+    Empty if no segment is divided."""
 
     def __post_init__(self) -> None:
         if not self.modules:
-            raise DecisionError("segment-checkpoint without segments: leave the decision out")
+            raise DecisionError(
+                "segment-checkpoint names no segments: name at least one segment, or leave the decision out"
+            )
         if not len(self.modules) == len(self.stretches) == len(self.kept) == len(self.stops or self.kept):
             raise DecisionError(
-                f"segment-checkpoint of {len(self.stretches)} segments has {len(self.modules)} modules, "
-                f"{len(self.kept)} lists of kept ops and {len(self.stops)} lists of stops: give one for each segment"
+                f"segment-checkpoint has {len(self.modules)} modules, {len(self.stretches)} stretches, "
+                f"{len(self.kept)} lists of kept ops and {len(self.stops)} lists of stops: give as many of each "
+                "(stops may be empty)"
             )
         for segments in self.by_module.values():
             ranges = [number for start, stop, _, _ in segments for number in (start, stop)]
@@ -304,11 +313,14 @@ class Replay(Decision):
             lists += [ranges, *map(list, inside)]
             empty = any(start >= stop or start in stops for start, stop, _, stops in segments)
             if not whole or empty or any(numbers != sorted(numbers) for numbers in lists):
-                raise DecisionError(f"segment-checkpoint of segments {segments!r}: give ranges of ops in rising order")
+                raise DecisionError(
+                    f"segment-checkpoint has segments {segments!r}: give op numbers of at least 0 in ascending order; "
+                    "segments must not be empty or overlap, and must contain their kept ops and stops"
+                )
 
     @property
     def by_module(self) -> dict[str, tuple[Segment, ...]]:
-        """Segments by module."""
+        """For each module name: the segments of its forward."""
         by_module: dict[str, tuple[Segment, ...]] = {}
         segments = zip(self.modules, self.stretches, self.kept, self.stops or ((),) * len(self.modules), strict=True)
         for module, (start, stop), kept, stops in segments:
@@ -332,7 +344,7 @@ class Replay(Decision):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Offload(Decision):
-    """Keep the tensors that these modules save for backward in pinned host memory from forward to backward."""
+    """Keep the tensors that `modules` save for backward in pinned host memory between forward and backward."""
 
     kind: ClassVar[str] = "offload"
     fidelity: ClassVar[Fidelity] = Fidelity.EXACT
@@ -340,15 +352,15 @@ class Offload(Decision):
     needs_host_memory: ClassVar[bool] = True
     modules: tuple[str, ...]
     inputs_of: tuple[str, ...]
-    """Those of `modules` that are recomputed in backward: only their inputs are offloaded, not their saved tensors."""
+    """Members of `modules` that are recomputed in backward. Only the inputs of these modules are offloaded."""
     from_bytes: int
-    """Minimum size of a storage in bytes to be offloaded."""
+    """Minimum size in bytes of the storages that are offloaded; smaller storages stay on the card."""
 
     def __post_init__(self) -> None:
         if not self.modules or not set(self.inputs_of) <= set(self.modules):
             raise DecisionError(
-                f"offload names {counted(len(self.modules), 'module')} and inputs of {list(self.inputs_of)}: "
-                "name at least one module, and list every module of inputs_of in modules too"
+                f"offload has {counted(len(self.modules), 'module')}, and inputs_of names {list(self.inputs_of)}: "
+                "name at least one module in modules, and repeat every module of inputs_of there"
             )
         if type(self.from_bytes) is not int or self.from_bytes < 1:
             raise DecisionError(
@@ -366,5 +378,9 @@ class Offload(Decision):
 
 
 def _keeping(outputs: int, *, each: bool) -> str:
-    """The part of a description that says how many op outputs are kept; empty if none are."""
+    """Describes how many op outputs are kept; empty if none are kept.
+
+    Args:
+        each: True if the number holds for each of several modules.
+    """
     return f", keeping {counted(outputs, 'op output')}{' each' if each else ''}" if outputs else ""

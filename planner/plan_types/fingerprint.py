@@ -1,4 +1,4 @@
-"""Fingerprints of a model's architecture and of a plan, to detect that a plan or state belongs to a different model."""
+"""Fingerprints of models and plans, which show whether a plan or a saved state belongs to a given model."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 
 def fingerprint(model: torch.nn.Module) -> str:
-    """SHA-256 (hex) over names, shapes and dtypes of parameters and buffers, in named order.
+    """Returns the SHA-256 (hex) of the names, shapes and dtypes of a model's parameters and buffers.
 
-    Values, devices and `requires_grad` do not count. A tied tensor counts once, under its first name.
+    Their order is that of `named_parameters` and `named_buffers`. Values, devices and `requires_grad` do not count. A
+    tied tensor counts once, under its first name.
     """
     digest = hashlib.sha256()
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
@@ -26,9 +27,10 @@ def fingerprint(model: torch.nn.Module) -> str:
 
 
 def plan_fingerprint(decisions: Iterable[Decision], model: torch.nn.Module) -> str:
-    """SHA-256 (hex) over the decisions, in any order, and the fingerprint of their model.
+    """Returns the SHA-256 (hex) of the decisions, whose order does not count, and of the model's fingerprint.
 
-    Former kinds are used where a technique has one, so that saved steps of older versions can still be resumed.
+    A technique with a `former_kind` enters under that name, so that the saved state of a training step from an older
+    version can still be loaded.
     """
     with_kinds = [decision.to_json() | {"kind": decision.former_kind or decision.kind} for decision in decisions]
     listed = sorted(with_kinds, key=lambda decision: str(decision["kind"]))

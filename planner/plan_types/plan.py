@@ -1,4 +1,4 @@
-"""`Plan`: what the planner hands to the rewriter. It is plain data with a schema version, without torch objects."""
+"""`Plan`: the planner's result, which the rewriter applies. It is plain data without torch objects."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from planner.plan_types.techniques import canonical_kind, decision_from_json
 DecisionT = TypeVar("DecisionT", bound=Decision)
 
 SCHEMA_VERSION = 1
-"""Version of the JSON format. Plans of another version are refused."""
+"""Version of the JSON format. Plan files with another version are refused."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Memory at the peak of one training step on the card, and its time."""
+    """Memory of one training step on the card, where it peaks, and the time of the step."""
 
     allocated_bytes: int
-    """Largest number of bytes that tensors hold (`torch.cuda.max_memory_allocated`)."""
+    """Peak of the bytes that tensors hold (`torch.cuda.max_memory_allocated`)."""
     reserved_bytes: int
-    """Largest number of bytes that the caching allocator took from the driver."""
+    """Peak of the bytes that the caching allocator holds (`torch.cuda.max_memory_reserved`)."""
     total_bytes: int
-    """`reserved_bytes` plus context and libraries: what `nvidia-smi` shows for the process."""
+    """`reserved_bytes` plus the CUDA context and libraries, as `nvidia-smi` shows for the process."""
     phase: str
     """The phase in which `allocated_bytes` peaks: 'forward', 'backward', 'recompute' or 'optimizer'."""
     module: str
-    """Name of the module at the peak; empty outside of any module."""
+    """Name of the module whose op runs at the peak; empty if the op belongs to no module."""
     op: str
-    """The op at the peak, for example 'aten.mm.default'."""
+    """The op that runs at the peak, for example 'aten.mm.default'."""
     breakdown: dict[str, int]
     """Bytes by category at the peak; the values sum to `total_bytes`."""
     step_ns: int
+    """Predicted time of the step in nanoseconds."""
     flops: int
 
     def to_json(self) -> dict[str, object]:
@@ -51,7 +52,7 @@ class Footprint:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Footprint:
-        """Inverse of `to_json`."""
+        """Reads what `to_json` returned."""
         return cls(
             allocated_bytes=data["allocated_bytes"],
             reserved_bytes=data["reserved_bytes"],
@@ -68,9 +69,9 @@ class ModelFacts:
     """The model that the plan is for, and how to load it again."""
 
     reference: str | None
-    """The model as named on the command line; None for a live object."""
+    """MODEL as given on the command line; None for a model object that was passed in Python."""
     name: str
-    """Class of the model."""
+    """Name of the model's class."""
     parameters: int
     fingerprint: str
     """SHA-256 over names, shapes and dtypes of parameters and buffers."""
@@ -78,14 +79,14 @@ class ModelFacts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OwnLoss:
-    """The labels over which the loss that the model itself computes is a mean."""
+    """How the loss that the model itself computes averages over the labels of a batch."""
 
     shifted: bool
-    """True if the first label of each sample does not count, as in next-token losses."""
+    """True if the first label of each sample does not count, as in next-token prediction."""
     ignored: int
-    """The label that does not count (`ignore_index`)."""
+    """The label value that does not count (`ignore_index`)."""
     divides: bool
-    """True if the model divides the sum of the losses by `num_items_in_batch`, provided that the batch has this key."""
+    """True if the model divides the sum of the losses by `num_items_in_batch`, should the batch contain this key."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,33 +103,33 @@ class WorkloadFacts:
     optimizer: str
     """'adamw', 'sgd', ..., or the qualified name of the user's own optimizer."""
     gradients_alive: bool = False
-    """True if gradients of earlier batches exist before the step, and the step adds its own gradients to them."""
+    """True if gradients of earlier batches are in memory before the step, which adds its own gradients to them."""
     own_loss: OwnLoss | None = None
-    """None if a loss function was given, or if the loss is not a mean over labels."""
+    """How the model's own loss averages; None if a loss function was given, or if it is not a mean over labels."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SolverFacts:
-    """How the plan was found, the peak that the search promised, and the peak of the rehearsal."""
+    """How the plan was found, and the peak of tensors: predicted by the search, and measured in the rehearsal."""
 
     status: str
-    """'optimal', 'time limit', or 'not needed' when nothing had to be chosen."""
+    """'optimal', 'time limit', or 'not needed' if there was nothing to search."""
     gap: float
-    """Maximum share of the step time by which another selection of units could be faster."""
+    """Proven distance to the optimum: another selection of units could save at most this fraction of the step time."""
     seconds: float
-    """Time spent in the solver."""
+    """Time in seconds that the solver took."""
     promised_bytes: int
-    """Peak of allocated tensors that the search promised for the plan."""
+    """Peak of the allocated bytes that the search predicted for the plan."""
     certified_bytes: int
-    """Peak of allocated tensors in the rehearsal of the rewritten step."""
+    """Peak of the allocated bytes in the rehearsal of the rewritten step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NextStep:
-    """A relaxation of the constraints that would make training fit, and its price."""
+    """A relaxation of the constraints with which a plan fits, and that plan: its decisions, memory and slowdown."""
 
     relax: str
-    """The change of options: for example 'allow checkpoint' or '--fidelity rounded'."""
+    """The change of the options, for example 'allow checkpoint' or '--fidelity rounded'."""
     decisions: tuple[Decision, ...]
     total_bytes: int
     slowdown: float
@@ -136,57 +137,65 @@ class NextStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Relaxation:
-    """A technique or fidelity that the constraints rule out, and whether a plan would fit if it was allowed."""
+    """One technique or fidelity that the constraints rule out, and whether a plan would fit if it were allowed."""
 
     relax: str
-    """The change of options: for example 'allow checkpoint' or '--fidelity rounded'."""
+    """The change of the options, for example 'allow checkpoint' or '--fidelity rounded'."""
     opens: bool | None
-    """True if a plan fits with the relaxation; None if there was no time to find out."""
+    """True if a plan fits with the relaxation, else False; None if there was no time to try it."""
     why: str
     """The reason why no plan fits with the relaxation; empty if a plan fits."""
     fidelity: str | None
-    """Fidelity of the plan that fits with the relaxation; None if no plan fits."""
+    """Fidelity of the plan that fits with the relaxation; None if no plan was found."""
     next_step: NextStep | None
-    """The price of the relaxation; None if no plan fits with it."""
+    """The plan that fits with the relaxation; None if no plan was found."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shortfall:
-    """Why no plan fits: the smallest allowed plan still needs `missing_bytes` more.
+    """Explains why no plan is both inside the budget and fast enough, and what would help.
 
-    If a plan fits but is slower than allowed, that plan is reported instead, and `missing_bytes` is 0.
+    The plan that has a shortfall is the smallest allowed plan; or, if a plan is inside the budget but slower than
+    allowed, the fastest such plan.
     """
 
     missing_bytes: int
+    """Bytes by which the plan is over the budget; 0 if it is only too slow."""
     binding: str
-    """The largest category at the peak of the reported plan."""
+    """The category of memory with the most bytes at the peak of the plan, except for the allocator's slack."""
     binding_bytes: int
     next_step: NextStep | None
-    """The cheapest of the relaxations."""
+    """The relaxation whose plan has the smallest slowdown; None if no relaxation helps."""
     relaxations: tuple[Relaxation, ...] = ()
-    """Each technique and fidelity that is not allowed. A lower fidelity is listed only if no higher one helps."""
+    """One item for each technique and fidelity that is not allowed. A lower fidelity is tried only if no higher one
+    helps."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A certified way to run one training step inside a budget."""
+    """The decisions with which one training step is rewritten, with the certified memory and the predicted time.
+
+    A plan that does not fit the budget has `fits` False and a `shortfall`.
+    """
 
     model: ModelFacts
     workload: WorkloadFacts
     card: str
     card_source: str
-    """The source of the card's numbers, for example 'datasheet'."""
+    """Source of the numbers in the card's profile, for example 'datasheet'."""
     vram_bytes: int | None
     """The budget for `total_bytes`; None if the step was only rehearsed."""
     fidelity: str
     forced: tuple[str, ...]
     forbidden: tuple[str, ...]
     baseline: Footprint
+    """Memory and time of the step without any decision."""
     peak: Footprint
+    """Memory and time of the step with the plan's decisions."""
     decisions: tuple[Decision, ...]
     fits: bool
     certified: bool
-    """True only if `peak` was measured in a rehearsal of the rewritten step itself."""
+    """True if `peak` comes from a rehearsal of the rewritten step, not from a prediction."""
     solver: SolverFacts
     shortfall: Shortfall | None
     notes: tuple[str, ...]
@@ -202,11 +211,11 @@ class Plan:
         return self.peak.step_ns / max(self.baseline.step_ns, 1)
 
     def decision(self, kind: type[DecisionT]) -> DecisionT | None:
-        """The plan's decision of this class, or None."""
+        """The plan's decision of class `kind`; None if the plan has no such decision."""
         return next((decision for decision in self.decisions if isinstance(decision, kind)), None)
 
     def to_json(self) -> dict[str, object]:
-        """The plan as JSON-able data; `peak` is written as 'plan'."""
+        """The plan as a dict for JSON. The key of the field `peak` is 'plan', and 'slowdown' is added."""
         data: dict[str, object] = {"schema_version": SCHEMA_VERSION}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -217,15 +226,17 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
-        """Inverse of `to_json`, for former names of techniques too.
+        """Reads what `to_json` returned. Former names of techniques are accepted, too.
 
         Raises:
             PlanFileError: the schema version is not supported, or a field is missing or has the wrong type.
+            DecisionError: a decision is unknown, or one of its fields is not allowed.
         """
         if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
             found = data.get("schema_version") if isinstance(data, dict) else type(data).__name__
             raise PlanFileError(
-                f"plan has schema_version {found!r}, this version reads {SCHEMA_VERSION}: make the plan again"
+                f"plan has schema_version {found!r}, this version of the planner reads {SCHEMA_VERSION}: make the plan "
+                "again"
             )
         try:
             _check_types(data)
@@ -257,15 +268,19 @@ class Plan:
                 },
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PlanFileError(f"plan is not complete ({error}): make the plan again") from error
+            raise PlanFileError(f"plan has a missing or wrong field ({error}): make the plan again") from error
 
     def save(self, path: str | pathlib.Path) -> None:
-        """Write the plan as JSON. The file appears complete or not at all."""
+        """Write the plan as JSON to a file. The file is replaced at once, so that it is never incomplete.
+
+        Raises:
+            PlanFileError: the file cannot be written.
+        """
         write_text_atomically(pathlib.Path(path), json.dumps(self.to_json(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | pathlib.Path) -> Plan:
-        """Read a file that `save` wrote. Raises `PlanFileError` if it is not a plan."""
+        """Read a plan file that `save` wrote. Raises `PlanFileError` if it cannot be read or is not a plan."""
         try:
             data = json.loads(pathlib.Path(path).read_text())
         except OSError as error:
@@ -276,7 +291,11 @@ class Plan:
 
 
 def write_text_atomically(path: pathlib.Path, text: str) -> None:
-    """Write to a temporary file in the same folder and rename it, so that a reader never sees half a file."""
+    """Write a text file at once: to a temporary file in the same folder, which is then renamed to `path`.
+
+    Raises:
+        PlanFileError: the file cannot be written.
+    """
     neighbour = path.with_name(f".{path.name}.part")
     try:
         neighbour.write_text(text)
@@ -287,20 +306,20 @@ def write_text_atomically(path: pathlib.Path, text: str) -> None:
 
 
 def _check_types(data: dict[str, Any]) -> None:
-    """Check the types of values that later code relies on: a plan that was edited by hand may hold anything."""
+    """Raise `TypeError` if a field has a type that later code cannot use, as in a plan that was edited by hand."""
     vram, reference = data["vram_bytes"], data["model"]["reference"]
     if vram is not None and (type(vram) is not int or vram < 0):
-        raise TypeError(f"vram_bytes is {vram!r}, not a number of bytes")
+        raise TypeError(f"vram_bytes is {vram!r}, not a whole number of bytes")
     slowdown = data["max_slowdown"]
     if slowdown is not None and (type(slowdown) not in (int, float) or slowdown <= 0):
         raise TypeError(f"max_slowdown is {slowdown!r}, not a factor above zero")
     if reference is not None and not isinstance(reference, str):
-        raise TypeError(f"model.reference is {reference!r}, not a text")
+        raise TypeError(f"model.reference is {reference!r}, not a string")
     for name in ("card", "fidelity"):
         if not isinstance(data[name], str):
-            raise TypeError(f"{name} is {data[name]!r}, not a text")
+            raise TypeError(f"{name} is {data[name]!r}, not a string")
     if not isinstance(data["workload"]["optimizer"], str):
-        raise TypeError(f"workload.optimizer is {data['workload']['optimizer']!r}, not a text")
+        raise TypeError(f"workload.optimizer is {data['workload']['optimizer']!r}, not a string")
 
 
 def _workload_from_json(data: dict[str, Any]) -> WorkloadFacts:
@@ -323,7 +342,7 @@ def _next_step_from_json(data: dict[str, Any] | None) -> NextStep | None:
 
 
 def _plain(value: object) -> object:
-    """The value as JSON-able data."""
+    """Converts a value to what `json` can write."""
     if isinstance(value, (Decision, Footprint)):
         return value.to_json()
     if dataclasses.is_dataclass(value):

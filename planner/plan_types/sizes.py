@@ -1,4 +1,4 @@
-"""Reads memory sizes as people write them (6GiB, 80%), and prints them."""
+"""Parses memory sizes such as 6GiB or 80%, and formats bytes as text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
 SMALLEST_PLAIN_BYTES = MIB
-"""Minimum number without a unit that is read as bytes. A smaller number probably lacks its unit."""
+"""Minimum number that is accepted without a unit, as bytes. A smaller number probably lacks its unit."""
 
 _UNIT_BYTES = {
     **dict.fromkeys(("tib", "ti"), 1024 * GIB),
@@ -30,20 +30,22 @@ _LONGEST_SHOWN = 40
 
 
 def parse_size(text: str | int, *, device_bytes: int | None) -> int:
-    """Read a size in bytes. A fraction of a byte is dropped, so that a limit never grows.
+    """Convert a size to bytes, rounded down to a whole byte.
 
     Args:
         text: a number and a unit, in upper or lower case, with or without a space between them. TiB, GiB, MiB, KiB
             (also Ti, Gi, Mi, Ki) are binary. TB, GB, MB, KB (also T, G, M, K) are decimal, which is the smaller and
-            therefore safer reading of a budget. B is bytes, and `%` is a share of `device_bytes`. A number without a
-            unit is read as bytes if it is at least 1 MiB.
-        device_bytes: memory of the card in bytes; None if no card is known.
+            therefore safer reading of a budget. B is bytes, and `%` is a percentage of `device_bytes`. A number without
+            a unit is a number of bytes, and must be at least 1 MiB.
+        device_bytes: memory of the card in bytes; None if it is not known.
 
     Raises:
-        SizeError: the text is anything else, zero, more than 100%, or a share of an unknown card.
+        SizeError: the text is anything else, the size is zero or more than 100%, or `device_bytes` is needed and None.
     """
     if isinstance(text, bool) or not isinstance(text, (str, int)):
-        raise SizeError(f"size {_shown(text)} is a {type(text).__name__}: write text such as 6GiB, or whole bytes")
+        raise SizeError(
+            f"size {_shown(text)} is a {type(text).__name__}: write a text such as 6GiB, or a whole number of bytes"
+        )
     if isinstance(text, int):
         return _plain_bytes(text, written=text)
     match = _SIZE.fullmatch(text)
@@ -60,9 +62,10 @@ def parse_size(text: str | int, *, device_bytes: int | None) -> int:
 
 
 def format_size(n_bytes: int) -> str:
-    """Print bytes in the largest binary unit in which the number is at least 1: '5.59 GiB', '812.0 MiB', '17 B'.
+    """Format bytes in the largest binary unit in which the number is at least 1: '5.59 GiB', '812.0 MiB', '17 B'.
 
-    TiB and GiB have two decimals, MiB and KiB one, bytes none. The number may be negative (a difference).
+    TiB and GiB have two decimals, MiB and KiB one decimal, bytes none. A negative number, such as a difference, gets a
+    minus sign.
     """
     if n_bytes < 0:
         return f"-{format_size(-n_bytes)}"
@@ -78,13 +81,18 @@ def _plain_bytes(number: Fraction | int, *, written: str | int) -> int:
         raise SizeError("size in bytes is negative: write a size above zero, such as 6GiB")
     if number < SMALLEST_PLAIN_BYTES:
         example = written if number > 0 else "6"
-        raise SizeError(f"size '{written}' has no unit and is too small for bytes: did you mean {example}GiB?")
+        raise SizeError(
+            f"size '{written}' has no unit and is too small for a number of bytes: did you mean {example}GiB?"
+        )
     return int(number)
 
 
 def _share(percent: Fraction, device_bytes: int | None, *, written: str) -> int:
     if device_bytes is None:
-        raise SizeError(f"size {_shown(written)} is a share of a card that is not known: name a card, or write 6GiB")
+        raise SizeError(
+            f"size {_shown(written)} is a percentage of the card's memory, which is not known: name a real card with "
+            "--gpu, or write a size such as 6GiB"
+        )
     if percent > 100:
         raise SizeError(f"size {_shown(written)} is more than the card has: write at most 100%, or a size such as 6GiB")
     return _at_least_a_byte(percent * device_bytes / 100, written=written)
@@ -97,6 +105,6 @@ def _at_least_a_byte(size_bytes: Fraction, *, written: str) -> int:
 
 
 def _shown(value: object) -> str:
-    """The value as typed, shortened to fit on one line."""
+    """Quotes the user's value in a message, shortened if it is long."""
     text = repr(value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}..."

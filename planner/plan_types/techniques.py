@@ -1,4 +1,4 @@
-"""All techniques by name: the kinds that users write, their former names, and decisions read from JSON."""
+"""Finds techniques by name: the kinds that users write, former names and aliases. Reads decisions from JSON."""
 
 from __future__ import annotations
 
@@ -24,20 +24,25 @@ _CANONICAL = {
 
 
 def canonical_kind(name: str) -> str:
-    """The kind that a name or a former name stands for; an unknown name is returned unchanged."""
+    """The kind of the technique with this kind, former kind or alias. An unknown name is returned unchanged."""
     return _CANONICAL.get(name, name)
 
 
 def decision_from_json(data: dict[str, object]) -> Decision:
-    """Inverse of `Decision.to_json`, for former kinds too. Raises `DecisionError` for an unknown kind or field."""
+    """Reads what `Decision.to_json` returned. Former kinds are accepted, too.
+
+    Raises:
+        DecisionError: the kind or a field is unknown, or a value is not allowed.
+        TypeError: a field is missing.
+    """
     fields = dict(data)
     kind = fields.pop("kind", None)
     decision = KINDS.get(canonical_kind(kind)) if isinstance(kind, str) else None
     if decision is None:
-        raise DecisionError(f"decision kind {kind!r} is unknown: known are {', '.join(KINDS)}")
+        raise DecisionError(f"decision kind {kind!r} is unknown: choose from {', '.join(KINDS)}")
     known = {field.name for field in dataclasses.fields(decision)}
     if unknown := sorted(set(fields) - known):
-        raise DecisionError(f"decision {kind!r} has no field {unknown[0]!r}: known are {', '.join(sorted(known))}")
+        raise DecisionError(f"decision {kind!r} has no field {unknown[0]!r}: its fields are {', '.join(sorted(known))}")
     return decision(**{name: _as_tuples(value) for name, value in fields.items()})
 
 

@@ -1,4 +1,4 @@
-"""`Tradeoff`: memory against step time for one training step, as certified plans. It is plain data without torch."""
+"""`Tradeoff`: certified plans that trade memory against step time. It is plain data without torch objects."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import dataclasses
 from planner.plan_types.plan import SCHEMA_VERSION, Footprint, Plan
 
 DEFAULT_SECONDS = 30.0
-"""Default time limit of a trade-off, which is kept approximately."""
+"""Default time limit in seconds for computing a trade-off, which is kept approximately."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tradeoff:
-    """The Pareto front of one workload: no plan in it is both as small and as fast as another."""
+    """The Pareto front of one workload: for each plan, every plan that needs less memory is slower."""
 
     as_it_is: Plan
     """The baseline: the step without any decision."""
     points: tuple[Plan, ...]
-    """Plans from the fastest to the smallest; each fits a budget of exactly its own `total_bytes`."""
+    """Plans from the fastest to the smallest. The budget of each plan is the total memory that it needs itself."""
     vram_bytes: int | None
-    """The user's budget; None if there is none."""
+    """The user's budget in bytes; None if there is none."""
     usable_bytes: int | None
-    """The part of the budget that the card has; None without a budget."""
+    """The user's budget, but at most the memory of the card; None without a budget."""
     complete: bool
     """False if time ran out: other plans may exist between the plans in `points`."""
     seconds: float
@@ -40,11 +40,14 @@ class Tradeoff:
 
     @property
     def fits(self) -> bool:
-        """True if a plan is inside the budget; without a budget, if there is any plan at all."""
+        """True if a plan is inside the budget. Without a budget, True if there is any plan."""
         return bool(self.points) if self.vram_bytes is None else self.chosen is not None
 
     def to_json(self) -> dict[str, object]:
-        """The trade-off as JSON-able data; `Plan.from_json` reads each of its `points`."""
+        """The trade-off as a dict for JSON; `Plan.from_json` reads each item of `points`.
+
+        'chosen' is the index of the fastest plan inside the budget, or None.
+        """
         chosen = self.chosen
         return {
             "schema_version": SCHEMA_VERSION,

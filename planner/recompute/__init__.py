@@ -1,1 +1,1 @@
-"""Builds the activation checkpointing problem of a recording: what can be recomputed, what that frees and costs."""
+"""Builds the activation checkpointing problem of a recording: what can be recomputed, the bytes freed and the time."""

@@ -1,8 +1,8 @@
 """Selective activation checkpointing: the ops whose outputs are worth keeping when a module is recomputed.
 
-The ops are matrix products, convolutions and attention, which take most of the time of a recompute; the code calls all
-of them products. Products are numbered in execution order within one call of a module, and a plan lists the numbers of
-the products whose outputs are kept.
+These ops are matrix products, convolutions and attention, which take most of the time of a recompute. The code calls
+all three kinds *products*. Products are numbered in execution order within one call of a module, and a plan lists the
+numbers of the products whose outputs are kept.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ PRODUCTS: dict[str, int | None] = {
     "_scaled_dot_product_cudnn_attention": 5,
     "_scaled_dot_product_flash_attention_for_cpu": 3,
 }
-"""Names in `torch.ops.aten`, all with the overload `default`; for attention, the position of its `dropout_p`.
+"""Maps the name of each product in `torch.ops.aten` to the position of its argument `dropout_p` (None: it has none).
 
-Attention with dropout draws random numbers. If a recompute skipped it, the ops after it would draw other numbers than
-in the first run, so its output is never kept.
+The overload is always `default`. Attention with dropout draws random numbers. If a recompute skipped it, later ops
+would draw other numbers than in the first run. So the output of attention with dropout is never kept.
 """
 
 _NAMES = frozenset(f"aten.{name}.default" for name in PRODUCTS)
-_CLEARLY_DENSER = 1.5
-"""Minimum ratio of time saved per kept byte between products that are kept and products that are recomputed."""
+_MIN_DENSITY_DROP = 1.5
+"""Minimum ratio of the time saved per byte of the worst kept product to that of the best recomputed product.
+
+It is the condition for keeping only some of the products (`_alternatives`).
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,22 +43,24 @@ class Kept:
     """The products of one call whose outputs are kept."""
 
     numbers: tuple[int, ...]
-    """Numbers of the products within the call; in a segment, numbers of ops."""
+    """Numbers of the products, counted among the products of the call. For a segment: their op numbers in the
+    forward of the module."""
     ops: tuple[int, ...]
     """Indices of the products in the recording."""
     storages: frozenset[int]
-    """Storages of their outputs."""
+    """Storages of the outputs of these products."""
 
 
 NOTHING = Kept(numbers=(), ops=(), storages=frozenset())
 
 
 class Keepable:
-    """Finds the products of calls whose outputs can be kept for the recompute.
+    """Finds the products whose outputs can be kept for a recompute, and proposes which of them to keep.
 
     Args:
+        graph: a what-if recording.
         op_ns: time of each op in ns.
-        sizes: bytes of each storage, rounded as the allocator does.
+        sizes: bytes of each storage, rounded up as the allocator does.
     """
 
     def __init__(self, graph: StepGraph, op_ns: list[int], sizes: list[int]) -> None:
@@ -64,7 +69,7 @@ class Keepable:
 
     @functools.cached_property
     def _by_call(self) -> dict[int, list[int]]:
-        """The products of each call, those of nested calls included, in execution order."""
+        """For each call: indices of its products in execution order, including the products of nested calls."""
         products: dict[int, list[int]] = {}
         for index, op in enumerate(self._graph.ops):
             if op.name in _NAMES and op.phase == "forward":
@@ -73,8 +78,8 @@ class Keepable:
         return products
 
     @functools.cached_property
-    def _rewritten(self) -> frozenset[int]:
-        """Storages that a later op overwrites, so that they no longer hold the product's output."""
+    def _overwritten(self) -> frozenset[int]:
+        """Storages that are changed in place after the op that made them."""
         return frozenset(
             storage
             for index, op in enumerate(self._graph.ops)
@@ -84,25 +89,25 @@ class Keepable:
         )
 
     def choices(self, calls: dict[int, int]) -> list[dict[int, Kept]]:
-        """Returns the alternatives for one module: for each alternative, the products that every call keeps (at least
-        one).
+        """Returns the alternatives for one module; each maps every call to the products that it keeps (at least one).
 
         Args:
-            calls: the calls of one module, each with the tick after which none of its ops is recomputed.
+            calls: for each call of the module, the tick at which its recompute ends: later ops are not recomputed.
         """
         if self._nests or any(self._graph.calls[call].has_hooks for call in calls):
             return []
         products = {call: self._by_call.get(call, []) for call in calls}
         numbers = set.intersection(*(self._usable(products[call], last) for call, last in calls.items()))
         return [
-            {call: self._kept(products[call], chosen) for call in calls} for chosen in self._levels(numbers, products)
+            {call: self._kept(products[call], chosen) for call in calls}
+            for chosen in self._alternatives(numbers, products)
         ]
 
     def choices_among(self, ops: dict[int, list[int]], *, first: int) -> list[dict[int, Kept]]:
-        """Returns the alternatives for one segment: for each alternative, the products that every call keeps.
+        """Returns the alternatives for one segment; each maps every call to the products that it keeps (at least one).
 
         Args:
-            ops: the numbered ops of the segment, for each call.
+            ops: for each call of the segment, indices of the segment's ops in the order of their numbers.
             first: the number of the segment's first op in the whole forward.
         """
         numbers = set.intersection(
@@ -117,7 +122,7 @@ class Keepable:
                 call: dataclasses.replace(self._kept(among, chosen), numbers=tuple(first + number for number in chosen))
                 for call, among in ops.items()
             }
-            for chosen in self._levels(numbers, ops)
+            for chosen in self._alternatives(numbers, ops)
         ]
 
     def _usable(self, products: list[int], last_tick: int) -> set[int]:
@@ -129,16 +134,20 @@ class Keepable:
         }
 
     def _is_usable(self, index: int, op: Op) -> bool:
-        """True if the op's outputs are its own storages, are not overwritten, and the op may be skipped."""
-        own = all(self._graph.storages[storage].op == index for storage in op.outputs)
-        rewritten = not self._rewritten.isdisjoint(op.outputs)
-        return bool(op.outputs) and own and not rewritten and not op.draws_random_numbers
+        """True if a recompute can skip the op and take its kept output instead.
 
-    def _levels(self, numbers: set[int], products: dict[int, list[int]]) -> list[tuple[int, ...]]:
-        """Returns the sets of products to offer: all of them and, if the gap is clear, those that save the most time.
+        The op must make its output storages, no later op may overwrite them, and the op must draw no random numbers.
+        """
+        makes_outputs = all(self._graph.storages[storage].op == index for storage in op.outputs)
+        overwritten = not self._overwritten.isdisjoint(op.outputs)
+        return bool(op.outputs) and makes_outputs and not overwritten and not op.draws_random_numbers
 
-        A heuristic: products are sorted by time saved per byte kept, and the steepest drop separates the second set.
-        Other subsets are not offered.
+    def _alternatives(self, numbers: set[int], products: dict[int, list[int]]) -> list[tuple[int, ...]]:
+        """Returns one or two sets of product numbers, which are the alternatives for what a call keeps.
+
+        The first set has all products. For the second set, products are sorted by time saved per byte kept, and the set
+        has the products before the steepest drop; it exists only if the drop is larger than `_MIN_DENSITY_DROP`. This
+        is a heuristic, and other subsets are not tried.
         """
         if not numbers:
             return []
@@ -149,10 +158,10 @@ class Keepable:
         }
         ordered = sorted(numbers, key=lambda number: (-density[number], number))
         drops = [density[denser] / max(density[sparser], 1e-9) for denser, sparser in itertools.pairwise(ordered)]
-        levels = [tuple(sorted(ordered))]
-        if drops and (steepest := max(drops)) > _CLEARLY_DENSER:
-            levels.append(tuple(sorted(ordered[: drops.index(steepest) + 1])))
-        return levels
+        alternatives = [tuple(sorted(ordered))]
+        if drops and (steepest := max(drops)) > _MIN_DENSITY_DROP:
+            alternatives.append(tuple(sorted(ordered[: drops.index(steepest) + 1])))
+        return alternatives
 
     def _bytes(self, op: int) -> int:
         return sum(self._sizes[storage] for storage in self._graph.ops[op].outputs)

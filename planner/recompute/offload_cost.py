@@ -1,9 +1,12 @@
 """Memory freed, memory held and time taken when the saved tensors of a call are offloaded to host memory.
 
-`rewrite/rules/offload.py` does the offloading. Tensors that a call made and saved are copied to the host when autograd
-saves them, and copied back when backward first reads one of them; from then on the copy is held until backward has read
-all of them. For a call that is also recomputed, its inputs are offloaded instead, and come back before the recompute.
-If other owners hold the same storage for longer, a copy frees nothing, and the call is not offloaded.
+`rewrite/rules/offload.py` does the offloading. A storage that a call made and saved is copied to the host when autograd
+saves it, and copied back when backward first reads a tensor on it. The copy on the device is held until backward has
+read all tensors that the call saved on this storage. For a call that is also recomputed, the inputs of the call are
+offloaded instead, and are copied back before the recompute.
+
+If the same storage is also saved outside of the call, and still held there when it would be copied back, offloading
+frees nothing. Such a call is not offloaded.
 """
 
 from __future__ import annotations
@@ -18,15 +21,16 @@ from planner.recompute.recompute_cost import Rerun
 from planner.recording.step_graph import Save, StepGraph
 
 FROM_BYTES = 1 << 20
-"""Minimum size of an offloaded storage; a smaller one is not worth launching two copies."""
+"""Minimum size of an offloaded storage in bytes; a smaller storage is not worth launching two copies."""
 
 
 class Offloads:
     """Computes what offloading costs for the calls of one recording.
 
     Args:
-        copies: time of copies between device and host.
-        sizes: bytes of each storage, rounded as the allocator does.
+        graph: a what-if recording.
+        copies: gives the time of a copy to the host and back.
+        sizes: bytes of each storage, rounded up as the allocator does.
     """
 
     def __init__(self, graph: StepGraph, copies: HostCopies, sizes: list[int]) -> None:
@@ -42,11 +46,14 @@ class Offloads:
                 self._saves[call][save.storage].append(save)
 
     def of_saved(self, call: int) -> Rerun | None:
-        """Returns the cost of offloading what the call makes and saves; None if nothing large can be freed."""
+        """Returns the cost of offloading the tensors that the call makes and saves.
+
+        Returns None if none of their storages is as large as `FROM_BYTES`, or if another call holds one of them longer.
+        """
         inputs = set(self._graph.calls[call].inputs)
         saves = {storage: saves for storage, saves in self._saves[call].items() if storage not in inputs}
         reads = {storage: self._reads(saves[storage]) for storage in saves}
-        if not saves or any(self._is_held(storage, saves[storage], reads[storage][0]) for storage in saves):
+        if not saves or any(self._is_held_elsewhere(storage, saves[storage], reads[storage][0]) for storage in saves):
             return None
         return Rerun(
             backs={save.pack: reads[storage][0] for storage in saves for save in saves[storage]},
@@ -58,11 +65,16 @@ class Offloads:
         )
 
     def of_inputs(self, call: int, rerun: Rerun) -> Rerun | None:
-        """Returns `rerun` with the call's inputs offloaded; None if they are small, or no op of the model made them."""
+        """Returns the cost of a recompute (`rerun`), changed for inputs of the call that are offloaded until then.
+
+        Only inputs that the model made are offloaded. Returns None if none of them is as large as `FROM_BYTES`, or if
+        one of them is also held outside of the call.
+        """
         graph = self._graph
         copied = {s for s in graph.calls[call].made_inputs if graph.storages[s].size_bytes >= FROM_BYTES}
         back = rerun.peaks[0][0]
-        if not copied or any(self._is_held(storage, self._saves[call].get(storage, []), back) for storage in copied):
+        saves = self._saves[call]
+        if not copied or any(self._is_held_elsewhere(storage, saves.get(storage, []), back) for storage in copied):
             return None
         size_bytes = sum(self._sizes[storage] for storage in copied)
         return dataclasses.replace(
@@ -73,7 +85,10 @@ class Offloads:
         )
 
     def _reads(self, saves: Collection[Save]) -> tuple[int, int]:
-        """Returns the ticks at which backward reads the first of the saves, and at which it no longer needs any."""
+        """Returns the tick at which backward first reads one of the saves, and the tick from which it needs none.
+
+        Both are the end of the recording if backward reads none of them.
+        """
         ticks = self._graph.ticks
         reads = [save.unpack for save in saves if save.unpack is not None]
         if not reads:
@@ -82,8 +97,8 @@ class Offloads:
         released = [ticks if save.release is None else save.release for save in saves if save.unpack is None]
         return min(reads), max(reads + released)
 
-    def _is_held(self, storage: int, saves: Iterable[Save], back: int) -> bool:
-        """True if saves other than these still hold the storage at tick `back`: then the copy would be a second one."""
+    def _is_held_elsewhere(self, storage: int, saves: Iterable[Save], back: int) -> bool:
+        """True if saves of the storage other than `saves` still hold it at tick `back`, when the copy comes back."""
         inside = {save.pack for save in saves}
         others = (save for save in self._all_saves[storage] if save.pack not in inside)
         return any(save.release is None or save.release > back for save in others)

@@ -1,8 +1,10 @@
-"""The cost of recomputing one call of a unit: the memory held for it, its time, and its own peak memory.
+"""The cost of recomputing one call of a unit: the memory held for the recompute, its time, and its own peak memory.
 
-The forward of a module runs again as Python code, up to the last tensor that it saves. For a segment, only the ops that
-lead to a saved tensor (its ancestors in the graph of ops and storages) run again, and every tensor that they make is
-freed after its last use by these ops.
+There are two kinds of recompute:
+
+- A module is recomputed by running its forward again as Python code, up to the last tensor that it saves (`Reruns`).
+- A segment is recomputed by a *replay*: only the ops that lead to a saved tensor (its ancestors in the graph of ops and
+  storages) run again, and every tensor that they make is freed after its last use by these ops (`Replays`).
 """
 
 from __future__ import annotations
@@ -23,41 +25,49 @@ from planner.recording.step_graph import Save, StepGraph
 
 @dataclasses.dataclass(slots=True)
 class Window:
-    """The ticks at which backward first reads what a call saved, and of the call's last save and last release."""
+    """Ticks that describe how long the tensors saved in one call are needed."""
 
     back: float
     """Tick at which backward first reads a saved tensor; infinite if it reads none."""
     last_pack: int
+    """Tick of the last save in the call."""
     release: int
+    """Tick at which autograd releases the last tensor saved in the call."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rerun:
-    """The cost of recomputing (or offloading) one call, as one unit does it."""
+    """The cost of one call if it is recomputed (or offloaded) by one unit."""
 
     backs: dict[int, int] | int
-    """Tick at which a saved tensor is made again: by the tick of its save, or one tick for all saves."""
+    """Tick at which saved tensors are made again (or copied back): one tick for all saves of the call, or
+    a dict with one tick for each save; its keys are the `Save.pack` of the saves."""
     frees: frozenset[int] | None
-    """Storages saved in the call that are recomputed; None if these are all storages except `kept`."""
+    """Storages saved in the call that are freed until they are made again; None for all storages except `kept`."""
     kept: frozenset[int]
     """Storages of the outputs that selective checkpointing keeps."""
     holds: tuple[tuple[int, int, int], ...]
-    """(storage, first tick, tick after the last): storages kept alive for this recompute, or by it for later ones."""
+    """(storage, first tick, tick after the last) of storages that are kept alive because the unit is selected: inputs
+    that the recompute needs, tensors from which later replays start, or offloaded tensors that were copied back."""
     cost_ns: int
-    """Time of the recompute."""
+    """Time of the recompute and of copies between device and host, in ns."""
     peaks: tuple[tuple[int, int], ...]
-    """(tick, bytes) of each recompute: the most that it has alive at once, not counting `holds`."""
+    """(tick, bytes) for each time the call is recomputed: the most bytes that the recompute has alive at once, without
+    `holds`. A divided segment is recomputed once per part."""
 
     def back(self, save: Save) -> int:
-        """Returns the tick at which a saved tensor is made again."""
+        """Returns the tick at which a saved tensor is made again or copied back."""
         return self.backs if isinstance(self.backs, int) else self.backs[save.pack]
 
     def keeps(self, storage: int) -> bool:
-        """True if a storage saved in the call stays alive until backward reads it."""
+        """True if a storage saved in the call is not freed, but stays alive until backward reads it."""
         return storage in self.kept if self.frees is None else storage not in self.frees
 
     def gives_away(self, storage: int) -> bool:
-        """True if, after an op's backward has read a saved storage, no other owner holds the storage."""
+        """True if a saved storage is freed as soon as backward has read it.
+
+        Without the unit, autograd would hold it longer, until the node is released.
+        """
         return self.frees is None or storage in self.frees
 
 
@@ -67,7 +77,7 @@ class Reruns:
     Args:
         graph: a what-if recording.
         op_ns: time of each op in ns.
-        sizes: bytes of each storage, rounded as the allocator does.
+        sizes: bytes of each storage, rounded up as the allocator does.
     """
 
     def __init__(self, graph: StepGraph, op_ns: list[int], sizes: list[int]) -> None:
@@ -94,7 +104,7 @@ class Reruns:
         inside = slice(*np.searchsorted(self._births, [call.start, window.last_pack]))
         born, held = self._births[inside], self._ordered_sizes[inside]
         if kept.storages:
-            # Kept outputs are there from the start; those that are saved too are counted in the curve already.
+            # Kept outputs are alive from the start. If autograd saved them too, the memory curve counts them already.
             numbers = self._order[inside].tolist()
             is_kept = np.array([storage in kept.storages for storage in numbers])
             is_saved = np.array([storage in self._saved for storage in numbers])
@@ -110,7 +120,7 @@ class Reruns:
 
 
 def _highest(births: np.ndarray, deaths: np.ndarray, sizes: np.ndarray) -> int:
-    """Returns the largest number of bytes alive at once among storages that live [birth, death)."""
+    """Returns the largest number of bytes alive at once, for storages that are alive at ticks [birth, death)."""
     if not len(births):
         return 0
     ticks = np.concatenate([births, deaths])
@@ -119,12 +129,12 @@ def _highest(births: np.ndarray, deaths: np.ndarray, sizes: np.ndarray) -> int:
 
 
 class Replays:
-    """Computes the cost of replaying segments, op by op.
+    """Computes the cost of replaying segments op by op.
 
     Args:
         graph: a what-if recording with segments (`planner.recompute.segments.with_segments`).
         op_ns: time of each op in ns.
-        sizes: bytes of each storage, rounded as the allocator does.
+        sizes: bytes of each storage, rounded up as the allocator does.
     """
 
     def __init__(self, graph: StepGraph, op_ns: list[int], sizes: list[int]) -> None:
@@ -149,7 +159,7 @@ class Replays:
                     self._writes[written].append(op.tick)
 
     def ops_of(self, call: int) -> list[int]:
-        """Returns the ops of a segment, in the order of their numbers."""
+        """Returns the indices of a segment's ops, in the order of their numbers."""
         if call not in self._ops:
             owner = next(outer for outer in self._graph.enclosing(call) if outer not in self._segments)
             if owner not in self._ops:
@@ -159,7 +169,7 @@ class Replays:
         return self._ops[call]
 
     def of_segment(self, index: int, kept: Kept, split_points: tuple[int, ...]) -> Rerun | None:
-        """Returns the cost of replaying those ops of a segment that lead to what it saved.
+        """Returns the cost of replaying the ops of a segment that lead to the tensors it saved.
 
         Args:
             index: the segment, as an index into the recording's calls.
@@ -167,10 +177,10 @@ class Replays:
             split_points: numbers of the ops at which the segment is divided into parts that replay one at a time.
 
         Returns:
-            None if there is nothing to free, or if something that the ops read is changed later.
+            The cost; None if the replay would free nothing, or if a tensor that the ops read is overwritten later.
         """
         graph, numbered = self._graph, self.ops_of(index)
-        # 1. What the segment makes and saves. What is released before its end is not made again.
+        # 1. The tensors that the segment makes and saves. A tensor released before the segment ends is not made again.
         ops = [op for op in numbered if op not in kept.ops]
         made = self._made(ops)
         end = graph.calls[index].end
@@ -180,7 +190,7 @@ class Replays:
             if storage in made and (save.release is None or save.release > end)
         ]
         wanted = frozenset(storage for storage, _ in saves)
-        # 2. The parts, each with its ops and the saves that were made for them.
+        # 2. The parts, each with its ops and the tensors that autograd saved for these ops.
         first = self._segments[index][0]
         bounds = [0, *(point - first for point in split_points), len(numbered)]
         ticks = [graph.ops[op].tick for op in numbered]
@@ -194,8 +204,8 @@ class Replays:
         ]
         if all(part.back is None for part in parts):
             return None
-        # 3. Which ops have to run again. A replay is wrong if what they read is overwritten after the first read, or
-        #    if tensors that are handed from part to part are overwritten at all.
+        # 3. The ops that have to run again. A replay is wrong if a tensor that they read is overwritten after the first
+        #    read, or if a tensor that one part hands to another is overwritten at all.
         self._trace(parts)
         program = [op for part in parts for op in sorted({*part.to_make, *part.to_pass})]
         starts = self._first_reads(program, made)
@@ -203,8 +213,8 @@ class Replays:
             return None
         if split_points and any(self._writes[storage] for part in parts for storage in part.crossing):
             return None
-        # 4. What is held: tensors from before the segment that the replay starts from, until the last release; other
-        #    tensors that the segment reads, until its end; kept products, from their birth.
+        # 4. Tensors that are held: those that the replay reads and that were made before the segment, until the last
+        #    release; other tensors that the segment reads, until its end; outputs of kept products, from their birth.
         release = max(graph.ticks if save.release is None else save.release for _, save in saves)
         births = {storage: graph.storages[storage].lives[0][0] for storage in kept.storages}
         held = [
@@ -212,7 +222,7 @@ class Replays:
             for storage, tick in (self._first_reads(ops, made) | births).items()
             if graph.storages[storage].op is not None
         ]
-        # 5. Time, own peaks and further holds follow from playing the replays through.
+        # 5. Time, peaks and further holds, found by simulating the replays.
         run = _Run(self, parts, release)
         return Rerun(
             backs={save.pack: graph.ticks if (b := parts[part_of[save.pack]].back) is None else b for _, save in saves},
@@ -224,7 +234,7 @@ class Replays:
         )
 
     def _trace(self, parts: list[_Part]) -> None:
-        """Sets, from the last part to the first, the ops that lead to each part's saves and to later parts."""
+        """Sets `to_make`, `to_pass` and `crossing` of every part, from the last part to the first."""
         made_before: list[set[int]] = [set()]
         for part in parts[:-1]:
             made_before.append(made_before[-1] | self._made(part.ops))
@@ -235,7 +245,7 @@ class Replays:
             after = part.crossing = (reads | also_reads) & made
 
     def _first_reads(self, ops: list[int], made: set[int]) -> dict[int, int]:
-        """Returns, for each storage that the ops read and did not make, the tick of the first read."""
+        """Returns, for each storage that the ops read and that is not in `made`, the tick of the first read."""
         read = ((s, self._graph.ops[op].tick) for op in reversed(ops) for s in self._graph.ops[op].inputs)
         return {storage: tick for storage, tick in read if storage not in made}
 
@@ -245,7 +255,7 @@ class Replays:
         return {storage for op in ops for storage in graph.ops[op].outputs if graph.storages[storage].op == op}
 
     def _leading_to(self, wanted: set[int], ops: list[int]) -> tuple[list[int], set[int]]:
-        """Returns the ops that lead to the wanted storages, and all storages that they read or that are wanted.
+        """Returns the ops that lead to the wanted storages, and all storages that are wanted or read by these ops.
 
         The ops are the ancestors of the storages, found in one backward sweep, since execution order is a topological
         order. `networkx.ancestors` finds the same (a test compares them) but takes 20 times as long, most of it for
@@ -261,17 +271,25 @@ class Replays:
         return leading[::-1], needed
 
     def _statistics_bytes(self, op: int) -> int:
-        """Returns the bytes of a norm's running statistics, of which a replay updates a copy; 0 for other ops."""
+        """Returns the bytes of the running statistics that a norm op updates; 0 for other ops.
+
+        A replay updates a copy of them, so that they are not updated twice.
+        """
         record = self._graph.ops[op]
         if record.name not in WRITE_STATISTICS:
             return 0
         return sum(self._sizes[storage] for storage in record.inputs[-2:] if self._graph.storages[storage].op is None)
 
     def run(self, program: list[int], values: set[int], to_keep: set[int]) -> tuple[set[int], int]:
-        """Simulates running ops, starting from values whose bytes are counted.
+        """Simulates running ops, and frees each storage after its last use by these ops.
+
+        Args:
+            program: indices of the ops.
+            values: storages that are alive at the beginning and whose bytes are counted.
+            to_keep: storages that are not freed.
 
         Returns:
-            The values that are left (those in `to_keep`), and the largest number of bytes alive at once.
+            The storages in `to_keep` that are alive at the end, and the largest number of bytes alive at once.
         """
         last_use = {s: op for op in program for s in (*self._graph.ops[op].inputs, *self._graph.ops[op].outputs)}
         values = {storage for storage in values if storage in last_use or storage in to_keep}
@@ -287,11 +305,11 @@ class Replays:
         return values, highest
 
     def bytes_of(self, storages: Collection[int]) -> int:
-        """Returns the bytes of some storages together."""
+        """Returns the sum of the sizes of these storages in bytes."""
         return sum(self._sizes[storage] for storage in storages)
 
     def ns_of(self, ops: Sequence[int]) -> int:
-        """Returns the time of some ops together, in ns."""
+        """Returns the sum of the times of these ops in ns."""
         return sum(self._op_ns[op] for op in ops)
 
 
@@ -301,13 +319,13 @@ class _Part:
 
     ops: list[int]
     saves: list[tuple[int, Save]]
-    """Tensors that autograd saves for ops of this part, with their storages."""
+    """(storage, save) of each tensor that autograd saved for an op of this part."""
     to_make: list[int] = dataclasses.field(default_factory=list)
-    """Ops that lead to tensors saved in this part."""
+    """Ops of this part that lead to the tensors saved in this part; they run when this part is replayed."""
     to_pass: list[int] = dataclasses.field(default_factory=list)
-    """Ops that lead to tensors that later parts read."""
+    """Ops of this part that lead to tensors that later parts read; they run on the way to a later part."""
     crossing: set[int] = dataclasses.field(default_factory=set)
-    """Storages that earlier parts make, and that this part or later parts read."""
+    """Storages that earlier parts make, and that this part or a later part reads."""
 
     @property
     def wanted(self) -> set[int]:
@@ -320,23 +338,25 @@ class _Part:
         return min((save.unpack for _, save in self.saves if save.unpack is not None), default=None)
 
     def can_be_read(self, tick: int) -> bool:
-        """True if autograd still holds a tensor of this part at this tick."""
+        """True if autograd still holds a tensor saved in this part at this tick."""
         return any(save.release is None or save.release > tick for _, save in self.saves)
 
 
 class _Run:
-    """Plays all replays of one segment, in the order in which backward reads its parts (`rules/segment_checkpoint.py`).
+    """Simulates all replays of one segment, in the order in which backward reads its parts.
 
-    To replay a part, the ops on the way from the nearest kept starting point run as well. On the way, the inputs of
-    the part in the middle are kept, then of the one in the middle of the rest, and so on. Backward comes from the end,
-    so a part is passed about log2(parts) times, and as many starting points are alive at once: the recursive bisection
-    of Griewank 1992. It is not the optimal schedule (Revolve, Griewank and Walther 2000), which knows the number of
-    starting points that fit.
+    `rewrite/rules/segment_checkpoint.py` replays in the same way. A replay of a part runs all parts from the nearest
+    *starting point* on. A starting point is a part whose inputs were kept by an earlier replay; the first part always
+    is one. While the parts on the way run, new starting points are kept: the part in the middle of the way, the part in
+    the middle of the second half, and so on. Backward reads the last part first. So each part runs about log2(parts)
+    times, and about log2(parts) starting points are alive at once. This is the recursive bisection of Griewank 1992. It
+    is not the optimal schedule (Revolve, Griewank and Walther 2000), which needs to know how many starting points fit
+    in memory.
     """
 
     def __init__(self, replays: Replays, parts: list[_Part], release: int) -> None:
         self._replays, self._parts, self._release = replays, parts, release
-        self._starting_points: dict[int, set[int]] = {}  # part -> storages kept on the way, from which it can start
+        self._starting_points: dict[int, set[int]] = {}  # part -> its inputs, kept by a replay
         self._parts_run: set[int] = set()
         self.holds: list[tuple[int, int, int]] = []
         self.peaks: list[tuple[int, int]] = []
@@ -345,14 +365,14 @@ class _Run:
             self._replay(number, back)
 
     def _replay(self, wanted: int, back: int) -> None:
-        """Replays the part `wanted`, which backward reads at tick `back`."""
+        """Simulates the replay of part number `wanted`, which backward reads at tick `back`."""
         replays, parts = self._replays, self._parts
-        # Start from the nearest part whose inputs are kept, else from the beginning of the segment.
+        # Start from the nearest earlier part whose inputs are kept, else from the beginning of the segment.
         at = max((number for number in self._starting_points if number <= wanted), default=0)
         between = (number for number in range(at + 1, wanted) if number not in self._parts_run)
-        to_hold = _halves([number for number in between if parts[number].can_be_read(back)])
+        to_hold = _midpoints([number for number in between if parts[number].can_be_read(back)])
         self._parts_run.add(wanted)
-        # Run the parts on the way. `counted` are the values alive that are not counted where they are held.
+        # Run the parts on the way. `counted` has the live storages that are not part of `held_bytes`.
         counted: set[int] = set()
         held_bytes = highest = 0
         for number in range(at, wanted):
@@ -372,7 +392,7 @@ class _Run:
         self.peaks.append((back - 1, max(highest, held_bytes + peak)))
 
 
-def _halves(parts: list[int]) -> set[int]:
-    """Returns the part in the middle, the one in the middle of those after it, and so on."""
+def _midpoints(parts: list[int]) -> set[int]:
+    """Returns the middle one of the parts, the middle one of the parts after it, and so on."""
     middle = len(parts) // 2
-    return {parts[middle], *_halves(parts[middle + 1 :])} if parts else set()
+    return {parts[middle], *_midpoints(parts[middle + 1 :])} if parts else set()

@@ -1,23 +1,24 @@
 """Cuts long forwards into segments that can be recomputed one at a time, at places where few bytes cross.
 
 A module that computes everything in one forward has no submodules to checkpoint. Its ops are numbered in execution
-order; a tensor crosses the place between two ops if it was made before and is read after. Candidate cuts are the local
-minima of the crossing bytes. The segments form a binary tree: each one is halved at one of its cheapest cuts, near the
-middle of its saved bytes, so there is a unit of every length from the whole forward to the ops between two cuts. This
-generalises the evenly spaced segments of Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"
-(arXiv:1604.06174), to forwards whose layers differ.
+order. A *place* is a position between two ops; a tensor crosses it if it was made before the place and is read after
+it. A forward may be cut at the places where the crossing bytes have a local minimum. The segments form a binary tree:
+each segment is halved at one of its cheapest cuts, near the middle of its saved bytes. So there are segments of every
+length, from the whole forward to the ops between two neighboring cuts. This generalizes the evenly spaced segments of
+Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174), to forwards whose layers differ.
 
-A module that calls many submodules is cut between them. Its segments are offered only divided into parts, which start
-from each other: few of the tensors between the parts are alive at a time, so they fit budgets that checkpoints of the
-submodules cannot reach: memory grows with the logarithm of the number of parts, as in Chen et al., section 4.4, and in
-Griewank 1992, "Achieving logarithmic growth of temporal and spatial complexity in reverse automatic differentiation".
+A module that calls many submodules is cut between the calls. Its segments are recomputed only in parts, one part at a
+time, and never as a whole. Each part is recomputed from the inputs of an earlier part, and only few of these inputs are
+alive at the same time. So these segments fit into budgets that are too small for checkpoints of the submodules: memory
+grows with the logarithm of the number of parts, as in Chen et al., section 4.4, and in Griewank 1992, "Achieving
+logarithmic growth of temporal and spatial complexity in reverse automatic differentiation".
 
-Where this is not optimal: cuts are places in execution order and not minimum cuts of the graph (two branches that run
-one after the other are cut at the same place), and a segment is halved greedily.
+The cuts are not optimal in two respects. They are places in execution order and not minimum cuts of the graph: two
+branches that run one after the other are cut at the same place. And segments are halved greedily.
 
-The sums below are sweeps over ops in execution order. networkx would answer the same questions per place
-(`networkx.cut_size`) in 16 to 90 ms for 50 places, where one sweep over all of them takes 0.1 to 0.6 ms (106 to 796 ops
-of examples/roberta_84m, flat and llama_1b; networkx 3.6.1). Importing it takes 80 ms of CPU time.
+The crossing bytes of all places are computed in one sweep over the ops, which takes 0.1 to 0.6 ms for the 106 to 796
+ops of examples/roberta_84m, flat and llama_1b. `networkx.cut_size` takes 16 to 90 ms for 50 places, and importing
+networkx takes 80 ms (CPU times, networkx 3.6.1).
 """
 
 from __future__ import annotations
@@ -33,34 +34,40 @@ from planner.recording.module_calls import COMPILED, NO_REPLAY
 from planner.recording.step_graph import Call, Phase, Save, StepGraph
 
 _MIN_OWN_SHARE = 0.1
-"""Minimum fraction of all saved bytes that calls of one type save themselves, without submodules, to be cut."""
+"""Minimum fraction of all saved bytes that the modules of one type must save for being cut.
+
+The saves of their submodules do not count.
+"""
 _MIN_OWN_OPS = 8
-"""Minimum number of ops of its own, without those of submodules, for a forward to be cut."""
+"""Minimum number of ops that a forward must have for being cut, without the ops of submodules."""
 _MIN_SEGMENT_SHARE = 1 / 100
-"""Minimum fraction of all saved bytes in a segment that is cut further."""
+"""Minimum fraction of all saved bytes that a segment must save for being cut into halves."""
 _MIN_SUBMODULE_CALLS = 8
-"""Minimum number of calls that a forward makes to be cut between them, into halves and quarters."""
+"""Minimum number of submodule calls that a forward must make for being cut between them, into halves and quarters."""
 _GOOD_CUT = 1.2
-"""Maximum factor between the bytes of a cut and those of the cheapest cut; among these the middle one is taken."""
+"""Maximum ratio of the bytes that cross a cut to the bytes that cross the segment's cheapest cut.
+
+Among the cuts that satisfy it, the cut closest to the middle of the saved bytes is taken.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Ops [start, stop) of a forward, by their numbers."""
+    """The ops of a forward whose numbers are in [start, stop)."""
 
     start: int
     stop: int
     split_points: tuple[int, ...]
-    """Numbers of the ops at which it may be divided into parts."""
+    """Numbers of the ops at which the segment may be divided into parts."""
     only_divided: bool
-    """True if the segment is offered only divided into parts, and not as a whole."""
+    """True if the segment may be recomputed only in parts, and not as a whole."""
 
 
 def with_segments(graph: StepGraph) -> StepGraph:
     """Returns the recording with the segments of long forwards added as calls.
 
-    A module is cut only if all its calls can be, and at the same op numbers in each of them, since one plan is applied
-    to all of them.
+    A module is cut only if all its calls can be cut and have the same number of ops. All calls are cut at the same op
+    numbers, because a plan applies to every call of a module.
     """
     long = _long_calls(graph)
     ops_of = {call: ops_in(graph, call) for call in (*long, *(_calls_with_many_calls(graph) - long))}
@@ -77,7 +84,10 @@ def with_segments(graph: StepGraph) -> StepGraph:
 
 
 def ops_in(graph: StepGraph, call: int) -> list[int]:
-    """Returns the ops of a call that make or change a storage, in execution order; a replay numbers them so."""
+    """Returns the indices of a call's ops that make or change a storage, in execution order.
+
+    The number of an op in a segment is its position in this list.
+    """
     first, last = graph.calls[call].start, graph.calls[call].end
     return [
         index
@@ -87,12 +97,12 @@ def ops_in(graph: StepGraph, call: int) -> list[int]:
 
 
 def position_of(save: Save, ticks: Sequence[int]) -> int:
-    """Returns the position of the op that a tensor was saved for, among ops that begin at these ticks."""
+    """Returns the position of the op that a tensor was saved for, in a list of ops that begin at these ticks."""
     return bisect(ticks, save.pack) - (0 if save.is_of_next_op else 1)
 
 
 def _long_calls(graph: StepGraph) -> set[int]:
-    """Calls of module types that save a large fraction of all bytes themselves, added up over the calls of the type."""
+    """Calls that may be cut and whose module type saves more than `_MIN_OWN_SHARE` of all bytes, without submodules."""
     own_bytes, own_ops = _saved_bytes(graph), _own_ops(graph)
     by_type: dict[str, int] = defaultdict(int)
     for index, call in enumerate(graph.calls):
@@ -106,7 +116,7 @@ def _long_calls(graph: StepGraph) -> set[int]:
 
 
 def _own_ops(graph: StepGraph) -> dict[int | None, int]:
-    """Number of ops of each call, excluding the ops of its submodules."""
+    """For each call: the number of its ops that make or change a storage, without the ops of submodules."""
     counts: dict[int | None, int] = defaultdict(int)
     for op in graph.ops:
         if op.phase is Phase.FORWARD and op.makes_or_changes:
@@ -115,7 +125,7 @@ def _own_ops(graph: StepGraph) -> dict[int | None, int]:
 
 
 def _calls_with_many_calls(graph: StepGraph) -> set[int]:
-    """Calls that make many calls, none of which runs compiled."""
+    """Calls that make at least `_MIN_SUBMODULE_CALLS` calls directly, and in which no call runs compiled."""
     children: dict[int, int] = defaultdict(int)
     for call in graph.calls:
         if call.parent is not None:
@@ -131,7 +141,7 @@ def _can_run_again(call: Call) -> bool:
 
 
 def _saved_bytes(graph: StepGraph) -> dict[int | None, int]:
-    """Bytes that each call saved itself; a storage counts once, for the call that saved it first."""
+    """For each call: bytes saved outside of its submodules. A storage counts once, for the call that saved it first."""
     first: dict[int, int | None] = {}
     for save in graph.saves:
         if save.storage is not None:
@@ -145,13 +155,17 @@ def _saved_bytes(graph: StepGraph) -> dict[int | None, int]:
 class _Cuts:
     """The places at which one call may be cut, and the tree of segments between them.
 
+    Place p is before op number p of the call.
+
     Args:
-        ops: the numbered ops of the call (`ops_in`).
+        graph: a what-if recording.
+        call: index of the call.
+        ops: indices of the call's ops in the order of their numbers (`ops_in`).
     """
 
     def __init__(self, graph: StepGraph, call: int, ops: list[int]) -> None:
         self._crossing = _crossing_bytes(graph, ops)
-        # Running sum of the bytes saved by the ops before each place; a storage counts where it was saved first.
+        # Bytes saved by the ops before each place (a running sum). A storage counts at the op that saved it first.
         ticks = np.array([graph.ops[op].tick for op in ops])
         saved = {save.storage: save.pack for save in reversed(graph.saves) if save.storage is not None}
         positions = np.searchsorted(ticks, list(saved.values())) - 1
@@ -164,9 +178,9 @@ class _Cuts:
         self._allowed = self._minima() - self._inside_submodules(graph, call, ticks)
 
     def segments(self) -> tuple[Segment, ...]:
-        """All segments, outer before inner.
+        """All segments; a segment comes before the segments inside of it.
 
-        The whole forward is offered only divided: undivided, it would all run again at once, at the original peak.
+        The whole forward may be recomputed only in parts: running it again at once would reach the original peak.
         """
         segments: list[Segment] = []
         self._halve(0, len(self._crossing) - 1, segments, depth=len(self._crossing))
@@ -177,13 +191,22 @@ class _Cuts:
         )
 
     def divided_segments(self) -> tuple[Segment, ...]:
-        """The whole forward, its halves and its quarters, all of them only divided."""
+        """The whole forward, its halves and its quarters; each may be recomputed only in parts (`only_divided`)."""
         segments: list[Segment] = []
         self._halve(0, len(self._crossing) - 1, segments, depth=2)
         return tuple(dataclasses.replace(segment, only_divided=True) for segment in segments if segment.split_points)
 
     def _halve(self, start: int, stop: int, segments: list[Segment], *, depth: int) -> list[int]:
-        """Appends the segments of [start, stop) down to a depth, and returns where the innermost ones begin."""
+        """Cuts ops [start, stop) into halves recursively.
+
+        Args:
+            start, stop: op numbers.
+            segments: the list to which the segments are appended, down to `depth` levels of halving.
+            depth: levels of halving that become segments. Deeper levels only give split points.
+
+        Returns:
+            Numbers of the first ops of the innermost halves; empty if the ops save nothing.
+        """
         saved_bytes = self._saved[stop] - self._saved[start]
         if not saved_bytes:
             return []
@@ -206,7 +229,7 @@ class _Cuts:
         return begins
 
     def _minima(self) -> set[int]:
-        """Places between ops where no more bytes cross than at the places before and after."""
+        """Places where no more bytes cross than at the places before and after it."""
         crossing = self._crossing
         return {
             place
@@ -215,7 +238,7 @@ class _Cuts:
         }
 
     def _inside_submodules(self, graph: StepGraph, call: int, ticks: np.ndarray) -> set[int]:
-        """Places inside of the calls that this call makes."""
+        """Places inside of the calls that this call makes directly."""
         places: set[int] = set()
         for inner in graph.calls:
             if inner.parent == call:
@@ -225,7 +248,7 @@ class _Cuts:
 
 
 def _crossing_bytes(graph: StepGraph, ops: list[int]) -> np.ndarray:
-    """int64[ops + 1]: bytes of the storages made by the ops before each place and read by those after it."""
+    """Returns int64[ops + 1]: for each place, bytes of the storages that are made before it and read after it."""
     made: dict[int, int] = {}
     read: dict[int, int] = {}
     for number, op in enumerate(ops):
@@ -242,7 +265,14 @@ def _crossing_bytes(graph: StepGraph, ops: list[int]) -> np.ndarray:
 
 
 def _with_calls(graph: StepGraph, ops_of: dict[int, list[int]], segments: dict[int, tuple[Segment, ...]]) -> StepGraph:
-    """Adds the segments to the tree of calls, between a call and the calls and saves inside of the segment."""
+    """Returns the recording with the segments added as calls.
+
+    A segment becomes the parent of the calls inside of it, and the call of the tensors saved inside of it.
+
+    Args:
+        ops_of: for each call that is cut, indices of its ops in the order of their numbers.
+        segments: for each call that is cut, its segments.
+    """
     calls = [dataclasses.replace(call) for call in graph.calls]
     nested: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # by call: (first op, op after last, new call)
     for index, of_call in segments.items():
@@ -279,6 +309,10 @@ def _with_calls(graph: StepGraph, ops_of: dict[int, list[int]], segments: dict[i
 
 
 def _innermost(nested: list[tuple[int, int, int]], number: int, otherwise: int) -> int:
-    """Returns the call of the innermost segment that contains an op."""
+    """Returns the call of the innermost segment that contains op `number`, or `otherwise` if no segment does.
+
+    Args:
+        nested: (first op, op after the last, index of the call) of each segment, outer before inner.
+    """
     around = [call for start, stop, call in nested if start <= number < stop]
     return around[-1] if around else otherwise

@@ -1,25 +1,28 @@
 """Builds the checkpoint problem of a what-if recording: the memory curve as a function of what is recomputed.
 
-A unit is a module, or a segment of a module's forward, together with the outputs that it keeps (none or some).
-Selecting it applies to all calls of the module. `torch.utils.checkpoint` (non-reentrant) then works as follows:
+A unit is a module, or a segment of a module's forward, together with the outputs that it keeps (none or some). If the
+search selects a unit, the unit applies to all calls of the module. `torch.utils.checkpoint` (non-reentrant) then has
+these effects on each call:
 
-- nothing saved inside the call is kept from its forward until `back`, the tick at which backward first reads any of it;
-- at `back` the forward of the call runs again, up to the last tensor it saves (early stop). What it saves lives from
-  there until it is unpacked, and after that only as long as the backward function uses it, whereas a tensor that
-  autograd saved itself lives until its node is released;
-- the call's tensor arguments are kept until the last tensor saved in it is released;
-- outputs of products that are kept (selective checkpointing) stay alive until the recompute, which takes them instead
-  of running the product.
+- The tensors saved in the call are not kept from the forward until `back`, the tick at which backward first reads one
+  of them.
+- At `back` the forward of the call runs again, up to the last tensor that it saves (early stop). These tensors are kept
+  until backward unpacks them, and then only while the backward function uses them. Without checkpointing, autograd
+  keeps a saved tensor until its node is released.
+- The tensor arguments of the call are kept until the last tensor saved in the call is released.
+- Outputs of kept products (selective checkpointing) stay alive until the recompute, which takes them instead of running
+  the products.
 
-A replay treats a segment in the same way, except for the ops that it runs and the tensors that it holds
-(`recompute_cost`): a tensor that the segment saves but did not make stays saved. An offload recomputes nothing: what is
-saved in the call, or the inputs of a call that is recomputed, is in host memory until backward needs it
+A segment is recomputed by a replay. Its effects are the same, but a replay runs fewer ops and holds other tensors
+(`recompute_cost`), and a tensor that the segment saves but did not make stays saved. An offload recomputes nothing: the
+tensors saved in the call, or the inputs of a call that is recomputed, are in host memory until backward needs them
 (`offload_cost`).
 
-That a segment costs one more forward and frees what it saved is from Chen et al. 2016, "Training Deep Nets with
-Sublinear Memory Cost" (arXiv:1604.06174); to choose segments by an integer program over the memory curve, from Jain et
-al. 2020, "Checkmate" (arXiv:1910.02653). Checkmate decides for each tensor and time step and can recompute a tensor
-several times; a unit is recomputed as a whole and once, which makes the problem thousands of times smaller.
+Two ideas are from the literature. Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174):
+recomputing a segment frees the tensors that it saved and costs one more forward of it. Jain et al. 2020, "Checkmate"
+(arXiv:1910.02653): an integer program over the memory curve chooses what is recomputed. Checkmate decides for each
+tensor and time step, and can recompute a tensor several times. Here a unit is recomputed once and as a whole, which
+makes the problem thousands of times smaller.
 
 Source: torch/utils/checkpoint.py, `_CheckpointFrame`, `_recomputation_hook`, `_CachingTorchDispatchMode`.
 """
@@ -47,47 +50,52 @@ from planner.search.problem import CheckpointProblem, Hold, Recompute
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Option:
-    """The cost of one call in one unit."""
+    """A unit (by its number) that applies to a call, and the cost of the call if the unit is selected."""
 
     unit: int
     rerun: Rerun
 
 
 _Options = dict[int, tuple[_Option, ...]]
-"""For each call, the units that recompute or offload it; the unit that keeps nothing comes first."""
+"""For each call, the units that recompute or offload it. A unit that keeps no outputs comes before those that do."""
 
 _Piece = tuple[int, int, str, tuple[int, ...]]
-"""(first tick, tick after the last, 'fixed' or 'unless' or 'when', units): a time for which a storage is held."""
+"""(first tick, tick after the last, condition, units): a time for which a storage is held, and under which condition.
+
+The condition is 'fixed' (always held), 'unless' (held if none of the units is selected) or 'when' (held if the unit is
+selected).
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Unit:
-    """A module that may be recomputed or offloaded, or a segment of its forward, and the outputs that are kept."""
+    """A module, or a segment of its forward, that may be recomputed or offloaded, and the outputs that it keeps."""
 
     module: str
     """Path of the module."""
     segment: tuple[int, int] | None
-    """Numbers of the segment's first op and of the op after its last; None for the whole module."""
+    """Number of the segment's first op, and of the op after its last; None for the whole module."""
     kept: tuple[int, ...]
-    """Numbers of the products that are kept; in a segment, numbers of ops."""
+    """Numbers of the products whose outputs are kept (`Kept.numbers`)."""
     split_points: tuple[int, ...] = ()
-    """Numbers of the ops that divide a segment into parts."""
+    """Numbers of the ops at which the segment is divided into parts; empty if it is recomputed as a whole."""
     runs_again: bool = True
-    """False if the unit is only offloaded."""
+    """True if the unit is recomputed, False if it is only offloaded."""
     on_host: bool = False
-    """True if the unit is offloaded: its inputs if it runs again, else its saved tensors."""
+    """True if tensors are offloaded to the host: the inputs if `runs_again` is true, else the saved tensors."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Units:
-    """The checkpoint problem, and the meaning of each of its units."""
+    """The checkpoint problem, and its units."""
 
     units: tuple[Unit, ...]
+    """The units in the order of their numbers in `problem`."""
     problem: CheckpointProblem
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Paths of the modules that may be checkpointed, without duplicates."""
+        """Paths of the modules that may be checkpointed as a whole, without duplicates."""
         plain = (unit for unit in self.units if unit.segment is None and unit.runs_again and not unit.on_host)
         return tuple(unit.module for unit in plain if not unit.kept)
 
@@ -131,13 +139,14 @@ def units_of(
     """Builds the checkpoint problem of a what-if recording.
 
     Args:
-        graph: recorded with `what_if=True`.
+        graph: a what-if recording.
         op_ns: time of each op in ns, as `planner.estimate.roofline.op_times_ns` gives it.
-        granularity_bytes: sizes are rounded up to this (512 for CUDA's allocator, 1 for counted bytes).
-        kinds: types of decision that units may become: `Checkpoint` and `Offload` of modules, `Replay` of segments.
-        host_copies: time of the copies of an offload; None if there are no offloads.
+        granularity_bytes: storage sizes are rounded up to a multiple of it (512 for CUDA's allocator, 1 for no
+            rounding).
+        kinds: types of decision that units may become: `Checkpoint` and `Offload` for modules, `Replay` for segments.
+        host_copies: gives the time of copies to the host and back; None if no unit may be offloaded.
     """
-    # 1. Long forwards are cut, so that the tree of calls contains everything that may be recomputed.
+    # 1. Long forwards are cut into segments, which become calls: then every unit is a set of calls.
     if Replay in kinds:
         graph = with_segments(graph)
     windows = _windows(graph)
@@ -145,7 +154,7 @@ def units_of(
     # 2. The units, each with its cost in every call of its module.
     offloads = None if host_copies is None or Offload not in kinds else Offloads(graph, host_copies, sizes)
     units, options = _choices(graph, windows, op_ns, sizes, kinds, offloads)
-    # 3. The memory curve as a function of the selection: bytes that are always alive, and bytes on a condition.
+    # 3. The memory curve as a function of the selected units: bytes that are always alive, and bytes on a condition.
     fixed, holds = _holds(graph, options, sizes)
     problem = CheckpointProblem(
         fixed_bytes=fixed,
@@ -163,7 +172,7 @@ def units_of(
 
 
 def _windows(graph: StepGraph) -> dict[int, Window]:
-    """Returns, for each call, the ticks between which its saved tensors are saved, read and released."""
+    """Returns, for each call, how long its saved tensors are needed."""
     windows: dict[int, Window] = defaultdict(lambda: Window(back=math.inf, last_pack=0, release=0))
     for save in graph.saves:
         for call in graph.enclosing(save.call):
@@ -177,7 +186,13 @@ def _windows(graph: StepGraph) -> dict[int, Window]:
 def _candidates(
     graph: StepGraph, windows: dict[int, Window], kinds: Container[type[Decision]]
 ) -> dict[tuple[str, tuple[int, int] | None], list[int]]:
-    """Returns the calls of each module and segment, where all of them may be run twice."""
+    """Returns the modules and segments that may be recomputed, each with its calls.
+
+    A module or segment may be recomputed if its type of decision is in `kinds` and all its calls may run twice.
+
+    Returns:
+        Indices of the calls, by (module path, op numbers of the segment or None).
+    """
     calls_of: dict[tuple[str, tuple[int, int] | None], list[int]] = defaultdict(list)
     unusable = set()
     for index, call in enumerate(graph.calls):
@@ -193,7 +208,10 @@ def _candidates(
 
 
 def _offloadable(graph: StepGraph) -> dict[str, list[int]]:
-    """Returns the calls of each module in which hooks for saved tensors can be set."""
+    """Returns the modules whose saved tensors can be offloaded, by path, each with the indices of its calls.
+
+    Offloading sets hooks for saved tensors around the forward of a module, which some obstacles forbid (`NO_REPLAY`).
+    """
     calls_of: dict[str, list[int]] = defaultdict(list)
     for index, call in enumerate(graph.calls):
         if call.segment is None:
@@ -213,14 +231,14 @@ def _choices(
     kinds: Container[type[Decision]],
     offloads: Offloads | None,
 ) -> tuple[tuple[Unit, ...], _Options]:
-    """Returns every unit, and for each call the units that apply to it."""
+    """Returns all units, and for each call the units that apply to it with their costs."""
     keepable, reruns, replays = Keepable(graph, op_ns, sizes), Reruns(graph, op_ns, sizes), Replays(graph, op_ns, sizes)
     units: list[Unit] = []
     options: _Options = {}
-    recompute_ns: dict[str, int] = {}  # by module: the time to recompute it, which an offload has to beat
+    recompute_ns: dict[str, int] = {}  # by module: time of its recompute; offloading must not take longer
 
     def add(unit: Unit, costs: Mapping[int, Rerun | None]) -> None:
-        """Adds a unit if it is possible in every call of its module."""
+        """Adds a unit, but only if it is possible in every call of its module (no cost is None)."""
         possible = {call: rerun for call, rerun in costs.items() if rerun is not None}
         if len(possible) == len(costs):
             for call, rerun in possible.items():
@@ -260,12 +278,12 @@ def _choices(
 
 
 def _cost_ns(costs: Mapping[int, Rerun | None]) -> float:
-    """Returns the time of all calls of a unit; infinite if the unit is not possible."""
+    """Returns the sum of the costs of a unit's calls in ns; infinite if the unit is not possible in one of them."""
     return sum(math.inf if rerun is None else rerun.cost_ns for rerun in costs.values())
 
 
 def _costs(options: _Options, n_units: int) -> tuple[int, ...]:
-    """Returns the time of each unit, added up over its calls."""
+    """Returns the cost of each unit in ns, summed over its calls."""
     costs = [0] * n_units
     for option in itertools.chain.from_iterable(options.values()):
         costs[option.unit] += option.rerun.cost_ns
@@ -273,15 +291,15 @@ def _costs(options: _Options, n_units: int) -> tuple[int, ...]:
 
 
 def _holds(graph: StepGraph, options: _Options, sizes: list[int]) -> tuple[np.ndarray, tuple[Hold, ...]]:
-    """Returns int64[ticks] of bytes that are always alive, and the bytes that are alive on a condition."""
+    """Returns int64[ticks] of bytes that are always alive, and the storages that are alive only on a condition."""
     pieces: dict[int, list[_Piece]] = defaultdict(list)
     for save in graph.saves:
         if save.storage is None:
             continue
         start, release = save.pack, graph.ticks if save.release is None else save.release
         chosen = [option for call in graph.enclosing(save.call) for option in options.get(call, ())]
-        # 1. From the save until `back`: held unless a unit that makes it again is selected. A unit that brings it back
-        #    later frees it for longer, so the time is divided at every `back`.
+        # 1. From the save until `back`: held unless a unit is selected that frees the storage and makes it again at
+        #    `back`. Units differ in `back`, so the time is divided at the `back` of every unit.
         backs = [
             (min(option.rerun.back(save), release), option) for option in chosen if not option.rerun.keeps(save.storage)
         ]
@@ -293,15 +311,15 @@ def _holds(graph: StepGraph, options: _Options, sizes: list[int]) -> tuple[np.nd
         unpack = release if save.unpack is None or not chosen else min(save.unpack, release)
         if unpack > start:
             pieces[save.storage].append((start, unpack, "fixed", ()))
-        # 3. From the read until the node's release: held by autograd, but not by a checkpoint, which hands it over.
+        # 3. From the read until the node's release: autograd holds it, but a checkpoint frees it after the read.
         if release > unpack:
             units = _units(option for option in chosen if option.rerun.gives_away(save.storage))
             pieces[save.storage].append((unpack, release, "unless" if units else "fixed", units))
-    # 4. What a unit holds itself: held when it is selected.
+    # 4. Storages that a unit holds, for example the inputs of a recompute: held when the unit is selected.
     for option in itertools.chain.from_iterable(options.values()):
         for storage, start, stop in option.rerun.holds:
             pieces[storage].append((start, stop, "when", (option.unit,)))
-    # 5. A storage counts once, however many reasons hold it at the same time.
+    # 5. A storage counts once, even if it is held for several reasons at the same time.
     delta = np.zeros(graph.ticks + 1, dtype=np.int64)
     holds: list[Hold] = []
     for number, record in enumerate(graph.storages):
@@ -320,7 +338,11 @@ def _units(options: Iterable[_Option]) -> tuple[int, ...]:
 
 
 def _disjoint(pieces: list[_Piece], size: int) -> list[tuple[int, int, Hold | None]]:
-    """Cuts overlapping pieces at their ends: in each result the storage is always held (None) or on one condition."""
+    """Merges the pieces of one storage into times that do not overlap.
+
+    Returns:
+        (first tick, tick after the last, condition) of each time; the condition is None if the storage is always held.
+    """
     if len(pieces) == 1 and pieces[0][2] == "fixed":
         return [(pieces[0][0], pieces[0][1], None)]
     cuts = sorted({tick for start, stop, _, _ in pieces for tick in (start, stop)})
@@ -334,7 +356,7 @@ def _disjoint(pieces: list[_Piece], size: int) -> list[tuple[int, int, Hold | No
             continue
         unless = tuple(sorted({units for kind, units in active if kind == "unless"}))
         when = tuple(sorted({units[0] for kind, units in active if kind == "when"}))
-        # Neighbours with the same condition are joined again.
+        # Adjacent times with the same condition are joined.
         if result and result[-1][1] == start and (last := result[-1][2]) and (last.unless, last.when) == (unless, when):
             start = result.pop()[0]
         result.append((start, stop, Hold(size_bytes=size, start=start, stop=stop, unless=unless, when=when)))
@@ -342,7 +364,10 @@ def _disjoint(pieces: list[_Piece], size: int) -> list[tuple[int, int, Hold | No
 
 
 def _paths(graph: StepGraph, options: _Options) -> tuple[tuple[int, ...], ...]:
-    """Returns sets of units of nested calls, at most one of which may be selected; only sets that no other contains."""
+    """Returns sets of units of which at most one may be selected, because their calls are nested.
+
+    Sets that are contained in another set are left out.
+    """
     paths = {
         _units(option for outer in graph.enclosing(index) for option in options.get(outer, ())) for index in options
     }

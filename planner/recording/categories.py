@@ -1,4 +1,4 @@
-"""Interprets a finished recording: the category of every storage, and the calls that must not be run twice."""
+"""Finds the category of every storage of a recording, and the calls that must not be run twice."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def note_obstacles(
     buffers: dict[int, tuple[str, bool]],
     storages: list[Storage],
 ) -> None:
-    """Records an obstacle for every call that overwrites its inputs or its own state (in place).
+    """Records an obstacle for every call with an in-place write that makes a second run give a different result.
 
-    Such a call would compute a different result when it runs a second time.
+    Such a call writes to tensors that it did not make, or one of its inputs is overwritten later.
 
     Args:
         calls: all module calls. The function sets their `obstacle`.
-        writes: (tick, storage, call) of every in-place write in forward.
-        buffers: for each storage that is a buffer: the module that owns it, and True if that module is a norm.
+        writes: (tick, storage, call) of every in-place write in the forward.
+        buffers: for each storage of a buffer: path of the module that owns it, and True if that module is a norm.
         storages: all storages.
     """
     born = [min((birth for birth, _ in storage.lives), default=0) for storage in storages]
@@ -33,7 +33,7 @@ def note_obstacles(
             call = calls[call].parent
         if storage in buffers:
             continue
-        for other in calls:  # a recompute would start from an input that has another value by then
+        for other in calls:  # a recompute would read the new value of the input
             if (
                 other.start < tick
                 and storage in other.inputs
@@ -44,7 +44,10 @@ def note_obstacles(
 
 
 def classify(graph: StepGraph) -> None:
-    """Sets the categories of storages that the steps made: activations, logits and loss, or temporaries."""
+    """Sets the category of storages that the recorded steps made: activations, logits and loss, or temporaries.
+
+    Other categories are set while the recording runs.
+    """
     loss_ops = _loss_ops(graph)
     backward_begins: dict[tuple[int, int], int] = {}
     for op in graph.ops:
@@ -67,9 +70,10 @@ def classify(graph: StepGraph) -> None:
 
 
 def _loss_ops(graph: StepGraph) -> set[int]:
-    """Returns the ops of the loss, with those of its backward.
+    """Returns the ops that compute the loss, and their backward ops.
 
-    They are the ops that the model runs itself after its last submodule, and the ops after the model.
+    The loss is computed by the ops that the model runs itself after the call of its last submodule, and by the ops that
+    the training step runs outside of the model.
     """
     roots = {index for index, call in enumerate(graph.calls) if call.parent is None}
     last_child_ends = {call.parent: call.end for call in graph.calls if call.parent in roots}

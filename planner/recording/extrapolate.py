@@ -1,10 +1,10 @@
-"""Predicts the recording of any micro-batch size from recordings of two small ones.
+"""Predicts the recording for any micro-batch size from two recordings with small micro-batches.
 
-With two or more samples, a step usually runs the same ops in the same order whatever the size of the batch, and every
-storage size and FLOP count is affine in it: `a + b x samples`. (With one sample, PyTorch returns views where it would
-make copies.) If the two recordings differ in their ops there is no prediction, and the step has to be recorded. A model
-that behaves differently above some size is not detected here, but every plan is certified by a rehearsal at its own
-size.
+A step with two or more samples usually runs the same ops in the same order for every number of samples, and every
+storage size and FLOP count is affine in this number: `a + b x samples`. (With one sample, PyTorch returns views where
+it makes copies otherwise.) If the two recordings differ in their ops, there is no prediction, and the step has to be
+recorded at the wanted size. A model that behaves differently above some size is not detected here. But every plan is
+certified by a rehearsal at its own micro-batch size.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ from typing import Any
 from planner.recording.step_graph import StepGraph
 
 BASE_SIZES = (2, 3)
-"""Micro-batch sizes that are recorded."""
+"""Numbers of samples per micro-batch in the two recordings."""
 
 
 def extrapolate(two: StepGraph, three: StepGraph, samples: int) -> StepGraph | None:
-    """Returns the recording for micro-batches of `samples`; None if the ops of the two recordings differ.
+    """Returns the predicted recording for micro-batches of `samples`.
 
     Args:
-        two, three: recordings whose micro-batches all have `BASE_SIZES` samples.
-        samples: size of the predicted micro-batches, at least 2.
+        two, three: recordings of the same step. All micro-batches have 2 samples in `two` and 3 in `three`.
+        samples: number of samples in each micro-batch of the prediction.
+
+    Returns:
+        None if there is no prediction: `samples` is below 2, the recordings are not alike, or a predicted number of
+        bytes or FLOPs is negative.
     """
     if samples < BASE_SIZES[0] or not _alike(two, three):
         return None
@@ -45,7 +49,7 @@ def extrapolate(two: StepGraph, three: StepGraph, samples: int) -> StepGraph | N
 
 
 def _alike(two: StepGraph, three: StepGraph) -> bool:
-    """True if the recordings have the same ops, calls and saves, and storages with the same lives."""
+    """True if the recordings have the same ops, calls and saves, and storages that live at the same ticks."""
     return (
         two.ticks == three.ticks
         and len(two.storages) == len(three.storages)
@@ -57,7 +61,7 @@ def _alike(two: StepGraph, three: StepGraph) -> bool:
 
 
 def _scaled(at_two: Any, at_three: Any, samples: int) -> Any:
-    """Returns the arguments of a kernel call with every number extrapolated; other values do not depend on the size."""
+    """Returns nested data in which every number that differs between two and three samples is extrapolated."""
     if at_two == at_three:
         return at_two
     if isinstance(at_two, tuple):

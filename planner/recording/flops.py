@@ -1,7 +1,8 @@
-"""Floating point operations of an op, from shapes: torch's formulas, and others where those are missing or wrong.
+"""Computes the floating point operations (FLOPs) of an op from the shapes of its arguments.
 
-torch's formula for the backward of a convolution ignores groups (`conv_backward_flop` in torch/utils/flop_counter.py,
-up to 2.13): for a depthwise convolution its result is too large by a factor of the number of channels.
+The formulas are those of torch (torch/utils/flop_counter.py), and our own where torch's are missing or wrong. torch's
+formula for the backward of a convolution ignores groups (`conv_backward_flop`, up to torch 2.13): for a depthwise
+convolution its result is too large by a factor of the number of channels.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ def flops_of(op: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], out
 def _convolution_backward(
     gradient, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask
 ) -> int:
-    """Returns the FLOPs of a convolution's backward: each of the two gradients takes as many as the forward."""
+    """Returns the FLOPs of a convolution's backward.
+
+    The gradients of the input and of the weight each take as many FLOPs as the forward, if they are computed.
+    """
     return sum(output_mask[:2]) * conv_flop_count(x.shape, weight.shape, gradient.shape, transposed=transposed)
 
 
@@ -63,4 +67,4 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     _aten.addmv: _added_matrix_times_vector,
     _aten.addbmm: _sum_of_products,
 }
-"""Formulas by op, without the overload; in-place variants use the same formula."""
+"""Our formulas, by op without overload. In-place variants of matrix products use the formula of the out-of-place op."""

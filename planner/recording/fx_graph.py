@@ -1,4 +1,4 @@
-"""The recorded step as a `torch.fx.Graph` or a `networkx.DiGraph`: aten ops in execution order, and their data flow."""
+"""Converts a recording to a `torch.fx.Graph` or a `networkx.DiGraph` of its aten ops and the data flow between them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,22 @@ if TYPE_CHECKING:
 
 
 def to_fx(graph: StepGraph) -> Graph:
-    """Converts a recording to a graph with one node per op and one placeholder per storage that existed before.
+    """Converts a recording to a graph with one node per op, in execution order.
 
-    The arguments of a node are the nodes that last made or wrote the storages it reads, so aliases and in-place ops
-    are edges too. Other arguments are not recorded: the graph can be read and cut, but not run. `node.meta` holds
-    `phase`, `module`, `source`, `flops`, `moved_bytes`, `output_bytes`, `shapes`, `step`, `micro_batch`, and `reads`:
-    a tuple of (name of the node that last wrote the storage, number of the storage, its bytes).
+    Storages that existed before the step (parameters, inputs, optimizer state) become placeholders. The arguments of a
+    node are the nodes that last made or wrote the storages that the op reads, so data that flows through aliases and
+    in-place ops is included. Other arguments are not recorded: the graph can be analyzed and cut, but not run.
+
+    `node.meta` of an op has the attributes `phase`, `module`, `source`, `flops`, `moved_bytes`, `shapes`, `step` and
+    `micro_batch` of `Op`, and two more:
+
+    - `output_bytes`: bytes of the storages that the op makes.
+    - `reads`: for each storage that the op reads: (name of the node that last wrote it, storage index, its bytes).
+
+    `node.meta` of a placeholder has `phase` ('setup'), `module` ('') and `output_bytes` (bytes of the storage).
+
+    Args:
+        graph: the recording.
     """
     result = Graph()
     writer: dict[int, Node] = {}
@@ -54,17 +64,20 @@ def to_fx(graph: StepGraph) -> Graph:
 def to_networkx(graph: Graph, *, storages: bool = False) -> networkx.DiGraph[str]:
     """Converts a recorded step to a directed acyclic graph of its ops, for the algorithms of networkx.
 
-    Nodes are ops, and the storages that were there before the step (parameters, inputs, optimizer state). Their
-    attributes are `kind` ('op' or 'storage'), `name` (such as 'aten.addmm.default'), `phase`, `module` (path), `bytes`
-    (of the storages that the op allocates), `flops`, `moved_bytes`, `line` ('file.py:12'), `step` and `micro_batch`.
-    An edge leads from the op that last wrote a storage to an op that reads it; its `bytes` are those of all storages
-    that flow along it.
+    The nodes are the ops, and the storages that existed before the step (parameters, inputs, optimizer state). A node
+    has the attributes `kind` ('op' or 'storage'), `name` (such as 'aten.addmm.default'), `phase`, `module` (path),
+    `bytes` (of the storages that the op makes, or of the storage), `flops`, `moved_bytes`, `line` ('file.py:12'),
+    `step` and `micro_batch`. An edge leads from the node that last wrote a storage to an op that reads it. The
+    attribute `bytes` of an edge is the total size of these storages.
 
     Args:
         graph: the result of `planner.record`.
-        storages: put a node of kind 'tensor' between an op and the readers of each storage that it wrote. The edge to
-            this node has the `bytes`, the edges from this node have none. A minimum cut then counts a tensor once,
-            however many ops read it (networkx takes an edge without the capacity attribute as infinite).
+        storages: True to put a node of kind 'tensor' between an op and the readers of each storage that it wrote. The
+            edge to this node has the attribute `bytes`, the edges from it do not. A minimum cut then counts a tensor
+            once, however many ops read it: networkx gives an edge without the capacity attribute infinite capacity.
+
+    Returns:
+        The graph. Its node names are those of `graph`; nodes of kind 'tensor' are named '<op node>:storage_<index>'.
 
     Example:
         >>> steps = planner.to_networkx(planner.record(model, batch))
@@ -92,7 +105,7 @@ def to_networkx(graph: Graph, *, storages: bool = False) -> networkx.DiGraph[str
 
 
 def _attributes(node: Node) -> dict[str, Any]:
-    """Returns the attributes of a node of the fx graph as those of a node of the networkx graph."""
+    """Returns the attributes of the networkx node for a node of the fx graph."""
     meta, is_op = node.meta, node.op == "call_function"
     return {
         "kind": "op" if is_op else "storage",

@@ -1,8 +1,8 @@
-"""Keeps errors of a user's backward hooks until the step is over, and raises them then.
+"""Keeps errors of a user's backward hooks until the step is over, and raises the first of them then.
 
-An exception that leaves a hook unwinds through the autograd engine while it is still set in Python. The device guard of
-a Python backend then calls into Python from a destructor, and the process is aborted (signal 6). Hooks are therefore
-wrapped: an exception is stored, backward continues, and the exception is raised after the step.
+An exception in a hook would abort the process (signal 6): it unwinds through the C++ code of the autograd engine, where
+the device guard of a Python backend calls into Python from a destructor while the exception is still set. Hooks are
+therefore wrapped: the exception is stored, backward continues, and the exception is raised after the step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class HookErrors:
         self._raised: list[Exception] = []
 
     def raise_first(self) -> None:
-        """Raises the error of the first hook that failed, if one did."""
+        """Raises the error of the hook that failed first; does nothing if no hook failed."""
         if self._raised:
             raise self._raised[0]
 
@@ -33,17 +33,17 @@ class HookErrors:
         for module in model.modules():
             for hooks in (module._backward_hooks, module._backward_pre_hooks):
                 for number, hook in hooks.items():
-                    hooks[number] = self.kept(hook)
+                    hooks[number] = self._storing_errors(hook)
         for kind, name in (
             (torch.Tensor, "register_hook"),
             (torch.Tensor, "register_post_accumulate_grad_hook"),
             (torch.nn.Module, "register_full_backward_hook"),
             (torch.nn.Module, "register_full_backward_pre_hook"),
         ):
-            setattr(kind, name, self._registering(getattr(kind, name)))
+            setattr(kind, name, self._wrapping_hooks(getattr(kind, name)))
 
-    def kept(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the hook, changed so that it stores its error instead of raising it."""
+    def _storing_errors(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function that calls the hook, and stores an exception instead of raising it."""
 
         @functools.wraps(hook)
         def guarded(*args: Any) -> Any:
@@ -55,11 +55,11 @@ class HookErrors:
 
         return guarded
 
-    def _registering(self, register: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the method that registers hooks, changed so that it wraps them."""
+    def _wrapping_hooks(self, register: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a method that wraps a hook and then registers it with `register`, a method of torch."""
 
         @functools.wraps(register)
-        def registering(owner: Any, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return register(owner, self.kept(hook), *args, **kwargs)
+        def wrapping(owner: Any, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return register(owner, self._storing_errors(hook), *args, **kwargs)
 
-        return registering
+        return wrapping

@@ -1,4 +1,4 @@
-"""The forward calls of a model's modules, nested as they ran, and the reasons why a call must not be run twice."""
+"""Records the forward calls of a model's modules as a tree, with the reasons why a call must not be run twice."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from planner.recording.module_state import changed_state, is_compiled, module_st
 from planner.recording.step_graph import Call
 from planner.recording.storage_table import StorageTable
 
+# Obstacles: reasons why a call must not be run twice. "It" is the module.
 COMPILED = "it runs compiled, or inside of a compiled module"
 _WITHOUT_FORWARD = "its class does not define a forward"
 _WITHOUT_GRADIENTS = "it runs without gradients"
 OWN_GENERATOR = "it draws from its own random generator, whose state would differ in a second run"
-TAKES_GRADIENTS = "its parent computes gradients of it in the parent's forward"
+TAKES_GRADIENTS = "its backward runs already during the model's forward"
 NO_REPLAY = frozenset({COMPILED, _WITHOUT_FORWARD, _WITHOUT_GRADIENTS, TAKES_GRADIENTS})
-"""Obstacles that also forbid a replay, which runs the ops again but not the Python code."""
+"""Obstacles that also forbid a replay, which runs the recorded ops of the forward again but no Python code."""
 
 
 class ModuleCalls:
-    """Hooks on modules that record `Call`s.
+    """Sets hooks on modules, which record a `Call` for every forward.
 
-    Calls of a recomputation inside backward are tracked, so that ops are attributed to their module, but not listed.
+    A forward that runs again inside backward (a recomputation) gets no `Call`. Its ops are attributed to its module.
 
     Args:
         table: the storages of the watched device, and the clock.
@@ -41,7 +42,10 @@ class ModuleCalls:
 
     @property
     def innermost(self) -> tuple[str, int | None]:
-        """Path of the running module, and its call as an index into `all` (None for a recomputation)."""
+        """Path of the innermost running module, and its call as an index into `all`.
+
+        The path is '' outside of the model. The call is None there, and in a recomputation.
+        """
         return self._stack[-1] if self._stack else ("", None)
 
     @property
@@ -50,7 +54,7 @@ class ModuleCalls:
         return bool(self._stack)
 
     def location(self) -> str:
-        """Describes the module that is running, for an error message."""
+        """Returns text for an error message that says which module is running, such as "in module 'encoder'"."""
         return f"in module '{self._stack[-1][0] or 'the model itself'}'" if self._stack else "outside of the model"
 
     def hooks(self, name: str, module: torch.nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
@@ -61,13 +65,13 @@ class ModuleCalls:
         ]
 
     def note_obstacle(self, call: int | None, obstacle: str) -> None:
-        """Records why a second run of this call, and of every call around it, would differ from the first run."""
+        """Records why this call, and every call around it, must not be run twice."""
         while call is not None:
             self.all[call].obstacle = self.all[call].obstacle or obstacle
             call = self.all[call].parent
 
     def _entering(self, name: str) -> Callable[[torch.nn.Module, tuple, dict], None]:
-        """Returns the forward pre-hook of one module."""
+        """Returns the hook that runs before every forward of one module and begins a `Call`."""
 
         def enter(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
             if torch._C._current_autograd_node() is not None:  # a recomputation inside backward
@@ -79,7 +83,7 @@ class ModuleCalls:
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             storages = [self._table.storage_of(tensor) for tensor in tensors]
             inputs = {storage for storage in storages if storage is not None}
-            # If a tensor is passed twice, a second run with copies could see that the two are no longer one object.
+            # If a tensor is passed twice, a second run gets two copies of it, and the module could see the difference.
             each_once = len(set(map(id, tensors))) == len(tensors)
             made_inputs = {
                 storage
@@ -103,7 +107,7 @@ class ModuleCalls:
         return enter
 
     def _obstacle(self, module: torch.nn.Module, parent: int | None) -> str | None:
-        """Returns the obstacle that is known before the forward runs; None if there is none."""
+        """Returns the obstacle that is already known before the forward runs; None if there is none."""
         if is_compiled(module) or (parent is not None and self.all[parent].obstacle == COMPILED):
             return COMPILED
         if getattr(type(module).forward, "__name__", "") == "_forward_unimplemented":
@@ -111,7 +115,7 @@ class ModuleCalls:
         return None if torch.is_grad_enabled() else _WITHOUT_GRADIENTS
 
     def _leaving(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
-        """Forward hook of every module; it is called even if the forward raises."""
+        """Hook that runs after the forward of every module, even if the forward raises; it ends the `Call`."""
         _, call = self._stack.pop()
         if call is not None:
             self.all[call].end = self._table.next_tick()

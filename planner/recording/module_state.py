@@ -1,4 +1,4 @@
-"""Facts that forbid running a forward twice: state that it changes, or that `torch.compile` compiled it."""
+"""Finds two reasons why a forward must not be run twice: it changes state, or `torch.compile` has compiled it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def module_state(module: torch.nn.Module) -> dict[str, object]:
-    """Returns the state that a forward could change, for comparison with `changed_state`.
+    """Returns the state that a forward could change; `changed_state` compares it before and after the forward.
 
-    It consists of plain attributes, the identities of tensors that are attributes and buffers, and the states of the
-    random generators of Python and numpy. In-place writes to tensors do not show here; the recorder sees them as ops.
+    The state maps a description to a value: values of plain attributes, lengths of lists, identities of tensors that
+    are attributes or buffers, and the states of Python's and numpy's random generators. In-place writes to tensors
+    are not included: the recorder sees them as ops.
     """
     state: dict[str, object] = {}
     for name, value in vars(module).items():
@@ -34,7 +35,7 @@ def module_state(module: torch.nn.Module) -> dict[str, object]:
 
 
 def changed_state(before: dict[str, object], after: dict[str, object]) -> str | None:
-    """Returns the name of the first entry that has changed, or None."""
+    """Returns the description of the first entry that is new or has changed; None if there is none."""
     return next((name for name, value in after.items() if name not in before or before[name] != value), None)
 
 

@@ -1,4 +1,4 @@
-"""Properties of an op from its schema: whether it is a view, what it writes in place, how many bytes it moves."""
+"""Properties of an op that follow from its schema and its arguments: if it is a view, what it writes, bytes moved."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _SHORT_NAMES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpTraits:
-    """The properties of an op that do not depend on its arguments."""
+    """The properties of an op that do not depend on the arguments of a call."""
 
     is_view: bool
-    """True if the op returns an alias of an argument and writes nothing; it launches no kernel."""
+    """True if the op returns an alias of an argument and writes nothing. Such an op launches no kernel."""
     written: tuple[tuple[int, str], ...]
     """Position and name of every argument that is written in place."""
     scratch_known: bool
-    """True if the scratch memory of the op's CUDA kernel is known."""
+    """True if the scratch memory of the op's CUDA kernel is known: by a formula, or because it takes none."""
     asks_values: bool
     """True if the result, or its shape, depends on the values of tensors."""
 
@@ -48,13 +48,16 @@ _RUNNING_STATISTICS = {
     "aten::cudnn_batch_norm": ("running_mean", "running_var"),
     "aten::miopen_batch_norm": ("running_mean", "running_var"),
 }
-"""Arguments that these ops write in training mode, which their schema does not declare: their last two tensors."""
+"""Maps the names of norm ops to the arguments that they write in training mode although their schema does not say so.
+
+The arguments are the last two tensor arguments of each op.
+"""
 WRITE_STATISTICS = frozenset(f"{name.replace('::', '.')}.default" for name in _RUNNING_STATISTICS)
-"""Names of these ops."""
+"""Names of the norm ops that write running statistics, as in `Op.name`."""
 
 
 def uses_batch_statistics(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
-    """True if the op normalises over samples, so that a micro-batch gives different results than the batch."""
+    """True if the op normalizes over the samples of the batch, so that its results change if the batch is split."""
     if "batch_norm" not in op._schema.name or "backward" in op._schema.name:
         return False
     names = [argument.name for argument in op._schema.arguments]
@@ -66,8 +69,8 @@ def uses_batch_statistics(op: torch._ops.OpOverload, args: tuple, kwargs: dict) 
     return bool(in_training) and args[0].shape[0] > 1
 
 
-_TAKE_NONE = frozenset({torch.Tag.pointwise, torch.Tag.inplace_view})
-"""Tags of ops that take no scratch memory."""
+_NO_SCRATCH_TAGS = frozenset({torch.Tag.pointwise, torch.Tag.inplace_view})
+"""Ops with one of these tags take no scratch memory."""
 
 
 @functools.cache
@@ -82,13 +85,13 @@ def op_traits(op: torch._ops.OpOverload) -> OpTraits:
     )
     is_view = any(result.alias_info is not None for result in schema.returns) and not written
     takes_tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
-    known = is_view or not takes_tensors or not _TAKE_NONE.isdisjoint(op.tags) or is_known(str(op))
+    known = is_view or not takes_tensors or not _NO_SCRATCH_TAGS.isdisjoint(op.tags) or is_known(str(op))
     asks_values = torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags
     return OpTraits(is_view=is_view, written=written, scratch_known=known, asks_values=asks_values)
 
 
 def draws_random_numbers(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
-    """True if the op advances a random generator; an op with a dropout probability does so if it is above 0."""
+    """True if the op advances a random generator. Ops with an argument `dropout_p` do so only if it is above 0."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     for position, argument in enumerate(op._schema.arguments):
@@ -99,7 +102,7 @@ def draws_random_numbers(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -
 
 
 def kernel_call(op: torch._ops.OpOverload, args: tuple, kwargs: dict, out: object) -> KernelCall:
-    """Returns the arguments and outputs of a call as plain data, for the formula of its workspace."""
+    """Returns the arguments and outputs of a call as plain data, for the formula that computes its scratch memory."""
     arguments = {
         argument.name: args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
         for position, argument in enumerate(op._schema.arguments)
@@ -117,7 +120,7 @@ def _layout(tensor: torch.Tensor) -> Layout:
 
 
 def _as_data(value: object) -> object:
-    """Returns tensors as layouts, lists as tuples, plain values unchanged, and None for anything else."""
+    """Converts an argument to plain data: tensors to `Layout`, lists to tuples, other objects to None."""
     if isinstance(value, torch.Tensor):
         return _layout(value)
     if isinstance(value, (list, tuple)):
@@ -125,42 +128,43 @@ def _as_data(value: object) -> object:
     return value if isinstance(value, (int, float, bool, str)) else None
 
 
-_ORDER_OF_BIRTH = {torch.ops.aten.native_dropout.default: (1, 0)}
-"""Outputs that the CUDA kernel allocates in another order than it returns them: the mask of dropout comes first.
+_ALLOCATION_ORDER = {torch.ops.aten.native_dropout.default: (1, 0)}
+"""Positions of an op's outputs in the order in which its CUDA kernel allocates them, for ops that return another order.
 
-Source: aten/src/ATen/native/cuda/Dropout.cu, `dropout_cuda`.
+Dropout allocates its mask first. Source: aten/src/ATen/native/cuda/Dropout.cu, `dropout_cuda`.
 """
 
 
 def in_order_of_birth(op: torch._ops.OpOverload, out: Any) -> Any:
-    """Returns the outputs of an op in the order in which its kernel allocates them."""
-    order = _ORDER_OF_BIRTH.get(op)
+    """Returns the outputs of an op in the order in which its CUDA kernel allocates them."""
+    order = _ALLOCATION_ORDER.get(op)
     return out if order is None else [out[position] for position in order]
 
 
 _aten = torch.ops.aten
 _READ_IN_PART = {_aten.gather, _aten.embedding, _aten.index_select, _aten.index, _aten.take, _aten.nll_loss_forward}
-"""Ops that read only as many elements of their first argument as they return, or as they have indices."""
+"""Ops that read only some elements of their first argument: one per element of the result, or per index (nll_loss)."""
 _WRITTEN_IN_PART = {_aten.scatter_, _aten.scatter_add_, _aten.index_put_, _aten.index_add_, _aten.index_copy_}
-"""Ops that write only as many elements of their first argument as the source argument has."""
+"""Ops that write only some elements of their first argument: one per element of the source argument."""
 _COPIES = {_aten.copy_, _aten._to_copy}
 
 
 def changed_arguments(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> list[object]:
     """Returns the arguments that an op writes in place but does not return, such as the lists of foreach and fused ops.
 
-    Gradients are included only if a fused optimizer also unscales them.
+    The schema of a fused optimizer op says that it writes the gradients. It does so only to unscale them, so they are
+    included only if the call has a `grad_scale`.
     """
     if op._schema.returns:
         return []
-    kept = "grads" if op._schema.name.startswith("aten::_fused") and kwargs.get("grad_scale") is None else ""
+    not_written = "grads" if op._schema.name.startswith("aten::_fused") and kwargs.get("grad_scale") is None else ""
     traits = op_traits(op)
     named = zip(traits.written, traits.written_arguments(args, kwargs), strict=True)
-    return [value for (_, name), value in named if name != kept]
+    return [value for (_, name), value in named if name != not_written]
 
 
 def moved_bytes(op: torch._ops.OpOverload, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> int:
-    """Returns the bytes that the op reads and writes; 0 for sparse tensors, whose parts are counted instead."""
+    """Returns the bytes that the op reads and writes. Sparse tensors count 0."""
     packet = op.overloadpacket
     if torch.Tag.inplace_view in op.tags:
         return 0
@@ -173,7 +177,12 @@ def moved_bytes(op: torch._ops.OpOverload, read: Sequence[torch.Tensor], written
 
 
 def host_bytes(op: torch._ops.OpOverload, on_device: Sequence[torch.Tensor], tensors: Iterable[torch.Tensor]) -> int:
-    """Returns the bytes that the op copies between device and host; such an op has one tensor on the device."""
+    """Returns the bytes that a copy between device and host moves; 0 for all other ops.
+
+    Args:
+        on_device: tensors on the device that the op reads or writes. A copy has one.
+        tensors: all tensors that the op reads or returns.
+    """
     if op.overloadpacket not in _COPIES or not any(tensor.device.type == "cpu" and tensor.dim() for tensor in tensors):
         return 0
     return max(map(_nbytes, on_device))
@@ -184,7 +193,10 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def dtype_name(read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> str:
-    """Returns the compute dtype: that of the first floating point tensor read, else written, else 'fp32'."""
+    """Returns the compute dtype of an op, such as 'bf16'.
+
+    It is the dtype of the first floating point tensor that the op reads, or else writes, or else 'fp32'.
+    """
     for tensor in (*read, *written):
         if tensor.is_floating_point():
             return _SHORT_NAMES.get(tensor.dtype, "fp32")

@@ -1,17 +1,18 @@
 """Records a training step as it runs on a device: ops, storages, saved tensors, module calls.
 
-The device is the virtual GPU, or a real device (CPU, CUDA); the recording has the same form.
+The device is the virtual GPU or a real device (CPU, CUDA). The recording has the same form for all of them.
 
 There are two kinds of recording:
 
-- *plain*: every storage lives exactly as long as PyTorch keeps it.
-- *what-if*: tensors that autograd saves are replaced by placeholders (shape, dtype, storage index). The recorded
-  lives are then those that Python alone gives the storages, and each save is listed with its own life. From such
-  a recording one can compute what would be alive if any set of module calls were checkpointed. With nothing
-  checkpointed, both kinds give the same memory curve (tests compare them).
+- *plain*: the recorded life of a storage is the time for which PyTorch keeps it.
+- *what-if*: tensors that autograd saves are replaced by placeholders (shape, dtype, storage index), so that autograd
+  keeps no storage alive. The recorded life of a storage is then the time for which anything but autograd keeps it, and
+  the times for which autograd would keep it are listed separately, as saves. From both one can compute which storages
+  would be alive if any set of module calls were checkpointed. If none is, both kinds of recording have the same memory
+  curve (tests compare them).
 
-Deaths of storages come from their finalizers (`storage_table`); phases and modules come from module and optimizer
-hooks and from the autograd engine's current node.
+Deaths of storages come from their finalizers (`storage_table`). Phases and modules come from hooks on modules and
+optimizers, and from the current node of the autograd engine.
 """
 
 from __future__ import annotations
@@ -61,13 +62,14 @@ _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class Recorder(TorchDispatchMode):
-    """A dispatch mode that is active around the step and sees every op below autograd.
+    """A dispatch mode that is active while the step runs, and records every op that reaches it below autograd.
 
     Args:
         device: type of the device whose memory is watched, such as 'vgpu' or 'cpu'.
-        virtual: True if the tensors on this device are fakes. Real tensors among fakes are then constants on the host.
+        virtual: True if the tensors on this device are fake. Real tensors are then constants on the host.
         what_if: True for a what-if recording, False for a plain one.
-        in_place: decides which ops are recorded as in place although they return a copy when they run on fakes.
+        in_place: decides which ops are recorded as in-place, because they would run in place on real tensors although
+            they return a new tensor for fake tensors. If it is None, ops are recorded as they run.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Recorder(TorchDispatchMode):
         self.step = 0
         self.micro_batch = 0
         self.sequence = -1
-        """Autograd's node count when the last op ran that made or changed a storage."""
+        """Number of nodes that autograd had created when the last op that made or changed a storage had run."""
         self._paused = False
         self._saved = SavedTensors(self, self.table, self.calls, self.data_dependence.known)
         self._seen_backward = False
@@ -136,11 +138,12 @@ class Recorder(TorchDispatchMode):
                     out = op(*args, **kwargs)
         except _DATA_DEPENDENT:
             raise self.data_dependence.refusal(
-                f"the result of {op} depends on values, and a rehearsal has none"
+                f"the result of {op} depends on values of tensors, which a rehearsal does not compute"
             ) from None
         except UnsupportedOperatorException:
             raise self.data_dependence.refusal(
-                f"{op} has no fake kernel (register one with torch.library.register_fake)"
+                f"{op} has no fake kernel, so a rehearsal cannot run it",
+                "register a fake kernel with torch.library.register_fake",
             ) from None
         # 3. Carry known values on to the result. A view shares its argument's storage, whose values are known already.
         if not ran and not (traits.is_view and isinstance(args[0], FakeTensor)):
@@ -155,7 +158,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _run_really(self, op, args, kwargs):
-        """Runs an op on real tensors and records it."""
+        """Runs an op on real tensors, records it, and returns its result."""
         if op is torch.ops.aten._local_scalar_dense.default:
             return op(*args, **kwargs)
         tick = self.table.next_tick()
@@ -164,7 +167,10 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _scalar(self, tensor: torch.Tensor) -> float | bool | None:
-        """Returns the answer to `.item()`; None leaves it to the fake mode, which knows constants on the host."""
+        """Returns the answer to `.item()`, or raises `RehearsalError` if the value of a watched tensor is not known.
+
+        None is for a tensor on the host: the fake mode then answers, which knows the values of constants.
+        """
         return (
             self.data_dependence.scalar_or_refuse(tensor)
             if self.table.watches(tensor)
@@ -172,7 +178,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def _note_op(self, op, traits: OpTraits, args, kwargs, out, tick: int) -> None:
-        """Appends the op to the recording, and registers the storages that it made."""
+        """Appends the op to the recording, and registers the storages that it made. `tick` is when the op began."""
         watches, storage_of = self.table.watches, self.table.storage_of
         read = [leaf for leaf in nested_tensors((args, kwargs)) if watches(leaf)]
         written = [leaf for leaf in nested_tensors(in_order_of_birth(op, out)) if watches(leaf)]
@@ -211,7 +217,7 @@ class Recorder(TorchDispatchMode):
         record.inputs = tuple(i for t in read if (i := storage_of(t)) is not None)
         record.outputs = tuple(i for t in written if (i := storage_of(t)) is not None)
         record.shapes = tuple(tuple(t.shape) for t in written)
-        # 3. What later events ask for: the last op that made something, updates in backward, in-place writes.
+        # 3. Notes for later: the last op that made a storage, reads after an update in backward, in-place writes.
         if record.makes_or_changes:
             self.sequence = torch.autograd._get_sequence_nr()
         self.updates.check(record)
@@ -227,7 +233,10 @@ class Recorder(TorchDispatchMode):
                 self._writes.append((tick, storage, call))
 
     def _where(self, index: int) -> tuple[Phase, str, int | None, int | None]:
-        """Returns the phase, module path, call and (for backward ops) forward op of the op that gets this index."""
+        """Returns the phase, module path, call and forward op of the op that is recorded next, as index `index`.
+
+        The forward op is that of a backward op, and None for all other ops.
+        """
         module, call = self.calls.innermost
         if self._in_setup:
             return Phase.SETUP, "", None, None
@@ -255,7 +264,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Does not record ops inside the context."""
+        """Returns a context manager; ops inside the `with` block run without being recorded."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -266,7 +275,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def watching(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Registers hooks on every module, the optimizer and the gradients, and removes them at the end."""
+        """Returns a context manager that sets the hooks on modules, optimizers and gradients, and for saved tensors."""
         self.module_types = {name: type(module).__name__ for name, module in model.named_modules()}
         for name, module in model.named_modules():
             is_norm = isinstance(module, torch.nn.modules.batchnorm._NormBase)
@@ -296,7 +305,7 @@ class Recorder(TorchDispatchMode):
         self.table.birth_op = len(self.ops) - 1 if self.ops else None
 
     def starts_step(self, step: int) -> None:
-        """Begins training step number `step`."""
+        """Begins training step number `step`, counted from 0."""
         self.step, self.micro_batch, self._seen_backward = step, 0, False
         self.updates.starts_step()
         self._op_of_sequence.clear()
@@ -315,7 +324,7 @@ class Recorder(TorchDispatchMode):
         idle = self.updates.idle_state() if primed else set()
         self.table.close(ticks)
         storages = self.table.storages
-        if primed:  # what died before the steps, and state that a real step would not make, is not part of them
+        if primed:  # remove storages that died before the steps, and state that a real step does not make
             for index, storage in enumerate(storages):
                 storage.lives = [] if index in idle else [life for life in storage.lives if life[1] > self._setup_tick]
         note_obstacles(self.calls.all, self._writes, self._buffers, storages)

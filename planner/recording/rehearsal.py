@@ -27,7 +27,10 @@ from planner.workload.torch_optimizers import sparse_lookups
 from planner.workload.workload import map_batch, tensors_of
 
 Prepare = Callable[[torch.nn.Module], tuple[Callable[[Any], Any], torch.optim.Optimizer]]
-"""Creates the training step (`step(batch)`) and the optimizer of the virtual model. Called in the child process."""
+"""A function that returns the training step, called as `step(batch)`, and the optimizer of the model that it gets.
+
+It is called in the child process, with the virtual model.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,33 +38,41 @@ class Rehearsal:
     """The arguments of one rehearsal."""
 
     model: torch.nn.Module
+    """The user's model; the child process replaces its parameters and buffers by fake ones."""
     batch: Any
     batch_size: int
-    """Number of samples in the user's batch. A tensor whose dimension 0 has a different size keeps its shape."""
+    """Number of samples in `batch`. A tensor whose dimension 0 has another size is not resized for the rehearsal."""
     prepare: Prepare
     target: backend.Target
     micro_batch_sizes: tuple[int, ...]
-    """Sizes of the rehearsed micro-batches; their sum is the size of the batch. The training step does the
-    splitting."""
+    """Number of samples in each rehearsed micro-batch. The rehearsed batch has as many samples as all of them together;
+    the training step splits it."""
     steps: int
+    """Number of training steps to record."""
     primed: bool
     """True if the optimizer's state exists before the first recorded step."""
     what_if: bool
     """True for a what-if recording, see `planner.recording.recorder`."""
     trained: tuple[str, ...] | None = None
-    """Names of the parameters with a gradient, for a step without backward; None if backward determines them."""
+    """Names of the parameters that have a gradient, for a step without a backward. None for a step with
+    a backward, in which they are recorded."""
 
     def start(self) -> Child:
-        """Starts the rehearsal in a child process; its `.result()` is a `StepGraph`."""
+        """Starts the rehearsal in a child process. `Child.result` waits for it and returns its `StepGraph`."""
         importlib.import_module("torch._dynamo")  # fake modes import it: once here instead of once in each child
         return Child(lambda refuse: _rehearse(self, refuse), receive=_received)
 
 
 @contextlib.contextmanager
 def on_virtual_gpu(target: backend.Target, refuse: Refuse, *, what_if: bool) -> Iterator[Recorder]:
-    """Installs the virtual GPU in this process, permanently. Yields a recorder that is not active yet.
+    """Installs the virtual GPU in this process, permanently, and yields a recorder that is not active yet.
 
-    Python's garbage collector is switched off, so that it does not decide when storages die.
+    Python's garbage collector is switched off, so that the ticks at which storages die do not depend on it.
+
+    Args:
+        target: the properties of the simulated card.
+        refuse: called with an error that must not be raised (`forked_process.Refuse`).
+        what_if: True for a what-if recording, False for a plain one.
     """
     gc.freeze()
     gc.disable()
@@ -84,14 +95,14 @@ def on_virtual_gpu(target: backend.Target, refuse: Refuse, *, what_if: bool) -> 
 
 
 def _received(answer: tuple[StepGraph, bytes]) -> StepGraph:
-    """Adds the child's fake tensor cache to this process's, and returns the recording."""
+    """Returns the recording from the child's answer, and adds the answer's cache entries to the fake tensor cache."""
     graph, calls = answer
     fake_tensor_cache.remember(calls)
     return graph
 
 
 def _rehearse(rehearsal: Rehearsal, refuse: Refuse) -> tuple[StepGraph, bytes]:
-    """Runs in the child. Returns the recording, and the new entries of the fake tensor cache."""
+    """Runs the rehearsal in the child process. Returns the recording, and the new entries of the fake tensor cache."""
     known_calls = fake_tensor_cache.known()
     with on_virtual_gpu(rehearsal.target, refuse, what_if=rehearsal.what_if) as recorder:
         make_virtual(rehearsal.model, backend.NAME, recorder.data_dependence.known)
@@ -125,9 +136,16 @@ def record_steps(
 ) -> StepGraph:
     """Runs training steps under the recorder, and returns the recording.
 
-    The model and the batch have to be on the recorder's device, which is virtual or real.
+    The caller has to switch Python's garbage collector off; this function runs it after each step.
 
-    Python's garbage collector runs after each step only: the caller has to switch automatic collection off.
+    Args:
+        recorder: a recorder for the virtual GPU or for a real device.
+        model, batch: the model and its batch, on the recorder's device.
+        prepare, steps, primed, micro_batch_sizes, trained: as in `Rehearsal`.
+
+    Raises:
+        WorkloadError: the training step raised an error, or exits; the message names the module and the line.
+        RehearsalError: the virtual GPU cannot run an op of the step.
     """
     hook_errors = HookErrors()
     if recorder.virtual:
@@ -152,7 +170,7 @@ def record_steps(
 
 
 def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module, hook_errors: HookErrors) -> None:
-    """Runs one step; an error of the model becomes a `WorkloadError` that names the module and line."""
+    """Runs one step. If it fails, raises `WorkloadError`, which names the module and the line."""
     try:
         step(batch)
         hook_errors.raise_first()
@@ -161,12 +179,13 @@ def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module, ho
     except (Exception, SystemExit) as error:
         message = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
         raise WorkloadError(
-            f"the model refused the batch: {type(error).__name__}: {message} ({_location(error, model)})"
+            f"the training step failed with this batch: {type(error).__name__}: {message} ({_location(error, model)}): "
+            "check that it runs without the planner"
         ) from error
 
 
 def _location(error: BaseException, model: torch.nn.Module) -> str:
-    """Describes the innermost module and line of model code in a traceback, for an error message."""
+    """Returns text for an error message: the innermost module and the innermost line of model code in a traceback."""
     names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
     module, line = "", ""
     for frame, number in traceback.walk_tb(error.__traceback__):
@@ -177,7 +196,7 @@ def _location(error: BaseException, model: torch.nn.Module) -> str:
 
 
 def _prime(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Lets the optimizer create its state, as if it had already made a step."""
+    """Makes the optimizer create its state, by an update with empty gradients."""
     with_rows = {id(weight) for weight in sparse_lookups(model).values()}
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -187,10 +206,14 @@ def _prime(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def make_virtual(model: torch.nn.Module, device: str, known: ShadowValues | None = None) -> None:
-    """Replaces parameters and buffers by fakes on a device, in place; shared ones stay shared. Needs a fake mode.
+    """Replaces the parameters and buffers of a model by fake tensors, in place. Shared ones stay shared.
+
+    Call it while a `FakeTensorMode` is active.
 
     Args:
-        known: receives the values of integer and boolean buffers of a model that has weights; they are constants.
+        model: the model that is changed.
+        device: device of the fake tensors.
+        known: receives the values of small integer and boolean buffers on the CPU, so that the rehearsal knows them.
     """
     memo: dict[int, torch.Tensor] = {}
 
@@ -218,7 +241,10 @@ def make_virtual(model: torch.nn.Module, device: str, known: ShadowValues | None
 
 
 def _in_order_of_arrival(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yields parameters and buffers in the order in which `torch.nn.Module.to` moves them: children first."""
+    """Yields parameters and buffers in the order in which `torch.nn.Module.to` moves them.
+
+    The tensors of a module's children come before those of the module.
+    """
     for module in dict.fromkeys(_children_first(model)):
         yield from (
             tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None
@@ -232,7 +258,10 @@ def _children_first(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def virtual_batch(batch: Any, batch_size: int, wanted_size: int, device: str) -> Any:
-    """Returns the same structure with fakes on a device; dimension 0 becomes `wanted_size` if it is `batch_size`."""
+    """Returns a batch of the same structure with fake tensors on a device. Call it while a `FakeTensorMode` is active.
+
+    Dimension 0 of a tensor becomes `wanted_size` if it is `batch_size`; other sizes stay the same.
+    """
 
     def fake(leaf: torch.Tensor) -> torch.Tensor:
         shape = list(leaf.shape)

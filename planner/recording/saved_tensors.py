@@ -1,8 +1,7 @@
-"""Replaces the tensors that autograd saves for backward by placeholders in a what-if recording, and records their
-lives.
+"""Records the tensors that autograd saves for backward, and replaces them by placeholders, in a what-if recording.
 
-A placeholder holds no memory, so the storage's recorded lives are those that Python alone gives it. The `Save` lists
-when autograd packed the tensor, when it first unpacked it and when it released it.
+A placeholder holds no memory, so the recorded life of a storage is the time for which anything but autograd keeps it.
+The `Save` of a tensor has the ticks at which autograd packs it, first unpacks it and releases it.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from planner.virtual_gpu.shadow_values import ShadowValues
 
 
 class OpRecorder(Protocol):
-    """The part of `Recorder` that these hooks need."""
+    """The attributes of `Recorder` that `SavedTensors` needs."""
 
     sequence: int
-    """Autograd's node count when the last op ran that made or changed a storage."""
+    """Number of nodes that autograd had created when the last op that made or changed a storage had run."""
 
     def pause(self) -> AbstractContextManager[None]:
-        """Does not record ops inside the context."""
+        """Returns a context manager; ops inside the `with` block run without being recorded."""
 
 
 class _SavedPlaceholder:
-    """Stands for a saved tensor: dtype, layout and known values, from which an equal tensor can be made."""
+    """Takes the place of a saved tensor. It has the dtype, layout and known values, to make an equal fake tensor."""
 
     __slots__ = ("dtype", "offset", "save", "shadow", "shape", "stride", "table")
 
@@ -49,7 +48,7 @@ class _SavedPlaceholder:
 
 
 class _KeptTensor:
-    """A saved tensor that is not replaced (parameter, input or host tensor); its ticks are still recorded."""
+    """A saved tensor that is kept and not replaced (parameter, input or host tensor). Its ticks are recorded too."""
 
     __slots__ = ("save", "table", "tensor")
 
@@ -61,7 +60,7 @@ class _KeptTensor:
 
 
 class SavedTensors:
-    """Pack and unpack hooks for `torch.autograd.graph.saved_tensors_hooks`, which record one `Save` per tensor."""
+    """Pack and unpack hooks for `torch.autograd.graph.saved_tensors_hooks`. They record one `Save` per saved tensor."""
 
     def __init__(self, recorder: OpRecorder, table: StorageTable, calls: ModuleCalls, known: ShadowValues) -> None:
         self.all: list[Save] = []
@@ -69,7 +68,7 @@ class SavedTensors:
         self._recorder, self._table, self._calls, self._known = recorder, table, calls, known
 
     def pack(self, tensor: torch.Tensor) -> _SavedPlaceholder | _KeptTensor:
-        """Called by autograd when it saves a tensor; the result is stored in the graph in the tensor's place."""
+        """Called by autograd when it saves a tensor. Returns the object that autograd saves instead."""
         storage = self._table.storage_of(tensor) if not tensor.is_sparse else None
         is_permanent = storage is None or self._table.storages[storage].op is None
         save = Save(
@@ -87,7 +86,7 @@ class SavedTensors:
         return _SavedPlaceholder(self._table, self._known, tensor, save)
 
     def unpack(self, packed: _SavedPlaceholder | _KeptTensor) -> torch.Tensor:
-        """Called by autograd when backward reads a saved tensor; makes a tensor like the one that was saved."""
+        """Called by autograd when backward reads a saved tensor. Returns the kept tensor, or a new one like it."""
         save = packed.save
         if self._calls.innermost[1] is not None:
             self._calls.note_obstacle(save.call, TAKES_GRADIENTS)

@@ -1,8 +1,8 @@
-"""The result of a rehearsal: plain data about one training step, in the order in which it happened.
+"""The result of a rehearsal: plain data about training steps, in the order in which they ran.
 
-Time is counted in *ticks*: every event (an op starts, a storage is born or dies, a tensor is saved for
-backward, unpacked or released, a module call starts or ends) takes the next tick. Bytes are the sizes of
-storages as PyTorch requested them, before the allocator rounds them up.
+Time is counted in *ticks*: each event gets the next tick. The events are: an op starts, a storage is born or dies, a
+tensor is saved for backward, unpacked or released, a module call starts or ends, an optimizer step begins. Bytes are
+the sizes of storages as PyTorch requested them, before the allocator rounds them up.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class Phase(enum.StrEnum):
     """A part of a training step."""
 
     SETUP = "setup"
-    """Before the recorded steps: parameters and the batch arrive, and optimizer state may be created (primed)."""
+    """Ops before the recorded steps, for example those that create optimizer state in a primed recording."""
     FORWARD = "forward"
     BACKWARD = "backward"
     RECOMPUTE = "recompute"
-    """Forward ops that run inside backward."""
+    """Forward ops that run inside backward, because activation checkpointing recomputes them."""
     OPTIMIZER = "optimizer"
-    """Everything between a backward and the next forward: unscaling, clipping, step, zeroing of gradients."""
+    """Ops between a backward and the next forward: unscaling, clipping, optimizer step, zeroing of gradients."""
 
 
 class Category(enum.StrEnum):
@@ -47,48 +47,49 @@ class Category(enum.StrEnum):
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Op:
-    """One kernel call (or view) below autograd."""
+    """One op that ran below autograd: a kernel call, or a view."""
 
     name: str
     """Name with overload, such as 'aten.addmm.default'."""
     tick: int
+    """Tick at which the op started."""
     phase: Phase
     module: str
-    """Path of the module whose forward ran it; for backward ops, the module of the forward op they differentiate."""
+    """Path of the module whose forward ran the op. For a backward op: the module of its `forward_op`."""
     call: int | None
-    """Innermost module call that was running, as an index into `StepGraph.calls`."""
+    """Innermost module call that was running, as an index into `StepGraph.calls`; None if there was none."""
     source: str
-    """'file.py:line' of the model's code; empty if it is not known."""
+    """Line of the model's code that ran the op, as 'file.py:line'; empty if it is not known."""
     flops: int
     moved_bytes: int
     """Bytes read plus bytes written; 0 for views, which launch no kernel."""
     host_bytes: int
-    """Part of `moved_bytes` that crosses the link between device and host."""
+    """Bytes that the op copies between device and host; 0 for most ops."""
     dtype: str
     """Compute dtype: 'fp32', 'bf16', 'fp16', ..."""
     is_view: bool
     step: int
     micro_batch: int
     forward_op: int | None = None
-    """For backward ops: index of the forward op they differentiate. None for other ops, or if it is not known."""
+    """For a backward op: index of the forward op whose gradient it computes, None if not known. None for other ops."""
     inputs: tuple[int, ...] = ()
-    """Storages that the op reads."""
+    """Indices of the storages that the op reads."""
     outputs: tuple[int, ...] = ()
-    """Storages that the op writes or returns."""
+    """Indices of the storages that the op writes or returns."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """Shapes of the output tensors."""
     kernel: KernelCall | None = None
-    """The call's arguments, if a formula computes its scratch memory from them; else None."""
+    """Arguments and outputs of the op, if a formula computes its scratch memory from them; else None."""
     scratch_known: bool = True
-    """True if the op's scratch memory is known: by a formula, or because it takes none."""
+    """True if the op's scratch memory is known: by a formula, or because the op takes none."""
     writes: bool = False
     """True if the op changes an argument in place."""
     draws_random_numbers: bool = False
-    """True if the op advances the random generator, as attention with dropout does."""
+    """True if the op advances the random generator; dropout and attention with dropout do."""
 
     @property
     def makes_or_changes(self) -> bool:
-        """True if the op makes or changes a storage. A replay numbers these ops."""
+        """True if the op makes or changes a storage. Op numbers in segments count only these ops."""
         return not self.is_view and (self.writes or not set(self.outputs) <= set(self.inputs))
 
 
@@ -98,56 +99,61 @@ class Storage:
 
     size_bytes: int
     lives: list[tuple[int, int]]
-    """Ticks [birth, death) in which anything other than a `Save` keeps it alive."""
+    """Ticks [birth, death) in which the storage is alive. In a what-if recording they leave out the time for which only
+    saves keep it alive."""
     category: Category
     op: int | None
-    """Index of the op that made it; None if it existed before the recorded steps."""
+    """Index of the op that made the storage; None if the storage existed before the recorded steps."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Save:
-    """A tensor that autograd saved for backward: alive in ticks [pack, release), first read at `unpack`."""
+    """A tensor that autograd saved for backward. The save keeps its storage alive in ticks [pack, release)."""
 
     storage: int | None
-    """Index of its storage; None if other owners hold the tensor anyway (parameters, inputs)."""
+    """Index of the tensor's storage; None if the storage lives during the whole step anyway (parameters, inputs)."""
     pack: int
+    """Tick at which autograd saved the tensor."""
     unpack: int | None
     """Tick at which backward first reads the tensor; None if backward never reads it."""
     release: int | None
     """Tick at which autograd releases the tensor; None if it holds the tensor to the end of the recording."""
     call: int | None
-    """Innermost module call in which it was saved; None if it was saved outside of the model."""
+    """Index of the innermost call in which the tensor was saved; None if it was saved outside of the model."""
     is_of_next_op: bool = False
-    """True if it was saved for the next op, False if for the last op that made or changed a storage."""
+    """True if autograd saved the tensor for an op that had not run yet. False if it saved the tensor for the last op
+    before that made or changed a storage."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Call:
-    """One forward call of a module, or a segment of one. Recomputations are not listed."""
+    """One forward call of a module, or a segment of one. A recomputation inside backward is not a `Call`."""
 
     module: str
+    """Path of the module."""
     parent: int | None
-    """Index of the call around it; None for the outermost."""
+    """Index of the call in which this call is nested; None for an outermost call."""
     start: int
-    """Tick at which it began."""
+    """Tick at which the call began."""
     end: int
-    """Tick at which it ended."""
+    """Tick at which the call ended."""
     inputs: tuple[int, ...]
-    """Storages of the tensors among its arguments."""
+    """Indices of the storages of the tensors among the arguments; empty for a segment."""
     made_inputs: tuple[int, ...]
-    """The part of `inputs` that differentiable ops made; empty if one tensor is passed twice."""
+    """The elements of `inputs` that differentiable ops made. Only these inputs may be offloaded. Empty if a tensor is
+    passed twice: its two copies would no longer be the same object."""
     obstacle: str | None
     """The reason why this call must not be run twice; None if no reason was found."""
     has_hooks: bool = False
-    """True if the module has forward hooks of the user. Their ops are recorded in the call, but a rewritten forward
-    does not contain them."""
+    """True if the user has set forward hooks on the module. The ops of hooks are recorded in the call, but do not run
+    if the planner replaces the module's forward."""
     segment: tuple[int, int] | None = None
-    """For a segment of a forward: number of its first op and of the op after its last (`planner.recompute.segments`).
+    """For a segment of a forward: number of its first op, and of the op after its last (`planner.recompute.segments`).
     None for a whole forward."""
     split_points: tuple[int, ...] = ()
     """Numbers of the ops at which the segment may be divided into parts."""
     only_divided: bool = False
-    """True if the segment is offered only in parts."""
+    """True if the segment may be recomputed only in parts, and not as a whole."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,12 +163,12 @@ class StepGraph:
     ops: list[Op]
     storages: list[Storage]
     saves: list[Save]
-    """Tensors that autograd saved. Empty in a plain recording: there `Storage.lives` includes the time autograd holds
-    them."""
+    """Tensors that autograd saved, in a what-if recording. Empty in a plain recording, where `Storage.lives` includes
+    the time for which autograd keeps a storage."""
     calls: list[Call]
     """Module calls in the order in which they began, followed by the segments, if there are any."""
     ticks: int
-    """Number of ticks; the ticks of the recording are 0 to `ticks - 1`."""
+    """Number of ticks: the ticks of the recording are 0 to `ticks - 1`."""
     steps: int
     """Number of training steps."""
     primed: bool
@@ -172,17 +178,17 @@ class StepGraph:
     module_types: dict[str, str]
     """Class name of each module, by path."""
     batch_statistics: tuple[str, ...]
-    """Paths of modules that normalise over the samples of the batch (BatchNorm in training mode)."""
+    """Paths of modules that normalize over the samples of the batch (BatchNorm in training mode)."""
     update_tick: int | None = None
-    """Tick at which the last optimizer step began; None if it cannot be separated from backward (an update inside of
-    backward, or a sparse gradient, which only a backward can make)."""
+    """Tick at which the last optimizer step began. None if there is none or it cannot be separated from the backward:
+    it ran inside the backward, or read a sparse gradient, which only a backward can make."""
     trained: tuple[str, ...] = ()
     """Names of the parameters that received a gradient."""
     assumptions: tuple[str, ...] = ()
-    """Assumptions made where the step reads tensor values that a rehearsal does not have, with module and line."""
+    """Assumptions about tensor values that the step reads and a rehearsal does not have, each with module and line."""
 
     def enclosing(self, call: int | None) -> list[int]:
-        """Returns a call and the calls that it is nested in, innermost first; empty for None."""
+        """Returns the indices of a call and of the calls in which it is nested, innermost first; empty for None."""
         chain = []
         while call is not None:
             chain.append(call)
@@ -190,7 +196,7 @@ class StepGraph:
         return chain
 
     def spans(self) -> list[list[tuple[int, int]]]:
-        """Returns, for each storage, the disjoint ticks [start, stop) in which it is alive, saves included."""
+        """Returns, for each storage, the disjoint ticks [start, stop) in which it is alive, including its saves."""
         spans: list[list[tuple[int, int]]] = [list(storage.lives) for storage in self.storages]
         for save in self.saves:
             if save.storage is not None:
@@ -198,7 +204,11 @@ class StepGraph:
         return [_union(span) for span in spans]
 
     def live_bytes(self, *, granularity_bytes: int = 1) -> np.ndarray:
-        """Returns int64[ticks]: bytes alive at each tick, each storage rounded up to `granularity_bytes`."""
+        """Returns int64[ticks]: bytes alive at each tick.
+
+        Storage sizes are rounded up to multiples of `granularity_bytes`.
+
+        """
         delta = np.zeros(self.ticks + 1, dtype=np.int64)
         for storage, spans in zip(self.storages, self.spans(), strict=True):
             size = round_up(storage.size_bytes, granularity_bytes)
@@ -208,7 +218,7 @@ class StepGraph:
         return np.cumsum(delta)[:-1]
 
     def bytes_of(self, category: Category) -> int:
-        """Returns the total size of all storages of a category that ever live."""
+        """Returns the total bytes of all storages of a category that are alive at any tick."""
         return sum(storage.size_bytes for storage in self.storages if storage.category is category and storage.lives)
 
     def op_at(self, tick: int) -> Op | None:

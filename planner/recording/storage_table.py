@@ -1,7 +1,7 @@
-"""The storages of one device during a recording, and the clock that gives the ticks of their births and deaths.
+"""The storages of one device during a recording, and the clock that counts the ticks of events.
 
-A storage is registered when the first tensor on it is seen. Its death comes from a weak reference to the
-`UntypedStorage`, so it is recorded at the moment at which PyTorch frees the memory.
+A storage is registered when the recorder sees the first tensor on it. A weak reference to the `UntypedStorage` records
+its death at the moment at which PyTorch frees the memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StorageTable:
         """Tick of the last event."""
         self.storages: list[Storage] = []
         self.birth_op: int | None = None
-        """Index of the op that new storages are attributed to; None before the first op that follows the setup."""
+        """Index of the op that new storages are attributed to; None during the setup."""
         self._alive: dict[int, tuple[int, int, weakref.ref]] = {}  # storage pointer -> (index, birth, finalizer)
 
     def next_tick(self) -> int:
@@ -44,12 +44,16 @@ class StorageTable:
     def storage_of(
         self, tensor: torch.Tensor, *, category: Category = Category.TEMPORARY, adopt: int | None = None
     ) -> int | None:
-        """Returns the index of a tensor's storage, and registers the storage (born now) if it is new.
+        """Returns the index of a tensor's storage, and registers the storage as born now if it is new.
 
         Args:
-            tensor: any tensor. The result is None if it is empty, sparse, or on another device.
+            tensor: any tensor.
             category: category of the storage if it is new.
-            adopt: index of a known storage. A new storage is then recorded as a further life of the known storage.
+            adopt: index of a storage that was recorded before. If the tensor's storage is new, it gets this index, and
+                its life becomes one more life of that storage. None gives a new storage a new index.
+
+        Returns:
+            The index; None if the tensor has no elements, is sparse, or is on another device.
         """
         if not self.watches(tensor) or tensor.layout is not torch.strided:
             return None
@@ -85,7 +89,7 @@ class StorageTable:
             self.storages[index].category = category
 
     def close(self, ticks: int) -> None:
-        """Ends the recording. The lives of storages that are still alive end at `ticks`."""
+        """Ends the recording: the lives of storages that are still alive end at tick `ticks`."""
         for index, birth, _finalizer in self._alive.values():
             self.storages[index].lives.append((birth, ticks))
         self._alive.clear()

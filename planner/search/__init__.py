@@ -1,1 +1,1 @@
-"""Chooses units by an integer program, on numbers alone: nothing in this package imports torch."""
+"""Chooses the units to recompute by an integer program. Nothing in this package imports torch: its input is numbers."""

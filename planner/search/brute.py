@@ -1,8 +1,10 @@
 """Brute force: tries every selection of a tiny problem, directly from the definitions in `problem`.
 
-    alive(h, X)  =  any(S and X have no unit in common, for S in unless_h)  or  any(u in X, for u in when_h)
+The bytes of a hold h are alive under a selection X of units if
 
-It shares no code with `curve` and `milp`, uses only loops, and takes 2^units evaluations. The search is tested
+    any(S and X have no unit in common, for S in unless_h)  or  any(u in X, for u in when_h)
+
+This module shares no code with `curve` and `milp`, uses only loops, and takes 2^units evaluations. The search is tested
 against it, and it is the shortest definition of what the search computes.
 """
 
@@ -15,18 +17,21 @@ from planner.search.problem import CheckpointProblem, Hold, Selection
 
 
 def solve(problem: CheckpointProblem, budget_bytes: int) -> Selection | None:
-    """Returns the cheapest selection whose peak fits the budget (of equals, one with the fewest units), or None."""
+    """Returns the cheapest selection whose peak fits the budget; None if none fits.
+
+    Of equally cheap selections, it is one with the fewest units.
+    """
     fitting = [s for s in every_selection(problem) if s.peak_bytes <= budget_bytes]
     return min(fitting, key=lambda s: (s.cost_ns, len(s.units), s.units), default=None)
 
 
 def smallest_peak(problem: CheckpointProblem) -> Selection:
-    """Returns the selection with the smallest peak; of equals, the cheapest one with the fewest units."""
+    """Returns the selection with the smallest peak; among equal peaks the cheapest, then the one with fewest units."""
     return min(every_selection(problem), key=lambda s: (s.peak_bytes, s.cost_ns, len(s.units), s.units))
 
 
 def every_selection(problem: CheckpointProblem) -> Iterator[Selection]:
-    """Yields all selections that obey the paths, the empty one first."""
+    """Yields all selections with at most one unit of each path, the empty selection first."""
     every_unit = range(len(problem.cost_ns))
     for count in range(len(problem.cost_ns) + 1):
         for units in itertools.combinations(every_unit, count):
@@ -42,7 +47,7 @@ def every_selection(problem: CheckpointProblem) -> Iterator[Selection]:
 
 
 def curve(problem: CheckpointProblem, units: Collection[int]) -> list[int]:
-    """Returns the bytes alive at each event, recomputes not included."""
+    """Returns the bytes alive at each event when `units` are selected, without the extra bytes of recomputes."""
     return [
         int(fixed_bytes)
         + sum(hold.size_bytes for hold in problem.holds if hold.start <= event < hold.stop and alive(hold, units))
@@ -59,7 +64,7 @@ def alive(hold: Hold, units: Collection[int]) -> bool:
 
 
 def peak(problem: CheckpointProblem, units: Collection[int]) -> int:
-    """Returns the largest value of the curve, the recomputes of selected units included."""
+    """Returns the largest value of the curve, including the extra bytes of the recomputes of selected units."""
     alive_bytes = curve(problem, units)
     largest_bytes = 0
     for bytes_here in alive_bytes:

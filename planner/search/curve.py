@@ -1,4 +1,4 @@
-"""The memory curve of a selection, computed exactly in whole bytes.
+"""The memory curve of a selection (the bytes alive at each event), computed exactly in whole bytes.
 
     curve[e] = fixed[e] + sum of size_h over holds h with start_h <= e < stop_h whose condition is true
     peak     = max( max_e curve[e],  max over recomputes r of selected units: curve[at_r] + extra_r )
@@ -20,12 +20,12 @@ from planner.search.problem import CheckpointProblem
 
 
 def evaluate(problem: CheckpointProblem, units: Collection[int]) -> np.ndarray:
-    """Returns int64[E]: bytes alive at each event with `units` selected, recomputes not included."""
+    """Returns int64[E]: bytes alive at each event with `units` selected, without the extra bytes of recomputes."""
     return CompiledProblem(problem).curve(units)
 
 
 def peak(problem: CheckpointProblem, units: Collection[int]) -> int:
-    """Returns the largest value of the curve with `units` selected, the recomputes of those units included."""
+    """Returns the largest value of the curve with `units` selected, including the extra bytes of their recomputes."""
     return CompiledProblem(problem).peak(units)
 
 
@@ -54,17 +54,19 @@ class CompiledProblem:
         self._check()
 
     def _check(self) -> None:
-        """Raises ValueError for input that would be misread silently: negative sizes, unknown events or units."""
+        """Raises ValueError for input that would give wrong results: negative sizes, unknown events or units."""
         if np.any(self.hold_bytes < 0):
             raise ValueError(
-                f"hold {int(np.argmin(self.hold_bytes))} has {self.hold_bytes.min()} bytes: sizes must be >= 0"
+                f"hold {int(np.argmin(self.hold_bytes))} has {self.hold_bytes.min()} bytes, but sizes must be >= 0"
             )
-        if np.any((self.recompute_at < 0) | (self.recompute_at >= self.events)):
-            raise ValueError(f"a recompute is outside the events 0..{self.events - 1}")
+        outside = self.recompute_at[(self.recompute_at < 0) | (self.recompute_at >= self.events)]
+        if outside.size:
+            raise ValueError(f"a recompute is at event {outside[0]}, outside the events 0..{self.events - 1}")
         named = np.concatenate((self._unless.members, self._when.members, self.recompute_unit))
         if named.size and not 0 <= named.min() <= named.max() < self.unit_count:
             raise ValueError(
-                f"units are 0..{self.unit_count - 1}, but a hold or recompute names {named.min()}..{named.max()}"
+                f"the problem's units are 0..{self.unit_count - 1}, but its holds and recomputes refer to units "
+                f"{named.min()}..{named.max()}"
             )
 
     def chosen(self, units: Collection[int]) -> np.ndarray:
@@ -74,13 +76,13 @@ class CompiledProblem:
         return chosen
 
     def truth(self, units: Collection[int]) -> np.ndarray:
-        """Returns int64[C]: 1 for each of `conditions` that is true, else 0."""
+        """Returns int64[C]: 1 for each of `conditions` that is true with `units` selected, else 0."""
         chosen = self.chosen(units).astype(np.int64)
         free = self._unless.sums(chosen) == 0
         return ((self._unless_of.sums(free.astype(np.int64)) > 0) | (self._when.sums(chosen) > 0)).astype(np.int64)
 
     def curve(self, units: Collection[int]) -> np.ndarray:
-        """Returns int64[E]: bytes alive at each event, recomputes not included."""
+        """Returns int64[E]: bytes alive at each event with `units` selected, without the extra bytes of recomputes."""
         change = np.zeros(self.events + 1, np.int64)
         alive_bytes = self.hold_bytes * self.truth(units)[self.hold_condition]
         np.add.at(change, self.hold_start, alive_bytes)
@@ -89,24 +91,32 @@ class CompiledProblem:
         return curve
 
     def recompute_peaks(self, units: Collection[int], curve: np.ndarray) -> np.ndarray:
-        """Returns int64[R]: the curve at each recompute, plus its extra bytes if its unit is selected."""
+        """Returns int64[R]: `curve` at the event of each recompute, plus its extra bytes if its unit is selected.
+
+        Args:
+            units: the selected units.
+            curve: the result of the method `curve` for these units.
+        """
         peaks: np.ndarray = curve[self.recompute_at] + self.recompute_bytes * self.chosen(units)[self.recompute_unit]
         return peaks
 
     def peak(self, units: Collection[int]) -> int:
-        """Returns the largest value of the curve, selected units' recomputes included; 0 if there are no events."""
+        """Returns the largest value of the curve with `units` selected; 0 if there are no events.
+
+        The extra bytes of the recomputes of these units are included.
+        """
         curve = self.curve(units)
         return max(int(curve.max(initial=0)), int(self.recompute_peaks(units, curve).max(initial=0)))
 
     def highest_curve(self) -> np.ndarray:
-        """Returns int64[E]: the curve with every condition true. No selection exceeds it, except in its recomputes."""
+        """Returns int64[E]: the curve with every condition true. No selection has a higher curve."""
         change = np.zeros(self.events + 1, np.int64)
         np.add.at(change, self.hold_start, self.hold_bytes)
         np.subtract.at(change, self.hold_stop, self.hold_bytes)
         return self.fixed_bytes + np.cumsum(change[:-1])
 
     def fractional_curve(self, share: np.ndarray) -> np.ndarray:
-        """Returns float64[E]: the curve of the linear relaxation, where `share[u]` of unit u is selected."""
+        """Returns float64[E]: the curve of the linear relaxation if a fraction `share[u]` of unit u is selected."""
         free = np.maximum(0.0, 1.0 - self._unless.sums(share))
         truth = np.maximum(self._unless_of.maxima(free), self._when.maxima(share))
         alive_bytes = self.hold_bytes * truth[self.hold_condition]
@@ -131,20 +141,20 @@ class _Groups:
 
     @classmethod
     def consecutive(cls, lengths: Sequence[int]) -> _Groups:
-        """Returns groups that partition 0..sum(lengths)-1 in order."""
+        """Returns groups of these lengths, whose members are the numbers 0..sum(lengths)-1 in order."""
         groups = cls([])
         groups.members = np.arange(sum(lengths))
         groups.bounds = np.concatenate(([0], np.cumsum(_ints(lengths))))
         return groups
 
     def sums(self, values: np.ndarray) -> np.ndarray:
-        """Returns the sum of `values` over each group; 0 for an empty one."""
+        """Returns for each group the sum of `values` at its members; 0 for an empty group."""
         running = np.concatenate((np.zeros(1, values.dtype), np.cumsum(values[self.members])))
         sums: np.ndarray = running[self.bounds[1:]] - running[self.bounds[:-1]]
         return sums
 
     def maxima(self, values: np.ndarray) -> np.ndarray:
-        """Returns the largest of `values` over each group; 0 for an empty one."""
+        """Returns for each group the largest of `values` at its members; 0 for an empty group."""
         result = np.zeros(len(self.bounds) - 1, values.dtype)
         filled = np.flatnonzero(self.bounds[1:] > self.bounds[:-1])
         if filled.size:

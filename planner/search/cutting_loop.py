@@ -1,15 +1,16 @@
-"""The cutting-plane loop: finds the best selection for an objective within a budget, or the smallest peak.
+"""The cutting-plane loop: finds the selection with the least objective within a budget, or with the smallest peak.
 
-    solve the rows so far, folded by symmetry -> unfold -> evaluate exactly -> add the rows it violates -> repeat
+    solve the rows so far, folded by symmetry -> unfold -> evaluate exactly -> add the violated rows -> repeat
 
-The rows of the memory curve are lazy constraints: they are generated when a solution violates them. Every row is valid
-for every selection that fits, and folding keeps every solution, so each optimum on the way is a lower bound of the true
-optimum. The first selection that reaches the bound and fits exactly is optimal. If a folded solution cannot be
-unfolded, the rows that it violates enter the folded program, which makes its classes finer; in the worst case nothing
-is folded any more, and this is plain branch and cut.
+A row is the inequality that the memory curve stays inside the budget at one event. Rows are lazy constraints: they are
+generated when a solution violates them. Every row is valid for every selection that fits, and folding keeps every
+solution, so each optimum on the way is a lower bound of the true optimum. The first selection that reaches the bound
+and fits exactly is optimal. If a solution of the folded program cannot be unfolded to a selection that fits, the rows
+that are violated enter the program, which makes its classes finer. In the worst case nothing is folded any more, and
+this is plain branch and cut.
 
-Where it stops being exact: bounds come from the solver's doubles (`_resolution` is the difference that they can show),
-and at the deadline the best selection so far is returned with `proven=False`.
+Where it stops being exact: bounds are doubles from the solver, in which differences below `_resolution` do not show.
+At the deadline the best selection so far is returned with `proven=False`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ from planner.search.repair import descend
 from planner.search.symmetry import Folded, fold, unfolded
 
 _COARSE_GAP = 0.01
-"""Relative gap at which the solver stops while no selection that fits is known, since rows are still missing."""
+"""Relative gap at which a run of the solver stops while no selection that fits is known.
+
+An exact optimum would be wasted then: it would probably change with the rows that are still missing.
+"""
 
 _SHARE_OF_TIME = 0.9
 """Maximum fraction of the remaining time for one run of the solver; the rest is for unfolding and checking."""
@@ -40,14 +44,14 @@ class Effort:
     """Counts the work of a search."""
 
     rows: int = 0
-    """Rows of the curve that were generated."""
+    """Number of rows that were generated."""
     rounds: int = 0
-    """Runs of the solver."""
+    """Number of runs of the solver."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopResult:
-    """The best selection when the loop ended."""
+    """The best selection that was found until the loop ended, with a lower bound."""
 
     units: tuple[int, ...] | None
     """Units of the best selection; None if no selection that fits was found."""
@@ -58,7 +62,7 @@ class LoopResult:
 
 
 class CuttingLoop:
-    """The rows that were generated for one budget so far, and the searches that use and extend them.
+    """The searches with one budget. They share the rows that have been generated so far.
 
     Args:
         exact: the original problem, to evaluate selections with.
@@ -78,20 +82,24 @@ class CuttingLoop:
         self.effort = effort
         self.source = RowSource(reduced)
         self.core: list[RowKey] = []
-        """Rows of the curve in every program."""
+        """The rows of the curve that every program contains."""
         self.covers: list[Row] = []
-        """Cover inequalities for selections that the solver accepts within its tolerance."""
+        """Cover inequalities. Each excludes a selection that exceeds the budget by less than the solver's tolerance."""
         self.nodes: int | None = None
         """Maximum number of branch-and-bound nodes per run of the solver; None for no limit."""
         self._folding = True
 
     @property
     def left_seconds(self) -> float:
-        """Time until the deadline."""
+        """Number of seconds until the deadline; negative after it."""
         return self.deadline - time.monotonic()
 
     def relax(self, objective: np.ndarray) -> float:
-        """Generates the rows that bind in the linear relaxation. Returns a lower bound; inf if nothing fits."""
+        """Solves the linear relaxation, and puts the rows that bind in its solution into `core`.
+
+        Returns:
+            A lower bound of the objective of all selections that fit; inf if it is proven that no selection fits.
+        """
         solver, known, bound = solver_of(self._program(objective)), dict[RowKey, Row](), 0.0
         while self.left_seconds > 0:
             self.effort.rounds += 1
@@ -119,11 +127,12 @@ class CuttingLoop:
         tolerance: int = 0,
         below: int | None = None,
     ) -> LoopResult:
-        """Minimises an objective over the selections that fit.
+        """Minimizes an objective over the selections that fit.
 
         Args:
-            objective: int64[U], >= 0.
-            best: a selection to start from that fits, satisfies `side_rows` and is below `below`; None if unknown.
+            objective: int64[U]: cost of each unit, at least 0.
+            best: a selection to start from, which fits, satisfies `side_rows` and has an objective below `below`; None
+                if no such selection is known.
             side_rows: further rows that every selection has to satisfy.
             tolerance: maximum difference between the result and the optimum.
             below: cutoff; only selections with a smaller objective count. None for no cutoff.
@@ -156,7 +165,7 @@ class CuttingLoop:
             if units is not None and total(objective, units) > cutoff:
                 if distance(objective, units, bound) == 0.0:
                     return LoopResult(units=best, bound=bound, proven=best is None)
-                # HiGHS may stop at a solution beyond its cutoff if its gap allows for one below: ask for no gap.
+                # With a gap, HiGHS may stop at a solution above the cutoff: continue without a gap.
                 units, coarse_gap, tolerance = None, 0.0, 0
             # 4. Keep the better selection, and stop if it reaches the bound.
             if units is not None:
@@ -168,12 +177,12 @@ class CuttingLoop:
         return LoopResult(units=best, bound=bound, proven=False)
 
     def lowest(self, floor_bytes: int, tolerance_bytes: int) -> tuple[tuple[int, ...], int]:
-        """Returns a selection whose peak is as small as the solver can prove, and a lower bound of all peaks.
+        """Returns a selection whose peak is as small as the solver finds, and a lower bound in bytes of all peaks.
 
         The loop cannot be used for another search afterwards, since its budget changes.
 
         Args:
-            floor_bytes: bytes that the curve reaches whatever is selected.
+            floor_bytes: bytes that the curve reaches whatever units are selected.
             tolerance_bytes: maximum difference between the result and the smallest peak.
         """
         best: tuple[int, ...] = ()
@@ -216,9 +225,10 @@ class CuttingLoop:
         return min(best, (), key=self.exact.peak), max(always_bytes, self._next_possible(floor_bytes, always_bytes))
 
     def _next_possible(self, bound_bytes: int, always_bytes: int) -> int:
-        """Returns the smallest number of bytes, at least `bound_bytes`, that a peak above `always_bytes` can have.
+        """Returns a sharper lower bound of all peaks: the smallest possible peak of at least `bound_bytes`.
 
-        All bytes that depend on the selection are multiples of one size (usually the allocator's granularity).
+        All bytes that depend on the selection are multiples of one size (usually the allocator's granularity), so peaks
+        above `always_bytes`, the bytes that are alive whatever units are selected, cannot have every value.
         """
         if bound_bytes <= always_bytes:
             return bound_bytes
@@ -233,17 +243,18 @@ class CuttingLoop:
         return lowest if self._fits(lowest) else None
 
     def _program(self, objective: np.ndarray, side_rows: Sequence[Row] = ()) -> Program:
-        """Returns the integer program of the rows so far, which minimises the objective."""
+        """Returns the integer program that minimizes the objective subject to the rows so far."""
         rows = (*self.source.paths(), *self.source.rows(self.core, self.budget_bytes), *self.covers, *side_rows)
         cost = np.zeros(self.source.column_count, np.int64)
         cost[: len(objective)] = objective
         return Program(cost=cost, limit=self.source.limits(), integral=np.arange(len(cost)) < len(objective), rows=rows)
 
     def _folded(self, program: Program) -> Folded:
-        """Returns `program` folded by symmetry, if that makes it smaller.
+        """Returns `program` folded by symmetry, or unchanged if that does not make it smaller.
 
-        In a folded program the columns of conditions have to be integers, since their sums do not follow from those of
-        the units. If nothing is folded they do follow, and branching on them would take longer.
+        In a folded program the columns of conditions have to be integers, because their class sums do not follow from
+        the class sums of the units. In the unchanged program they follow from the units, and branching on them would
+        take longer.
         """
         if not self._folding:
             return unfolded(program)
@@ -252,7 +263,10 @@ class CuttingLoop:
         return unfolded(program) if folded.trivial else folded
 
     def _peak_program(self, unit_bytes: int) -> Program:
-        """Returns the program of the rows so far that minimises the peak, its last column, in units of bytes."""
+        """Returns the program that minimizes the peak subject to the rows so far.
+
+        The last column is the peak, in multiples of `unit_bytes`.
+        """
         rows = (*self.source.paths(), *self.source.rows_below_peak(self.core, unit_bytes))
         largest = self.exact.peak(()) // unit_bytes + 1
         columns = np.arange(self.source.column_count + 1)
@@ -266,17 +280,18 @@ class CuttingLoop:
     def _violated(
         self, share: np.ndarray, limit_bytes: float, known: Sequence[RowKey] | dict[RowKey, Row]
     ) -> list[RowKey]:
-        """Returns the keys of violated rows that are not known yet, where `share[u]` of unit u is selected."""
+        """Returns the keys of violated rows not in `known`, if a fraction `share[u]` of each unit u is selected."""
         keys = self.source.violated(share[: self.exact.unit_count], limit_bytes)
         new = [key for key in keys if key not in known]
         self.effort.rows += len(new)
         return new
 
     def _unfolded(self, program: Program, folded: Folded, values: np.ndarray) -> tuple[int, ...] | None:
-        """Returns a selection with the class sums `values`: if possible one that fits, else one that does not, or None.
+        """Returns a selection whose class sums are `values`; None if none is found.
 
-        Rows that the tried selections violate are added to `core`. If there is no selection with these sums, although
-        no row was violated, folding is switched off: the sums satisfy the folded rows, but no selection has them.
+        If possible, it is a selection that fits; otherwise one that exceeds the budget. Rows that the tried selections
+        violate are added to `core`. If no selection has these class sums at all, folding is switched off, because new
+        rows would not exclude these sums from the folded program.
         """
         if folded.trivial:
             chosen = self._chosen(values)
@@ -303,10 +318,10 @@ class CuttingLoop:
         return units
 
     def _exclude(self, units: tuple[int, ...]) -> list[Row]:
-        """Adds the constraints of the program that the selection `units` violates, and returns them.
+        """Adds rows to the program that exclude the selection `units`, which exceeds the budget, and returns them.
 
-        If all these rows are known, the solver violated one of them by its tolerance. In that case a cover inequality
-        is added.
+        They are the rows that the selection violates. If the program has all of these already, the solver violated one
+        of them by its tolerance. In that case a cover inequality is added.
         """
         share, limit_bytes = self.exact.chosen(units).astype(float), self.budget_bytes + 0.5
         new = self._violated(share, limit_bytes, self.core)
@@ -326,12 +341,12 @@ class CuttingLoop:
 
 
 def total(objective: np.ndarray, units: Sequence[int]) -> int:
-    """Returns the objective of a selection."""
+    """Returns the sum of `objective` over the selected units."""
     return int(objective[list(units)].sum())
 
 
 def distance(objective: np.ndarray, units: Sequence[int], bound: float) -> float:
-    """Returns by how much a selection may exceed the optimum, given a lower bound; 0.0 below the resolution."""
+    """Returns how far the objective of a selection is above the lower bound; 0.0 if less than the resolution."""
     room = total(objective, units) - bound
     return 0.0 if room < _resolution(objective, bound) else room
 
@@ -343,11 +358,17 @@ def _is_tight(row: Row, values: np.ndarray) -> bool:
 
 
 def _cutoff(objective: np.ndarray, below: int | None) -> float:
-    """Returns a value between the largest possible objective below `below` and the next larger one."""
+    """Returns a cutoff for the solver: between the largest possible objective below `below` and the next larger one.
+
+    The cutoff is inf if `below` is None.
+    """
     divisor = int(np.gcd.reduce(objective)) or 1
     return math.inf if below is None else (below - 1) // divisor * divisor + divisor / 2
 
 
 def _resolution(objective: np.ndarray, bound: float) -> float:
-    """Returns the resolution: smaller differences of objectives are impossible, or beyond the precision of doubles."""
+    """Returns the smallest difference of objectives that counts.
+
+    Smaller differences are impossible for integer costs, or beyond the precision of doubles.
+    """
     return max(0.5 * int(np.gcd.reduce(objective)), 1e-9 * bound, 1e-9)

@@ -1,14 +1,14 @@
 """An integer program with integer coefficients, solved by HiGHS.
 
-    minimise  cost * x   subject to  rows * x <= upper,  0 <= x <= limit,  x integer where `integral`
-
-If the peak is minimised, it is the last column, in units of `peak_unit_bytes`, and the rows that contain it are passed
-to HiGHS unchanged.
+    minimize  cost * x   subject to  rows * x <= upper,  0 <= x <= limit,  x integer where `integral`
 
 HiGHS works in doubles with tolerances. Every row is therefore relaxed by half of its smallest step (its left side is an
 integer), so that HiGHS never rejects a solution that satisfies the row; and rows and costs are divided by powers of
-two, so that tight tolerances are possible. HiGHS may accept a solution that violates a row by its tolerance: the caller
-has to check it exactly.
+two, so that tight tolerances are possible. HiGHS may accept a solution that violates a row by its tolerance, so the
+caller has to check the solution exactly.
+
+If the peak is minimized, it is the last column, in multiples of `peak_unit_bytes`. The left sides of rows that contain
+this column need not be integers (`Row.whole` is False), so these rows are not relaxed.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Program:
     """An integer program; all its numbers are integers."""
 
     cost: np.ndarray
-    """int64 of each column: its coefficient in the objective."""
+    """int64[columns]: coefficient of each column in the objective."""
     limit: np.ndarray
-    """int64 of each column: its upper bound; the lower bound is 0."""
+    """int64[columns]: upper bound of each column; all lower bounds are 0."""
     integral: np.ndarray
-    """bool of each column: True if it has to be an integer."""
+    """bool[columns]: True for columns that have to be integers."""
     rows: tuple[Row, ...]
 
 
@@ -48,7 +48,7 @@ class Outcome:
 
     status: highspy.HighsModelStatus
     values: np.ndarray | None
-    """float64 of each column; None if the solver has no solution."""
+    """float64[columns]: the best solution that the solver found; None if it found none."""
     bound: float
     """Lower bound: no solution has a smaller objective, up to `tolerance`."""
     tolerance: float
@@ -70,7 +70,7 @@ class Outcome:
 
 
 class Solver:
-    """A HiGHS model of integer rows. It is deterministic: one thread and a fixed seed."""
+    """A HiGHS model to which rows of integers are added. Its runs are repeatable: one thread and a fixed seed."""
 
     def __init__(self, *, limit: np.ndarray, integral: np.ndarray) -> None:
         self._highs = highspy.Highs()  # type: ignore[no-untyped-call]  # highspy does not annotate the constructor
@@ -86,7 +86,7 @@ class Solver:
         self._objective_scale = 1.0
 
     def minimise(self, cost: np.ndarray) -> None:
-        """Sets the objective: minimise `cost` (integers >= 0) over the first `len(cost)` columns."""
+        """Sets the objective: minimize `cost * x` over the first `len(cost)` columns. Costs are integers >= 0."""
         divisor = int(np.gcd.reduce(cost)) or 1
         self._objective_scale = divisor * power_of_two(int(cost.max(initial=1)) // divisor)
         self._highs.changeColsCost(len(cost), np.arange(len(cost), dtype=np.int32), cost / self._objective_scale)
@@ -102,7 +102,7 @@ class Solver:
         )
 
     def relax(self, *, time_limit_seconds: float) -> Outcome:
-        """Solves the linear relaxation, starting from the last basis."""
+        """Solves the linear relaxation, starting from the basis of the last run."""
         self._set(solve_relaxation=True, objective_bound=math.inf)
         return self._run(time_limit_seconds, relaxed=True)
 
@@ -156,7 +156,10 @@ class Solver:
     def _set(self, **options: bool | int | float) -> None:
         for name, value in options.items():
             if self._highs.setOptionValue(name, value) != highspy.HighsStatus.kOk:
-                raise ValueError(f"HiGHS rejects the option {name} = {value!r}")
+                raise ValueError(
+                    f"HiGHS rejects the option {name} = {value!r}: install a version of highspy that has this option "
+                    "(1.10 or newer)"
+                )
 
 
 def solver_of(program: Program, extra_rows: Sequence[Row] = ()) -> Solver:
@@ -169,5 +172,5 @@ def solver_of(program: Program, extra_rows: Sequence[Row] = ()) -> Solver:
 
 
 def power_of_two(largest: int) -> int:
-    """Returns the power of two that scales `largest` down to at most _LARGEST_COEFFICIENT; 1 if it is small enough."""
+    """Returns the power of two by which `largest` is divided so that it is at most _LARGEST_COEFFICIENT."""
     return 1 << max(0, (largest // _LARGEST_COEFFICIENT).bit_length())

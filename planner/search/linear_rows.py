@@ -1,19 +1,20 @@
-"""Linear rows in whole bytes: "the curve at event e stays inside the budget", for events that the search picks.
+"""Makes linear inequalities (rows) that say "the curve at event e stays inside the budget", in whole bytes.
 
-With x_u = 1 for a selected unit, conditions of two forms are linear; all others get a column z_c:
+x_u is 1 if unit u is selected. Conditions of two forms are linear in x; any other condition c gets a column z_c:
 
     unless {S}, at most one of S selectable   1 - sum of x_u over S
     when {u, v, ...}, at most one selectable  x_u + x_v + ...
     anything else                             z_c in [0, 1],  z_c >= 1 - sum of x_u over S  for each S of `unless`,
                                               z_c >= sum of x_u over each clique of `when`
 
-A clique is a maximal set of units that exclude each other: in a tree of modules, a chain of nested ones. Clique
-inequalities are sharper than one row per unit: without them, in the linear relaxation, fractions of two units that
-exclude each other could share one z_c, and in folded programs (`symmetry`) so could units of different layers.
+A clique is a maximal set of units that exclude each other: in a tree of modules, a chain of nested modules. One
+inequality per clique is sharper than one per unit. With one per unit, the linear relaxation could select halves of two
+units that exclude each other and set z_c to 1/2, as if the condition was only half true. In folded programs
+(`symmetry`) the same could happen with units of different layers.
 
 A row is  fixed[e] + sum over conditions (bytes_c(e) * condition_c) + sum over a clique (extra_u * x_u) <= budget.
-Every z_c is 0 or 1 in a solution, so the row can be divided by the greatest common divisor of its coefficients and its
-right side rounded down without losing a solution (a Chvatal-Gomory cut). Everything is computed in int64; only the
+Every column is 0 or 1 in a solution. So a row can be divided by the greatest common divisor of its coefficients, and
+its right side rounded down, without losing a solution (a Chvatal-Gomory cut). Everything is computed in int64; only
 finished rows are passed to the solver as doubles.
 """
 
@@ -33,7 +34,7 @@ _ROWS_PER_ROUND = 40
 
 @dataclasses.dataclass(frozen=True, kw_only=True, order=True)
 class RowKey:
-    """Identifies an inequality: the curve at `event`, plus the recomputes of units that exclude each other."""
+    """Identifies a row: the curve at `event`, plus the extra bytes of recomputes whose units exclude each other."""
 
     event: int
     recomputes: tuple[int, ...] = ()
@@ -42,16 +43,16 @@ class RowKey:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """The inequality  sum of `coefficients` * columns <= `upper`, in integers."""
+    """The inequality  sum over i of coefficients[i] * (column number columns[i])  <=  upper, in integers."""
 
     columns: np.ndarray
     coefficients: np.ndarray
     upper: int
     whole: bool = True
-    """True if the left side is an integer in every solution."""
+    """True if the left side is an integer in every solution. It need not be if the row contains the peak."""
 
     def divided(self) -> Row:
-        """Returns the row divided by the greatest common divisor of its coefficients, its right side rounded down."""
+        """Returns the row divided by the greatest common divisor of its coefficients, with `upper` rounded down."""
         divisor = int(np.gcd.reduce(self.coefficients)) or 1
         return Row(columns=self.columns, coefficients=self.coefficients // divisor, upper=self.upper // divisor)
 
@@ -59,7 +60,7 @@ class Row:
 class RowSource:
     """Makes the rows of a reduced problem.
 
-    Columns 0..U-1 are the units; the `column_count - U` conditions with columns of their own follow.
+    Columns 0..U-1 are the units. Columns U..`column_count` - 1 are the conditions that need a column of their own.
     """
 
     def __init__(self, reduced: ReducedProblem) -> None:
@@ -82,7 +83,10 @@ class RowSource:
         self._signs = np.array(signs, np.int64)
 
     def _linear_form(self, number: int, condition: Condition) -> Row:
-        """Returns the condition as  upper + coefficients * columns, and gives it a column if it needs one."""
+        """Returns a `Row` with which the condition is  upper + coefficients * columns.
+
+        If the condition needs a column of its own, it gets one here.
+        """
         unless, when = condition
         if len(unless) == 1 and not when and self._alternatives(unless[0]):
             return _row(unless[0], [-1] * len(unless[0]), 1)
@@ -97,13 +101,13 @@ class RowSource:
         return all(other in self.reduced.exclusive[unit] for k, unit in enumerate(units) for other in units[:k])
 
     def _cliques(self, units: Sequence[int]) -> list[tuple[int, ...]]:
-        """Returns maximal sets of `units` that exclude each other; every unit is in one of them.
+        """Returns maximal sets of `units` that exclude each other; every unit is in at least one of them.
 
         Each unit is extended greedily to a maximal clique. Where exclusion comes from nesting, these are all maximal
         cliques, as `networkx.find_cliques` gives them (a test compares the two). The greedy search is used since it
         is 7 to 180 times faster: 1.1 against 22 ms for examples/flat.py, 0.02 against 3.7 ms for roberta_84m, 11
-        against 79 ms for llama_1b, for every budget that is searched (CPU time, networkx 3.6.1). If exclusion had
-        another form, a clique could be missing: the rows would stay valid, but be less sharp.
+        against 79 ms for llama_1b, for every budget that is searched (CPU time, networkx 3.6.1). If units excluded each
+        other for another reason than nesting, a clique could be missing: the rows would be valid, but less sharp.
         """
         cliques: set[tuple[int, ...]] = set()
         for unit in units:
@@ -115,7 +119,7 @@ class RowSource:
         return sorted(cliques)
 
     def _recompute_keys(self) -> Iterator[RowKey]:
-        """Yields one key for each event with recomputes, and each clique of the units that recompute there."""
+        """Yields keys for the events with recomputes: one for each clique of the units that are recomputed there."""
         at_event: dict[int, dict[int, int]] = {}
         for index, recompute in enumerate(self.reduced.problem.recomputes):
             at_event.setdefault(recompute.at, {})[recompute.unit] = index
@@ -124,11 +128,11 @@ class RowSource:
                 yield RowKey(event=event, recomputes=tuple(index_of[unit] for unit in clique))
 
     def rows(self, keys: Iterable[RowKey], budget_bytes: int) -> list[Row]:
-        """Returns the rows of `keys`, divided, and the rows that link the conditions they use to the units."""
+        """Returns the rows of `keys` and the rows that link the conditions in them to the units, all `divided`."""
         return [row.divided() for row, _ in self._rows(keys, budget_bytes)]
 
     def _rows(self, keys: Iterable[RowKey], budget_bytes: int) -> Iterator[tuple[Row, bool]]:
-        """Yields each row, with True if the budget is its right side (it is not in rows that link a condition)."""
+        """Yields the rows of `keys`, with True, and the rows that link the conditions in them to units, with False."""
         linked: set[int] = set()
         for key in keys:
             row, used = self.row(key, budget_bytes)
@@ -139,7 +143,10 @@ class RowSource:
             yield row, True
 
     def rows_below_peak(self, keys: Iterable[RowKey], peak_unit_bytes: int) -> list[Row]:
-        """Returns the rows with the peak instead of a budget: the last column, in units of `peak_unit_bytes`."""
+        """Returns the rows of `keys` (with the links of their conditions) in which the peak takes the budget's place.
+
+        The peak is one more column, the last, in multiples of `peak_unit_bytes`.
+        """
         return [
             Row(
                 columns=np.append(row.columns, self.column_count),
@@ -157,7 +164,7 @@ class RowSource:
         return [_row(path, [1] * len(path), 1) for path in self.reduced.problem.paths]
 
     def limits(self) -> np.ndarray:
-        """Returns int64 of each column's upper bound: 0 for a unit that is never worth selecting, else 1."""
+        """Returns int64[columns]: upper bounds, which are 0 for units that are never worth selecting, else 1."""
         limits = np.ones(self.column_count, np.int64)
         limits[: self.compiled.unit_count] = 0
         limits[list(self.reduced.useful)] = 1
@@ -172,7 +179,7 @@ class RowSource:
             yield _row([column, *clique], [-1] + [1] * len(clique), 0)
 
     def row(self, key: RowKey, budget_bytes: int) -> tuple[Row, list[int]]:
-        """Returns the inequality of `key`, and the numbers of the conditions with columns that it uses."""
+        """Returns the row of `key`, and the numbers of the conditions in it that have columns of their own."""
         held_bytes = self.compiled.condition_bytes(key.event)
         total = np.zeros(self.column_count, np.int64)
         np.add.at(total, self._columns, held_bytes[self._owner] * self._signs)
@@ -184,10 +191,10 @@ class RowSource:
         return Row(columns=columns, coefficients=total[columns], upper=upper), used
 
     def violated(self, share: np.ndarray, limit_bytes: float) -> list[RowKey]:
-        """Separation: returns the keys of the most violated rows, where `share[u]` of unit u is selected.
+        """Separation: returns the keys of the most violated rows if a fraction `share[u]` of each unit u is selected.
 
-        There is one key for the highest point of each interval of events above the limit, and one for each clique of
-        recomputes above it, the highest first.
+        Each interval of events whose curve is above `limit_bytes` gives the key of its highest event. Each clique of
+        recomputes above `limit_bytes` gives a key too. The most violated row comes first.
         """
         curve = self.compiled.fractional_curve(share)
         above = np.flatnonzero((curve > limit_bytes) & self.reduced.hot)
@@ -201,7 +208,7 @@ class RowSource:
         return [key for _, key in sorted(ranked)[:_ROWS_PER_ROUND]]
 
     def truth(self, units: Collection[int]) -> np.ndarray:
-        """Returns int64 of each column's value, 0 or 1, when `units` are selected."""
+        """Returns int64[columns]: the value of each column, 0 or 1, when `units` are selected."""
         values = np.zeros(self.column_count, np.int64)
         values[list(units)] = 1
         truth = self.compiled.truth(units)
@@ -211,10 +218,15 @@ class RowSource:
 
 
 def cover(row: Row, values: np.ndarray) -> Row:
-    """Returns a cover inequality: a row with coefficients 1 and -1 that excludes `values`, which violate `row`.
+    """Returns a cover inequality: a row with coefficients 1 and -1 that excludes `values` but no solution of `row`.
 
-    A literal is "column is 1" where the coefficient is positive, else "column is 0". The largest literals
-    that are true in `values` and together exceed the right side (a cover) cannot all be true.
+    A column of `row` has the literal "column is 1" if its coefficient is positive, else "column is 0". A cover is a set
+    of literals whose coefficients together exceed the right side, so that they cannot all be true. The returned row
+    says so about the literals with the largest coefficients among those that are true in `values`.
+
+    Args:
+        row: the violated row.
+        values: int64[columns]: values, 0 or 1, that violate `row`.
     """
     positive = row.coefficients > 0
     weights = np.abs(row.coefficients)

@@ -1,29 +1,30 @@
 """Chooses the units to recompute: the cheapest selection within a budget, or the smallest peak, proven optimal.
 
-    minimise    sum_u cost_u x_u
+    minimize    sum_u cost_u x_u
     subject to  curve[e](x)                <= budget     for every event e
                 curve[at_r](x) + extra_r x_u <= budget   for every recompute r of unit u
                 sum of x_u over each path  <= 1,         x_u in {0, 1}
 
 Choosing what to recompute by an integer program over the memory curve follows Checkmate (Jain et al. 2020, "Checkmate:
-Breaking the Memory Wall with Optimal Tensor Rematerialization", arXiv:1910.02653); what a segment saves and costs,
-Chen et al. 2016 ("Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174). Checkmate's variables are pairs of
-tensor and time step; here they are modules and segments, which makes the program small.
+Breaking the Memory Wall with Optimal Tensor Rematerialization", arXiv:1910.02653). The memory that a segment saves and
+the time that it costs follow Chen et al. 2016 ("Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174).
+Checkmate's variables are pairs of tensor and time step; here they are modules and segments, so the program is small.
 
 Method: cutting planes, with the curve's rows as lazy constraints. The program starts without any event. Solve it;
 evaluate the curve of the solution exactly (`curve`); add the rows of the peaks that exceed the budget; repeat. Every
 row is valid for every selection that fits, so the objective is a lower bound of the true optimum at any time, and the
 first solution that fits exactly is optimal. The loop first runs on the linear relaxation, which is cheap and finds
-nearly all rows, and then with integrality, equal layers folded into one (`symmetry`). A few dozen rows of a hundred
-thousand events are enough. Folding needs sharp rows: layers that differ only in one small tensor still form one class,
-as long as the rows say that the tensor is alive in full as soon as one of them needs it (`linear_rows`).
+nearly all rows, and then with integrality, equal layers folded into one (`symmetry`). A few dozen rows are enough for
+a hundred thousand events. Layers that differ only in one small tensor are still folded into one, because the rows are
+sharp: they say that the tensor is alive in full as soon as one of the layers needs it (`linear_rows`).
 
     problem -> reduce -> linear_rows -> integer_program -> symmetry -> HiGHS -> curve -> more rows, or Selection
 
-What is exact: that a selection fits. It is evaluated in whole bytes, and a selection that exceeds the budget by less
-than the solver's tolerance is excluded by a cover inequality. What rests on the solver's doubles: that no other
-selection is cheaper, or that none fits; two costs are distinguished down to about 1e-9 of the smaller one. Tolerance
-and cutoff are options of HiGHS: it stops as soon as its bound is that close, and prunes branches above the cutoff.
+It is exact that a returned selection fits. Its peak is evaluated in whole bytes, and a selection that exceeds the
+budget by less than the solver's tolerance is excluded by a cover inequality. That no other selection is cheaper, or
+that no selection fits, is proven in the solver's doubles only: costs that differ by less than about 1e-9 of the smaller
+cost count as equal. `tolerance_ns` and `below_ns` are passed to HiGHS: it stops as soon as its bound is within the
+tolerance, and prunes branches above the cutoff.
 
 Where it stops being optimal: there is one level of checkpointing (a unit nested in a selected unit is not selected as
 well), units are recomputed as a whole, once and at one moment, and only the recorded curve is considered.
@@ -51,12 +52,12 @@ from planner.search.reduce import reduce
 _TIE_NODES = 200
 """Maximum number of branch-and-bound nodes per round of the search for fewer units at the same cost.
 
-A limit in nodes is repeatable, a limit in seconds is not.
+With a limit in nodes the result is the same in every run; with a limit in seconds it would not be.
 """
 
 
 class SearchTimeout(PlannerError):
-    """The time limit passed before a selection that fits and is cheap enough, or a proof of none, was found."""
+    """The time limit passed before a selection that fits and is cheap enough was found, or proven not to exist."""
 
 
 def solve(
@@ -67,23 +68,23 @@ def solve(
     tolerance_ns: int = 0,
     below_ns: int | None = None,
 ) -> Selection | None:
-    """Returns the cheapest selection whose peak is at most `budget_bytes`; of equals, one with few units.
+    """Returns the cheapest selection whose peak is at most `budget_bytes`; of equally cheap ones, one with few units.
 
     Args:
         problem: the units, and how they change memory and time.
         budget_bytes: the largest peak that fits.
         time_limit_seconds: maximum wall-clock time.
-        tolerance_ns: the result may cost up to this more than the optimum. Of such selections, one with as few units
-            as a short search finds is returned.
-        below_ns: cutoff; only selections that cost less than this count. None for no cutoff.
+        tolerance_ns: the result may cost up to this many nanoseconds more than the optimum. Among selections within
+            this tolerance, the one with the fewest units that a short search finds is returned.
+        below_ns: cutoff; only selections that cost less than this many nanoseconds count. None for no cutoff.
 
     Returns:
-        None if it is proven that no selection fits at a cost below `below_ns`. Else a selection with status
-        "optimal" if its cost is proven to be within the tolerance, or "time limit" with the best one found.
-        `gap` is the proven relative distance to the optimum; it is 0.0 if no cheaper selection fits.
+        None if it is proven that no selection fits at a cost below `below_ns`. Otherwise the best selection that was
+        found. Its status is "optimal" if its cost is proven to be within the tolerance, else "time limit". Its `gap` is
+        the proven relative distance to the optimum; 0.0 if no cheaper selection fits.
 
     Raises:
-        SearchTimeout: undecided within the time limit.
+        SearchTimeout: within the time limit, neither such a selection was found nor a proof that there is none.
     """
     return Search(problem).solve(
         budget_bytes, time_limit_seconds=time_limit_seconds, tolerance_ns=tolerance_ns, below_ns=below_ns
@@ -93,10 +94,17 @@ def solve(
 def smallest_peak(
     problem: CheckpointProblem, *, time_limit_seconds: float = 10.0, tolerance_bytes: int = 0, tolerance_ns: int = 0
 ) -> Selection:
-    """Returns the selection with the smallest possible peak, and of those the cheapest one.
+    """Returns the selection with the smallest possible peak; among selections with this peak, the cheapest.
 
-    Its status is "optimal" if it is proven that no selection has a peak smaller by more than `tolerance_bytes`, and
-    that no selection with at most its peak is cheaper by more than `tolerance_ns`. `gap` is that of the peak.
+    Args:
+        problem: the units, and how they change memory and time.
+        time_limit_seconds: maximum wall-clock time.
+        tolerance_bytes: the peak may be up to this many bytes above the smallest one.
+        tolerance_ns: the cost may be up to this many nanoseconds above the lowest one for this peak.
+
+    Returns:
+        The best selection that was found. Its status is "optimal" if peak and cost are proven to be within the
+        tolerances, else "time limit". Its `gap` is the relative distance of the peak to its proven lower bound.
     """
     return Search(problem).smallest_peak(
         time_limit_seconds=time_limit_seconds, tolerance_bytes=tolerance_bytes, tolerance_ns=tolerance_ns
@@ -105,12 +113,12 @@ def smallest_peak(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Question:
-    """The arguments of one search."""
+    """The arguments of one search, and the values of `time.monotonic()` between which it runs."""
 
     budget_bytes: int
     tolerance_ns: int
     below_ns: int | None
-    """Cutoff of the cost; None for no cutoff."""
+    """Only selections that cost less than this count; None for no limit."""
     began: float
     deadline: float
 
@@ -174,7 +182,11 @@ class Search:
         return dataclasses.replace(cheapest, status="optimal" if proven else "time limit", gap=gap)
 
     def _cheapest(self, question: _Question, best: tuple[int, ...] | None = None) -> Selection | None:
-        """Solves, starting from the selection `best` if one that fits is known."""
+        """Returns the cheapest selection, as the function `solve` does.
+
+        Args:
+            best: a selection that fits, to start from; None if none is known.
+        """
         below_ns = math.inf if question.below_ns is None else question.below_ns
         # 1. Trivial cases: nothing is cheap enough, nothing has to be recomputed, or nothing can help.
         if below_ns <= 0:
@@ -189,15 +201,16 @@ class Search:
         if loop.relax(self._cost_ns) > below_ns - 1:
             return None
         best = None if best is None else tuple(sorted(set(best).intersection(reduced.useful)))
-        # 3. With integrality. If time runs out before anything fits, a greedy search has the last word.
+        # 3. With integrality. If no selection that fits is found in time, a greedy search is tried.
         result = loop.run(self._cost_ns, best, tolerance=question.tolerance_ns, below=question.below_ns)
         if result.units is None and result.proven:
             return None
         units = result.units if result.units is not None else loop.repaired(())
         if units is None or total(self._cost_ns, units) >= below_ns:
             raise SearchTimeout(
-                f"neither a selection within {question.budget_bytes} bytes nor a proof that there is none was found in "
-                f"{time.monotonic() - question.began:.1f} s: allow more time, or a larger budget"
+                f"in {time.monotonic() - question.began:.1f} s no selection of units to recompute was found whose peak "
+                f"is within {question.budget_bytes} bytes and whose cost is low enough, and it was not proven that "
+                "there is none: allow more time, or a larger budget"
             )
         # 4. Of selections that cost about the same, one with few units is easier to read.
         if result.proven:
@@ -207,7 +220,7 @@ class Search:
     def _with_fewer_units(
         self, loop: CuttingLoop, units: tuple[int, ...], most_ns: float, below_ns: float
     ) -> tuple[int, ...]:
-        """Returns a selection that costs at most `most_ns` with as few units as a short search finds."""
+        """Returns a selection with the fewest units that a short search finds; it costs at most `most_ns`."""
         loop.nodes = _TIE_NODES
         most = max(total(self._cost_ns, units), int(min(int(most_ns), below_ns - 1)))
         no_dearer = Row(columns=np.arange(len(self._cost_ns)), coefficients=self._cost_ns, upper=most)
@@ -215,7 +228,10 @@ class Search:
         return units if fewer is None or total(self._cost_ns, fewer) > most else fewer
 
     def _any_below(self, peak_bytes: int, deadline: float) -> tuple[tuple[int, ...] | None, bool]:
-        """Returns a selection with a peak below `peak_bytes`, or None and True if it is proven that there is none."""
+        """Returns a selection with a peak below `peak_bytes`; None if none was found.
+
+        The second value is True if it is proven that there is none.
+        """
         reduced = reduce(self.problem, peak_bytes - 1)
         if int(reduced.problem.fixed_bytes.max()) >= peak_bytes:
             return None, True
@@ -227,7 +243,7 @@ class Search:
         return result.units, result.proven
 
     def _lowest(self, deadline: float, tolerance_bytes: int) -> tuple[tuple[int, ...], int]:
-        """Returns a selection whose peak is as small as the solver can prove, and a lower bound of all peaks."""
+        """Returns a selection whose peak is as small as the solver finds, and a lower bound in bytes of all peaks."""
         floor_bytes = max(0, int(reduce(self.problem, 0).problem.fixed_bytes.max(initial=0)))
         if self.exact.peak(()) <= floor_bytes:
             return (), floor_bytes
@@ -236,7 +252,7 @@ class Search:
         return loop.lowest(floor_bytes, tolerance_bytes)
 
     def _selection(self, units: tuple[int, ...], bound_ns: float, question: _Question) -> Selection:
-        """Returns `units` as a `Selection`, if `bound_ns` is proven to be a lower bound of the cost."""
+        """Returns `units` as a `Selection`. Its status and gap follow from `bound_ns`, a lower bound of all costs."""
         cost_ns, distance_ns = total(self._cost_ns, units), distance(self._cost_ns, units, bound_ns)
         return Selection(
             units=units,

@@ -14,7 +14,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hold:
-    """`size_bytes` that are alive at events start <= e < stop if ANY of these is true:
+    """Bytes whose life depends on the selection: they are alive at events start <= e < stop if ANY of these is true:
 
     - some set in `unless` contains no selected unit (so an empty set makes the condition always true),
     - some unit in `when` is selected.
@@ -44,11 +44,12 @@ class CheckpointProblem:
     """int64[E]: bytes alive at each event whatever is selected."""
     holds: tuple[Hold, ...]
     recomputes: tuple[Recompute, ...]
-    """Recomputes of the units. A unit may have several (one per call), which do not add up: each is a separate peak."""
+    """Recomputes of the units. A unit may have several, one for each of its calls. Their bytes are never added to each
+    other: each recompute is a peak of its own."""
     cost_ns: tuple[int, ...]
-    """Time to recompute each unit in all its calls. Its length is the number of units."""
+    """Nanoseconds to recompute each unit in all its calls. The length of the tuple is the number of units."""
     paths: tuple[tuple[int, ...], ...]
-    """At most one unit of each tuple may be selected (a unit and the units that it is nested in)."""
+    """Sets of units of which at most one may be selected: a unit and the units that it is nested in."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,11 +59,11 @@ class Selection:
     units: tuple[int, ...]
     """Numbers of the selected units, in ascending order."""
     peak_bytes: int
-    """Largest value of the memory curve with these units selected, recomputes included."""
+    """Largest value of the memory curve with these units selected, including the extra bytes of their recomputes."""
     cost_ns: int
     status: str
     """'optimal' or 'time limit'."""
     gap: float
-    """Relative distance between `cost_ns` (or the peak, if that was minimised) and the proven bound."""
+    """Relative distance between `cost_ns` (or the peak, if the peak was minimized) and its proven lower bound."""
     seconds: float
-    """Wall-clock time of the search."""
+    """Wall-clock time of the search in seconds."""

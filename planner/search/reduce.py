@@ -1,6 +1,7 @@
-"""Presolve: a smaller problem with the same answer, in which conditions are in normal form.
+"""Presolve: makes a smaller problem with the same answer, in which conditions are in normal form.
 
-Every rule is exact for selections that obey the paths (`S` and `T` are sets of `unless`, `W` the units of `when`):
+A condition has the sets `S`, `T` ... in `unless` and the units `W` in `when`. The floor is a number of bytes up to
+which memory does not matter. Every rule is exact for selections with at most one unit of each path:
 
     S            ->  S - W      if u is in both, "u selected" already makes the condition true
     S is empty, or S and T exclude each other  ->  the condition is always true: its bytes are fixed
@@ -10,8 +11,8 @@ Every rule is exact for selections that obey the paths (`S` and `T` are sets of 
     events whose curve cannot exceed the floor whatever is selected, and holds that touch no other event  ->  dropped
     units that free no condition               ->  never selected, since they only cost time
 
-Two units exclude each other if some path contains both. These rules are the presolve of an integer program, applied to
-the conditions before they become rows, where a solver's own presolve can no longer see them.
+Two units exclude each other if some path contains both. A solver's own presolve could not apply these rules, because it
+sees only the rows of the integer program, and no longer the conditions from which they were made.
 
 The relation of exclusion is a graph (its cliques include the paths). It is kept as one set of neighbours per unit, and
 not as a `networkx.Graph`: that takes 9 to 31 ms to build for examples/roberta_84m and llama_1b, where the sets take 0.7
@@ -29,7 +30,7 @@ from planner.search.curve import CompiledProblem
 from planner.search.problem import CheckpointProblem, Hold, Recompute
 
 Condition = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
-"""The `unless` and `when` of a hold."""
+"""The condition of a hold: its `unless` and its `when`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class ReducedProblem:
     """A problem with the same feasible selections, and the same curve at the events that matter."""
 
     problem: CheckpointProblem
-    """It has the same units and events, but only those holds and recomputes that can matter."""
+    """The smaller problem: the same units and events, but only those holds and recomputes that can matter."""
     hot: np.ndarray
     """bool[E]: True for events at which some selection may exceed the floor."""
     useful: tuple[int, ...]
@@ -47,7 +48,12 @@ class ReducedProblem:
 
 
 def reduce(problem: CheckpointProblem, floor_bytes: int) -> ReducedProblem:
-    """Drops what cannot raise the curve above `floor_bytes`, and brings the rest into normal form."""
+    """Drops the holds, recomputes and paths that cannot matter, and brings conditions into normal form.
+
+    Args:
+        problem: the original problem.
+        floor_bytes: events with at most this many bytes under every selection do not matter. Usually the budget.
+    """
     # 1. Conditions in normal form. Those that are always true become fixed bytes, equal ones are merged.
     exclusive = _exclusive(problem)
     fixed_bytes, sizes = _normalised(problem, exclusive)
@@ -94,7 +100,10 @@ def _exclusive(problem: CheckpointProblem) -> tuple[frozenset[int], ...]:
 def _normalised(
     problem: CheckpointProblem, exclusive: Sequence[frozenset[int]]
 ) -> tuple[np.ndarray, dict[tuple[int, int, Condition], int]]:
-    """Returns the bytes that are always alive, and for the rest the bytes by (start, stop, condition)."""
+    """Returns the bytes at each event that are alive under every selection, and the size of all other holds.
+
+    Holds with the same start, stop and condition are added up.
+    """
     events = len(problem.fixed_bytes)
     change = np.zeros(events + 1, np.int64)
     sizes: dict[tuple[int, int, Condition], int] = {}
@@ -117,7 +126,7 @@ def _normalised(
 
 
 def normal_form(condition: Condition, exclusive: Sequence[frozenset[int]]) -> Condition:
-    """Returns the condition with as few literals as the rules allow; `unless` is `((),)` if it is always true."""
+    """Returns the condition with as few literals as the rules allow; `(((),), ())` if it is always true."""
     when = set(condition[1])
     freed = sorted(
         {frozenset(members) - when for members in condition[0]}, key=lambda members: (len(members), sorted(members))
@@ -146,7 +155,7 @@ def _without_when(
 
 
 def _holds(sizes: dict[tuple[int, int, Condition], int]) -> tuple[Hold, ...]:
-    """Returns the holds of bytes by (start, stop, condition), in a fixed order."""
+    """Returns one hold for each (start, stop, condition) of `sizes`, in a fixed order."""
     return tuple(
         Hold(size_bytes=size_bytes, start=start, stop=stop, unless=unless, when=when)
         for (start, stop, (unless, when)), size_bytes in sorted(sizes.items())
@@ -154,7 +163,7 @@ def _holds(sizes: dict[tuple[int, int, Condition], int]) -> tuple[Hold, ...]:
 
 
 def _largest(recomputes: Iterable[Recompute]) -> list[Recompute]:
-    """Returns the largest recompute of each unit and event, without those that add nothing."""
+    """Returns the largest recompute of each unit at each event, without recomputes that add no bytes."""
     largest: dict[tuple[int, int], int] = {}
     for recompute in recomputes:
         key = (recompute.at, recompute.unit)
@@ -165,7 +174,7 @@ def _largest(recomputes: Iterable[Recompute]) -> list[Recompute]:
 
 
 def _longest(paths: Iterable[Sequence[int]], kept: set[int]) -> tuple[tuple[int, ...], ...]:
-    """Returns the paths, restricted to `kept` units, that no other path contains."""
+    """Returns the paths restricted to `kept` units, without paths that another path contains or that have one unit."""
     longest: list[frozenset[int]] = []
     of_unit: dict[int, list[frozenset[int]]] = {}
     for path in sorted({frozenset(kept.intersection(path)) for path in paths}, key=lambda p: (-len(p), sorted(p))):

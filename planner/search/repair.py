@@ -1,9 +1,9 @@
-"""A greedy heuristic that finds a selection within the budget, for when the proof takes too long.
+"""A greedy heuristic that looks for a selection within the budget, for when a proof takes too long.
 
-This is a local search with a list of visited selections. Starting from a selection, it looks at the highest point of
-the curve (an event or a recompute) and at the units that would free bytes there, evaluates the most promising ones
-exactly, and moves to the one with the lowest peak, even if that is no improvement. Units that exclude the new one are
-deselected. It stops when the peak fits, or after a number of moves. The result is feasible, but nothing is proven.
+This is a local search with a list of visited selections. It starts from a selection and looks at the highest point of
+its curve (an event or a recompute). For the most promising units that would free bytes there, it evaluates exactly the
+selection with that unit and without the units that exclude it. It moves to the selection with the lowest peak, even if
+that is no improvement. It stops when the peak fits, or after a number of moves. It proves nothing if no selection fits.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from planner.search.curve import CompiledProblem
 from planner.search.reduce import ReducedProblem
 
 _TRIED_PER_MOVE = 6
-"""Maximum number of neighbours that are evaluated per move."""
+"""Maximum number of neighboring selections that are evaluated per move."""
 
 
 def descend(
     compiled: CompiledProblem, reduced: ReducedProblem, units: Collection[int], budget_bytes: int, *, moves: int = 100
 ) -> tuple[int, ...]:
-    """Returns the selection with the lowest peak that the search meets; it stops at the first that fits.
+    """Returns the selection with the lowest peak that the search finds. The search stops when a selection fits.
 
     Args:
         compiled: `reduced.problem`, compiled.
-        reduced: the problem. Peaks at or below its floor are not distinguished.
+        reduced: the problem. It lacks bytes at events below its floor, so peaks below the floor are not exact.
         units: the selection to start from.
-        budget_bytes: the peak to reach.
+        budget_bytes: the largest peak that fits.
         moves: maximum number of moves.
     """
     cost_ns = reduced.problem.cost_ns
 
     def rank(option: frozenset[int]) -> tuple[int, int, list[int]]:
-        """Lowest peak first, then lowest cost; the list of units makes the order unique."""
+        """Returns a sort key: lowest peak first, then lowest cost; the list of units makes the order unique."""
         return compiled.peak(option), sum(cost_ns[unit] for unit in option), sorted(option)
 
     current = lowest = frozenset(units)
@@ -52,7 +52,10 @@ def descend(
 
 
 def _moves(compiled: CompiledProblem, reduced: ReducedProblem, current: frozenset[int]) -> list[frozenset[int]]:
-    """Returns neighbours of `current`; those that free the most bytes per time at its highest point come first."""
+    """Returns the neighbors of `current`: selections that differ in one unit and in the units that exclude it.
+
+    Those that free the most bytes at the highest point of the curve, per nanosecond of recompute, come first.
+    """
     # The highest point. If it is a recompute, not recomputing that unit is the first neighbour.
     curve = compiled.curve(current)
     event = int(curve.argmax())

@@ -1,4 +1,4 @@
-"""Symmetry: equal layers are solved once, by folding the program along an equitable partition of columns and rows.
+"""Symmetry: solves equal layers only once, by adding up equal columns and equal rows of the program (folding).
 
     X_C = sum of x_j over the columns j of class C;     a folded row is the sum of the rows of one class
 
@@ -6,15 +6,17 @@ If every column of C has the same sum of coefficients over the rows of each row 
 each solution x of the program gives a solution X of the folded one at the same cost. So the folded optimum is
 a lower bound, whatever the partition; and if some x with class sums X satisfies all rows, it is optimal.
 Eighty equal layers become one layer with counts 0..80, and the branch and bound no longer enumerates their
-permutations, on which it spends most of its time otherwise. Columns that follow from others in the program (1 if
-one of 80 layers is selected) do not follow from their sums (80 Z >= 1): they have to be integers in the folded one.
+permutations, on which it spends most of its time otherwise. A column whose value follows from other columns of the
+program (it is 1 if one of 80 layers is selected) does not follow from their sums in the folded program, which only has
+80 Z >= 1 there. So such columns have to be integers in the folded program.
 
-The partition is the coarsest equitable one, found by colour refinement (Grohe, Kersting, Mladenov, Selman 2014,
-"Dimension reduction via colour refinement", arXiv:1307.5697); folding integer programs is orbital shrinking
-(Fischetti, Liberti, "Orbital Shrinking", ISCO 2012). Refinement compares hashes; the condition above is
-then checked in exact integers, and a program that fails it is not folded.
+A partition into classes with such equal sums is called equitable. The coarsest equitable partition is used. It is found
+by color refinement (Grohe, Kersting, Mladenov, Selman 2014, "Dimension reduction via colour refinement",
+arXiv:1307.5697); folding integer programs is orbital shrinking (Fischetti, Liberti, "Orbital Shrinking", ISCO 2012).
+Refinement compares hashes; equal sums are then checked in exact integers, and a program that fails the check is not
+folded.
 
-networkx has colour refinement as `weisfeiler_lehman_subgraph_hashes`. It finds the same classes of columns, with the
+networkx has color refinement as `weisfeiler_lehman_subgraph_hashes`. It finds the same classes of columns, with the
 number of iterations given in advance, in 13 to 36 ms, where the refinement below takes 0.6 to 1.9 ms (programs of
 examples/roberta_84m, flat and llama_1b at 0.7 of their peak; CPU time, networkx 3.6.1; 12 to 120 ms for the search).
 """
@@ -31,7 +33,7 @@ from planner.search.linear_rows import Row
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Folded:
-    """A program over classes of the columns of another program."""
+    """A program folded from another one (the original): its columns are classes of the original's columns."""
 
     program: Program
     class_of: np.ndarray
@@ -48,13 +50,18 @@ class Folded:
         return np.bincount(self.class_of)
 
     def sums(self, values: np.ndarray) -> np.ndarray:
-        """Returns the sum over each class of a value per column."""
+        """Returns for each class the sum of `values` over its columns; `values` has one item per original column."""
         total = np.zeros(len(self.program.cost), values.dtype)
         np.add.at(total, self.class_of, values)
         return total
 
     def fixing(self, class_sums: np.ndarray, columns: np.ndarray) -> list[Row]:
-        """Returns rows of the original program that fix the sums of the classes of `columns` to `class_sums`."""
+        """Returns rows for the original program that fix the sum of each class to its value in `class_sums`.
+
+        Args:
+            class_sums: a sum for each class.
+            columns: only classes that contain one of these columns are fixed.
+        """
         rows = []
         for number in np.unique(self.class_of[columns]).tolist():
             members = np.flatnonzero(self.class_of == number)
@@ -65,19 +72,23 @@ class Folded:
 
 
 def fold(program: Program) -> Folded:
-    """Returns `program` over the classes of its coarsest equitable partition."""
+    """Returns `program` folded along its coarsest equitable partition."""
     column_class, row_class, entries = _refined(program)
     folded = _folded(program, column_class, row_class, entries)
     return folded or unfolded(program)
 
 
 def unfolded(program: Program) -> Folded:
-    """Returns `program` itself, with each column as a class."""
+    """Returns `program` unchanged, as a `Folded` in which each column is a class of its own."""
     return Folded(program=program, class_of=np.arange(len(program.cost)))
 
 
 def _refined(program: Program) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Colour refinement. Returns classes of columns, classes of rows, and the entries (row, column, coefficient)."""
+    """Computes the coarsest equitable partition by color refinement.
+
+    Returns:
+        The class of each column, the class of each row, and the program's entries as (row, column, coefficient).
+    """
     lengths = [len(row.columns) for row in program.rows]
     row = np.repeat(np.arange(len(lengths)), lengths)
     column = np.concatenate([np.zeros(0, np.int64), *(r.columns for r in program.rows)])
@@ -137,7 +148,10 @@ def _folded(
 
 
 def _renumbered(*keys: np.ndarray) -> np.ndarray:
-    """Returns classes of equal keys, numbered by first appearance."""
+    """Returns a class for each position, so that positions with equal keys get the same class.
+
+    Classes are numbered by first appearance.
+    """
     if not len(keys[0]):
         return np.zeros(0, np.int64)
     table = np.column_stack([key.astype(np.int64) for key in keys])
@@ -148,9 +162,10 @@ def _renumbered(*keys: np.ndarray) -> np.ndarray:
 
 
 def _hashed(target: np.ndarray, count: int, colour: np.ndarray, coefficient: np.ndarray) -> np.ndarray:
-    """Returns uint64[count]: a hash of each target's (colour, coefficient) pairs that does not depend on their order.
+    """Returns uint64[count]: for each target, a hash of its (color, coefficient) pairs, whatever their order.
 
-    It is the sum of a mixing function (splitmix64) of each pair.
+    The hash is the sum of a mixing function (splitmix64) over the pairs. `target`, `colour` and `coefficient` have one
+    item for each pair; targets are 0..count-1.
     """
     mixed = colour.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + coefficient.astype(np.uint64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

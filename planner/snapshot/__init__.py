@@ -1,4 +1,4 @@
-"""Replays a memory snapshot of a real card through the simulated allocator: `python -m planner.snapshot FILE`."""
+"""Checks the simulated allocator against a memory snapshot of a real card: `python -m planner.snapshot FILE`."""
 
 from __future__ import annotations
 

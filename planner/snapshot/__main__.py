@@ -1,4 +1,4 @@
-"""The command `python -m planner.snapshot`."""
+"""Runs the command `python -m planner.snapshot` and exits with its exit code."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""The command `python -m planner.snapshot FILE`: replays a snapshot of a real card through the simulated allocator.
+"""The command `python -m planner.snapshot FILE`, which checks the simulated allocator against a real card.
 
-On the machine with the card, call `torch.cuda.memory._record_memory_history()` before the program and
-`torch.cuda.memory._dump_snapshot("snapshot.pickle")` after it. The command needs neither a card nor torch. It compares
-the record with the simulation, request by request and segment by segment.
+To record the snapshot, call `torch.cuda.memory._record_memory_history()` on the machine with the card before the
+program, and `torch.cuda.memory._dump_snapshot("snapshot.pickle")` after it. The command needs neither a card nor torch.
+It runs the recorded requests through the simulated allocator, and compares the addresses and the segments with those in
+the record.
 
-Exit code 0 means that all is equal, 1 that something differs, 2 that the record could not be replayed.
+Exit code 0 means that everything is equal, 1 that something differs, 2 that the snapshot could not be replayed.
 """
 
 from __future__ import annotations
@@ -27,20 +28,24 @@ from planner.snapshot.replay import replay_history
 from planner.snapshot.result import ReplayResult, SegmentPair
 
 EQUAL, DIFFERENT, COULD_NOT_RUN = 0, 1, 2
-"""Exit codes."""
+"""Exit codes of the command."""
 _MOST_SHOWN = 5
-"""Maximum number of differences of each kind that are printed."""
+"""Maximum number of differences that are printed, separately for addresses and for exchanges with the driver."""
 
 
 class _Arguments(argparse.ArgumentParser):
-    """Reports usage errors on one line, like all other errors."""
+    """A parser that raises `SnapshotError` for a wrong argument, so that `main` prints it on one line."""
 
     def error(self, message: str) -> NoReturn:
         raise SnapshotError(f"{message}; see python -m planner.snapshot --help")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code."""
+    """Runs the command and returns its exit code.
+
+    Args:
+        arguments: Arguments of the command line, without the name of the program. None means `sys.argv[1:]`.
+    """
     try:
         options = _parser().parse_args(arguments)
         capacity_bytes = None if options.capacity is None else parse_size(options.capacity, device_bytes=None)
@@ -61,7 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command's arguments."""
     parser = _Arguments(
         prog="python -m planner.snapshot",
         description="Replays a snapshot of torch.cuda.memory._dump_snapshot through the simulated caching allocator.",
@@ -81,7 +85,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _print(console: Console, name: str, history: History, result: ReplayResult) -> None:
-    """Prints the comparison of record and simulation."""
     counts = result.counts
     start = "an empty allocator" if result.starts_empty else "the middle of a run"
     limit = "no limit" if result.capacity_bytes is None else f"{format_size(result.capacity_bytes)} for segments"
@@ -103,12 +106,15 @@ def _print(console: Console, name: str, history: History, result: ReplayResult) 
 
 
 def _marks(console: Console) -> dict[bool, str]:
-    """Returns the marks for equal (True) and different (False) that the encoding of the output can show."""
+    """Returns the texts that mark equal values (key True) and different values (key False).
+
+    They are words if the encoding of the output cannot show a check mark.
+    """
     return {True: "✓", False: "✗"} if console.encoding.startswith("utf") else {True: "yes", False: "NO"}
 
 
 def _levels(result: ReplayResult, marks: dict[bool, str]) -> Table:
-    """Returns the table of peaks and final levels."""
+    """Returns the table that compares peaks of memory, and memory at the end."""
     table = Table("", "recorded", "simulated", "equal", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     recorded, simulated = result.recorded, result.simulated
     for title, recorded_bytes, simulated_bytes in (
@@ -128,7 +134,7 @@ def _levels(result: ReplayResult, marks: dict[bool, str]) -> Table:
 
 
 def _differences(result: ReplayResult) -> Iterator[str]:
-    """Yields lines with the number of differences, and the first of them."""
+    """Yields lines that state how many addresses and exchanges with the driver differ, and describe the first few."""
     requests = result.counts.allocations + result.counts.failed_requests
     yield f"addresses that differ: {len(result.addresses)} of {requests}"
     for address in result.addresses[:_MOST_SHOWN]:
@@ -150,7 +156,7 @@ def _differences(result: ReplayResult) -> Iterator[str]:
 
 
 def _segments(pairs: Sequence[SegmentPair], marks: dict[bool, str]) -> Table:
-    """Returns the table of segments at the end."""
+    """Returns the table that compares the segments at the end."""
     table = Table(
         title="segments at the end", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
     )
@@ -173,12 +179,12 @@ def _segments(pairs: Sequence[SegmentPair], marks: dict[bool, str]) -> Table:
 
 
 def _either(texts: Iterator[str]) -> str:
-    """Returns the recorded text, followed by the simulated text if the two differ."""
+    """Joins the recorded and the simulated text with a slash; returns one text if the two are equal."""
     return " / ".join(dict.fromkeys(texts))
 
 
 def _blocks(segment: Segment | None, *, with_sizes: bool) -> str:
-    """Describes the blocks of a segment."""
+    """Returns the number of blocks of a segment and of its live blocks, with the total size of the live blocks."""
     if segment is None:
         return "missing"
     live = [block for block in segment.blocks if block.is_allocated]
@@ -187,5 +193,5 @@ def _blocks(segment: Segment | None, *, with_sizes: bool) -> str:
 
 
 def _address(address: int | None) -> str:
-    """Returns the text for an address. None stands for a request that ran out of memory."""
+    """Returns the text for the address that a request got. None means that the request ran out of memory."""
     return "out of memory" if address is None else f"{address:#x}"

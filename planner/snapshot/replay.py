@@ -1,17 +1,21 @@
-"""Runs a record of the caching allocator through the simulator, and compares both after each event.
+"""Runs a record of the caching allocator through the simulator, and compares the simulation with the record.
 
-The simulator is given the decisions of the program and the driver: requests, streams, frees, and the addresses of new
-segments. It computes everything else, which is compared with the record: the block that each request gets, the memory
-that is taken from the driver and released, the requests that fail, and all segments with their blocks at the end.
+The simulator receives the decisions of the program and the driver from the record: requests, streams, frees, and the
+addresses of new segments. It computes everything else, and this is compared with the record: the address that each
+request gets, the memory that is taken from the driver and released, the requests that fail, and all segments with their
+blocks at the end.
 
-A record does not hold the memory that the driver could give. If the record releases segments or runs out of memory, the
-maximum of the reserved bytes stands in for it. When segments are released, there are two cases: if the next request
-would exceed that maximum, it found the card full, and the simulator must release the same segments when it gets that
-request; otherwise the program called `empty_cache`, and so does the replay.
+The capacity is the memory that segments could take on the card. A record does not hold it. If segments are released or
+a request fails in the record, the capacity is assumed to be the largest amount of memory that was ever reserved;
+otherwise no limit is assumed.
 
-Where it stops being exact: private pools, garbage collection and the memory fraction are not simulated, which
-`History.notes` says. If a request creates the address range of an expandable segment and then fails, the address of
-that range is not in the record, so later segments in it differ.
+The record may release segments for two reasons. If the next request would exceed the capacity, the allocator found the
+card full, and the simulator must release the same segments when it receives that request. Otherwise the program called
+`empty_cache`, and the replay calls it as well.
+
+The simulation is not exact in these cases. Private pools, garbage collection and the memory fraction are not simulated;
+`History.notes` names those that the record contains. If a request creates the address range of an expandable segment
+and then fails, the address of that range is not in the record, so the addresses of later pages in it differ.
 """
 
 from __future__ import annotations
@@ -33,19 +37,20 @@ from planner.snapshot.result import AddressMismatch, Counts, DriverMismatch, Lev
 _TAKES = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)
 _GIVES_BACK = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
 _FIRST_SYNTHETIC_ADDRESS = 1 << 60
-"""First address of segments that only the simulator allocates. No device has such addresses."""
+"""Address of the first segment that the simulator allocates and the record does not. No device has such addresses."""
 
 
 def replay_history(history: History, *, capacity_bytes: int | None = None) -> ReplayResult:
-    """Runs a record through the simulator and compares both.
+    """Runs a record through the simulator, and returns the comparison of the simulation with the record.
 
     Args:
         history: The record.
         capacity_bytes: Memory that segments could take on the card. If None, it is inferred as described at the top of
-        this module.
+            this module.
 
     Raises:
-        SnapshotError: the state before the record cannot be found, as after a gap in the record.
+        SnapshotError: the state before the first event cannot be found, because events are missing in the record, or it
+            does not fit in the capacity.
     """
     start = StartState(history)
     return _Replay(history, start, capacity_bytes).run()
@@ -54,9 +59,15 @@ def replay_history(history: History, *, capacity_bytes: int | None = None) -> Re
 def recorded_stream(history: History) -> tuple[np.ndarray, np.ndarray]:
     """Returns the allocations and frees of a record in the form that `planner.allocator.replay.replay` takes.
 
-    These are int64 arrays of block ids, which count up from 0, and of sizes in bytes (0 for a free). Blocks that were
-    live before the first event are allocated first, by ascending address. A request that failed is allocated and freed
-    at once. Blocks that are live at the end are not freed.
+    Blocks that were live before the first event are allocated first, by ascending address. A request that failed
+    becomes an allocation that is freed at once. Blocks that are live at the end are not freed.
+
+    Returns:
+        Two int64 arrays of equal length: the numbers of the blocks, counted from 0, and the requested sizes in bytes (0
+        for a free).
+
+    Raises:
+        SnapshotError: the state before the first event cannot be found, because events are missing in the record.
     """
     pairs: list[tuple[int, int]] = []
     ids: dict[int, int] = {}
@@ -80,7 +91,7 @@ def recorded_stream(history: History) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _recorded_levels(history: History, start: StartState) -> Levels:
-    """Returns the peaks and the final levels of a record."""
+    """Returns the peaks of memory in a record, and the memory at its end."""
     requested_bytes, reserved_bytes = sum(start.live.values()), start.reserved_bytes
     peak_requested_bytes, peak_reserved_bytes = requested_bytes, reserved_bytes
     for event in history.events:
@@ -106,7 +117,6 @@ def _recorded_levels(history: History, start: StartState) -> Levels:
 
 
 def _counts(history: History) -> Counts:
-    """Counts the events of a record."""
     actions = [event.action for event in history.events]
     return Counts(
         allocations=actions.count(Action.ALLOC),
@@ -117,7 +127,11 @@ def _counts(history: History) -> Counts:
 
 
 class _Replay:
-    """The state of one comparison: the position in the record, the simulator, and the differences so far."""
+    """Runs one record through the simulator. It holds the position in the record, the simulator, and the differences.
+
+    Exchanges with the driver are compared at each request and at each `empty_cache`. Below, "the last comparison" is
+    the last time that this happened.
+    """
 
     def __init__(self, history: History, start: StartState, capacity_bytes: int | None) -> None:
         self._events = history.events
@@ -130,25 +144,25 @@ class _Replay:
             capacity_bytes = self._recorded.peak_reserved_bytes
         self._capacity_bytes = capacity_bytes
         self._reserved_bytes = start.reserved_bytes
-        """Recorded reserved memory at the current event."""
+        """Memory that is reserved in the record at the current event."""
         self._change_bytes = 0
-        """Recorded change of reserved memory since the last comparison."""
+        """Change of the memory that is reserved in the record, since the last comparison."""
         self._released: dict[int, int] = {}
-        """Sizes by address of the segments that the record has released since the last comparison."""
+        """Maps the address of each segment that the record has released since the last comparison to its size."""
         self._places: list[int] = []
-        """Addresses at which the record has new memory since the last request."""
+        """Addresses at which the record has taken memory from the driver since the last request."""
         self._placed: set[int] = set()
         """Addresses at which the simulator has placed segments since the last comparison."""
         self._extents: list[tuple[int, int, tuple[bool, int]]] = []
-        """Start, end and pool of the simulator's segments or ranges, perhaps with some that were released."""
+        """Start, end and pool of each segment or address range of the simulator. Some may have been released since."""
         self._synthetic_address = _FIRST_SYNTHETIC_ADDRESS
         self._addresses: list[AddressMismatch] = []
         self._driver: list[DriverMismatch] = []
         self._start = start.segments()
         if capacity_bytes is not None and start.reserved_bytes > capacity_bytes:
             raise SnapshotError(
-                f"the record starts with {format_size(start.reserved_bytes)} of segments, "
-                f"which is more than the capacity of {format_size(capacity_bytes)}: give the memory of the card"
+                f"the record starts with {format_size(start.reserved_bytes)} of reserved memory, which is more than "
+                f"the capacity of {format_size(capacity_bytes)}: give the memory of the card with --capacity"
             )
         self._allocator = CachingAllocator(
             history.settings,
@@ -160,10 +174,10 @@ class _Replay:
             end = segment.address + segment.size_bytes
             self._extents.append((segment.address, end, (segment.is_small, segment.stream)))
         self._live: dict[int, Block] = self._allocator.adopt(self._start)
-        """Allocated blocks of the simulator, by the recorded address."""
+        """Maps the recorded address of each allocated block to the block of the simulator."""
 
     def run(self) -> ReplayResult:
-        """Runs all events and returns the comparison."""
+        """Runs all events of the record through the simulator, and returns the comparison."""
         while self._index < len(self._events):
             event = self._events[self._index]
             match event.action:
@@ -177,14 +191,14 @@ class _Replay:
                     self._places.append(event.address)
                     self._exchange(event.size_bytes)
                 case Action.SEGMENT_FREE | Action.SEGMENT_UNMAP:
-                    self._give_back()
+                    self._run_releases()
             self._index += 1
         if self._change_bytes or self._released:
             self._compare(self._allocator.reserved_bytes, self._fixed_segments())
         return self._result()
 
     def _result(self) -> ReplayResult:
-        """Returns the comparison after the last event."""
+        """Returns the comparison. All events must have been run."""
         allocator = self._allocator
         return ReplayResult(
             counts=_counts(self._history),
@@ -205,10 +219,10 @@ class _Replay:
         )
 
     def _place(self, size_bytes: int) -> int:
-        """Returns the address of a new segment.
+        """Returns the address for a new segment of the simulator.
 
-        It is the recorded one, or a synthetic one if the record has no new segment, or if the simulator still has
-        another segment at that address.
+        This is the recorded address. If the record has no new segment here, or if the simulator still has another
+        segment at that address, it is an invented address.
         """
         address = self._places.pop(0) if self._places else None
         if address is None or self._is_taken(address):
@@ -219,7 +233,7 @@ class _Replay:
         return address
 
     def _is_taken(self, address: int) -> bool:
-        """True if the simulator has a segment at the address."""
+        """True if the simulator has a segment or address range that contains the address."""
         if not self._is_inside(address):
             return False
         # The extents may contain segments that were released. Only now is it worth the time to remove them.
@@ -232,25 +246,30 @@ class _Replay:
         return self._is_inside(address)
 
     def _is_inside(self, address: int) -> bool:
-        """True if the address is inside a known segment, or inside a known range of the same pool.
+        """True if one of `self._extents` contains the address, perhaps one that was released.
 
-        Ranges of other pools may overlap it, because the record does not show their true length.
+        With expandable segments, only address ranges of the current request's pool count: the record does not show how
+        long the ranges are, so simulated ranges of other pools may overlap the address.
         """
         pool = self._pool() if self._history.settings.expandable_segments else None
         return any(start <= address < end and pool in (None, of_pool) for start, end, of_pool in self._extents)
 
     def _pool(self) -> tuple[bool, int]:
-        """Returns the pool (whether it is small, and the stream) of the current request."""
+        """Returns the pool of the current request, as a pair: True for a small pool, and the stream."""
         request = self._events[self._index]
         return round_size(request.size_bytes, self._history.settings) <= LARGEST_SMALL_BYTES, request.stream
 
     def _exchange(self, change_bytes: int) -> None:
-        """Notes that the record took memory from the driver (positive) or released it (negative)."""
+        """Counts memory, in bytes, that the record took from the driver (positive) or released (negative)."""
         self._change_bytes += change_bytes
         self._reserved_bytes += change_bytes
 
-    def _give_back(self) -> None:
-        """Handles a group of consecutive releases, and leaves the index at the last of them."""
+    def _run_releases(self) -> None:
+        """Handles all consecutive release events from the current one on, and moves `self._index` to the last of them.
+
+        If the program released the memory, the simulator's cache is emptied, too. If a request released it, nothing
+        more is done here, because the simulator then releases the memory in `_request`.
+        """
         recorded_bytes = self._reserved_bytes
         while True:
             event = self._events[self._index]
@@ -267,13 +286,13 @@ class _Replay:
             self._compare(reserved_bytes, before)
 
     def _is_for_a_request(self, following: int, reserved_bytes: int) -> bool:
-        """True if memory was released because a request found the card full, and not by the program itself.
+        """True if the allocator released memory because a request found the card full; False if the program did.
 
         Args:
             following: Index of the event after the releases.
-            reserved_bytes: Recorded reserved memory before the releases.
+            reserved_bytes: Memory that was reserved in the record before the releases.
         """
-        if self._places:  # A part of the memory for the request was mapped before the rest was refused.
+        if self._places:  # Some pages for the request were mapped before the driver refused the next ones.
             return True
         follow = itertools.islice(self._events, following, None)
         request = next((event for event in follow if event.action in (Action.ALLOC, Action.OOM)), None)
@@ -288,7 +307,7 @@ class _Replay:
         return event.action in _TAKES and reserved_bytes + event.size_bytes > self._capacity_bytes
 
     def _request(self, event: Event) -> None:
-        """Makes the request in the simulator, and compares the outcome."""
+        """Makes a recorded request in the simulator, and compares the address and the exchanges with the driver."""
         before = self._fixed_segments() if self._released else {}
         reserved_bytes = self._allocator.reserved_bytes
         try:
@@ -318,11 +337,14 @@ class _Replay:
             self._allocator.empty_cache()
 
     def _compare(self, reserved_bytes: int, before: dict[int, int]) -> None:
-        """Compares what the simulator took and released with the record, since the last comparison.
+        """Compares the memory that the simulator and the record took and released since the last comparison.
+
+        A difference is added to `self._driver`.
 
         Args:
-            reserved_bytes: Reserved memory of the simulator at the last comparison.
-            before: Segments of the simulator at the last comparison; empty if none can have been released.
+            reserved_bytes: Memory that was reserved in the simulator at the last comparison.
+            before: Sizes of the simulator's segments at the last comparison, by address. Empty if the simulator cannot
+                have released any.
         """
         kept = self._fixed_segments().keys() - self._placed if before else set()
         released = {address: size for address, size in before.items() if address not in kept}
@@ -340,13 +362,16 @@ class _Replay:
         self._change_bytes, self._released, self._placed = 0, {}, set()
 
     def _fixed_segments(self) -> dict[int, int]:
-        """Returns the sizes of all segments by address; empty if segments are expandable, and so released in parts."""
+        """Maps the address of each segment of the simulator to its size.
+
+        The result is empty for expandable segments, because these are released page by page.
+        """
         if self._history.settings.expandable_segments:
             return {}
         return {segment.address: segment.size_bytes for segment in self._allocator.segments()}
 
     def _free_segments(self) -> dict[int, int]:
-        """Returns the sizes of the segments without an allocated block, by address."""
+        """Maps the address of each segment of the simulator without an allocated block to its size."""
         return {
             segment.address: segment.size_bytes
             for segment in self._allocator.segments()

@@ -1,4 +1,4 @@
-"""The result of a replay: all differences between record and simulation, and the memory of both."""
+"""The result of a replay: all differences between the record and the simulation, and the memory use of both."""
 
 from __future__ import annotations
 
@@ -10,49 +10,62 @@ from planner.allocator.blocks import Segment
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AddressMismatch:
-    """A request that got different addresses in the record and the simulation; None if it ran out of memory."""
+    """A request that got one address in the record and another address in the simulation."""
 
     at_event: int
+    """Index of the request among the events of the record."""
     size_bytes: int
+    """Size of the request."""
     stream: int
     recorded_address: int | None
+    """Address in the record; None if the request ran out of memory there."""
     simulated_address: int | None
+    """Address in the simulation; None if the request ran out of memory there."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DriverMismatch:
-    """A difference in the memory that was taken from the driver or released, up to and including one event."""
+    """A difference in the memory that was taken from the driver or released to it.
+
+    Record and simulation are compared at certain events. The difference arose after the previous comparison, up to and
+    including `at_event`.
+    """
 
     at_event: int
+    """Index of the event at which the difference was found."""
     recorded_change_bytes: int
-    """Change of the reserved memory since the last comparison."""
+    """Change of the reserved memory in the record since the previous comparison."""
     simulated_change_bytes: int
+    """Change of the reserved memory in the simulation since the previous comparison."""
     only_recorded: tuple[int, ...] = ()
-    """Addresses of segments that were released in the recorded history, but not in the simulation."""
+    """Addresses of segments that were released in the record, but not in the simulation."""
     only_simulated: tuple[int, ...] = ()
-    """Addresses of segments that only the simulation releases."""
+    """Addresses of segments that were released in the simulation, but not in the record."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Numbers of events of a record."""
+    """The number of events of each kind in a record."""
 
     allocations: int
     failed_requests: int
     taken: int
-    """Number of segments taken from the driver, or of ranges of pages that were mapped."""
+    """Number of times that memory was taken from the driver: segments allocated, or ranges of pages mapped."""
     given_back: int
-    """Number of segments released to the driver, or of ranges of pages that were unmapped."""
+    """Number of times that memory was released to the driver: segments freed, or ranges of pages unmapped."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Levels:
-    """Memory during and after a record. Requested means before rounding, reserved means taken from the driver."""
+    """Peaks of memory during a record or a simulation, and the memory at its end.
+
+    Requested bytes are counted before rounding, allocated bytes are the sizes of the blocks, and reserved bytes are
+    those taken from the driver.
+    """
 
     peak_requested_bytes: int
     peak_allocated_bytes: int | None
-    """Peak of the sizes of blocks, including remainders that were not split off. None for a record, which lacks this
-    peak."""
+    """None for a record, because its events do not hold the sizes of the blocks."""
     peak_reserved_bytes: int
     final_allocated_bytes: int
     final_reserved_bytes: int
@@ -60,14 +73,16 @@ class Levels:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SegmentPair:
-    """A segment at the end, as recorded and as simulated. None means that this side does not have the segment."""
+    """A segment at the end, with its state in the record and in the simulation."""
 
     recorded: Segment | None
+    """None if the record has no segment at this address."""
     simulated: Segment | None
+    """None if the simulation has no segment at this address."""
 
     @property
     def is_equal(self) -> bool:
-        """True if both have the segment, with the same blocks."""
+        """True if record and simulation both have the segment, with the same blocks."""
         return self.recorded == self.simulated
 
 
@@ -76,27 +91,30 @@ class ReplayResult:
     """The comparison of a recorded allocator history with the simulation of the same events."""
 
     counts: Counts
+    """Number of events in the record."""
     addresses: tuple[AddressMismatch, ...]
+    """Requests that got different addresses."""
     driver: tuple[DriverMismatch, ...]
+    """Differences in the memory that was taken from the driver or released to it."""
     recorded: Levels
     simulated: Levels
     segments: tuple[SegmentPair, ...]
-    """Segments at the end by ascending address."""
+    """All segments that the record or the simulation has at the end, by ascending address."""
     retries: int
-    """Number of times that the simulator found the card full and released segments."""
+    """Number of requests for which the simulator found the card full and released all free segments."""
     starts_empty: bool
-    """True if no segment exists before the first event."""
+    """True if no memory is reserved before the first event."""
     capacity_bytes: int | None
     """Memory that segments could take in the simulation. None means no limit."""
 
     @property
     def is_equal(self) -> bool:
-        """True if all addresses, all exchanges with the driver and all segments are as recorded."""
+        """True if all addresses, all exchanges of memory with the driver and all segments are as in the record."""
         return not self.addresses and not self.driver and all(pair.is_equal for pair in self.segments)
 
 
 def pair_segments(recorded: Sequence[Segment], simulated: Sequence[Segment]) -> tuple[SegmentPair, ...]:
-    """Pairs recorded and simulated segments of the same address."""
+    """Returns one pair for each address at which the record or the simulation has a segment, by ascending address."""
     by_address = [{segment.address: segment for segment in segments} for segments in (recorded, simulated)]
     addresses = sorted(by_address[0].keys() | by_address[1].keys())
     return tuple(

@@ -8,13 +8,15 @@ from planner.plan_types.decisions import Freeze
 
 
 def prefixes(module_starts: Sequence[tuple[str, int]], owners: Sequence[str]) -> tuple[Freeze, ...]:
-    """Frozen prefixes of a model, from short to long. Each ends after one of its blocks; the last block stays trained.
+    """Returns decisions that freeze a prefix of a model, from the shortest prefix to the longest.
 
-    The blocks are the members of the shallowest list of modules (names that end in a number) with at least two of them.
+    A prefix ends after one of the model's blocks and contains all modules up to there. The last block is never frozen.
+    The blocks are the modules whose names end in a number (members of a `Sequential` or `ModuleList`). If there are
+    several such lists with at least two blocks, the least deeply nested one is taken.
 
     Args:
-        module_starts: names of modules with the tick at which their forward begins.
-        owners: names of modules that own parameters directly.
+        module_starts: pairs of a module's name and the tick at which its forward begins, for each module call.
+        owners: names of all modules that own parameters directly.
     """
     # A module that is called several times counts at its first call.
     order = [name for name, _ in sorted(dict(reversed(list(module_starts))).items(), key=lambda item: item[1])]
@@ -39,7 +41,7 @@ def _blocks(order: Sequence[str]) -> list[str]:
 
 
 def _merged(leaves: Sequence[str], owners: Sequence[str]) -> tuple[str, ...]:
-    """Replaces leaves by their outermost parents that contain no other owner of parameters."""
+    """Returns `leaves`, each replaced by its outermost parent that has no parameters outside of `leaves`."""
     kept = set(leaves)
     names: list[str] = []
     for leaf in leaves:

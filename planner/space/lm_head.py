@@ -28,7 +28,7 @@ _SMALLEST_LOGITS_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkedLossOption:
-    """How the loss can be computed in chunks."""
+    """A way to compute the loss in chunks, for the whole batch and for micro-batches."""
 
     module: str
     """Name of the linear layer that makes the logits."""
@@ -38,11 +38,11 @@ class ChunkedLossOption:
     """True if small micro-batches are chunked too, although their logits are no larger than one chunk."""
 
     def for_micro_batches(self, micro_batches: int) -> ChunkedLoss | None:
-        """The decision for this number of micro-batches; None if a micro-batch is no larger than a chunk of the whole
-        batch.
+        """Returns the decision for a step with this number of micro-batches; None for a loss without chunks.
 
-        All splits into 2 or more micro-batches have the same number of chunks (half of that of the whole batch), so
-        that they can share recordings.
+        No chunks are needed if a micro-batch is no larger than one chunk of the whole batch, unless `always` is True.
+        All splits into 2 or more micro-batches have the same number of chunks, so that they can share recordings: half
+        the number of the whole batch, but at least 2; with `always` the number of the whole batch.
         """
         if micro_batches >= self.chunks and not self.always:
             return None
@@ -50,17 +50,19 @@ class ChunkedLossOption:
         return ChunkedLoss(module=self.module, chunks=chunks)
 
     def for_whole_batch(self) -> tuple[Decision, ...]:
-        """The decision for a batch that is not split."""
+        """Returns the decision for a batch that is not split, as a tuple."""
         decision = self.for_micro_batches(1)
         return () if decision is None else (decision,)
 
     def most_chunks(self) -> ChunkedLossOption:
-        """The option with the maximum number of chunks in every micro-batch."""
+        """Returns the option to use the maximum number of chunks in every micro-batch."""
         return dataclasses.replace(self, chunks=_MOST_CHUNKS, always=True)
 
 
 def loss_in_chunks(graph: StepGraph, model: torch.nn.Module, *, vram_bytes: int) -> ChunkedLossOption | None:
-    """How the loss can be computed in chunks; None if no linear layer's output goes straight to cross entropy.
+    """Returns how the loss can be computed in chunks; None if it cannot.
+
+    It can if the loss is a cross entropy of the output of a linear layer, which nothing else reads or changes.
 
     Args:
         graph: the recording of the baseline.
@@ -95,9 +97,9 @@ def _is_plain(graph: StepGraph, log_softmax: Op) -> bool:
 
 
 def _producers(graph: StepGraph, op: Op) -> list[Op] | None:
-    """The copies and casts before an op's input, from the last one back to the op that computed the values.
+    """Returns the ops from which an op gets its input: copies and casts, the latest first, then the op before them.
 
-    None if the values are an input of the step.
+    The last item is the op that computed the values. None if the values are an input of the step.
     """
     producers: list[Op] = []
     while True:
@@ -111,7 +113,7 @@ def _producers(graph: StepGraph, op: Op) -> list[Op] | None:
 
 
 def _read_only_by(graph: StepGraph, producers: list[Op], loss: Op) -> bool:
-    """True if each producer's output is read only by the next one, and finally by the loss, and never written to."""
+    """True if only `producers` and `loss` read or write the outputs of `producers` in the forward."""
     logits = {output for op in producers for output in op.outputs}
     expected = [id(op) for op in (*producers, loss)]
     return not any(

@@ -1,4 +1,4 @@
-"""Lower bounds on the memory of a configuration: the bytes that must be alive while the optimizer steps."""
+"""Lower bounds on the peak of a configuration: the bytes that must be alive while the optimizer steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planner.workload.torch_optimizers import keeps_alike, kind_of
 from planner.workload.workload import Workload
 
 _ROUNDING = 0.99
-"""Factor on bytes that are assumed to be proportional to trained parameters, for step counters and padding."""
+"""Factor on bytes that are assumed to be proportional to trained parameters: step counters and padding are not."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,11 @@ class TrainedParameters:
 
     @classmethod
     def of(cls, workload: Workload, names: Sequence[str]) -> TrainedParameters:
-        """The parameters with these names, which get a gradient in the recording of the baseline."""
+        """Returns the parameters with these names.
+
+        Args:
+            names: names of the parameters that received a gradient in the recording of the baseline.
+        """
         reached = set(names)
         gradients = tuple(parameter for name, parameter in workload.model.named_parameters() if name in reached)
         optimizer = workload.optimizer
@@ -36,7 +40,7 @@ class TrainedParameters:
         return cls(with_gradient=gradients, with_state=tuple(p for p in gradients if id(p) in covered))
 
     def without(self, frozen: Container[int]) -> TrainedParameters:
-        """All but the parameters whose `id` is in `frozen`."""
+        """Returns the parameters whose `id` is not in `frozen`."""
         return TrainedParameters(
             with_gradient=tuple(p for p in self.with_gradient if id(p) not in frozen),
             with_state=tuple(p for p in self.with_state if id(p) not in frozen),
@@ -51,14 +55,17 @@ def lower_bound_bytes(
     state_bytes: int,
     config: Sequence[Decision],
 ) -> int:
-    """Lower bound on the peak of every plan with this configuration: the bytes alive while the optimizer steps.
+    """Returns a lower bound in bytes on the peak of every plan with this configuration.
+
+    The bound is the bytes that are alive while the optimizer steps. They are the same as in the baseline, except for
+    what the configuration saves: gradients, state and temporaries of frozen parameters; state, with 8-bit state;
+    temporaries, with another optimizer kernel; gradients and temporaries, with a step in backward. State and
+    temporaries count only if they are known to be proportional to the number of trained parameters.
 
     Args:
-        optimizer_peak_bytes: peak of the baseline while its optimizer steps. It also holds for the configuration,
-            except for what another optimizer or frozen parameters save: gradients, state and temporaries are assumed to
-            be proportional to the number of trained parameters.
-        state_bytes: optimizer state of the baseline. A step in backward needs only the state and the parameters;
-            another kernel of the optimizer needs the gradients too, but no temporaries.
+        trained: the parameters that the baseline trains.
+        optimizer_peak_bytes: peak of the baseline while its optimizer steps.
+        state_bytes: size of the baseline's optimizer state.
     """
     parameter_bytes = sum(p.numel() * p.itemsize for p in workload.model.parameters())
     frozen = {id(p) for name in set(frozen_modules_of(config)) for p in workload.model.get_submodule(name).parameters()}
@@ -74,7 +81,7 @@ def lower_bound_bytes(
         least_bytes += sum(p.numel() * p.itemsize for p in still_trained.with_gradient)
     if eight_bit:
         return least_bytes + least_state_bytes(workload.model, still_trained.with_state)
-    # Where the state of a part of the parameters is not known to be that share of all state, none is counted.
+    # If the state is not known to be proportional to the parameters that have state, no state is counted.
     if len(trained.with_state) < len(trained.with_gradient):
         return least_bytes
     if frozen and not _state_is_proportional(workload, trained):
@@ -86,7 +93,7 @@ def lower_bound_bytes(
 
 
 def _state_is_proportional(workload: Workload, trained: TrainedParameters) -> bool:
-    """True if a share of the parameters is known to have the same share of the optimizer's state."""
+    """True if the optimizer's state is known to be proportional to the number of parameters that it holds."""
     groups = getattr(workload.optimizer, "param_groups", ())  # groups may have options that differ in their state
     dtypes = {parameter.dtype for parameter in trained.with_state}
     return keeps_alike(kind_of(workload.optimizer)) and len(groups) < 2 and len(dtypes) == 1

@@ -12,21 +12,21 @@ from planner.plan_types.decisions import Accumulation
 from planner.workload.workload import Workload, has_mapping_for_each_sample
 
 _MICRO_BATCH_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14)
-"""Numbers of micro-batches that are tried, up to 14. Above that, four numbers are tried for each doubling."""
+"""Numbers of micro-batches up to 14 that are tried. Above 14, four are tried for each doubling: 16, 20, 24, 28 ..."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MicroBatching:
-    """The batch as `micro_batches` parts of at most `size` samples."""
+    """A split of the batch into `micro_batches` micro-batches of at most `size` samples."""
 
     micro_batches: int
     size: int
     last: int | None = None
-    """Number of samples in the second of two parts, if it is smaller than the first; otherwise None. With more parts,
-    the peak is in one of the larger parts, so the size of the last part does not matter."""
+    """Number of samples in the second of two micro-batches, if it is smaller than the first; otherwise None. With more
+    micro-batches, the peak is in one of the larger ones, so the size of the last one does not matter."""
 
     def decisions(self) -> tuple[Decision, ...]:
-        """The decision to accumulate gradients; none if the batch is not split."""
+        """Returns the decision to accumulate gradients; an empty tuple if the batch is not split."""
         if self.micro_batches == 1:
             return ()
         return (Accumulation(micro_batch_size=self.size, micro_batches=self.micro_batches),)
@@ -35,10 +35,13 @@ class MicroBatching:
 def batch_splits(
     workload: Workload, constraints: Constraints, batch_statistics: tuple[str, ...], notes: list[str]
 ) -> tuple[MicroBatching, ...]:
-    """The whole batch, and its splits if they are allowed and give the same gradients as the whole batch.
+    """Returns the whole batch, and its splits if they are allowed and give the same gradients as the whole batch.
+
+    If accumulation is forced, only the splits are returned, even if their gradients differ.
 
     Args:
-        notes: a note is added if the batch must not be split.
+        batch_statistics: names of modules that normalize over the samples of a batch.
+        notes: a note is added if the batch cannot be split, or if the gradients of its splits differ.
 
     Raises:
         DecisionError: accumulation is forced, and the batch is a single sample.
@@ -58,7 +61,7 @@ def batch_splits(
     single, several = MicroBatching(micro_batches=1, size=workload.batch_size), tuple(splits_of(workload.batch_size))
     if constraints.force(Accumulation):
         if why_not and workload.batch_size < 2:
-            raise DecisionError(f"accumulation is forced, but {why_not}")
+            raise DecisionError(f"accumulation is forced, but {why_not}: do not force accumulation")
         if why_not:
             notes.append(f"accumulation is forced although {why_not}: results differ from the full batch")
         return several
@@ -70,14 +73,14 @@ def batch_splits(
 
 
 def _balances_experts(workload: Workload) -> bool:
-    """True if a transformers model adds a load-balancing term to its loss, which is not a mean over tokens."""
+    """True if a transformers model adds a term to its loss that balances its experts and is not a mean over tokens."""
     in_batch = workload.batch.get("output_router_logits") if isinstance(workload.batch, Mapping) else None
     config = getattr(workload.model, "config", None)
     return bool(getattr(config, "output_router_logits", False) if in_batch is None else in_batch)
 
 
 def splits_of(batch_size: int) -> Iterator[MicroBatching]:
-    """Ways to split a batch, in rising number of micro-batches; each size once, down to single samples."""
+    """Yields the ways to split a batch, from few micro-batches to many; each micro-batch size once, down to 1."""
     counts = [count for count in _MICRO_BATCH_COUNTS if 1 < count <= batch_size]
     doubling = 16
     while doubling < 2 * batch_size:

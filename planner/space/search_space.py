@@ -1,7 +1,8 @@
 """The search space: which precision, loss, optimizer and time of the update a plan may choose from.
 
-There are few combinations of these (configurations), so they are listed. Each function below is the entry of one
-technique: it returns the alternatives, and says in a note why a technique is missing.
+There are few combinations of these (configurations), so all are listed. The functions `_precisions`, `_losses`,
+`_optimizers` and `_updates` return the alternatives for one part of the step. If a technique cannot be used, they add a
+note with the reason.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from planner.workload.torch_optimizers import (
 from planner.workload.workload import Workload, optimizer_name, several_processes
 
 Alternatives = tuple[tuple[Decision, ...], ...]
-"""Alternatives for one part of the step. Each alternative is a tuple of decisions; () is the baseline's way."""
+"""Alternatives for one part of the step. Each is a tuple of decisions; () leaves that part as in the baseline."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """The choices of a plan for this workload on this card, and notes on missing techniques.
+    """The alternatives for a plan of this workload on this card, and notes on techniques that cannot be used.
 
-    A configuration takes one alternative of each of the first four fields. With one of the splits it is a candidate.
+    A configuration takes one alternative from each of the first four fields. With one of the splits it is a candidate.
     """
 
     precisions: Alternatives
@@ -47,20 +48,21 @@ class SearchSpace:
     """When the optimizer steps: after the backward, or inside it."""
     splits: tuple[MicroBatching, ...]
     recompute: tuple[type[Decision], ...]
-    """Ways to free saved tensors (recompute, offload); the search chooses the modules."""
+    """Kinds of decisions that free saved tensors (checkpoint, offload ...). The search chooses their modules."""
     chunks: ChunkedLossOption | None
-    """The number of chunks of a micro-batch's loss; `losses` has the number for the whole batch."""
+    """The numbers of loss chunks for micro-batches; None if the loss cannot be computed in chunks. `losses` has the
+    number for the whole batch."""
     notes: tuple[str, ...]
 
     def with_frozen(self, frozen: Decision) -> SearchSpace:
-        """The same choices with a frozen prefix of the model."""
+        """Returns this search space with a frozen prefix of the model in every configuration."""
         return dataclasses.replace(self, precisions=tuple((frozen, *choice) for choice in self.precisions))
 
     def with_most_chunks(self) -> SearchSpace | None:
-        """The same choices with the loss in as many chunks as possible; None if nothing changes.
+        """Returns this search space with the loss in the maximum number of chunks; None if that changes nothing.
 
-        The number of chunks normally follows from the budget: a smaller budget gives more chunks. With this search
-        space, plans that would be found for a smaller budget can be found for this budget too.
+        The number of chunks normally follows from the budget: a smaller budget gives more chunks, which take less
+        memory. With the maximum number, plans may fit that are otherwise found for smaller budgets only.
         """
         if self.chunks is None or not any(self.losses) or self.chunks == self.chunks.most_chunks():
             return None
@@ -70,7 +72,7 @@ class SearchSpace:
         )
 
     def restricted_to(self, config: Sequence[Decision]) -> SearchSpace:
-        """The search space with only this configuration, and the same splits and ways to recompute."""
+        """Returns this search space with `config` as its only configuration. Splits and `recompute` stay the same."""
 
         def chosen(alternatives: Alternatives) -> Alternatives:
             return (max((choice for choice in alternatives if set(choice) <= set(config)), key=len),)
@@ -84,9 +86,10 @@ class SearchSpace:
         )
 
     def using(self, technique: type[Decision]) -> SearchSpace | None:
-        """The search space with only the choices that use this technique; None if there are none.
+        """Returns this search space with only the alternatives that use a technique; None if there are none.
 
-        Modules to recompute or freeze are chosen later, so for these techniques no choice is left out.
+        For techniques that recompute, offload or freeze modules it is returned unchanged, since modules are chosen
+        later.
         """
         if technique.role in (Role.RECOMPUTE, Role.FREEZING):
             return self
@@ -116,7 +119,7 @@ def search_space(
     batch_statistics: tuple[str, ...],
     chunks: ChunkedLossOption | None,
 ) -> SearchSpace:
-    """List what the user allows and the workload and card permit.
+    """Returns the alternatives that the user allows and that the workload and the card permit.
 
     Args:
         batch_statistics: names of modules that normalize over the batch, from the recording of the baseline.
@@ -159,7 +162,7 @@ def _losses(constraints: Constraints, chunks: ChunkedLossOption | None) -> Alter
 
 
 def _optimizers(workload: Workload, constraints: Constraints, notes: list[str]) -> Alternatives:
-    """The user's optimizer unchanged, with another kernel, or with 8-bit state."""
+    """Returns the alternatives for the optimizer: the user's optimizer, with another kernel, or with 8-bit state."""
     why_not = why_not_eight_bit(workload)
     if why_not and constraints.allow(Optimizer):
         notes.append(f"no 8-bit optimizer state: {why_not}")
@@ -175,7 +178,7 @@ def _optimizers(workload: Workload, constraints: Constraints, notes: list[str]) 
 
 
 def _updates(workload: Workload, constraints: Constraints, notes: list[str]) -> Alternatives:
-    """After the backward; or inside it, if the optimizer treats each parameter independently."""
+    """Returns the times of the update: after the backward; also inside it, if each parameter is updated separately."""
     optimizer = workload.optimizer
     if workload.gradients_alive:
         why_not = "the gradients of several batches are added up before the optimizer may use them"
@@ -200,20 +203,27 @@ def _updates(workload: Workload, constraints: Constraints, notes: list[str]) -> 
 
 
 def _recompute(constraints: Constraints) -> tuple[type[Decision], ...]:
-    """The allowed ways to free saved tensors. If one of them is forced, it is the only one that is returned."""
+    """Returns the allowed kinds of decisions that free saved tensors; only the forced one if one is forced.
+
+    Raises:
+        DecisionError: more than one of them is forced.
+    """
     kinds = tuple(kind for kind in KINDS.values() if kind.role is Role.RECOMPUTE)
     allowed = tuple(kind for kind in kinds if constraints.allow(kind))
     forced = tuple(kind for kind in allowed if constraints.force(kind))
     if len(forced) > 1:
         names = " and ".join(kind.kind for kind in forced)
         raise DecisionError(
-            f"{names} are both forced, but only one way to free saved tensors can be forced: force one of them"
+            f"{names} are forced, but only one technique that frees saved tensors can be forced: force one of them"
         )
     return forced or allowed
 
 
 def _refuse_forced_conflict(card: DeviceProfile, constraints: Constraints) -> None:
-    """Raises `DecisionError` if two forced techniques exclude each other, before reasons of the workload are given."""
+    """Raises `DecisionError` if two forced techniques exclude each other.
+
+    This is checked first, so that the user does not get a reason that concerns only one of the two techniques.
+    """
     examples: Iterable[Decision] = (
         Optimizer(),
         OptimizerKernel(kernel="fused"),
@@ -222,20 +232,25 @@ def _refuse_forced_conflict(card: DeviceProfile, constraints: Constraints) -> No
         *(Precision(dtype=dtype) for dtype in card.native_dtypes[:1]),
     )
     if (why := conflict(decision for decision in examples if constraints.force(type(decision)))) is not None:
-        raise DecisionError(f"both are forced, but {why}")
+        raise DecisionError(f"two forced techniques cannot be combined, because {why}: force only one of them")
 
 
 def _alternatives(
     constraints: Constraints, kind: type[Decision], decisions: tuple[Decision, ...] | None, why_not: str | None
 ) -> Alternatives:
-    """The step without the technique, with it, or both.
+    """Returns the alternatives that a technique gives: the step without it, with it, or both.
 
     Args:
         decisions: the technique's decisions; None if it cannot be used.
-        why_not: the reason why it cannot be used.
+        why_not: the reason why it cannot be used; None if it can.
+
+    Raises:
+        DecisionError: the technique is forced and cannot be used.
     """
     if constraints.force(kind):
         if decisions is None:
-            raise DecisionError(f"{kind.kind} is forced, but {why_not}")
+            # Some reasons end with an advice of their own after a colon.
+            advice = "" if why_not and ":" in why_not else f": do not force {kind.kind}"
+            raise DecisionError(f"{kind.kind} is forced, but {why_not}{advice}")
         return (decisions,)
     return ((), decisions) if decisions is not None and constraints.allow(kind) else ((),)

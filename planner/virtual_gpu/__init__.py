@@ -1,1 +1,1 @@
-"""A device that behaves like CUDA and stores nothing."""
+"""A device for PyTorch that behaves like a CUDA card, but computes nothing and stores nothing."""

@@ -3,24 +3,25 @@
     if not (boxes[:, 2:] >= boxes[:, :2]).all():
         raise ValueError(...)
 
-A rehearsal has no values, so it cannot know whether `boxes` are valid. It plans a step that succeeds, so it takes the
-outcome that does not raise, and the plan's notes say so.
+A rehearsal has no values, so it cannot know whether `boxes` are valid. It plans a step that succeeds, so it answers
+such that the error is not raised, and the plan's notes say so.
 
-How it works: **this module reads the source code of the asking function.** It takes the position (line and column) of
-the bytecode instruction that runs in the asking frame, parses the file of that frame, and looks for an `assert`, or for
-an `if` whose only statement is a `raise` and which has no `else`, whose test contains that position. `not`, `and` and
-`or` are followed down to the operand that is being asked.
+How it works: **this module reads the source code of the function that evaluates `bool(tensor)`.** It takes the position
+(line and column) of the bytecode instruction that this function is executing, and parses its source file. Then it looks
+for a *check* whose test contains that position: an `assert`, or an `if` without `else` whose only statement is a
+`raise`. In a test with `not`, `and` and `or` it finds the operand that is being evaluated.
 
 What can go wrong:
 
-- A real step may fail the check. Then it raises where the rehearsal went on; the plan does not apply to that batch.
-- Code that uses the exception as control flow (`try` around the check) takes only the branch without the exception.
-- A check of another form (one that logs before it raises, or that calls a function which raises) is not recognised,
-  and the rehearsal refuses with the line. So does code without a source file (`exec`, a notebook cell), or without
-  positions (`python -X no_debug_ranges`).
-- The file is read when the question is asked. If it was edited after its import, positions may match another
-  statement; a match still needs an `assert` or `if ...: raise` at exactly that place.
-- Two operands at the same position that need different answers give no answer.
+- A real step may fail the check. It then raises the error, whereas the rehearsal continued: the plan does not apply to
+  that batch.
+- If code catches the error (`try` around the check), the rehearsal takes only the branch without the error.
+- A check of another form (one that logs before it raises, or that calls a function which raises) is not recognized. The
+  rehearsal then ends with an error that names the line. The same holds for code without a source file (`exec`, a
+  notebook cell), and for code without positions (`python -X no_debug_ranges`).
+- The source file is read during the rehearsal. If it was edited after its import, positions may match another
+  statement. A match still needs a check at exactly that position.
+- If two operands at the same position need different answers, there is no answer.
 """
 
 from __future__ import annotations
@@ -32,16 +33,17 @@ from collections.abc import Iterator
 from types import FrameType
 
 _ALL_TRUE = (("_check_tensor_all_with", "torch/__init__.py"), ("__init__", "torch/distributions/distribution.py"))
-"""Functions of torch that raise unless the boolean they ask for is true: function name and end of the file name.
+"""(function name, end of the file name) of functions of torch that raise an error if the boolean is false.
 
-`_check_tensor_all_with` passes the boolean to another function, which raises, so its source does not match a check.
+They are listed because their source does not match a check: `_check_tensor_all_with`, for example, passes the boolean
+to another function, which raises the error.
 """
 
 
 def assertion_outcome(frame: FrameType) -> bool | None:
-    """Returns the value with which the boolean that `frame` asks for does not raise an error.
+    """Returns the boolean with which the check that `frame` is executing does not raise an error.
 
-    None means that the frame asks for a different reason than to raise an error, so that the answer is unknown.
+    Returns None if the frame is executing no check: then it needs the boolean for another purpose.
     """
     code = frame.f_code
     if any(code.co_name == name and code.co_filename.endswith(file) for name, file in _ALL_TRUE):
@@ -50,7 +52,7 @@ def assertion_outcome(frame: FrameType) -> bool | None:
     if asked is None:
         return None
     for statement, test, wanted in _checks(code.co_filename):
-        # A conditional jump carries the position of its operand, or of the whole statement for a simple test.
+        # A conditional jump has the position of its operand. If the test is simple, it has that of the whole statement.
         if _span(statement) == asked or _contains(test, asked):
             answers = {answer for leaf, answer in _leaves(test, wanted) if asked in (_span(leaf), _span(statement))}
             return answers.pop() if len(answers) == 1 else None
@@ -58,11 +60,11 @@ def assertion_outcome(frame: FrameType) -> bool | None:
 
 
 _Span = tuple[int, int, int, int]
-"""First line, first column, last line, last column."""
+"""A source position: first line, first column, last line, last column."""
 
 
 def _position(frame: FrameType) -> _Span | None:
-    """Returns the source position of the instruction that `frame` executes; None if the code object has none."""
+    """Returns the source position of the instruction that `frame` is executing; None if the code has no positions."""
     # An instruction takes two bytes, and `co_positions` has one entry for each.
     line, last_line, column, last_column = list(frame.f_code.co_positions())[frame.f_lasti // 2]
     if line is None or last_line is None or column is None or last_column is None:
@@ -72,7 +74,7 @@ def _position(frame: FrameType) -> _Span | None:
 
 @functools.cache
 def _checks(filename: str) -> tuple[tuple[ast.stmt, ast.expr, bool], ...]:
-    """Returns the checks of a file: the statement, its test, and the outcome of the test that does not raise."""
+    """Returns the checks in a file: (statement, test, value of the test with which no error is raised)."""
     path = pathlib.Path(filename)
     if not path.is_file():
         return ()
@@ -86,15 +88,15 @@ def _checks(filename: str) -> tuple[tuple[ast.stmt, ast.expr, bool], ...]:
 
 
 def _only_raises(node: ast.If) -> bool:
-    """True if the statement only raises an error if its test is true."""
+    """True if the statement has the form `if test: raise ...` and nothing else."""
     return not node.orelse and len(node.body) == 1 and isinstance(node.body[0], ast.Raise)
 
 
 def _leaves(test: ast.expr, wanted: bool) -> Iterator[tuple[ast.expr, bool]]:
-    """Yields the operands of nested `not`, `and` and `or`, each with an answer that leads to the wanted outcome.
+    """Yields the innermost operands of `not`, `and` and `or`, each with its value if the test is to be `wanted`.
 
-    All operands of an `or` are taken to be true, although one true operand would be enough: an operand is evaluated
-    only if the operands before it did not decide.
+    If `a or b` is to be true, both operands get the value True, although one would be enough. This is safe: Python
+    evaluates `b` only if `a` was false. In the same way both get False if `a and b` is to be false.
     """
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield from _leaves(test.operand, not wanted)
@@ -112,6 +114,6 @@ def _span(node: ast.stmt | ast.expr) -> _Span:
 
 
 def _contains(node: ast.expr, asked: _Span) -> bool:
-    """True if the position lies inside the node."""
+    """True if the position is inside of the node's source."""
     span = _span(node)
     return span[:2] <= asked[:2] and asked[2:] <= span[2:]

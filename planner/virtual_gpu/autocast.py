@@ -1,7 +1,7 @@
 """CUDA's autocast on the virtual GPU: the same op lists, the same promotion, the same cache of weight casts.
 
-The memory of a step under autocast depends on which ops cast their inputs, and on how long casts of weights live. A
-PrivateUse1 device has no autocast of its own, so its kernels are registered here from Python.
+The memory of a step under autocast depends on which ops cast their inputs, and on how long casts of weights live.
+PyTorch has no autocast for a PrivateUse1 device, so its autocast kernels are registered here.
 
 Sources: ATen/autocast_mode.h (the lists), ATen/autocast_mode.cpp (`cached_cast`, `set_opt_dtype`).
 """
@@ -37,7 +37,7 @@ FULL_PRECISION_BY_DTYPE = """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
     linalg_matrix_norm.str_ord sum sum.dim_IntList
 """.split()
-"""Ops that are asked for an fp32 result through their argument `dtype` (`AT_FORALL_FP32_SET_OPT_DTYPE`)."""
+"""Ops that get `dtype=torch.float32`, while their inputs are not cast (`AT_FORALL_FP32_SET_OPT_DTYPE`)."""
 
 PROMOTE = """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
@@ -48,7 +48,7 @@ AUTOCAST_KEY = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-def
 """Dispatch key of autocast on a PrivateUse1 device."""
 
 _Cast = Callable[["Autocast", Any, tuple, dict], tuple[tuple, dict]]
-"""Maps the arguments of an op to the arguments that autocast calls it with."""
+"""A function of (autocast, op, args, kwargs) that returns the (args, kwargs) with which autocast calls the op."""
 
 
 class Autocast:
@@ -62,16 +62,16 @@ class Autocast:
         self.on_cast: Callable[[torch.Tensor], None] = lambda tensor: None
         """Called with every cast that enters the cache."""
         self._casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Original and cast, by the id of the original, which stays valid while the original is kept here."""
+        """The cache: (original, cast) by the id of the original. Keeping the original here keeps its id valid."""
 
     def register(self, library: Callable[[str], torch.library.Library]) -> None:
-        """Registers the kernels in this process.
+        """Registers the autocast kernels in this process.
 
         `torch.clear_autocast_cache`, which autocast calls when its outermost region ends, is replaced by a function
         that also clears this cache.
 
         Args:
-            library: Returns the library of a namespace, whose registrations last as long as the process.
+            library: function that returns the `torch.library.Library` of a namespace, and keeps it alive.
         """
         library("_").fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
         aten = library("aten")
@@ -95,7 +95,7 @@ class Autocast:
         torch.clear_autocast_cache = clear_autocast_cache
 
     def _kernel(self, op: torch._ops.OpOverload, adapt: _Cast) -> Callable[..., Any]:
-        """Returns the autocast kernel of an op: it adapts the arguments and calls the op below autocast."""
+        """Returns the autocast kernel of an op, which adapts the arguments and then calls the op without autocast."""
         autocast_key = torch._C.DispatchKeySet(AUTOCAST_KEY)
 
         def kernel(*args, **kwargs):
@@ -107,7 +107,7 @@ class Autocast:
 
     @property
     def lower_dtype(self) -> torch.dtype:
-        """Lower precision of the current autocast region."""
+        """Dtype to which the current autocast region casts the inputs of `LOWER_PRECISION` ops."""
         return torch.get_autocast_dtype(self.device)
 
     def takes(self, value: object) -> TypeGuard[torch.Tensor]:
@@ -120,7 +120,7 @@ class Autocast:
         )
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
-        """Casts the tensors of a nested value to `dtype` as `cached_cast` does."""
+        """Casts the tensors in nested lists and tuples to `dtype`. Casts of weights are cached, as in `cached_cast`."""
         if isinstance(value, (list, tuple)):
             return type(value)(self.cast(item, dtype) for item in value)
         if not self.takes(value) or value.dtype == dtype:
@@ -143,19 +143,19 @@ class Autocast:
 
 
 def _to_lower_precision(autocast: Autocast, op: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Casts all tensors to the lower precision."""
+    """Adapts arguments for `LOWER_PRECISION`: casts all floating point tensors to the lower precision."""
     dtype = autocast.lower_dtype
     return autocast.cast(args, dtype), {name: autocast.cast(value, dtype) for name, value in kwargs.items()}
 
 
 def _to_full_precision(autocast: Autocast, op: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Casts all tensors to fp32."""
+    """Adapts arguments for `FULL_PRECISION`: casts all floating point tensors to fp32."""
     dtype = torch.float32
     return autocast.cast(args, dtype), {name: autocast.cast(value, dtype) for name, value in kwargs.items()}
 
 
 def _by_dtype_argument(autocast: Autocast, op: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Asks for an fp32 result instead of casting the input, unless the caller gave a dtype."""
+    """Adapts arguments for `FULL_PRECISION_BY_DTYPE`: sets `dtype` to fp32, unless the caller has set it."""
     position = [argument.name for argument in op._schema.arguments].index("dtype")
     requested = kwargs.get("dtype") or (args[position] if len(args) > position else None)
     if requested is None and autocast.takes(args[0]):
@@ -164,7 +164,10 @@ def _by_dtype_argument(autocast: Autocast, op: Any, args: tuple, kwargs: dict) -
 
 
 def _to_widest(autocast: Autocast, op: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Casts all tensors to fp32 if one of them is fp32; else they share a type already."""
+    """Adapts arguments for `PROMOTE`: casts all floating point tensors to fp32 if one of them is fp32.
+
+    Otherwise all of them have the lower precision already.
+    """
     floating = [value for value in _tensors((args, tuple(kwargs.values()))) if autocast.takes(value)]
     if any(value.dtype == torch.float32 for value in floating):
         return _to_full_precision(autocast, op, args, kwargs)

@@ -1,11 +1,11 @@
 """A virtual GPU: PyTorch runs on it eagerly, but computes nothing and stores nothing.
 
-PrivateUse1 becomes a Python backend named `vgpu`, and `FakeTensorMode` supplies shapes and dtypes. The differences
-between CUDA and other devices are registered here: autocast with its cache (`autocast`), the choice of the attention
-kernel (`sdpa`), and ops that have one kernel on CUDA and are composite on other devices.
+torch's device type PrivateUse1 becomes a Python backend named `vgpu`, and `FakeTensorMode` computes shapes and dtypes.
+Behavior of CUDA that other devices do not have is registered here: autocast with its cache (`autocast`), the choice of
+the attention kernel (`sdpa`), and ops that have one kernel on CUDA and are composite on other devices.
 
-`install` changes a process for as long as it lives (PrivateUse1 becomes torch's accelerator), so it is called only in
-a child process: see `planner.virtual_gpu.forked_process`.
+`install` changes a process until it ends (PrivateUse1 becomes torch's accelerator), so it is called only in a child
+process: see `planner.virtual_gpu.forked_process`.
 
 Source: torch/utils/backend_registration.py (`_setup_privateuseone_for_python_backend`).
 """
@@ -31,15 +31,18 @@ NAME = "vgpu"
 """Name of the virtual device, as in `torch.device(NAME)`."""
 
 ONE_KERNEL_ON_CUDA = ("silu_backward", "mish_backward")
-"""CompositeImplicit ops with a CUDA kernel: they would decompose on a device that registers none."""
+"""Ops that are one kernel on CUDA, and are decomposed into other ops on a device without a kernel for them."""
 
 
 class VirtualGpuMode(FakeTensorMode):
     """The `FakeTensorMode` of the virtual device.
 
-    It does not initialise the device, because that would fail when a model calls `torch.tensor(...)`. It raises an
-    error for an op without a fake kernel: PyTorch would run the real kernel on zeros, but the virtual device has no
-    real kernels.
+    It differs from its base class in three points:
+
+    - It does not initialize the device, which would fail when a model calls `torch.tensor(...)`.
+    - It raises `UnsupportedOperatorException` for an op without a fake kernel. The base class would run the real kernel
+      on zeros, but the virtual device has no real kernels.
+    - It has a second, faster cache of results (`fake_tensor_cache`).
     """
 
     def __init__(self) -> None:
@@ -48,7 +51,7 @@ class VirtualGpuMode(FakeTensorMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Returns False: the recorder, which is the outer mode, already disables compilation."""
+        """Returns False, because the recorder, which is the outer mode, already keeps dynamo from compiling."""
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -63,10 +66,10 @@ class VirtualGpuMode(FakeTensorMode):
 
 @functools.cache
 def _bypasses_fake_mode_cache(func: torch._ops.OpOverload) -> bool:
-    """True if the op is not to be looked up in the cache of `FakeTensorMode`.
+    """True for ops that must not use the cache of `FakeTensorMode`.
 
-    For ops over hundreds of tensors the look-up takes longer than the call. A storage argument would become part of the
-    key, which would keep the storage alive forever.
+    These are ops on hundreds of tensors (foreach), for which the look-up takes longer than the call, and ops with a
+    storage as argument: the storage would become part of the key, and the cache would keep it alive.
     """
     takes_storage = any(str(argument.type) == "Storage" for argument in func._schema.arguments)
     return takes_storage or func._schema.name.startswith("aten::_foreach")
@@ -74,13 +77,13 @@ def _bypasses_fake_mode_cache(func: torch._ops.OpOverload) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """The properties of a card on which PyTorch's choice of kernels depends."""
+    """The properties of the simulated card that decide which kernels PyTorch chooses."""
 
     compute_capability: tuple[int, int]
 
 
 class _DeviceModule:
-    """The module `torch.vgpu`, with the functions that PyTorch calls on an accelerator's module."""
+    """The module `torch.vgpu`. It has the functions that PyTorch calls in the module of an accelerator."""
 
     _is_in_bad_fork = False
 
@@ -115,7 +118,7 @@ class _DeviceModule:
         pass
 
     class device:
-        """The context `torch.vgpu.device(index)`, which has nothing to do for a single device."""
+        """The context manager `torch.vgpu.device(index)`. It does nothing, because there is only one device."""
 
         def __init__(self, *_: object) -> None:
             pass
@@ -128,7 +131,11 @@ class _DeviceModule:
 
 
 def install(target: Target) -> Autocast:
-    """Registers the virtual GPU in this process, for as long as it lives. Returns its autocast."""
+    """Registers the virtual GPU in this process until it ends, and returns the autocast of the virtual GPU.
+
+    Args:
+        target: the properties of the simulated card.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _setup_privateuseone_for_python_backend(rename=NAME, backend_module=_DeviceModule())
@@ -140,25 +147,25 @@ def install(target: Target) -> Autocast:
 
 
 def let_libraries_take_fakes_for_real() -> None:
-    """Makes libraries treat fake tensors like real ones. This changes libraries for the whole process."""
+    """Patches PyTorch and bitsandbytes in this process so that they treat fake tensors like real ones."""
     _let_optimizers_choose_as_for_real_tensors()
     _let_modules_convert_as_real_tensors_do()
     _let_bitsandbytes_make_its_tables()
 
 
 _libraries: list[torch.library.Library] = []
-"""Keeps the libraries alive: a registration ends when its library object is destroyed."""
+"""All libraries that `library` has returned. A registration would end if its library object were destroyed."""
 
 
 def library(namespace: str) -> torch.library.Library:
-    """Returns a library for registrations that last as long as the process."""
+    """Returns a new `torch.library.Library` of a namespace. Its registrations last until the process ends."""
     library = torch.library.Library(namespace, "IMPL")
     _libraries.append(library)
     return library
 
 
 def _register_kernels(target: Target) -> None:
-    """Registers the kernels whose choice or result differs on CUDA."""
+    """Registers kernels for ops that run or allocate differently on CUDA than on other devices."""
     aten = library("aten")
 
     def scaled_dot_product_attention(
@@ -179,7 +186,7 @@ def _register_kernels(target: Target) -> None:
     aten.impl("scaled_dot_product_attention", scaled_dot_product_attention, "AutogradPrivateUse1")
 
     def like_last(grad, input):
-        """Allocates the gradient as the fused kernel does."""
+        """Allocates the gradient as the CUDA kernel does, without intermediate tensors."""
         return torch.empty_like(input)
 
     for name in ONE_KERNEL_ON_CUDA:
@@ -189,9 +196,9 @@ def _register_kernels(target: Target) -> None:
 
 
 def _fused_steps_without_a_fake() -> list[str]:
-    """Returns the fused optimizer kernels that torch registers no fake kernel for (torch 2.13: all but Adam's).
+    """Returns the names of the fused optimizer ops without a fake kernel in torch (torch 2.13: all but Adam's).
 
-    They write in place and return nothing, so that a fake kernel has nothing to do.
+    These ops write in place and return nothing, so a fake kernel for them does nothing.
     """
     steps = (getattr(torch.ops.aten, f"_fused_{name}_") for name in ("adam", "adamw", "sgd", "adagrad"))
     names = [getattr(step, overload)._schema for step in steps for overload in step.overloads()]
@@ -200,15 +207,19 @@ def _fused_steps_without_a_fake() -> list[str]:
 
 
 def _let_optimizers_choose_as_for_real_tensors() -> None:
-    """Lets optimizers choose foreach: the type check for it rejects fake tensors, and accepts parameters on a card."""
+    """Lets optimizers choose their foreach variant, as they do for parameters on a card.
+
+    torch checks the type of the parameters before it chooses foreach, and would reject fake tensors.
+    """
     for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         importlib.import_module(name)._foreach_supported_types.append(FakeTensor)
 
 
 def _let_modules_convert_as_real_tensors_do() -> None:
-    """Lets `module.to(dtype)` set a parameter's data, as it does on CUDA.
+    """Makes `module.to(dtype)` set `parameter.data`, as it does on CUDA.
 
-    For fake tensors it would swap the two tensors, which fails for a tensor that an autograd graph refers to.
+    For fake tensors it would swap the parameter with the converted tensor, which fails if an autograd graph refers to
+    the parameter.
     """
 
     def swap_tensors(parameter: torch.Tensor, applied: torch.Tensor) -> None:
@@ -218,7 +229,10 @@ def _let_modules_convert_as_real_tensors_do() -> None:
 
 
 def _let_bitsandbytes_make_its_tables() -> None:
-    """Lets bitsandbytes' 8-bit optimizers compute their two tables of 256 floats from real numbers on the CPU."""
+    """Lets bitsandbytes' 8-bit optimizers compute their two tables of 256 floats with real tensors on the CPU.
+
+    Does nothing if bitsandbytes is not imported.
+    """
     if "bitsandbytes" not in sys.modules:  # An import would take longer than many rehearsals.
         return
     optimizer = importlib.import_module("bitsandbytes.optim.optimizer")
@@ -232,7 +246,7 @@ def _let_bitsandbytes_make_its_tables() -> None:
 
 
 def _redirect_cuda_autocast() -> None:
-    """Redirects CUDA's autocast to the virtual GPU's, because models name CUDA in their code.
+    """Makes calls for CUDA's autocast use the autocast of the virtual GPU, because models name CUDA in their code.
 
     Examples are `torch.autocast("cuda")`, `torch.cuda.amp.autocast()`, and `torch.is_autocast_enabled()`.
     """

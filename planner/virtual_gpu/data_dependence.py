@@ -2,10 +2,10 @@
 
 There are three kinds of answers:
 
-- the true value, if it follows from shapes and constants (`shadow_values`);
-- an assumed value, for questions that have a documented neutral answer. The assumption is noted in the plan, with the
-  module and the line that asked;
-- a refusal (`RehearsalError`) that names the question, the module and the line.
+- The true value, if it follows from shapes and constants (`shadow_values`).
+- An assumed value, if the question has a documented neutral answer. The assumption is noted in the plan, with the
+  module and the line that asked.
+- A *refusal*: a `RehearsalError` that names the question, the module and the line.
 """
 
 from __future__ import annotations
@@ -35,35 +35,39 @@ _SCALING_FACTORS = {
     "torch/optim/_adafactor.py": 1.0,  # Norms of parameters and updates.
     "torch/nn/modules/batchnorm.py": 1.0,  # The number of batches so far, for a cumulative average.
 }
-"""Files of torch that ask for a number which does not affect allocations, with the answer that they get."""
+"""Files of torch that ask for a number on which no allocation depends, and the number that they get."""
 _PACKAGE = pathlib.Path(__file__).parents[1]
 _OURS, _REWRITE = str(_PACKAGE), str(_PACKAGE / "rewrite")
 _DISPATCH_WRAPPERS = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")
-"""Files of torch whose frames lie between the asking frame and `Recorder.__torch_dispatch__`."""
+"""Files of torch whose frames are on the stack between the frame that asks and `Recorder.__torch_dispatch__`."""
 
 _WITHOUT_VALUES = "rewrite that line so that shapes and control flow do not depend on tensor values"
 _ASKS = "the model asks for the value of a tensor (.item(), bool() or an index), but a rehearsal computes no values"
 
 
 class DataDependence:
-    """Values, assumptions and refusals of one rehearsal."""
+    """Answers questions for tensor values in one rehearsal, and collects the assumptions that the answers need.
+
+    Args:
+        where: returns the name of the running module, for messages.
+    """
 
     def __init__(self, where: Callable[[], str]) -> None:
         self.known = ShadowValues()
         self.assumptions: dict[str, None] = {}
-        """Notes for the plan, in the order in which the assumptions were first needed."""
+        """The assumptions, each with module and line, in the order in which they were first needed."""
         self._where = where
-        """Returns the name of the running module."""
         self._noted: set[tuple[str, str]] = set()
-        """Pairs of an assumption and a source line that have been noted."""
+        """(assumption, source line) of the assumptions that are noted already."""
         self.on_refusal_in_backward: Callable[[RehearsalError], None] = lambda error: None
-        """Called before an error is raised in an op of a backward.
+        """Called with a refusal in a backward, where raising it would abort the process.
 
-        The error would pass through C++ code with a device guard in Python, which aborts the process.
+        The error would pass through C++ code that has a device guard in Python. So in a rehearsal this function sends
+        the error to the parent and ends the process.
         """
 
     def assume(self, assumptions: Iterable[str]) -> None:
-        """Notes that the code at the current line depends on these assumptions."""
+        """Notes that the line of the model's code that is running depends on these assumptions."""
         line = source_line()
         for assumption in sorted(assumptions):
             if (assumption, line) not in self._noted:
@@ -71,11 +75,13 @@ class DataDependence:
                 self.assumptions[f"assumed that {assumption}: {self._where()} at {line or 'unknown line'}"] = None
 
     def refusal(self, what: str, way_out: str = _WITHOUT_VALUES) -> RehearsalError:
-        """Returns the error to raise if the rehearsal cannot continue.
+        """Returns the error to raise if the rehearsal cannot continue. Its message also names the module and the line.
+
+        In a backward it first calls `on_refusal_in_backward`, which may end the process.
 
         Args:
-            what: The reason, as a sentence.
-            way_out: What the user can change.
+            what: the reason why the rehearsal cannot continue, as a sentence.
+            way_out: what the user can change, as an imperative.
         """
         error = RehearsalError(f"{what}: {self._where()} at {source_line() or 'unknown line'}; {way_out}")
         if torch._C._current_autograd_node() is not None:
@@ -83,14 +89,17 @@ class DataDependence:
         return error
 
     def known_value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Returns the tensor's values and notes what they were assumed from; None if they are not known."""
+        """Returns the values of a tensor as a real tensor, and notes the assumptions that they depend on.
+
+        Returns None if the values are not known.
+        """
         value = self.known.value(tensor)
         if value is not None:
             self.assume(self.known.assumptions((tensor,)))
         return value
 
     def scalar(self, tensor: torch.Tensor) -> float | int | bool | None:
-        """Returns the value of a tensor with one element; None if it is neither known nor assumed."""
+        """Returns the known or assumed value of a tensor with one element; None if the value is neither."""
         value = self.known_value(tensor)
         if value is not None:
             with unset_fake_temporarily():
@@ -105,7 +114,10 @@ class DataDependence:
         return self._assertion_outcome(tensor)
 
     def _assertion_outcome(self, tensor: torch.Tensor) -> bool | None:
-        """Returns the answer with which a check does not raise; None if the value is asked for another reason."""
+        """Returns the boolean with which a check in the asking code raises no error, and notes the assumption.
+
+        Returns None if the code needs the value for another purpose than a check (`assertion_checks`).
+        """
         asker = next((frame for frame in frames() if _may_ask(frame.f_code.co_filename)), None)
         answer = assertion_outcome(asker) if asker is not None and tensor.dtype == torch.bool else None
         if answer is not None:
@@ -124,7 +136,7 @@ class DataDependence:
         value = self.known_value(tensor)
         if value is None:
             raise self.refusal(
-                "the model asks for the values of a tensor (.tolist(), .numpy()), but a rehearsal computes no values"
+                "the model asks for the values of a tensor (.tolist() or .numpy()), but a rehearsal computes no values"
             )
         return value
 
@@ -136,7 +148,7 @@ class DataDependence:
     def install(self) -> None:
         """Patches fake tensors and libraries in this process, which must be a child process.
 
-        Fake tensors then answer `.tolist()`, `.numpy()` and f-strings, and libraries take the paths of a real run.
+        Fake tensors then answer `.tolist()`, `.numpy()` and f-strings, and libraries run the code of a real step.
         """
         dependence = self
 
@@ -160,9 +172,10 @@ class DataDependence:
         _let_transformers_skip_what_a_real_run_skips()
 
     def _let_matching_answer(self) -> None:
-        """Lets scipy's `linear_sum_assignment` match fake costs in order.
+        """Patches scipy's `linear_sum_assignment`, with which detection models match predictions to targets by cost.
 
-        Detection models match predictions to targets by cost. The result has the same size for all costs.
+        If the costs are not known, it matches the first prediction to the first target, and so on. This is an
+        assumption, but the number of matched pairs is the same for all costs.
         """
         optimize: Any = sys.modules.get("scipy.optimize")
         if optimize is None:
@@ -182,7 +195,10 @@ class DataDependence:
                 setattr(module, "linear_sum_assignment", linear_sum_assignment)  # noqa: B010
 
     def _let_finite_checks_pass(self) -> None:
-        """Runs the ops of which `isfinite` consists (ATen/native/TensorCompare.cpp), and assumes a true result."""
+        """Makes `isfinite` assume that all values are finite, unless its result is known.
+
+        It still runs the ops of which `isfinite` consists (ATen/native/TensorCompare.cpp), so that they are recorded.
+        """
 
         def isfinite(tensor: torch.Tensor) -> torch.Tensor:
             finite = (tensor == tensor) * (tensor.abs() != float("inf"))
@@ -194,16 +210,20 @@ class DataDependence:
 
 
 def _may_ask(filename: str) -> bool:
-    """True if code of this file can ask for a value: not the planner's own, nor torch's wrappers around dispatch.
+    """True if a frame of this file may be the code that asks for a value.
 
-    Code of `rewrite` counts as code that asks, because it is part of the training step.
+    Frames of the planner and of torch's dispatch wrappers are only on the way. Code of `rewrite` may ask, because it is
+    part of the training step.
     """
     ours = filename.startswith(_OURS) and not filename.startswith(_REWRITE)
     return not ours and not filename.endswith(_DISPATCH_WRAPPERS)
 
 
 def _let_transformers_skip_what_a_real_run_skips() -> None:
-    """Makes transformers treat fake tensors as real: for fake ones it builds full masks that a kernel would imply."""
+    """Makes transformers treat fake tensors like real ones.
+
+    For fake tensors it would build full attention masks, even if the kernel does not need them.
+    """
     module: Any = sys.modules.get("transformers.utils.import_utils")
     if module is not None and hasattr(module, "is_fake_tensor"):
         module.is_fake_tensor = lambda tensor: False

@@ -1,4 +1,4 @@
-"""Runs ops whose output shape depends on tensor values, or which return a value (data-dependent ops)."""
+"""Runs data-dependent ops: ops that return a tensor value, or whose output shape depends on tensor values."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ def run_data_dependent_op(
 ) -> tuple[bool, Any, Any]:
     """Runs a data-dependent op if the values that it depends on are known.
 
-    Indexing with a boolean mask runs as on CUDA: `nonzero`, and then an index with positions (`expandTensors` in
-    ATen/native/IndexingUtils.h).
+    Indexing with a boolean mask is converted as on CUDA: to `nonzero`, and then indexing with the positions
+    (`expandTensors` in ATen/native/IndexingUtils.h).
 
     Args:
-        run: `run(op, *args)` runs and records another op in place of this one.
+        dependence: knows the values.
+        run: `run(op, *args)` runs and records another op.
+        op, args, kwargs: the data-dependent op and its arguments.
 
     Returns:
-        Whether the op was run, its result, and the arguments to run it with if it was not.
+        (True, result, None) if the op was run. Otherwise (False, None, arguments): the caller has to run the op with
+        these positional arguments.
     """
     known = dependence.known
     if op is torch.ops.aten.masked_select.default:
@@ -45,7 +48,7 @@ def run_data_dependent_op(
     dependence.assume(assumed)
 
     def fake(value: Any) -> Any:
-        """Returns a fake copy of a real tensor, whose values the rehearsal then knows."""
+        """Returns a fake copy of a real tensor, and makes its values known to the rehearsal."""
         if not isinstance(value, torch.Tensor):
             return value
         tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=inputs[0].device)

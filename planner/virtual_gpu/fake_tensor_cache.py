@@ -1,22 +1,21 @@
 """A cache of the results of calls on fake tensors, in front of the cache of `FakeTensorMode`.
 
-The key of an entry is an op with the metadata of its tensor arguments (device, dtype, shape, strides, offset) and the
-values of its other arguments. The entry says how to create the result: it is one of the arguments, a view of an
-argument, or a new tensor with given metadata. For the ops that are cached, a fake result depends on nothing else. The
-second layer of a model therefore reuses the results of an equal first layer, and a later rehearsal reuses those of an
-earlier one.
+The key of an entry is an op, the metadata of its tensor arguments (device, dtype, shape, strides, offset) and the
+values of its other arguments. For the ops that are cached, a fake result depends on nothing else. The entry says how to
+create the result: it is one of the arguments, a view of an argument, or a new tensor with given metadata. So the second
+layer of a model reuses the results of an equal first layer, and a rehearsal reuses those of earlier rehearsals.
 
-Why the cache of `FakeTensorMode` does not suffice: its keys cover every kind of tensor and symbolic shapes, and take
-longer to build than many calls take to run. For plain strided tensors of fixed shape, the smaller key of this cache is
-sufficient. Besides, the cache of `FakeTensorMode` is lost when its process ends, and each rehearsal runs in a new child
-process. The entries of this cache are sent back to the parent (`fresh`, `remember`), and children that are forked later
-start with these entries. `FakeTensorMode` and its cache handle all other tensors and ops.
+The cache of `FakeTensorMode` does not suffice for two reasons. Its keys cover every kind of tensor and symbolic shapes,
+and take longer to build than many calls take to run; the smaller keys of this cache suffice for plain strided tensors
+of fixed shape. And it is lost when its process ends, but each rehearsal runs in a new child process. The entries of
+this cache are sent back to the parent (`fresh`, `remember`), and children that are forked later start with them.
+`FakeTensorMode` and its cache handle all other tensors and ops.
 
 Time saved: `plan examples/roberta_84m --vram 6GiB --batch-size 64 --seq-len 128` takes 10.2, 10.4 and 10.4 CPU seconds
 with this cache and 12.6, 12.6 and 12.1 without it (17 % less); the rehearsals in child processes alone take 5.5 s
-instead of 7.5 s. These are sums of user and system time of the process and all its children, after `import
-planner.cli`, in three alternating runs each, on two CPU cores, no GPU; Python 3.11.7, torch 2.13.0+cpu, transformers
-5.23.0. "Without" means that `FakeTensorCache.__call__` is replaced by a function that only calls `run`.
+instead of 7.5 s. The times are sums of user and system time of the process and all its children, after `import
+planner.cli`, in three alternating runs each, on two CPU cores without a GPU; Python 3.11.7, torch 2.13.0+cpu,
+transformers 5.23.0. "Without" means that `FakeTensorCache.__call__` is replaced by a function that only calls `run`.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _PLAIN_DTYPES = frozenset(
 _PLAIN_VALUES = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
-"""Types of arguments that can be part of a key."""
+"""Types of argument values that can be part of a key."""
 _MORE_THAN_METADATA_TAGS = frozenset(
     {
         torch.Tag.data_dependent_output,
@@ -59,25 +58,25 @@ _MORE_THAN_METADATA_TAGS = frozenset(
         torch.Tag.inplace_view,
     }
 )
-"""Ops with one of these tags depend on values, or change the shape of an argument."""
+"""Ops with one of these tags are not cached: they depend on tensor values, or change the shape of an argument."""
 _MORE_THAN_METADATA = ("aten::as_strided", "aten::set_", "aten::resize_", "aten::lift")
-"""Ops that depend on the size of a storage, or change it."""
+"""Ops whose names begin so are not cached: they depend on the size of a storage, or change it."""
 _WRITES_ONLY = ("aten::_foreach_", "aten::_fused_")
-"""Ops that, if they return nothing, change values but no metadata."""
+"""Ops whose names begin so are cached if they return nothing: they change only tensor values."""
 
 
 class _NotPlainError(Exception):
-    """A tensor or value that a key or a description cannot represent."""
+    """Raised for a tensor or value that cannot be part of a key or of a `_TensorRecipe`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _TensorRecipe:
-    """Describes how to create a tensor that a call returns: it is an argument, a view of one, or new."""
+    """Describes how to create a returned tensor: it is an argument, a view of an argument, or a new tensor."""
 
     argument: int | None
-    """Position of the argument that is returned, or whose storage the result shares; None for a new tensor."""
+    """Position of the argument that is returned or that has the same storage as the result; None for a new tensor."""
     is_argument: bool
-    """True if the argument itself is returned. The fields below are then not used."""
+    """True if the argument itself is returned. The following attributes are then not used."""
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
     offset: int = 0
@@ -92,16 +91,17 @@ class _Result:
     kind: type
     """Type of the result: NoneType, FakeTensor, tuple or list."""
     tensors: tuple[_TensorRecipe | None, ...] = ()
+    """The returned tensors; None stands for an element that is None."""
 
 
 _results: dict[tuple, _Result | None] = {}
-"""Results by key, from this process and its parents. None means that `FakeTensorMode` has to run the call."""
+"""The table: results by key, from this process and its parent. None if `FakeTensorMode` must run the call."""
 _MOST_VALUES = 2_000_000
-"""Maximum number of values in all keys together, about 100 bytes each. Beyond it the cache is cleared."""
+"""Maximum number of values in all keys together, of about 100 bytes each. If there are more, the table is cleared."""
 
 
 class FakeTensorCache:
-    """Runs calls on the tensors of one fake mode, and reuses results from the table of this process."""
+    """Runs calls on the fake tensors of one `FakeTensorMode`, and reuses results from the table of this process."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
@@ -113,7 +113,7 @@ class FakeTensorCache:
         kwargs: Mapping[str, Any],
         run: Callable[[], Any],
     ) -> Any:
-        """Returns the result of a call, created from the table if the call is in it, else by `run`."""
+        """Returns the result of `func(*args, **kwargs)`: from the table if it has the call, else by `run()`."""
         if not _depends_on_metadata_only(func) or torch.is_inference_mode_enabled():
             return run()
         try:
@@ -134,7 +134,10 @@ class FakeTensorCache:
         return result.kind(self._create(recipe, args) for recipe in result.tensors)
 
     def _key(self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple:
-        """Returns the key of a call: the op, the default dtype, and the metadata or values of its arguments."""
+        """Returns the key of a call: the op, the default dtype, and the metadata or values of its arguments.
+
+        Raises `_NotPlainError` if the call must not be cached.
+        """
         key: list[Any] = [func, torch.get_default_dtype()]
         has_tensor = self._add(key, args)
         for name, value in kwargs.items():
@@ -145,7 +148,7 @@ class FakeTensorCache:
         return tuple(key)
 
     def _add(self, key: list[Any], values: Iterable[Any]) -> bool:
-        """Appends values to a key, tensors as their metadata. Returns whether there is a tensor among them."""
+        """Appends values to a key, with tensors replaced by their metadata. Returns True if one of them is a tensor."""
         # The length of each nested list is part of the key; the number of metadata fields of a tensor is fixed, and no
         # plain value has the type of its first field followed by a dtype, so that different calls have different keys.
         has_tensor = False
@@ -170,7 +173,7 @@ class FakeTensorCache:
         results = out if type(out) in (tuple, list) else (out,)
         if any(tensor is not None and not self._is_plain(tensor) for tensor in results):
             return None
-        # Aliasing has to come out right: a storage that lives longer, or is counted twice, changes the memory curve.
+        # Results must share storages as they do in a real call: otherwise the memory curve would change.
         storages = [_storage(tensor) for tensor in results if tensor is not None]
         nested = [value for value in args if isinstance(value, (list, tuple))]
         unaddressable = {_storage(tensor) for tensor in nested_tensors((kwargs, nested))}
@@ -208,29 +211,32 @@ class FakeTensorCache:
 
 
 def known() -> int:
-    """Returns the number of calls in the table."""
+    """Returns the number of entries in the table."""
     return len(_results)
 
 
 def fresh(*, since: int) -> bytes:
-    """Returns the calls that were added after the first `since` ones, for `remember` in another process."""
+    """Returns the entries of the table after the first `since`, pickled for `remember` in another process."""
     buffer = io.BytesIO()
     _Pickler(buffer).dump(list(itertools.islice(_results.items(), since, None)))
     return buffer.getvalue()
 
 
 def remember(calls: bytes) -> None:
-    """Adds the calls that a child process found to the table, so that children forked later know them."""
+    """Adds entries from a child process (`fresh`) to the table, so that children forked later have them."""
     _results.update(pickle.loads(calls))
     if sum(map(len, _results)) > _MOST_VALUES:
         _results.clear()
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles ops by name, and the virtual GPU as `privateuseone`, its name in a process that did not install it."""
+    """Pickles ops by name, and the virtual GPU as `privateuseone`.
+
+    This is the name of the device in the parent process, which has not installed the virtual GPU.
+    """
 
     def reducer_override(self, value: Any) -> Any:
-        """Returns how to pickle ops and devices; `NotImplemented` for all other values."""
+        """Returns (function, arguments) that create an op or the virtual GPU; `NotImplemented` for other values."""
         if isinstance(value, torch._ops.OpOverload):
             packet = value.overloadpacket
             return _op, (value.namespace, packet.__name__, value._overloadname)
@@ -240,7 +246,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _op(namespace: str, name: str, overload: str) -> torch._ops.OpOverload:
-    """Looks an op up by name, when a pickle is read."""
+    """Returns the op with this name. Used when a pickle is read."""
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 
@@ -268,18 +274,18 @@ def _recipe(out: FakeTensor, args: Sequence[Any]) -> _TensorRecipe:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Returns the identity of a tensor's storage."""
+    """Returns a number that identifies a tensor's storage while the storage is alive."""
     return tensor.untyped_storage()._cdata
 
 
 def _meta(recipe: _TensorRecipe) -> torch.Tensor:
-    """Returns a meta tensor with the metadata of a new tensor."""
+    """Returns a new meta tensor with the shape, strides and dtype of the recipe."""
     return torch.empty_strided(recipe.shape, recipe.stride, dtype=recipe.dtype, device="meta")
 
 
 @functools.cache
 def _depends_on_metadata_only(func: torch._ops.OpOverload) -> bool:
-    """True if the metadata of the arguments decides what a call returns, and of which argument it is a view."""
+    """True if the metadata of the arguments is enough to know what a call returns, so that the call can be cached."""
     if func.namespace != "aten" or not isinstance(func, torch._ops.OpOverload):
         return False
     if not _MORE_THAN_METADATA_TAGS.isdisjoint(func.tags) or func._schema.name.startswith(_MORE_THAN_METADATA):

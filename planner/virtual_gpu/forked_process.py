@@ -1,7 +1,7 @@
 """Runs a function in a forked child process and returns its result as plain data.
 
-To register the virtual GPU changes a process for as long as it lives, so this never happens in the user's process. A
-forked child inherits the user's model without pickling it.
+Registering the virtual GPU changes a process until it ends, so it never happens in the user's process. A forked child
+has the user's model without pickling it.
 """
 
 from __future__ import annotations
@@ -19,33 +19,35 @@ import torch
 from planner.errors import PlannerError, RehearsalProcessError
 
 _NO_BACKWARD_IN_FORK = "in combination with fork-based multiprocessing"
-"""Part of autograd's error message when its threads were lost in a fork (torch/csrc/autograd/engine.cpp)."""
+"""Text in the error that autograd raises in a child forked after a backward (torch/csrc/autograd/engine.cpp)."""
 
 Refuse = Callable[[PlannerError], NoReturn]
-"""Sends an error to the parent as the answer of the child, and ends the child. It does not return."""
+"""A function that sends an error to the parent as the answer of the child, and ends the child. It does not return."""
 
 
 class Child:
-    """A forked process that computes `function(refuse)`.
-
-    The function calls `refuse` with an error that it cannot raise, because the error would pass through C++ code that
-    aborts the process.
+    """A child process that computes `function(refuse)`. Creating the object forks the process.
 
     Args:
-        function: Computes a picklable value in the child.
-        receive: Applied to the value in the parent, by `result`.
+        function: computes a picklable value in the child. It must call `refuse(error)` instead of raising an error that
+            would pass through C++ code which then aborts the process.
+        receive: called by `result` in the parent, with the value. It returns the result.
+
+    Raises:
+        RehearsalProcessError: the process cannot be forked.
     """
 
     def __init__(self, function: Callable[[Refuse], Any], receive: Callable[[Any], Any] = lambda value: value) -> None:
         self._receive = receive
         if not hasattr(os, "fork"):
             raise RehearsalProcessError(
-                f"this system ({sys.platform}) cannot fork a process, which a rehearsal needs: use Linux or macOS"
+                f"a rehearsal has to fork this process, which this system ({sys.platform}) does not support: "
+                "use Linux or macOS"
             )
         if torch.cuda.is_initialized():
             raise RehearsalProcessError(
-                "CUDA is initialised in this process, which therefore cannot be forked: plan before the first use of "
-                "CUDA, or in a separate process with the `plan` command"
+                "this process cannot be forked for a rehearsal, because CUDA is initialized in it: plan before the "
+                "first use of CUDA, or in a separate process with the `plan` command"
             )
         sys.stdout.flush()
         sys.stderr.flush()
@@ -63,22 +65,24 @@ class Child:
         os.waitpid(self._pid, 0)
 
     def result(self) -> Any:
-        """Waits for the child and returns its value, passed through `receive`.
+        """Waits for the child, and returns `receive(value)` of the value that the child has computed.
 
         Raises:
-            PlannerError: the function raised it in the child.
+            PlannerError: the function raised this error in the child.
             RehearsalProcessError: the function raised another error, or the child ended without an answer.
         """
         try:
             with os.fdopen(self._reader, "rb", closefd=False) as pipe:
                 answer = pipe.read()
-        except BaseException:  # An interrupt, which only this process may have received.
+        except BaseException:  # For example an interrupt (Ctrl-C), which the child may not have received.
             self.end()
             raise
         os.close(self._reader)
         _, status = os.waitpid(self._pid, 0)
         if not answer or os.WIFSIGNALED(status):
-            raise RehearsalProcessError(f"the process of the rehearsal ended without an answer ({_cause(status)})")
+            raise RehearsalProcessError(
+                f"the child process that rehearses the step ended without a result: {_cause(status)}"
+            )
         kind, value = pickle.loads(answer)
         if kind == "value":
             return self._receive(value)
@@ -91,9 +95,9 @@ def run_in_child(function: Callable[[], Any]) -> Any:
 
 
 def _serve(function: Callable[[Refuse], Any], writer: int) -> None:
-    """Runs the child: computes the answer, sends it, and ends the process.
+    """Runs in the child: computes the answer, sends it to the pipe `writer`, and ends the process.
 
-    Output of the model is redirected to standard error, because a program may read standard output (`--json`).
+    What the model prints goes to standard error, because a program may read the planner's standard output (`--json`).
     """
 
     def refuse(error: PlannerError) -> NoReturn:
@@ -118,7 +122,7 @@ def _serve(function: Callable[[Refuse], Any], writer: int) -> None:
 
 
 def _translated(error: Exception) -> RehearsalProcessError:
-    """Returns an unexpected error as one line, with its traceback as a note."""
+    """Converts an unexpected error to one with a message of one line, and with the traceback as a note."""
     if _NO_BACKWARD_IN_FORK in str(error):
         return RehearsalProcessError(
             "a backward has run in this process, after which PyTorch allows no backward in a forked process on a "
@@ -137,9 +141,13 @@ def _send(writer: int, answer: tuple[str, Any]) -> None:
 
 
 def _cause(status: int) -> str:
-    """Describes why a process ended, from the status of `waitpid`."""
+    """Returns text for an error message that says why a process ended. `status` is from `waitpid`."""
     if not os.WIFSIGNALED(status):
         return f"exit code {os.waitstatus_to_exitcode(status)}"
     number = os.WTERMSIG(status)
-    hint = ", perhaps because host memory ran out" if number == signal.SIGKILL else ""
+    hint = (
+        ", perhaps because host memory ran out: close other programs, or plan on a machine with more memory"
+        if number == signal.SIGKILL
+        else ""
+    )
     return f"killed by signal {number}{hint}"

@@ -1,11 +1,14 @@
 """Finds ops that the autograd engine runs in place on real tensors, but out of place on fake tensors.
 
-- A second gradient for the same tensor is added into the first gradient if nothing else refers to the first one
-  (torch/csrc/autograd/input_buffer.cpp, `accumulate` and `can_accumulate_inplace`).
-- Backward formulas fill new zeros in place (`areAnyTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp).
+There are two kinds of such ops:
 
-Out of place, such an op would allocate a gradient that a real step does not have. The rule depends on the number of
-references to a tensor, as the engine's own rule does.
+- Accumulation: a second gradient of the same tensor is added into the first gradient if nothing else refers to the
+  first gradient (torch/csrc/autograd/input_buffer.cpp, `accumulate` and `can_accumulate_inplace`).
+- Writing into zeros: some backward formulas create zeros and write a gradient into them (`areAnyTensorSubclassLike` in
+  torch/csrc/autograd/FunctionsManual.cpp).
+
+If such an op ran out of place, the recording would have a gradient that a real step does not allocate. Like the engine,
+`InPlaceRule` decides by the number of references to a tensor.
 """
 
 from __future__ import annotations
@@ -25,17 +28,17 @@ _INTO_FRESH_ZEROS = (
 )
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _DISPATCH_FILES = ("torch/_compile.py", "torch/_dynamo/eval_frame.py", "torch/utils/_python_dispatch.py")
-"""Files of the wrappers that PyTorch puts around `__torch_dispatch__`."""
+"""Files of PyTorch's wrappers around `__torch_dispatch__`."""
 
 
 class InPlaceRule:
     """Decides which ops the engine would write into their first argument if the tensors were real."""
 
     def __init__(self, device: str) -> None:
-        """Creates the rule, under the fake mode that it is for.
+        """Creates the rule. Call it while the fake mode of the rehearsal is active.
 
-        A small backward shows the reference counts of a gradient that only the engine refers to. They depend on the
-        versions of Python and torch and on the active modes, so they are measured and not written down.
+        It runs a small backward on `device` to measure the reference counts of a gradient to which only the engine
+        refers. They depend on the versions of Python and torch and on the active modes, so they cannot be constants.
         """
         with torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             y = torch.ones(2, device=device, requires_grad=True) * 1
@@ -55,7 +58,7 @@ class InPlaceRule:
 
 
 class _Probe(TorchDispatchMode):
-    """Notes the reference counts of the first operand when the engine adds two gradients."""
+    """Stores the reference counts of the first operand (`seen`) when the engine adds two gradients."""
 
     seen: tuple[int, int, int]
 
@@ -66,14 +69,14 @@ class _Probe(TorchDispatchMode):
 
 
 def _reference_counts(args: tuple) -> tuple[int, int, int]:
-    """Returns the reference counts of the first argument: of the tensor, its storage, and its Python object."""
+    """Returns three reference counts of the first argument: of the C++ tensor, its storage, and its Python object."""
     target = args[0]
     storage_uses = torch._C._storage_Use_Count(target.untyped_storage()._cdata)
     return target._use_count(), storage_uses, sys.getrefcount(target)
 
 
 def _called_by_the_engine() -> bool:
-    """True if the engine itself calls the op: no Python function or hook lies between the engine and the dispatch."""
+    """True if the engine itself calls the op, and not a Python function or hook that the engine has called."""
     frame: FrameType | None = sys._getframe(3)  # Skips this function, its caller and `__torch_dispatch__`.
     while frame is not None and frame.f_code.co_filename.endswith(_DISPATCH_FILES):
         frame = frame.f_back
@@ -81,7 +84,7 @@ def _called_by_the_engine() -> bool:
 
 
 def _are_alike(first: torch.Tensor, second: object) -> bool:
-    """True if both are tensors of the same shape and dtype."""
+    """True if `second` is a tensor with the shape and dtype of `first`."""
     return isinstance(second, torch.Tensor) and second.shape == first.shape and second.dtype == first.dtype
 
 

@@ -1,8 +1,8 @@
-"""CUDA kernels whose allocations differ from those of the fake kernel: their results and their scratch tensors.
+"""Substitutes for CUDA kernels that allocate other memory than the fake kernels of the same ops.
 
-Each function stands for the kernels of some ops. It takes the arguments of the op, allocates the results on the virtual
-GPU as the CUDA kernel does, and returns them with the scratch tensors that die when the op ends. The sources named
-below are PyTorch's files in aten/src/ATen/native.
+Each function takes the arguments of an op, allocates the results on the virtual GPU as the CUDA kernel does, and
+returns them with the scratch tensors: tensors that the CUDA kernel allocates and frees while it runs. The source files
+named in this module are in aten/src/ATen/native of PyTorch.
 """
 
 from __future__ import annotations
@@ -16,25 +16,27 @@ from planner.virtual_gpu import backend
 from planner.virtual_gpu.data_dependence import DataDependence
 
 Made = tuple[Any, list[torch.Tensor]]
-"""Results of an op, and its scratch tensors."""
+"""(result of an op, its scratch tensors)."""
 
 KERNELS: dict[torch._ops.OpOverload, Callable[..., Made]] = {}
-"""Registered kernels by op."""
+"""The registered functions, by op."""
 
 _aten = torch.ops.aten
 
 
 def cuda_kernel(*ops: torch._ops.OpOverload) -> Callable[[Callable[..., Made]], Callable[..., Made]]:
-    """Registers a function that allocates what these ops allocate on CUDA.
+    """Returns a decorator that registers a function which allocates what these ops allocate on CUDA.
 
-    It is called as `function(dependence, op, *args, **kwargs)`, where `dependence` answers questions for values. A
-    second function for the same op is refused.
+    The recorder calls it as `function(dependence, op, *args, **kwargs)`; `dependence` knows tensor values.
+
+    Raises:
+        ValueError: an op already has a function.
     """
 
     def register(function: Callable[..., Made]) -> Callable[..., Made]:
         for op in ops:
             if op in KERNELS:
-                raise ValueError(f"{op} already has a kernel: register one function for each op")
+                raise ValueError(f"{op} already has a function: register only one function for each op")
             KERNELS[op] = function
         return function
 
@@ -50,7 +52,7 @@ def cuda_kernel(*ops: torch._ops.OpOverload) -> Callable[[Callable[..., Made]], 
 def _reduced_in_full_storage(
     dependence: DataDependence, op: Any, input: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Made:
-    """Allocates the unreduced loss; the mean or sum is a view of its storage (Loss.cpp, cuda/Loss.cu)."""
+    """Allocates a loss. Its mean or sum is a view of the storage of the unreduced loss (Loss.cpp, cuda/Loss.cu)."""
     out = op(input, *args, **kwargs)
     full = out if out.dim() else torch.empty_like(input)
     return full.as_strided(out.shape, out.stride(), 0), []
@@ -60,7 +62,7 @@ def _reduced_in_full_storage(
 def _grouped_mm(
     dependence: DataDependence, op: Any, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
 ):
-    """Allocates the result of a grouped matrix product. Dtypes other than bf16 use a fallback (cuda/GroupedBlas.cpp).
+    """Allocates the result of a grouped matrix product (cuda/GroupedBlas.cpp; other dtypes than bf16 use a fallback).
 
     Rows of the result are padded to 16 bytes (`create_grouped_gemm_output_tensor` in GroupedMMUtils.h).
     """
@@ -84,7 +86,10 @@ def _grouped_mm(
 def _ctc_loss(
     dependence: DataDependence, op: Any, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *_: Any
 ) -> Made:
-    """`ctc_loss_gpu_template` in cuda/LossCTC.cu: the alphas have two columns for each label of the longest target."""
+    """Allocates what `ctc_loss_gpu_template` in cuda/LossCTC.cu does.
+
+    The table of alphas has two columns for each label of the longest target, and one more.
+    """
     steps, batch = log_probs.shape[0], log_probs.shape[1]
     table = log_probs.new_empty(batch, steps, 2 * max(target_lengths, default=0) + 1)
     offsets_and_lengths = [torch.empty(batch, dtype=torch.long, device=log_probs.device) for _ in range(3)]
@@ -104,19 +109,28 @@ def _ctc_loss_backward(
     log_alpha: Any,
     *_: Any,
 ) -> Made:
-    """`ctc_loss_backward_gpu_template` in cuda/LossCTC.cu: the betas are a scratch tensor as large as the alphas."""
+    """Allocates what `ctc_loss_backward_gpu_template` in cuda/LossCTC.cu does.
+
+    The table of betas is a scratch tensor as large as the alphas.
+    """
     return torch.empty_like(log_probs), [torch.empty_like(log_alpha)]
 
 
 @cuda_kernel(_aten._thnn_fused_gru_cell.default)
 def _gru_cell(dependence: DataDependence, op: Any, input_gates: Any, hidden_gates: Any, hx: Any, *_: Any) -> Made:
-    """`_thnn_fused_gru_cell_cuda` in cuda/RNN.cu: saves five (`GRU_WORKSPACE_MULTIPLIER`) hidden sizes for backward."""
+    """Allocates what `_thnn_fused_gru_cell_cuda` in cuda/RNN.cu does.
+
+    For backward it saves five times the hidden state (`GRU_WORKSPACE_MULTIPLIER`).
+    """
     return (torch.empty_like(hx), hx.new_empty(hx.shape[0], 5 * hx.shape[1])), []
 
 
 @cuda_kernel(_aten._thnn_fused_gru_cell_backward.default)
 def _gru_cell_backward(dependence: DataDependence, op: Any, grad_hy: Any, workspace: Any, has_bias: bool) -> Made:
-    """`_thnn_fused_gru_cell_backward_cuda` in cuda/RNN.cu: gradients of both sets of gates and their biases."""
+    """Allocates what `_thnn_fused_gru_cell_backward_cuda` in cuda/RNN.cu does.
+
+    These are the gradients of the input gates, the hidden gates, the hidden state and both biases.
+    """
     gates = 3 * workspace.shape[1] // 5
     grads = [workspace.new_empty(workspace.shape[0], gates) for _ in range(2)]
     biases = [workspace.new_empty(gates) if has_bias else None for _ in range(2)]
@@ -124,16 +138,16 @@ def _gru_cell_backward(dependence: DataDependence, op: Any, grad_hy: Any, worksp
 
 
 def register_routes(dependence: DataDependence) -> None:
-    """Registers composite ops that read numbers from tensors and would take another path for fake ones.
+    """Registers composite ops that read numbers from tensors, so that they run the same ops as for real tensors.
 
-    The registration lasts as long as the process.
+    At present this is `ctc_loss` with lengths in tensors. The registration lasts until the process ends.
     """
 
     def ctc_loss(
         log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0, reduction: int = 1,
         zero_infinity: bool = False,
     ) -> torch.Tensor:  # fmt: skip
-        """`ctc_loss` of LossCTC.cpp, which reads the lengths on the host."""
+        """Runs the ops of `ctc_loss` in LossCTC.cpp. It needs the lengths, so they must be known."""
         steps, lengths = (dependence.list_or_refuse(tensor) for tensor in (input_lengths, target_lengths))
         losses = _aten._ctc_loss.default(log_probs, targets, steps, lengths, blank, zero_infinity)[0]
         if zero_infinity:

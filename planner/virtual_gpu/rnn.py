@@ -1,12 +1,12 @@
-"""Recurrent layers as CUDA runs them: one cuDNN op for all layers and time steps, with weights in one flat buffer.
+"""Runs recurrent layers as CUDA does: one cuDNN op for all layers and time steps, with the weights in one flat buffer.
 
 Sources, in aten/src/ATen: native/cudnn/RNN.cpp (`_cudnn_impl`, `_cudnn_rnn`, `_cudnn_rnn_backward`), cudnn/
 AutocastRNN.cpp (`_cudnn_rnn_cast_reflatten`: autocast casts to fp16, even if bf16 is asked for), and
 torch/nn/modules/rnn.py (`flatten_parameters`).
 
-Where it stops being exact: the sizes of cuDNN's reserve and workspace come from `cudnnGetRNNTempSpaceSizes`, which is
-closed source. The reserve is taken to be the minimum that backward needs (`_reserve_elements`), and the workspace is
-not counted. The plan's notes state this assumption.
+Two sizes are not exact. cuDNN's *reserve* (what the forward saves for backward) and its workspace have sizes that only
+the closed-source function `cudnnGetRNNTempSpaceSizes` knows. The reserve is assumed to be the minimum that backward
+needs (`_reserve_elements`), and the workspace is not counted. The plan's notes state this assumption.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ ASSUMED_RESERVE = (
 
 _aten = torch.ops.aten
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
-"""Values of `cudnnRNNMode_t`."""
+"""Values of `cudnnRNNMode_t`; the functions of this module have them as argument `mode`."""
 _GATES = {0: 1, 1: 1, 2: 4, 3: 3}
-"""Number of gates by mode."""
+"""Number of gates, by mode."""
 _SAVED_GATES = {0: 1, 1: 1, 2: 4, 3: 4}
-"""Number of activations that backward needs for each time step, by mode.
+"""Number of tensors of the hidden size that backward needs from the gates of each time step, by mode.
 
-A GRU needs its three gates and the recurrent part of the new gate.
+A GRU needs its three gates, and the recurrent part of the new gate before it is multiplied by the reset gate.
 """
 _CUDNN_DTYPES = (torch.float16, torch.float32, torch.float64)
-"""Dtypes that run on cuDNN (`cudnn_is_acceptable` in native/Convolution.cpp). bf16 layers run cell by cell."""
+"""Dtypes that run on cuDNN (`cudnn_is_acceptable` in native/Convolution.cpp). bf16 layers run without it."""
 
 
 def register() -> None:
-    """Routes the composite ops to cuDNN's ops, for as long as this process lives."""
+    """Makes `aten.lstm`, `aten.gru` and `aten.rnn_*` run cuDNN's ops on the virtual GPU, until this process ends."""
     aten = backend.library("aten")
     for name, mode in _MODES.items():
         for overload in ("input", "data"):
@@ -56,10 +56,12 @@ def register() -> None:
 
 
 def flatten_weights(module: torch.nn.RNNBase) -> None:
-    """Moves the weights of a recurrent module into one buffer, as `flatten_parameters` does on a CUDA card."""
+    """Moves the weights of a recurrent module into one flat buffer, as `flatten_parameters` does on a CUDA card.
+
+    Weights that are missing, of mixed dtypes or shared stay where they are, also as in `flatten_parameters`.
+    """
     weights: list[Any] = [getattr(module, name, None) for name in module._flat_weights_names]
     module._flat_weights = weights
-    # As in `flatten_parameters`: weights that are missing, of mixed dtypes or shared stay where they are.
     if any(w is None or w.dtype not in _CUDNN_DTYPES or w.dtype != weights[0].dtype for w in weights):
         return
     if len({id(w) for w in weights}) != len(weights):
@@ -77,20 +79,26 @@ def _weight_elements(weights: Sequence[torch.Tensor], stride: int, mode: int, hi
 
     The buffer has room for two biases for each layer and direction, even if the module has no biases
     (`try_get_weight_buf`).
+
+    Args:
+        weights: the weights (and biases) of all layers and directions.
+        stride: number of weights per layer and direction.
+        mode: a value of `_MODES`.
+        hidden_size: the module's hidden size.
     """
     missing = 0 if stride >= 4 else 2 * _GATES[mode] * hidden_size * (len(weights) // stride)
     return sum(weight.numel() for weight in weights) + missing
 
 
 def _parts(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns views of a flat buffer with the shapes of the tensors in `like`, one after the other."""
+    """Splits a flat buffer into adjacent views with the shapes of the tensors in `like`."""
     sizes = [weight.numel() for weight in like]
     parts = flat[: sum(sizes)].split(sizes)
     return [part.view(weight.shape) for part, weight in zip(parts, like, strict=True)]
 
 
 def _flat_buffer(weights: Sequence[torch.Tensor], elements: int) -> torch.Tensor | None:
-    """Returns the buffer that all weights are views of; None if they do not share one of sufficient size."""
+    """Returns the flat buffer of which all weights are views; None if they share no buffer of at least this size."""
     storage = weights[0].untyped_storage()
     if any(w.untyped_storage()._cdata != storage._cdata for w in weights):
         return None
@@ -100,7 +108,7 @@ def _flat_buffer(weights: Sequence[torch.Tensor], elements: int) -> torch.Tensor
 
 
 def _route(op: torch._ops.OpOverload, mode: int) -> Any:
-    """Returns a kernel for `aten.lstm`, `aten.gru` or `aten.rnn_*` that runs one `_cudnn_rnn` (`_cudnn_impl`)."""
+    """Returns a kernel for `aten.lstm`, `aten.gru` or `aten.rnn_*` that runs `_cudnn_rnn`, as `_cudnn_impl` does."""
 
     def run(
         input: Any, hidden: Any, weights: Any, has_biases: bool, layers: int, dropout: float, train: bool,
@@ -123,7 +131,10 @@ def _route(op: torch._ops.OpOverload, mode: int) -> Any:
 
 
 def _in_half_precision(input: Any, weight: Any, stride: int, buffer: Any, hx: Any, cx: Any, mode: int, *rest: Any):
-    """`_cudnn_rnn_cast_reflatten`: under autocast, copies the weights into one fp16 buffer and casts the inputs."""
+    """Runs `_cudnn_rnn` under autocast: copies the weights into one fp16 buffer, and casts the inputs to fp16.
+
+    PyTorch does the same in `_cudnn_rnn_cast_reflatten`.
+    """
     half = torch.float16
     if weight[0].dtype != half:
         elements = _weight_elements(weight, stride, mode, rest[0])
@@ -146,7 +157,7 @@ def _forward(
     hidden_size: int, projected: int, layers: int, batch_first: bool, dropout: float, train: bool,
     bidirectional: bool, batch_sizes: Any, dropout_state: Any,
 ) -> Made:  # fmt: skip
-    """`_cudnn_rnn`: output, final states and, in training, the reserve that backward reads."""
+    """Allocates what `_cudnn_rnn` does: the output, the final states and, in training, the reserve for backward."""
     directions = 2 if bidirectional else 1
     ordered = input.transpose(0, 1) if batch_first else input
     scratch = [] if ordered.is_contiguous() else [torch.empty(ordered.shape, dtype=input.dtype, device=input.device)]
@@ -155,7 +166,9 @@ def _forward(
     cy = input.new_empty(0) if cx is None else torch.empty_like(cx)
     if buffer is None:
         buffer = input.new_empty(_weight_elements(weight, stride, mode, hidden_size))
-    steps = ordered.shape[:-1].numel() * layers * directions  # Time steps of all samples, layers and directions.
+    steps = (
+        ordered.shape[:-1].numel() * layers * directions
+    )  # Number of time steps of all samples, layers and directions.
     elements = steps * _reserve_elements(mode, hidden_size, projected, dropout) if train else 0
     reserve = torch.empty(elements * input.itemsize, dtype=torch.uint8, device=input.device)
     if train:
@@ -165,7 +178,7 @@ def _forward(
 
 
 def _reserve_elements(mode: int, hidden_size: int, projected: int, dropout: float) -> int:
-    """Returns the elements saved for each sample, time step, layer and direction.
+    """Returns the number of elements in the reserve for each sample, time step, layer and direction.
 
     These are the gates, the cell of an LSTM, the output and, with dropout, the output after dropout.
     """
@@ -180,7 +193,7 @@ def _backward(
     batch_first: bool, dropout: float, train: bool, bidirectional: bool, batch_sizes: Any, dropout_state: Any,
     reserve: Any, output_mask: Any,
 ) -> Made:  # fmt: skip
-    """`_cudnn_rnn_backward`: the weight gradients are views of one buffer."""
+    """Allocates what `_cudnn_rnn_backward` does. The gradients of the weights are views of one buffer."""
     ordered = input.transpose(0, 1) if batch_first else input
     # Missing gradients are replaced by zeros, and tensors that are not contiguous are copied.
     scratch = [torch.empty_like(value) for value, grad in ((output, grad_output), (hx, grad_hy)) if grad is None]
@@ -196,10 +209,10 @@ def _backward(
 
 
 def _forward_flops(input: torch.Tensor, weight: Sequence[torch.Tensor], *_: Any, **__: Any) -> int:
-    """Returns the FLOPs of a forward: a multiplication and an addition for each weight, sample and time step."""
+    """Returns the FLOPs of a forward: two for each element of a weight matrix, each sample and each time step."""
     return 2 * input.shape[:-1].numel() * sum(w.numel() for w in weight if w.dim() == 2)
 
 
 def _backward_flops(input: torch.Tensor, weight: Sequence[torch.Tensor], *_: Any, **__: Any) -> int:
-    """Returns the FLOPs of a backward: those of the gradients of the inputs and of the weights."""
+    """Returns the FLOPs of a backward: one forward's for the gradients of the inputs, one for those of the weights."""
     return 2 * _forward_flops(input, weight)

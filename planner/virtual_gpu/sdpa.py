@@ -1,8 +1,8 @@
-"""Chooses the kernel that `scaled_dot_product_attention` runs on a CUDA card, and runs its op.
+"""Chooses the kernel that `scaled_dot_product_attention` uses on a CUDA card, and runs the op of this kernel.
 
-The order of choice is PyTorch's (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, torch 2.11 to 2.13): cuDNN first
-on Hopper and data-centre Blackwell, then flash, memory-efficient, math. The choice is made for the card that the plan
-is for, not for the machine that plans.
+PyTorch takes the first kernel that can run the call (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, torch 2.11
+to 2.13): cuDNN (only on Hopper and data center Blackwell), flash, memory-efficient, math. The choice is made for the
+card that the plan is for, not for the machine on which the planner runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class AttentionBackend(enum.Enum):
-    """The kernels that PyTorch chooses from."""
+    """The attention kernels among which PyTorch chooses."""
 
     CUDNN = "cudnn"
     FLASH = "flash"
@@ -24,7 +24,10 @@ class AttentionBackend(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-    """Arguments of one call. Shapes: query [B, H, M, K], key [B, Hkv, N, K], value [B, Hkv, N, Kv]."""
+    """The arguments of one call of `scaled_dot_product_attention`.
+
+    Shapes: query [B, H, M, K], key [B, Hkv, N, K], value [B, Hkv, N, Kv].
+    """
 
     query: torch.Tensor
     key: torch.Tensor
@@ -37,7 +40,7 @@ class AttentionCall:
 
     @property
     def trains(self) -> bool:
-        """True if a backward will need what the kernel saves."""
+        """True if there will be a backward, so that the kernel has to save tensors for it."""
         return torch.is_grad_enabled() and any(t.requires_grad for t in (self.query, self.key, self.value))
 
 
@@ -53,7 +56,7 @@ def choose_backend(call: AttentionCall, capability: tuple[int, int]) -> Attentio
 
 
 def _plain_shapes(call: AttentionCall) -> bool:
-    """True for floating point tensors of four dimensions, which all kernels but math need."""
+    """True if the tensors are floating point and have four dimensions, as all kernels except math require."""
     return call.query.dim() == 4 and call.key.dim() == 4 and call.value.dim() == 4 and call.query.is_floating_point()
 
 
@@ -107,7 +110,7 @@ def _efficient_takes(call: AttentionCall, capability: tuple[int, int]) -> bool:
 
 
 def run_backend(backend: AttentionBackend, call: AttentionCall) -> torch.Tensor:
-    """Runs the op of the kernel, with the copies of inputs and outputs that PyTorch makes around it."""
+    """Runs the op of a kernel, with the copies that PyTorch makes before and after it, and returns its output."""
     aten = torch.ops.aten
     mask = _additive(call)
     match backend:
@@ -142,7 +145,7 @@ def run_backend(backend: AttentionBackend, call: AttentionCall) -> torch.Tensor:
 
 
 def _additive(call: AttentionCall) -> torch.Tensor | None:
-    """Converts a boolean mask to an additive one in the dtype of the query (`convert_boolean_attn_mask`)."""
+    """Returns the mask; a boolean mask becomes an additive one in the query's dtype (`convert_boolean_attn_mask`)."""
     if call.mask is None or call.mask.dtype != torch.bool:
         return call.mask
     zeros = torch.zeros_like(call.mask, dtype=call.query.dtype)
@@ -150,13 +153,16 @@ def _additive(call: AttentionCall) -> torch.Tensor | None:
 
 
 def _pad_last(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
-    """Pads the last dimension to a multiple of `multiple`."""
+    """Returns the tensor with its last dimension padded to a multiple of `multiple`."""
     missing = -tensor.size(-1) % multiple
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
 
 
 def _aligned_bias(mask: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-    """Aligns rows of the mask to 16 elements, as the memory-efficient kernel needs it: pads and slices (`pad_bias`)."""
+    """Returns the mask with rows that begin at multiples of 16 elements, as the memory-efficient kernel requires.
+
+    PyTorch does the same in `pad_bias`: it pads the rows in a copy, and slices the copy to the original size.
+    """
     columns = mask.size(-1)
     if columns % 16:
         mask = _pad_last(mask, 16)[..., :columns]

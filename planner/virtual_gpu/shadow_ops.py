@@ -1,4 +1,4 @@
-"""Tables for `shadow_values`: for each op, how the values of its result follow from the values of its inputs."""
+"""Tables and helpers for `shadow_values`: how the known values of an op's result are found from those of its inputs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ASSUMED_LABELS = "no label of the batch is ignored"
 
 _aten = torch.ops.aten
 
-# The sets below decide how the shadow of a result is found. All ops in none of them run on the shadows themselves.
+# These sets decide how the shadow of an op's result is found. An op that is in none of them is run on the shadows.
 RANDOM = {_aten.rand.default, _aten.rand_like.default, _aten.uniform.default, _aten.uniform_.default}
 DRAWS = {_aten.randperm.default, _aten.multinomial.default, _aten.randint.default, _aten.randint.low}
 CHOICES = {_aten.topk.default: 1, _aten.argmax.default: 0, _aten.max.dim: 1}
-"""Ops that choose positions along a dimension by value, with the index of the result that holds the positions."""
+"""Ops that choose positions along a dimension by value, mapped to the index of the output that has the positions."""
 CONSTANTS = {
     _aten.zeros: 0,
     _aten.zeros_like: 0,
@@ -36,15 +36,16 @@ CONSTANTS = {
     _aten.new_full: None,
     _aten.fill_: None,
 }
-"""Ops whose result has the same value everywhere, with that value; None if it is one of the `CONSTANT_ARGUMENTS`."""
+"""Ops whose result has one value everywhere, mapped to this value; None if an argument gives it."""
 CONSTANT_ARGUMENTS = ("fill_value", "value")
+"""Names of the arguments that give the value of an op in `CONSTANTS`."""
 UNINITIALISED = {_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default}
 UNINITIALISED |= {_aten.new_empty.default, _aten.new_empty_strided.default}
 ELEMENTWISE = {_aten._to_copy.default, _aten.clone.default, _aten.rsub.Scalar, _aten.floor_divide.default}
-"""Elementwise ops that do not have the tag `pointwise`."""
+"""Elementwise ops to which torch has not given the tag `pointwise`."""
 PICKS = {_aten.index.Tensor, _aten.index_select.default, _aten.gather.default, _aten.repeat.default}
 PICKS |= {_aten.upsample_nearest1d.default, _aten.upsample_nearest2d.default, _aten.flip.default, _aten.roll.default}
-"""Ops whose result consists of elements of their first argument."""
+"""Ops whose result has only elements of their first argument."""
 
 
 def nested_tensors(value: object) -> Iterator[torch.Tensor]:
@@ -60,15 +61,15 @@ def nested_tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def is_elementwise(op: torch._ops.OpOverload) -> bool:
-    """True if each element of the result depends on the elements at one position alone."""
+    """True if each element of the result depends only on the elements at the same position in the arguments."""
     return torch.Tag.pointwise in op.tags or op in ELEMENTWISE
 
 
 def covers_its_storage(tensor: torch.Tensor) -> bool:
-    """True if the tensor's elements are all elements of its storage."""
+    """True if the tensor has as many bytes as its storage, so that it covers the whole storage."""
     return tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
 
 
 def on_host(kwargs: dict) -> dict:
-    """Returns keyword arguments with the CPU as the device."""
+    """Returns the keyword arguments, with the CPU as `device` if there is a `device`."""
     return {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs

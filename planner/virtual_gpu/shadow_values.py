@@ -1,18 +1,17 @@
-"""Values that a rehearsal knows: small fake tensors have a shadow, a real tensor on the host computed by the same ops.
+"""Values that a rehearsal knows: some fake tensors have a *shadow*, a real tensor on the host with their values.
 
 A fake tensor has a shape but no values. Yet models ask for some values: how many tokens a mask keeps, the largest
-position, how to split a tensor. If such a value follows from shapes and constants alone, the same ops also run on real
-CPU tensors, and the answer is true. Values that depend on the batch, on weights or on random numbers stay unknown, with
-a few documented exceptions that are *assumed* (the constants `ASSUMED_...` below). Each shadow carries the assumptions
-that it rests on; to read a value notes them in the plan.
+position, how to split a tensor. If a value follows only from shapes and constants, the ops that compute it also run on
+real CPU tensors, the shadows, so the answer is true. Values that depend on the batch, on weights or on random numbers
+are unknown, with a few documented exceptions that are *assumed* (the constants `ASSUMED_...` in `shadow_ops`). Each
+shadow has the set of assumptions on which it depends. If the model asks for its value, the plan notes them.
 
-Which tensors have a shadow: integers and booleans of up to `MOST_ELEMENTS` elements; floats of up to that number on the
-host and up to `MOST_FLOATS` on the card. A tensor with one value everywhere (ones, zeros, a full mask) has a shadow at
-any size, which holds only that value. A shadow belongs to a storage, so that views share it and in-place ops change it,
-as they do on the card.
+These tensors have a shadow: integers and booleans of up to `MOST_ELEMENTS` elements, floats of up to `MOST_ELEMENTS` on
+the host and up to `MOST_FLOATS` on the card, and tensors of any size with one value everywhere (ones, zeros, a full
+mask). A shadow belongs to a storage, so views share it and in-place ops change it, as on the card.
 
-Where it stops: an op that reads an unknown value makes its result unknown, and an in-place op then makes its target
-unknown. To forget is always safe; the model gets a refusal if it asks.
+An op that reads an unknown value makes its result unknown, and an in-place op also makes its target unknown. To forget
+a value is always safe: if the model asks for it, the rehearsal ends with an error that names the line.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ from planner.virtual_gpu.shadow_ops import (
 _aten = torch.ops.aten
 
 MOST_ELEMENTS = 2**16
-"""Maximum number of elements of a tensor whose values are all computed."""
+"""Maximum number of elements of a tensor for which every value is computed."""
 MOST_FLOATS = 16
-"""Maximum number of elements of a floating point tensor on the card whose values are all computed."""
+"""Maximum number of elements of a floating point tensor on the card for which every value is computed."""
 _MOST_BYTES = 8 * MOST_ELEMENTS
 """Maximum size of a shadow in bytes."""
 
@@ -69,7 +68,7 @@ class _ShadowValue:
         self.storage, self.value, self.assumed = storage, value, assumed
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Returns the real tensor for a fake one on this storage; None if it views a single value as another dtype."""
+        """Returns the values of a fake tensor on this storage; None if `value` has another dtype than the tensor."""
         if not tensor.numel():
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         if self.value is not None:
@@ -80,7 +79,7 @@ class _ShadowValue:
 
 
 _NOTHING = _ShadowValue()
-"""The shadow of a tensor without elements."""
+"""The shadow of every tensor without elements."""
 
 
 class ShadowValues:
@@ -88,7 +87,7 @@ class ShadowValues:
 
     def __init__(self) -> None:
         self._shadows: dict[int, tuple[_ShadowValue, weakref.ref]] = {}
-        """Shadow and weak reference by the address of the storage. An entry is removed when its storage dies."""
+        """(shadow, weak reference to the storage) by the storage's address, until the storage dies."""
 
     # ---- reading ----------------------------------------------------------------------------------------------
 
@@ -96,7 +95,7 @@ class ShadowValues:
         return self._shadow(tensor) is not None
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Returns the real tensor, or None if its values are not known. The caller must not write to it."""
+        """Returns a real tensor with the values; None if they are not known. The caller must not write to it."""
         shadow = self._shadow(tensor)
         if shadow is None:
             return None if isinstance(tensor, FakeTensor) else tensor
@@ -104,13 +103,13 @@ class ShadowValues:
             return shadow.of(tensor)
 
     def assumptions(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
-        """Returns the assumptions that the values of these tensors rest on."""
+        """Returns the assumptions on which the known values of these tensors depend."""
         return _union(shadow for tensor in tensors if (shadow := self._shadow(tensor)) is not None)
 
     # ---- writing ----------------------------------------------------------------------------------------------
 
     def learn(self, tensor: torch.Tensor, real: torch.Tensor, assumed: frozenset[str] = frozenset()) -> None:
-        """Sets the values of a fake tensor to those of `real`, which rest on the assumptions `assumed`."""
+        """Sets the values of a fake tensor to those of `real`, which depend on the assumptions `assumed`."""
         if real.numel() == 0:
             return
         untyped = tensor.untyped_storage()
@@ -125,7 +124,7 @@ class ShadowValues:
                 shadow = _ShadowValue(storage=torch.UntypedStorage(untyped.nbytes()), assumed=assumed)
                 target = shadow.of(tensor)
                 assert target is not None  # None only for a shadow with one value.
-                # Along an expanded dimension all positions are one element, which `copy_` refuses to write repeatedly.
+                # Along an expanded dimension all positions are the same element, which `copy_` may write only once.
                 once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
                 target[once].copy_(real[once])
         self._put(tensor, shadow)
@@ -137,27 +136,27 @@ class ShadowValues:
         self._put(tensor, _ShadowValue(value=scalar, assumed=frozenset((assumption,))))
 
     def shadow(self, tensor: torch.Tensor) -> _ShadowValue | None:
-        """Returns the shadow of a tensor, to give it with `take_over` to another storage for the same memory."""
+        """Returns the shadow of a tensor's storage, which `take_over` can give to the storage of a copy."""
         return self._shadow(tensor)
 
     def take_over(self, tensor: torch.Tensor, shadow: _ShadowValue | None) -> None:
-        """Makes `shadow` the shadow of the tensor's storage. None changes nothing."""
+        """Makes `shadow` the shadow of the tensor's storage, unless it is None."""
         if shadow is not None:
             self._put(tensor, shadow)
 
     # ---- following the ops ------------------------------------------------------------------------------------
 
     def follow(self, op: torch._ops.OpOverload, args: tuple, kwargs: dict, out: Any, written: list) -> None:
-        """Also runs the op on the shadows if all values that it reads are known, else forgets what it overwrites.
+        """Updates the shadows after an op has run on fake tensors: sets those of its results, if they can be known.
 
         Args:
-            out: Result of the op on the fake tensors.
-            written: Arguments that the op changes in place.
+            out: result of the op on the fake tensors.
+            written: arguments that the op changes in place; they lose their shadows if their new values are not known.
         """
         if op in UNINITIALISED:
             return
-        # The order matters: a constant is known whatever its arguments are, and a random result is unknown even if they
-        # are known. Only then is an op run on the values of its arguments.
+        # The order matters: a constant is known even if its arguments are not, a random result is unknown even if they
+        # are known. All other ops are run on the values of their arguments.
         results = [tensor for tensor in nested_tensors(out) if tensor.layout is torch.strided]
         if op.overloadpacket in CONSTANTS and self._follow_constant(op, args, kwargs, results):
             return
@@ -175,9 +174,9 @@ class ShadowValues:
             self._follow_known(op, args, kwargs, results, written)
 
     def compute(self, op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
-        """Returns the result of the op on the known values of its arguments.
+        """Returns the result of the op on the known values of its arguments, as real tensors.
 
-        Returns None if a value is not known, or the host cannot run the op.
+        Returns None if a value is not known, or if the op cannot run on the host.
         """
         with unset_fake_temporarily():
             known, (args, kwargs) = self._real((args, kwargs))
@@ -196,7 +195,7 @@ class ShadowValues:
                     return
                 shadows.append(shadow)
         assumed = _union(shadows)
-        # From cheap to dear: the first three cases need one element, however large the tensors are.
+        # The three cases after the first compute only one element, which stands for the whole tensor.
         if targets:
             self._run_in_place(op, args, kwargs, targets, assumed, overwrites)
         elif op in PICKS and shadows and shadows[0].value is not None and isinstance(args[0], FakeTensor):
@@ -219,7 +218,7 @@ class ShadowValues:
     def _run_in_place(
         self, op: Any, args: tuple, kwargs: dict, targets: list, assumed: frozenset[str], overwrites: bool
     ) -> None:
-        """Runs an in-place op on the shadows of its targets, which are first expanded to all their bytes."""
+        """Runs an in-place op on the shadows of its targets. The targets lose their shadows if this is not possible."""
         for target in targets:
             shadow = self._shadow(target) or (_ShadowValue() if overwrites and covers_its_storage(target) else None)
             if shadow is None or target.untyped_storage().nbytes() > _MOST_BYTES:
@@ -233,7 +232,7 @@ class ShadowValues:
             self._forget_all(targets)
 
     def _written_out(self, tensor: torch.Tensor, shadow: _ShadowValue) -> _ShadowValue:
-        """Returns a shadow with all bytes of the tensor's storage, instead of one value for all elements."""
+        """Converts a shadow with one value for all elements to one that has all bytes of the tensor's storage."""
         with unset_fake_temporarily():
             storage = torch.UntypedStorage(tensor.untyped_storage().nbytes())
             if shadow.value is not None:
@@ -242,7 +241,7 @@ class ShadowValues:
         return _ShadowValue(storage=storage, assumed=shadow.assumed)
 
     def _follow_constant(self, op: Any, args: tuple, kwargs: dict, results: list[torch.Tensor]) -> bool:
-        """Gives the result of a constant op a shadow. Returns False if it does not fill a whole storage."""
+        """Sets the shadow of a constant op's result. Returns False if it cannot, as for a part of a storage."""
         value = CONSTANTS[op.overloadpacket]
         if value is None:
             names = [argument.name for argument in op._schema.arguments]
@@ -255,13 +254,13 @@ class ShadowValues:
         return True
 
     def _follow_random(self, results: list[torch.Tensor]) -> None:
-        """Assumes the middle of the range for uniform random numbers, as stochastic depth compares them with a rate."""
+        """Assumes that uniform random numbers are 0.5 (stochastic depth, for example, compares them with a rate)."""
         for result in results:
             if result.is_floating_point():
                 self.assume(result, 0.5, ASSUMED_RANDOM)
 
     def _draws_from(self, op: Any, args: tuple) -> tuple[int, int]:
-        """Returns the range [low, high) of random integers."""
+        """Returns the range [low, high) from which an op of `DRAWS` takes its integers."""
         match op:
             case _aten.multinomial.default:
                 return 0, args[0].shape[-1]
@@ -271,14 +270,14 @@ class ShadowValues:
                 return 0, args[0]
 
     def _follow_draw(self, result: torch.Tensor, low: int, high: int) -> None:
-        """Assumes that random integers count upwards, and start again at the end of their range."""
+        """Assumes that random integers are low, low + 1, ..., high - 1 and, after that, low again."""
         if _is_tracked(result):
             with unset_fake_temporarily():
                 real = (low + torch.arange(result.numel()) % (high - low)).reshape(result.shape).to(result.dtype)
             self.learn(result, real, frozenset((ASSUMED_DRAWS,)))
 
     def _follow_choice(self, op: Any, args: tuple, kwargs: dict, out: Any) -> None:
-        """Assumes that positions chosen by value cycle through the dimension, so that each is chosen equally often."""
+        """Assumes that positions chosen by value (`CHOICES`) are 0, 1, 2, ... and, after the last position, 0 again."""
         positions = out[CHOICES[op]] if isinstance(out, (tuple, list)) else out
         argument = {name.name: number for number, name in enumerate(op._schema.arguments)}["dim"]
         dim = kwargs.get("dim", args[argument] if len(args) > argument else (-1 if op is _aten.topk.default else None))
@@ -304,7 +303,7 @@ class ShadowValues:
         return entry[0] if entry else None
 
     def _put(self, tensor: torch.Tensor, shadow: _ShadowValue) -> None:
-        """Makes `shadow` the shadow of a tensor's storage until that dies."""
+        """Makes `shadow` the shadow of a tensor's storage until the storage dies."""
         untyped = tensor.untyped_storage()
         pointer = untyped._cdata
         self._shadows[pointer] = (shadow, weakref.ref(untyped, lambda _: self._shadows.pop(pointer, None)))
@@ -320,7 +319,7 @@ class ShadowValues:
             self._forget(tensor)
 
     def _real(self, value: Any) -> tuple[bool, Any]:
-        """Returns whether all tensors in a nested value are known, and the value with real tensors instead."""
+        """Returns (True if all tensors in a nested value are known, the nested value with real tensors instead)."""
         if isinstance(value, FakeTensor):
             shadow = self._shadow(value)
             real = shadow.of(value) if shadow is not None else None
@@ -334,7 +333,7 @@ class ShadowValues:
         return True, value
 
     def _one_element(self, value: Any) -> Any:
-        """Returns a nested value with each tensor replaced by the one value of all its elements."""
+        """Returns a nested value in which each tensor is replaced by the value that all its elements have."""
         if isinstance(value, FakeTensor):
             shadow = self._shadow(value)
             assert shadow is not None  # The caller has checked that all values are known.
@@ -347,16 +346,16 @@ class ShadowValues:
 
 
 def learn_buffer(known: ShadowValues, fake: torch.Tensor, real: torch.Tensor) -> None:
-    """Learns the values of a model's integer or boolean buffer, if the real buffer is on the CPU."""
+    """Sets the values of a fake buffer to those of `real`, if `real` is small, on the CPU, and integer or boolean."""
     if real.device.type == "cpu" and not real.is_floating_point() and not real.is_complex() and _is_tracked(real):
         known.learn(fake, real)
 
 
 def assume_full(known: ShadowValues, name: str, tensor: torch.Tensor) -> None:
-    """Assumes that a mask of the batch is true everywhere, and that no label has the ignored value.
+    """Assumes that a tensor of the batch is 1 everywhere if it is a mask or has labels, so that none is ignored.
 
     Args:
-        name: Path of the tensor in the batch, by which masks and labels are recognised.
+        name: path of the tensor in the batch. A mask has "mask" in it, labels have "label" in the last name.
     """
     last = name.rsplit(".", 1)[-1].lower()
     if "mask" in name.lower():
@@ -366,17 +365,16 @@ def assume_full(known: ShadowValues, name: str, tensor: torch.Tensor) -> None:
 
 
 def _is_tracked(tensor: torch.Tensor) -> bool:
-    """True if a tensor is small enough to compute all its values."""
+    """True if a tensor is small enough to compute every value of it."""
     on_card = tensor.device.type != "cpu"
     most = MOST_FLOATS if on_card and tensor.is_floating_point() else MOST_ELEMENTS
     return tensor.layout is torch.strided and tensor.numel() <= most
 
 
 def _computed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
-    """Runs the op on real tensors.
+    """Returns the result of the op on real tensors; an empty tuple if the op returns nothing.
 
-    Returns None if the host cannot run the op: it may have no kernel for a dtype, or an assumed index may be out of
-    range.
+    Returns None if the op fails on the host: it may have no kernel for a dtype, or an assumed index may be too large.
     """
     with unset_fake_temporarily():
         try:
@@ -387,7 +385,7 @@ def _computed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
 
 
 def _common_value(shadows: list[_ShadowValue]) -> torch.Tensor | None:
-    """Returns the value that all elements of all shadows have; None if they differ."""
+    """Returns the value that all elements of all shadows have; None if there is no such value."""
     values = [shadow.value for shadow in shadows]
     with unset_fake_temporarily():
         same = all(value is not None and bool(value == values[0]) for value in values)
@@ -395,6 +393,6 @@ def _common_value(shadows: list[_ShadowValue]) -> torch.Tensor | None:
 
 
 def _union(shadows: Iterable[_ShadowValue]) -> frozenset[str]:
-    """Returns the assumptions of all shadows together."""
+    """Returns the union of the assumptions of all shadows."""
     assumed: frozenset[str] = frozenset()
     return assumed.union(*(shadow.assumed for shadow in shadows))

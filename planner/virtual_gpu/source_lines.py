@@ -30,13 +30,13 @@ _NOT_MODEL_CODE = (
 
 @functools.cache
 def is_model_code(filename: str) -> bool:
-    """True if a file belongs neither to PyTorch nor to the planner nor to Python, so that its lines help the user."""
+    """True if a file does not belong to PyTorch, the planner or Python's standard library."""
     standard = filename.startswith(_STANDARD_LIBRARY) and "-packages" not in filename
     return not standard and not filename.startswith(_NOT_MODEL_CODE)
 
 
 def source_line() -> str:
-    """Returns 'file.py:line' of the innermost frame of model code, or an empty text if there is none."""
+    """Returns 'file.py:line' of the innermost frame of model code, or '' if there is none."""
     for frame in frames():
         if is_model_code(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,4 +1,4 @@
-"""The budget: how much memory the user allows, how much of it the card has, and what is left for tensors."""
+"""The budget: the memory that the user allows, limited by the memory of the card, and how much of it tensors get."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from planner.profiles.device import DeviceProfile
 from planner.workload.cards import GENERIC, resolve_card
 
 _FIRST_SLACK = 0.01
-"""Initial estimate of the allocator's slack, as a fraction of the allocator's memory."""
+"""Initial estimate of the slack (reserved memory that no tensor uses), as a fraction of the reserved memory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Memory that one process may take on a card, in bytes."""
+    """Maximum memory of one process on a card, in bytes, and what this leaves for the allocator and for tensors."""
 
     asked_bytes: int
-    """Limit of the total, as the user stated it."""
+    """Maximum total memory of the process, as the user stated it."""
     usable_bytes: int
-    """Limit of the total: the smaller of `asked_bytes` and the memory of the card."""
+    """Maximum total memory of the process: `asked_bytes`, but at most the memory of the card."""
     allocator_bytes: int
-    """Limit of the bytes that the caching allocator reserves: `usable_bytes` minus the size of the CUDA context."""
+    """Maximum memory that the caching allocator may reserve: `usable_bytes` minus the size of the CUDA context."""
     tensor_bytes: int
-    """Initial limit of the bytes that tensors hold: `allocator_bytes` minus an estimate of the allocator's slack."""
+    """Maximum memory of tensors at the start of the search: `allocator_bytes` minus an estimate of the slack."""
 
     @classmethod
     def on(cls, card: DeviceProfile, asked_bytes: int) -> Budget:
-        """Return the budget that a user stated, on a card."""
+        """Return the budget of a user who allows `asked_bytes` on `card`."""
         has_a_size = card.allocator and card.name != GENERIC
         usable_bytes = min(asked_bytes, card.vram_bytes) if has_a_size else asked_bytes
         return dataclasses.replace(cls.of_total(card, usable_bytes), asked_bytes=asked_bytes)
 
     @classmethod
     def of_total(cls, card: DeviceProfile, total_bytes: int) -> Budget:
-        """Return the budget whose limit of the total is `total_bytes`, even if the card has less."""
+        """Return the budget for a total of `total_bytes`, even if the card has less memory."""
         allocator_bytes = total_bytes - card.context_bytes
         slack_bytes = round(allocator_bytes * _FIRST_SLACK) if card.allocator else 0
         return cls(
@@ -46,7 +46,7 @@ class Budget:
         )
 
     def notes(self, card: DeviceProfile) -> tuple[str, ...]:
-        """Return a note for the plan if the card has less memory than the user stated."""
+        """Return a note for the plan if the card has less memory than the user's budget; empty if not."""
         if self.usable_bytes == self.asked_bytes:
             return ()
         offered = format_size(self.usable_bytes)
@@ -54,10 +54,14 @@ class Budget:
 
 
 def card_and_budget(gpu: str | None, vram: str | int | None) -> tuple[DeviceProfile, int | None]:
-    """Return the card, and the budget in bytes; '80%' is a share of the named or present card.
+    """Return the profile of the card, and the budget in bytes; None if `vram` is None.
+
+    Args:
+        gpu: the name of a card as for `resolve_card`; None for the card of this machine or a generic card.
+        vram: the budget: a size such as '6GiB', a percentage of the card's memory such as '80%', or a number of bytes.
 
     Raises:
-        SizeError: the budget is zero or negative, cannot be read, or is a share of a card that has no size.
+        SizeError: the budget is zero or negative, cannot be read, or is a percentage and the card has no fixed memory.
         DeviceProfileError: the card is unknown.
     """
     if vram is None:

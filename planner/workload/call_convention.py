@@ -1,6 +1,6 @@
-"""The convention by which a model is called with a batch, and by which its loss is read from the output.
+"""How a model is called with a batch, and how the loss is read from its output.
 
-The rehearsal, the training step and the emitted code all use it.
+The rehearsal, the training step and the emitted files all follow this convention.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import torch
 from planner.errors import WorkloadError
 
 LossFn = Callable[[Any, Any], torch.Tensor]
-"""`loss_fn(output, batch)` returns a scalar tensor."""
+"""The user's loss function: `loss_fn(output, batch)` returns the loss as a scalar tensor."""
 
 
 class Calling(enum.Enum):
-    """The four ways to call a model with a batch. Each value is the Python expression of the call."""
+    """The four ways to call a model with a batch. The value of each member is the call as a Python expression."""
 
     KEYWORDS = "model(**batch)"
-    """The batch is a mapping (transformers)."""
+    """The batch is a mapping of keyword arguments, as transformers models take it."""
     POSITIONAL = "model(*batch)"
-    """The batch is a tuple and the model returns the loss."""
+    """The batch is a tuple, and the model returns the loss."""
     ALL_BUT_LAST = "model(*batch[:-1])"
-    """The batch is a tuple ending in the targets, and a loss function is given."""
+    """The batch is a tuple whose last item is the targets, and a loss function is given."""
     SINGLE = "model(batch)"
     """The batch is one tensor, or a dataclass that the model takes as its only argument."""
 
     @classmethod
     def of(cls, batch: Any, loss_fn: LossFn | None) -> Calling:
-        """Returns the way to call a model with `batch`, which follows from the type of the batch.
+        """Returns the way to call a model with `batch`. It depends on the type of the batch and on `loss_fn`.
 
         Raises:
             WorkloadError: the batch is of a type that is not supported.
@@ -62,10 +62,10 @@ class Calling(enum.Enum):
 
 
 def loss_of(output: Any, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
-    """Returns the scalar loss of a forward.
+    """Returns the scalar loss, given the output of a forward.
 
-    It comes from `loss_fn` if there is one; else it is `output.loss`, `output["loss"]`, the first item of a tuple, or
-    the output itself.
+    With a loss function, the loss is `loss_fn(output, batch)`. Without a loss function, it is `output.loss`,
+    `output["loss"]`, the first item of a tuple or list, or the output itself.
 
     Raises:
         WorkloadError: there is no loss, or it has more than one element.
@@ -82,9 +82,9 @@ def loss_of(output: Any, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
     else:
         loss = output
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise WorkloadError(
-            f"the model's loss is {shape}, not a scalar: return a scalar loss from the model, "
+            f"the model's loss is {found}, not a scalar tensor: return a scalar loss from the model, "
             "or give loss_fn(output, batch)"
         )
     return loss

@@ -17,12 +17,14 @@ def resolve_card(gpu: str | None, vram_bytes: int | None) -> DeviceProfile:
     """Returns the profile of the card that a plan is for.
 
     Args:
-        gpu: a profile's name, 'bare', the path of a TOML file, 'generic', 'unlisted' for this machine's card if no
-            profile lists it, or None for this machine's card if it has one.
-        vram_bytes: Memory of the generic card, which is used if no card is named or present. None means 8 GiB.
+        gpu: a profile's name, 'bare', the path of a TOML file, or 'generic'. If None, the result is the profile of this
+            machine's CUDA card, or the generic profile if there is none. 'unlisted' is the name in plans for a card
+            without a profile of its own: it also stands for this machine's card.
+        vram_bytes: memory of the generic card in bytes; None means 8 GiB.
 
     Raises:
-        DeviceProfileError: the name is unknown, or the file is not well formed.
+        DeviceProfileError: the name is unknown, the file is not well formed, or `gpu` is 'unlisted' and this machine
+            has no CUDA card.
     """
     try:
         if gpu not in (None, GENERIC, UNLISTED):
@@ -33,7 +35,8 @@ def resolve_card(gpu: str | None, vram_bytes: int | None) -> DeviceProfile:
         raise DeviceProfileError(str(error)) from error
     if gpu == UNLISTED:
         raise DeviceProfileError(
-            "the plan is for a card that has no profile, and this machine has no CUDA card: name a card with --gpu"
+            "card 'unlisted' stands for this machine's CUDA card, and this machine has none: name another card with "
+            "--gpu"
         )
     return profiles.generic(vram_bytes or 8 << 30)
 
@@ -48,15 +51,15 @@ def refuse_without_cuda() -> None:
         reason = "is built without CUDA" if torch.version.cuda is None else "finds no CUDA card"
         raise MeasurementError(
             f"--verify trains on a CUDA card, and torch {torch.__version__} on this machine {reason}: leave --verify "
-            "out; the plan is already certified by rehearsal"
+            "out; plans are certified by rehearsal without it"
         )
 
 
 def _present_card() -> DeviceProfile | None:
     """Returns the profile of this machine's first CUDA card; None if it has none.
 
-    A profile that claims the card's name (calibrated profiles first) is used, with the memory that the driver reports.
-    If no profile claims it, the profile of the most similar card is scaled.
+    If the card's name is in a profile (`profiles.matching`), the result is this profile with the memory that the driver
+    reports. Otherwise it is the profile of the most similar card, scaled to this card.
     """
     facts = _present_card_facts()
     if facts is None:
@@ -66,14 +69,17 @@ def _present_card() -> DeviceProfile | None:
 
 
 def _present_card_facts() -> CardFacts | None:
-    """Asks the driver in a child process: once a process has initialised CUDA, it cannot be forked for a rehearsal."""
+    """Returns what the driver reports of the first CUDA card; None if there is none.
+
+    The driver is asked in a child process, because a process that has initialized CUDA cannot be forked for rehearsals.
+    """
     if torch.version.cuda is None:
         return None
     return _driver_facts() if torch.cuda.is_initialized() else run_in_child(_driver_facts)
 
 
 def _driver_facts() -> CardFacts | None:
-    """Returns what the driver reports of the first CUDA card; None if there is none."""
+    """Returns what the driver reports of the first CUDA card; None if there is none. Initializes CUDA."""
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(0)

@@ -1,4 +1,4 @@
-"""8-bit Adam state (bitsandbytes): whether it can replace an optimizer's state, and how many bytes it takes."""
+"""8-bit Adam of bitsandbytes: whether it can replace the workload's optimizer, and how many bytes its state takes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from planner.workload.workload import Workload, optimizer_name
 
 _ADAM_NAMES = ("adam", "adamw")
 _SMALLEST_IN_8_BITS = 4096
-"""Minimum number of elements of a parameter whose state bitsandbytes keeps in 8 bits (`min_8bit_size`)."""
+"""bitsandbytes keeps the state of parameters with fewer elements in 32 bits (`min_8bit_size`)."""
 
 
 def why_not_eight_bit(workload: Workload) -> str | None:
@@ -43,8 +43,9 @@ def why_not_eight_bit(workload: Workload) -> str | None:
 def least_state_bytes(model: torch.nn.Module, parameters: Iterable[torch.nn.Parameter]) -> int:
     """Returns a lower bound on the bytes of 8-bit Adam state for `parameters`.
 
-    Each of the two moments takes one byte an element; for embeddings and small tensors it takes four, because these
-    stay in 32 bits (see `planner.rewrite.rules.eight_bit_optimizer`). Quantisation constants are not counted.
+    Each of the two moments takes one byte for each element; for embeddings and small tensors it takes four bytes,
+    because their state stays in 32 bits (see `planner.rewrite.rules.eight_bit_optimizer`). Quantization constants are
+    not counted.
     """
     wide = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     return sum(p.numel() * (8 if id(p) in wide or p.numel() < _SMALLEST_IN_8_BITS else 2) for p in parameters)

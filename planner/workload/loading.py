@@ -1,4 +1,4 @@
-"""Loads a workload from what the user types: a config, a model folder or hub id, or a Python callable."""
+"""Loads the workload that MODEL names on the command line: a config, a model folder or hub id, or a Python callable."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from planner.workload.synthetic_batch import synthetic_batch
 from planner.workload.workload import Workload, batch_size_of, resized, workload
 
 DEFAULT_SEQ_LEN = 512
-"""Default number of tokens per sample; models with a smaller maximum use their maximum."""
+"""Default number of tokens in a sample. Models with a smaller maximum length use their maximum."""
 
 FORMS = "config.json, a model folder or hub id, path/file.py:name, package.module:name, or a saved plan"
-"""The forms that MODEL takes on the command line, for messages."""
+"""The list in error messages of what MODEL may be on the command line."""
 
 
 def load_workload(
@@ -37,10 +37,16 @@ def load_workload(
     """Returns the workload that `reference` names. The model is built on the meta device if its code can run there.
 
     Args:
-        with_weights: If True, the model gets random weights and the batch random values, on the CPU, to train with.
+        reference: MODEL as on the command line; see `FORMS`.
+        batch_size: samples in the batch. None means 1 for a transformers model, else what the function returns.
+        seq_len: tokens in a sample. None means `DEFAULT_SEQ_LEN` for a transformers model, but at most its limit.
+        optimizer: name of the optimizer.
+        gradients_alive: True if the user's loop accumulates gradients; see `Workload.gradients_alive`.
+        with_weights: if True, the model is built on the CPU with random weights, and the batch has random values, so
+            that the model can be trained.
 
     Raises:
-        WorkloadError: nothing of that name exists, or its code fails; the message quotes the error.
+        WorkloadError: `reference` does not exist, or the model's code fails; the message quotes the error.
     """
     request = _Request(
         batch_size=batch_size,
@@ -63,7 +69,7 @@ def load_workload(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Request:
-    """The parts of a workload that the user gives in addition to the reference. None means the default."""
+    """The user's settings of a workload apart from the model itself. None means the default."""
 
     batch_size: int | None
     seq_len: int | None
@@ -77,7 +83,7 @@ class _Request:
 
 
 def _from_transformers(reference: str, request: _Request) -> Workload:
-    """Builds the model of a transformers config and a synthetic batch for it."""
+    """Returns a workload of a transformers model, built from its config, with a synthetic batch."""
     config = _config(reference)
     model_class = _model_class(config, reference)
     if hasattr(config, "use_cache"):
@@ -103,7 +109,7 @@ def _from_transformers(reference: str, request: _Request) -> Workload:
 
 
 def _config(reference: str) -> Any:
-    """Returns the transformers config of a file, a folder or a hub id."""
+    """Returns the transformers config that a file, a model folder or a hub id contains."""
     try:
         transformers = importlib.import_module("transformers")
     except ImportError:
@@ -126,13 +132,13 @@ def _config(reference: str) -> Any:
         raise
     except (OSError, ValueError) as error:
         missing = (
-            "" if file.exists() else f"there is no such file or folder below {pathlib.Path.cwd()}, and no such hub id: "
+            "" if file.exists() else f"there is no such file or folder in {pathlib.Path.cwd()}, and no such hub id: "
         )
         raise WorkloadError(f"model '{reference}' is unknown: {missing}{_first_line(error)}; give {FORMS}") from error
 
 
 def _model_class(config: Any, reference: str) -> type[torch.nn.Module]:
-    """Returns the class that the config's `architectures` names, else the language model class of its type."""
+    """Returns the class that `architectures` in the config names, else the language model class for the config."""
     transformers: Any = importlib.import_module("transformers")
     names = list(getattr(config, "architectures", None) or ())
     for name in names:
@@ -155,13 +161,13 @@ def _model_class(config: Any, reference: str) -> type[torch.nn.Module]:
 
 
 def _from_callable(reference: str, request: _Request) -> Workload:
-    """Calls the user's function or class, which returns a model and perhaps a batch and a loss function."""
+    """Calls the user's function or class, and returns a workload of the model, batch and loss function it returns."""
     function = _callable(reference)
     try:
         accepted = inspect.signature(function).parameters
     except ValueError as error:
         raise WorkloadError(f"'{reference}' cannot be called to build a model: {error}") from error
-    # The function may take the sizes as arguments; a batch of another size is resized below.
+    # The function may take the sizes as arguments. If it returns a batch of another size, the batch is resized below.
     arguments = {
         name: value
         for name, value in (("batch_size", request.batch_size), ("seq_len", request.seq_len))
@@ -192,9 +198,9 @@ def _from_callable(reference: str, request: _Request) -> Workload:
 
 
 def _call(function: Callable[..., Any], arguments: dict[str, int], reference: str, device: str) -> Any:
-    """Calls the user's function with `device` as the default device, and without one if that fails.
+    """Calls the user's function with `device` as the default device; if that fails, with torch's default device.
 
-    On the meta device no weights are allocated, but a function that reads values fails there.
+    On the meta device no weights are allocated, but a function that reads values of tensors fails there.
     """
     try:
         with torch.device(device):
@@ -218,10 +224,12 @@ def _callable(reference: str) -> Callable[..., Any]:
     if target is None:
         own = (n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__ and callable(v))
         offered = ", ".join(sorted(name for name in own if not name.startswith("_"))[:8])
-        raise WorkloadError(f"'{location}' has no '{name}': it offers {offered or 'no callable'}")
+        remedy = f"choose from {offered}" if offered else "define a function there that returns the model"
+        raise WorkloadError(f"'{location}' has no '{name}': {remedy}")
     if not callable(target):
         raise WorkloadError(
-            f"'{reference}' is a {type(target).__name__}, not a function or class: write a function that returns it"
+            f"'{reference}' is of type {type(target).__name__}, not a function or class: write a function that returns "
+            "the model"
         )
     return target
 
@@ -231,7 +239,8 @@ def _module_from_file(path: pathlib.Path) -> Any:
     if not path.is_file():
         raise WorkloadError(f"file '{path}' does not exist: give {FORMS}")
     if (folder := str(path.parent.resolve())) not in sys.path:
-        sys.path.append(folder)  # The file may import its neighbours. At the end of the path they shadow no package.
+        # The file may import other files of its folder. At the end of the path they hide no installed package.
+        sys.path.append(folder)
     name = f"planned_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # None only for a suffix that Python does not import
@@ -247,7 +256,7 @@ def _module_from_file(path: pathlib.Path) -> Any:
 
 
 def _module_by_name(name: str) -> Any:
-    """Imports a module by its dotted name, also from the working directory."""
+    """Imports a module by its dotted name. The working directory is searched, too."""
     sys.path.insert(0, "")
     try:
         return importlib.import_module(name)

@@ -1,9 +1,9 @@
 """Finds out which labels a model's own loss averages over, by reading the source of its `forward`.
 
-Micro-batches have to weight their losses by the number of labels that count. Which labels these are (whether the first
-one is dropped, which id is ignored, who divides by the count) is not part of any interface of transformers, so it is
-read from the source text. The search recognises the few forms of code that transformers uses. Code that computes its
-loss in a different form is taken to average over all labels.
+If a batch is split, the loss of each micro-batch must be weighted by the number of its labels that count. No interface
+of transformers says which labels count: whether the first label of a sample is dropped, which label is ignored, and
+whether the loss is divided by a number that the batch gives. So this is read from the source text. The few forms of
+code that transformers uses are recognized. A loss in any other form is assumed to average over all labels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from planner.workload.call_convention import Calling, LossFn
 
 
 def takes_the_loss(model: torch.nn.Module) -> torch.nn.Module:
-    """Returns the model whose forward computes the loss: for a PEFT model, the base model that it passes labels to."""
+    """Returns the model whose forward computes the loss: `model` itself, or the base model of a PEFT model."""
     base = getattr(model, "get_base_model", None)
     return base() if callable(base) else model
 
@@ -30,9 +30,10 @@ def takes_the_loss(model: torch.nn.Module) -> torch.nn.Module:
 def own_loss(model: torch.nn.Module, calling: Calling, loss_fn: LossFn | None) -> OwnLoss | None:
     """Describes which labels the model's own loss averages over.
 
-    Returns None if the loss comes from a loss function, or is not an average over labels (regression, CTC).
+    Returns None if there is a loss function, if the batch is not a mapping, or if the loss is not an average over
+    labels (regression, CTC).
     """
-    if loss_fn is not None or calling is not Calling.KEYWORDS or _regresses(model) or _aligns(model):
+    if loss_fn is not None or calling is not Calling.KEYWORDS or _is_regression(model) or _is_ctc(model):
         return None
     return OwnLoss(
         shifted=shifts_labels(model),
@@ -42,9 +43,9 @@ def own_loss(model: torch.nn.Module, calling: Calling, loss_fn: LossFn | None) -
 
 
 def shifts_labels(model: torch.nn.Module) -> bool:
-    """True if the model's own loss leaves out each sample's first label, as next-token losses do.
+    """True if the model's own loss leaves out the first label of each sample, as in next-token prediction.
 
-    This is read from the forward that computes the loss, because class names are no guide: `XLNetLMHeadModel` and
+    This is read from the forward that computes the loss, because class names do not show it: `XLNetLMHeadModel` and
     `BartForCausalLM` do not shift labels, `GPT2LMHeadModel` does.
     """
     model = takes_the_loss(model)
@@ -52,22 +53,22 @@ def shifts_labels(model: torch.nn.Module) -> bool:
 
 
 def ignored_label(model: torch.nn.Module) -> int:
-    """Returns the label that the model's own loss ignores, -100 unless the model states another one."""
+    """Returns the label value that the model's own loss ignores: -100, unless the model states another value."""
     model = takes_the_loss(model)
     if "SemanticSegmentation" in type(model).__name__:
         return getattr(getattr(model, "config", None), "semantic_loss_ignore_index", 255)
     losses = (module for module in model.modules() if isinstance(module, (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)))
-    stated = {loss.ignore_index for loss in losses} or set(_stated(type(model), "ignore_index"))
+    stated = {loss.ignore_index for loss in losses} or set(_literals(type(model), "ignore_index"))
     return stated.pop() if len(stated) == 1 else -100
 
 
-def _aligns(model: torch.nn.Module) -> bool:
+def _is_ctc(model: torch.nn.Module) -> bool:
     """True if the loss is connectionist temporal classification (CTC), which averages over samples."""
     return any("ctc_loss(" in text for text in _forwards(type(takes_the_loss(model))))
 
 
-def _regresses(model: torch.nn.Module) -> bool:
-    """True if the labels are numbers to regress and not classes, so that -100 is an ordinary value."""
+def _is_regression(model: torch.nn.Module) -> bool:
+    """True if the labels are target values of a regression, for which -100 is an ordinary value."""
     model = takes_the_loss(model)
     config = getattr(model, "config", None)
     problem = getattr(config, "problem_type", None)
@@ -76,9 +77,13 @@ def _regresses(model: torch.nn.Module) -> bool:
 
 
 def divides_by_count(kind: type) -> bool:
-    """True if the loss becomes a sum divided by `num_items_in_batch` when the batch has that key.
+    """True if the model divides the sum of the losses by `num_items_in_batch`, should the batch contain this key.
 
-    transformers' loss functions do so. A forward that passes on all of its keywords (`**kwargs`) counts, too.
+    The loss functions of transformers do so if the forward passes the key to them, by name or with all of its other
+    keywords (`**kwargs`).
+
+    Args:
+        kind: class of the model that computes the loss.
     """
     for text in _forwards(kind):
         if "self.loss_function(" in text:
@@ -91,8 +96,8 @@ def divides_by_count(kind: type) -> bool:
     return False
 
 
-def _stated(kind: type, name: str) -> Iterator[int]:
-    """Yields the integers that forwards of a class pass as keyword `name`, if they are written as literals."""
+def _literals(kind: type, name: str) -> Iterator[int]:
+    """Yields the integer literals that the forwards of a class pass to functions as the keyword argument `name`."""
     for call in itertools.chain.from_iterable(_calls(text) or () for text in _forwards(kind)):
         for keyword in call.keywords:
             if keyword.arg == name:
@@ -103,7 +108,7 @@ def _stated(kind: type, name: str) -> Iterator[int]:
 
 
 def _calls(text: str) -> list[ast.Call] | None:
-    """Returns the calls in a source text; None if it cannot be parsed on its own (a lambda inside an expression)."""
+    """Returns the calls in a source text; None if the text cannot be parsed, such as a lambda inside an expression."""
     try:
         parsed = ast.parse(textwrap.dedent(text))
     except SyntaxError:
@@ -112,7 +117,7 @@ def _calls(text: str) -> list[ast.Call] | None:
 
 
 def _forwards(kind: type) -> Iterator[str]:
-    """Yields the source of the `forward` of a class and of each class that it inherits from."""
+    """Yields the source text of each `forward` that a class and its base classes define."""
     for base in kind.__mro__:
         if "forward" in vars(base):
             try:
@@ -122,7 +127,7 @@ def _forwards(kind: type) -> Iterator[str]:
 
 
 def _class_shifts_labels(kind: type, loss_function_name: Callable[[], str]) -> bool:
-    """True if a forward slices the first label off, or calls transformers' causal language modelling loss."""
+    """True if a forward of the class drops the first label, or calls transformers' loss for causal language models."""
     for text in _forwards(kind):
         if "labels[..., 1:]" in text or "labels[:, 1:]" in text:
             return True

@@ -1,4 +1,4 @@
-"""Hooks that users register on their modules."""
+"""Finds hooks that users registered on their modules."""
 
 from __future__ import annotations
 
@@ -6,5 +6,9 @@ import torch
 
 
 def has_backward_hooks(module: torch.nn.Module) -> bool:
-    """True if a hook reads the gradient of the module's output or input, which must then exist as one tensor."""
+    """True if the module has a backward hook or a backward pre-hook.
+
+    Such a hook reads the gradient of the module's input or output. A technique that never computes this gradient as one
+    tensor cannot be used on the module.
+    """
     return bool(module._backward_hooks or module._backward_pre_hooks)

@@ -1,4 +1,4 @@
-"""Batches of random numbers for transformers models, with the shapes that their `forward` expects."""
+"""Creates batches of random values for transformers models, with the shapes that their `forward` expects."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _SAMPLES_PER_SECOND = 16_000
 def synthetic_batch(
     model: torch.nn.Module, *, batch_size: int, seq_len: int, device: str = "meta"
 ) -> dict[str, torch.Tensor]:
-    """Returns inputs and labels for one training step. On the meta device they have shapes and dtypes but no values.
+    """Returns the inputs and labels of one training step. On the meta device they have shapes and dtypes but no values.
 
-    Token models get `input_ids` and `labels` of shape [batch, seq]; vision models get `pixel_values`; audio models get
-    features or samples. There is no attention mask, so every sequence has full length.
+    Language models get `input_ids` of shape [batch, seq], vision models `pixel_values`, and audio models
+    `input_features` or `input_values`. The shape of the labels depends on the task. There is no attention mask, so
+    every sequence has full length.
 
     Raises:
         WorkloadError: the model computes no loss, or takes inputs of an unknown kind.
@@ -32,7 +33,7 @@ def synthetic_batch(
 
 
 def _inputs(model: Any, main: str, batch: int, seq_len: int) -> dict[str, torch.Tensor]:
-    """Returns the model's main input (`main_input_name`)."""
+    """Returns the model's main input as a dict with one key: its name, `main`."""
     config = model.config
     match main:
         case "input_ids":
@@ -46,7 +47,7 @@ def _inputs(model: Any, main: str, batch: int, seq_len: int) -> dict[str, torch.
             return {"input_features": torch.randn(batch, getattr(config, "num_mel_bins", 80), frames)}
         case "input_values":
             return {"input_values": torch.randn(batch, _SECONDS_OF_SOUND * _SAMPLES_PER_SECOND)}
-    raise _unknown(model, f"takes '{main}'")
+    raise _unknown(model, f"has the main input '{main}', for which no synthetic batch can be created")
 
 
 def _labels(model: Any, accepted: set[str], batch: int, seq_len: int) -> dict[str, torch.Tensor]:
@@ -67,7 +68,7 @@ def _labels(model: Any, accepted: set[str], batch: int, seq_len: int) -> dict[st
 
 
 def _unknown(model: Any, reason: str) -> WorkloadError:
-    """Returns the error for a model for which no batch can be created."""
+    """Returns the error for a model for which no batch can be created. Its message is '<class> <reason>: <remedy>'."""
     return WorkloadError(
         f"{type(model).__name__} {reason}: give a Python function that returns (model, batch) or "
         "(model, batch, loss_fn) as path/file.py:name"
@@ -75,11 +76,11 @@ def _unknown(model: Any, reason: str) -> WorkloadError:
 
 
 def _vocabulary(model: Any) -> int:
-    """Returns the size of the vocabulary: token ids are smaller than it."""
+    """Returns the number of tokens in the vocabulary; 1 if the config does not state it."""
     config = model.config
     return getattr(config.get_text_config(), "vocab_size", None) or getattr(config, "vocab_size", None) or 1
 
 
 def _pair(size: int | list[int] | tuple[int, int]) -> tuple[int, int]:
-    """Returns height and width of an image size, which is one number for a square."""
+    """Returns (height, width) of an image size of a config, which is one number if the images are square."""
     return (size, size) if isinstance(size, int) else (size[0], size[1])

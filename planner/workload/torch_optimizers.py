@@ -19,20 +19,20 @@ _BY_PARAMETER = (
     "SGD",
     "SparseAdam",
 )
-"""Optimizers of `torch.optim` that update each parameter on its own.
+"""Optimizers of `torch.optim` that update each parameter from its own gradient and state.
 
-LBFGS uses all gradients together, and Muon takes only matrices.
+LBFGS is missing, since it uses all gradients together; Muon is missing, since it accepts only matrices.
 """
 
 
 def by_parameter(optimizer: torch.optim.Optimizer) -> bool:
-    """True if the optimizer is known to update each parameter from that parameter's gradient and state alone."""
+    """True if the optimizer is in `_BY_PARAMETER` and has no step hooks: it can update parameters one by one."""
     known = any(type(optimizer) is getattr(torch.optim, name, None) for name in _BY_PARAMETER)
     return known and not has_step_hooks(optimizer)
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """True if the user registered a function that runs before or after each step, and so sees all gradients."""
+    """True if the user registered a hook that runs before or after each step. Such a hook can read all gradients."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
@@ -44,20 +44,20 @@ _CLASSES = {
     "adagrad": torch.optim.Adagrad,
     "rmsprop": torch.optim.RMSprop,
 }
-"""Optimizer classes by the name that users can give instead of an optimizer."""
+"""Optimizer classes by the names that users can give instead of an optimizer object."""
 
 _FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
-"""Optimizers of `torch.optim` with a fused CUDA kernel (`torch/optim/*.py`: `fused` is one of their defaults)."""
+"""Optimizers of `torch.optim` that have a fused CUDA kernel: their classes take the argument `fused`."""
 
 _FOREACH = tuple(name for name in _BY_PARAMETER if name != "SparseAdam")
-"""Optimizers that use the foreach implementation on CUDA by default."""
+"""Optimizers of `torch.optim` that use the foreach implementation on CUDA by default."""
 
 
 def kernel_beside_foreach(kind: type[torch.optim.Optimizer]) -> str | None:
-    """Returns the fastest implementation without foreach's temporaries: 'fused' if the class has it, else 'for-loop'.
+    """Returns the implementation that can replace foreach to save its temporaries.
 
-    A for-loop is never better than a fused kernel: it moves more bytes and has temporaries of its own. The result is
-    None if the implementations of the class are not known.
+    It is 'fused' if the class has a fused kernel, else 'for-loop', or None if the implementations of the class are not
+    known. A for-loop is never better than a fused kernel: it moves more bytes and has temporaries of its own.
     """
     for names, kernel in ((_FUSED, "fused"), (_FOREACH, "for-loop")):
         if any(kind is getattr(torch.optim, name, None) for name in names):
@@ -66,14 +66,22 @@ def kernel_beside_foreach(kind: type[torch.optim.Optimizer]) -> str | None:
 
 
 def kind_of(optimizer: object) -> type[torch.optim.Optimizer] | None:
-    """Returns the class of an optimizer object or of a name; None for a function, which may return any optimizer."""
+    """Returns the class of an optimizer that is given as an object or by name.
+
+    Returns None for an unknown name, and for a function, which may return any optimizer.
+    """
     if isinstance(optimizer, str):
         return _CLASSES.get(optimizer)
     return type(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
 
 
 def why_no_kernel(kernel: str, optimizer: object, model: torch.nn.Module) -> str | None:
-    """Returns the reason why `optimizer` (an object or a name) cannot step on `model` with `kernel`; None if it can."""
+    """Returns the reason why the optimizer cannot update `model` with another implementation; None if it can.
+
+    Args:
+        kernel: the implementation, 'fused' or 'for-loop'.
+        optimizer: an optimizer object, a name such as 'adamw', or a function that returns an optimizer.
+    """
     kind = kind_of(optimizer)
     if kind is None:
         return "the class of an optimizer that a function returns is not known in advance: give the optimizer itself"
@@ -84,7 +92,7 @@ def why_no_kernel(kernel: str, optimizer: object, model: torch.nn.Module) -> str
         return f"{kind.__name__} has no fused kernel"
     if sparse_lookups(model):
         return "an embedding produces sparse gradients"
-    # An implementation that the user chose for a group is not changed.
+    # If the user chose an implementation for a parameter group, it is not changed.
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if isinstance(optimizer, torch.optim.Optimizer):
         for group in optimizer.param_groups:
@@ -99,7 +107,7 @@ def why_no_kernel(kernel: str, optimizer: object, model: torch.nn.Module) -> str
 
 
 def sparse_lookups(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the weights, by module name, of the trained embeddings that produce sparse gradients."""
+    """Returns the weights of the embeddings that are trained and produce sparse gradients, by module name."""
     lookups = {name: module for name, module in model.named_modules() if isinstance(module, _LOOKUPS)}
     return {name: m.weight for name, m in lookups.items() if m.sparse and m.weight.requires_grad}
 
@@ -116,7 +124,7 @@ def why_not_dense(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def why_not_sparse(optimizer: torch.optim.Optimizer, group: dict) -> str | None:
-    """Returns the reason why the optimizer refuses a sparse gradient in a group; None if no reason is known."""
+    """Returns the reason why the optimizer refuses sparse gradients in this group; None if no reason is known."""
     name = type(optimizer).__name__
     if type(optimizer).__module__.partition(".")[0] not in ("torch", "bitsandbytes"):
         return None  # The user's own optimizer may accept them.
@@ -127,21 +135,24 @@ def why_not_sparse(optimizer: torch.optim.Optimizer, group: dict) -> str | None:
 
 
 def moves_all_its_state(kind: type[torch.optim.Optimizer] | None) -> bool:
-    """True if each update is known to read and write all state. ASGD does not update its average until a given step."""
+    """True if each update of an optimizer of this class is known to read and write all of its state.
+
+    This is not so for ASGD, which does not update its average until a given step.
+    """
     return kind is not None and kernel_beside_foreach(kind) is not None and kind is not torch.optim.ASGD
 
 
 def keeps_alike(kind: type[torch.optim.Optimizer] | None) -> bool:
-    """True if the state is known to take the same number of bytes for every element of a parameter.
+    """True if the optimizer's state is known to take the same number of bytes for every element of a parameter.
 
-    Adafactor is not like that: it keeps one value for each row and each column.
+    This is not so for Adafactor, which keeps one value for each row and each column of a parameter.
     """
     elementwise = (name for name in _BY_PARAMETER if name not in ("Adafactor", "SparseAdam"))
     return any(kind is getattr(torch.optim, name, None) for name in elementwise)
 
 
 _TAKING_SPARSE = ("Adagrad", "SGD", "SparseAdam")
-"""Optimizers of `torch.optim` that accept sparse gradients. SparseAdam accepts no others."""
+"""Optimizers of `torch.optim` that accept sparse gradients. SparseAdam accepts only sparse gradients."""
 
 _LOOKUPS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 """Modules that can produce sparse gradients (`sparse=True`)."""

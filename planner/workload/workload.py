@@ -1,4 +1,4 @@
-"""`Workload`: the model, batch, loss function and optimizer of one training step, and operations on nested batches."""
+"""`Workload`: the model, batch, loss function and optimizer of a training step; and functions for nested batches."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from planner.workload.model_loss import own_loss
 from planner.workload.torch_optimizers import sparse_lookups
 
 OptimizerSpec = str | torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
-"""A name such as 'adamw', an optimizer of the model, or a function that takes parameters and returns one."""
+"""A name such as 'adamw', an optimizer over the model's parameters, or a function from parameters to an optimizer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The training step to plan: everything that one optimizer step needs."""
+    """The training step to plan: everything that one step of the optimizer needs."""
 
     model: torch.nn.Module
     batch: Any
-    """Full batch of one optimizer step. Its tensors may be on any device: planning uses only shapes and dtypes."""
+    """The full batch of one optimizer step. Its tensors may be on any device, since only shapes and dtypes are used."""
     loss_fn: LossFn | None
     optimizer: OptimizerSpec
     batch_size: int
     seq_len: int | None
     calling: Calling
     reference: str | None
-    """MODEL as given on the command line; None for a live object."""
+    """MODEL as given on the command line; None for a model object that was passed in Python."""
     gradients_alive: bool = False
-    """True if the user accumulates gradients over several steps, so that gradients exist before the step begins."""
+    """True if the user's loop accumulates gradients over several batches, so that gradients exist before the step."""
     gradient_names: tuple[str, ...] | None = None
-    """Names of the parameters whose gradients exist before the step, because a backward reaches them.
+    """With `gradients_alive`: names of the parameters that get gradients in backward, which thus exist before the step.
 
     None until a rehearsal has found these names.
     """
 
     @property
     def batch_bytes(self) -> int:
-        """Bytes of all tensors of the batch, as if none shared a storage."""
+        """Sum of the bytes of all tensors of the batch. A storage that two tensors share counts twice."""
         return sum(tensor.numel() * tensor.itemsize for _, tensor in tensors_of(self.batch))
 
     def model_facts(self) -> ModelFacts:
-        """Returns the description of the model that a plan stores."""
+        """Returns the facts of the model that a plan stores."""
         return ModelFacts(
             reference=self.reference,
             name=type(self.model).__name__,
@@ -59,7 +59,7 @@ class Workload:
         )
 
     def facts(self) -> WorkloadFacts:
-        """Returns the description of the batch, loss and optimizer that a plan stores."""
+        """Returns the facts of batch, loss function and optimizer that a plan stores."""
         return WorkloadFacts(
             batch_size=self.batch_size,
             seq_len=self.seq_len,
@@ -82,11 +82,11 @@ def workload(
     reference: str | None = None,
     gradients_alive: bool = False,
 ) -> Workload:
-    """Checks what the user gave and returns it as a `Workload`.
+    """Returns a `Workload`, after checking that the model can be trained on the batch.
 
     Raises:
-        WorkloadError: the model is not a module or has no parameter to train, the batch has no tensors, or
-            `gradients_alive` is set for a model with sparse gradients.
+        WorkloadError: the model is not a module or has no parameter to train, the batch has an unsupported type or no
+            tensors, or `gradients_alive` is set for a model with sparse gradients.
     """
     if not isinstance(model, torch.nn.Module):
         raise WorkloadError(
@@ -100,8 +100,8 @@ def workload(
         )
     if gradients_alive and sparse_lookups(model):
         raise WorkloadError(
-            "gradients_alive does not work with an embedding that has sparse=True: each batch adds rows to its "
-            "gradient, whose size is therefore unknown; use sparse=False"
+            "gradients_alive (--accumulating-loop) cannot be used with an embedding that has sparse=True: each batch "
+            "adds rows to its gradient, whose size is therefore unknown; create the embedding with sparse=False"
         )
     return Workload(
         model=model,
@@ -117,10 +117,13 @@ def workload(
 
 
 def batch_size_of(batch: Any) -> int:
-    """Returns the number of samples: the most frequent size of dimension 0 of the batch's tensors.
+    """Returns the number of samples: the most frequent size of dimension 0 among the tensors of the batch.
 
-    Of several equally frequent sizes the first one in the batch wins. Tensors in lists of mappings, such as one mapping
-    of detection targets for each sample, count only if the batch has no other tensors.
+    If several sizes are equally frequent, it is the size that comes first in the batch. Tensors in lists of mappings,
+    such as detection targets with one mapping for each sample, count only if the batch has no other tensors.
+
+    Raises:
+        WorkloadError: no tensor of the batch has a dimension.
     """
     sizes: Counter[int] = Counter()
 
@@ -133,13 +136,13 @@ def batch_size_of(batch: Any) -> int:
         map_batch(count, batch)
     if not sizes:
         raise WorkloadError(
-            "the batch has no tensor with at least one dimension: give tensors whose dimension 0 is the sample"
+            "the batch has no tensor with at least one dimension: give tensors whose dimension 0 counts the samples"
         )
     return sizes.most_common(1)[0][0]
 
 
 def has_mapping_for_each_sample(batch: Any) -> bool:
-    """True if the batch has a list with one mapping for each sample, as detection targets are given."""
+    """True if the batch contains a list with one mapping for each sample, as detection targets often are."""
     samples, lengths = batch_size_of(batch), []
 
     def note(mappings: list[Any]) -> list[Any]:
@@ -151,7 +154,7 @@ def has_mapping_for_each_sample(batch: Any) -> bool:
 
 
 def resized(batch: Any, batch_size: int, *, device: str = "meta") -> Any:
-    """Returns the batch on another device with `batch_size` samples: its first samples, repeated if there are fewer."""
+    """Returns a copy of the batch on `device` that has its first `batch_size` samples, repeated if there are fewer."""
     present = batch_size_of(batch)
     times = -(-batch_size // present)
 
@@ -175,14 +178,16 @@ def map_batch(
     *,
     of_mappings: Callable[[list[Any]], list[Any] | None] | None = None,
 ) -> Any:
-    """Returns a nested batch with `function` applied to each of its tensors. Mappings become plain dicts.
+    """Returns a nested batch with each tensor replaced by `function(tensor)`. Mappings become plain dicts.
 
-    `planner.rewrite.portable.batch_slicing.map_tensors` is the variant of this function that is copied into emitted
-    files, and therefore may import nothing from here.
+    Emitted files cannot import this module. They contain a variant of this function,
+    `planner.rewrite.portable.batch_slicing.map_tensors`.
 
     Args:
-        of_mappings: Function that takes a list of mappings inside the batch and returns its replacement, or None to map
-        its tensors like all others. If `of_mappings` is None, all lists are mapped like that.
+        function: function that is applied to each tensor.
+        value: the nested batch: tensors in dataclasses, mappings, lists and tuples.
+        of_mappings: function that is called with each list of mappings, and returns the list that replaces it. If it
+            returns None, or if `of_mappings` is None, `function` is applied to the tensors in the list.
     """
 
     def map_item(item: Any) -> Any:
@@ -207,7 +212,7 @@ def map_batch(
 
 
 def tensors_of(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields every tensor of a nested batch with its path, such as 'input_ids' or '0.mask'."""
+    """Yields (path, tensor) for every tensor of a nested batch. Examples of paths are 'input_ids' and '0.mask'."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -222,13 +227,13 @@ def tensors_of(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]
 
 
 def described(batch: Any) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """Yields path, shape and dtype of every tensor of a nested batch."""
+    """Yields (path, shape, dtype) for every tensor of a nested batch, as a plan stores them."""
     for path, tensor in tensors_of(batch):
         yield path, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
 def optimizer_name(optimizer: OptimizerSpec) -> str:
-    """Returns the name of an optimizer: the given text, or the qualified name of the class or function."""
+    """Returns the name of an optimizer: the name that the user gave, or the qualified name of its class or function."""
     if isinstance(optimizer, str):
         return optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -238,22 +243,23 @@ def optimizer_name(optimizer: OptimizerSpec) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerBlueprint:
-    """Class, defaults and groups of a live optimizer without its parameters.
+    """Class, defaults and parameter groups of an optimizer object, without the parameters.
 
-    From a blueprint the optimizer can be created again, for the fake copy of the model that is rehearsed.
+    With a blueprint the same optimizer can be created for another copy of the model, such as the fake copy that is
+    rehearsed.
     """
 
     kind: type[torch.optim.Optimizer]
     defaults: dict[str, Any]
     groups: tuple[dict[str, Any], ...]
-    """Parameter groups. 'params' holds positions in `model.parameters()` instead of parameters."""
+    """The parameter groups; 'params' lists positions in `model.parameters()` instead of parameters."""
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> OptimizerBlueprint:
-        """Describes an optimizer over the parameters of `model`.
+        """Returns the blueprint of an optimizer over parameters of `model`.
 
         Raises:
-            WorkloadError: the optimizer has a parameter that is not one of the model's.
+            WorkloadError: the optimizer has a parameter that does not belong to the model.
         """
         position = {id(parameter): number for number, parameter in enumerate(model.parameters())}
         groups = []
@@ -266,7 +272,7 @@ class OptimizerBlueprint:
         return cls(kind=type(optimizer), defaults=dict(optimizer.defaults), groups=tuple(groups))
 
     def over(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """Creates the optimizer over the parameters of another copy of the model."""
+        """Creates the same optimizer for the parameters of `model`, which is another copy of the model."""
         parameters = list(model.parameters())
         groups = [{**group, "params": [parameters[number] for number in group["params"]]} for group in self.groups]
         accepted = inspect.signature(self.kind).parameters
@@ -274,6 +280,6 @@ class OptimizerBlueprint:
 
 
 def several_processes() -> bool:
-    """True if this process trains together with others in a `torch.distributed` process group."""
+    """True if this process is in a `torch.distributed` process group with at least one other process."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

@@ -1,4 +1,4 @@
-"""Scratch memory of fused attention: the backward allocates more than its gradients."""
+"""Formulas for the scratch memory of fused attention (flash and memory-efficient), forward and backward."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from planner.workspaces.registry import KernelCall, takes_scratch
 
 
 def _rounded(number: int, multiple: int) -> int:
-    """Rounds up to a multiple."""
+    """Returns `number`, rounded up to a multiple of `multiple`."""
     return -(-number // multiple) * multiple
 
 
 @takes_scratch("aten._scaled_dot_product_flash_attention_backward.default")
 def flash_backward(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Allocates row sums, the query's gradient in fp32, and expanded gradients of grouped keys and values.
+    """Returns the sizes in bytes of the scratch blocks of flash attention's backward.
 
-    Source: transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`, without deterministic algorithms.
+    The blocks are one number for each query (the sum over its output times the gradient of the output) and the query's
+    gradient, both in fp32. With grouped-query attention there are also the gradients of keys and values for each query
+    head, before they are summed over each group. Deterministic algorithms would need more, which is not counted.
+
+    Source: transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`.
     """
     batch, heads, queries, width = call.tensor("query").shape
     groups, keys = call.tensor("key").shape[1:3]
@@ -28,7 +32,10 @@ def flash_backward(call: KernelCall, card: DeviceProfile) -> list[int]:
 
 @takes_scratch("aten._scaled_dot_product_efficient_attention_backward.default")
 def efficient_backward(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Allocates row sums and, for half precision, the query's gradient in fp32.
+    """Returns the sizes in bytes of the scratch blocks of memory-efficient attention's backward.
+
+    The blocks are one number for each query (the sum over its output times the gradient of the output) and, for fp16
+    and bf16, the query's gradient, both in fp32.
 
     Source: transformers/cuda/attention_backward.cu, `_efficient_attention_backward`.
     """
@@ -44,8 +51,9 @@ def efficient_backward(call: KernelCall, card: DeviceProfile) -> list[int]:
     "aten._scaled_dot_product_efficient_attention.default",
 )
 def fused_forward(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Allocates nothing, because scores stay in shared memory.
+    """Returns an empty list: the attention scores stay in the GPU's shared memory.
 
-    Flash attention may split long keys of small batches, which takes memory that is not counted here.
+    If the batch is small and the keys are long, flash attention may process the keys in several parts. The memory that
+    this takes is not counted.
     """
     return []

@@ -1,4 +1,5 @@
-"""Scratch memory of normalisations, of the gradient of a convolution's bias, and of gradient norms."""
+"""Formulas for the scratch memory of normalization layers, of the gradient of a convolution's bias, and of
+`torch._foreach_norm`, which gradient clipping calls."""
 
 from __future__ import annotations
 
@@ -8,14 +9,16 @@ from planner.workspaces.registry import KernelCall, takes_scratch
 
 _ROWS_PER_BLOCK = 32
 _MOST_BLOCKS = 64 * 1024 // 2
-"""Maximum number of thread blocks of the layer norm kernel."""
+"""Maximum number of thread blocks of layer norm's backward kernel."""
 _FOREACH_CHUNK = 65536
-"""Number of elements of one chunk of a foreach kernel (`kChunkSize`)."""
+"""Number of elements of a tensor that one thread block of a foreach kernel processes (`kChunkSize` in PyTorch)."""
 
 
 @takes_scratch("aten.native_layer_norm_backward.default", "aten._fused_rms_norm_backward.default")
 def layer_norm_backward(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Allocates partial sums of the weight's and the bias's gradients, if there are many rows and few columns.
+    """Returns the sizes in bytes of the scratch blocks of layer norm's and RMS norm's backward.
+
+    The blocks are partial sums of the gradients of weight and bias. They exist only for many rows and few columns.
 
     Source: layer_norm_kernel.cu, `LaunchGammaBetaBackwardCUDAKernel`.
     """
@@ -33,7 +36,7 @@ def layer_norm_backward(call: KernelCall, card: DeviceProfile) -> list[int]:
 
 @takes_scratch("aten.native_group_norm.default")
 def group_norm(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Allocates one scale and one shift for each sample and channel.
+    """Returns the sizes in bytes of group norm's scratch blocks: a scale and a shift for each sample and channel.
 
     Source: group_norm_kernel.cu, `GroupNormKernelImplInternal`.
     """
@@ -42,7 +45,9 @@ def group_norm(call: KernelCall, card: DeviceProfile) -> list[int]:
 
 @takes_scratch("aten.native_group_norm_backward.default")
 def group_norm_backward(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Allocates two sums for each sample and channel, two for each group, and a scale for each sample and channel.
+    """Returns the sizes in bytes of the scratch blocks of group norm's backward.
+
+    The blocks are two sums and a scale for each sample and channel, and two values for each sample and group.
 
     Source: group_norm_kernel.cu, `GroupNormBackwardKernelImplInternal`.
     """
@@ -52,9 +57,10 @@ def group_norm_backward(call: KernelCall, card: DeviceProfile) -> list[int]:
 
 @takes_scratch("aten.convolution_backward.default", complete=False)
 def convolution_bias(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Sums the bias's gradient over all dimensions but the channels (Convolution.cpp).
+    """Returns the sizes in bytes of the scratch blocks of a convolution's backward, as far as they are known.
 
-    The workspace of cuDNN is not known, so this formula is marked as incomplete.
+    They belong to the sum that gives the gradient of the bias (Convolution.cpp). The workspace of cuDNN is not known,
+    so the formula is registered as incomplete.
     """
     layout = call.tensor("grad_output")
     if not call.arguments["output_mask"][2]:
@@ -65,7 +71,12 @@ def convolution_bias(call: KernelCall, card: DeviceProfile) -> list[int]:
 
 @takes_scratch("aten._foreach_norm.Scalar")
 def foreach_norm(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Allocates a partial norm for each chunk of each tensor (ForeachReduceOp.cu, `foreach_tensor_norm_cuda`)."""
+    """Returns the size in bytes of the scratch block of `torch._foreach_norm`, which holds partial norms.
+
+    Each tensor has a partial norm for each chunk that the largest tensor has.
+
+    Source: ForeachReduceOp.cu, `foreach_tensor_norm_cuda`.
+    """
     tensors = call.arguments["self"]
     most_chunks = max((-(-layout.numel // _FOREACH_CHUNK) for layout in tensors), default=0)
     return [4 * len(tensors) * most_chunks] if most_chunks else []

@@ -1,8 +1,8 @@
 """Lists the ops whose CUDA kernels allocate nothing but their outputs.
 
-Pointwise ops (torch.Tag.pointwise), views and factories need no entry: the recorder recognises them by tag and schema.
-Source: the kernels in aten/src/ATen/native/cuda, torch 2.13. They allocate only their outputs if their inputs are
-contiguous.
+Pointwise ops (torch.Tag.pointwise), views and factories need no entry: the recorder recognizes them by tag and schema.
+The list was made from the kernels in aten/src/ATen/native/cuda of torch 2.13. It holds for contiguous inputs; for other
+inputs some of these kernels allocate copies.
 """
 
 from __future__ import annotations
@@ -160,7 +160,6 @@ _FACTORIES = ("empty", "full", "ones", "rand", "randn", "zeros")
 
 
 def _names() -> frozenset[str]:
-    """Returns the full names of all listed ops."""
     ops = [
         *_DEFAULT,
         *_OVERLOADS,
@@ -173,4 +172,4 @@ def _names() -> frozenset[str]:
 
 
 NEED_NOTHING = _names()
-"""Full names of the ops, such as 'aten.cat.default'."""
+"""Full names of the ops that need no scratch memory, such as 'aten.cat.default'."""

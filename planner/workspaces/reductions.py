@@ -1,13 +1,18 @@
-"""Scratch memory of reductions. Over many elements several thread blocks share one output, and exchange partial results
-in a buffer in global memory.
+"""Formulas for the scratch memory of reductions.
 
-    scratch = accumulator x outputs x blocks per output (x threads and vector width if a kept dimension is the fastest)
+If many elements are reduced to one output, several thread blocks share the work. They exchange partial results in a
+buffer in global memory, and count with semaphores how many blocks have finished. The buffer has the size
+
+    bytes per partial result x outputs x thread blocks per output
+
+times the block's width and the outputs per vector load, if the fastest dimension (the one of the smallest stride) is
+not reduced.
 
 Source: aten/src/ATen/native/cuda/Reduce.cuh (`setReduceConfig`, `ReduceConfig::global_memory_size`) and
 aten/src/ATen/TensorIterator.cpp (`reorder_dimensions`, `coalesce_dimensions`, `can_use_32bit_indexing`), torch 2.4 to
 2.13.
 
-Where it stops being exact: input addresses are assumed to be aligned for vector loads.
+The formulas assume that input addresses are aligned for vector loads. For other addresses they are not exact.
 """
 
 from __future__ import annotations
@@ -19,20 +24,20 @@ from planner.profiles.device import DeviceProfile
 from planner.workspaces.registry import KernelCall, Layout, takes_scratch
 
 _MAX_THREADS = 512
-"""Maximum number of threads of a block."""
+"""Maximum number of threads of a thread block."""
 _WARP = 32
 _MIN_VALUES_PER_THREAD, _MAX_VALUES_PER_THREAD = 16, 256
 _MAX_OFFSET = 2**31 - 1
-"""Maximum offset in bytes for 32-bit indexing."""
+"""Maximum offset in bytes of an element, for a kernel with 32-bit indexing."""
 _WELFORD_BYTES = 16
-"""Size of `WelfordData<float, int32_t>`: mean, sum of squares, two counts."""
+"""Bytes of a partial result of a variance, `WelfordData<float, int32_t>`: mean, sum of squares, two counts."""
 _VALUE_AND_INDEX_BYTES = 16
-"""Size of an accumulator that holds a value and an int64 index, with padding."""
+"""Bytes of a partial result that consists of a value and its int64 index, with padding."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Dimension:
-    """One dimension of TensorIterator, perhaps several of the tensor's dimensions coalesced."""
+    """One dimension of PyTorch's `TensorIterator`: a dimension of the tensor, or several that were merged."""
 
     size: int
     stride: int
@@ -44,22 +49,29 @@ class _Dimension:
 def reduction(
     layout: Layout, dims: tuple[int, ...] | None, *, accumulator_bytes: int, card: DeviceProfile
 ) -> list[int]:
-    """Returns the sizes of the buffer and the semaphores of one reduction; [] if each output has only one block.
+    """Returns the sizes in bytes of the buffer and of the semaphores of one reduction.
+
+    The result is [] if one thread block computes each output alone, because then neither is needed.
 
     Args:
         layout: Layout of the input.
-        dims: The dimensions that are reduced. None or () means all.
+        dims: Indices of the dimensions that are reduced. None or () means all.
         accumulator_bytes: Size of one partial result.
+        card: The card, whose number of multiprocessors determines how many thread blocks share an output.
     """
     if layout.numel == 0:
         return []
-    return _of_iterator(_dimensions(layout, dims), layout.itemsize, accumulator_bytes, card)
+    return _scratch_sizes(_dimensions(layout, dims), layout.itemsize, accumulator_bytes, card)
 
 
-def _of_iterator(dims: list[_Dimension], itemsize: int, accumulator_bytes: int, card: DeviceProfile) -> list[int]:
-    """Returns the bytes of the buffer and of the semaphores, as `setReduceConfig` computes them.
+def _scratch_sizes(dims: list[_Dimension], itemsize: int, accumulator_bytes: int, card: DeviceProfile) -> list[int]:
+    """Returns the result of `reduction`, computed as in PyTorch's `setReduceConfig`.
 
-    Dimensions are coalesced, and ordered from the smallest stride to the largest.
+    Args:
+        dims: Result of `_dimensions`.
+        itemsize: Bytes of one element of the input.
+        accumulator_bytes: Size of one partial result.
+        card: The card.
     """
     # 1. TensorIterator halves the dimension of the largest extent until 32-bit offsets suffice, and runs the halves one
     #    after the other (`split`).
@@ -68,7 +80,7 @@ def _of_iterator(dims: list[_Dimension], itemsize: int, accumulator_bytes: int, 
         dims = [
             dataclasses.replace(dim, size=dim.size // 2) if index == widest else dim for index, dim in enumerate(dims)
         ]
-    # 2. The x-dimension of a block runs along the fastest dimension, whether that is reduced or kept.
+    # 2. The x-dimension of a thread block runs along the dimension of the smallest stride, be it reduced or kept.
     reduced = [dim for dim in dims if dim.out_stride == 0]
     kept = [dim for dim in dims if dim.out_stride != 0]
     inputs, outputs = _product(reduced), _product(kept)
@@ -108,7 +120,11 @@ def _of_iterator(dims: list[_Dimension], itemsize: int, accumulator_bytes: int, 
 
 
 def _dimensions(layout: Layout, dims: tuple[int, ...] | None) -> list[_Dimension]:
-    """Returns the dimensions of TensorIterator: reduced ones first, then by stride, with adjacent ones coalesced."""
+    """Returns the dimensions that PyTorch's `TensorIterator` makes from those of a tensor.
+
+    Reduced dimensions come first, then kept ones, both in the order of their strides. Adjacent dimensions are merged if
+    the result has a single stride, and dimensions of size 1 are dropped.
+    """
     rank = len(layout.shape)
     reduced = {dim % rank for dim in dims} if dims and rank else set(range(rank))
     out_stride, dimensions = 1, []
@@ -134,7 +150,10 @@ def _dimensions(layout: Layout, dims: tuple[int, ...] | None) -> list[_Dimension
 
 
 def _order(first: _Dimension, second: _Dimension) -> int:
-    """Compares two dimensions: reduced ones come first, then smaller strides (`reorder_dimensions`)."""
+    """Compares two dimensions for sorting; negative if `first` comes first, 0 if it does not matter.
+
+    Reduced dimensions come before kept ones, and small strides before large ones (`reorder_dimensions` in PyTorch).
+    """
     if (first.out_stride == 0) != (second.out_stride == 0):
         return -1 if first.out_stride == 0 else 1
     for stride, other in ((first.out_stride, second.out_stride), (first.stride, second.stride)):
@@ -144,7 +163,7 @@ def _order(first: _Dimension, second: _Dimension) -> int:
 
 
 def _product(dims: list[_Dimension]) -> int:
-    """Returns the number of elements."""
+    """Returns the product of the sizes of dimensions."""
     product = 1
     for dim in dims:
         product *= dim.size
@@ -152,7 +171,12 @@ def _product(dims: list[_Dimension]) -> int:
 
 
 def _output_vector(size: int, strides: list[int]) -> int:
-    """Returns the number of outputs of one vector load (`get_output_vec_size`)."""
+    """Returns for how many outputs one vector load reads inputs: 4, 2 or 1 (`get_output_vec_size` in PyTorch).
+
+    Args:
+        size: Size of the kept dimension that is contiguous.
+        strides: Strides of all other dimensions, in elements. The result divides `size` and all strides.
+    """
     vector = 4
     for number in (size, *strides):
         while number % vector:
@@ -161,7 +185,10 @@ def _output_vector(size: int, strides: list[int]) -> int:
 
 
 def _block(width: int, height: int, most: int) -> tuple[int, int]:
-    """Returns the width and the height of a block of at most `most` threads (`set_block_dimension`)."""
+    """Returns the width and the height of a block of at most `most` threads (`set_block_dimension` in PyTorch).
+
+    `width` and `height` are the numbers of values to process along the x- and the y-dimension of the block.
+    """
     width_power = _last_power(width) if width < most else most
     height_power = _last_power(height) if height < most else most
     block_width = min(width_power, _WARP)
@@ -170,12 +197,12 @@ def _block(width: int, height: int, most: int) -> tuple[int, int]:
 
 
 def _last_power(number: int) -> int:
-    """Returns the largest power of two that is not larger than `number` (`last_pow2`)."""
+    """Returns the largest power of two that is at most `number`; 1 for 0 (`last_pow2` in PyTorch)."""
     return 1 << max(number.bit_length() - 1, 0)
 
 
 def _dims(call: KernelCall) -> tuple[int, ...] | None:
-    """Returns the dimensions that a call reduces; None for all."""
+    """Returns the indices of the dimensions that a call reduces; None means all dimensions."""
     dims = call.arguments.get("dim")
     return (dims,) if isinstance(dims, int) else dims
 
@@ -186,39 +213,52 @@ def _dims(call: KernelCall) -> tuple[int, ...] | None:
     "aten.norm.ScalarOpt_dim",
 )  # fmt: skip
 def sums(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Sums, means, products and norms accumulate in fp32 (fp64 for doubles, int64 for integers)."""
+    """Returns the sizes in bytes of the scratch blocks of sums, means, products and norms.
+
+    A partial result is fp32, fp64 for a float64 input, or int64 for integers.
+    """
     layout = call.tensor("self")
     return reduction(layout, _dims(call), accumulator_bytes=layout.accumulator_bytes, card=card)
 
 
 @takes_scratch("aten.amax.default", "aten.amin.default", "aten.max.default", "aten.min.default")
 def extremes(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Extremes accumulate values in their own type (ReduceMaxValuesKernel.cu, ReduceMinValuesKernel.cu)."""
+    """Returns the sizes in bytes of the scratch blocks of maxima and minima without indices.
+
+    A partial result has the dtype of the input.
+
+    Source: ReduceMaxValuesKernel.cu, ReduceMinValuesKernel.cu.
+    """
     layout = call.tensor("self")
     return reduction(layout, _dims(call), accumulator_bytes=layout.itemsize, card=card)
 
 
 @takes_scratch("aten.max.dim", "aten.min.dim", "aten.argmax.default", "aten.argmin.default")
 def places(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Positions of extremes accumulate values with their indices."""
+    """Returns the sizes in bytes of the scratch blocks of maxima and minima with indices.
+
+    A partial result is a value with its index.
+    """
     return reduction(call.tensor("self"), _dims(call), accumulator_bytes=_VALUE_AND_INDEX_BYTES, card=card)
 
 
 @takes_scratch("aten.any.default", "aten.any.dim", "aten.any.dims", "aten.all.default", "aten.all.dim", "aten.all.dims")
 def truths(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """`any` and `all` accumulate one byte for each output."""
+    """Returns the sizes in bytes of the scratch blocks of `any` and `all`. A partial result is one byte."""
     return reduction(call.tensor("self"), _dims(call), accumulator_bytes=1, card=card)
 
 
 @takes_scratch("aten.var.correction", "aten.std.correction", "aten.var_mean.correction", "aten.std_mean.correction")
 def moments(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Variances and standard deviations accumulate Welford's running moments."""
+    """Returns the sizes in bytes of the scratch blocks of variances and standard deviations (Welford's algorithm)."""
     return reduction(call.tensor("self"), _dims(call), accumulator_bytes=_WELFORD_BYTES, card=card)
 
 
 @takes_scratch("aten.logsumexp.default")
 def log_sum_exp(call: KernelCall, card: DeviceProfile) -> list[int]:
-    """Allocates the maxima and the exponentials of all elements, and sums the latter.
+    """Returns the sizes in bytes of the scratch blocks of `logsumexp`.
+
+    The blocks are the maxima, the exponentials of all elements, and the scratch blocks of the sum over these.
 
     Source: ReduceOps.cpp, `logsumexp_out_impl`.
     """

@@ -1,13 +1,16 @@
 """Check that training with micro-batches gives the same gradients as the whole batch, before parameters are updated.
 
-`AccumulationCheck` is what a training step uses. It asks two questions:
+A training step uses `AccumulationCheck`, which makes two checks:
 
-1. `ReductionWatcher`: are the losses of the micro-batches weighted by what the loss is a mean over? It watches the
-   reductions of `torch.nn.functional` in forward and loss.
-2. `CouplingCheck`: is the gradient of a few samples the weighted sum of those of two halves of them? It runs the model
-   on samples of the batch, and so also finds losses that compare samples, such as contrastive ones.
+1. `ReductionWatcher` checks the weights of the micro-batches. If the loss is a mean over labels, for example, the
+   weight of a micro-batch has to be its share of the labels of the batch. The check watches the calls of loss functions
+   of `torch.nn.functional` (reductions) in forward and loss.
+2. `CouplingCheck` runs the model on a few samples of the batch, and checks that their gradient is the weighted sum of
+   the gradients of two halves of these samples. This also finds coupled samples: a loss that compares samples with each
+   other, such as a contrastive loss.
 
-Neither check is a proof, because both look at samples. `rewrite.verify` compares whole steps.
+Neither check is a proof: the first knows only some loss functions, the second tries only some samples.
+`rewrite.verify` compares whole steps.
 """
 
 from __future__ import annotations
@@ -27,20 +30,20 @@ __all__ = ["AccumulationCheck", "CouplingCheck"]
 
 @final
 class AccumulationCheck(StepObserver):
-    """Raises `DecisionError` before the update if micro-batches do not add up to their batch.
+    """Raises `DecisionError` before the update if the gradients of micro-batches do not add up to that of their batch.
 
     The weights are checked in the first step that splits its batch. Later steps are checked only if the loss is a mean
-    over labels, whose number may change from batch to batch, and the weights do not count labels.
+    over labels and the weights do not count labels, because the number of labels may change from batch to batch.
 
     Give it to a `TrainingStep` as an observer. Code with a loop of its own (the Trainer's hooks) calls `watch_part` and
     `after_loss` for each micro-batch, and then `refuse_other_weights` and `refuse_coupled_samples`.
 
     Args:
         model: the model itself, without wrappers such as DistributedDataParallel.
-        loss_of: the loss of a batch by that model, without autocast.
+        loss_of: computes the loss of a batch with that model, without autocast.
         coupling: compares gradients of a few samples; None to skip this comparison.
-        checks_weights: watch the reductions of the loss from the first step on.
-        has_loss_weight_option: the user could state other weights (`loss_weight`), so that error messages say so.
+        checks_weights: True to check the weights from the first step on, False to wait for `start_watching`.
+        has_loss_weight_option: True if the user could state other weights (`loss_weight`). Error messages then say how.
         every_step: check the weights in every step until `stop_watching`, instead of in the first step only.
     """
 
@@ -60,11 +63,11 @@ class AccumulationCheck(StepObserver):
         self._has_loss_weight_option = has_loss_weight_option
         self._every_step = every_step
         self._watches_next_step = checks_weights
-        """True if the next step has to be watched: nothing is known of the loss yet, or all steps are checked."""
+        """True if the next step has to be checked: no step was checked yet, or every step is checked."""
         self._later_watcher: Callable[[], ReductionWatcher] | None = None
-        """Creates the watcher of each later step; None if weights that were right once are always right."""
+        """Creates the watcher of each later step; None if later steps are not checked."""
         self._watcher: ReductionWatcher | None = None
-        """The watcher of the current step; None before the first micro-batch, and if the step is not watched."""
+        """The watcher of the current step; None before the first micro-batch, and in steps that are not checked."""
 
     @property
     def watches_weights(self) -> bool:
@@ -72,11 +75,11 @@ class AccumulationCheck(StepObserver):
         return self._watches_next_step or self._later_watcher is not None
 
     def start_watching(self) -> None:
-        """Check the weights from the next step on, whatever earlier steps have shown."""
+        """Check the weights from the next step on, also if earlier steps showed that no further check is needed."""
         self._watches_next_step, self._later_watcher, self._watcher = True, None, None
 
     def stop_watching(self) -> None:
-        """Stop checking weights. Gradients of samples are still compared."""
+        """Stop checking weights. The gradients of a few samples are still compared."""
         self._watches_next_step, self._later_watcher, self._watcher = False, None, None
 
     # ---- as an observer of a `TrainingStep` --------------------------------------------------------------------------
@@ -90,7 +93,11 @@ class AccumulationCheck(StepObserver):
             self._watcher.end_forward()
 
     def after_loss(self, loss: torch.Tensor | None) -> None:
-        """Stop watching this micro-batch. The loss is None if the forward failed or returned no loss."""
+        """Stop watching this micro-batch.
+
+        Args:
+            loss: the loss of the micro-batch; None if the forward failed or returned no loss.
+        """
         if self._watcher is not None:
             self._watcher.end_part(loss)
 
@@ -104,7 +111,7 @@ class AccumulationCheck(StepObserver):
         watcher, self._watcher = self._watcher, None
         if watcher is not None:
             watcher.end_part(None)
-            self._watches_next_step |= watcher.is_first  # the next step is the first again
+            self._watches_next_step |= watcher.is_first  # the first step was not checked to its end: check the next
 
     # ---- the stages of the check -------------------------------------------------------------------------------------
 
@@ -112,7 +119,7 @@ class AccumulationCheck(StepObserver):
         """Watch the reductions of a micro-batch until `after_loss`.
 
         Args:
-            weight: the weight of its loss; None if `refuse_other_weights` gets the weights.
+            weight: the weight of its loss; None if the weights are passed to `refuse_other_weights` instead.
         """
         if self._watcher is None:
             if self._watches_next_step:
@@ -127,18 +134,21 @@ class AccumulationCheck(StepObserver):
         batch.
 
         Args:
-            batch: the batch that was split; None if it cannot be put together.
-            weights: one for each micro-batch; nothing is checked if there are none.
+            batch: the batch that was split; None if the caller has only micro-batches and cannot join them.
+            weights: the weight of each micro-batch; if this is empty, nothing is checked.
         """
         watcher, self._watcher = self._watcher, None
         if watcher is not None and weights:
             self._check_weights(watcher, batch, weights)
 
     def refuse_coupled_samples(self, batch: Any, *, is_part: bool = False) -> None:
-        """Raise `DecisionError` if the gradient of some samples is not the weighted sum of the gradients of two halves.
+        """Compare the gradient of a few samples with the weighted sum of the gradients of two halves of them.
+
+        Raises `DecisionError` if they differ.
 
         Args:
-            is_part: the batch is no larger than one micro-batch.
+            batch: the batch that was split, or one of its micro-batches.
+            is_part: True if `batch` is only one of the micro-batches.
         """
         if self.coupling is not None:
             self.coupling.refuse_coupled_samples(self._model, batch, self._loss_of, is_part=is_part)
@@ -147,8 +157,9 @@ class AccumulationCheck(StepObserver):
         try:
             watcher.refuse_other_weights(weights)
         except DecisionError:
-            # The reductions contradict the weights. They may not be part of the loss, or each be over one sample, so
-            # the gradients of the two micro-batches that are farthest off decide. After that no weights are checked.
+            # The reductions that were seen contradict the weights. But they may not be part of the loss, or each may be
+            # over one sample only. So compare gradients for the two micro-batches whose weights are farthest off. If
+            # these agree, no weights are checked any more.
             if not self._two_parts_agree(watcher, batch):
                 raise
             self._watches_next_step, self._later_watcher = False, None

@@ -1,9 +1,9 @@
-"""Random numbers that do not depend on how a batch is split.
+"""Replace random numbers by values that do not depend on how a batch is split.
 
-Two evaluations of the same samples in batches of different sizes would draw different numbers, and so differ without
-a fault. In this mode each op that draws returns the same value in all elements: the 0.4 quantile of its distribution.
-With `samples`, results that have one row per sample get numbers that belong to the sample instead. Generators do not
-advance.
+The same samples get different random numbers in batches of different sizes, so that their results differ although
+nothing is wrong. In this mode each op that draws random numbers returns the same value in all elements: the 0.4
+quantile of its distribution. With `samples`, a result with one row per sample gets random numbers that depend only on
+the sample instead. The state of the random number generators does not change.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _QUANTILE = 0.4
-"""The uniform number from which all draws are computed."""
+"""The quantile of its distribution that an op returns if samples have no random numbers of their own."""
 
 _MAX_DRAWS = 10_000
-"""Maximum number of ops that draw in one evaluation. Rejection sampling would never end with constant numbers."""
+"""Maximum number of ops that draw random numbers in one evaluation.
+
+Rejection sampling, which draws until a number is accepted, would never end: it always gets the same number.
+"""
 
 
-# Each distribution: from uniform numbers (a float or a tensor) and the arguments of the op to what it draws.
+# Each function returns what an op draws, from uniform numbers `u` (a float or a tensor) and the arguments of the op.
 
 
 def _uniform(u: Any, arguments: dict[str, Any]) -> Any:
@@ -61,19 +64,23 @@ _DISTRIBUTIONS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "bernoulli_": _bernoulli, "bernoulli": _bernoulli,
     "exponential_": _exponential, "exponential": _exponential,
 }  # fmt: skip
-"""The distribution that each op draws from, by the name of the op."""
+"""Name of an op that draws random numbers -> the distribution that it draws from."""
 
 
 @final
 class BatchIndependentRandom(TorchDispatchMode):
-    """Replaces what ops draw by values that do not depend on the batch. `native_dropout` drops nothing.
+    """Replaces the random numbers that ops draw by values that do not depend on the batch.
+
+    `native_dropout` drops nothing.
 
     Args:
-        devices: CUDA devices whose default generators are watched, in addition to the CPU's.
-        samples: indices of the samples that are computed, to give each its own numbers; None gives all the same.
+        devices: CUDA devices whose default generators are rewound after each op, in addition to the CPU's.
+        samples: indices of the samples that are evaluated, to give each sample its own random numbers; None to give
+            all samples the same.
 
     Raises:
-        NotImplementedError: in an op that draws from another distribution, and after 10,000 draws.
+        NotImplementedError: if an op draws from a distribution that is not in `_DISTRIBUTIONS`, or if more than
+            10,000 ops draw random numbers.
     """
 
     def __init__(self, devices: Sequence[torch.device] = (), samples: Sequence[int] | None = None) -> None:
@@ -81,7 +88,7 @@ class BatchIndependentRandom(TorchDispatchMode):
         self._generators = [torch.default_generator, *(torch.cuda.default_generators[_index(d)] for d in devices)]
         self._samples = samples
         self.draws = 0
-        """Number of ops that drew."""
+        """Number of ops that drew random numbers so far."""
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -99,16 +106,20 @@ class BatchIndependentRandom(TorchDispatchMode):
             value = _DISTRIBUTIONS[name](self._numbers(result), _arguments_of(op, args, kwargs))
             result.copy_(value) if isinstance(value, torch.Tensor) else result.fill_(value)
         elif own is not None or not all(map(torch.equal, before, (g.get_state() for g in self._generators))):
-            raise NotImplementedError(f"{name} draws from a distribution that is not supported")
+            raise NotImplementedError(f"{name} draws from a distribution that is not supported by the check")
         for generator, state in zip(self._generators, before, strict=True):
             generator.set_state(state)
         self.draws += name in _DISTRIBUTIONS
         if self.draws > _MAX_DRAWS:
-            raise NotImplementedError(f"{self.draws} draws of random numbers")
+            raise NotImplementedError(f"more than {_MAX_DRAWS:,} draws of random numbers")
         return result
 
     def _numbers(self, result: torch.Tensor) -> Any:
-        """The uniform number 0.4; if each sample has its own, a tensor with one row per sample, seeded by its index."""
+        """Return the uniform numbers from which `result` is computed.
+
+        If each sample has its own numbers, that is a tensor with one row per sample, seeded by the sample's index.
+        Otherwise, and if `result` does not have one row per sample, it is the number 0.4.
+        """
         if self._samples is None or not result.dim() or len(result) != len(self._samples):
             return _QUANTILE
         rows = []

@@ -1,19 +1,22 @@
-"""Check on a few samples that the gradient of a batch is the weighted sum of the gradients of its parts.
+"""Check on a few samples that the gradient of a batch is the weighted sum of the gradients of its micro-batches.
 
-What it checks: micro-batches train as the batch would only if the loss of the batch is the weighted sum of the losses
-of its parts. A loss that compares samples with each other (contrastive losses such as CLIP's), a sum, or a mean over
-something that no label says also has a value for each part, so that wrong training would not raise any error.
+What it checks: micro-batches train like the whole batch only if the loss of the batch is the weighted sum of the losses
+of the micro-batches. That is not so for a loss that compares samples with each other (contrastive losses such as
+CLIP's), for a sum, or for a mean over anything but samples or labels. Such a loss can be computed for each micro-batch,
+so that training would be wrong without any error.
 
 How: take up to 8 samples of the batch, and compare their gradient with the weighted sum of the gradients of two halves
-(`gradient_probe`), for several choices of samples (`sample_choice`). If they differ, compare pairs of whole
-micro-batches, since a loss may compare samples within groups of which each micro-batch has whole ones. Only if these
-differ too is the step refused. Batches 1, 2, 4, 8 and 16 of those that are split are checked. The samples are never
-more than a micro-batch has, so that the probe takes no more memory than the training step. If there is not even room
-for the gradients of two samples, the values of the loss are compared. Pairs of whole micro-batches take more memory;
-they are compared only if the step would be refused otherwise.
+of these samples (`gradient_probe`). Do so for several choices of samples (`sample_choice`). If a comparison differs,
+compare pairs of whole micro-batches: a loss may compare samples only within groups, and is split correctly if no group
+is cut by the split. The step is refused only if micro-batches differ too.
 
-What it cannot see: coupling that does not show in the chosen samples or batches, losses that accept no single sample,
-and losses that draw random numbers which depend on the samples. The last two are logged.
+Of the batches that are split, numbers 1, 2, 4, 8 and 16 are checked. No more samples are taken than a micro-batch has,
+so that the check takes no more memory than the training step. If that leaves fewer than four samples, values of the
+loss on more samples are compared too, which take less memory than gradients. Pairs of whole micro-batches take more
+memory; they are compared only if the step would be refused otherwise.
+
+What it cannot see: coupling that does not show in the chosen samples or batches, losses that fail on so few samples,
+and losses with random numbers that depend on the samples. For the last two a warning is logged.
 """
 
 from __future__ import annotations
@@ -38,45 +41,45 @@ from planner.rewrite.portable.batch_slicing import count_samples, map_tensors
 logger = logging.getLogger(__name__)
 
 _CHECKED_BATCHES = (1, 2, 4, 8, 16)
-"""Numbers of the split batches that are checked. Several are checked because padding may first appear in a later
-batch."""
+"""Which of the batches that are split are checked, counted from 1. Padding may first appear in a later batch."""
 
 _MAX_SAMPLES = 8
-"""Maximum number of samples per probe. With more of them, rounding and chance differences grow."""
+"""Maximum number of samples in a comparison of gradients. Differences by rounding and by chance grow with it."""
 
 
 @final
 @dataclasses.dataclass(kw_only=True)
 class CouplingCheck:
-    """Probes some of the batches that a step splits. One object belongs to one training run."""
+    """Compares gradients of a few samples, in some of the batches that a step splits. Use one object per training."""
 
     batch_size: int
-    """Number of samples in a batch, as planned."""
+    """Number of samples in a planned batch."""
     micro_batch_size: int
     terms_of: Callable[[Any, int], torch.Tensor | float]
-    """Returns the number of terms that a loss is taken to be a mean over, from a batch and its number of samples."""
+    """`terms_of(batch, samples)` returns the number of terms over which the loss of a batch is assumed to be a mean."""
     loss_fn: Callable | None = None
-    """The loss function, if it is not part of the model. Its state is restored after each probe."""
+    """The loss function, if it is not part of the model. Its state is restored after each evaluation."""
     uses_autocast: bool = False
-    """True if training computes the loss in lower precision: a probe then takes twice the bytes per sample."""
+    """True if training uses autocast. The check does not, so that a sample takes twice the bytes."""
     has_stated_weights: bool = False
-    """True if the user stated the weights (`loss_weight`): differences are then logged and not refused."""
+    """True if the user stated the weights (`loss_weight`). A difference is then logged instead of refused."""
     way_out: str = "forbid accumulation, or pass loss_weight=... to apply if the loss is a sum or another mean"
     """End of the error message, which says what the user can do."""
     _batches: int = 0
-    """Number of split batches so far."""
+    """Number of batches so far that were split."""
     _warned_topics: set[str] = dataclasses.field(default_factory=set)
 
     def refuse_coupled_samples(
         self, model: torch.nn.Module, batch: Any, loss_of: Callable[[Any], torch.Tensor], *, is_part: bool = False
     ) -> None:
-        """Raise `DecisionError` if the gradient of some samples is not the weighted sum of the gradients of two halves.
+        """Compare the gradient of a few samples with the weighted sum of the gradients of two halves of them.
 
-        Losses that cannot be probed are logged.
+        Raises `DecisionError` if they differ. Logs a warning if the loss cannot be computed on parts of the batch.
 
         Args:
-            loss_of: the loss of a batch, computed by the model.
-            is_part: the batch is no larger than one micro-batch.
+            batch: the batch that was split, or one of its micro-batches.
+            loss_of: computes the loss of a batch with the model.
+            is_part: True if `batch` is only one of the micro-batches.
         """
         if not self._can_probe(model, batch):
             return
@@ -106,11 +109,13 @@ class CouplingCheck:
         parts: tuple[int, int],
         count: int,
     ) -> bool:
-        """True if the gradient of two micro-batches together is the weighted sum of their gradients.
+        """True if the gradient of two micro-batches joined is the weighted sum of the gradients of each.
 
-        The comparison takes more memory than was promised, so it is made only if the step would be refused otherwise.
+        False if they cannot be compared. The comparison may take more memory than the plan promised, so call this only
+        if the step would be refused otherwise.
 
         Args:
+            loss_of: computes the loss of a batch with the model.
             parts: indices of the two micro-batches.
             count: number of micro-batches in the batch.
         """
@@ -126,24 +131,27 @@ class CouplingCheck:
     def _probe_factory(
         self, model: torch.nn.Module, batch: Any, samples: int, loss_of: Callable[[Any], torch.Tensor]
     ) -> Callable[..., GradientProbe]:
-        """Makes probes that all start from the state that the model has now."""
+        """Return a function that creates probes, each of which keeps the model in the state that it has now."""
         guard = SideEffectGuard(model, self.loss_fn)
         if not guard.is_complete:
             self._warn_once(
                 "objects",
-                "model and loss function hold more objects than a snapshot takes: some may keep changes that the check "
-                "made",
+                "model and loss function hold more objects than a snapshot takes: changes that the check of "
+                "micro-batches makes to some of them may stay",
             )
         return functools.partial(GradientProbe, model, batch, samples, loss_of, self.terms_of, guard)
 
     def _warn_once(self, topic: str, message: str) -> None:
-        """Log a warning, once per topic."""
         if topic not in self._warned_topics:
             logger.warning("%s", message)
         self._warned_topics.add(topic)
 
     def _can_probe(self, model: torch.nn.Module, batch: Any) -> bool:
-        """False for tensors without values, and for wrapper subclasses, where writes to inner tensors are not seen."""
+        """True if the model can be run on samples of the batch and restored afterwards.
+
+        That is not possible if tensors have no values (in a rehearsal), or if a tensor wraps others: writes to the
+        inner tensors would not be seen.
+        """
         tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -163,10 +171,10 @@ class CouplingCheck:
         return True
 
     def _choices(self, batch: Any, samples: int) -> Iterator[tuple[Halves, bool]]:
-        """Yields the halves to compare, and True if there is room for their gradients.
+        """Yields pairs of halves, each with True to compare their gradients, or False to compare values of the loss.
 
-        The first batch gets all choices of samples, later ones two of them. Without gradients there is room for more
-        samples, so that the values of the loss are compared too, in the first batch only.
+        The first batch gets all choices of samples, later batches get two. Values of the loss are compared in the first
+        batch only, if no more than three samples fit in memory with their gradients.
         """
         most = self.micro_batch_size // (2 if self.uses_autocast else 1)
         with_gradients = min(samples, _MAX_SAMPLES, most)
@@ -184,7 +192,10 @@ class CouplingCheck:
     def _difference_in_samples(
         self, new_probe: Callable[..., GradientProbe], batch: Any, samples: int
     ) -> ProbeResult | None:
-        """The first difference that is too large; None if there is none. Warns if nothing could be compared."""
+        """Return the result of the first comparison in which the two sides differ; None if there is none.
+
+        A warning is logged if nothing could be compared.
+        """
         try:
             choices = list(self._choices(batch, samples))
         except Exception as error:  # an unusual kind of tensor in the batch; training may work all the same
@@ -197,9 +208,9 @@ class CouplingCheck:
                 probe = new_probe(in_training_mode=in_training_mode)
                 try:
                     result = _compare(probe, halves, with_gradients)
-                    # All samples had the same random numbers so far, which may hide what depends on them. Repeat the
-                    # first choice with numbers of its own for each sample. A difference is only logged then: which
-                    # draws have a row for each sample is guessed by their shape.
+                    # All samples had the same random numbers so far, which may hide a loss that depends on them. Repeat
+                    # the first choice with separate random numbers for each sample. A difference is then only logged,
+                    # because it is guessed from the shape of a draw whether it has one row per sample.
                     if probe.drew and number == 0 and with_gradients and not (result is not None and result.is_off):
                         drawn = probe.compare_gradients(halves, own_draws=True)
                         differs_by_draws = drawn if drawn is not None and drawn.is_off else None
@@ -217,9 +228,9 @@ class CouplingCheck:
         return None
 
     def _micro_batches_agree(self, new_probe: Callable[..., GradientProbe], batch: Any, samples: int) -> bool:
-        """True if the gradient of each of several pairs of whole micro-batches is the weighted sum of their gradients.
+        """True if, for several pairs of whole micro-batches, the weighted gradients add up to that of both joined.
 
-        This accepts losses that compare samples only within groups of which each micro-batch has whole ones.
+        This accepts a loss that compares samples only within groups, if no group is cut by the split.
         """
         if samples <= self.micro_batch_size:
             return False
@@ -227,7 +238,11 @@ class CouplingCheck:
 
 
 def _compare(probe: GradientProbe, halves: Halves, with_gradients: bool) -> ProbeResult | None:
-    """Compare gradients, or the loss (also with perturbed parameters) if there is no room or all gradients are zero."""
+    """Compare gradients; or, if that is not wanted or not possible, values of the loss.
+
+    The loss is compared with the parameters that the model has, and then with perturbed ones. Returns None if nothing
+    could be compared.
+    """
     result = probe.compare_gradients(halves) if with_gradients else None
     if result is not None:
         return result
@@ -239,13 +254,16 @@ def _compare(probe: GradientProbe, halves: Halves, with_gradients: bool) -> Prob
 
 
 def _all_agree(probe: GradientProbe, pairs: list[Halves]) -> bool:
-    """True if gradients agree for all pairs that could be compared, and at least one could."""
+    """True if the gradients of at least one pair could be compared, and agree for all these pairs.
+
+    False if a comparison raises an error.
+    """
     results = []
     for pair in pairs:
         try:
             results.append(probe.compare_gradients(pair))
         except Exception as error:  # for example out of memory
-            logger.info("two micro-batches could not be taken together (%s: %s)", type(error).__name__, error)
+            logger.info("gradients of two micro-batches could not be compared (%s: %s)", type(error).__name__, error)
             return False
         if results[-1] is not None and results[-1].is_off:
             return False

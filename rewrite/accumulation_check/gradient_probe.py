@@ -5,13 +5,13 @@ is right if `grad(both) = n1 / n * grad(first half) + n2 / n * grad(second half)
 is compared with a bound that depends on the precision of the computation.
 
 How: all other causes of a difference between the two sides are removed. The model runs in full precision (no autocast),
-with random numbers that do not depend on the split (`batch_independent_random`), and with normalisation layers that use
-their running statistics. About 2**18 elements of the gradients are compared, spread over all parameters. If there is no
-room for gradients, or they are zero, the values of the loss are compared, also with perturbed parameters. The model's
-state is restored after each evaluation (`side_effects`).
+with random numbers that do not depend on the split (`batch_independent_random`), and with normalization layers that use
+their running statistics. About 2**18 elements of the gradients are compared, spread over all parameters. If gradients
+do not fit in memory, or are zero, values of the loss are compared instead, with the model's parameters and with
+perturbed ones. The model's state is restored after each evaluation (`side_effects`).
 
-What it cannot see: differences below the bound, in elements that are not sampled, in batch normalisation, in dropout,
-and in what the loss does in lower precision.
+What it cannot see: differences below the bound, differences in gradient elements that are not sampled, and differences
+that only batch normalization, dropout or lower precision cause.
 """
 
 from __future__ import annotations
@@ -36,50 +36,53 @@ _ELEMENTS = 1 << 18
 """Approximate number of gradient elements that are compared, over all parameters together."""
 
 _MIN_ELEMENTS = 256
-"""Minimum number of elements compared per parameter. Smaller parameters are compared in full."""
+"""Minimum number of gradient elements that are compared per parameter. Smaller parameters are compared in full."""
 
 _BOUNDS = {"full": (1e-3, 3e-5), "tf32": (1e-2, 3e-3), "lower": (5e-2, 5e-2)}
-"""Maximum relative error of gradients and of the loss that counts as rounding, by precision of the matmuls.
+"""Precision of the matmuls -> maximum relative errors that count as rounding, of gradients and of the loss.
 
-Kernels are chosen by batch size, so a sample is not computed to the same bits in a batch of another size.
+Batches of different sizes use different kernels, so that the results for a sample differ in their last bits.
 """
 
 _SLIGHT = 1e-2
-"""Maximum relative error of a gradient that is logged and not refused, such as a small balancing loss over a batch."""
+"""Relative error of a gradient below which a difference is logged instead of refused.
+
+A small additional loss over the batch, such as one that balances experts, makes such a difference.
+"""
 
 _ROUNDING = 1e-5
 """Fraction of the loss (or of 1, if 1 is larger) below which the norm of a gradient counts as a rounding error."""
 
 _SMALL = 1e-3
-"""Norm below which a difference may be due to rounding. If it is, reordering the samples changes the result too."""
+"""Norm of a result below which a difference counts as rounding if reordering the samples changes the result too."""
 
 _NOISE = 1 << 18
-"""Length of the pattern by which parameters are perturbed. It is repeated over each parameter."""
+"""Number of elements of the pattern that is added to parameters to perturb them. It is repeated over each parameter."""
 
 _PERTURBATION = 0.5
 """Size of the perturbation of a parameter, as a fraction of its root mean square."""
 
 Halves = tuple[torch.Tensor, torch.Tensor]
-"""Indices of the samples of two parts."""
+"""Indices of the samples in the first and in the second half."""
 
 
 class NotReproducibleError(Exception):
-    """Raised if a loss depends on more than the model and the samples, or is no larger than its rounding error."""
+    """Raised if a difference may have another cause than the split: results do not repeat, or are rounding errors."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ProbeResult:
-    """How far the weighted sum of two parts is from the whole."""
+    """The difference between the gradient (or loss) of some samples and the weighted sum of those of two halves."""
 
     quantity: Literal["gradient", "loss"]
     samples: int
-    """Number of samples in both parts together."""
+    """Number of samples in both halves together."""
     error: float
-    """Norm of the difference, relative to `size`."""
+    """Norm of the difference, divided by `size`."""
     size: float
-    """Norm of the whole, or the sum of the norms of its weighted parts if that is larger."""
+    """Norm of the result for all samples, or the sum of the norms of the weighted halves if that is larger."""
     precision: str
-    """Key of `_BOUNDS`."""
+    """Precision of the matmuls, a key of `_BOUNDS`."""
 
     @property
     def bound(self) -> float:
@@ -88,12 +91,12 @@ class ProbeResult:
 
     @property
     def is_off(self) -> bool:
-        """True if the error exceeds `bound`: the weighted parts do not add up to the whole."""
+        """True if the error exceeds `bound`: the weighted halves do not add up to the result for all samples."""
         return self.error > self.bound
 
     @property
     def is_slight(self) -> bool:
-        """True if the error is too small for a refusal."""
+        """True if the error is so small that it is logged instead of refused."""
         return self.quantity == "gradient" and self.error < _SLIGHT
 
     def __str__(self) -> str:
@@ -101,20 +104,21 @@ class ProbeResult:
         return (
             f"computed in two parts like micro-batches, the {self.quantity} of {self.samples} samples comes out "
             f"{error if math.isfinite(self.error) else 'not finite, or far'} off: the loss compares samples, or is a "
-            "sum, or a mean over something other than samples or labels (or the model normalises over the batch)"
+            "sum, or a mean over something other than samples or labels (or the model normalizes over the batch)"
         )
 
 
 class GradientProbe:
-    """Compares the weighted sum of the gradients or losses of two parts of a batch with that of both parts together.
+    """Compares the gradient or loss of some samples with the weighted sum of those of two halves of the samples.
 
     Args:
-        samples: number of samples in the batch.
-        loss_of: the loss of a batch, computed by the model.
-        terms_of: number of terms that the loss of a batch is taken to be a mean over, from the batch and its samples.
-        guard: restores the model and its loss function.
-        in_training_mode: run modules in the mode that they are in, except normalisation with running statistics; False
-            runs all modules in evaluation mode.
+        batch: the batch from which samples are taken.
+        samples: number of samples in `batch`.
+        loss_of: computes the loss of a batch with the model.
+        terms_of: `terms_of(batch, samples)` returns the number of terms over which the loss is assumed to be a mean.
+        guard: restores the model and its loss function after each evaluation.
+        in_training_mode: leave modules in the mode that they are in, except that normalization layers with running
+            statistics are put in evaluation mode; False puts all modules in evaluation mode.
     """
 
     def __init__(
@@ -134,14 +138,14 @@ class GradientProbe:
         """True if an op drew random numbers in one of the comparisons."""
         self.precision = _precision_of(model, batch)
         self._drew_on_host = False
-        """True if numpy or Python drew random numbers, which cannot be made independent of the split."""
+        """True if numpy or Python drew random numbers: these cannot be made independent of the split."""
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def compare_gradients(self, halves: Halves, *, own_draws: bool = False) -> ProbeResult | None:
         """Compare gradients. Returns None if they cannot be computed, or are no larger than rounding errors.
 
         Args:
-            own_draws: give each sample random numbers of its own; False gives all of them the same.
+            own_draws: True to give each sample its own random numbers, False to give all samples the same.
         """
         losses: list[float] = []
 
@@ -162,8 +166,8 @@ class GradientProbe:
         """Compare values of the loss. Returns None if they are zero or not finite.
 
         Args:
-            perturbed: change the parameters first. Near its initialisation a model may have the same loss for all
-                samples, which says nothing about how they are weighted.
+            perturbed: change the parameters first. Near its initialization a model may have the same loss for all
+                samples, so that wrong weights would not show.
         """
 
         def value_of(part: Any) -> torch.Tensor:
@@ -181,10 +185,12 @@ class GradientProbe:
         halves: Halves,
         own_draws: bool,
     ) -> ProbeResult | None:
-        """Returns None if everything is zero, or the whole is not finite.
+        """Compare what `compute` returns for all samples with its weighted sum over the halves.
+
+        Returns None if there are no loss terms, all results are zero, or the result for all samples is not finite.
 
         Raises:
-            NotReproducibleError: if there is a difference, and it is not due to the split.
+            NotReproducibleError: if there is a difference that may not be due to the split.
         """
         indices = torch.cat(halves)
         all_terms = float(self.terms_of(self._select(indices), len(indices)))
@@ -196,7 +202,7 @@ class GradientProbe:
             with self._controlled(some if own_draws else None):
                 return compute(self._select(some))
 
-        # The whole, and its parts by their share of the terms.
+        # The result for all samples, and those of the halves, weighted by their shares of the terms.
         together = evaluate(indices)
         weighted = [evaluate(half) * share for half, share in zip(halves, shares, strict=True) if share]
         size = max(float(together.norm()), sum(float(part.norm()) for part in weighted))
@@ -210,18 +216,18 @@ class GradientProbe:
         if not float((together - evaluate(indices)).norm()) <= result.bound * size:
             raise NotReproducibleError(f"the {quantity} of the same samples differs when it is computed a second time")
         if self._drew_on_host:
-            raise NotReproducibleError("it draws random numbers from numpy or Python, which differ between samples")
-        # ... and, if it is small, in another order, which rounds otherwise.
+            raise NotReproducibleError("it draws random numbers with numpy or Python, which depend on the split")
+        # ... and, if the result is small, gives the same in another order, in which rounding errors differ.
         if size < _SMALL and not float((together - evaluate(indices.flip(0))).norm()) <= result.bound * size:
             raise NotReproducibleError(f"the {quantity} is no larger than its rounding error")
         return result
 
     @contextlib.contextmanager
     def _controlled(self, samples: torch.Tensor | None) -> Iterator[None]:
-        """Removes what makes results depend on the split, and restores everything at the end.
+        """Context in which only the loss itself makes results depend on the split. Everything is restored at its end.
 
         Args:
-            samples: indices of the samples, to give each random numbers of its own; None gives all the same.
+            samples: indices of the samples, to give each its own random numbers; None to give all samples the same.
         """
         devices = {parameter.device for parameter in self.model.parameters()}
         uses_fast_path = torch.backends.mha.get_fastpath_enabled()
@@ -246,7 +252,7 @@ class GradientProbe:
         self._drew_on_host |= self.guard.drew_on_host
 
     def _perturb(self) -> None:
-        """Change parameters in place, always in the same way. The guard restores them like any write of a forward."""
+        """Change the trainable parameters in place, in the same way at each call. The guard restores them."""
         noise = torch.arange(_NOISE, dtype=torch.float64).mul_(2.4).sin_().float()
         for parameter in self.model.parameters():
             if parameter.requires_grad and parameter.is_contiguous() and parameter.is_floating_point():
@@ -257,7 +263,7 @@ class GradientProbe:
                     chunk.add_(pattern[: len(chunk)], alpha=_PERTURBATION * root_mean_square)
 
     def _select(self, indices: torch.Tensor) -> Any:
-        """The part of the batch with these samples, which need not be adjacent (as for `samples_between`)."""
+        """Return the part of the batch that has these samples. They need not be adjacent."""
 
         def select(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.dim() or len(tensor) != self.samples:
@@ -271,12 +277,12 @@ class GradientProbe:
 
 
 def sampled_gradient(loss: torch.Tensor, trained: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-    """Returns elements of the gradient of each parameter, on the host, scaled so that their norm estimates the full
-    norm.
+    """Returns some elements of the gradients of all parameters, as one vector in double on the host.
 
-    A hook on each parameter takes its sample as soon as autograd has that gradient, and puts a broadcast zero in its
-    place, so that at most one gradient is in memory at a time. Nothing is added to `.grad`, and hooks that wait for an
-    accumulated gradient (`register_post_accumulate_grad_hook`) are not called.
+    The elements are scaled so that their norm estimates the norm of all gradients. A hook on each parameter copies its
+    elements as soon as autograd has computed the gradient, and replaces the gradient by a broadcast zero, so that at
+    most one gradient is in memory at a time. Nothing is added to `.grad`, and hooks registered by
+    `register_post_accumulate_grad_hook` are not called.
     """
     # Every `stride`-th element is taken; an odd stride does not hit the same columns in all rows of a matrix.
     elements = sum(parameter.numel() for parameter in trained)
@@ -302,7 +308,7 @@ def sampled_gradient(loss: torch.Tensor, trained: Sequence[torch.nn.Parameter]) 
 
 
 def _spread(gradient: torch.Tensor, stride: int) -> torch.Tensor:
-    """Every `stride`-th element in row-major order; of complex numbers the real or the imaginary part, in turn."""
+    """Return every `stride`-th element in row-major order. Of complex elements, real and imaginary part alternate."""
     if gradient.is_sparse:
         gradient = gradient.coalesce()
         rows, elements = gradient.indices(), gradient.values()
@@ -332,7 +338,7 @@ def _has_running_statistics(module: torch.nn.Module) -> bool:
 
 
 def _precision_of(model: torch.nn.Module, batch: Any) -> str:
-    """The lowest precision that the model computes in without autocast: "full" (fp32 or more), "tf32" or "lower"."""
+    """Return the lowest precision of the matmuls without autocast: "full" (fp32 or double), "tf32" or "lower"."""
     tensors: list[torch.Tensor] = list(model.parameters())
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,17 +1,19 @@
 """Snapshot the Python state of a model and its loss function, and restore it in place.
 
-A forward may count its calls, fill caches, move queues of negatives or draw from a generator of its own. A check that
-runs the model must leave no trace of that. `ObjectSnapshot` walks over all objects that can be reached from the roots,
-breadth first, and notes for each how to restore it: class, attributes, slots, containers, closure variables, numpy and
-`array` arrays, generators of random numbers; for tensors their metadata, gradient and hooks. Objects are restored in
-place, because others may refer to them. The bytes of tensors are not copied here (`side_effects` does that, for those
-that are written).
+A forward may count its calls, fill caches, update a queue of negative samples or draw from a generator of its own. A
+check that runs the model must leave no trace of that. `ObjectSnapshot` searches all objects that can be reached from
+the roots, breadth first, and notes for each object how to restore it: class, attributes, slots, containers, closure
+variables, numpy and `array` arrays, generators of random numbers; for tensors their metadata, gradient and hooks.
+Objects are restored in place, because others may refer to them. The bytes of tensors are not copied here:
+`side_effects` copies those of the tensors that are written.
 
 What is not restored:
 
 - state in global variables, in classes, in scripted modules, in iterators and files, and in `functools.lru_cache`;
-- keys of dicts, arrays of objects, arrays of more than 16 MiB, and objects behind weak references;
-- the objects in containers of more than a thousand entries (the entries themselves are, up to a million);
+- the state of objects that are keys of dicts, or that only weak references lead to;
+- numpy arrays of objects or of more than 16 MiB;
+- the state of objects in a container with more than a thousand entries (the container itself is restored, up to a
+  million entries);
 - anything that threads share: queues, executors, data loaders, and plain objects that hold one of them or a lock.
 """
 
@@ -54,31 +56,31 @@ from planner.rewrite.accumulation_check.restoring import (
 logger = logging.getLogger(__name__)
 
 _MAX_OBJECTS = 100_000
-"""Maximum number of objects that are noted; those nearest to the roots come first."""
+"""Maximum number of objects in a snapshot. Objects nearest to the roots come first."""
 _MAX_WALKED_ENTRIES = 1000
-"""Maximum number of entries of a container whose entries are walked."""
+"""If a container has more entries, the objects in it are not part of the snapshot."""
 _MAX_NOTED_ENTRIES = 1_000_000
-"""Maximum number of entries of a container whose entries are restored."""
+"""If a container has more entries, it is not restored."""
 _MAX_ARRAY_BYTES = 16 << 20
-"""Maximum size of a numpy array that is copied."""
+"""Numpy arrays of more bytes are not restored."""
 
 _CONTAINERS = (OrderedDict, dict, list, set, deque)
-"""Builtin types that are restored. A subclass comes before its base."""
+"""Builtin container types that are restored. A subclass comes before its base class."""
 _WALKED = (*_CONTAINERS, tuple, frozenset)
-"""Builtin types whose entries are walked."""
+"""Builtin container types whose entries the search visits."""
 _IMMUTABLE = (type, types.ModuleType, str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
-"""Types of objects without state, or whose state is global."""
+"""Types of objects without state, or whose state is global. The search leaves them out."""
 _THREADING_MODULES = {"queue", "_queue", "threading", "_thread", "multiprocessing", "concurrent", "asyncio"}
-"""Modules whose objects other threads may be using."""
+"""Modules of classes whose objects other threads may be using."""
 _IGNORED_MODULES = _THREADING_MODULES | {
     "selectors", "socket", "ssl", "logging", "io", "_io", "subprocess", "weakref", "_weakref", "_weakrefset",
 }  # fmt: skip
-"""Modules whose objects are left alone."""
+"""Modules of classes whose objects the search leaves out."""
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Attributes of tensors that hold hooks."""
 
 _Restore = tuple[Callable[..., Any], tuple[Any, ...]]
-"""A function and the arguments to call it with."""
+"""A function that restores something, and the arguments to call it with."""
 
 
 class ObjectSnapshot:
@@ -92,11 +94,11 @@ class ObjectSnapshot:
         self.is_complete = True
         self._restores: list[_Restore] = []
         self._hashed: list[_Restore] = []
-        """Sets and mappings with keys whose hash may depend on state. They are restored after the state of the keys."""
+        """How to restore sets and mappings with keys whose hash may depend on their state. This is done last."""
         self._empty: list[Any] = []
-        """Containers that were empty. Most containers in modules are."""
+        """Containers to empty. They are in a list of their own because most containers in modules are empty."""
         self._generators: list[tuple[Callable[[], Any], Callable[[Any], Any], Any]] = []
-        """Functions that read and write the state of each generator of random numbers, and the state."""
+        """For each generator of random numbers: function that reads its state, function that sets it, former state."""
         self._types: dict[int, _TypeInfo] = {}
         self._warned_topics: set[str] = set()
         modules = [root.modules() if isinstance(root, torch.nn.Module) else [root] for root in roots]
@@ -106,9 +108,10 @@ class ObjectSnapshot:
             self._note_generator(numpy.random.get_state, numpy.random.set_state)
 
     def restore(self) -> bool:
-        """Restore everything; may be called again. Returns True if numpy's or Python's generators had drawn numbers.
+        """Restore everything. May be called several times.
 
-        A `KeyboardInterrupt` in between is raised after everything is restored.
+        Returns True if a generator of numpy or Python had drawn random numbers. A `KeyboardInterrupt` in between is
+        raised after everything is restored.
         """
         interrupted = None
         for restore, arguments in (*self._restores, *self._hashed):
@@ -119,7 +122,7 @@ class ObjectSnapshot:
                     interrupted = error
                     restore(*arguments)
             except Exception as error:  # one object that cannot be restored must not keep others from it
-                self._warn_once(f"a {type(arguments[0]).__name__} could not be put back", error)
+                self._warn_once(f"the check of micro-batches could not restore a {type(arguments[0]).__name__}", error)
         for container in self._empty:
             if container:
                 container.clear()
@@ -138,7 +141,7 @@ class ObjectSnapshot:
         self._warned_topics.add(message)
 
     def _walk(self, roots: Iterable[Any]) -> None:
-        """Breadth-first search over all objects that can be reached, noting how to restore each."""
+        """Search all objects that can be reached from the roots, breadth first, and note how to restore each."""
         seen: dict[int, Any] = {}
         waiting = deque(roots)
         while waiting:
@@ -159,7 +162,8 @@ class ObjectSnapshot:
                     self._note(value, info)
                     waiting.extend(held)
             except Exception as error:  # raised by a class of the user's own; all other objects are still noted
-                self._warn_once(f"what a {info.type.__name__} holds is not known", error)
+                message = f"the check of micro-batches could not read a {info.type.__name__}, and will not restore it"
+                self._warn_once(message, error)
 
     def _are_shared(self, held: list[Any]) -> bool:
         """True if other threads may be using the object that holds these objects."""
@@ -172,7 +176,7 @@ class ObjectSnapshot:
         return info
 
     def _note(self, value: Any, info: _TypeInfo) -> None:
-        """Note how to restore one object: its class, attributes and slots, then the content of its builtin type."""
+        """Note how to restore one object: class, attributes and slots, then what its builtin type (dict ...) holds."""
         kind = info.type
         if kind.__flags__ & HEAP_TYPE:
             self._restores.append((restore_class, (value, kind)))
@@ -231,7 +235,7 @@ class ObjectSnapshot:
 
 
 class _TypeInfo:
-    """How to walk and restore the objects of one class, by the builtin types that it derives from."""
+    """Facts about a class that the search needs, such as the builtin container that it derives from."""
 
     def __init__(self, kind: type) -> None:
         self.type = kind
@@ -280,6 +284,6 @@ def _can_copy(array: Any) -> bool:
 
 
 def _tensor_state(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Data, `requires_grad` and gradient. No bytes are copied; data is None if it cannot be assigned."""
+    """Return data, `requires_grad` and gradient, without a copy. Data is None for sparse and nested tensors."""
     data = tensor.data if tensor.layout is torch.strided and not tensor.is_nested else None
     return data, tensor.requires_grad, tensor.grad if tensor.is_leaf else None

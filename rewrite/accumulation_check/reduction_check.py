@@ -1,16 +1,16 @@
-"""Check the weights of micro-batches against the reductions that are seen while the loss is computed.
+"""Check the weights of micro-batches against the reductions (means and sums over loss terms) that the loss takes.
 
 What it checks: the user's loss function does not state which terms it averages over. Most loss functions end in a call
-of `torch.nn.functional`, and the arguments of that call (target, `ignore_index`, class weights, `reduction`) determine
-the terms. The micro-batches are weighted correctly if the weight of each micro-batch is its share of the terms of the
-batch, or 1 if the loss is a sum.
+of a loss function of `torch.nn.functional`, and the arguments of that call (target, `ignore_index`, class weights,
+`reduction`) determine the terms. The weight of a micro-batch is right if it is the share of the batch's terms that are
+in the micro-batch, or 1 if the loss is a sum.
 
 How: a `TorchFunctionMode` around forward and loss of each micro-batch notes these calls. Nothing is computed twice. The
 first step is always watched. Later steps are watched only if the loss is a mean over labels and the weights do not
 count labels, because the number of labels may change from batch to batch.
 
-What it cannot see: reductions that are written out (`cost.sum() / mask.sum()`), those in other functions, and whether a
-reduction is part of the loss at all. In these cases `coupling_check` compares gradients.
+What it cannot see: reductions that are written out (`cost.sum() / mask.sum()`), reductions in functions that are not
+listed below, and whether a reduction is part of the loss at all. In these cases `coupling_check` compares gradients.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from torch.overrides import TorchFunctionMode
 from planner.errors import DecisionError
 
 _BY_LABEL = (F.cross_entropy, F.nll_loss)
-"""Functions whose mean is over the labels that are not ignored."""
+"""Loss functions that take the mean over the labels that are not ignored."""
 
 _BY_ELEMENT = (
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
 )  # fmt: skip
-"""Functions whose mean is over all elements of the input."""
+"""Loss functions that take the mean over all elements of the input."""
 
 _TOLERANCE = 1e-6
-"""Maximum error of a weight. Shares are quotients of integers, or of sums of class weights in fp32."""
+"""Maximum error of a weight that counts as rounding."""
 
 _FORBID = "plan with accumulation forbidden"
 _STATE = "pass loss_weight=... to apply, a function that takes a batch and returns"
@@ -45,14 +45,15 @@ _STATE_TERMS = f"{_STATE} the number of terms, or forbid accumulation if the los
 
 
 class ReductionWatcher(TorchFunctionMode):
-    """Notes the reductions of the micro-batches of one step, and compares them with the weights.
+    """Notes the reductions that the loss takes in the micro-batches of one step, and compares them with the weights.
 
     For each micro-batch call `start_part`, optionally `end_forward`, and `end_part`; then `refuse_other_weights`.
 
     Args:
-        has_loss_weight_option: the user could have stated other weights; error messages then say how.
-        is_first: nothing is known of the loss yet.
-        watches_forward: the forward may compute the loss; False watches only what runs after `end_forward`.
+        has_loss_weight_option: True if the user could have stated other weights. Error messages then say how.
+        is_first: True if no earlier step was watched.
+        watches_forward: True to watch the forward too, since it may compute the loss; False to watch only what runs
+            after `end_forward`.
     """
 
     def __init__(
@@ -61,19 +62,19 @@ class ReductionWatcher(TorchFunctionMode):
         super().__init__()
         self.is_first = is_first
         self.farthest_off = (0, 1)
-        """Indices of two micro-batches, set by a refusal: the one weighted most too high and most too low."""
+        """Indices of the micro-batches whose weights are too high and too low by the most; set before an error."""
         self._has_loss_weight_option = has_loss_weight_option
         self._watches_forward = watches_forward
         self._is_active = False
         """True while this mode is on torch's stack of modes."""
         self._in_forward = True
         self._label_means_in_forward: set[bool] = set()
-        """Contains True if a mean over labels was taken in a forward, and False if one was taken after it."""
+        """Contains True if the loss took a mean over labels inside of a forward, and False if it did so after one."""
         self._weights: list[torch.Tensor | float | None] = []
         self._means: list[list[tuple[Callable, torch.Tensor]]] = []
-        """The functions that took a mean in each micro-batch, and the number of terms of each."""
+        """For each micro-batch: the loss functions that took a mean, each with its number of terms."""
         self._sums: list[list[torch.Tensor]] = []
-        """The results of the functions that took a sum in each micro-batch."""
+        """For each micro-batch: the results of the loss functions that took a sum."""
         self._losses: list[torch.Tensor] = []
 
     @property
@@ -96,9 +97,12 @@ class ReductionWatcher(TorchFunctionMode):
         self._activate()
 
     def end_part(self, loss: torch.Tensor | None) -> None:
-        """Stop watching, and note the loss of this micro-batch. None if there is none, for example after an error.
+        """Stop watching, and note the loss of this micro-batch.
 
         Does nothing if no micro-batch is being watched, for example after a forward for evaluation.
+
+        Args:
+            loss: the loss of the micro-batch; None if there is none, for example after an error.
         """
         if not self._is_active:
             return
@@ -108,10 +112,11 @@ class ReductionWatcher(TorchFunctionMode):
             self._losses.append(loss.detach())
 
     def later(self) -> Callable[[], ReductionWatcher] | None:
-        """Returns what makes the watcher of a later step; None if weights that are right now stay right.
+        """Returns a function that creates the watcher of a later step; None if later steps need no check.
 
-        They stay right if no mean is over labels, or if the weights count labels too. Watching a whole forward costs
-        time on the host, so the forward is not watched if all means over labels were taken after it.
+        Weights that are right in this step stay right if the loss takes no mean over labels, or if the weights count
+        labels too. Watching a forward costs time on the host, so it is not watched if all means over labels were taken
+        after the forward.
         """
         if not self._label_means_in_forward or any(isinstance(weight, torch.Tensor) for weight in self._weights):
             return None
@@ -135,7 +140,7 @@ class ReductionWatcher(TorchFunctionMode):
         Nothing is refused if no reduction was seen, or if some micro-batches had more reductions than others.
 
         Args:
-            weights: one for each micro-batch; None takes those of `start_part`.
+            weights: the weight of each micro-batch; None for the weights that were passed to `start_part`.
         """
         # A rehearsal has no values to compare.
         tensors = [terms for means in self._means for _, terms in means] + self._losses
@@ -150,7 +155,7 @@ class ReductionWatcher(TorchFunctionMode):
         for calls in zip(*self._means, strict=True):
             function, terms = calls[0][0], [float(number) for _, number in calls]
             if function in _BY_ELEMENT and len(set(terms)) == 1 and abs(sum(weights) - 1.0) < _TOLERANCE:
-                continue  # over something that is not part of the batch, such as weight decay: its shares add up to it
+                continue  # a term that does not depend on the batch, such as weight decay: it is the same in each part
             shares = [number / sum(terms) for number in terms] if sum(terms) else weights
             errors = [share - weight for share, weight in zip(shares, weights, strict=True)]
             if any(abs(error) > _TOLERANCE for error in errors):
@@ -162,7 +167,10 @@ class ReductionWatcher(TorchFunctionMode):
                 )
 
     def _refuse_weights_of_sums(self, weights: Sequence[float]) -> None:
-        """Raise `DecisionError` if a weight is not 1, and a sum equals the loss in every micro-batch."""
+        """Raise `DecisionError` if the loss is a sum and a weight is not 1.
+
+        The loss is a sum if, in every micro-batch, it equals the result of a loss function that took a sum.
+        """
         are_comparable = len(set(map(len, self._sums))) == 1 and len(self._losses) == len(weights)
         for sums in zip(*self._sums, strict=True) if are_comparable else ():
             is_loss = all(torch.equal(result, loss) for result, loss in zip(sums, self._losses, strict=True))
@@ -178,7 +186,7 @@ class ReductionWatcher(TorchFunctionMode):
             self._is_active = True
 
     def _note(self, function: Callable, arguments: dict[str, Any], result: torch.Tensor) -> None:
-        """Note one call of a loss function, by its `reduction`."""
+        """Note the call of a loss function: for a sum its result, for a mean the number of its terms."""
         reduction = arguments["reduction"]
         if any(arguments.get(deprecated) is not None for deprecated in ("size_average", "reduce")):
             reduction = torch.nn._reduction.legacy_get_string(arguments["size_average"], arguments["reduce"])
@@ -193,7 +201,10 @@ class ReductionWatcher(TorchFunctionMode):
 
 
 def _may_be_trained_by(result: object) -> TypeGuard[torch.Tensor]:
-    """True if a result requires a gradient, so that it may be part of the loss. Values inside `vmap` cannot be read."""
+    """True if a result requires a gradient, so that it may be part of the loss.
+
+    False for results inside of `vmap`, whose values cannot be read.
+    """
     return (
         isinstance(result, torch.Tensor)
         and not torch._C._functorch.is_functorch_wrapped_tensor(result)
@@ -207,7 +218,7 @@ def _signature(function: Callable) -> inspect.Signature:
 
 
 def _label_count(arguments: dict[str, Any]) -> torch.Tensor | float:
-    """Number of rows whose label is not ignored, or the sum of their class weights."""
+    """Return the number of labels that are not ignored, or the sum of their class weights."""
     target, weight = arguments["target"], arguments["weight"]
     if target.is_floating_point():  # a distribution over classes for each row
         return target.numel() / target.shape[1 if target.dim() > 1 else 0]
@@ -216,6 +227,6 @@ def _label_count(arguments: dict[str, Any]) -> torch.Tensor | float:
 
 
 def _listed(numbers: Sequence[float]) -> str:
-    """The first four numbers, for an error message."""
+    """Return the first four numbers as text, for an error message."""
     shown = ", ".join(f"{number:.4g}" for number in numbers[:4])
     return shown if len(numbers) <= 4 else f"{shown}, ..."

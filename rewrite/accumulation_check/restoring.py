@@ -12,11 +12,16 @@ import torch
 HEAP_TYPE = 1 << 9
 """`Py_TPFLAGS_HEAPTYPE` in `type.__flags__`: the class was made by a class statement."""
 EMPTY = object()
-"""Stands for the content of a closure variable or slot that has none."""
+"""Stands for the value of a closure variable or slot that has no value."""
 
 
 def restore_entries(container: Any, kind: Any, keys: list[Any], values: list[Any]) -> None:
-    """Restore a container in place, by the methods of its builtin type, unless nothing has changed."""
+    """Restore a container in place, unless nothing has changed.
+
+    Args:
+        kind: the builtin type of the container. Its methods are used, because a subclass may override them.
+        keys, values: as `entries` returned them.
+    """
     now = entries(container, kind)
     if all(map(_are_same, now, (keys, values))):
         return
@@ -35,8 +40,8 @@ def restore_entries(container: Any, kind: Any, keys: list[Any], values: list[Any
 def _restore_mapping(container: Any, kind: Any, now: list[Any], keys: list[Any], values: list[Any]) -> None:
     """Restore the entries of a mapping and their order.
 
-    Other threads see each entry all the time, unless entries have to be removed and inserted again to restore the
-    order.
+    No entry is missing in between, for the case that other threads read the mapping. Only if the order has changed,
+    each entry is removed and inserted again.
     """
     known = set(keys)
     for key in now:
@@ -56,7 +61,7 @@ def _are_same(now: list[Any], before: list[Any]) -> bool:
 
 
 def rebuild(container: Any, kind: Any, keys: list[Any], values: list[Any]) -> None:
-    """Insert all entries again, because the hashes of their keys may have changed."""
+    """Clear a set or mapping and insert its former entries, because the hashes of its keys may have changed."""
     kind.clear(container)
     if kind is set:
         set.update(container, keys)
@@ -81,7 +86,10 @@ def restore_class(value: Any, kind: type) -> None:
 
 
 def restore_hooks(tensor: torch.Tensor, name: str, hooks: dict[int, Any] | None) -> None:
-    """Restore the hooks of a tensor. A dict of hooks that is new is only emptied, because autograd refers to it."""
+    """Restore the dict of hooks of a tensor.
+
+    If the tensor had none, a new dict is emptied and not removed, because autograd refers to it.
+    """
     now = getattr(tensor, name, None)
     if hooks is None and now is not None:
         now.clear()
@@ -111,7 +119,10 @@ def restore_cell(cell: types.CellType, content: Any) -> None:
 def restore_tensor(
     tensor: torch.Tensor, data: torch.Tensor | None, requires_grad: bool, gradient: torch.Tensor | None
 ) -> None:
-    """Undo `tensor.data = other`, `resize_`, `t_`, `requires_grad_`, and backwards that the model runs itself."""
+    """Restore data (unless it is None), `requires_grad` and gradient of a tensor.
+
+    They change by `tensor.data = other`, `resize_`, `t_`, `requires_grad_`, or a backward that the model runs itself.
+    """
     if data is not None and _layout(tensor) != _layout(data):
         tensor.data = data
     if tensor.requires_grad != requires_grad:
@@ -133,7 +144,7 @@ def restore_array(array: Any, before: Any, numpy: types.ModuleType) -> None:
 
 
 def entries(container: Any, kind: Any) -> tuple[list[Any], list[Any]]:
-    """The keys and values of a mapping; the items of any other container, and an empty list."""
+    """Return the keys and the values of a mapping. For any other container, return its items and an empty list."""
     return list(kind.__iter__(container)), list(kind.values(container)) if issubclass(kind, dict) else []
 
 

@@ -1,8 +1,10 @@
-"""Choose which samples of a batch are compared: those in which wrong weights or coupled samples would show.
+"""Choose two halves of samples to compare, so that wrong weights and coupled samples show.
 
-Wrong weights show if the two halves have different shares of the terms, so samples are ordered by their amount of
-padding, and taken with uneven classes. Coupling shows if related samples are in different halves, so samples are taken
-from both sides of a cut between micro-batches, and with each class in both halves. All choices are deterministic.
+Wrong weights show if one half has more loss terms than the other. Therefore one choice has samples with little padding
+in one half and with much padding in the other, and one choice has mostly samples of one class in one half. Coupled
+samples (a loss that compares samples) show if related samples are in different halves. Therefore one choice takes the
+samples on both sides of a cut between micro-batches, and one has samples of each class in both halves. All choices are
+deterministic.
 """
 
 from __future__ import annotations
@@ -23,15 +25,15 @@ _ADJACENT_PAIRS = 12
 def probe_pairs(
     batch: Any, samples: int, chosen: int, micro_batch_size: int, turn: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields the indices of the samples of two halves: by padding, around a cut, and by class.
+    """Yields pairs of halves, as indices of samples: by padding, around a cut between micro-batches, and by class.
 
     Args:
         samples: number of samples in the batch.
         chosen: number of samples in both halves together.
-        turn: which cut between micro-batches is used; pass another number for each batch.
+        turn: selects the cut between micro-batches; pass another number for each batch.
     """
     half = chosen // 2
-    # From the least padding to the most: the halves have the largest difference in terms.
+    # Samples with the least padding in the first half, with the most in the second.
     order = amounts_of_padding(batch, samples).argsort(stable=True)
     indices = order[torch.linspace(0, samples - 1, chosen).round().long()]
     yield indices[:half], indices[half:]
@@ -44,11 +46,11 @@ def probe_pairs(
 
 
 def _by_class(batch: Any, samples: int, chosen: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields choices by the most common classes, if the batch has one label per sample.
+    """Yields two pairs of halves by the classes of samples, if the batch has one label per sample and several classes.
 
-    First with as many samples of each class in one half as in the other: a loss over pairs of one class has pairs in
-    the whole that neither half has. Then with three quarters from the most common class, so that the halves have other
-    shares of the classes than the whole.
+    In the first pair, both halves have the same number of samples of each class: a loss over pairs of samples of one
+    class then has pairs across the halves, which neither half has. In the second pair, three quarters of the samples
+    are of the most common class, so that its share differs between the halves.
     """
     labels = [t for t in _tensors(batch) if t.dim() == 1 and len(t) == samples and _is_integer(t)]
     for tensor in labels[:1]:
@@ -74,11 +76,12 @@ def _by_class(batch: Any, samples: int, chosen: int) -> Iterator[tuple[torch.Ten
 
 
 def amounts_of_padding(batch: Any, samples: int) -> torch.Tensor:
-    """Estimates how much padding each sample has, on an arbitrary scale.
+    """Estimates how much padding each sample has, on an arbitrary scale, as one number per sample.
 
-    Padding is taken to be the most common value of an integer tensor, and zero or NaN in other tensors; each tensor
-    adds its share, scaled to 1. In a list with one mapping per sample, samples with fewer elements count as more
-    padded. Tensors with one value per sample add that value, unless all integers differ (identifiers of samples).
+    Each tensor adds the fraction of padding in the sample, scaled to a maximum of 1. Padding is assumed to be the most
+    common value of an integer tensor, and zero or NaN in a floating-point tensor. A tensor with one value per sample
+    adds this value, unless it holds integers that all differ (identifiers of samples). In a list with one mapping per
+    sample, samples with fewer elements count as more padded.
     """
     amounts = torch.zeros(samples, dtype=torch.float64)
     for tensor in _tensors(batch, samples):
@@ -106,16 +109,17 @@ def amounts_of_padding(batch: Any, samples: int) -> torch.Tensor:
 
 
 def _scaled(values: torch.Tensor) -> torch.Tensor:
-    """Scales to a maximum magnitude of 1; zeros if the maximum is zero or not finite."""
+    """Scale values to a largest absolute value of 1. Returns zeros if the largest is zero or not finite."""
     largest = float(values.abs().max())
     return values / largest if math.isfinite(largest) and largest else torch.zeros_like(values)
 
 
 def pairs_of_micro_batches(batch: Any, samples: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Indices of the samples of several pairs of whole micro-batches.
+    """Return several pairs of whole micro-batches, as indices of their samples.
 
-    The pairs are up to 12 adjacent ones, the first and the last, and the ones with the least and the most padding. One
-    pair would not do: for losses over the hardest samples, two micro-batches often agree by chance.
+    The pairs are up to 12 pairs of adjacent micro-batches, the first and the last micro-batch, and those with the least
+    and the most padding. One pair is not enough: with a loss over the hardest samples only, two micro-batches often
+    agree by chance.
     """
     blocks = torch.arange(samples).split(size)
     padding = torch.stack([amounts.mean() for amounts in amounts_of_padding(batch, samples).split(size)])
@@ -128,7 +132,11 @@ def pairs_of_micro_batches(batch: Any, samples: int, size: int) -> list[tuple[to
 
 
 def _tensors(batch: Any, samples: int | None = None) -> list[torch.Tensor]:
-    """Returns the tensors of a batch, without those in lists of one mapping per sample (None: in any such list)."""
+    """Returns the tensors of a batch, except those in lists of mappings.
+
+    Args:
+        samples: leave out only lists of this length, which have one mapping per sample; None leaves out all.
+    """
     tensors: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,10 @@
 """Run a model without side effects: everything that a forward or a backward writes is restored afterwards.
 
-The check of micro-batches runs on the live model, since a copy would take its memory twice. Two things are restored:
+The check of micro-batches runs on the user's model itself, because a copy would need its memory a second time. Two
+things are restored:
 
-- Tensors that existed before and are written by an op. A `TorchDispatchMode` copies the bytes of their storage to the
-  host before the first write, so that only what is written is copied.
+- Tensors that existed before and that an op writes to. A `TorchDispatchMode` copies the bytes of their storage to the
+  host before the first write, so that no other tensors are copied.
 - Attributes and containers of the model and its loss function, which `object_snapshot` notes beforehand.
 
 What is not restored: writes by code other than torch's ops, writes to sparse tensors, and effects of hooks outside of
@@ -28,8 +29,8 @@ class SideEffectGuard:
     """Restores a model and its loss function to the state that they have now, as often as `restoring` is used.
 
     Attributes:
-        is_complete: False if they hold too many objects to note all of them.
-        drew_on_host: True if numpy's or Python's generators drew numbers in the last use.
+        is_complete: False if the two hold too many objects for a snapshot. Some objects are then not restored.
+        drew_on_host: True if generators of numpy or Python drew random numbers during the last use of `restoring`.
     """
 
     def __init__(self, model: torch.nn.Module, loss_fn: Callable | None = None) -> None:
@@ -40,12 +41,12 @@ class SideEffectGuard:
 
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:
-        """Context around forwards and backwards of the model and calls of its loss function."""
+        """Context that restores everything at its end. Run the model, its backward and its loss function inside."""
         with contextlib.ExitStack() as stack:
             # The stack unwinds in reverse order: bytes of tensors, autocast cache, generators, objects.
             stack.callback(self._restore_objects)
             stack.enter_context(torch.random.fork_rng(list(self._cards)))
-            stack.callback(torch.clear_autocast_cache)  # it may hold casts of weights that were made under no_grad
+            stack.callback(torch.clear_autocast_cache)  # may hold weights that were cast under no_grad
             copies = _CopyOnWrite()
             stack.callback(copies.restore)
             with copies:
@@ -56,12 +57,12 @@ class SideEffectGuard:
 
 
 class _CopyOnWrite(TorchDispatchMode):
-    """Copies the storage of a tensor to the host before its first write, unless the tensor was made in this context."""
+    """Copies the storage of a tensor to the host before the first write, unless an op in this context created it."""
 
     def __init__(self) -> None:
         super().__init__()
         self._made_here: set[int | None] = set()
-        """Keys of the storages of results of ops."""
+        """Keys of the storages that ops in this context created."""
         self._copies: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
@@ -102,7 +103,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _storage_key(value: object) -> int | None:
-    """Identifies the storage of a tensor; None for sparse tensors and for what is not a tensor."""
+    """Return a number that identifies the storage of a tensor; None for sparse tensors and for other objects."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return None
     return value.untyped_storage()._cdata

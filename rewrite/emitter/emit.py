@@ -1,7 +1,7 @@
 """Write a plan as a readable Python file of plain torch that runs without this package.
 
-Each rule contributes an `EmittedCode`; the sections are put together here. Functions are the source text of those that
-run in this process (`inspect.getsource`), so the file does what `rewrite.apply` does.
+Each rule contributes an `EmittedCode`, and this module joins them to a file. The functions in the file are copies of
+the source text of those that `rewrite.apply` uses (`inspect.getsource`), so both do the same.
 """
 
 from __future__ import annotations
@@ -23,10 +23,14 @@ from planner.workload.torch_optimizers import may_take_sparse
 
 
 def emit(plan: Plan, path: str | pathlib.Path) -> None:
-    """Write `source(plan)` to a file, atomically.
+    """Write `source(plan)` to a file. The file is replaced atomically, so it is never incomplete.
+
+    Args:
+        plan: The plan.
+        path: Where the file is written. An existing file is replaced.
 
     Raises:
-        PlanFileError: if the file cannot be written.
+        PlanFileError: if the file cannot be written, or if the configuration file of the model cannot be read.
     """
     path = pathlib.Path(path)
     write_text_atomically(path, source(plan, file_name=path.name))
@@ -35,8 +39,16 @@ def emit(plan: Plan, path: str | pathlib.Path) -> None:
 def source(plan: Plan, *, file_name: str = "train_step.py") -> str:
     """Return the text of the emitted file: `rewrite`, `make_optimizer`, `training_step`, and a `main` that runs them.
 
-    The order is that of reading: constants, what is done to the model, the functions that it needs, optimizer, step.
-    A file for a live model, which it cannot build, has a `main` that says how to import it.
+    The sections have this order: constants, `build` (which creates the model), `rewrite`, the functions that the plan
+    needs, `make_optimizer`, `training_step`, `main`. If the plan was made for a live model, the file cannot build the
+    model, so it has no `build`, and its `main` only says how to import the other functions.
+
+    Args:
+        plan: The plan.
+        file_name: Name of the file, which the text mentions.
+
+    Raises:
+        PlanFileError: if the configuration file of the model cannot be read.
     """
     by_kind = one_of_each_kind(plan.decisions)
     fragments = [emitted(plan, by_kind[kind]) for kind, emitted in SOURCES.items() if kind in by_kind]
@@ -47,7 +59,7 @@ def source(plan: Plan, *, file_name: str = "train_step.py") -> str:
         _imports(fragments, model) + ("\n\n" + "\n\n".join(constants) if constants else ""),
         *([model.build] if model.build else []),
         _rewrite(plan, fragments),
-        # Rules share functions: each is written once, where it is first needed.
+        # Several rules may need the same function: it is written once, where it is first needed.
         *dict.fromkeys(function for fragment in fragments for function in fragment.functions),
         *model.functions,
         *([inspect.getsource(clip_gradients)] if _clips_sparse(plan, fragments) else []),
@@ -67,7 +79,11 @@ _LIBRARIES = ("torch", "transformers", "bitsandbytes")
 
 
 def _imports(fragments: list[EmittedCode], model: ModelSource) -> str:
-    """Write the imports as isort sorts them: standard library, libraries, own modules; plain imports before `from`."""
+    """Return the import statements of the file, in the order of isort.
+
+    The standard library comes first, then libraries, then the user's own modules. In each block `import` statements
+    come before `from` statements.
+    """
     lines = {"import torch", *model.imports, *(line for fragment in fragments for line in fragment.imports)}
     if model.build:
         lines.add("import argparse")
@@ -80,7 +96,7 @@ def _imports(fragments: list[EmittedCode], model: ModelSource) -> str:
 
 
 def _rewrite(plan: Plan, fragments: list[EmittedCode]) -> str:
-    """Write `rewrite(model)`."""
+    """Return the source of `rewrite(model)`, which changes the model as the rules do."""
     statements = "".join(text for fragment in fragments for text in fragment.rewriting)
     if turns_cache_off(plan):
         statements += _CACHE_OFF
@@ -99,7 +115,10 @@ for module in model.modules():
 
 
 def _optimizer(plan: Plan, fragments: list[EmittedCode]) -> str:
-    """Write `make_optimizer(model)`, for a plan that does not replace the optimizer."""
+    """Return the source of `make_optimizer(model)` for a plan that does not replace the optimizer.
+
+    If the class of the optimizer is not known, the function raises NotImplementedError, and the user must write it.
+    """
     name = plan.workload.optimizer
     options = [option for fragment in fragments for option in fragment.optimizer_options]
     parameters = "[parameter for parameter in model.parameters() if parameter.requires_grad]"
@@ -128,7 +147,10 @@ def _optimizer(plan: Plan, fragments: list[EmittedCode]) -> str:
 
 
 def _training_step(plan: Plan, fragments: list[EmittedCode], model: ModelSource) -> str:
-    """Write `training_step`: the loop of `planner.rewrite.step.TrainingStep`, with only what this plan needs."""
+    """Return the source of `training_step`.
+
+    It does the same as `planner.rewrite.step.TrainingStep`, but only contains the statements that this plan needs.
+    """
     # Forward, in autocast if the plan has it.
     autocast = next((fragment.autocast for fragment in fragments if fragment.autocast), "")
     split = next((fragment.split for fragment in fragments if fragment.split), "")
@@ -137,7 +159,7 @@ def _training_step(plan: Plan, fragments: list[EmittedCode], model: ModelSource)
     forward = f"loss = {_loss(plan, model, part)}\n"
     if autocast:
         forward = f"with {autocast}:\n    {forward}"
-    # Backward, which may be scaled, and may take the optimizer's steps itself.
+    # Backward, of the scaled loss if there is a gradient scaler. With step-in-backward it also updates the parameters.
     stepping = next((fragment.backward for fragment in fragments if fragment.backward), "")
     backward = "scaler.scale(loss).backward()\n" if scaled else "loss.backward()\n"
     if stepping:
@@ -152,7 +174,8 @@ def _training_step(plan: Plan, fragments: list[EmittedCode], model: ModelSource)
         compute = forward + backward
     if any(fragment.is_watched for fragment in fragments):
         compute = f"RECOMPUTE_CHECK.begin_step()\n{compute}RECOMPUTE_CHECK.refuse_difference()\n"
-    # Update: unscale, clip, step, schedule, zero. After a step in backward only the last two are left.
+    # Update: unscale and clip gradients, step, advance the scheduler, clear gradients. With step-in-backward, only the
+    # scheduler and clearing gradients remain.
     unscale = "    scaler.unscale_(optimizer)\n" if scaled else ""
     clipped = "clip_gradients(model, max_grad_norm)"
     if not _clips_sparse(plan, fragments):
@@ -166,7 +189,7 @@ def _training_step(plan: Plan, fragments: list[EmittedCode], model: ModelSource)
         + "optimizer.zero_grad(set_to_none=True)\n"
         + ("return total\n" if split else "return loss.detach()\n")
     )
-    # The signature: what the step needs, then what has a default.
+    # The signature: parameters without a default, then those with one.
     options = [option for fragment in fragments for option in fragment.options]
     named = [
         *(["scaler"] if scaled else []),
@@ -191,15 +214,15 @@ def _training_step(plan: Plan, fragments: list[EmittedCode], model: ModelSource)
 
 
 def _clips_sparse(plan: Plan, fragments: list[EmittedCode]) -> bool:
-    """Return True if gradients may be sparse, which `torch.nn.utils.clip_grad_norm_` refuses."""
+    """Return True if the gradients that are clipped may be sparse, which `torch.nn.utils.clip_grad_norm_` refuses."""
     replaced = any(fragment.backward or fragment.optimizer for fragment in fragments)
     return may_take_sparse(plan.workload.optimizer) and not replaced
 
 
 _LOSS_TERMS = """
 
-    loss_terms(batch, samples) returns the number of terms that the loss is a mean over: pass samples_only if those are
-    the samples, else a function of your own.
+    loss_terms(batch, samples) returns the number of terms that the loss is a mean over. If the loss is a mean over
+    samples, pass samples_only, else a function of your own.
     """
 
 _SCALED_STEP = """\
@@ -210,7 +233,10 @@ scaler.update()  # lowers the scale if a gradient was not finite, in which case 
 
 
 def _loss(plan: Plan, model: ModelSource, part: str) -> str:
-    """Write the expression of the loss of `part`, the name of a batch or of a micro-batch."""
+    """Return the expression that computes the loss.
+
+    `part` is the name of the variable that holds the batch or micro-batch.
+    """
     call = Calling[plan.workload.calling].value.replace("batch", part)
     if plan.workload.has_loss_fn:
         return f"loss_fn({call}, {part})"
@@ -220,7 +246,7 @@ def _loss(plan: Plan, model: ModelSource, part: str) -> str:
 
 
 def _main(plan: Plan, model: ModelSource, fragments: list[EmittedCode], scaled: bool) -> str:
-    """Write `main`, which trains a few steps on random data."""
+    """Return the source of `main`, which trains a few steps on random data."""
     named = [
         *(["scaler=scaler"] if scaled else []),
         *(["loss_fn=loss_fn"] if plan.workload.has_loss_fn else []),
@@ -248,7 +274,7 @@ def _main(plan: Plan, model: ModelSource, fragments: list[EmittedCode], scaled: 
 
 
 def _guidance(file_name: str) -> str:
-    """Write the `main` of a file for a live model, which tells how to import it."""
+    """Return the source of `main` for a plan of a live model. It only says how to import the file's functions."""
     module = pathlib.Path(file_name).stem
     return (
         "def main():\n"

@@ -1,4 +1,4 @@
-"""The docstring of an emitted file: the plan, the command that makes it again, and the predicted memory."""
+"""The docstring of an emitted file: the plan, the command that makes the plan again, and the predicted memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MIB = 2**20
 
 
 def header(plan: Plan, file_name: str) -> str:
-    """Return the docstring of the file, with its quotes."""
+    """Return the docstring of the emitted file, with its quotes. `file_name` is the name of the file."""
     rehearsed = "" if plan.certified else " (predicted by the solver, not rehearsed)"
     paragraphs = [
         _title(plan),
@@ -41,7 +41,7 @@ def _made_with(plan: Plan) -> str:
 
 
 def _command(plan: Plan, file_name: str) -> str:
-    """Return the command that makes the plan again: a Python call for a live model, else a shell command."""
+    """Return the command that makes the plan again: a call in Python for a live model, else a shell command."""
     if plan.model.reference is None:
         call = (
             f"vram={plan.vram_bytes if plan.vram_bytes is None else repr(_size(plan.vram_bytes))}",
@@ -72,7 +72,11 @@ def _command(plan: Plan, file_name: str) -> str:
 
 
 def _filled(options: list[str], between: str, at_end: str) -> str:
-    """Join options to indented lines of at most the file's width, keeping each option and its value on one line."""
+    """Return the options of a command as indented lines, each at most `WIDTH` characters long.
+
+    An option stays on one line with its value. `between` joins options on the same line, and `at_end` is appended to
+    each line but the last.
+    """
     lines = ["    " + options[0]]
     for option in options[1:]:
         if len(lines[-1]) + len(between) + len(option) + len(at_end) <= WIDTH:
@@ -84,7 +88,7 @@ def _filled(options: list[str], between: str, at_end: str) -> str:
 
 
 def _size(size_bytes: int) -> str:
-    """Write a size in the largest binary unit that gives a whole number."""
+    """Return a size in GiB or MiB, such as '6GiB', if that is a whole number; else the number of bytes."""
     for unit_bytes, unit in ((2**30, "GiB"), (MIB, "MiB")):
         if size_bytes % unit_bytes == 0:
             return f"{size_bytes // unit_bytes}{unit}"
@@ -97,7 +101,10 @@ def _decisions(plan: Plan) -> list[str]:
 
 
 def _table(plan: Plan) -> str:
-    """Compare the baseline with the plan: the breakdown of the peak by category, then the totals."""
+    """Return the table that compares memory at the peak of the baseline with that of the plan.
+
+    It has a row for each category of memory, then rows for the totals and the step time.
+    """
     names = list(dict.fromkeys([*plan.baseline.breakdown, *plan.peak.breakdown]))
     rows = [(name, plan.baseline.breakdown.get(name, 0), plan.peak.breakdown.get(name, 0)) for name in names]
     rows += [

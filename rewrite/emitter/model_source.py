@@ -1,4 +1,8 @@
-"""Write the source that builds a model and a batch, from an embedded configuration or the reference of the plan."""
+"""Write the source code that builds a model and a random batch.
+
+`plan.model.reference` says where the model comes from: a transformers configuration file, whose content is copied into
+the emitted file; the name of a pretrained model; or `location:name`, a function or class of the user that returns it.
+"""
 
 from __future__ import annotations
 
@@ -17,34 +21,34 @@ from planner.workload.call_convention import Calling
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """Source text that builds the model."""
+    """The parts of an emitted file that build the model and compute its loss. `emit.source` inserts them."""
 
     build: str = ""
-    """The function `build`; empty if the file cannot build the model."""
+    """Source of the function `build`; empty if the emitted file cannot build the model."""
     imports: tuple[str, ...] = ()
     own_imports: frozenset[str] = frozenset()
-    """Imports of the user's own modules, which are sorted last."""
+    """Import statements of the user's own modules, which come after all other imports."""
     constants: tuple[str, ...] = ()
     """Assignments at the top of the emitted file."""
     functions: tuple[str, ...] = ()
-    """Functions that `training_step` calls."""
+    """Sources of the functions that `training_step` calls."""
     target: str = "model"
-    """Names that the result of `build(...)` is assigned to."""
+    """Names that `main` assigns the result of `build` to, such as 'model, loss_fn'."""
     build_arguments: str = ""
     """Arguments that `main` passes to `build`."""
     arguments: tuple[str, ...] = ()
     """Lines of `main` that add arguments to `parser`."""
     returns_model_output: bool = False
-    """True if the model's output holds its loss as `.loss`."""
+    """True if the output of the model is known to have the attribute `loss`."""
     config: dict[str, object] = dataclasses.field(default_factory=dict)
     """The transformers configuration; empty if it is not known."""
 
 
 def model_source(plan: Plan) -> ModelSource:
-    """Return the source that builds `plan.model.reference`.
+    """Return the source that builds the model that the plan was made for.
 
     Raises:
-        PlanFileError: if the reference is a configuration file that cannot be read.
+        PlanFileError: if `plan.model.reference` is a configuration file that cannot be read.
     """
     reference = plan.model.reference
     if reference is None:
@@ -65,7 +69,10 @@ def _transformers_source(plan: Plan, reference: str) -> ModelSource:
     try:
         config = json.loads(config_path.read_text())
     except (OSError, ValueError) as error:
-        raise PlanFileError(f"'{config_path}', which the plan was made from, cannot be read ({error})") from error
+        raise PlanFileError(
+            f"the plan was made from '{config_path}', which cannot be read ({error}): restore this file, or make the "
+            "plan again"
+        ) from error
     return ModelSource(
         build=f'''\
 def build(weights=None):
@@ -96,7 +103,10 @@ def build():
 
 
 def _callable_source(plan: Plan, location: str, name: str) -> ModelSource:
-    """Return the source that calls `name` of `location`, a Python file or the dotted name of a module."""
+    """Return the source that builds the model by calling the user's function or class `name`.
+
+    `location` is the Python file or the dotted name of the module that defines it.
+    """
     sizes = {"batch_size": plan.workload.batch_size, "seq_len": plan.workload.seq_len}
     accepted = _parameters(location, name)
     arguments = ", ".join(f"{key}={size}" for key, size in sizes.items() if key in accepted and size is not None)
@@ -129,7 +139,7 @@ def _callable_source(plan: Plan, location: str, name: str) -> ModelSource:
 
 
 def _parameters(location: str, name: str) -> set[str]:
-    """Return the names of the callable's parameters, read from its source without running it.
+    """Return the names of the parameters of the function or class `name`, read from its source without running it.
 
     The set is empty if the source is not found.
     """
@@ -152,7 +162,7 @@ def _parameters(location: str, name: str) -> set[str]:
 
 
 def batch_source(plan: Plan, model: ModelSource) -> str:
-    """Write `synthetic_batch(device)`, which returns random data of the planned shapes."""
+    """Return the source of `synthetic_batch(device)`, which returns random data of the planned shapes and dtypes."""
     batch: dict[str, Any] = {}
     for path, shape, dtype in plan.workload.batch:
         container = batch
@@ -171,12 +181,16 @@ def batch_source(plan: Plan, model: ModelSource) -> str:
 
 
 def _takes_dataclass(plan: Plan) -> bool:
-    """Return True if the model takes the batch as one object with attributes."""
+    """Return True if the batch is one object with attributes, which the model takes as its only argument."""
     return plan.workload.calling == Calling.SINGLE.name and plan.workload.batch[0][0] != ""
 
 
 def _container(items: dict[str, Any], mapping: bool, indent: int = 4) -> str:
-    """Write a dict, or a tuple if the keys are 0, 1, ... and no mapping is required; one item per line."""
+    """Return the source of a dict with the given items, one per line.
+
+    If all keys are digits and `mapping` is False, it is the source of a tuple. Items that are dicts are written in the
+    same way. `indent` is the indentation of the closing bracket.
+    """
     mapping = mapping or not all(key.isdigit() for key in items)
     pad = " " * (indent + 4)
     lines = []
@@ -188,7 +202,10 @@ def _container(items: dict[str, Any], mapping: bool, indent: int = 4) -> str:
 
 
 def _tensor(name: str, shape: tuple[int, ...], dtype: str, plan: Plan, model: ModelSource) -> str:
-    """Write the expression of a tensor that the model accepts: token ids below the vocabulary size, masks of ones."""
+    """Return the source of an expression that creates a tensor of the given shape and dtype.
+
+    The values are such that the model accepts them: token ids are below the vocabulary size, and masks are ones.
+    """
     size = literal(shape)
     if dtype.startswith(("float", "bfloat")):
         return f"torch.randn({size}, dtype=torch.{dtype}, device=device)"

@@ -30,7 +30,7 @@ class Device(Protocol):
         """Return the driver's name for the card."""
 
     def peaks(self) -> tuple[int, int]:
-        """Return the largest number of bytes allocated, and reserved, so far."""
+        """Return the peaks so far: (bytes that tensors used, bytes that the allocator held)."""
 
     def allocated_bytes(self) -> int:
         """Return the bytes that tensors use now."""
@@ -42,7 +42,7 @@ class Device(Protocol):
         """Return the memory of this process on the card now, as the driver counts it."""
 
     def milliseconds(self, function: Callable[[], object]) -> float:
-        """Return the wall time of a call, including all work that it queued on the card."""
+        """Call the function and return its wall time in milliseconds, including all work that it queued on the card."""
 
 
 class Cuda:

@@ -1,4 +1,4 @@
-"""Find where memory ran out: the op that asked for it, its module and phase, and what was alive then."""
+"""Find where memory ran out: the op that asked for memory, its module and phase, and what the memory was used for."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ class OomLocation:
     op: str
     """The op whose allocation failed, such as 'aten.mm.default'."""
     alive: dict[str, int]
-    """Bytes alive at that moment: 'parameters' (with buffers), 'gradients', 'optimizer state', 'the rest'."""
+    """Bytes that were in use, by purpose: 'parameters' (with buffers), 'gradients', 'optimizer state', and 'the rest'
+    for all other tensors, such as activations."""
 
 
 class OomLocator(TorchDispatchMode):
-    """Records where the first out-of-memory error of a training step occurs, and lets the error propagate.
+    """Records where the first out-of-memory error of a training step occurs. The error is raised as usual.
 
     Under a dispatch mode some ops use a little more memory (autograd accumulates gradients out of place). Therefore use
     this mode in a second run, after a run without it has run out of memory.
@@ -46,7 +47,7 @@ class OomLocator(TorchDispatchMode):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Activate the mode, with hooks that track which module and phase is running."""
+        """Context in which the mode is active, with hooks that track which module and phase is running."""
         hooks = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),

@@ -1,7 +1,7 @@
 """Check a plan's promise on a card: train with the plan in a fresh process under the budget, and measure.
 
 1. Train with the plan. The allocator is capped at the budget minus the promised CUDA context, so that the whole process
-   stays within the budget. If memory runs out, a second run finds the op.
+   stays within the budget. If memory runs out, a second run finds the op that asked for it.
 2. Time the baseline, without a cap, if the card is large enough for it.
 3. Train copies with the plan and without it, and compare (`rewrite.verify`).
 
@@ -29,13 +29,13 @@ TOLERANCE = 1.01
 """Maximum ratio of measured to promised bytes for a promise that counts as kept."""
 RUN_ON_CARD = (sys.executable, "-m", "planner.rewrite.on_gpu.worker")
 _ERROR_LINES = 3
-"""Number of lines of a failed process's output that an error message quotes."""
+"""Number of lines of the output of a failed process that an error message quotes."""
 _OUT_OF_MEMORY = "OutOfMemoryError"
 
 Execute = Callable[[list[str], BinaryIO], "int | None"]
 """Runs a command with its output written to a file; returns the exit code, None if the process was terminated."""
 Run = Callable[[Plan, Sequence[str]], Outcome]
-"""Runs a plan with options of `planner.rewrite.on_gpu.worker`, and returns the outcome."""
+"""Runs `planner.rewrite.on_gpu.worker` with a plan and options, and returns the outcome."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Quantity:
     measured: float | None
     """The measured value; None if the quantity was not measured."""
     kept: bool | None
-    """True if the promise was kept; None for a prediction without a promise, or if the quantity was not measured."""
+    """True if the promise was kept; None if nothing was promised (a prediction only) or nothing was measured."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Verification:
     why_no_parity: str = ""
     """The reason why the trainings were not compared; empty if they were."""
     same_card: bool = True
-    """True if the card is the planned one; False if another card was used in its place."""
+    """False if the plan was checked on a card that is known to be another one than the planned card."""
 
     @property
     def quantities(self) -> tuple[Quantity, ...]:
@@ -95,7 +95,10 @@ class Verification:
         return self.parity is None or self.parity.passed
 
     def _total(self, ran: Ran | None) -> Quantity:
-        """The total memory of the process, promised only on the planned card, since the CUDA context depends on it."""
+        """Return the total memory of the process.
+
+        It is promised only on the planned card, because the size of the CUDA context depends on the card.
+        """
         total = _promised("total", self.plan.peak.total_bytes, None if ran is None else ran.total_bytes)
         if ran is None or not self.same_card:
             return dataclasses.replace(total, kept=None)
@@ -129,8 +132,8 @@ def verification(plan: Plan, *, run: Run | None = None, beside_plain: bool = Tru
     """Train with the plan on the available card, in fresh processes, and measure.
 
     Args:
-        run: starts a process; None for `run_in_process`.
-        beside_plain: also time the baseline, and compare the training with it.
+        run: starts a process with the worker; None for `run_in_process`.
+        beside_plain: also time the baseline, and compare the results of the two trainings.
 
     Raises:
         MeasurementError: if the plan cannot be run on this machine.
@@ -169,9 +172,9 @@ def _parity(plan: Plan, plain: Ran | RanOut, run: Run) -> tuple[Parity | None, s
     parity = run(plan, ("--parity",))
     if not isinstance(parity, Parity):
         raise MeasurementError(
-            f"the comparison of the trainings ended with {type(parity).__name__} instead of a result"
+            f"the process that compares the two trainings returned a {type(parity).__name__} instead of a Parity"
         )
-    # If copies did not fit, nothing was compared; but another failure next to that is a result.
+    # If copies ran out of memory, nothing was compared there. If something else failed too, that is a result.
     if any(_OUT_OF_MEMORY in row.why for row in parity.failures):
         others = [row for row in parity.failures if _OUT_OF_MEMORY not in row.why]
         if not others:
@@ -181,12 +184,15 @@ def _parity(plan: Plan, plain: Ran | RanOut, run: Run) -> tuple[Parity | None, s
 
 def _trained(outcome: Outcome) -> Ran | RanOut:
     if isinstance(outcome, Parity):
-        raise MeasurementError("a training run ended with a comparison instead of measurements")
+        raise MeasurementError("the process that measures a training returned a comparison instead of measurements")
     return outcome
 
 
 def _with_location(first: RanOut, second: Outcome) -> RanOut:
-    """Add the location that the second run found. The message stays that of the first run, which had no overhead."""
+    """Add the location that the second run found to the result of the first run.
+
+    The message is that of the first run, because recording the location takes some memory itself.
+    """
     return dataclasses.replace(first, place=second.place) if isinstance(second, RanOut) else first
 
 
@@ -201,7 +207,7 @@ def run_in_process(
     """Run `planner.rewrite.on_gpu.worker` in its own process.
 
     Args:
-        command: the command that starts it, or one that takes the same arguments.
+        command: the command that starts the worker. Tests pass another command that takes the same arguments.
         execute: runs a command; None for `subprocess.run`.
 
     Raises:
@@ -215,7 +221,8 @@ def run_in_process(
         if code == 0:
             return outcome_from_json(json.loads(result.read_text()))
         last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-_ERROR_LINES:]
-        why = "it took too long" if code is None else f"it ended with exit code {code}"
+        why = "it took too long" if code is None else f"it ended with exit code {code} and printed nothing"
+        why = f"the process that trains with the plan gave no result: {why}"
         raise MeasurementError(" | ".join(last) or why)
 
 

@@ -37,16 +37,19 @@ STEPS = 3
 """Number of measured steps. The first step creates the optimizer state, the second is the first one that starts with
 this state, and the third shows that memory does not grow."""
 TIMED_STEPS, TIMED_SECONDS = 5, 30.0
-"""Maximum number of timed steps, and maximum seconds after which no further one is started."""
+"""Maximum number of timed steps, and maximum seconds after which no further step is started."""
 MOST_SKIPPED = 24
-"""Maximum number of steps that a gradient scaler skips: its scale starts at 2^16 and halves, and fp16 ends at 2^-24."""
+"""Maximum number of steps that a gradient scaler may skip. Each skip halves its scale, from 2^16 to 2^-8 after 24."""
 COULD_NOT_RUN = 2
-"""Exit code if there is no result."""
+"""Exit code if the plan could not be run and no result was written."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ran:
-    """Measurements of a training that ran. Peaks are those of the set-up and of the steps before the timed ones."""
+    """Measurements of a training that did not run out of memory.
+
+    Peaks include the set-up and the first steps, but not the timed steps that follow.
+    """
 
     device: str
     """The driver's name for the card."""
@@ -59,13 +62,13 @@ class Ran:
     total_source: str
     """The method by which the memory of the process was measured, see `planner.profiles.process_memory`."""
     peaks: tuple[tuple[int, int], ...]
-    """Peaks of allocated and reserved bytes so far, after the set-up and after each step."""
+    """Peaks since the start, as (allocated bytes, reserved bytes): after the set-up, and after each step."""
     losses: tuple[float, ...]
-    """Loss of each step."""
+    """Loss of each step, also of the skipped ones."""
     skipped: int
-    """Number of steps that the gradient scaler skipped, in addition to those that trained."""
+    """Number of steps whose update the gradient scaler skipped."""
     step_ms: float
-    """Median time of a step in milliseconds."""
+    """Median time of a timed step in milliseconds."""
     step_ms_spread: float
     """Time of the slowest step minus that of the fastest, in milliseconds."""
 
@@ -81,11 +84,11 @@ class RanOut:
     message: str
     """Message of the allocator, on one line."""
     place: dict[str, Any] | None = None
-    """`OomLocation` as a dict; None if the run did not search for it, or no op of a step ran out of memory."""
+    """`OomLocation` as a dict; None if the run did not record it, or memory did not run out in an op of a step."""
 
 
 class _StepError(Exception):
-    """The cause of an out-of-memory error: number of the step, and the location if it was searched for."""
+    """The cause of an out-of-memory error: number of the step, and the location if it was recorded."""
 
     def __init__(self, step: int, location: dict[str, Any] | None) -> None:
         super().__init__(step)
@@ -116,7 +119,10 @@ def run(plan: Plan, device: Device, *, cap_bytes: int | None, find_op: bool = Fa
 def _with_weights(plan: Plan) -> Workload:
     """Build the plan's model with seeded random weights."""
     if plan.model.reference is None:
-        raise MeasurementError("the plan is for a live model, which another process cannot build: name a model instead")
+        raise MeasurementError(
+            "the plan is for a live model, which another process cannot build: make the plan for a model that is given "
+            "by its name or by file.py:function"
+        )
     torch.manual_seed(0)
     return load_workload(
         plan.model.reference,
@@ -139,7 +145,10 @@ def _trained(plan: Plan, workload: Workload, device: Device, *, find_op: bool) -
         steps.one()
         peaks.append(device.peaks())
         if steps.skipped > MOST_SKIPPED:
-            raise MeasurementError(f"the gradient scaler skipped {steps.skipped} steps: this model overflows in fp16")
+            raise MeasurementError(
+                f"the gradient scaler skipped {steps.skipped} steps: this model overflows in fp16. Plan with "
+                "mixed-precision forbidden"
+            )
     process = device.process_memory()
     outside_bytes = process.process_bytes - device.reserved_bytes()  # CUDA context, kernels, libraries
     times = steps.timed()
@@ -164,7 +173,7 @@ class _Steps:
         self._rewritten, self._batch, self._device, self._find_op = rewritten, batch, device, find_op
         self._keeps_gradients = plan.workload.gradients_alive
         self._with_gradient: tuple[torch.nn.Parameter, ...] = ()
-        """Parameters that got a gradient in the step before."""
+        """Parameters that had a gradient at the update of the previous step."""
         self.losses: list[float] = []
         self.skipped = self._begun = 0
 
@@ -181,7 +190,7 @@ class _Steps:
         self.skipped += scaler is not None and scaler.get_scale() < scale
 
     def timed(self) -> list[float]:
-        """Run some more steps after one to warm up, and return the milliseconds of each."""
+        """Run one step to warm up and then some more steps, and return the milliseconds of each but the first."""
         self._step()
         began = time.perf_counter()
         times: list[float] = []
@@ -201,7 +210,7 @@ class _Steps:
             raise error from _StepError(self._begun, location)
 
     def _step_with_gradients(self) -> torch.Tensor:
-        """Run a step as in a loop that accumulates gradients: those of earlier batches exist when it starts."""
+        """Run a step that starts with gradients (zeros), as in a loop that accumulates gradients of several batches."""
         for parameter in self._with_gradient:
             parameter.grad = torch.zeros_like(parameter)
         with_gradient: list[torch.nn.Parameter] = []
@@ -252,7 +261,10 @@ _KINDS: dict[str, type[Outcome]] = {"ran": Ran, "ran out": RanOut, "parity": Par
 
 
 def main(arguments: list[str], device: Device) -> int:
-    """Run the command. Returns 0 if a result was written, 2 if it could not be run: the last line then says why."""
+    """Run the command and return its exit code.
+
+    It is 0 if a result was written, and 2 if the plan could not be run. The last line on stderr then says why.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", type=pathlib.Path)
     parser.add_argument("result", type=pathlib.Path)

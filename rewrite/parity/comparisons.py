@@ -1,4 +1,4 @@
-"""The comparisons of `rewrite.verify`, each of a planned run with a reference run."""
+"""The comparisons of `rewrite.verify`. Each compares a run with the plan to a reference run."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from planner.rewrite.parity.result import TERMS, Row, compare, dense, failed, he
 from planner.rewrite.parity.runs import VerifyInputs, lower_dtype
 
 ROUNDINGS = 16
-"""Allowed relative error of a gradient's norm under a lower precision, in roundings of that precision.
+"""Allowed relative error of the norm of a gradient in a lower precision, in multiples of the precision's eps.
 
 Each op rounds once, and independent errors add up as the square root of their number: 16 covers about 256 ops on the
 way from a weight to the loss and back."""
 
 LOOSEST = 0.01
-"""Maximum relative bound on the movement of parameters. A comparison with a looser bound would show nothing."""
+"""Loosest bound at which parameters are compared, relative to how far they moved. A looser bound would show nothing."""
 
 LARGEST_SCALE = 2.0**120
 """A loss scale at which gradients overflow in fp16 while the loss in fp32 does not."""
 
 Comparison = Callable[[str, VerifyInputs, list[str]], list[Row]]
-"""`comparison(name, inputs, notes)` -> rows. It may append to the notes."""
+"""`comparison(name, inputs, notes)` returns rows, and may append remarks for the user to `notes`."""
 
 
 def comparisons(plan: Plan) -> dict[str, Comparison]:
@@ -55,7 +55,7 @@ def comparisons(plan: Plan) -> dict[str, Comparison]:
 
 
 def as_planned(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
-    """Compare everything in every step, bit by bit, with a reference step of the same rounding and order of sums."""
+    """Compare all results of all steps, bit by bit, with a plain step of the same precision and order of sums."""
     decisions = given.plan.decisions
     order = tuple(d for d in decisions if d.reorders_sums or d.eight_bit_state)
     plain = given.plain(order, precision=autocast_dtype_of(given.plan.decisions), updates=given.steps)
@@ -73,7 +73,7 @@ def as_planned(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
 
 
 def kept(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
-    """Compare objects, keys, modes and hooks of the rewritten model; after `undo` also its forwards."""
+    """Check that a rewritten model keeps its objects, keys, modes and hooks, and that `undo` restores its forwards."""
     model = given.copied()
     first = given.rewritten(model, ())  # a model may set itself up in its first step
     first.step(given.fresh())
@@ -88,7 +88,7 @@ def kept(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
 
 
 def overflow(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
-    """Compare a step whose gradients overflow: it must update nothing, and lower the scale."""
+    """Compare a step whose gradients overflow in fp16: it must update nothing, and lower the loss scale."""
     decisions = given.plan.decisions
     order = tuple(d for d in decisions if d.reorders_sums or d.eight_bit_state)
     precision = autocast_dtype_of(given.plan.decisions)
@@ -102,12 +102,13 @@ def overflow(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
 
 
 def freeze(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
-    """Compare the first step's gradients of the parameters that stay trainable with those of training everything.
+    """Compare the gradients of the first step with those of a step in which no module is frozen.
 
-    Later steps differ, because the frozen parameters no longer move. The comparison is in double, because some kernels
-    (recurrent ones) add up in another order if no gradient is needed.
+    Only parameters that the plan does not freeze are compared. Later steps differ, because the frozen parameters no
+    longer move. The comparison is in double, because some kernels (recurrent ones) add up in another order if no
+    gradient is needed.
     """
-    given = dataclasses.replace(given, max_grad_norm=None)  # the global norm is that of fewer gradients
+    given = dataclasses.replace(given, max_grad_norm=None)  # with frozen modules, fewer gradients make up the norm
     decisions = tuple(d for d in given.plan.decisions if d.role is not Role.PRECISION and not d.eight_bit_state)
     order = tuple(decision for decision in decisions if decision.reorders_sums)
     plain, double, eps = _in_double(
@@ -123,9 +124,14 @@ def freeze(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
 def _in_double(
     name: str, given: VerifyInputs, notes: list[str], *, dropout: bool, run: Callable[[bool], StepTrace]
 ) -> tuple[StepTrace, bool, float]:
-    """Run the reference step in double, or in its own precision if it cannot run in double.
+    """Run the reference step in double, or in the model's own precision if the step fails in double.
 
-    Returns the trace, True if it ran in double, and the eps of the lowest precision in it.
+    Args:
+        dropout: False to switch dropout off.
+        run: runs the step, in double if its argument is True.
+
+    Returns:
+        The trace of the step, True if it ran in double, and the eps of the lowest precision to which an op rounds.
     """
     narrowing = Narrowing()
     try:
@@ -133,7 +139,7 @@ def _in_double(
             trace = run(True)
     except Exception as error:  # the step without the plan: not a failure of the plan
         notes.append(
-            f"{name}: the baseline cannot run in double ({first_line(error)}): it is compared in its own precision"
+            f"{name}: the baseline cannot run in double ({first_line(error)}): it is compared in the model's precision"
         )
         with Comparable(dropout=dropout, double=False):
             trace = run(False)
@@ -144,14 +150,15 @@ def _in_double(
 
 
 def in_double(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
-    """Compare with the baseline on the full batch, in double: only the order of sums may differ.
+    """Compare the plan, without lower precision and 8-bit state, with the baseline on the full batch, in double.
 
-    If the batch is split, dropout and all other layers that depend on the split are switched off in both runs.
+    Only the order of sums may differ. If the batch is split, both runs have dropout off and batch normalization in
+    evaluation mode, because these depend on the split.
     """
     decisions = tuple(d for d in given.plan.decisions if d.role is not Role.PRECISION and not d.eight_bit_state)
     split = micro_batches_of(given.plan.decisions) > 1
     if split:
-        notes.append(f"{name}: dropout is off, and batch normalisation uses its running statistics")
+        notes.append(f"{name}: dropout is off, and batch normalization uses its running statistics")
     plain, double, eps = _in_double(
         name, given, notes, dropout=not split,
         run=lambda double: given.plain(double=double, split=split, updates=given.steps),
@@ -164,7 +171,7 @@ def in_double(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
     rows = _updates(name, plain, planned, given.steps)
     for kind in ("loss", "gradient", "buffer"):
         rows += compare(name, kind, _of(kind, plain), _of(kind, planned), bound=bound)
-    # Parameters and state: their bound is that of the gradients times what the optimizer makes of an error.
+    # The bound for parameters and state is that for gradients, times the factor by which the optimizer amplifies them.
     growth = plain.growth()
     if growth * bound > LOOSEST:
         notes.append(f"{name}: parameters and state are not compared, since this optimizer amplifies rounding errors")
@@ -179,10 +186,11 @@ def in_double(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
 
 
 def rounding(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
-    """Compare the first update with the baseline: the error may be twice that of autocast alone, plus `ROUNDINGS`.
+    """Compare loss and gradients of the first update with those of the baseline, which uses no lower precision.
 
-    How much a lower precision changes a gradient depends on the model: it can be a lot where the gradient jumps (ReLU)
-    or where batches are normalised. The rest of the plan must not add to it.
+    The error may be twice that of the baseline with autocast, plus `ROUNDINGS`. How much a lower precision changes a
+    gradient depends on the model: it can be much if the gradient jumps (ReLU) or if batches are normalized. The other
+    decisions of the plan must not add to this error.
     """
     notes.append(f"{name}: dropout is off, since its masks differ between precisions")
     precision, split = autocast_dtype_of(given.plan.decisions), micro_batches_of(given.plan.decisions) > 1
@@ -206,10 +214,10 @@ def rounding(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
 
 
 def eight_bit_state(name: str, given: VerifyInputs, notes: list[str]) -> list[Row]:
-    """Compare the first update of the 8-bit optimizer with that of the original one.
+    """Compare the first update of the 8-bit optimizer with that of the original optimizer.
 
-    The first update uses state that is not quantized yet, so it must be the same. The state after it must be the same
-    up to one quantization, and that of embeddings must not be quantized.
+    The first update uses state that is not quantized yet, so parameters must be the same after it. The state must be
+    the same up to the error of one quantization. The state of embeddings must not be quantized.
     """
     plain = given.plain(updates=1)
     decisions = tuple(d for d in given.plan.decisions if d.role is Role.FREEZING or d.eight_bit_state)
@@ -230,10 +238,11 @@ def eight_bit_state(name: str, given: VerifyInputs, notes: list[str]) -> list[Ro
 
 
 def dequantized(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Return the averages of an 8-bit Adam under torch's names, and bounds on the relative error of quantizing them.
+    """Return the moving averages of an 8-bit Adam, dequantized, and bounds on the relative error of each.
 
-    Block-wise quantization replaces each number by the nearest of 256 codes, times the largest number of its block. The
-    error is at most half the largest gap between two codes, plus the error that the averages have before.
+    Both are by torch's names, such as 'weight.exp_avg'. Block-wise quantization replaces each number by the nearest of
+    256 codes, times the largest number of its block. So the error is at most half the largest distance between two
+    codes, plus the rounding error of the average before it is quantized.
     """
     from bitsandbytes.functional import dequantize_blockwise
 
@@ -252,7 +261,7 @@ def dequantized(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[st
 
 
 def _updates(comparison: str, plain: StepTrace, planned: StepTrace, steps: int) -> list[Row]:
-    """Check the number of updates, in all and for each parameter, and that no gradients are left over."""
+    """Return rows on the number of updates, of each run and of each parameter, and on gradients that are left over."""
     rows = []
     for side, run in (("reference", plain), ("planned", planned)):
         why = f"{run.updates} updates instead of {steps}" if run.updates != steps else ""
@@ -272,7 +281,7 @@ def first_line(error: Exception) -> str:
 
 
 def _of(kind: str, run: StepTrace) -> dict[str, Any]:
-    """Return the quantities of one kind."""
+    """Return the quantities of one kind (`Row.kind`) in a run, by name."""
     by_kind: dict[str, dict[str, Any]] = {
         "loss": run.losses,
         "gradient": run.gradients,
@@ -285,7 +294,10 @@ def _of(kind: str, run: StepTrace) -> dict[str, Any]:
 
 
 def _state_scales(state: dict[str, Any]) -> dict[str, float]:
-    """Return the scales of state tensors: `module_scales` for each kind of state, such as 'exp_avg'."""
+    """Return the sizes that differences in state tensors are relative to, by name.
+
+    These are the `module_scales`, computed separately for each kind of state such as 'exp_avg'.
+    """
     by_part: dict[str, dict[str, float]] = {}
     for key, value in state.items():
         name, _, part = key.rpartition(".")

@@ -13,7 +13,7 @@ _HOOKS = (
 """Attributes of `torch.nn.Module` that hold hooks."""
 
 Structure = dict[str, dict[str, Hashable]]
-"""Aspect (such as 'hooks') -> name in the model -> a value that identifies what is there."""
+"""Aspect (such as 'hooks') -> name in the model -> a value that changes if the object or setting is replaced."""
 
 
 def identity_facts(model: torch.nn.Module) -> Structure:
@@ -51,7 +51,10 @@ def mutable_settings(model: torch.nn.Module) -> Structure:
 
 
 def difference(before: Structure, after: Structure) -> dict[str, str]:
-    """Return the first difference of each aspect, '' if there is none. Names that only one side has come first."""
+    """Return the first difference of each aspect as text, '' if there is none.
+
+    Names that only one of the two structures has come before names with different values.
+    """
     differences = {}
     for aspect, values in before.items():
         now = after[aspect]

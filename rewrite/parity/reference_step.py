@@ -1,4 +1,4 @@
-"""The reference for `rewrite.verify`: a training step as written by hand, and a record of the results of steps.
+"""The reference for `rewrite.verify`: a plain training step, and a record of the results of training steps.
 
 `ReferenceStep` shares no code with `planner.rewrite.step`, the code under test.
 """
@@ -27,10 +27,10 @@ from planner.workload.call_convention import Calling, LossFn, loss_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReferenceStep:
-    """One optimizer step, written without the planner.
+    """One optimizer step of a plain training loop.
 
     Its options (autocast, a gradient scaler, micro-batches, clipping) change rounding or the order of sums. With the
-    same options as a plan, it can be compared with the plan bit by bit.
+    same options as a plan, its results can be compared with those of the plan bit by bit.
     """
 
     model: torch.nn.Module
@@ -77,12 +77,12 @@ class ReferenceStep:
         return functools.reduce(torch.add, losses)
 
     def _gradients(self) -> list[torch.Tensor]:
-        """Return all gradients, the values of sparse ones."""
+        """Return all gradients; for a sparse gradient, the tensor of its values."""
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         return [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
 
     def _clip(self, max_norm: float) -> None:
-        """Clip gradients by their global norm, also sparse ones, which torch's own function refuses."""
+        """Clip gradients by their global norm. Unlike `clip_grad_norm_`, this supports sparse gradients."""
         for parameter in self.model.parameters():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
@@ -95,14 +95,14 @@ class ReferenceStep:
 
 @dataclasses.dataclass(kw_only=True)
 class StepTrace:
-    """A record of some steps. Tensors are copies in host memory, by their first name in the model."""
+    """The results of some training steps. Tensors are copies in host memory, by their first name in the model."""
 
     losses: dict[str, torch.Tensor]
-    """Loss by number of the step, from '1'."""
+    """Number of the step, from '1' -> its loss."""
     gradients: dict[str, torch.Tensor]
     """Gradients of the first update, as the optimizer received them."""
     gradient_counts: dict[str, int]
-    """Number of updates in which the optimizer received a gradient for the parameter."""
+    """For each parameter, the number of updates in which the optimizer received a gradient for it."""
     before: dict[str, torch.Tensor]
     """Parameters before the first step."""
     after: dict[str, torch.Tensor]
@@ -110,9 +110,9 @@ class StepTrace:
     buffers: dict[str, torch.Tensor]
     """Buffers after the last step."""
     state: dict[str, Any]
-    """State of the optimizer after the last step, as 'parameter.key', and of the gradient scaler."""
+    """State of the optimizer, by 'parameter.key', and of the gradient scaler, after the last step."""
     leftover_gradients: tuple[str, ...]
-    """Parameters that have a gradient after the last step."""
+    """Names of the parameters that still have a gradient after the last step."""
     updates: int
     """Number of steps that updated at least one parameter."""
     drew_random_numbers: bool
@@ -121,13 +121,14 @@ class StepTrace:
     """State of the random number generator after the last step."""
     optimizer_type: type[torch.optim.Optimizer]
     eps: float | None
-    """Smallest eps, which the optimizer adds to a divisor, of its parameter groups; None if a group has no eps."""
+    """Smallest `eps` of the parameter groups (a number that is added to a divisor); None if a group has no `eps`."""
 
     def growth(self) -> float:
-        """Return the factor by which the relative error of an update can exceed that of its gradient.
+        """Return the factor by which the relative error of an update can exceed the relative error of its gradient.
 
         Adam and its relatives divide by the size of the gradient plus eps: if a gradient vanishes, its rounding error
-        is divided by eps. SGD does not divide. The factor is infinite for optimizers that nothing is known about.
+        is divided by eps. For an optimizer without eps, the factor is 1 if it is SGD, which does not divide, and else
+        infinite, because nothing is known of it.
         """
         if self.eps is None:
             return 1.0 if self.optimizer_type in (torch.optim.SGD, torch.optim.ASGD) else math.inf
@@ -149,7 +150,8 @@ def trace_steps(
 
     Args:
         updates: number of updates after which to stop.
-        calls: maximum number of calls of `step`, since a gradient scaler skips updates whose gradients overflow.
+        calls: maximum number of calls of `step`. It may exceed `updates`, because a gradient scaler skips updates whose
+            gradients overflow.
     """
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     run = StepTrace(
@@ -160,7 +162,7 @@ def trace_steps(
     updated: set[str] = set()  # parameters that the running step has updated
 
     def note(stepping: torch.optim.Optimizer, *_: object) -> None:
-        """Record the gradients that the optimizer is about to use. A step in backward comes here once per parameter."""
+        """Record the gradients that the optimizer is about to use. A step in backward calls this for each parameter."""
         # A fused optimizer unscales gradients in its kernel, and skips the update if a gradient is not finite.
         overflow = getattr(stepping, "found_inf", None)
         if overflow is not None and overflow.item():
@@ -250,7 +252,10 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """Use deterministic kernels inside the context; torch warns about ops that have none. On the CPU all are."""
+    """Use deterministic kernels inside the context. torch warns about ops that have none.
+
+    On the CPU nothing is changed, because the kernels are deterministic anyway.
+    """
     if device.type == "cpu":
         yield
         return
@@ -265,12 +270,13 @@ def deterministic(device: torch.device) -> Iterator[None]:
 
 
 class Comparable(TorchFunctionMode):
-    """Runs steps so that they can be compared across splits of the batch, and in double.
+    """Mode for steps that are compared although their batches are split differently, or that run in double.
 
-    dropout=False: dropout is off, since its masks depend on how a batch is split, and other random numbers are replaced
-    by a constant, for the same reason.
-    double=True: casts of double tensors to float32 are casts to double instead. Tensors that are created as float32,
-    not cast, stay float32: for example the step counters of an optimizer, which kernels require as float32.
+    Args:
+        dropout: False to switch dropout off, because its masks depend on how a batch is split. All other random numbers
+            are then replaced by a constant, for the same reason.
+        double: True to turn casts of double tensors to float32 into casts to double. A tensor that is created as
+            float32 stays so: for example the step counters of an optimizer, which kernels require as float32.
     """
 
     _DROPOUTS = (
@@ -290,8 +296,8 @@ class Comparable(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if function is torch.Tensor.backward and all(value in (None, False) for value in kwargs.values()):
-            # loss.backward() would run with this mode switched off, including the forwards that it recomputes. Call the
-            # engine, which is what it does, with the mode on.
+            # loss.backward() would run with this mode off, and so would the forwards that it recomputes. Therefore call
+            # autograd's engine, as loss.backward() does, with the mode on.
             with self:
                 one = (torch.ones_like(args[0]),)
                 return _engine_run_backward(args, one, False, False, (), allow_unreachable=True, accumulate_grad=True)
@@ -322,7 +328,7 @@ class Comparable(TorchFunctionMode):
         return args, kwargs
 
     def _same_number(self, function, args, kwargs):
-        """Draw random numbers, so that the generator advances as usual, and overwrite them with their typical value."""
+        """Draw random numbers, so that the generator advances as usual, and overwrite all of them with one number."""
         drawn, value = function(*args, **kwargs), 0.5
         if "bernoulli" in function.__name__:
             value = 1.0
@@ -334,7 +340,7 @@ class Comparable(TorchFunctionMode):
 
 
 class Narrowing(TorchDispatchMode):
-    """Finds the lowest precision that double tensors are rounded to by any op; `eps` is that of its dtype."""
+    """Finds the lowest precision to which an op rounds double tensors. `eps` is the eps of this precision."""
 
     def __init__(self) -> None:
         super().__init__()

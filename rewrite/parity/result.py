@@ -1,8 +1,8 @@
 """The result of a comparison of two trainings: one row for each loss, gradient, parameter, buffer and optimizer state.
 
-Differences are relative to the largest entry of the tensor. If a sum cancels, such as the gradient of the key bias in
-attention, what is left of it is rounding only; so the largest entry is taken over all tensors of the module, whose
-gradients are sums over the same terms, and is at least the rounding of the largest entry of the whole model.
+A difference is divided by the largest entry of all tensors of its module, and not by that of its own tensor: some
+gradients, such as that of the key bias in attention, are sums that cancel to zero except for rounding errors. The
+divisor is at least the largest entry of the whole model, divided by `TERMS`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 TERMS = 4096
 """Maximum number of rounding errors by which two orders of the same sum may differ.
 
-A sum of n terms is off by at most n roundings of the largest term, and by about the square root of n typically (Higham,
-Accuracy and Stability of Numerical Algorithms, 4.2): 4096 covers sums of 2^12 terms in the worst case, and of 2^24
-typically. In double that is a relative difference of 9.1e-13."""
+The error of a sum of n terms is at most n rounding errors of the largest term, and typically about the square root of n
+rounding errors (Higham, Accuracy and Stability of Numerical Algorithms, 4.2). So 4096 covers sums of 2^12 terms in the
+worst case, and of 2^24 terms typically. In double that is a relative difference of 9.1e-13."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,14 +28,14 @@ class Row:
     comparison: str
     """Name of the comparison: 'as planned', 'kept', 'overflow', 'in double', 'freeze', 'rounding', '8-bit state'."""
     kind: str
-    """'loss', 'gradient', 'parameter', 'buffer', 'state', 'random', 'frozen', 'updates', 'embedding', 'applied',
-    'undone' or 'run'."""
+    """Kind of the quantity: 'loss', 'gradient', 'parameter', 'buffer', 'state' (of the optimizer), 'random', 'frozen',
+    'updates', 'embedding', 'applied', 'undone' or 'run'."""
     name: str
-    """Name of the tensor in the model, number of the step for a loss."""
+    """Name of the tensor in the model; for a loss, the number of the step."""
     bound: float
     """Maximum relative difference that passes; 0.0 if every bit must be equal."""
     measured: float
-    """Largest relative difference; NaN if the two could not be compared."""
+    """Relative difference of the two quantities; NaN if they could not be compared."""
     bit_equal: bool
     passed: bool
     why: str = ""
@@ -79,7 +79,7 @@ class Parity:
 
 
 def _summary(rows: list[Row]) -> str:
-    """Summarize the rows of one kind in a line, with the one that is closest to its bound or furthest beyond."""
+    """Summarize the rows of one kind in a line, which shows the largest difference (in relation to its bound)."""
     passed, equal = sum(row.passed for row in rows), sum(row.bit_equal for row in rows)
     text = f"{passed} of {len(rows)} pass, {equal} equal to the bit"
     differing = [row for row in rows if not row.bit_equal and math.isfinite(row.measured)]
@@ -109,13 +109,13 @@ def compare(
     size: Callable[[torch.Tensor], float] = largest,
     scales: Mapping[str, float] | None = None,
 ) -> list[Row]:
-    """Return one row for every name that either side has.
+    """Return one row for every name in `plain` or `planned`.
 
     Args:
         plain, planned: tensors or numbers of the reference step and of the planned step, by name.
         bound: maximum relative difference, for all rows or by name; 0.0 asks for equal bits.
-        size: how differences and tensors are measured, `largest` or `norm`.
-        scales: sizes that differences are relative to, by name. None: the largest size within the module.
+        size: function that measures a difference or a tensor, `largest` or `norm`.
+        scales: by name, the sizes by which differences are divided; None for `module_scales`.
     """
     if bound == 0.0:
         scales = {name: size(_wide(value)) for name, value in plain.items()}
@@ -133,7 +133,7 @@ def compare(
 
 
 def failed(comparison: str, kind: str, name: str, why: str, *, bound: float = 0.0) -> Row:
-    """Return the row of a quantity that failed or could not be compared."""
+    """Return a row that did not pass, because of a fault `why` or because the quantity could not be compared."""
     return Row(
         comparison=comparison, kind=kind, name=name, bound=bound, measured=math.nan, bit_equal=False, passed=False,
         why=why,
@@ -141,7 +141,7 @@ def failed(comparison: str, kind: str, name: str, why: str, *, bound: float = 0.
 
 
 def held(comparison: str, kind: str, name: str, why_not: str) -> Row:
-    """Return the row of a condition. The condition is met if `why_not` is empty."""
+    """Return the row of a condition. It passes if `why_not`, the description of the fault, is empty."""
     if why_not:
         return failed(comparison, kind, name, why_not)
     return Row(
@@ -150,7 +150,10 @@ def held(comparison: str, kind: str, name: str, why_not: str) -> Row:
 
 
 def module_scales(sizes: Mapping[str, float]) -> dict[str, float]:
-    """Return, for each tensor, the largest size in its module, but at least the model's largest size over `TERMS`."""
+    """Return the size by which the difference of each tensor is divided.
+
+    That is the largest size in the tensor's module, but at least the largest size in the model divided by `TERMS`.
+    """
     by_module: dict[str, float] = {}
     for name, size in sizes.items():
         owner = name.rpartition(".")[0]

@@ -22,7 +22,7 @@ from planner.workload.call_convention import Calling, LossFn
 from planner.workload.workload import OptimizerBlueprint
 
 OVERFLOWS = 24
-"""Maximum number of steps that a gradient scaler skips: its scale starts at 2^16 and halves, and fp16 ends at 2^-24."""
+"""Maximum number of steps that a gradient scaler may skip. Each skip halves its scale, from 2^16 to 2^-8 after 24."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class VerifyInputs:
     batch: Any
     device: torch.device
     is_moved: bool
-    """True if copies of the model are moved to `device`; else they stay on the model's device or devices."""
+    """True to move copies of the model to `device`; False to leave them on the device or devices of the model."""
     loss_fn: LossFn | None
     optimizer: OptimizerChoice
     max_grad_norm: float | None
@@ -46,9 +46,9 @@ class VerifyInputs:
         """Return a copy of the model on the device.
 
         Args:
-            double: convert it to double.
-            trained: True to train all modules, False to freeze the modules that the plan freezes, without using the
-            rule.
+            double: convert the copy to double.
+            trained: True to freeze no module; False to freeze the modules that the plan freezes, by `requires_grad_`
+                and not by the plan's rule.
         """
         model = copy.deepcopy(self.model, _copies_of_non_leaves(self.model))
         model = model.to(self.device) if self.is_moved else model
@@ -64,7 +64,7 @@ class VerifyInputs:
         return model
 
     def rewritten(self, model: torch.nn.Module, decisions: tuple[Decision, ...]) -> Rewritten:
-        """Apply decisions to a copy of the model, with a copy of the optimizer."""
+        """Apply decisions to a copy of the model (`model`), with a copy of the optimizer."""
         optimizer = self.optimizer
         if isinstance(optimizer, torch.optim.Optimizer):
             state = copy.deepcopy(optimizer.state_dict())
@@ -78,7 +78,7 @@ class VerifyInputs:
         )  # fmt: skip
 
     def fresh(self, *, double: bool = False) -> Any:
-        """Return a copy of the batch, since a model may write to its inputs, which the other run must not see."""
+        """Return a copy of the batch: a model may write to its inputs, and the other run must not see that."""
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
             clone = tensor.detach().clone()
@@ -96,11 +96,14 @@ class VerifyInputs:
         scale: float | None = None,
         updates: int,
     ) -> StepTrace:
-        """Run the rewritten step.
+        """Run the rewritten step on a copy of the model, and return its results.
 
         Args:
-            split: True if the batch is split in the comparison: layers that mix samples are then decoupled.
-            scale: run one step at this scale of the gradient scaler, instead of steps until there are `updates`.
+            decisions: the decisions to apply.
+            double: run in double.
+            split: True to switch off layers that depend on how the batch is split (`_decouple_samples`).
+            scale: run a single step at this scale of the gradient scaler; None to run steps until there are `updates`.
+            updates: number of updates after which to stop.
         """
         model = self.copied(double=double)
         rewritten = self.rewritten(model, decisions)
@@ -119,13 +122,13 @@ class VerifyInputs:
         scale: float | None = None,
         updates: int,
     ) -> StepTrace:
-        """Run the reference step.
+        """Run the reference step on a copy of the model, and return its results.
 
         Args:
-            decisions: applied to the model, to have the same order of sums as the plan.
-            precision: run under its autocast, with a gradient scaler for fp16.
+            decisions: decisions that are applied to the model, so that the order of sums is the same as with the plan.
+            precision: 'bf16' or 'fp16' for autocast, with a gradient scaler for fp16; None for no autocast.
             trained: True to train also the modules that the plan freezes.
-            split, scale: as for `planned`.
+            double, split, scale, updates: as for `planned`.
         """
         model = self.copied(double=double, trained=trained)
         rewritten = self.rewritten(model, decisions)
@@ -164,9 +167,9 @@ def lower_dtype(precision: str) -> torch.dtype:
 
 
 def _copies_of_non_leaves(model: torch.nn.Module) -> dict[int, torch.Tensor]:
-    """Return a memo for `copy.deepcopy`, which refuses tensors with a graph.
+    """Return a memo with copies of the model's non-leaf tensors, for `copy.deepcopy`, which refuses such tensors.
 
-    Such tensors are attributes that a forward has set, for example by `torch.nn.utils.weight_norm`.
+    They are attributes that a forward has set, for example by `torch.nn.utils.weight_norm`.
     """
     values = (value for module in model.modules() for value in vars(module).values())
     non_leaves = (value for value in values if isinstance(value, torch.Tensor) and not value.is_leaf)
@@ -174,9 +177,10 @@ def _copies_of_non_leaves(model: torch.nn.Module) -> dict[int, torch.Tensor]:
 
 
 def _decouple_samples(model: torch.nn.Module, split: bool) -> None:
-    """If the batch is split, switch off layers in which a sample depends on the others or on how the batch is split.
+    """If `split`, change layers whose results depend on the other samples or on how the batch is split.
 
-    Batch normalisation uses its running statistics, and recurrent layers drop nothing. (`Comparable` handles dropout.)
+    Batch normalization then uses its running statistics, and recurrent layers have no dropout. (`Comparable` switches
+    all other dropout off.)
     """
     for module in model.modules() if split else ():
         if isinstance(module, torch.nn.modules.batchnorm._NormBase) and module.track_running_stats:

@@ -4,19 +4,19 @@ Each comparison checks one kind of decision against the strictest reference that
 
 | comparison | planned run | reference run | bound |
 |---|---|---|---|
-| as planned | the whole plan, with dropout | a plain loop with the plan's rounding and order of sums | equal bits |
-| kept | the model while rewritten, and after `undo` | the model before | every object, key, mode and hook |
-| overflow | an fp16 step whose gradients overflow | the same in the plain loop | equal bits |
-| freeze | the plan's first step, in double | the plain loop, training everything | order of sums |
+| as planned | the whole plan, with dropout | a plain loop with the plan's precision and order of sums | equal bits |
+| kept | the model while rewritten, and after `undo` | the model before `apply` | every object, key, mode and hook |
+| overflow | an fp16 step whose gradients overflow | the same step in the plain loop | equal bits |
+| freeze | the plan's first step, in double | the plain loop, without frozen modules | order of sums |
 | in double | the plan without lower precision and 8-bit state | the baseline on the full batch | order of sums |
 | rounding | the plan's first update | the baseline | twice the error of autocast alone |
 | 8-bit state | the first update | the baseline with the original optimizer | one quantization |
 
-Decisions that keep the order of all sums give equal bits: recomputing, replay, a step in backward, the for-loop kernel
-of an optimizer, a frozen prefix. Accumulation, a chunked loss and a fused kernel change the order of sums, which is
-bounded by `result.TERMS` roundings; in double that is below 1e-12, so a mistake would exceed it. The reference of 'as
-planned' therefore has these three and the lower precision as well, and 'in double' and 'rounding' compare them with the
-step without them.
+Decisions that keep the order of all sums give equal bits: recomputing modules or segments, a step in backward, the
+for-loop kernel of an optimizer, a frozen prefix. Accumulation, a chunked loss and a fused kernel change the order of
+sums. The difference is at most `result.TERMS` rounding errors; in double that is below 1e-12, so a mistake would exceed
+it. The reference step of 'as planned' therefore has these three decisions and the lower precision as well. 'in double'
+and 'rounding' compare the plan with a step that has none of them.
 
 An optimizer that divides by the size of a gradient amplifies the rounding error of a vanishing gradient by up to 1/eps.
 In double, the bound on parameters and state is multiplied by that factor, for gradients of the size that occurred
@@ -65,14 +65,14 @@ def verify(
 
     This needs memory for a second model and for the baseline step, in double for plans that change the order of sums:
     if the card has too little, pass `device="cpu"`. The two runs of a comparison run one after the other, and their
-    results are kept in host memory. The model, its optimizer and the random state are not changed.
+    results are kept in host memory. The model, its optimizer and the state of random number generators do not change.
 
-    If the plan splits the batch, layers that depend on the split (dropout, batch normalisation) are compared with the
+    If the plan splits the batch, layers that depend on the split (dropout, batch normalization) are compared with the
     same micro-batches in a plain loop, and switched off in the comparison with the full batch. Any other buffer that a
     forward computes from the batch is compared with the full batch, and fails.
 
     Args:
-        plan: a plan for a model with these parameters.
+        plan: a plan that was made for a model with the same names, shapes and dtypes of parameters.
         batch: a batch with the planned number of samples.
         loss_fn, optimizer, max_grad_norm, loss_weight: as for `apply`.
         scheduler: a function that takes an optimizer and returns a scheduler, since each run has its own optimizer.
@@ -80,7 +80,8 @@ def verify(
         steps: number of updates to compare.
 
     Returns:
-        A `Parity` with one row per quantity. A run that raises, produces no gradient, or is not finite, fails.
+        A `Parity` with one row per quantity. A row fails also if its run raises an error, produces no gradient or is
+        not finite.
 
     Raises:
         PlanFileError: if the plan is for another model or another batch size.
@@ -89,18 +90,19 @@ def verify(
     """
     optimizer = matched(plan, model, optimizer, loss_fn)
     if steps < 1:
-        raise DecisionError(f"verify over {steps} steps compares nothing: give at least 1")
+        raise DecisionError(f"steps={steps}: there is nothing to compare without a step; give at least 1")
     if batch_size_of(batch) != plan.workload.batch_size:
         raise PlanFileError(
-            f"the plan is for batches of {plan.workload.batch_size} samples, this one has {batch_size_of(batch)}"
+            f"the plan is for batches of {plan.workload.batch_size} samples, this one has {batch_size_of(batch)}: "
+            "give a batch of the planned size, or make the plan again"
         )
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        raise WorkloadError(f"{type(model).__name__} has no weights (device meta): load them, then verify")
+        raise WorkloadError(f"{type(model).__name__} has no weights (device meta): load its weights first")
     _refuse_a_rewritten_model(model)
     if isinstance(scheduler, LRScheduler):
         raise WorkloadError(
             f"{type(scheduler).__name__} belongs to one optimizer, and each run has its own: pass a function that "
-            "takes an optimizer and returns a scheduler"
+            "takes an optimizer and returns a scheduler, such as scheduler=lambda optimizer: ..."
         )
     target, device = device, next(model.parameters()).device if device is None else torch.device(device)
     inputs = VerifyInputs(
@@ -123,9 +125,10 @@ def verify(
 
 @contextlib.contextmanager
 def _gradients_kept(model: torch.nn.Module, rows: list[Row]) -> Iterator[None]:
-    """Restore the gradients of the model itself, and add a failed row for each that the runs have set.
+    """Restore the gradients of the user's model at the end, and add a failed row for each gradient that the runs set.
 
-    A loss function or hook that refers to the model, instead of to its arguments, trains the model and not the copies.
+    The runs train copies. But a loss function or hook that refers to the model, instead of to its arguments, sets
+    gradients of the model itself.
     """
     before = [parameter.grad for parameter in model.parameters()]
     for parameter in model.parameters():
@@ -146,5 +149,6 @@ def _refuse_a_rewritten_model(model: torch.nn.Module) -> None:
         function = getattr(vars(module).get("forward"), "__func__", None)
         if isinstance(function, types.FunctionType) and function.__globals__["__name__"].startswith("planner.rewrite."):
             raise DecisionError(
-                f"the forward of '{name}' is rewritten already: undo() first, verify applies the plan to its copies"
+                f"the forward of '{name}' is rewritten already: undo() first, because verify applies the plan to "
+                "copies of the model"
             )

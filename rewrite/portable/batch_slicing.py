@@ -11,7 +11,7 @@ import torch
 
 
 def samples_between(start, stop, batch, samples):
-    """Slice samples [start, stop) out of a batch. Tensors without a sample dimension are shared, not sliced."""
+    """Slice samples [start, stop) out of a batch that has `samples`. Tensors without a sample dimension are shared."""
     return map_tensors(
         lambda t: t[start:stop] if t.dim() and t.shape[0] == samples else t,
         batch,
@@ -20,7 +20,7 @@ def samples_between(start, stop, batch, samples):
 
 
 def count_samples(batch, batch_size):
-    """Return the number of samples: `batch_size`, or for a smaller last batch the first dimension of its tensors."""
+    """Return the number of samples: `batch_size`, or in a smaller last batch the first dimension of the tensors."""
     sizes = set()
 
     def count(tensor):
@@ -44,8 +44,8 @@ def count_samples(batch, batch_size):
 def map_tensors(function, batch, of_mappings=None):
     """Apply a function to every tensor of nested mappings, dataclasses, tuples and lists; share everything else.
 
-    `of_mappings` handles a list of mappings inside the batch, such as one mapping per sample: the list is replaced by
-    what `of_mappings(list)` returns, or mapped tensor by tensor if that is None.
+    A list of mappings inside the batch, such as one mapping per sample, is replaced by the result of
+    `of_mappings(list)`. If that is None, the function is applied to every tensor in the list.
     """
 
     def inside(value):

@@ -8,9 +8,10 @@ import torch
 
 
 def weighted(loss, weight):
-    """Scale a micro-batch's loss by its share of the batch's loss terms.
+    """Multiply a micro-batch's loss by its weight: the share of the batch's loss terms that are in the micro-batch.
 
-    A micro-batch in which no term counts has the loss 0/0 and the weight 0; its share is 0, not NaN.
+    If no term of the micro-batch counts (all labels are ignored), its loss is 0/0 and its weight 0. Return 0 then, not
+    NaN.
     """
     if not isinstance(weight, torch.Tensor):
         return loss * weight
@@ -18,7 +19,7 @@ def weighted(loss, weight):
 
 
 def clip_gradients(module, max_norm):
-    """Clip gradients as `torch.nn.utils.clip_grad_norm_` does, which itself refuses sparse gradients."""
+    """Clip the norm of all gradients, like `torch.nn.utils.clip_grad_norm_`, but also if some gradients are sparse."""
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     if not any(gradient.is_sparse for gradient in gradients):
         torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)

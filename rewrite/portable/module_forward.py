@@ -1,4 +1,4 @@
-"""Helpers of the rules that run a forward again: the forward function itself, and which tensors an op writes to."""
+"""Helpers of the rules that run a forward again: a module's forward, and the arguments that an op writes to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 def forward_function(module):
     """Return the module's forward as a function that takes the module as its first argument.
 
-    A deep copy of the module then runs its own weights, not those of the original.
+    If a rule keeps this function, a deep copy of the module runs with the weights of the copy, not of the original.
     """
     own = vars(module).get("forward")
     if own is None:
@@ -25,9 +25,9 @@ def forward_function(module):
 
 
 def detached(tensor):
-    """Detach a tensor from the graph, sharing its version counter.
+    """Detach a tensor from the graph. The result shares the tensor's version counter.
 
-    Inside a dispatch mode `detach()` alone returns a view with a version counter of its own, which would miss later
+    Inside a dispatch mode `detach()` alone returns a view with a version counter of its own, which does not count later
     in-place writes to the tensor.
     """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):

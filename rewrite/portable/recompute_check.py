@@ -45,20 +45,20 @@ class RecomputeCheck:
         self.is_on, self.samples, self.host_bytes = False, [], []
 
     def refuse_difference(self):
-        """End the step. Raise RuntimeError if backward computed with values that differ from those of the forward."""
+        """End the step. Raise RecomputeDifference if backward computed with values that differ from those of the forward."""
         samples = self.samples
         self.end_step()
         self.compare(samples)
 
     def compare(self, samples):
-        """Raise RuntimeError if the two copies of one of these samples differ by more than rounding."""
+        """Raise RecomputeDifference if the two copies of one of these samples differ by more than rounding."""
         for device in {sample.device for sample in samples if sample.device.type != "cpu"}:
             torch.get_device_module(device).synchronize(device)
         # A tensor in float32 may come from an op in bfloat16: the lowest precision decides what rounding explains.
         rounding = max((ROUNDING.get(sample.before.dtype, 0.0) for sample in samples), default=0.0)
         for sample in samples:  # in the order of the forward, since one difference causes those after it
             if sample.after is not None and sample.difference() > rounding:
-                raise RuntimeError(sample.message())
+                raise RecomputeDifference(sample.message())
 
     def watched(self, forward, name):
         """Return the forward of module `name`, with its saved tensors sampled in steps that are checked.
@@ -102,6 +102,10 @@ class RecomputeCheck:
         block = self.host_bytes.pop()
         self.host_bytes.append(block[size:])
         return block[:size]
+
+
+class RecomputeDifference(RuntimeError):  # noqa: N818
+    """Backward computed with values that differ from those that the forward saved."""
 
 
 class WatchedCall:

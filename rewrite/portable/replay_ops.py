@@ -1,7 +1,7 @@
-"""Recorded ops, facts about them, and references to their tensors: what lets an op run again (see `replay_tape.py`).
+"""Record an op so that it can run again: facts about the op, and references to its tensors (see `replay_tape.py`).
 
-A tensor is referred to by its storage and its layout in it (`StorageView`), since in-place ops and views make many
-tensors share one storage: what an op reads, writes and creates is a set of storages.
+In-place ops and views make many tensors share one storage. So what an op reads, writes and creates is a set of
+storages, and a tensor is referred to by its storage and its layout in that storage (`StorageView`).
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def traits_of(op):
 
 
 def random_numbers(args, kwargs, device):
-    """Return the setter, the getter and the current state of the random number generator that an op would use."""
+    """Return functions that set and read the state of the random number generator of an op, and the present state."""
     leaves = tree_leaves((args, kwargs))
     for generator in leaves:
         if isinstance(generator, torch.Generator):
             return generator.set_state, generator.get_state, generator.get_state()
     if device.type == "cpu":
         return torch.set_rng_state, torch.get_rng_state, torch.get_rng_state()
-    # With several devices of one type each has its own generator: take the one of the op's arguments.
+    # With several devices of one type, each has its own generator: take that of the device of the op's arguments.
     devices = [leaf.device if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     device = next((d for d in devices if isinstance(d, torch.device) and d.type == device.type), device)
     module = torch.get_device_module(device)
@@ -54,7 +54,7 @@ def random_numbers(args, kwargs, device):
 
 @contextlib.contextmanager
 def rng_state_restored(set_state, get_state, state):
-    """Draw random numbers from `state` inside the context, and continue from the current state after it."""
+    """Draw random numbers from `state` inside the context. After it, continue from the state before it."""
     before = get_state()
     set_state(state)
     try:
@@ -64,7 +64,7 @@ def rng_state_restored(set_state, get_state, state):
 
 
 class StorageView:
-    """Refers to a tensor by its storage, layout and dtype, without keeping its memory alive."""
+    """A reference to a tensor, by its storage, layout and dtype. It does not keep the tensor's memory alive."""
 
     def __init__(self, key, tensor):
         self.key, self.dtype = key, tensor.dtype
@@ -72,7 +72,7 @@ class StorageView:
         self.is_conj, self.is_neg = tensor.is_conj(), tensor.is_neg()
 
     def of(self, tensor):
-        """Return the tensor with this layout in the storage of `tensor`."""
+        """Return the tensor that this reference describes, as a view of the storage of `tensor`."""
         if tensor.dtype != self.dtype:
             size, stride, offset = self.layout
             empty = torch.empty(0, dtype=self.dtype, device=tensor.device)
@@ -90,20 +90,26 @@ class KeptTensor:
         self.kept, self.version = tensor if tensor.grad_fn is None else tensor.detach(), version_of(tensor)
 
     def tensor(self):
-        """Return the saved tensor. Saved tensor hooks switch off autograd's check for in-place changes: repeat it."""
+        """Return the saved tensor. Raise `RuntimeError` if it was changed in place after it was saved.
+
+        Autograd checks that itself, but not if there are saved tensor hooks.
+        """
         refuse_change(self.version, version_of(self.kept))
         return self.kept
 
 
 def refuse_change(before, now):
     if before != now:
-        raise RuntimeError("a tensor that is needed for the gradients was changed in place after it was used")
+        raise RuntimeError(
+            "a tensor that backward needs was changed in place after the forward used it: change a copy of it instead, "
+            "such as tensor.clone()"
+        )
 
 
 def key_of(tensor):
-    """Return a number for the tensor's storage, or None if storage and layout do not define the tensor.
+    """Return a number that identifies the tensor's storage, or None if storage and layout do not define the tensor.
 
-    That is the case for sparse, nested and quantized tensors, wrapper subclasses, and tensors without memory.
+    They do not for sparse, nested and quantized tensors, wrapper subclasses, and tensors without memory.
     """
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return None
@@ -114,18 +120,18 @@ def key_of(tensor):
 
 
 def version_of(tensor):
-    """Return how often the tensor was written to in place. Inference tensors do not count."""
+    """Return how often the tensor was written to in place; 0 for an inference tensor, which does not count writes."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def without_bits(tensor):
-    """Return the tensor without its lazy conjugation or negation: the numbers that are in memory."""
+    """Return the tensor without its lazy conjugation or negation: the numbers as they are in memory."""
     tensor = torch._conj(tensor) if tensor.is_conj() else tensor
     return torch._neg_view(tensor) if tensor.is_neg() else tensor
 
 
 def copy_of(tensor):
-    """Return the same tensor in a copy of its whole storage, which may hold other tensors as well."""
+    """Copy the whole storage of a tensor, which may hold other tensors too, and return the tensor in the copy."""
     whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
     return whole.clone().as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
@@ -138,7 +144,7 @@ def tensors_in(values):
 
 
 def map_args(kind, function, values):
-    """Apply a function to every value of one type in nested lists, tuples and dicts; tuples become lists."""
+    """Apply a function to every value of type `kind` in nested lists, tuples and dicts; tuples become lists."""
     if isinstance(values, kind):
         return function(values)
     if isinstance(values, (list, tuple)):
@@ -149,22 +155,22 @@ def map_args(kind, function, values):
 
 
 class TapeEntry(NamedTuple):
-    """A recorded op. In its arguments each tensor is replaced by a `StorageView`; the rest are storage numbers."""
+    """A recorded op. It refers to tensors by the numbers of their storages (`key_of`)."""
 
     op: object
-    args: list
+    args: list  # arguments of the op; a `StorageView` in place of each tensor
     kwargs: dict
-    outputs: list  # of the tensors that it returned, in their order
-    read: set
+    outputs: list  # storage numbers of the tensors that the op returned, in their order
+    read: set  # storage numbers that the op reads
     created: set
     changed: set  # created or written to
-    random: object  # how to restore the random numbers that it drew; None if it draws none
+    random: object  # how to draw the same random numbers again; None if the op draws none
 
     def run_again(self, values):
-        """Run the op again, and return the tensors in the storages that it creates or writes to, by storage number.
+        """Run the op again on `values`, tensors by storage number.
 
-        `values` holds the tensors to compute with, by storage number. Running statistics are not updated a second time:
-        the op gets copies of them.
+        Return the tensors in the storages that the op creates or writes to, by storage number. Running statistics are
+        not updated a second time: the op gets copies of them.
         """
         args, kwargs = map_args(StorageView, lambda view: view.of(values[view.key]), [self.args, self.kwargs])
         for number in traits_of(self.op)[-1][:-1]:
@@ -187,5 +193,5 @@ class DeferredTensor:
     def __del__(self):
         wanted = self.segment.wanted[self.part]
         wanted[self.view.key] -= 1
-        if not wanted[self.view.key]:  # no node can ask for this storage any more: do not recompute it
+        if not wanted[self.view.key]:  # backward cannot ask for this storage any more: do not recompute it
             del wanted[self.view.key]

@@ -3,22 +3,22 @@
 `torch.utils.checkpoint` recomputes a function: it keeps the arguments and calls the Python code again. That needs a
 function, and a long forward written in one piece has none for its parts. Here the forward runs once, under a dispatch
 mode (`Tape`) that records the ops of each segment, and saved tensor hooks that replace each tensor which autograd
-saves by a `DeferredTensor`. When backward asks for the first of them, the recorded ops that lead to saved tensors run
-again (`Segment`).
+saves by a `DeferredTensor`. When backward asks for the first saved tensor of a segment, the recorded ops that lead to
+its saved tensors run again (`Segment`).
 
 1. Recording. The state that ops act on is a set of storages, since views and in-place ops let many tensors share one.
    For each op the tape records which storages it reads, creates and writes. A storage that a segment reads but did not
    create is one of its *starts*: it is kept, and copied before something overwrites it.
 2. Pruning. When a segment ends, ops that lead to no saved tensor are dropped (dead code elimination), and with them
    the starts that only they read.
-3. Recomputing. Ops run again on the same values, below autograd and autocast, with the state of the random number
-   generator that they had; each value is released after its last use.
+3. Recomputing. Ops run again on the same values, below autograd and autocast, with the state that the random number
+   generator had; each value is released after its last use.
 
-A segment can be divided into parts, so that backward has the saved tensors of one part at a time. A part reads
-tensors that earlier parts create, so these run first. Doing so for each of n parts would cost O(n^2) op runs;
-keeping the state at every part would cost O(n) memory. States are kept by recursive bisection instead, which takes
-O(n log n) runs and O(log n) states (Griewank, Achieving logarithmic growth of temporal and spatial complexity in
-reverse automatic differentiation, 1992).
+A segment can be divided into parts, so that only the saved tensors of one part are in memory at a time. A part reads
+tensors that earlier parts create, so these parts have to run first. Running all earlier parts again for each of n parts
+would take O(n^2) op runs; keeping the state at the start of every part would take O(n) memory. Instead, states are kept
+by recursive bisection, which takes O(n log n) op runs and O(log n) states (Griewank, Achieving logarithmic growth of
+temporal and spatial complexity in reverse automatic differentiation, 1992).
 
 Compared with selective activation checkpointing (`torch.utils.checkpoint.create_selective_checkpoint_contexts`), what
 is kept is also chosen op by op, but Python code does not run again: the forward may have side effects and may branch
@@ -64,11 +64,11 @@ from planner.rewrite.portable.replay_ops import (
 
 
 def replayed(forward, segments):
-    """Return a forward that recomputes segments of its ops in backward instead of keeping what autograd saves there.
+    """Return a forward that recomputes segments of its ops in backward, instead of keeping their saved tensors.
 
     A segment is (first op, op after the last, ops whose results are kept, ops before which the segment is divided).
-    Ops are numbered in the order in which a call runs them, counting those that create a tensor on the module's
-    device or write to one. Without gradients the forward is unchanged.
+    Ops are numbered in the order in which a call runs them; only ops that create a tensor on the module's device or
+    write to one are counted. If gradients are disabled, the forward runs as before.
     """
 
     @functools.wraps(forward)
@@ -97,12 +97,12 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self.device, self.is_paused = device, False
         self.upcoming = list(reversed(segments))  # the next segment is the last of the list
-        self.segment, self.segments = None, []  # the one that is being recorded, and all that were begun
-        self.segment_stop, self.kept_ops, self.split_points = 0, (), ()  # of the one that is being recorded
-        self.count = 0  # ops so far
+        self.segment, self.segments = None, []  # the segment that is being recorded, and all segments that were begun
+        self.segment_stop, self.kept_ops, self.split_points = 0, (), ()  # of the segment that is being recorded
+        self.count = 0  # number of ops so far
         self.sequence = None  # autograd's sequence number after the latest op
         self.statistics = set()  # storages of running statistics that a batch norm has updated
-        self.known = {}  # storage number -> weak reference; while that lives, no other storage gets the number
+        self.known = {}  # storage number -> weak reference; while this exists, no other storage gets the number
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -111,7 +111,7 @@ class Tape(TorchDispatchMode):
             return op(*args, **kwargs)
         segment, written, entry = self.segment_at(self.count), {}, None
         is_kept = self.count in self.kept_ops and not written_at
-        # Before the op runs: segments keep a copy of what it is about to overwrite and they will need.
+        # Before the op runs: segments copy the tensors that they will need and that the op is about to overwrite.
         if written_at:
             written = self.storages([args[n] if n < len(args) else kwargs.get(name) for n, name in written_at])
             for key, tensor in written.items():
@@ -124,7 +124,7 @@ class Tape(TorchDispatchMode):
             entry = segment.record(op, args, kwargs, written, random)
         keys_before = set(map(key_of, tensors_in([*args, *kwargs.values()])))
         result = op(*args, **kwargs)
-        # After it: the storages that it created are results to keep, or known to be recomputable.
+        # After it has run: the storages that it created are kept, or are recorded as results that it can recompute.
         created = {key: tensor for key, tensor in self.storages(result).items() if key not in keys_before}
         if created or written:
             if segment and is_kept:
@@ -137,9 +137,9 @@ class Tape(TorchDispatchMode):
         return result
 
     def write_statistics(self, tensors):
-        """Protect running statistics from a batch norm that updates them now.
+        """Copy running statistics that a segment has read, because a batch norm is about to update them.
 
-        In training the output of the norm does not depend on them, but other ops may have read them, or will.
+        In training the output of the norm does not depend on running statistics, but other ops may read them.
         """
         for tensor in tensors_in(tensors):
             key = key_of(tensor)
@@ -150,12 +150,12 @@ class Tape(TorchDispatchMode):
                     segment.before_write(key, tensor)
 
     def storages(self, values):
-        """Return the tensors on the device by the number of their storage."""
+        """Return the tensors among `values` that are on the device, by storage number."""
         on_device = (tensor for tensor in tensors_in(values) if tensor.device.type == self.device.type)
         return {key: tensor for tensor in on_device for key in [key_of(tensor)] if key is not None}
 
     def know(self, key, tensor):
-        """Hold a weak reference to the storage, so that its number is not given to another one."""
+        """Hold a weak reference to the tensor's storage, so that no other storage gets its number."""
         if key not in self.known:
             self.known[key] = StorageWeakRef(tensor.untyped_storage())
 
@@ -166,7 +166,7 @@ class Tape(TorchDispatchMode):
         self.segment, self.segments = None, []  # autograd keeps `pack`, and so this tape, alive until backward is done
 
     def segment_at(self, number):
-        """Return the segment that op `number` is in, or None; complete the one that ended before it."""
+        """Return the segment that contains op `number`, or None. If a segment ended before this op, complete it."""
         if self.segment and number >= self.segment_stop:
             self.segment.complete()
             self.segment = None
@@ -179,7 +179,7 @@ class Tape(TorchDispatchMode):
 
     @contextlib.contextmanager
     def pause(self):
-        """Do not record recomputed ops, if the forward itself runs a backward."""
+        """Context for recomputing: ops are not recorded, also if the forward itself runs a backward."""
         before, self.is_paused = self.is_paused, True
         try:
             yield
@@ -187,10 +187,11 @@ class Tape(TorchDispatchMode):
             self.is_paused = before
 
     def pack(self, tensor):
-        """Stand in for a tensor that autograd saves.
+        """Return a stand-in for a tensor that autograd saves.
 
-        Autograd saves an op's inputs before the op runs and its results after. Its sequence number tells them apart:
-        it has increased since the latest op if the node of the next op exists already.
+        Autograd saves the inputs of an op before the op runs, and its results afterwards. Its sequence number shows
+        which is the case: creating the node of an op increases it. If it has increased since the latest op, the tensor
+        is an input of the next op, otherwise a result of the latest op.
         """
         is_of_next_op = torch.autograd._get_sequence_nr() != self.sequence
         number = self.count if is_of_next_op else self.count - 1
@@ -199,23 +200,24 @@ class Tape(TorchDispatchMode):
 
 
 class Segment:
-    """Recorded ops that can run again, and the tensors they start from.
+    """Recorded ops that can run again, and the tensors that they start from.
 
     `record` and `add` are called while the forward runs, `complete` once at its end, `value` by backward.
 
-    Backward asks for the parts from last to first, and each part reads tensors of earlier parts, which run first. On
-    the way to a part, the state at half of the parts that backward has yet to ask for is kept, at half of the rest,
-    and so on: O(log n) states and O(n log n) op runs for n parts (Griewank, 1992).
+    Backward asks for the parts from last to first. A part reads tensors of earlier parts, which therefore have to run
+    first. On the way to a part, some states are kept for the earlier parts that backward will ask for next: at the
+    middle one of these, at the middle one of those after it, and so on. For n parts that makes O(log n) states and
+    O(n log n) op runs (Griewank, 1992).
     """
 
     def __init__(self, tape, parts):
         self.tape, self.is_complete = tape, False
-        # Recording: entries by part; and as storage numbers, what the segment created, and what of it is unwritten.
+        # Recording: entries by part; numbers of the storages that the segment created, and of those not yet written.
         self.ops, self.created, self.unwritten = [[] for _ in range(parts)], set(), set()
-        self.starts = {}  # storage number -> (tensor, version): read here, created before
+        self.starts = {}  # storage number -> (tensor, version), for tensors that are read here but were created before
         self.writes = Counter()  # storage number -> number of in-place writes
         self.wanted = [Counter() for _ in range(parts)]  # by part: storage number -> number of saved tensors in it
-        # By part: ops to run for its saved tensors, ops to run for later parts, storages that it needs from before.
+        # By part: ops that lead to its saved tensors, ops that later parts need, storages needed from earlier parts.
         self.to_make, self.to_pass, self.needed_from_before = [], [], []
         # Recomputing: states at the start of parts, recomputed storages, saved tensors that were not asked for yet.
         self.states, self.results, self.pending, self.parts_run = {}, {}, Counter(), set()
@@ -232,7 +234,10 @@ class Segment:
         return TapeEntry(op, args, self.views(kwargs, read), [], read, set(), set(), random)
 
     def add(self, entry, result, created, written, part):
-        """Complete the entry of an op that has run, which created and wrote to these storages."""
+        """Complete the entry of an op that has run.
+
+        `created` and `written` hold the tensors whose storages the op created or wrote to, by storage number.
+        """
         for key, tensor in created.items():
             self.tape.know(key, tensor)
             self.created.add(key)
@@ -246,15 +251,15 @@ class Segment:
         self.ops[part].append(entry)
 
     def views(self, values, read):
-        """Replace the tensors in an op's arguments by references to their storages, which are added to `read`."""
+        """Replace the tensors in an op's arguments by references, and add the numbers of their storages to `read`."""
         return map_args(torch.Tensor, lambda tensor: self.view(tensor, read), values)
 
     def view(self, tensor, read):
-        """Return a reference to one argument, or the argument itself if it cannot be referred to."""
+        """Return a reference to a tensor, or the tensor itself if it cannot be referred to or its values may change."""
         key = key_of(tensor)
         if key is None:
             return tensor.detach() if tensor.requires_grad else tensor
-        if key in self.tape.statistics:  # the next norm overwrites them unseen: keep the numbers of this moment
+        if key in self.tape.statistics:  # a batch norm may overwrite them unseen: keep a copy of the present values
             return tensor.detach().clone()
         if key in self.unwritten:  # no recorded op has filled it, so that rerunning `empty` would not: keep the tensor
             self.created.discard(key)
@@ -264,21 +269,21 @@ class Segment:
         return StorageView(key, tensor)
 
     def start_from(self, key, tensor):
-        """Keep a tensor that the segment did not create, detached, with its version."""
+        """Keep a tensor from which recomputing starts, detached, with its version."""
         self.tape.know(key, tensor)
         if tensor.requires_grad or tensor.dim():  # detaching a Python number passed as a tensor would lose its mark
             tensor = detached(tensor)
         self.starts[key] = without_bits(tensor), version_of(tensor)
 
     def before_write(self, key, tensor):
-        """Copy what the segment starts from, if it is about to be overwritten."""
+        """Keep a copy of a storage that an op is about to write to, if recomputing starts from it or may do so."""
         if not self.is_complete and key not in self.created and key not in self.starts:
             self.start_from(key, tensor)
         if key in self.starts:
             self.start_from(key, copy_of(self.starts[key][0]))
 
     def defer(self, tensor, part):
-        """Return a stand-in for a saved tensor that can be recomputed, else None."""
+        """Return a stand-in for a saved tensor, or None if the segment cannot recompute the tensor."""
         key = key_of(tensor)
         if key not in self.created or key in self.unwritten:
             return None
@@ -288,15 +293,15 @@ class Segment:
     # ---- at its end
 
     def complete(self):
-        """Drop ops that lead to no saved tensor, and release the starts that only they read."""
+        """Drop the ops that lead to no saved tensor, and release the tensors that only these ops start from."""
         self.plan()
         read = set().union(*(entry.read for ops in self.to_make + self.to_pass for entry in ops))
         self.starts = {key: start for key, start in self.starts.items() if key in read}
         self.ops, self.is_complete = None, True
 
     def plan(self):
-        """Find, for each part, the ops to run for its saved tensors, the ops to run on the way to later parts, and the
-        storages that it needs from earlier parts. This is a liveness analysis, from the last part to the first.
+        """Find for each part the ops that lead to its saved tensors, the ops that later parts need, and the storages
+        that it needs from earlier parts. This is a liveness analysis, from the last part to the first.
         """
         self.to_make, self.to_pass, self.needed_from_before, needed_after = [], [], [], set()
         changed = [set().union(*(entry.changed for entry in ops)) for ops in self.ops]
@@ -312,7 +317,7 @@ class Segment:
     # ---- in backward
 
     def value(self, deferred):
-        """Return a saved tensor. The first one that is asked for in a part makes the part run again."""
+        """Return a saved tensor. The first call for a tensor of a part recomputes all saved tensors of the part."""
         key = deferred.part, deferred.view.key
         refuse_change(deferred.writes, self.writes[deferred.view.key])
         if key not in self.results:
@@ -324,7 +329,7 @@ class Segment:
         return deferred.view.of(tensor)
 
     def run(self, part):
-        """Recompute the saved tensors of a part, from the nearest state before it."""
+        """Recompute the saved tensors of a part, from the nearest state that is kept before it."""
         if not self.is_complete:  # the forward itself runs a backward, in the middle of the segment
             self.plan()
         start = max((number for number in self.states if number <= part), default=0)
@@ -342,7 +347,10 @@ class Segment:
             self.results[part, key], self.pending[part, key] = values[key], times
 
     def run_ops(self, ops, values, to_keep):
-        """Run ops on `values`, tensors by storage number, until it holds what is `to_keep`."""
+        """Run ops on `values` (tensors by storage number), and add their results to it.
+
+        At the end only the storages `to_keep` are left in `values`. Others are released after their last use.
+        """
         last_use = {key: entry for entry in ops for key in entry.read | entry.changed}
         for key in values.keys() - last_use.keys() - to_keep:
             del values[key]
@@ -362,12 +370,12 @@ class Segment:
 
 
 def halves(parts):
-    """Return the middle part, the middle one of those after it, and so on."""
+    """Return the middle one of `parts`, the middle one of the parts after it, and so on."""
     return {parts[len(parts) // 2], *halves(parts[len(parts) // 2 + 1 :])} if parts else set()
 
 
 def leading_to(wanted, ops):
-    """Return the ops that the wanted storages depend on, and all storages that these ops need, with the wanted ones."""
+    """Return the ops that the wanted storages depend on, and a set of these storages and all that the ops read."""
     needed, chosen = set(wanted), []
     for entry in reversed(ops):
         if not needed.isdisjoint(entry.changed):

@@ -1,7 +1,8 @@
-"""The rules: one file per technique, with the change to a live model and the source text that does the same.
+"""The rules, which apply the decisions of a plan: one module per technique.
 
-A rule is found by its name. For a decision of kind 'chunked-loss' the module `chunked_loss` has two functions:
-`chunked_loss(rewriting, decision)` changes a live model, `chunked_loss_source(plan, decision)` returns `EmittedCode`.
+A decision's method `rule_name` returns the name of its module, such as `chunked_loss`. The module defines two
+functions: `chunked_loss(rewriting, decision)` changes a live model, and `chunked_loss_source(plan, decision)` returns
+the code that does the same in an emitted file (`EmittedCode`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from planner.plan_types.techniques import KINDS
 
 
 def _functions(suffix: str) -> dict[type[Decision], Callable]:
-    """Returns the functions that are named after each kind, in the order of `KINDS`."""
+    """Maps each type of decision, in the order of `KINDS`, to the function of its module named `<module><suffix>`."""
     names = {kind: kind.rule_name() for kind in KINDS.values()}
     return {
         kind: getattr(importlib.import_module(f"{__name__}.{name}"), f"{name}{suffix}") for kind, name in names.items()
@@ -22,7 +23,7 @@ def _functions(suffix: str) -> dict[type[Decision], Callable]:
 
 
 RULES = _functions("")
-"""`rule(rewriting, decision)` by type of decision, in the order in which the rules are applied."""
+"""Maps each type of decision to its rule, `rule(rewriting, decision)`. Rules are applied in the order of this dict."""
 
 SOURCES = _functions("_source")
-"""The emitted counterpart of each rule, `source(plan, decision)` -> `EmittedCode`."""
+"""Maps each type of decision to the function that writes its code, `source(plan, decision)` -> `EmittedCode`."""

@@ -1,12 +1,12 @@
-"""Accumulation: one optimizer step from several micro-batches, with the gradient of the full batch.
+"""Gradient accumulation: take one optimizer step from several micro-batches, with the gradient of the full batch.
 
-The loss of a batch is a mean over its terms. It equals the sum of the micro-batches' losses, each weighted by its share
-of the terms, so gradient accumulation with these weights gives the gradient of the full batch. The terms are samples,
-or for token losses the labels that count: if micro-batches have different numbers of counted labels, weighting by
-samples would compute another loss.
+The loss of a batch is a mean over its terms. Terms are samples, or for a language model the labels that are not
+ignored. The mean equals the sum of the losses of the micro-batches, if each loss is multiplied by the fraction of the
+batch's terms that are in its micro-batch. So gradient accumulation with these weights gives the gradient of the full
+batch. Weighting by samples would not, if micro-batches have different numbers of labels that are not ignored.
 
-Two things differ from the full batch. Sums run in another order, which rounds differently. And whatever looks across
-samples sees the micro-batch only: batch normalisation normalises over it, and dropout draws other masks.
+Two things differ from the full batch. Sums run in another order, which rounds differently. And ops that combine several
+samples only see one micro-batch: batch normalization computes its statistics from it. Dropout draws other masks.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from planner.workload.model_loss import own_loss
 
 
 def accumulation(rewriting: Rewriting, decision: Accumulation) -> None:
-    """Make the step split its batch into micro-batches.
+    """Make the training step split each batch into micro-batches.
 
     Raises:
-        DecisionError: if the micro-batches do not add up to the planned batch.
+        DecisionError: if the batch size does not give the planned number of micro-batches.
     """
     needed = -(-rewriting.batch_size // decision.micro_batch_size)
     if needed != decision.micro_batches:
         raise DecisionError(
-            f"accumulation plans {decision.micro_batches} micro-batches of {decision.micro_batch_size} samples, but a "
-            f"batch of {rewriting.batch_size} makes {needed}: make the plan again for this batch size"
+            f"the plan has {decision.micro_batches} micro-batches of {decision.micro_batch_size} samples, but a batch "
+            f"of {rewriting.batch_size} samples makes {needed}: make the plan again for this batch size"
         )
-    # Which terms the loss is a mean over: the user says, else it is read from the model, else it is samples.
+    # The loss is a mean over the terms that the user states. Otherwise they are read from the model, or are samples.
     loss_terms: Callable[[Any, int], torch.Tensor | float]
     if rewriting.loss_weight is not None:
         loss_terms = functools.partial(_stated_terms, loss_weight=rewriting.loss_weight)
@@ -58,10 +58,10 @@ def accumulation(rewriting: Rewriting, decision: Accumulation) -> None:
 
 
 def _stated_terms(batch: Any, samples: int, *, loss_weight: LossWeight) -> float:
-    """Return the user's weight as a number on the host.
+    """Return the number of terms in a batch, according to the user's function `loss_weight`, as a Python float.
 
-    On a device, integers would be divided in fp32. Besides, the step has to know on the host whether a weight is zero,
-    because it skips such a micro-batch.
+    A tensor on a GPU would not do: a quotient of integer tensors is computed in fp32, and a micro-batch with 0 terms
+    could only be skipped after a synchronization.
     """
     return float(loss_weight(batch))
 
@@ -70,10 +70,11 @@ def _stated_terms(batch: Any, samples: int, *, loss_weight: LossWeight) -> float
 
 
 def micro_batches(batch, *, micro_batch_size, batch_size, loss_terms):
-    """Yield micro-batches, each with the weight of its loss: its share of the terms that the batch's loss averages.
+    """Yield the micro-batches of a batch, each with the weight that its loss must be multiplied by.
 
-    A batch that fits into one micro-batch is yielded whole, with the weight None. A micro-batch in which no term
-    counts is left out.
+    The weight is the fraction of the batch's terms that are in the micro-batch. `loss_terms(batch, samples)` returns
+    the number of terms that the loss is a mean over. A batch that fits into one micro-batch is yielded whole, with the
+    weight None. A micro-batch without terms is left out.
     """
     samples = count_samples(batch, batch_size)
     if samples <= micro_batch_size:
@@ -81,7 +82,7 @@ def micro_batches(batch, *, micro_batch_size, batch_size, loss_terms):
         return
     terms = loss_terms(batch, samples)
     if not isinstance(terms, torch.Tensor) and terms == 0:
-        raise ValueError("no term of this batch counts in its loss, which is a mean over zero terms: skip the batch")
+        raise ValueError("the loss of this batch, which is a mean over zero terms, has no gradient: skip the batch")
     for start in range(0, samples, micro_batch_size):
         stop = min(start + micro_batch_size, samples)
         part = samples_between(start, stop, batch, samples)
@@ -91,19 +92,22 @@ def micro_batches(batch, *, micro_batch_size, batch_size, loss_terms):
 
 
 def samples_only(batch, samples):
-    """Count the terms of a loss that is a mean over samples.
+    """Return the number of terms of a loss that is a mean over samples: the number of samples.
 
-    For a mean over other terms write a function that counts those; for a loss that is a sum return 1.
+    For a loss that is a mean over other terms, pass your own function that counts them as `loss_terms`. For a loss that
+    is a sum, that function must return 1.
     """
     return samples
 
 
 def counted_labels(batch, samples, *, shifted, ignored, divides=False):
-    """Count the terms of a loss that is a mean over labels, on their device; over samples if there are no such labels.
+    """Return the number of terms of a loss that is a mean over `batch["labels"]`, as a tensor on their device.
 
-    shifted: the first label of each sample does not count. ignored: labels with this value do not count.
-    divides: if the batch has `num_items_in_batch`, the loss is a sum divided by that number, and micro-batch losses add
-    up without weights.
+    Without integer labels the loss is a mean over samples, and the result is their number.
+
+    shifted: if True, the first label of each sample does not count. ignored: labels of this value do not count.
+    divides: if True and the batch has `num_items_in_batch`, the loss is a sum divided by that number. The losses of
+    micro-batches then add up without weights, so the result is 1.
     """
     if divides and batch.get("num_items_in_batch") is not None:
         return 1.0
@@ -114,10 +118,10 @@ def counted_labels(batch, samples, *, shifted, ignored, divides=False):
 
 
 def accumulation_source(plan: Plan, decision: Accumulation) -> EmittedCode:
-    """Return the emitted counterpart of `accumulation`.
+    """Return the code that does the same as `accumulation` in an emitted file.
 
-    If the plan knows how the model's own loss counts labels, the file counts them in the same way. Otherwise its
-    training step has an argument `loss_terms`.
+    If the plan knows how the model's own loss counts labels, the emitted code counts them in the same way. Otherwise
+    the emitted training step has an argument `loss_terms`, a function that the user passes.
     """
     labels = next((entry for entry in plan.workload.batch if entry[0] == "labels"), None)
     own = plan.workload.own_loss

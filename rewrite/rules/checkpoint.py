@@ -1,17 +1,18 @@
-"""Checkpoint: keep only the inputs of a module call, and optionally some op results; recompute the rest in backward.
+"""Activation checkpointing: save only the inputs of a module call for backward, and recompute the call in backward.
 
-The mechanism is `torch.utils.checkpoint.checkpoint` (non-reentrant), one call per module (Chen et al., Training Deep
-Nets with Sublinear Memory Cost, 2016). With kept results it is selective activation checkpointing: a pair of dispatch
-modes as `context_fn`, of which the first stores results and the second returns them instead of running the op again.
-torch's own `create_selective_checkpoint_contexts` is not used, because it selects by kind of op, while a plan selects
-single calls ("the third and fifth product of this module", `planner.recompute.kept_products`). The modes also drop a
-result that the forward overwrites later, and never keep one whose op draws random numbers.
+The forward of each planned module runs in `torch.utils.checkpoint.checkpoint` (non-reentrant; Chen et al., Training
+Deep Nets with Sublinear Memory Cost, 2016). A plan may also keep the results of some products, which means matrix
+products, convolutions and attention (selective activation checkpointing). Then `context_fn` returns two dispatch modes.
+The first one stores these results in the forward. The second one returns them in the recompute, instead of running the
+op again. PyTorch's `create_selective_checkpoint_contexts` is not used, because it selects all calls of an op, while a
+plan selects single calls, such as the third and fifth product of a module (`planner.recompute.kept_products`). Besides,
+the modes here drop a result that the forward overwrites later, and keep no result of an op that draws random numbers.
 
 The gradients have the same bits as without checkpointing: dropout draws the same masks (`preserve_rng_state`), and
-batch and instance normalisation do not update their running statistics a second time. It stops being exact for
+batch and instance normalization do not update their running statistics a second time. They may differ for
 
-- other modules that change buffers of their own in forward (spectral norm), which would do so twice;
-- modules that draw from a generator of their own, which would draw other numbers;
+- other modules that change their own buffers in forward (spectral norm), which would do so twice;
+- modules that draw from their own random number generator, which would draw other numbers;
 - a transformers model that filled a cache of keys and values: the cache is turned off, attention then reads another
   memory layout, and its last bit may differ.
 
@@ -41,14 +42,19 @@ from planner.rewrite.recomputed_modules import modules_to_run_again
 from planner.rewrite.rewriting import Rewriting
 
 PRODUCTS = {getattr(torch.ops.aten, name).default: position for name, position in kept_products.PRODUCTS.items()}
-"""Ops whose results may be kept -> position of the argument dropout_p, None for ops without dropout."""
+"""The products, which are the ops whose results may be kept.
+
+Maps each op to the position of its argument `dropout_p`, or to None for ops without dropout.
+"""
 
 
 def checkpoint(rewriting: Rewriting, decision: Checkpoint) -> None:
-    """Wrap the forward of each named module, on the instance: classes, parameters and `state_dict` keys are kept.
+    """Replace the forward of each planned module by one that is recomputed in backward.
+
+    Only the attribute `forward` of the instance is set, so classes, parameters and `state_dict` keys do not change.
 
     Raises:
-        DecisionError: if a module does not exist or is never called, or if modules are nested in each other.
+        DecisionError: if a module does not exist or has no forward, or if modules are nested in each other.
     """
     kept = decision.by_module
     for name, module in modules_to_run_again(rewriting, decision.modules, decision.kind, nested=False).items():
@@ -62,9 +68,9 @@ def checkpoint(rewriting: Rewriting, decision: Checkpoint) -> None:
 
 
 def recomputed(forward, contexts):
-    """Return a forward that is recomputed in backward. Without gradients it is unchanged.
+    """Return a forward that is recomputed in backward. If gradients are disabled, it only calls `forward`.
 
-    `contexts(module)` returns the context manager of the first run and that of the recompute.
+    `contexts(module)` returns two context managers: one to run the forward in, and one to run the recompute in.
     """
 
     @functools.wraps(forward)
@@ -90,21 +96,25 @@ def recomputed(forward, contexts):
 
 
 def keeping_nothing(module):
-    """Return the contexts of the first run and of the recompute, if only the inputs are kept."""
+    """Return the context managers of the forward and of the recompute for a module of which only inputs are kept."""
     return contextlib.nullcontext(), Recompute(statistics_kept, module)
 
 
 def keeping(numbers, module):
-    """Return the contexts of the first run and of the recompute, which reuses the results of the products `numbers`.
+    """Return the context managers of the forward, which keeps some results, and of the recompute, which reuses them.
 
-    Products are numbered from 0 in the order in which a call of the module runs them.
+    `numbers` are the numbers of the products whose results are kept. The products that a call of the module runs are
+    numbered from 0 in the order in which they run.
     """
     first = KeepingResults(numbers)
     return first, Recompute(statistics_kept, module, TakingResults(first.results))
 
 
 class Recompute(contextlib.ExitStack):
-    """The context of the recompute. It can be entered again, since a graph may be traversed more than once."""
+    """The context manager of the recompute. Each backward through the same graph enters it anew.
+
+    `statistics(module)` and `modes` are the context managers that it enters.
+    """
 
     def __init__(self, statistics, module, *modes):
         super().__init__()
@@ -117,10 +127,10 @@ class Recompute(contextlib.ExitStack):
 
 
 class KeepingResults(TorchDispatchMode):
-    """Keeps the results of the products with the given numbers, in the first run.
+    """Dispatch mode for the forward that keeps the results of the products with the given numbers in `results`.
 
     A result is not kept if its op draws random numbers, and is dropped if a later op writes to it. This is checked
-    while the ops run, because the op behind a number may differ between devices and between batches.
+    while the ops run, because the same number may belong to another op on another device or for another batch.
     """
 
     def __init__(self, numbers):
@@ -136,7 +146,7 @@ class KeepingResults(TorchDispatchMode):
                 self.results[self.count] = op, kept, versions(kept)
             self.count += 1
         elif op._schema.is_mutable and self.results:
-            # The recompute would read the overwritten numbers: recompute that result instead.
+            # The recompute would read the overwritten values: drop the result, so that it is recomputed.
             written = storages(written_by(op, args, kwargs))
             for number in [n for n, (_, kept, _) in self.results.items() if not written.isdisjoint(storages(kept))]:
                 del self.results[number]
@@ -144,10 +154,10 @@ class KeepingResults(TorchDispatchMode):
 
 
 class TakingResults(TorchDispatchMode):
-    """Returns kept results instead of running their ops again, in the recompute.
+    """Dispatch mode for the recompute that returns kept results instead of running their ops again.
 
-    Each result is returned once, so that it can be freed, and only for the same op with the same number, if nothing
-    was written to it since.
+    Each result is returned once and then released. The op runs again nevertheless if another op had the same number in
+    the forward, or if the result was overwritten in place since the forward.
     """
 
     def __init__(self, results):
@@ -168,24 +178,27 @@ class TakingResults(TorchDispatchMode):
 
 
 def drops_out(op, args, kwargs):
-    """Return True if attention draws random numbers: skipping it would shift those that later ops draw."""
+    """Return True if a product is attention with dropout, which draws random numbers.
+
+    If the recompute skipped it, later ops would draw other random numbers than in the forward.
+    """
     position = PRODUCTS[op]
     return position is not None and kwargs.get("dropout_p", args[position] if len(args) > position else 0.0) > 0.0
 
 
 def storages(tree):
-    """Return the numbers of the storages of all tensors in nested containers."""
+    """Return the set of the storages of all tensors in nested containers. An integer identifies each storage."""
     return {leaf.untyped_storage()._cdata for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)}
 
 
 def versions(tree):
-    """Return how often each tensor in nested containers was written to in place."""
+    """Return the list of the version counters of all tensors in nested containers. In-place writes increase them."""
     return [leaf._version for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 @contextlib.contextmanager
 def statistics_kept(module):
-    """Keep normalisation layers from updating their running statistics, as the first forward has done so already."""
+    """Inside this context, normalization layers do not update their running statistics: the forward has done so."""
     with contextlib.ExitStack() as restore:
         for norm in module.modules():
             if not isinstance(norm, torch.nn.modules.batchnorm._NormBase) or not norm.track_running_stats:
@@ -201,7 +214,10 @@ def statistics_kept(module):
 
 
 def checkpoint_source(plan: Plan, decision: Checkpoint) -> EmittedCode:
-    """Return the emitted counterpart of `checkpoint`. The dispatch modes are emitted only if results are kept."""
+    """Return the code that does the same as `checkpoint` in an emitted file.
+
+    The dispatch modes are only included if results are kept.
+    """
     constants: tuple[str, ...]
     keeps = any(decision.kept)
     if keeps:

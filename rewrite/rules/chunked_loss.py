@@ -1,20 +1,24 @@
-"""Chunked loss: compute the logits of a language-model head and their cross entropy a few rows at a time.
+"""Chunked loss: compute the logits of a language-model head and their cross entropy for a few rows (tokens) at a time.
 
 With a large vocabulary the logits and their gradient are often the largest tensors of the step. In training the head
-returns `Logits`, a stand-in that holds the hidden states. When `F.cross_entropy` is called on it,
-`ChunkedCrossEntropy` runs a loop over chunks of rows: logits = hidden W^T + b, loss += NLL(log_softmax(logits)), and
-at once the gradient of the logits, softmax(logits) - onehot(label), and from it those of hidden states, weight and
-bias. Backward only scales them, so nothing is recomputed, and at most one chunk of logits exists at a time (Hsu et
-al., Liger Kernel: Efficient Triton Kernels for LLM Training, 2024).
+returns an object of class `Logits`, which holds the hidden states instead of the logits. When `F.cross_entropy` is
+called on it, `ChunkedCrossEntropy` loops over chunks of rows. For each chunk it
 
-Exactness: loss, weight and bias gradients are sums over chunks, accumulated in fp32 (or double), so only the order of
-a sum differs. The gradient of the logits is formed before the gradient of the loss is known; with fp16 it is therefore
-scaled to the range of the format by `half_precision_scale`, instead of by the gradient scaler.
+1. computes logits = hidden W^T + b, and adds their negative log likelihood to the loss;
+2. computes the gradient of the logits, softmax(logits) - onehot(label);
+3. computes from it the gradients of the hidden states, the weight and the bias.
 
-Limits: the head is a plain `torch.nn.Linear`, and the loss a mean or sum of cross entropy with one label per row. Any
-other use of the logits would need all of them, and raises an error that names it. In evaluation, and without
-gradients, the head returns ordinary logits. The gradients can be used once: a second backward over the same graph
-raises.
+Backward multiplies these gradients by the gradient of the loss, so nothing is recomputed. At most one chunk of logits
+exists at a time (Hsu et al., Liger Kernel: Efficient Triton Kernels for LLM Training, 2024).
+
+Exactness: the loss and the gradients of weight and bias are sums over chunks, accumulated in fp32 (or fp64). They only
+differ from those without chunks by the order of the additions. The gradient of the logits is computed before the
+gradient scaler's factor is known. So with fp16, `half_precision_scale` chooses a factor that keeps it in range.
+
+Limits: the head must be a plain `torch.nn.Linear`, and the loss a mean or sum of cross entropy with one label per row.
+Any other op on the logits would need all of them, and raises an error that names the op. In evaluation, and if
+gradients are disabled, the head returns ordinary logits. A second backward over the same graph raises an error, because
+the gradients are freed after the first one.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from planner.workload.module_hooks import has_backward_hooks
 
 
 def chunked_loss(rewriting: Rewriting, decision: ChunkedLoss) -> None:
-    """Make the named head return `Logits` in training.
+    """Make the language-model head that the plan names return `Logits` in training.
 
     Raises:
         DecisionError: if the head is not a plain `torch.nn.Linear`, or has backward hooks.
@@ -44,12 +48,13 @@ def chunked_loss(rewriting: Rewriting, decision: ChunkedLoss) -> None:
     head = rewriting.module(decision.module, decision.kind)
     if type(head) is not torch.nn.Linear:
         raise DecisionError(
-            f"{decision.kind} names '{decision.module}', a {type(head).__name__}: the head must be a torch.nn.Linear"
+            f"{decision.kind} cannot be applied to '{decision.module}', a {type(head).__name__}: the head must be a "
+            f"torch.nn.Linear; use one, or forbid {decision.kind}"
         )
     if has_backward_hooks(head):
         raise DecisionError(
-            f"'{decision.module}' has backward hooks, which need the gradient of all logits, and {decision.kind} never "
-            "holds that: remove the hooks or forbid chunked-loss"
+            f"{decision.kind} cannot be applied to '{decision.module}', because its backward hooks need the gradient "
+            f"of all logits, which is never computed at once: remove the hooks, or forbid {decision.kind}"
         )
     forward = types.MethodType(logits_in_chunks(decision.chunks), head)
     rewriting.replace(head, "forward", forward, place=f"forward of '{decision.module}'")
@@ -59,7 +64,10 @@ def chunked_loss(rewriting: Rewriting, decision: ChunkedLoss) -> None:
 
 
 def logits_in_chunks(chunks):
-    """Return a forward for a linear layer whose output, in training, is only used by cross entropy."""
+    """Return a forward for a linear layer. In training it returns `Logits`, which only cross entropy can use.
+
+    In evaluation, and if gradients are disabled, it returns an ordinary tensor.
+    """
 
     def forward(self, hidden):
         if not (self.training and torch.is_grad_enabled()):
@@ -70,17 +78,18 @@ def logits_in_chunks(chunks):
 
 
 def compute_dtype(hidden):
-    """Return the dtype in which a linear layer would compute here, under autocast or not."""
+    """Return the dtype of a linear layer's output for `hidden`, taking autocast into account."""
     kind = hidden.device.type
     casts = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if casts else hidden.dtype
 
 
 class Logits:
-    """The output of a linear layer, not computed yet. Cross entropy computes it in chunks of rows.
+    """The output of a linear layer, whose values are not computed yet. Cross entropy computes them in chunks of rows.
 
-    It has the shape, dtype and device of the logits. Slicing, reshaping and casting to fp32 are applied to the hidden
-    states or postponed; anything else that needs the values raises. `whole()` computes all logits.
+    It has the shape, dtype and device of the logits. It can be sliced and reshaped, which slices and reshapes the
+    hidden states, and cast to fp32, which happens when the values are computed. Everything else that needs the values
+    raises an error. `whole()` computes all of them.
     """
 
     def __init__(self, hidden, weight, bias, chunks, dtype, upcast=False):
@@ -91,7 +100,7 @@ class Logits:
         return Logits(hidden, self.weight, self.bias, self.chunks, self.layer_dtype, self.upcast or upcast)
 
     def whole(self):
-        """Compute all logits, as a tensor."""
+        """Return all logits as an ordinary tensor."""
         weight, bias = self.weight.to(self.layer_dtype), None if self.bias is None else self.bias.to(self.layer_dtype)
         with torch.autocast(self.device.type, enabled=False):
             logits = F.linear(self.hidden.to(self.layer_dtype), weight, bias)
@@ -177,7 +186,7 @@ class Logits:
 def refuse(what):
     raise AttributeError(
         f"the loss is computed in chunks of logits, but {what} needs all logits or changes them: "
-        "use logits.whole(), or plan again with chunked-loss forbidden"
+        "call logits.whole() to compute them all, or plan again with chunked-loss forbidden"
     )
 
 
@@ -191,7 +200,11 @@ def chunked_cross_entropy(
     reduction="mean",
     label_smoothing=0.0,
 ):
-    """Replace `F.cross_entropy` for `Logits` with one label per row."""
+    """Return the loss for a call of `F.cross_entropy` on `Logits`. The arguments are those of `F.cross_entropy`.
+
+    The logits must have two dimensions, and the target one label per row. Class weights, label smoothing and
+    reduction='none' raise an error.
+    """
     if not isinstance(logits, Logits) or logits.ndim != 2 or target.ndim != 1 or target.is_floating_point():
         refuse("a cross entropy that is not over rows with one label each")
     if not (weight is size_average is reduce is None) or reduction not in ("mean", "sum") or label_smoothing != 0.0:
@@ -202,7 +215,7 @@ def chunked_cross_entropy(
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Cross entropy of a linear layer's output. The forward computes the gradients as well, chunk by chunk."""
+    """A linear layer and the cross entropy of its output. The forward also computes all gradients, chunk by chunk."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, chunks, dtype, ignore_index, mean):
@@ -227,7 +240,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 at_label = labels.where(counted.squeeze(1), 0).unsqueeze(1)
                 gradient.scatter_(1, at_label, gradient.gather(1, at_label) - 1)
                 del log_probabilities
-                # Gradients of the inputs, each a product with it in the dtype of the layer.
+                # Gradients of hidden states, weight and bias: products with `gradient` in the dtype of the layer.
                 scale = half_precision_scale(rows, weight) if dtype == torch.float16 else None
                 gradient = (gradient if scale is None else gradient.mul_(scale)).to(dtype)
                 if hidden_grad is not None:
@@ -245,19 +258,22 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, share):
         if ctx.gradients is None:
-            raise RuntimeError("the gradients of a chunked loss can be used once: run its forward again")
+            raise RuntimeError(
+                "backward ran twice on a chunked loss, whose gradients can be used once: run the forward again before "
+                "each backward"
+            )
         gradients, ctx.gradients = ctx.gradients, None
-        # If no label counts, the gradient is zero, as torch has it, not 0/0.
+        # If all labels are ignored, the gradient is 0, as in `F.cross_entropy`, and not 0/0.
         share = torch.where(ctx.terms == 0, 0.0, share / ctx.terms if ctx.mean else share)
         pairs = zip(gradients, ctx.dtypes, strict=True)
         return *(None if grad is None else grad.mul_(share).to(dtype) for grad, dtype in pairs), *[None] * 5
 
 
 def half_precision_scale(rows, weight):
-    """Return a factor for the gradient of the logits before its products in fp16.
+    """Return the factor that the gradient of the logits is multiplied by before its products in fp16.
 
-    Without it, sums over rows could overflow and small probabilities underflow. 16384 is a quarter of the largest fp16
-    number.
+    It makes small probabilities larger, which would underflow, and large sums over rows smaller, which would overflow.
+    It is the largest factor, up to 1024, for which no product exceeds 16384, a quarter of the largest fp16 number.
     """
     largest = torch.maximum(len(rows) * rows.abs().amax().float(), 2 * weight.abs().amax().float())
     return (16384 / largest).clamp(max=1024)
@@ -268,7 +284,7 @@ def unscaled(product, scale):
 
 
 def chunked_loss_source(plan: Plan, decision: ChunkedLoss) -> EmittedCode:
-    """Return the emitted counterpart of `chunked_loss`."""
+    """Return the code that does the same as `chunked_loss` in an emitted file."""
     parts = (
         logits_in_chunks,
         compute_dtype,

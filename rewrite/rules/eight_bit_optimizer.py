@@ -1,7 +1,7 @@
-"""8-bit optimizer: AdamW with its state in 8 bits (bitsandbytes).
+"""8-bit optimizer: replace AdamW or Adam by bitsandbytes' AdamW, which stores its state in 8 bits per element.
 
-Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021. As in transformers' Trainer, embeddings keep 32-bit
-state; bitsandbytes itself keeps 32-bit state for tensors of fewer than 4096 elements.
+The method is from Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021. The state of embeddings stays in
+32 bits, as in transformers' Trainer. bitsandbytes also keeps 32-bit state for tensors of fewer than 4096 elements.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from planner.rewrite.rewriting import Rewriting
 from planner.workload.torch_optimizers import has_step_hooks, sparse_lookups
 
 _TAKEN_OVER = ("lr", "betas", "eps", "weight_decay")
-"""Hyperparameters that are copied from the replaced optimizer, group by group."""
+"""Hyperparameters that are copied from each parameter group of the replaced optimizer."""
 
 
 def eight_bit_optimizer(rewriting: Rewriting, decision: Optimizer) -> None:
     """Replace AdamW or Adam by `bitsandbytes.optim.AdamW8bit` with the same groups and hyperparameters.
 
     Raises:
-        DecisionError: if bitsandbytes is not installed, the optimizer is not AdamW or Adam, uses options that 8-bit
-            AdamW does not have, has already stepped (its state would be lost), or if gradients are sparse.
+        DecisionError: if bitsandbytes is not installed, if gradients are sparse, or if the optimizer is not AdamW or
+            Adam, has step hooks, uses options that 8-bit AdamW does not have, or has taken a step already, so that its
+            state would be lost.
     """
     replaced = rewriting.optimizer
     for lookup in sparse_lookups(rewriting.model):
         raise DecisionError(
-            f"optimizer adamw8bit does not support sparse gradients, which '{lookup}' produces: use sparse=False, or "
-            "forbid 8bit-optimizer"
+            f"optimizer adamw8bit does not support sparse gradients, which '{lookup}' produces: create that layer with "
+            "sparse=False, or forbid 8bit-optimizer"
         )
     _refuse_what_cannot_be_taken_over(replaced)
     bitsandbytes = _bitsandbytes()
@@ -58,31 +59,40 @@ def _refuse_what_cannot_be_taken_over(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer).__name__
     if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
         raise DecisionError(
-            f"optimizer adamw8bit replaces AdamW or Adam, not {kind}: use one of them, or forbid 8bit-optimizer"
+            f"optimizer adamw8bit replaces AdamW or Adam, not {kind}: use AdamW or Adam, or forbid 8bit-optimizer"
         )
     if optimizer.state:
         raise DecisionError(
-            f"optimizer adamw8bit cannot take over the state of a {kind} that has stepped: apply the plan before "
-            "training starts, and resume from a state that the 8-bit optimizer saved"
+            f"optimizer adamw8bit cannot take over the state of {kind}, which has already taken a step: apply the plan "
+            "before the first step, and resume only from a state that the 8-bit optimizer saved; or forbid "
+            "8bit-optimizer"
         )
     if has_step_hooks(optimizer):
         raise DecisionError(
-            f"optimizer adamw8bit would lose the step hooks of {kind}: remove them or forbid 8bit-optimizer"
+            f"optimizer adamw8bit would not call the step hooks that are registered on {kind}: remove the hooks, or "
+            "forbid 8bit-optimizer"
         )
     for index, group in enumerate(optimizer.param_groups):
         for option in ("amsgrad", "maximize"):
             if group[option]:
-                raise DecisionError(f"optimizer adamw8bit has no {option}, which group {index} of {kind} uses")
+                raise DecisionError(
+                    f"optimizer adamw8bit has no {option}, which parameter group {index} of {kind} uses: turn it off, "
+                    "or forbid 8bit-optimizer"
+                )
         decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
         if group["weight_decay"] and not decoupled:
             raise DecisionError(
-                f"group {index} of Adam adds weight_decay {group['weight_decay']} to the gradient, but 8-bit AdamW "
-                "decays the weights directly: use AdamW, set weight_decay to 0, or forbid 8bit-optimizer"
+                f"parameter group {index} of Adam has weight_decay {group['weight_decay']}, and Adam adds weight decay "
+                "to the gradient, which 8-bit AdamW cannot do: use AdamW, set weight_decay to 0, or forbid "
+                "8bit-optimizer"
             )
 
 
 def _group(group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter group with the hyperparameters, and with the keys that users or schedulers added."""
+    """Return a parameter group for the 8-bit optimizer, made from a group of the replaced optimizer.
+
+    It has the parameters, the hyperparameters `_TAKEN_OVER`, and the keys that users or schedulers added to the group.
+    """
     added = {name: value for name, value in group.items() if name not in defaults}
     return {**added, **{name: group[name] for name in _TAKEN_OVER}, "lr": float(group["lr"])}
 
@@ -91,9 +101,10 @@ def _group(group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
 
 
 def keep_embeddings_in_32_bits(optimizer, model):
-    """Keep 32-bit state for embeddings, as transformers' Trainer does.
+    """Make an 8-bit optimizer keep 32-bit state for embeddings, as transformers' Trainer does.
 
-    bitsandbytes' manager of such overrides is shared by the whole process; this optimizer gets its own.
+    bitsandbytes stores such exceptions in one manager for the whole process. The optimizer gets its own manager, so
+    that other optimizers are not affected.
     """
     manager = object.__new__(type(optimizer.mng))
     manager.initialize()
@@ -104,7 +115,7 @@ def keep_embeddings_in_32_bits(optimizer, model):
 
 
 def eight_bit_optimizer_source(plan: Plan, decision: Optimizer) -> EmittedCode:
-    """Return the emitted counterpart of `eight_bit_optimizer`."""
+    """Return the code that does the same as `eight_bit_optimizer` in an emitted file."""
     choice = OPTIMIZERS["adam" if plan.workload.optimizer == "adam" else "adamw"]
     arguments = "".join(f"        {name}={choice.hyperparameters[name]!r},\n" for name in _TAKEN_OVER)
     return EmittedCode(

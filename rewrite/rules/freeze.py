@@ -1,4 +1,4 @@
-"""Freeze: do not train the named modules."""
+"""Freeze: exclude modules from training, by setting `requires_grad` of their parameters to False."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from planner.rewrite.rewriting import Change, Rewriting
 
 
 def freeze(rewriting: Rewriting, decision: Freeze) -> None:
-    """Set `requires_grad` to False on every parameter of the modules.
+    """Set `requires_grad` to False on every parameter of the planned modules.
 
     Raises:
-        DecisionError: if such a parameter has a gradient, which the optimizer would still use.
+        DecisionError: if one of these parameters has a gradient, because the optimizer would still update it.
     """
     for name in decision.modules:
         for suffix, parameter in rewriting.module(name, decision.kind).named_parameters():
@@ -26,8 +26,8 @@ def freeze(rewriting: Rewriting, decision: Freeze) -> None:
             full_name = f"{name}.{suffix}".lstrip(".")
             if parameter.grad is not None:
                 raise DecisionError(
-                    f"'{full_name}' is to be frozen, but the optimizer would still update it by its gradient: "
-                    "call optimizer.zero_grad() before the plan is applied"
+                    f"'{full_name}' is to be frozen, but it already has a gradient, so the optimizer would still "
+                    "update it: call optimizer.zero_grad() before the plan is applied"
                 )
             parameter.requires_grad_(False)
             rewriting.changes.append(
@@ -44,7 +44,7 @@ def _train_again(parameter: torch.nn.Parameter) -> None:
 
 
 def freeze_source(plan: Plan, decision: Freeze) -> EmittedCode:
-    """Return the emitted counterpart of `freeze`."""
+    """Return the code that does the same as `freeze` in an emitted file."""
     return EmittedCode(
         constants=(assignment("FROZEN", decision.modules),),
         rewriting=(

@@ -1,4 +1,7 @@
-"""Mixed precision: run forward and loss under autocast, with fp32 master weights and a gradient scaler for fp16."""
+"""Mixed precision: run forward and loss under autocast to bf16 or fp16, while the weights stay in fp32.
+
+With fp16 a gradient scaler is used, too.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def mixed_precision(rewriting: Rewriting, decision: Precision) -> None:
-    """Set the step's autocast dtype and scaler.
+    """Make the training step use autocast, and for fp16 also a gradient scaler.
 
     Raises:
         DecisionError: if a trainable parameter is not fp32.
@@ -23,8 +26,8 @@ def mixed_precision(rewriting: Rewriting, decision: Precision) -> None:
         if parameter.requires_grad and parameter.dtype != torch.float32:
             dtype = str(parameter.dtype).removeprefix("torch.")
             raise DecisionError(
-                f"precision {decision.dtype} keeps fp32 master weights, but parameter '{name}' is {dtype}: "
-                "load the model in fp32 (model.float()) or forbid mixed-precision"
+                f"precision {decision.dtype} needs fp32 weights, but parameter '{name}' is {dtype}: load the model in "
+                "fp32, for example with model.float(), or forbid mixed-precision"
             )
     rewriting.autocast_dtype = _DTYPES[decision.dtype]
     if decision.dtype == "fp16":
@@ -32,7 +35,7 @@ def mixed_precision(rewriting: Rewriting, decision: Precision) -> None:
 
 
 def mixed_precision_source(plan: Plan, decision: Precision) -> EmittedCode:
-    """Return the emitted counterpart of `mixed_precision`."""
+    """Return the code that does the same as `mixed_precision` in an emitted file."""
     return EmittedCode(
         autocast=f"torch.autocast(next(model.parameters()).device.type, dtype={_DTYPES[decision.dtype]})",
         scaled=decision.dtype == "fp16",
@@ -43,5 +46,5 @@ def mixed_precision_source(plan: Plan, decision: Precision) -> EmittedCode:
 _MASTER_WEIGHTS = """\
 for name, parameter in model.named_parameters():
     if parameter.requires_grad and parameter.dtype != torch.float32:
-        raise TypeError(f"{name} is {parameter.dtype}: autocast needs fp32 weights to train, model.float()")
+        raise TypeError(f"{name} is {parameter.dtype}, but autocast needs fp32 weights: call model.float() first")
 """

@@ -1,16 +1,16 @@
-"""Offload: keep what autograd saves in a module call in host memory between forward and backward.
+"""Offload: keep the tensors that autograd saves in a module call in host memory between forward and backward.
 
 `torch.autograd.graph.save_on_cpu(pin_memory=True)` does the same with two saved tensor hooks. This rule differs in
 three points:
 
-- It skips tensors whose copy would free nothing on the device: parameters, buffers, small tensors, and the inputs,
-  which the caller holds.
-- It copies each version of a storage once, however many ops save a view of it, and backward copies it back once.
-- For a module that is recomputed in backward (`checkpoint`, `segment_checkpoint`), it offloads the inputs only:
-  nothing else is kept of it.
+- It does not offload tensors that stay on the device anyway: parameters, buffers, and the inputs, which the caller
+  holds. It does not offload small tensors either, as that frees little.
+- It copies each version of a storage once, even if several ops save views of it, and backward copies it back once.
+- For a module that is recomputed in backward (`checkpoint`, `segment_checkpoint`), it offloads only the inputs, because
+  nothing else is saved.
 
-Copies run on the stream of the step, so they do not overlap with computation. In return, no synchronisation is needed:
-memory can be reused at once, and what is copied is what was computed. The numbers come back bit for bit. Tensors of
+Copies run on the same CUDA stream as the training step. So they do not overlap with computation, but no synchronization
+is needed, and the allocator can reuse the memory at once. The copies have the same bits as the tensors. Tensors of
 user-defined classes stay on the device, since they cannot be rebuilt from the bytes of a storage.
 """
 
@@ -35,13 +35,16 @@ from planner.rewrite.rewriting import Rewriting
 
 
 def offload(rewriting: Rewriting, decision: Offload) -> None:
-    """Wrap the forward of each named module, on the instance, around the wrapper that recomputes it, if any.
+    """Replace the forward of each planned module by one that offloads its saved tensors.
+
+    If another rule has already replaced the forward by one that is recomputed, the new forward calls that one.
 
     Raises:
-        DecisionError: if a module does not exist or is never called.
+        DecisionError: if a module does not exist or has no forward.
     """
     for name, module in modules_to_run_again(rewriting, decision.modules, decision.kind, nested=True).items():
-        wrapped = in_host_memory(rewriting.watched_forward(module, name), name in decision.inputs_of, decision.from_bytes)
+        forward = rewriting.watched_forward(module, name)
+        wrapped = in_host_memory(forward, name in decision.inputs_of, decision.from_bytes)
         rewriting.replace(module, "forward", types.MethodType(wrapped, module), place=f"forward of '{name}'")
 
 
@@ -49,10 +52,11 @@ def offload(rewriting: Rewriting, decision: Offload) -> None:
 
 
 def in_host_memory(forward, of_inputs, from_bytes):
-    """Return a forward whose saved tensors are kept in host memory, if their storage has at least `from_bytes`.
+    """Return a forward that offloads the tensors that autograd saves to host memory.
 
-    `of_inputs=True`: only its inputs, for a forward that is recomputed from them. `of_inputs=False`: everything that
-    autograd saves except inputs, parameters and buffers.
+    Only tensors whose storage has at least `from_bytes` bytes are offloaded. With `of_inputs=True`, for a forward that
+    is recomputed from its inputs, these are the inputs only. With `of_inputs=False` they are all saved tensors except
+    inputs, parameters and buffers.
     """
 
     @functools.wraps(forward)
@@ -61,7 +65,7 @@ def in_host_memory(forward, of_inputs, from_bytes):
             return forward(module, *args, **kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if of_inputs and len(set(map(id, inputs))) < len(inputs):
-            # One tensor is passed twice. It would come back as two, and the forward may ask whether they are one.
+            # One tensor is passed twice. The recompute would get two tensors, but the forward may compare with `is`.
             return forward(module, *args, **kwargs)
         if of_inputs:
             # Inputs without a grad_fn are leaves, such as the batch: the caller holds them in any case.
@@ -71,26 +75,32 @@ def in_host_memory(forward, of_inputs, from_bytes):
         memory = HostMemory(lambda key: (key in keys) is of_inputs, from_bytes)
         with torch.autograd.graph.saved_tensors_hooks(memory.pack, lambda packed: packed.tensor()):
             output = forward(module, *args, **kwargs)
-        memory.copies.clear()  # autograd keeps `pack` alive until backward: let each copy go with its last user
+        memory.copies.clear()  # autograd keeps `pack` alive until backward: it must not keep the copies alive as well
         return output
 
     return wrapper
 
 
 class HostMemory:
-    """The tensors of one module call that are kept in host memory."""
+    """Offloads the tensors that autograd saves in one module call. `pack` is the hook that autograd calls.
+
+    `is_wanted(key)` returns True if tensors in the storage with this key are offloaded.
+    """
 
     def __init__(self, is_wanted, from_bytes):
         self.is_wanted, self.from_bytes, self.copies = is_wanted, from_bytes, {}
 
     def pack(self, tensor):
-        """Stand in for a tensor that autograd saves: a view of a copy on the host, or the tensor itself."""
+        """Return the object that autograd saves instead of a tensor; its method `tensor()` returns the tensor.
+
+        The object holds a copy in host memory, or the tensor itself if it is not offloaded.
+        """
         key = key_of(tensor)
         if key is None or is_on_host(tensor) or not self.is_wanted(key) or not is_plain(tensor):
             return KeptTensor(tensor)
         if tensor.untyped_storage().nbytes() < self.from_bytes:
             return KeptTensor(tensor)
-        version = key, version_of(tensor)  # an op that writes to the storage in between makes another copy necessary
+        version = key, version_of(tensor)  # after an in-place write to the storage, another copy is needed
         if version not in self.copies:
             self.copies[version] = HostCopy(tensor)
         return OffloadedTensor(self.copies[version], StorageView(key, tensor))
@@ -99,11 +109,12 @@ class HostMemory:
 class HostCopy:
     """A copy of a storage in host memory.
 
-    The storage is back on the device from the first to the last time that backward asks for a view of it.
+    Several saved tensors may be views of it. When backward asks for the first of them, the storage is copied back to
+    the device. After the last of them was asked for, the device copy is released.
     """
 
     def __init__(self, tensor):
-        self.reference = StorageWeakRef(tensor.untyped_storage())  # while it lives, no other storage gets this number
+        self.reference = StorageWeakRef(tensor.untyped_storage())  # while it exists, no other storage gets the same key
         self.device, self.back = tensor.device, None
         self.views, self.pending = 0, 0  # saved tensors in this storage, and those that backward has yet to ask for
         size = tensor.untyped_storage().nbytes()
@@ -113,7 +124,10 @@ class HostCopy:
             self.host.copy_(whole, non_blocking=True)
 
     def tensor(self):
-        """Return the storage on the device, as bytes; the last view that asks for it lets it go."""
+        """Return the storage on the device, as a tensor of bytes.
+
+        When the last saved tensor has asked for it, this object no longer keeps it alive.
+        """
         if self.back is None:
             empty = torch.empty_like(self.host, device=self.device)
             self.back, self.pending = empty.copy_(self.host, non_blocking=True), self.views
@@ -125,7 +139,7 @@ class HostCopy:
 
 
 class OffloadedTensor:
-    """Stands in for a saved tensor until backward asks for it."""
+    """Replaces a saved tensor until backward asks for it. It holds a `HostCopy` and the tensor's layout in it."""
 
     def __init__(self, copy, view):
         self.copy, self.view = copy, view
@@ -143,12 +157,12 @@ def is_on_host(tensor):
 
 
 def is_plain(tensor):
-    """Return True for torch's own tensor classes. Others could not be rebuilt from the bytes of a storage."""
+    """Return True for tensors of torch's own classes. Others could not be rebuilt from the bytes of a storage."""
     return type(tensor).__module__.partition(".")[0] == "torch"
 
 
 def offload_source(plan: Plan, decision: Offload) -> EmittedCode:
-    """Return the emitted counterpart of `offload`."""
+    """Return the code that does the same as `offload` in an emitted file."""
     parts = (
         in_host_memory,
         HostMemory,

@@ -1,13 +1,14 @@
-"""Optimizer kernel: let a torch optimizer step with its fused kernel, or with its loop over single parameters.
+"""Optimizer kernel: make a torch optimizer use its fused kernel, or its loop over single parameters.
 
-On CUDA torch uses the foreach implementation by default, which allocates temporaries for all parameters at once (Adam:
-one more copy of the parameters, Adagrad: two). `fused=True` updates in place with one kernel; `foreach=False` allocates
-temporaries for one parameter at a time. The optimizer object, its groups, schedules and state are kept. Only the step
-counters move, because the fused kernel reads them from the parameters' device (torch/optim/adam.py, "special device
-hosting for step").
+On CUDA, torch uses the foreach implementation by default, which allocates temporary tensors for all parameters at once
+(Adam: as much memory as the parameters, Adagrad: twice as much). `fused=True` updates in place with one kernel.
+`foreach=False` allocates temporary tensors for one parameter at a time. The optimizer object, its groups, schedules and
+state are kept. Only the step counters move to the parameters' device, where the fused kernel reads them
+(torch/optim/adam.py, "special device hosting for step").
 
-The gradient scaler unscales gradients itself and skips a step whose gradients are not finite. It leaves both to the
-kernel only if the optimizer was constructed with `fused=True`, which is not the case here; the results are the same.
+A gradient scaler lets the fused kernel unscale the gradients and skip steps with infinite gradients, if the optimizer
+was constructed with `fused=True`. Here the option is set later, so the scaler does both itself. The results are the
+same.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from planner.rewrite.rewriting import Change, Rewriting
 from planner.workload.torch_optimizers import why_no_kernel
 
 OPTIONS = {"fused": ("fused", True), "for-loop": ("foreach", False)}
-"""Kernel of the decision -> option of torch's optimizers, in their constructors and groups, and its value."""
+"""Maps the kernel that a plan names to the option of torch's optimizers that chooses it, as (name, value)."""
 
 
 def optimizer_kernel(rewriting: Rewriting, decision: OptimizerKernel) -> None:
-    """Set the option in all groups of the optimizer, now and after `load_state_dict`, which replaces the groups.
+    """Set the option for the planned kernel in all parameter groups of the optimizer.
+
+    It is set again after each `load_state_dict`, because that replaces the groups.
 
     Raises:
-        DecisionError: if the optimizer has no such kernel, or its user has already chosen one.
+        DecisionError: if the optimizer has no such kernel, or if its user has already chosen a kernel.
     """
     optimizer = rewriting.optimizer
     why_not = why_no_kernel(decision.kernel, optimizer, rewriting.model)
@@ -58,7 +61,7 @@ def optimizer_kernel(rewriting: Rewriting, decision: OptimizerKernel) -> None:
 
 
 def _set(optimizer: torch.optim.Optimizer, option: str, value: bool | None) -> None:
-    """Set the option in the optimizer's defaults and groups. None lets torch choose."""
+    """Set an option in the defaults and the groups of an optimizer. The value None lets torch choose."""
     optimizer.defaults[option] = value  # for groups that are added later
     for group in optimizer.param_groups:
         group[option] = value
@@ -67,9 +70,10 @@ def _set(optimizer: torch.optim.Optimizer, option: str, value: bool | None) -> N
 
 
 def _move_step_numbers(optimizer: torch.optim.Optimizer, group: dict) -> None:
-    """Move step counters to where the group's kernel reads them: for fused the parameter's device, else the host.
+    """Move the step counters of a group to the device where its kernel reads them.
 
-    A capturable optimizer keeps them where they are, on the parameter's device.
+    The fused kernel reads them on the parameter's device, other kernels on the host. With `capturable=True` they stay
+    on the parameter's device.
     """
     wide = torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
     for parameter in group["params"]:
@@ -83,6 +87,6 @@ def _move_step_numbers(optimizer: torch.optim.Optimizer, group: dict) -> None:
 
 
 def optimizer_kernel_source(plan: Plan, decision: OptimizerKernel) -> EmittedCode:
-    """Return the emitted counterpart of `optimizer_kernel`."""
+    """Return the code that does the same as `optimizer_kernel` in an emitted file."""
     option, value = OPTIONS[decision.kernel]
     return EmittedCode(optimizer_options=(f"{option}={value}",))

@@ -1,14 +1,16 @@
-"""Segment checkpoint: recompute segments of a long forward op by op, keeping only the tensors they start from.
+"""Segment checkpoint: recompute segments of a module's forward op by op, instead of keeping their saved tensors.
 
-Activation checkpointing recomputes a module call, so it cannot divide what one module does in a single forward. This
-rule can: a dispatch mode records the ops of each segment, and when backward asks for the first tensor that was saved
-there, the ops that lead to saved tensors run again (a replay), on the same values, with the same random numbers, below
-autograd and autocast. Nothing is traced beforehand: the forward may depend on anything, and its Python code runs once.
+A segment is a range of consecutive ops. Activation checkpointing recomputes whole module calls, so it cannot divide the
+forward of one module. This rule can. In the forward, a dispatch mode records the ops of each segment. When backward
+asks for the first tensor that was saved in a segment, the recorded ops that lead to its saved tensors run again (a
+replay). They run on the same values with the same random numbers, without autograd and autocast. Nothing is traced in
+advance: the forward may take any path, and its Python code runs once.
 
-The mechanism, its limits and how it differs from selective activation checkpointing are described in
-`rewrite/portable/replay_tape.py`. It is rematerialization from a tape (Griewank, Achieving logarithmic growth of
-temporal and spatial complexity in reverse automatic differentiation, 1992), recorded by a dispatcher as in Kirisame et
-al., Dynamic Tensor Rematerialization, 2021; unlike there, what to recompute is decided before the step, by the plan.
+`rewrite/portable/replay_tape.py` describes the mechanism, its limits, and how it differs from selective activation
+checkpointing. The method is rematerialization from a tape (Griewank, Achieving logarithmic growth of temporal and
+spatial complexity in reverse automatic differentiation, 1992). A dispatcher records the tape, as in Kirisame et al.,
+Dynamic Tensor Rematerialization, 2021. They decide during the step what to recompute; here the plan has decided it
+before.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from planner.rewrite.rewriting import Rewriting
 
 
 def segment_checkpoint(rewriting: Rewriting, decision: Replay) -> None:
-    """Wrap the forward of each named module, on the instance, so that its segments are recorded and recomputed.
+    """Replace the forward of each planned module by one that records its segments and recomputes them in backward.
 
     Raises:
-        DecisionError: if a module does not exist or is never called.
+        DecisionError: if a module does not exist or has no forward.
     """
     for name, module in modules_to_run_again(rewriting, decision.by_module, decision.kind, nested=True).items():
         forward = types.MethodType(replay_tape.replayed(rewriting.watched_forward(module, name), decision.by_module[name]), module)
@@ -38,7 +40,7 @@ def segment_checkpoint(rewriting: Rewriting, decision: Replay) -> None:
 
 
 def segment_checkpoint_source(plan: Plan, decision: Replay) -> EmittedCode:
-    """Return the emitted counterpart of `segment_checkpoint`."""
+    """Return the code that does the same as `segment_checkpoint` in an emitted file."""
     parts = (
         replay_tape.replayed,
         replay_tape.Tape,

@@ -1,4 +1,4 @@
-"""Apply a plan under transformers' `Trainer`: the plan changes the model and the arguments, and the Trainer steps.
+"""Apply a plan under transformers' `Trainer`: the plan changes the model and the arguments, and the Trainer trains.
 
     rewritten = rewrite.apply_for_trainer(plan, model)
     trainer = transformers.Trainer(
@@ -18,11 +18,16 @@ the Trainer averages the micro-batches as if all had the same number of labels. 
 never reaches the model: the mean that the model returns is weighted by its share of the labels, so that any model
 trains as on the whole batch (`loss_weighting.py`).
 
-Memory that the Trainer takes beyond what the plan counts: its running loss and other scalars, a block of 512 B each;
-one byte per label while labels are counted; the norms of the gradients, which it computes even if it does not clip, but
-when no activation is alive (in a rehearsal of `examples/roberta_84m` at 8 x 32 they do not change the peaks); and for
-bf16 and fp16 an fp32 copy of all outputs of the model (for logits as large as the copy that the loss made and has freed
-by then). Evaluation is not planned: it computes the logits of a whole evaluation batch.
+The Trainer takes some memory that the plan does not count:
+
+- its running loss and other scalars, a block of 512 B each;
+- one byte per label while labels are counted;
+- the norms of the gradients, which it computes even if it does not clip. No activation is alive then, so that this does
+  not change the peaks (in a rehearsal of `examples/roberta_84m` at 8 x 32);
+- with bf16 and fp16, an fp32 copy of all outputs of the model. For logits it is as large as a copy that the loss has
+  made and already freed.
+
+Evaluation is not planned: it computes the logits of a whole evaluation batch.
 """
 
 from __future__ import annotations
@@ -36,7 +41,13 @@ from planner.errors import WorkloadError
 from planner.plan_types.decision_base import Role, micro_batches_of
 from planner.plan_types.decisions import OptimizerKernel
 from planner.plan_types.plan import Plan
-from planner.rewrite.application import change_by_rules, one_of_each_kind, refuse_another_model, turns_cache_off
+from planner.rewrite.application import (
+    DOES_NOT_FIT,
+    change_by_rules,
+    one_of_each_kind,
+    refuse_another_model,
+    turns_cache_off,
+)
 from planner.rewrite.rewriting import Rewriting
 from planner.rewrite.rules.optimizer_kernel import OPTIONS, optimizer_kernel
 from planner.rewrite.trainer.arguments import refuse_what_trainers_cannot_do
@@ -46,26 +57,26 @@ from planner.workload.model_loss import takes_the_loss
 from planner.workload.torch_optimizers import sparse_lookups
 
 _OPTIMIZER_ROLES = (Role.OPTIMIZER, Role.UPDATE_TIME)
-"""Roles of the decisions that the Trainer carries out itself, or refuses."""
+"""Roles of the decisions that `apply_for_trainer` leaves to the Trainer's arguments and the callback, or refuses."""
 
 
 @final
 class RewrittenForTrainer:
-    """A rewritten model whose steps the Trainer takes. `undo()` restores the model; trained weights stay."""
+    """A rewritten model that the Trainer trains. `undo()` restores the model; trained weights stay."""
 
     def __init__(self, plan: Plan, rewriting: Rewriting, share: LossWeighting | None) -> None:
         self.plan = plan
         self.module = rewriting.model
         self.share = share
-        """The weighting of micro-batches; None if each step has only one micro-batch."""
+        """Weights the losses of micro-batches; None if each step has only one micro-batch."""
         self.is_applied = True
         self._rewriting = rewriting
 
     def undo(self) -> None:
-        """Restore forwards, hooks, flags and configuration to what they were. May be called again.
+        """Restore forwards, hooks, flags and configuration to what they were. May be called several times.
 
-        For bf16 and fp16, accelerate wraps the forward of the whole model, and does not remove its wrapper. If the plan
-        had replaced this forward before, the wrapper is removed too.
+        With bf16 and fp16, accelerate wraps the forward of the whole model, and does not remove its wrapper. If the
+        plan had replaced this forward before, `undo` removes the wrapper too.
 
         Raises:
             DecisionError: if something was replaced after `apply_for_trainer`. Nothing is changed then.
@@ -78,11 +89,13 @@ class RewrittenForTrainer:
         self.is_applied = False
 
     def add_hook(self, handle: torch.utils.hooks.RemovableHandle) -> None:
-        """Let `undo` remove this hook of the model, in case training ends before it is removed."""
+        """Let `undo` remove this hook of the model, in case training fails before the callback removes it."""
         self._rewriting.add_hooks([handle])
 
     def use_kernel(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set the planned kernel on the Trainer's optimizer, unless the Trainer has set it. `undo` resets the kernel.
+        """Set the planned kernel, such as fused, on the Trainer's optimizer, unless it is set already.
+
+        `undo` resets the kernel.
 
         Raises:
             DecisionError: if the optimizer does not have that kernel, or another kernel was chosen for it.
@@ -97,9 +110,12 @@ class RewrittenForTrainer:
 
 
 def apply_for_trainer(plan: Plan, model: torch.nn.Module) -> RewrittenForTrainer:
-    """Rewrite `model` in place, before the Trainer is made, by all decisions of the plan that concern the model.
+    """Rewrite `model` in place by all decisions of the plan that concern the model. Call this before making a Trainer.
 
     Decisions on the loop and the optimizer are left to `training_arguments` and `trainer_callback`.
+
+    Returns:
+        The rewritten model, for `trainer_callback`. Its `undo()` restores the model.
 
     Raises:
         PlanFileError: if the plan was made for another model.
@@ -113,10 +129,10 @@ def apply_for_trainer(plan: Plan, model: torch.nn.Module) -> RewrittenForTrainer
     if lookups := sparse_lookups(model):
         raise WorkloadError(
             f"'{next(iter(lookups))}' makes sparse gradients, and the Trainer computes the norm of all gradients by a "
-            "function that does not support them: give it sparse=False, or use rewrite.apply"
+            "function that does not support them: create this module with sparse=False, or use rewrite.apply"
         )
     if not plan.fits:
-        warnings.warn("the plan does not fit its budget (plan.fits is False): it is applied all the same", stacklevel=2)
+        warnings.warn(DOES_NOT_FIT, stacklevel=2)
     by_kind = one_of_each_kind(plan.decisions)
     rewriting = Rewriting(
         model, optimizer=plan.workload.optimizer, calling=Calling.KEYWORDS, batch_size=plan.workload.batch_size,
@@ -134,12 +150,15 @@ def apply_for_trainer(plan: Plan, model: torch.nn.Module) -> RewrittenForTrainer
 
 
 def accumulates(plan: Plan) -> bool:
-    """True if the Trainer may accumulate gradients: over planned micro-batches, or as often as the user likes."""
+    """True if the Trainer may accumulate gradients: the plan splits batches, or is for a loop that accumulates."""
     return micro_batches_of(plan.decisions) > 1 or plan.workload.gradients_alive
 
 
 def _weighted_by_share(rewriting: Rewriting, plan: Plan) -> LossWeighting:
-    """Weight the loss by hooks of the model. Unlike a replaced forward, accelerate's wrapper does not affect them."""
+    """Weight the losses of micro-batches by hooks of the model, and let the Trainer pass its label count to the model.
+
+    Hooks are used, and not a new forward of the model, because accelerate wraps the forward.
+    """
     share = LossWeighting.of(rewriting.model, plan)
     for model in {rewriting.model: None, takes_the_loss(rewriting.model): None}:
         rewriting.replace(model, "accepts_loss_kwargs", True, place="accepts_loss_kwargs of the model")

@@ -24,19 +24,19 @@ _FORMER_NAMES = {
     "eval_strategy": "evaluation_strategy",
     "use_cpu": "no_cuda",
 }
-"""Present name of an argument -> former name. The installed version of transformers has one of the two, or both."""
+"""Present name of an argument -> former name. A version of transformers has one of the two names, or both."""
 
 _ANOTHER_STEP = {
     "activation_checkpointing": "the rewritten model already recomputes what the plan says",
     "auto_find_batch_size": "it would change the micro-batches and the effective batch size",
     "deepspeed": "the plan is for one card that holds the whole model",
     "fsdp": "the plan is for one card that holds the whole model",
-    "label_smoothing_factor": "the Trainer then takes another loss than the model's, from all logits",
+    "label_smoothing_factor": "the Trainer then computes another loss than the model's, from all logits",
     "neftune_noise_alpha": "it adds noise to the embeddings, which was not planned",
-    "torch_compile": "it makes another step than the planned one",
+    "torch_compile": "a compiled step takes other memory and time than the planned step",
     "use_liger_kernel": "it replaces parts of the model, its loss among them: plan with the patched model",
 }
-"""Arguments that must be off, each with the reason."""
+"""Arguments of the Trainer that must be off, each with the reason, because they change the step that was planned."""
 
 _NAMES = {"adamw": "adamw_torch", "adam": "adamw_torch", "sgd": "sgd", "sgd-momentum": "sgd", "adagrad": "adagrad",
           "rmsprop": "rmsprop"}  # fmt: skip
@@ -77,7 +77,9 @@ def training_arguments(plan: Plan, *, kind: type | None = None, **overrides: Any
             f"two of these are names of the same argument: {', '.join(sorted(overrides))}; give only one of them"
         )
     if unknown := [name for name in overrides if _installed_name(_present_name(name), names) not in names]:
-        raise WorkloadError(f"{arguments_class.__name__} has no argument '{unknown[0]}'")
+        raise WorkloadError(
+            f"{arguments_class.__name__} has no argument '{unknown[0]}': correct the name or leave it out"
+        )
     refuse_contradictions(plan, renamed)
     arguments = {**planned_arguments(plan), **renamed}
     return {_installed_name(name, names): value for name, value in arguments.items()}
@@ -101,7 +103,7 @@ def planned_arguments(plan: Plan) -> dict[str, Any]:
 
 
 def planned_optim(plan: Plan) -> str | None:
-    """The Trainer's name of the planned optimizer; None if there is none, and the user has to pass `optimizers=`."""
+    """Return the Trainer's name of the planned optimizer; None if it has none and the user passes `optimizers=`."""
     if any(decision.eight_bit_state for decision in plan.decisions):
         return _EIGHT_BIT
     name = _NAMES.get(plan.workload.optimizer)
@@ -123,15 +125,14 @@ def micro_batches(plan: Plan) -> tuple[int, int]:
     if count > 2 * planned:
         whole = planned * size
         raise DecisionError(
-            f"accumulation plans {planned} micro-batches of {size} samples for a batch of {samples}, and the "
-            f"Trainer's micro-batches all have the same size: plan for a batch of {whole}, or use rewrite.apply, whose "
-            "last one may be smaller"
+            f"the plan splits a batch of {samples} into {planned} micro-batches of {size} (the last is smaller), "
+            f"and the Trainer's micro-batches all have the same size: plan for a batch of {whole}, or use rewrite.apply"
         )
     return samples // count, count
 
 
 def refuse_contradictions(plan: Plan, arguments: Mapping[str, Any]) -> None:
-    """Raise `DecisionError` for the first argument, by its present name, that contradicts the plan."""
+    """Raise `DecisionError` if one of the arguments, by their present names, contradicts the plan."""
     for name, reason in _ANOTHER_STEP.items():
         if arguments.get(name):
             raise DecisionError(f"{name}={arguments[name]!r} contradicts the plan: {reason}; leave it out")
@@ -139,22 +140,22 @@ def refuse_contradictions(plan: Plan, arguments: Mapping[str, Any]) -> None:
         if name not in arguments or _plain(arguments[name]) == planned:
             continue
         if name == "gradient_accumulation_steps" and plan.workload.gradients_alive and not arguments[name] % planned:
-            continue  # planned for a loop that accumulates as often as it likes
+            continue  # the plan is for a loop that accumulates over any number of batches
         raise DecisionError(
             f"{name}={_plain(arguments[name])!r} contradicts the plan, which has {planned!r} ({_set_by(plan, name)}): "
-            "leave it out, or plan again for it"
+            "leave it out, or make the plan again for this value"
         )
 
 
 def arguments_of(args: Any) -> dict[str, Any]:
-    """The arguments in a `TrainingArguments` that concern a plan, by their present names, without the optimizer."""
+    """Return the arguments in a `TrainingArguments` that concern a plan, except `optim`, by their present names."""
     loop = ("per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16")
     names = set(vars(args))
     return {name: getattr(args, _installed_name(name, names), None) for name in (*loop, *_ANOTHER_STEP)}
 
 
 def refuse_what_trainers_cannot_do(plan: Plan) -> None:
-    """Raise `DecisionError` or `WorkloadError` for a plan that the Trainer cannot follow with any arguments."""
+    """Raise `DecisionError` or `WorkloadError` for a plan that the Trainer cannot follow, whatever its arguments."""
     if any(decision.steps_in_backward for decision in plan.decisions):
         raise DecisionError(
             "the Trainer cannot do step-in-backward, because it steps after backward: plan with step-in-backward "
@@ -167,12 +168,13 @@ def refuse_what_trainers_cannot_do(plan: Plan) -> None:
         )
     if plan.workload.calling != Calling.KEYWORDS.name:
         raise WorkloadError(
-            "the Trainer passes batches by keyword, and the plan was made with another kind of batch: plan with a dict"
+            "the Trainer passes batches by keyword, and the plan was made with another kind of batch: plan with a dict "
+            "as batch, or use rewrite.apply"
         )
 
 
 def _set_by(plan: Plan, name: str) -> str:
-    """The part of the plan that sets an argument, for an error message."""
+    """Return text for an error message: the part of the plan that sets an argument."""
     roles = {
         "per_device_train_batch_size": (Role.MICRO_BATCHING,),
         "gradient_accumulation_steps": (Role.MICRO_BATCHING,),
@@ -190,7 +192,7 @@ def _present_name(name: str) -> str:
 
 
 def _installed_name(name: str, names: set[str]) -> str:
-    """The name that the installed class, which has these `names`, uses for an argument."""
+    """Return the name, out of `names`, that the installed class of arguments uses for an argument."""
     return name if name in names else _FORMER_NAMES.get(name, name)
 
 

@@ -22,14 +22,14 @@ from planner.workload.workload import described, optimizer_name
 logger = logging.getLogger(__name__)
 
 _TRAINER_BYTES = 2**16
-"""Allowance in bytes for scalars and other small tensors of the Trainer."""
+"""Bytes that scalars and other small tensors of the Trainer may take in addition to the promise."""
 _SEGMENT_BYTES = 2**21
 """Size of the allocator's segments for blocks of up to 1 MiB (`kSmallBuffer`, c10/cuda/CUDACachingAllocator.cpp)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Promise:
-    """The peak memory that the plan promised, and the one that was measured in the first steps, in bytes."""
+    """The peak memory that the plan promised, and the peak memory that was measured in the first steps, in bytes."""
 
     allocated_bytes: int | None
     """Measured peak of `torch.cuda.max_memory_allocated`; None if it could not be measured."""
@@ -38,7 +38,7 @@ class Promise:
     promised_allocated_bytes: int
     promised_reserved_bytes: int
     own_bytes: int = 0
-    """Memory that the Trainer may allocate in addition: 64 KiB, and one byte per label."""
+    """Bytes that the Trainer may allocate in addition to the promise: 64 KiB, and one byte per label."""
     why_not_measured: str = ""
     """The reason why the peaks are None; empty if they were measured."""
 
@@ -46,7 +46,7 @@ class Promise:
     def kept(self) -> bool | None:
         """True if both peaks are within the promise plus the Trainer's own memory; None if they were not measured.
 
-        The Trainer's own memory may take one more segment of the caching allocator.
+        For reserved memory, the Trainer's own memory counts as one segment of the caching allocator (2 MiB).
         """
         if self.allocated_bytes is None or self.reserved_bytes is None:
             return None
@@ -68,9 +68,9 @@ class Promise:
 
 @final
 class PlanCallback(TrainerCallback):
-    """Refuses arguments, a model, an optimizer or batches that do not match the plan, and checks its promise.
+    """Refuses arguments, a model, an optimizer or batches that do not match the plan, and checks the plan's promise.
 
-    Use one object per Trainer.
+    See `trainer_callback`. Use one object per Trainer.
 
     Attributes:
         promise: the result of the memory check; None until `steps` steps are done.
@@ -125,7 +125,7 @@ class PlanCallback(TrainerCallback):
             self.rewritten.share.refuse_another_loss()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """After the last of the first steps: stop checking weights, and compare the peaks with the promise."""
+        """After step number `steps`: stop checking weights, and compare the peaks with the promise."""
         if self._seen_steps >= self.steps:
             return
         self._seen_steps += 1
@@ -142,7 +142,7 @@ class PlanCallback(TrainerCallback):
             self._report_broken(f"{self.promise}; plan with less than the budget of {_budget(self.rewritten.plan)}")
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Refuse an epoch that ends within a batch: the Trainer would keep those gradients for the next epoch."""
+        """Refuse an epoch that ends with part of a batch: the Trainer would add its gradients to the next epoch's."""
         share = self.rewritten.share
         if share is not None and share.pending_micro_batches and state.global_step < state.max_steps:
             raise DecisionError(
@@ -156,7 +156,7 @@ class PlanCallback(TrainerCallback):
         self._remove_hooks()
         if self.promise is None:
             logger.warning(
-                "the plan's promise could not be measured: training ended after %d of the %d steps",
+                "the plan's promise could not be measured: training ended after %d of the %d steps that are measured",
                 self._seen_steps, self.steps,
             )  # fmt: skip
 
@@ -169,12 +169,12 @@ class PlanCallback(TrainerCallback):
             raise DecisionError("the plan was undone on this model: apply it again before training")
         if model is not self.rewritten.module:
             raise PlanFileError(
-                "the Trainer trains another model object than the plan was applied to: pass that object as model=, and "
-                "no model_init"
+                "the Trainer trains another model object than the one that the plan was applied to: pass the rewritten "
+                "model as model=, and do not pass model_init"
             )
 
     def _check_batch(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Refuse batches that are larger than planned, and warn of tensors that were not planned."""
+        """Refuse a batch that is larger than planned, and warn if it has other tensors than planned."""
         if not (model.training and torch.is_grad_enabled()):
             return
         plan = self.rewritten.plan
@@ -183,18 +183,18 @@ class PlanCallback(TrainerCallback):
         if larger and self._seen_steps < self.steps:
             raise WorkloadError(f"{larger}: make the plan again for the largest batch")
         if larger:
-            self._report_broken(f"{larger}: nothing was promised for it")
+            self._report_broken(f"{larger}: nothing was promised for it, so make the plan again for the largest batch")
         planned = {path for path, _, _ in plan.workload.batch}
         if tensors.keys() != planned and "names" not in self._warned_topics:
             self._warned_topics.add("names")
             logger.warning(
-                "the batch has %s, and the plan was made for %s: the memory for that was not planned; make the plan "
-                "again with such a batch (planner.plan(model, batch))",
+                "the batch has %s, and the plan was made for %s, so that memory may differ from the plan: make the "
+                "plan again with such a batch (planner.plan(model, batch))",
                 ", ".join(sorted(tensors)), ", ".join(sorted(planned)),
             )  # fmt: skip
 
     def _report_broken(self, message: str) -> None:
-        """Warn once, or raise, as the user chose."""
+        """Raise a `PromiseError`, or log each message once as a warning, as `on_broken` says."""
         if self.on_broken == "raise":
             raise PromiseError(message)
         if message not in self._warned_topics:
@@ -220,7 +220,7 @@ def refuse_uneven_micro_batches(args: TrainingArguments, state: TrainerState, lo
 
 
 def measured_promise(plan: Plan, device: torch.device) -> Promise:
-    """The plan's promise and the peaks since the device's counters were last reset."""
+    """Return the plan's promise, and the peaks since the device's counters were last reset."""
     peaks = peaks_on(device)
     why_not = f"there is no CUDA device here, the Trainer trains on {device.type}" if peaks is None else ""
     if plan.card == "bare":
@@ -234,14 +234,16 @@ def measured_promise(plan: Plan, device: torch.device) -> Promise:
 
 
 def peaks_on(device: torch.device) -> tuple[int, int] | None:
-    """Peaks of allocated and reserved bytes; None for a device that is not a CUDA device."""
+    """Return the peaks of allocated and reserved bytes; None for a device that is not a CUDA device."""
     if device.type != "cuda":
         return None
     return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
 
 
 def larger_than_planned(plan: Plan, tensors: dict[str, tuple[tuple[int, ...], str]]) -> str | None:
-    """Describes the first tensor of a micro-batch that is larger than planned or of another dtype; None if none is.
+    """Describes the first tensor of a micro-batch that is larger than planned or of another dtype.
+
+    Returns None if all tensors are as planned or smaller.
 
     Args:
         tensors: shape and dtype of each tensor, by its path in the batch.
@@ -265,8 +267,8 @@ def refuse_another_optimizer(plan: Plan, optimizer: torch.optim.Optimizer) -> No
         bits = getattr(getattr(optimizer, "args", None), "optim_bits", None)
         if bits != 8 or "adam" not in type(optimizer).__name__.lower():
             raise DecisionError(
-                f"the Trainer's optimizer is {optimizer_name(optimizer)}, and the plan has 8-bit AdamW: give it "
-                "optim='adamw_bnb_8bit', as rewrite.training_arguments does"
+                f"the Trainer's optimizer is {optimizer_name(optimizer)}, and the plan has 8-bit AdamW: give the "
+                "Trainer optim='adamw_bnb_8bit', as rewrite.training_arguments does"
             )
         return
     known = OPTIMIZERS.get(planned)
@@ -274,17 +276,17 @@ def refuse_another_optimizer(plan: Plan, optimizer: torch.optim.Optimizer) -> No
     accepted = {expected.rpartition(".")[2], *(["AdamW"] if planned == "adam" else [])}
     if type(optimizer).__name__ not in accepted:
         raise DecisionError(
-            f"the Trainer's optimizer is {optimizer_name(optimizer)}, and the plan was made with {planned}: give it "
-            "the arguments of rewrite.training_arguments, or your own as optimizers=(optimizer, None)"
+            f"the Trainer's optimizer is {optimizer_name(optimizer)}, and the plan was made with {planned}: give the "
+            "Trainer the arguments of rewrite.training_arguments, or your own optimizer as optimizers=(optimizer, None)"
         )
     momentum = known is not None and bool(known.hyperparameters.get("momentum"))
     if known is not None and any(bool(group.get("momentum")) != momentum for group in optimizer.param_groups):
         raise DecisionError(
             f"the Trainer's {expected} has momentum {optimizer.param_groups[0]['momentum']}, and the plan was made "
-            f"with {planned}: plan with {'sgd' if momentum else 'sgd-momentum'}, or leave optim_args out"
+            f"with {planned}: plan with optimizer {'sgd' if momentum else 'sgd-momentum'}, or leave optim_args out"
         )
 
 
 def _budget(plan: Plan) -> str:
-    """The memory that the plan was made for, for a message."""
+    """Return text for a message: the memory that the plan was made for."""
     return "the card" if plan.vram_bytes is None else format_size(plan.vram_bytes)

@@ -4,9 +4,10 @@ The Trainer takes the steps itself. It counts the labels of all micro-batches of
 number (`num_items_in_batch`). The weighted losses add up to the loss that the Trainer would train with on the whole
 batch:
 
-- If the model divides by that number: the sum over its own labels, divided by the number. The two may differ
-  (transformers 5.23 counts the first label of each sample for `GPT2LMHeadModel`, whose loss leaves it out).
-- For all other models: the mean over the labels of the batch, whose number has to be the Trainer's.
+- If the model itself divides by that number: the sum over the labels in the model's loss, divided by the Trainer's
+  number. The loss may have fewer labels than the Trainer counts (for `GPT2LMHeadModel`, transformers 5.23 counts the
+  first label of each sample, which the loss leaves out).
+- For all other models: the mean over the labels of the batch. Model and Trainer have to count the same number.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ class LossWeighting:
     """Weights the mean loss that a model returns for a micro-batch by its share of the labels of the batch.
 
     If a batch has no `labels` that the Trainer counts, the Trainer takes the mean over all micro-batches, so that these
-    have to be of one size. While `start_checking` is in force, `refuse_another_loss` also checks that the weights are
-    right.
+    must have the same size. `refuse_another_loss` checks the losses of each step; between `start_checking` and
+    `stop_checking` it also checks that the weights are right.
 
     Args:
         model: the rewritten model.
-        shifted: the model's loss leaves out the first label of each sample.
-        ignored: the label that does not count.
-        divides: the model itself divides by the number of labels that it is called with.
-        labelled: the planned batch has labels.
-        micro_batch_size: samples in a whole micro-batch.
-        batch_size: samples in the planned batch.
-        uses_autocast: the plan has mixed precision.
-        loss_in_chunks: the logits are never all in memory. Gradients of samples are then not compared, because that
-        would need all logits.
+        shifted: True if the model's loss leaves out the first label of each sample.
+        ignored: the value of labels that do not count.
+        divides: True if the model itself divides its loss by the number of labels that it is called with.
+        labelled: True if the planned batch has labels.
+        micro_batch_size: number of samples in a micro-batch (the last one may be smaller).
+        batch_size: number of samples in the planned batch.
+        uses_autocast: True if the plan has mixed precision.
+        loss_in_chunks: True if the plan computes the loss in chunks, so that not all logits are in memory at once.
+            Gradients of samples are then not compared, because that would need all logits.
     """
 
     def __init__(
@@ -84,21 +85,21 @@ class LossWeighting:
         )  # fmt: skip
         self._is_checking = False
         self._count: Any = None
-        """The Trainer's number of labels, kept from before a forward to after it; None if it gives none."""
+        """The Trainer's number of labels, kept while a forward runs; None if the Trainer passes none."""
         self._label_counts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Label counts of each micro-batch and, by the Trainer, of its batch; filled only while labels are checked."""
+        """For each micro-batch, (its own number of labels, the Trainer's number); noted only while checking weights."""
         self._inputs: list[dict[str, Any]] = []
-        """Arguments of the model for each micro-batch of a step. The Trainer holds the same tensors."""
+        """Arguments of the model for each micro-batch of a step. The Trainer holds the same tensors in memory."""
         self._unlabelled_samples: list[int] | None = None
-        """Samples in each micro-batch of a step that has no labels; None before `start_checking` was first called."""
+        """Number of samples in each micro-batch without labels; None before `start_checking` was first called."""
         self._missed_labels_or_count = False
-        """While checking: True if the model was called without labels that the batch has, or without their number."""
+        """True if, while checking weights, the model was called without the labels of the batch or without `COUNT`."""
         self._warns_of_own_loss = False
-        """True until a loss outside of the model was seen."""
+        """True if a loss that is computed outside of the model is still to be warned of, once."""
 
     @classmethod
     def of(cls, model: torch.nn.Module, plan: Plan) -> LossWeighting:
-        """The weighting for a model and a plan."""
+        """Create the weighting for a model and a plan."""
         return cls(
             model,
             shifted=shifts_labels(model),
@@ -114,7 +115,8 @@ class LossWeighting:
     def hooks_on(self, model: torch.nn.Module) -> list[Any]:
         """Register the hooks on the model and return their handles.
 
-        The Trainer's count is taken from the arguments before a forward, and weights the loss after it.
+        One hook takes the Trainer's label count out of the arguments before a forward. The other uses it to weight the
+        loss.
         """
         return [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
@@ -161,11 +163,11 @@ class LossWeighting:
             self._check.refuse_coupled_samples(inputs[0] if batch is None else batch, is_part=batch is None)
 
     def _refuse_other_means(self, samples: list[int], batch: dict[str, Any] | None) -> None:
-        """Check the number of labels, and the weights against the reductions that were seen.
+        """Check that model and Trainer count the same number of labels, and check the weights (`AccumulationCheck`).
 
         Args:
-            samples: number of samples in each micro-batch without labels.
-            batch: the micro-batches joined; None if that is not possible.
+            samples: number of samples in each micro-batch, if they have no labels.
+            batch: the micro-batches joined; None if they cannot be joined.
         """
         label_counts, self._label_counts = self._label_counts, []
         counts = [count.item() for count, _ in label_counts]
@@ -181,7 +183,7 @@ class LossWeighting:
     def _before_forward(
         self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
-        """Take the Trainer's count out of the arguments, and watch the forward if it computes the loss."""
+        """Take the Trainer's label count out of the arguments, and watch the forward if it computes the loss."""
         self._count = kwargs.get(COUNT)
         kwargs = {name: value for name, value in kwargs.items() if name != COUNT}
         computes_loss = self._count is None or kwargs.get("labels") is not None
@@ -205,7 +207,11 @@ class LossWeighting:
                 self._unlabelled_samples.append(count_samples(kwargs, self.micro_batch_size))
         elif labels is None and self._warns_of_own_loss and _trains(model):
             self._warns_of_own_loss = False
-            logger.warning("the loss is computed outside of the model: it has to be a sum divided by %s", COUNT)
+            logger.warning(
+                "the loss is computed outside of the model, where the plan cannot weight it: make sure that it is a "
+                "sum divided by %s",
+                COUNT,
+            )
         # Weight the loss by this micro-batch's share of the labels.
         if count is None or loss is None or not isinstance(labels, torch.Tensor):
             return output
@@ -216,13 +222,13 @@ class LossWeighting:
         return _with_loss(output, weighted(loss, own_count / count))
 
     def _terms(self, part: dict[str, Any], samples: int) -> torch.Tensor | int:
-        """Number of terms that the mean loss of some samples is taken over."""
+        """Return the number of terms over which the loss of some samples is a mean: their labels, or else samples."""
         return self._count_labels(part["labels"]) if "labels" in part else samples
 
     def _count_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        """Counts labels as `rewritten.step` does.
+        """Count labels as the step of `rewrite.apply` does.
 
-        One label per sample, or labels that are not class numbers, are counted as the Trainer counts them.
+        If there is one label per sample, or labels are not class numbers, count them as the Trainer does.
         """
         if labels.dim() < 2 or labels.is_floating_point():
             return labels.ne(-100).sum(dtype=torch.float64)
@@ -230,7 +236,7 @@ class LossWeighting:
 
 
 def _joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The batch that these micro-batches make up; None if shapes or anything else but the samples differ."""
+    """Join micro-batches into a batch; None if they cannot be joined because shapes or other arguments differ."""
     batch: dict[str, Any] = {}
     for name in parts[0] if parts else ():
         values: list[Any] = [part.get(name) for part in parts]
@@ -251,11 +257,15 @@ def _joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def uneven_micro_batches(samples: Sequence[int]) -> str:
-    """The error message for micro-batches without labels that have these numbers of samples."""
+    """Return the error message for micro-batches of different sizes without labels.
+
+    Args:
+        samples: number of samples in each micro-batch.
+    """
     return (
         f"the micro-batches of a step have {', '.join(map(str, samples))} samples and no labels, so that the Trainer "
-        "would take the mean of their losses as if they were of one size: give it a number of samples that makes up "
-        "whole batches, or plan with accumulation forbidden"
+        "would take the mean of their losses as if they were of one size: give it dataloader_drop_last=True, or a "
+        "number of samples that makes up whole batches, or plan with accumulation forbidden"
     )
 
 
@@ -267,12 +277,12 @@ def _full_precision_loss(model: torch.nn.Module, batch: dict[str, Any]) -> torch
     """Returns the loss of a batch without the model's hooks and accelerate's autocast wrapper."""
     loss = _loss_in(vars(model).get("_original_forward", model.forward)(**batch))
     if loss is None:
-        raise WorkloadError("the model returned no loss")
+        raise WorkloadError("the model returned no loss for samples of the batch")
     return loss
 
 
 def _loss_in(output: Any) -> torch.Tensor | None:
-    """The loss in a model's output, found as the Trainer finds it."""
+    """Return the loss in a model's output, found as the Trainer finds it; None if there is none."""
     if isinstance(output, Mapping):
         return output.get("loss")
     return output[0] if isinstance(output, (tuple, list)) and output else None

@@ -191,7 +191,7 @@ def test_a_budget_below_the_smallest_plan_exits_with_one(folder, capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--tradeoff", "--emit", "step.py"), "--emit does not go with --tradeoff"),
+        (("--tradeoff", "--emit", "step.py"), "--emit cannot be combined with --tradeoff"),
         (("--svg", "front.svg"), "--svg works only with --tradeoff"),
         (("--seconds", "3"), "--seconds works only with --tradeoff"),
         (("--tradeoff", "--seconds", "0"), "'0' is not a number above 0"),

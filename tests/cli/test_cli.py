@@ -167,7 +167,7 @@ BAD = {
     "an unknown module": (("nowhere.at_all:build", "--vram", "6GiB"), "nowhere"),
     "a budget without a unit": (("net.py:build", "--vram", "6"), "did you mean 6GiB"),
     "a budget that is no size": (("net.py:build", "--vram", "6gb of ram"), "6gb of ram"),
-    "a batch the model refuses": (("net.py:odd", "--vram", "6GiB"), "refused the batch"),
+    "a batch the model refuses": (("net.py:odd", "--vram", "6GiB"), "failed with this batch"),
     "a value that a rehearsal has not": (("net.py:reads", "--vram", "6GiB"), "net.py:29"),
     "an unknown card": (("net.py:build", "--vram", "6GiB", "--gpu", "rtx-2061"), "rtx-2060"),
     "an unknown technique": (("net.py:build", "--vram", "6GiB", "--forbid", "magic"), "checkpoint"),

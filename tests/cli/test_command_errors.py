@@ -116,8 +116,8 @@ FAULTS = {
     "raises_lines": "raised ValueError: first line",
     "returns_nothing": "returned 0 values: return model",
     "interrupted": "interrupted",
-    "leaves_in_forward": "refused the batch: SystemExit",
-    "breaks_the_planner": "ZeroDivisionError: first line second line; this is a fault of the planner",
+    "leaves_in_forward": "failed with this batch: SystemExit",
+    "breaks_the_planner": "ZeroDivisionError: first line second line; this is a bug of the planner",
 }
 
 
@@ -147,7 +147,7 @@ def test_an_unexpected_fault_of_ours_is_reported_on_one_line_below_its_traceback
     assert main(["net.py:build", "--json"]) == 2
     captured = capsys.readouterr()
     message = (
-        "RuntimeError: first line second line; this is a fault of the planner, please report it with the text above"
+        "RuntimeError: first line second line; this is a bug of the planner, please report it with the traceback above"
     )
     assert json.loads(captured.out)["error"] == {"type": "PlannerError", "message": message}
     assert captured.err.startswith("Traceback")
@@ -177,7 +177,7 @@ def test_help_and_version_are_no_errors_even_with_json(option, message, capsys):
 
 
 def test_a_share_of_no_card_is_refused(folder, capsys):
-    assert "share of a card that is not known" in refused("net.py:build", "--vram", "80%", capsys=capsys)
+    assert "percentage of the card's memory" in refused("net.py:build", "--vram", "80%", capsys=capsys)
 
 
 # ---- names of files ----------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def test_the_folder_of_a_file_is_searched_for_its_imports_but_hides_nothing(fold
 
 def test_a_misspelt_name_is_answered_with_what_the_file_itself_offers(folder, capsys):
     (folder / "short.py").write_text("from pathlib import Path\n\ndef build():\n    pass\n")
-    assert refused("short.py:bild", capsys=capsys).endswith("it offers build")
+    assert refused("short.py:bild", capsys=capsys).endswith("choose from build")
 
 
 # ---- saved plans -------------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def saved(tmp_path_factory) -> dict:
 def test_options_that_would_change_a_saved_plan_are_refused(folder, capsys, saved, option):
     (folder / "p.json").write_text(json.dumps(saved))
     message = refused("p.json", *option, capsys=capsys)
-    assert message.startswith(f"{option[0]} does not go with a saved plan")
+    assert message.startswith(f"{option[0]} cannot be combined with a saved plan")
 
 
 def test_a_saved_plan_may_be_rehearsed_for_another_budget_and_card(folder, capsys, saved):

@@ -80,7 +80,7 @@ def test_only_forbids_everything_else(folder, capsys):
         ({"only": "checkpoint", "forbid": "checkpoint"}, "'checkpoint' is forbidden, but 'only' allows it"),
         ({"only": "checkpoint", "force": "accumulation"}, "'accumulation' is both forced and forbidden"),
         ({"only": ["magic"]}, "'magic' is unknown"),
-        ({"max_slowdown": -1.0}, "slowdown of at most -1.0 is impossible"),
+        ({"max_slowdown": -1.0}, "maximum slowdown -1.0 is not a number above 0"),
     ],
 )
 def test_rules_that_contradict_each_other_are_refused(options, message):
@@ -191,7 +191,7 @@ def test_what_the_largest_batch_is_asked_without_cannot_be_forced(folder, capsys
     arguments = ("--vram", "1MiB", "--fidelity", "partial", "--force", name, "--largest-batch")
     code, data = run("--gpu", "bare", *arguments, capsys=capsys)
     assert code == 2
-    assert f"is asked for without {name}" in data["error"]["message"]
+    assert f"the search for the largest batch does not use {name}" in data["error"]["message"]
 
 
 def test_frozen_prefixes_make_no_batch_fit_that_is_said_to_be_the_largest(folder, capsys):
@@ -252,7 +252,7 @@ def test_a_saved_plan_refuses_questions(folder, capsys):
     run("--gpu", "bare", "--vram", "1GiB", "--save", "p.json", capsys=capsys)
     for question in ("--tradeoff", "--smallest-card", "--only=checkpoint"):
         assert main(["p.json", question]) == 2
-        assert "does not go with a saved plan" in capsys.readouterr().err
+        assert "cannot be combined with a saved plan" in capsys.readouterr().err
 
 
 def test_a_model_that_ignores_the_batch_size_is_given_other_batches(folder):

@@ -156,7 +156,7 @@ def test_a_decision_is_found_by_its_type():
 @pytest.mark.parametrize("version", [0, SCHEMA_VERSION + 1, None, "1"])
 def test_another_schema_version_is_refused(version):
     data = example().to_json() | {"schema_version": version}
-    with pytest.raises(PlanFileError, match=f"schema_version {version!r}, this version reads {SCHEMA_VERSION}"):
+    with pytest.raises(PlanFileError, match=f"schema_version {version!r}, .* planner reads {SCHEMA_VERSION}"):
         Plan.from_json(data)
 
 
@@ -170,7 +170,7 @@ def test_json_that_is_no_object_is_refused(data):
 def test_a_missing_field_is_named(field):
     data = example().to_json()
     del data[field]
-    with pytest.raises(PlanFileError, match=f"not complete.*{field}"):
+    with pytest.raises(PlanFileError, match=f"missing or wrong field.*{field}"):
         Plan.from_json(data)
 
 
@@ -205,7 +205,7 @@ def test_values_of_another_kind_are_refused_on_one_line(path, value):
     for step in path[:-1]:
         place = place[step]
     place[path[-1]] = value
-    with pytest.raises(PlanFileError, match=r"plan is not complete .*: make the plan again") as caught:
+    with pytest.raises(PlanFileError, match=r"plan has a missing or wrong field .*: make the plan again") as caught:
         Plan.from_json(json.loads(json.dumps(data)))
     assert "\n" not in str(caught.value)
 
@@ -219,13 +219,13 @@ def test_micro_batches_are_whole_and_at_least_two(sizes):
 @pytest.mark.parametrize(
     ("decision", "message"),
     [
-        ({"kind": "prune"}, f"'prune' is unknown: known are {', '.join(KINDS)}"),
+        ({"kind": "prune"}, f"'prune' is unknown: choose from {', '.join(KINDS)}"),
         ({}, "kind None is unknown"),
-        ({"kind": "freeze", "layers": []}, "'freeze' has no field 'layers': known are modules"),
+        ({"kind": "freeze", "layers": []}, "'freeze' has no field 'layers': its fields are modules"),
         ({"kind": "precision", "dtype": "fp8"}, "'fp8' is unknown: choose bf16 or fp16"),
-        ({"kind": "checkpoint", "modules": []}, "checkpoint without modules"),
+        ({"kind": "checkpoint", "modules": []}, "checkpoint names no modules"),
         ({"kind": "accumulation", "micro_batch_size": 4, "micro_batches": 1}, "at least 2 micro-batches"),
-        ({"kind": "optimizer", "name": "lion8bit"}, "the only one is adamw8bit"),
+        ({"kind": "optimizer", "name": "lion8bit"}, "the only supported name is adamw8bit"),
     ],
 )
 def test_unknown_decisions_are_refused_by_name(decision, message):

@@ -84,7 +84,7 @@ def test_other_types_and_negative_bytes_are_refused(value: object) -> None:
 
 
 def test_a_share_of_an_unknown_card_is_refused() -> None:
-    with pytest.raises(SizeError, match=r"80%.*card that is not known"):
+    with pytest.raises(SizeError, match=r"80%.*the card's memory, which is not known"):
         parse_size("80%", device_bytes=None)
 
 

@@ -237,7 +237,7 @@ def test_a_branch_on_values_is_refused_with_module_and_line():
 
 
 def test_a_batch_that_the_model_refuses_is_told_with_module_and_line():
-    with pytest.raises(WorkloadError, match=r"refused the batch: RuntimeError.*in '0'"):
+    with pytest.raises(WorkloadError, match=r"failed with this batch: RuntimeError.*in '0'"):
         plain(
             workload(
                 torch.nn.Sequential(torch.nn.Linear(4, 1)), (torch.zeros(2, 5), torch.zeros(2, 1)), loss_fn=mean_square

@@ -160,7 +160,7 @@ REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
     ),
     "a step in backward from a file": (
         lambda rank: emitted(rank, StepInBackward()),
-        "RuntimeError: a step in backward would use gradients before they are reduced over the processes",
+        "RuntimeError: step-in-backward would update parameters before their gradients are summed over the processes",
     ),
 }
 

@@ -117,7 +117,7 @@ def test_without_a_scaler_every_step_is_scheduled(kind, decisions):
 def test_a_file_asks_for_fp32_weights():
     file: dict[str, Any] = {}
     exec(compile(rewrite.source(plan_for(Perceptron(), vectors(6), FP16, loss_fn=cross_entropy)), "f", "exec"), file)
-    with pytest.raises(TypeError, match=r"layers.0.0.weight is torch.float16: autocast needs fp32 weights"):
+    with pytest.raises(TypeError, match=r"layers.0.0.weight is torch.float16, but autocast needs fp32 weights"):
         file["rewrite"](Perceptron().half())
     file["rewrite"](Perceptron())
 
@@ -140,7 +140,9 @@ def test_schedulers_that_cannot_be_stepped_here_are_refused():
         WorkloadError, match="the StepLR was created for a different optimizer than the step's AdamW: pass a function"
     ):
         rewritten(seeded(Perceptron), scheduler=halving(adamw(Perceptron().parameters())), **options)
-    with pytest.raises(WorkloadError, match="the function scheduler returned a float: it must return"):
+    with pytest.raises(
+        WorkloadError, match="the function that was given as scheduler returned a float: it must return"
+    ):
         rewritten(seeded(Perceptron), scheduler=lambda optimizer: 0.1, **options)
     model = seeded(Perceptron)
     plan = plan_for(model, vectors(6), loss_fn=cross_entropy)

@@ -140,7 +140,7 @@ def test_a_state_of_another_model_optimizer_or_grouping_is_refused():
     with pytest.raises(PlanFileError, match="the same decisions for another model"):
         rewritten(seeded(Perceptron, depth=5), optimizer="adamw", **options).step.load_state_dict(saved)
     with pytest.raises(
-        PlanFileError, match=r"is of torch.optim.adamw.AdamW, but this step's optimizer is torch.optim.sgd"
+        PlanFileError, match=r"saved from torch.optim.adamw.AdamW, but this step's optimizer is torch.optim.sgd"
     ):
         rewritten(seeded(Perceptron), optimizer="sgd", **options).step.load_state_dict(saved)
 

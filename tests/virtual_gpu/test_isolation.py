@@ -248,7 +248,7 @@ def test_states_of_the_caller_do_not_reach_the_rehearsal(given, unchanged):
 def test_a_process_with_cuda_running_is_told_so_in_one_line(given, unchanged, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(
-        RehearsalProcessError, match=r"CUDA is initialised.*cannot be forked.*`plan` command"
+        RehearsalProcessError, match=r"cannot be forked.*CUDA is initialized.*`plan` command"
     ) as failure:
         plan(given)
     assert "\n" not in str(failure.value)

@@ -74,7 +74,7 @@ def test_a_share_is_of_the_card_at_hand(monkeypatch):
 
 @pytest.mark.parametrize("gpu", [None, "generic", "bare"])
 def test_a_share_of_a_card_that_is_not_there_is_refused(gpu):
-    with pytest.raises(SizeError, match="share of a card that is not known: name a card, or write 6GiB"):
+    with pytest.raises(SizeError, match="percentage of the card's memory, which is not known: name a real card"):
         card_and_budget(gpu, "80%")
 
 

@@ -291,7 +291,7 @@ def test_a_batch_of_unknown_size_is_refused():
 
 
 def test_parts_that_do_not_make_up_the_batch_are_refused():
-    with pytest.raises(DecisionError, match="plans 2 micro-batches of 4 samples, but a batch of 11 makes 3"):
+    with pytest.raises(DecisionError, match="plan has 2 micro-batches of 4 samples, but a batch of 11 samples makes 3"):
         rewritten(seeded(Perceptron), UNEVEN, batch=vectors(11), loss_fn=cross_entropy)
 
 

@@ -69,8 +69,8 @@ def test_small_tensors_train_as_plain_adamw_does():
     ("optimizer", "message"),
     [
         ("sgd", "replaces AdamW or Adam, not SGD"),
-        (lambda p: torch.optim.AdamW(p, amsgrad=True), "has no amsgrad, which group 0"),
-        (lambda p: torch.optim.Adam(p, weight_decay=0.1), "adds weight_decay 0.1 to the gradient"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), "has no amsgrad, which parameter group 0"),
+        (lambda p: torch.optim.Adam(p, weight_decay=0.1), "parameter group 0 of Adam has weight_decay 0.1"),
     ],
 )
 def test_optimizers_that_would_become_another_one_are_refused(optimizer, message):
@@ -82,7 +82,7 @@ def test_an_optimizer_with_state_is_refused():
     model = seeded(Perceptron)
     given = adamw(model.parameters())
     rewritten(model, batch=vectors(), loss_fn=cross_entropy, optimizer=given).step(vectors())
-    with pytest.raises(DecisionError, match="state of a AdamW that has stepped"):
+    with pytest.raises(DecisionError, match="state of AdamW, which has already taken a step"):
         rewritten(model, Optimizer(), batch=vectors(), loss_fn=cross_entropy, optimizer=given)
 
 

@@ -321,5 +321,5 @@ def test_the_decision_says_what_it_keeps_and_survives_its_file():
     "kept", [((0,),), None, (0, 1), *(((0,), other) for other in ((-1,), (True,), ("1",), (1, 1), (2, 1)))]
 )
 def test_the_description_gives_the_number_of_kept_results_per_module(kept):
-    with pytest.raises(DecisionError, match=r"of each module, or of none|give ascending numbers"):
+    with pytest.raises(DecisionError, match=r"for each module, or leave kept empty|in ascending order"):
         Checkpoint(modules=("a", "b"), kept=kept)
