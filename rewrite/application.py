@@ -108,20 +108,17 @@ def apply(
         scheduler=scheduler,
     )
     rewritten.step.require_wrapper()
-    rewritten.step.observers = (
-        *_recompute_checks(plan, rewritten._rewriting),
-        *_accumulation_checks(plan, rewritten._rewriting),
-    )
+    rewritten.step.observers += _accumulation_checks(plan, rewritten._rewriting)
     if turns_cache_off(plan):
         rewritten._rewriting.turn_cache_off()
     return rewritten
 
 
-def _recompute_checks(plan: Plan, rewriting: Rewriting) -> tuple[RecomputeObserver, ...]:
-    """Returns the check of recomputed and offloaded modules; empty if the plan has none."""
+def _recompute_checks(rewriting: Rewriting) -> tuple[RecomputeObserver, ...]:
+    """Returns the check of recomputed and offloaded modules; empty if there are none."""
     if rewriting.recompute_check is None:
         return ()
-    rewriting.recompute_check.at_once = any(decision.steps_in_backward for decision in plan.decisions)
+    rewriting.recompute_check.at_once = rewriting.backward is not None
     return (RecomputeObserver(rewriting.recompute_check),)
 
 
@@ -226,6 +223,7 @@ def apply_decisions(
             split=rewriting.split,
             backward=rewriting.backward,
             decisions=tuple(by_kind.values()),
+            observers=_recompute_checks(rewriting),
         )
     except BaseException:
         rewriting.restore()

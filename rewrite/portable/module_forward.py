@@ -7,7 +7,6 @@ import types
 
 import torch
 
-
 # ---- below: the text that runs here is the text that is emitted -------------------------------------------------
 
 

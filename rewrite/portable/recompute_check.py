@@ -45,7 +45,7 @@ class RecomputeCheck:
         self.is_on, self.samples, self.host_bytes = False, [], []
 
     def refuse_difference(self):
-        """End the step. Raise RecomputeDifference if backward computed with values that differ from those of the forward."""
+        """End the step. Raise RecomputeDifference if backward computed with other values than the forward."""
         samples = self.samples
         self.end_step()
         self.compare(samples)
@@ -55,7 +55,8 @@ class RecomputeCheck:
         for device in {sample.device for sample in samples if sample.device.type != "cpu"}:
             torch.get_device_module(device).synchronize(device)
         # A tensor in float32 may come from an op in bfloat16: the lowest precision decides what rounding explains.
-        rounding = max((ROUNDING.get(sample.before.dtype, 0.0) for sample in samples), default=0.0)
+        bounds = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+        rounding = max((bounds.get(sample.before.dtype, 0.0) for sample in samples), default=0.0)
         for sample in samples:  # in the order of the forward, since one difference causes those after it
             if sample.after is not None and sample.difference() > rounding:
                 raise RecomputeDifference(sample.message())
@@ -77,7 +78,7 @@ class RecomputeCheck:
         return wrapper
 
     def sampling(self, call, pack, unpack):
-        """Return saved tensor hooks that sample tensors before `pack` replaces them and after `unpack` restores them."""
+        """Return saved tensor hooks that sample each tensor before `pack` takes it and after `unpack` returns it."""
 
         def sample_and_pack(tensor):
             sample = SavedSample(self, call, tensor) if call.can_sample(tensor) else None
@@ -104,7 +105,7 @@ class RecomputeCheck:
         return block[:size]
 
 
-class RecomputeDifference(RuntimeError):  # noqa: N818
+class RecomputeDifference(RuntimeError):
     """Backward computed with values that differ from those that the forward saved."""
 
 
@@ -114,9 +115,12 @@ class WatchedCall:
     def __init__(self, name, module):
         self.name, self.module, self.saved = name, module, 0
         self.state, self.changes = attributes_of(module), None
-        # Their update by the forward is not repeated when it is recomputed, and in training no gradient depends on them.
+        # The forward updates them, a recompute does not, and in training no gradient depends on them.
         norms = [m for m in module.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase) and m.training]
         self.statistics = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+        # Instance norm repeats its statistics for each sample.
+        instance_norms = [norm for norm in norms if isinstance(norm, torch.nn.modules.instancenorm._InstanceNorm)]
+        self.repeated = {norm.num_features for norm in instance_norms if norm.track_running_stats}
 
     def can_sample(self, tensor):
         """Return False for tensors without elements in strided memory, and for the private state of kernels.
@@ -125,9 +129,12 @@ class WatchedCall:
         """
         self.saved += 1
         is_private = tensor.dtype is torch.uint8 or (not tensor.is_floating_point() and tensor.numel() <= 2)
+        is_statistic = id(tensor) in self.statistics or (
+            tensor.dim() == 1 and any(len(tensor) % features == 0 for features in self.repeated)
+        )
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
         is_batched = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        return is_plain and not (is_private or is_batched or tensor.is_quantized or id(tensor) in self.statistics)
+        return is_plain and not (is_private or is_batched or is_statistic or tensor.is_quantized)
 
     def compare_state(self):
         """Note which attributes are no longer what they were when the call began."""
@@ -177,17 +184,15 @@ class SavedSample:
         return (
             f"backward computed with other values than the forward in module '{self.call.name}': saved tensor "
             f"{self.number} of {self.call.saved}, {list(self.shape)} of {self.before.dtype}, differs by "
-            f"{self.difference():.1%} in the elements that were compared. A likely cause: {cause}. No parameter was updated"
+            f"{self.difference():.1%} in the elements that were compared. A likely cause: {cause}. Nothing was updated"
         )
-
-
-# Relative differences that the order of additions explains, by dtype. Other dtypes have to agree exactly.
-ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
 def random_run(tensor, places):
     """Return the start, relative to the tensor's first element, and length of up to 128 elements adjacent in memory."""
-    dims = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1 and stride)
+    dims = sorted(
+        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1 and stride
+    )
     length = 1
     while dims and dims[0][0] == length:  # innermost dimensions without gaps
         length *= dims.pop(0)[1]

@@ -35,7 +35,9 @@ def segment_checkpoint(rewriting: Rewriting, decision: Replay) -> None:
         DecisionError: if a module does not exist or has no forward.
     """
     for name, module in modules_to_run_again(rewriting, decision.by_module, decision.kind, nested=True).items():
-        forward = types.MethodType(replay_tape.replayed(rewriting.watched_forward(module, name), decision.by_module[name]), module)
+        forward = types.MethodType(
+            replay_tape.replayed(rewriting.watched_forward(module, name), decision.by_module[name]), module
+        )
         rewriting.replace(module, "forward", forward, place=f"forward of '{name}'")
 
 
