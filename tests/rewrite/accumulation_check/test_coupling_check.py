@@ -477,7 +477,7 @@ def test_numbers_of_each_sample_that_are_not_torchs_are_logged(draw, caplog):
     for _ in range(4):
         result.step(classes())
     assert len(caplog.records) == 1  # once, not in each of the batches
-    assert "draws random numbers from numpy or Python" in caplog.text
+    assert "draws random numbers with numpy or Python" in caplog.text
 
 
 def test_what_draws_other_numbers_in_training_is_probed_in_evaluation(caplog):
