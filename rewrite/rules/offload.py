@@ -100,7 +100,10 @@ class HostMemory:
             return KeptTensor(tensor)
         if tensor.untyped_storage().nbytes() < self.from_bytes:
             return KeptTensor(tensor)
-        version = key, version_of(tensor)  # after an in-place write to the storage, another copy is needed
+        # After an in-place write to the storage, another copy is needed. Parts of a storage that are no views of one
+        # tensor (`torch.unsafe_split`) count their writes separately, so each part has copies of its own.
+        root = tensor if tensor._base is None else tensor._base
+        version = key, version_of(tensor), root.storage_offset(), root.shape
         if version not in self.copies:
             self.copies[version] = HostCopy(tensor)
         return OffloadedTensor(self.copies[version], StorageView(key, tensor))
