@@ -32,14 +32,19 @@ class RecomputeObserver(StepObserver):
 
     def before_update(self, batch: Any) -> None:
         self._is_in_step = False
-        try:
-            self._check.refuse_difference()
-        except recompute_check.RecomputeDifference as error:
-            raise DecisionError(str(error)) from None
+        refuse_difference(self._check)
 
     def after_error(self) -> None:
         self._is_in_step = False
         self._check.end_step()
+
+
+def refuse_difference(check: recompute_check.RecomputeCheck) -> None:
+    """End a checked step. Raises `DecisionError` if backward computed with other values than the forward."""
+    try:
+        check.refuse_difference()
+    except recompute_check.RecomputeDifference as error:
+        raise DecisionError(str(error)) from None
 
 
 CHECK_IMPORTS = (
