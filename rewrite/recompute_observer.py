@@ -52,7 +52,7 @@ CHECK_IMPORTS = (
     "import functools",
     "import random",
     "import types",
-    "from torch.utils._python_dispatch import _disable_current_modes",
+    "import weakref",
 )
 
 

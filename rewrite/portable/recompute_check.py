@@ -17,9 +17,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import weakref
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 
 class RecomputeCheck:
@@ -32,7 +32,7 @@ class RecomputeCheck:
 
     def __init__(self, steps=(1, 2, 4, 8, 16), at_once=False):
         self.steps, self.at_once, self.step, self.is_on = set(steps), at_once, 0, False
-        self.samples, self.host_bytes = [], []
+        self.samples, self.rows = [], {}
         self.places = random.Random(0)  # its own generator: the random numbers of the training do not change
 
     def begin_step(self):
@@ -42,7 +42,7 @@ class RecomputeCheck:
 
     def end_step(self):
         """Stop sampling, and forget the samples."""
-        self.is_on, self.samples, self.host_bytes = False, [], []
+        self.is_on, self.samples, self.rows = False, [], {}
 
     def refuse_difference(self):
         """End the step. Raise RecomputeDifference if backward computed with other values than the forward."""
@@ -87,7 +87,7 @@ class RecomputeCheck:
         def unpack_and_sample(packed):
             call.compare_state()
             tensor, sample = unpack(packed[0]), packed[1]
-            if sample is not None and sample.after is None:
+            if sample is not None and sample.after is None and not sample.is_same(tensor):
                 sample.after = sample.copied(self, tensor)
                 if self.at_once:
                     self.compare([sample])
@@ -95,14 +95,13 @@ class RecomputeCheck:
 
         return torch.autograd.graph.saved_tensors_hooks(sample_and_pack, unpack_and_sample)
 
-    def host_memory(self, size, device):
-        """Return `size` bytes of host memory, pinned if the device is not the host, so that copies do not wait."""
-        size = -(-size // 16) * 16
-        if not self.host_bytes or len(self.host_bytes[-1]) < size:
-            self.host_bytes.append(torch.empty(max(size, 2**18), dtype=torch.uint8, pin_memory=device.type != "cpu"))
-        block = self.host_bytes.pop()
-        self.host_bytes.append(block[size:])
-        return block[:size]
+    def host_row(self, tensor):
+        """Return host memory for 128 elements, pinned for tensors on a device, so that copies do not wait."""
+        rows = self.rows.setdefault((tensor.dtype, tensor.device.type), [])
+        if not rows:
+            block = torch.empty(256, 128, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
+            rows.extend(block.unbind())
+        return rows.pop()
 
 
 class RecomputeDifference(RuntimeError):
@@ -115,12 +114,10 @@ class WatchedCall:
     def __init__(self, name, module):
         self.name, self.module, self.saved = name, module, 0
         self.state, self.changes = attributes_of(module), None
-        # The forward updates them, a recompute does not, and in training no gradient depends on them.
-        norms = [m for m in module.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase) and m.training]
-        self.statistics = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
-        # Instance norm repeats its statistics for each sample.
-        instance_norms = [norm for norm in norms if isinstance(norm, torch.nn.modules.instancenorm._InstanceNorm)]
-        self.repeated = {norm.num_features for norm in instance_norms if norm.track_running_stats}
+        # A forward in training updates running statistics, and a recompute does not. No gradient depends on them.
+        # Batch norm saves the buffers themselves; instance norm saves copies, repeated for each sample.
+        norms = [m for m in module.modules() if isinstance(m, torch.nn.modules.instancenorm._InstanceNorm)]
+        self.repeated = {norm.num_features for norm in norms if norm.training and norm.track_running_stats}
 
     def can_sample(self, tensor):
         """Return False for tensors without elements in strided memory, and for the private state of kernels.
@@ -129,12 +126,10 @@ class WatchedCall:
         """
         self.saved += 1
         is_private = tensor.dtype is torch.uint8 or (not tensor.is_floating_point() and tensor.numel() <= 2)
-        is_statistic = id(tensor) in self.statistics or (
-            tensor.dim() == 1 and any(len(tensor) % features == 0 for features in self.repeated)
-        )
+        is_repeated = tensor.dim() == 1 and any(len(tensor) % features == 0 for features in self.repeated)
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
         is_batched = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        return is_plain and not (is_private or is_batched or is_statistic or tensor.is_quantized)
+        return is_plain and not (is_private or is_batched or is_repeated or tensor.is_quantized)
 
     def compare_state(self):
         """Note which attributes are no longer what they were when the call began."""
@@ -150,7 +145,7 @@ class SavedSample:
     def __init__(self, check, call, tensor):
         self.call, self.number = call, call.saved
         self.shape, self.device = tuple(tensor.shape), tensor.device
-        self.strides = tensor.stride()
+        self.strides, self.original = tensor.stride(), weakref.ref(tensor)
         self.start, self.length = random_run(tensor, check.places)
         self.before, self.after = self.copied(check, tensor), None
         check.samples.append(self)
@@ -159,10 +154,15 @@ class SavedSample:
         """Start a copy of the elements to the host. Returns None if the tensor is laid out in another way."""
         if tensor.stride() != self.strides:
             return None
-        with torch.no_grad(), _disable_current_modes():  # a mode that counts or records ops does not see the copy
-            run = tensor.as_strided((self.length,), (1,), tensor.storage_offset() + self.start)
-            host = check.host_memory(run.nbytes, self.device)[: run.nbytes].view(run.dtype)
-            return host.copy_(run, non_blocking=True)
+        start = tensor.storage_offset() + self.start
+        with torch._C._DisableTorchDispatch():  # a mode that counts or records ops does not see the copy
+            run = tensor.detach().as_strided((self.length,), (1,), start)
+            return check.host_row(tensor)[: self.length].copy_(run, non_blocking=True)
+
+    def is_same(self, tensor):
+        """Return True for a tensor that was not replaced, such as a parameter: autograd itself checks its version."""
+        original = self.original()
+        return original is not None and original.data_ptr() == tensor.data_ptr()
 
     def difference(self):
         """Return the norm of the difference divided by the norm of what was saved; 0.0 for equal values."""
