@@ -67,7 +67,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8, help="samples of a batch (8)")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of a sample (256)")
     options = parser.parse_args()
-    table = Table(title=f"torch {torch.__version__}, Python {platform.python_version()}, {torch.get_num_threads()} threads")
+    table = Table(
+        title=f"torch {torch.__version__}, Python {platform.python_version()}, {torch.get_num_threads()} threads"
+    )
     for column in ("technique", "unchecked (CPU s)", "checked (CPU s)", "ratio", "tensors compared", "host bytes"):
         table.add_column(column)
     for name, decision in TECHNIQUES.items():

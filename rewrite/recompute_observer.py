@@ -68,4 +68,4 @@ def check_source(plan: Plan) -> tuple[str, ...]:
         recompute_check.attributes_of,
     )
     at_once = "at_once=True" if any(decision.steps_in_backward for decision in plan.decisions) else ""
-    return *map(inspect.getsource, parts), f"RECOMPUTE_CHECK = RecomputeCheck({at_once})\n"
+    return *(inspect.getsource(part) for part in parts), f"RECOMPUTE_CHECK = RecomputeCheck({at_once})\n"

@@ -256,7 +256,7 @@ for name in RECOMPUTED:
     return EmittedCode(
         imports=(*imports, *CHECK_IMPORTS),
         constants=constants,
-        functions=(*map(inspect.getsource, functions), *check_source(plan)),
+        functions=(*(inspect.getsource(function) for function in functions), *check_source(plan)),
         rewriting=(rewriting,),
         is_watched=True,
     )

@@ -201,7 +201,7 @@ for name, of_inputs in OFFLOADED.items():
             + assignment("OFFLOADED", {name: name in decision.inputs_of for name in decision.modules}),
             assignment("OFFLOADED_FROM_BYTES", decision.from_bytes),
         ),
-        functions=(*map(inspect.getsource, parts), *check_source(plan)),
+        functions=(*(inspect.getsource(part) for part in parts), *check_source(plan)),
         rewriting=(rewriting,),
         is_watched=True,
     )

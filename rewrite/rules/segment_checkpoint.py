@@ -90,7 +90,7 @@ for name, segments in REPLAYED.items():
             "# ops whose results are kept, ops before which the segment is divided.\n"
             + assignment("REPLAYED", decision.by_module),
         ),
-        functions=(*map(inspect.getsource, parts), *check_source(plan)),
+        functions=(*(inspect.getsource(part) for part in parts), *check_source(plan)),
         rewriting=(rewriting,),
         is_watched=True,
     )

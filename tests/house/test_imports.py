@@ -52,9 +52,9 @@ REWRITER_NEEDS = {
     "planner.rewrite.rehearse": {"planner.estimate", "planner.recording", "planner.virtual_gpu"},
     "planner.rewrite.certificate": {"planner.estimate"},
 }
-"""What the rewriter may import of the planner, beyond types and workloads, by room."""
+"""Rooms of the planner that the rewriter may import, in addition to types and workloads, by room of the rewriter."""
 EXTRAS = ("accelerate", "bitsandbytes", "transformers")
-"""What a bare install lacks."""
+"""Packages that an install without extras lacks."""
 NEEDS_EXTRAS = "planner.rewrite.trainer.callback"
 """The only module that needs transformers when it is imported; it is imported inside a function."""
 WITHOUT_TORCH = (
