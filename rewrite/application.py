@@ -14,6 +14,7 @@ from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import Plan
 from planner.rewrite.accumulation_check import AccumulationCheck, CouplingCheck
 from planner.rewrite.optimizers import OPTIMIZERS, OptimizerChoice, SchedulerChoice, make_scheduler, refuse_closure
+from planner.rewrite.recompute_observer import RecomputeObserver
 from planner.rewrite.rewriting import LossWeight, Rewriting
 from planner.rewrite.rules import RULES
 from planner.rewrite.step import TrainingStep
@@ -107,10 +108,18 @@ def apply(
         scheduler=scheduler,
     )
     rewritten.step.require_wrapper()
-    rewritten.step.observers = _accumulation_checks(plan, rewritten._rewriting)
+    rewritten.step.observers += _accumulation_checks(plan, rewritten._rewriting)
     if turns_cache_off(plan):
         rewritten._rewriting.turn_cache_off()
     return rewritten
+
+
+def _recompute_checks(rewriting: Rewriting) -> tuple[RecomputeObserver, ...]:
+    """Returns the check of recomputed and offloaded modules; empty if there are none."""
+    if rewriting.recompute_check is None:
+        return ()
+    rewriting.recompute_check.at_once = rewriting.backward is not None
+    return (RecomputeObserver(rewriting.recompute_check),)
 
 
 def _accumulation_checks(plan: Plan, rewriting: Rewriting) -> tuple[AccumulationCheck, ...]:
@@ -214,6 +223,7 @@ def apply_decisions(
             split=rewriting.split,
             backward=rewriting.backward,
             decisions=tuple(by_kind.values()),
+            observers=_recompute_checks(rewriting),
         )
     except BaseException:
         rewriting.restore()

@@ -19,6 +19,8 @@ class EmittedCode:
     functions: tuple[str, ...] = ()
     rewriting: tuple[str, ...] = ()
     """Statements on `model`, in the body of `rewrite(model)`."""
+    is_watched: bool = False
+    """True if `RECOMPUTE_CHECK` watches modules, which the step has to start and to ask."""
     autocast: str = ""
     """Context expression for forward and loss; empty without autocast."""
     scaled: bool = False

@@ -11,6 +11,8 @@ import torch
 
 from planner.errors import DecisionError
 from planner.rewrite.optimizers import OptimizerChoice, make_optimizer
+from planner.rewrite.portable.module_forward import forward_function
+from planner.rewrite.portable.recompute_check import RecomputeCheck
 from planner.workload.call_convention import Calling, LossFn
 
 LossWeight = Callable[[Any], torch.Tensor | float]
@@ -40,6 +42,8 @@ class Rewriting:
         loss_terms: function that takes a batch or micro-batch and its number of samples, and returns the number of
             terms over which its loss is a mean.
         backward: context of a backward that updates the parameters itself; None if the optimizer steps after it.
+        recompute_check: compares the tensors that backward gets in watched modules with those of their forward; None if
+        no module is watched.
         changes: changes to the model, in the order in which they were made.
     """
 
@@ -63,6 +67,7 @@ class Rewriting:
         self.split: Callable[[Any], Any] | None = None
         self.loss_terms: Callable[[Any, int], torch.Tensor | float] | None = None
         self.backward: Callable[[], contextlib.AbstractContextManager] | None = None
+        self.recompute_check: RecomputeCheck | None = None
         self.changes: list[Change] = []
         self._latest: dict[tuple[int, str], object] = {}
         """(id of an object, name of an attribute) -> the last value to which a rule set the attribute."""
@@ -97,6 +102,12 @@ class Rewriting:
             f"{kind} names module '{name}', which {type(self.model).__name__} does not have: "
             f"'{known}' holds {', '.join(children[:8]) or 'no modules'}; make the plan again for this model"
         )
+
+    def watched_forward(self, module: torch.nn.Module, name: str) -> Callable[..., Any]:
+        """The forward of a module, as a function that takes the module first. `recompute_check` watches its calls."""
+        if self.recompute_check is None:
+            self.recompute_check = RecomputeCheck()
+        return self.recompute_check.watched(forward_function(module), name)
 
     def device_type(self) -> str:
         """Return the type of the device that the parameters are on, for `torch.autocast`."""

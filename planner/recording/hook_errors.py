@@ -49,7 +49,7 @@ class HookErrors:
         def guarded(*args: Any) -> Any:
             try:
                 return hook(*args)
-            except Exception as error:
+            except Exception as error:  # raised again outside of autograd, whatever it is
                 self._raised.append(error)
                 return None
 

@@ -91,7 +91,7 @@ def _from_transformers(reference: str, request: _Request) -> Workload:
     try:
         with torch.device(request.device):
             model = model_class(config)
-    except Exception as error:
+    except Exception as error:  # configs are data from elsewhere, and a model class may raise anything
         raise WorkloadError(f"model '{reference}' cannot be built from its config: {_first_line(error)}") from error
     model.train()
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or DEFAULT_SEQ_LEN
@@ -208,7 +208,7 @@ def _call(function: Callable[..., Any], arguments: dict[str, int], reference: st
     except Exception:  # The first error may only be due to the meta device: the second call decides.
         try:
             return function(**arguments)
-        except Exception as error:
+        except Exception as error:  # the user's code
             raise WorkloadError(
                 f"'{reference}' raised {_first_line(error)}: call it on its own in Python and fix it"
             ) from error
@@ -248,7 +248,7 @@ def _module_from_file(path: pathlib.Path) -> Any:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except Exception as error:  # the user's code
         raise WorkloadError(
             f"importing file '{path}' raised {_first_line(error)}: import it on its own in Python and fix it"
         ) from error
@@ -264,7 +264,7 @@ def _module_by_name(name: str) -> Any:
         raise WorkloadError(
             f"module '{name}' cannot be imported: {_first_line(error)}; install it, or give path/file.py:name"
         ) from error
-    except Exception as error:
+    except Exception as error:  # the user's code
         raise WorkloadError(
             f"importing module '{name}' raised {_first_line(error)}: import it on its own in Python and fix it"
         ) from error

@@ -87,12 +87,26 @@ def _imports(fragments: list[EmittedCode], model: ModelSource) -> str:
     lines = {"import torch", *model.imports, *(line for fragment in fragments for line in fragment.imports)}
     if model.build:
         lines.add("import argparse")
+    lines = _merged(lines)
     third_party = {line for line in lines if line.split()[1].split(".")[0] in _LIBRARIES}
     blocks = ["from __future__ import annotations"]
     for block in (lines - third_party - model.own_imports, third_party, model.own_imports):
         if block:
             blocks.append("\n".join(sorted(block, key=lambda line: (line.startswith("from"), line.split()[1]))))
     return "\n\n".join(blocks)
+
+
+def _merged(lines: set[str]) -> set[str]:
+    """Return import statements with one `from` statement for each module, its names in the order of isort."""
+    names: dict[str, set[str]] = {}
+    for line in lines:
+        if line.startswith("from "):
+            module, _, imported = line.removeprefix("from ").partition(" import ")
+            names.setdefault(module, set()).update(imported.split(", "))
+    ordered = {module: sorted(each, key=lambda name: (not name[0].isupper(), name)) for module, each in names.items()}
+    return {line for line in lines if not line.startswith("from ")} | {
+        f"from {module} import {', '.join(each)}" for module, each in ordered.items()
+    }
 
 
 def _rewrite(plan: Plan, fragments: list[EmittedCode]) -> str:
@@ -172,6 +186,8 @@ def _training_step(plan: Plan, fragments: list[EmittedCode], model: ModelSource)
         compute = f"total = None\nparts = {split}\nfor part, weight in parts:\n{body}"
     else:
         compute = forward + backward
+    if any(fragment.is_watched for fragment in fragments):
+        compute = f"RECOMPUTE_CHECK.begin_step()\n{compute}RECOMPUTE_CHECK.refuse_difference()\n"
     # Update: unscale and clip gradients, step, advance the scheduler, clear gradients. With step-in-backward, only the
     # scheduler and clearing gradients remain.
     unscale = "    scaler.unscale_(optimizer)\n" if scaled else ""

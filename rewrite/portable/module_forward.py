@@ -7,8 +7,10 @@ import types
 
 import torch
 
+# ---- below: the text that runs here is the text that is emitted -------------------------------------------------
 
-def forward_function(module: torch.nn.Module):
+
+def forward_function(module):
     """Return the module's forward as a function that takes the module as its first argument.
 
     If a rule keeps this function, a deep copy of the module runs with the weights of the copy, not of the original.
@@ -19,9 +21,6 @@ def forward_function(module: torch.nn.Module):
     if isinstance(own, types.MethodType) and own.__self__ is module:
         return own.__func__
     return functools.wraps(own)(lambda _module, /, *args, **kwargs: own(*args, **kwargs))
-
-
-# ---- below: the text that runs here is the text that is emitted -------------------------------------------------
 
 
 def detached(tensor):

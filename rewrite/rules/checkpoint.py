@@ -36,7 +36,8 @@ from planner.plan_types.decisions import Checkpoint
 from planner.plan_types.plan import Plan
 from planner.recompute import kept_products
 from planner.rewrite.emitted_code import EmittedCode, assignment
-from planner.rewrite.portable.module_forward import detached, forward_function, written_by
+from planner.rewrite.portable.module_forward import detached, written_by
+from planner.rewrite.recompute_observer import CHECK_IMPORTS, check_source
 from planner.rewrite.recomputed_modules import modules_to_run_again
 from planner.rewrite.rewriting import Rewriting
 
@@ -58,7 +59,7 @@ def checkpoint(rewriting: Rewriting, decision: Checkpoint) -> None:
     kept = decision.by_module
     for name, module in modules_to_run_again(rewriting, decision.modules, decision.kind, nested=False).items():
         contexts = functools.partial(keeping, kept[name]) if kept[name] else keeping_nothing
-        forward = types.MethodType(recomputed(forward_function(module), contexts), module)
+        forward = types.MethodType(recomputed(rewriting.watched_forward(module, name), contexts), module)
         rewriting.replace(module, "forward", forward, place=f"forward of '{name}'")
     rewriting.turn_cache_off()  # the recompute would append the same keys and values a second time
 
@@ -233,14 +234,16 @@ def checkpoint_source(plan: Plan, decision: Checkpoint) -> EmittedCode:
 for name, numbers in RECOMPUTED.items():
     module = model.get_submodule(name)
     contexts = functools.partial(keeping, numbers) if numbers else keeping_nothing
-    module.forward = types.MethodType(recomputed(type(module).forward, contexts), module)
+    forward = RECOMPUTE_CHECK.watched(forward_function(module), name)
+    module.forward = types.MethodType(recomputed(forward, contexts), module)
 """
     else:
         constants = ("# Modules that are recomputed in backward.\n" + assignment("RECOMPUTED", decision.modules),)
         rewriting = """\
 for name in RECOMPUTED:
     module = model.get_submodule(name)
-    module.forward = types.MethodType(recomputed(type(module).forward, keeping_nothing), module)
+    forward = RECOMPUTE_CHECK.watched(forward_function(module), name)
+    module.forward = types.MethodType(recomputed(forward, keeping_nothing), module)
 """
     imports = ["import contextlib", "import functools", "import types", "import torch.utils.checkpoint"]
     functions: list[Callable] = [recomputed, keeping_nothing, Recompute, statistics_kept]
@@ -251,8 +254,9 @@ for name in RECOMPUTED:
         ]
         functions[2:2] = [keeping, KeepingResults, TakingResults, drops_out, detached, written_by, storages, versions]
     return EmittedCode(
-        imports=tuple(imports),
+        imports=(*imports, *CHECK_IMPORTS),
         constants=constants,
-        functions=tuple(inspect.getsource(function) for function in functions),
+        functions=(*(inspect.getsource(function) for function in functions), *check_source(plan)),
         rewriting=(rewriting,),
+        is_watched=True,
     )

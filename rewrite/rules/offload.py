@@ -28,8 +28,8 @@ from planner.plan_types.decisions import Offload
 from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import EmittedCode, assignment
 from planner.rewrite.portable import replay_ops
-from planner.rewrite.portable.module_forward import forward_function
 from planner.rewrite.portable.replay_ops import KeptTensor, StorageView, key_of, version_of, without_bits
+from planner.rewrite.recompute_observer import CHECK_IMPORTS, check_source
 from planner.rewrite.recomputed_modules import modules_to_run_again
 from planner.rewrite.rewriting import Rewriting
 
@@ -43,7 +43,8 @@ def offload(rewriting: Rewriting, decision: Offload) -> None:
         DecisionError: if a module does not exist or has no forward.
     """
     for name, module in modules_to_run_again(rewriting, decision.modules, decision.kind, nested=True).items():
-        wrapped = in_host_memory(forward_function(module), name in decision.inputs_of, decision.from_bytes)
+        forward = rewriting.watched_forward(module, name)
+        wrapped = in_host_memory(forward, name in decision.inputs_of, decision.from_bytes)
         rewriting.replace(module, "forward", types.MethodType(wrapped, module), place=f"forward of '{name}'")
 
 
@@ -99,7 +100,10 @@ class HostMemory:
             return KeptTensor(tensor)
         if tensor.untyped_storage().nbytes() < self.from_bytes:
             return KeptTensor(tensor)
-        version = key, version_of(tensor)  # after an in-place write to the storage, another copy is needed
+        # After an in-place write to the storage, another copy is needed. Parts of a storage that are no views of one
+        # tensor (`torch.unsafe_split`) count their writes separately, so each part has copies of its own.
+        root = tensor if tensor._base is None else tensor._base
+        version = key, version_of(tensor), root.storage_offset(), root.shape
         if version not in self.copies:
             self.copies[version] = HostCopy(tensor)
         return OffloadedTensor(self.copies[version], StorageView(key, tensor))
@@ -175,13 +179,12 @@ def offload_source(plan: Plan, decision: Offload) -> EmittedCode:
         replay_ops.key_of,
         replay_ops.version_of,
         replay_ops.without_bits,
-        current_forward,
     )
     rewriting = """\
 for name, of_inputs in OFFLOADED.items():
     module = model.get_submodule(name)
-    forward = in_host_memory(current_forward(module), of_inputs, OFFLOADED_FROM_BYTES)
-    module.forward = types.MethodType(forward, module)
+    forward = RECOMPUTE_CHECK.watched(forward_function(module), name)
+    module.forward = types.MethodType(in_host_memory(forward, of_inputs, OFFLOADED_FROM_BYTES), module)
 """
     return EmittedCode(
         imports=(
@@ -190,6 +193,7 @@ for name, of_inputs in OFFLOADED.items():
             "from torch.multiprocessing.reductions import StorageWeakRef",
             "from torch.utils._python_dispatch import is_traceable_wrapper_subclass",
             "from torch.utils._pytree import tree_leaves",
+            *CHECK_IMPORTS,
         ),
         constants=(
             "# Modules whose saved tensors are kept in host memory until backward. True: only their inputs, since the\n"
@@ -197,14 +201,7 @@ for name, of_inputs in OFFLOADED.items():
             + assignment("OFFLOADED", {name: name in decision.inputs_of for name in decision.modules}),
             assignment("OFFLOADED_FROM_BYTES", decision.from_bytes),
         ),
-        functions=tuple(inspect.getsource(part) for part in parts),
+        functions=(*(inspect.getsource(part) for part in parts), *check_source(plan)),
         rewriting=(rewriting,),
+        is_watched=True,
     )
-
-
-def current_forward(module):
-    """Return the module's forward as a function: the one set on the instance, if there is one, else that of its class.
-
-    A forward on the instance is one that is recomputed in backward.
-    """
-    return vars(module)["forward"].__func__ if "forward" in vars(module) else type(module).forward

@@ -22,7 +22,8 @@ from planner.plan_types.decisions import Replay
 from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import EmittedCode, assignment
 from planner.rewrite.portable import replay_ops, replay_tape
-from planner.rewrite.portable.module_forward import detached, forward_function
+from planner.rewrite.portable.module_forward import detached
+from planner.rewrite.recompute_observer import CHECK_IMPORTS, check_source
 from planner.rewrite.recomputed_modules import modules_to_run_again
 from planner.rewrite.rewriting import Rewriting
 
@@ -34,7 +35,9 @@ def segment_checkpoint(rewriting: Rewriting, decision: Replay) -> None:
         DecisionError: if a module does not exist or has no forward.
     """
     for name, module in modules_to_run_again(rewriting, decision.by_module, decision.kind, nested=True).items():
-        forward = types.MethodType(replay_tape.replayed(forward_function(module), decision.by_module[name]), module)
+        forward = types.MethodType(
+            replay_tape.replayed(rewriting.watched_forward(module, name), decision.by_module[name]), module
+        )
         rewriting.replace(module, "forward", forward, place=f"forward of '{name}'")
 
 
@@ -65,7 +68,8 @@ def segment_checkpoint_source(plan: Plan, decision: Replay) -> EmittedCode:
     rewriting = """\
 for name, segments in REPLAYED.items():
     module = model.get_submodule(name)
-    module.forward = types.MethodType(replayed(type(module).forward, segments), module)
+    forward = RECOMPUTE_CHECK.watched(forward_function(module), name)
+    module.forward = types.MethodType(replayed(forward, segments), module)
 """
     return EmittedCode(
         imports=(
@@ -79,12 +83,14 @@ for name, segments in REPLAYED.items():
             "from torch.multiprocessing.reductions import StorageWeakRef",
             "from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass",
             "from torch.utils._pytree import tree_leaves",
+            *CHECK_IMPORTS,
         ),
         constants=(
             "# Segments of a module's forward that backward recomputes op by op: the first op, the op after the last,\n"
             "# ops whose results are kept, ops before which the segment is divided.\n"
             + assignment("REPLAYED", decision.by_module),
         ),
-        functions=tuple(inspect.getsource(part) for part in parts),
+        functions=(*(inspect.getsource(part) for part in parts), *check_source(plan)),
         rewriting=(rewriting,),
+        is_watched=True,
     )

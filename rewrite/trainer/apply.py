@@ -69,6 +69,8 @@ class RewrittenForTrainer:
         self.module = rewriting.model
         self.share = share
         """Weights the losses of micro-batches; None if each step has only one micro-batch."""
+        self.recompute_check = rewriting.recompute_check
+        """Compares the values that backward uses with those of the forward; None if no module is recomputed."""
         self.is_applied = True
         self._rewriting = rewriting
 

@@ -14,6 +14,7 @@ from planner.errors import DecisionError, PlanFileError, PromiseError, WorkloadE
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
 from planner.rewrite.optimizers import OPTIMIZERS
+from planner.rewrite.recompute_observer import refuse_difference
 from planner.rewrite.trainer.apply import RewrittenForTrainer
 from planner.rewrite.trainer.arguments import arguments_of, micro_batches, refuse_contradictions
 from planner.rewrite.trainer.loss_weighting import COUNT, uneven_micro_batches
@@ -117,10 +118,17 @@ class PlanCallback(TrainerCallback):
         if args.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(args.device)
 
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Start the check of recomputed modules in this step."""
+        if self.rewritten.recompute_check is not None:
+            self.rewritten.recompute_check.begin_step()
+
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Check the weights of the micro-batches before their gradients are used."""
+        """Check recomputed modules and the weights of the micro-batches before their gradients are used."""
+        if self.rewritten.recompute_check is not None:
+            refuse_difference(self.rewritten.recompute_check)
         if self.rewritten.share is not None:
             self.rewritten.share.refuse_another_loss()
 

@@ -31,7 +31,7 @@ FLOORS = (
         "planner.rewrite.step_observer",
     ),
     ("planner.rewrite.rewriting", "planner.rewrite.step_state", "planner.rewrite.accumulation_check"),
-    ("planner.rewrite.step", "planner.rewrite.recomputed_modules"),
+    ("planner.rewrite.step", "planner.rewrite.recomputed_modules", "planner.rewrite.recompute_observer"),
     ("planner.rewrite.rules",),
     ("planner.rewrite.application",),
     ("planner.rewrite.rehearse", "planner.rewrite.emitter", "planner.rewrite.parity", "planner.rewrite.trainer"),
@@ -52,9 +52,9 @@ REWRITER_NEEDS = {
     "planner.rewrite.rehearse": {"planner.estimate", "planner.recording", "planner.virtual_gpu"},
     "planner.rewrite.certificate": {"planner.estimate"},
 }
-"""What the rewriter may import of the planner, beyond types and workloads, by room."""
+"""Rooms of the planner that the rewriter may import, in addition to types and workloads, by room of the rewriter."""
 EXTRAS = ("accelerate", "bitsandbytes", "transformers")
-"""What a bare install lacks."""
+"""Packages that an install without extras lacks."""
 NEEDS_EXTRAS = "planner.rewrite.trainer.callback"
 """The only module that needs transformers when it is imported; it is imported inside a function."""
 WITHOUT_TORCH = (

@@ -570,3 +570,35 @@ def state_bytes(optimizer, model) -> dict[str, int]:
         )
         for name, p in model.named_parameters()
     }
+
+
+class Rescaled(Regression):
+    """Its forward sets an attribute of a layer and resets it, so that a recompute uses another value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = Scaled()
+
+    def forward(self, inputs, labels):
+        self.layers[1].scale = 2.0
+        try:
+            return super().forward(inputs, labels)
+        finally:
+            self.layers[1].scale = 1.0
+
+
+class Scaled(torch.nn.Module):
+    scale = 1.0
+
+    def forward(self, x):
+        return torch.tanh(x * self.scale)
+
+
+@pytest.mark.parametrize("decisions", [(), (IN_TWO,)], ids=["whole", "in two"])
+def test_a_recompute_on_other_values_is_refused_before_the_update(decisions, tmp_path):
+    model = seeded(Rescaled).double()
+    plan = plan_for(model, numbers(), *decisions, Checkpoint(modules=("layers.1",)), optimizer="sgd")
+    before = copy.deepcopy(model)
+    with pytest.raises(DecisionError, match=r"'scale' was 2\.0 and is 1\.0 in backward"):
+        by_the_plan(plan, model, rows(numbers()), tmp_path)
+    assert largest_difference(model, before) == 0.0

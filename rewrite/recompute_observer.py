@@ -1,0 +1,71 @@
+"""Use `RecomputeCheck` in the training step, and write it into emitted files."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, final
+
+import torch
+
+from planner.errors import DecisionError
+from planner.plan_types.plan import Plan
+from planner.rewrite.portable import recompute_check
+from planner.rewrite.portable.module_forward import forward_function
+from planner.rewrite.step_observer import StepObserver
+
+
+@final
+class RecomputeObserver(StepObserver):
+    """Raises `DecisionError` before the update if backward computed with other values than the forward saved.
+
+    With step-in-backward (`check.at_once`) backward itself raises, before it updates the parameters of that module.
+    """
+
+    def __init__(self, check: recompute_check.RecomputeCheck) -> None:
+        self._check = check
+        self._is_in_step = False
+
+    def before_forward(self, weight: torch.Tensor | float | None) -> None:
+        if not self._is_in_step:  # the first micro-batch
+            self._is_in_step = True
+            self._check.begin_step()
+
+    def before_update(self, batch: Any) -> None:
+        self._is_in_step = False
+        refuse_difference(self._check)
+
+    def after_error(self) -> None:
+        self._is_in_step = False
+        self._check.end_step()
+
+
+def refuse_difference(check: recompute_check.RecomputeCheck) -> None:
+    """End a checked step. Raises `DecisionError` if backward computed with other values than the forward."""
+    try:
+        check.refuse_difference()
+    except recompute_check.RecomputeDifference as error:
+        raise DecisionError(str(error)) from None
+
+
+CHECK_IMPORTS = (
+    "import contextlib",
+    "import functools",
+    "import random",
+    "import types",
+    "import weakref",
+)
+
+
+def check_source(plan: Plan) -> tuple[str, ...]:
+    """Return the text of `RECOMPUTE_CHECK` and what it needs, which follows the functions of a rule."""
+    parts = (
+        forward_function,
+        recompute_check.RecomputeCheck,
+        recompute_check.RecomputeDifference,
+        recompute_check.WatchedCall,
+        recompute_check.SavedSample,
+        recompute_check.random_run,
+        recompute_check.attributes_of,
+    )
+    at_once = "at_once=True" if any(decision.steps_in_backward for decision in plan.decisions) else ""
+    return *(inspect.getsource(part) for part in parts), f"RECOMPUTE_CHECK = RecomputeCheck({at_once})\n"
