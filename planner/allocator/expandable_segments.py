@@ -8,8 +8,8 @@ free and unmapped blocks together are long enough, and maps whole pages there. A
 `large_segment_bytes` (20 MiB by default) in the large pool. Memory is only released in whole free pages.
 
 A range is 1 1/8 times as long as the card's memory. If the memory of the card is not given, the simulated capacity is
-used instead, and the simulation may not be exact. The difference matters only near the end of a range, because best fit
-compares free blocks by the size to which they can grow.
+used instead, and the simulation may not be exact. Best fit compares free blocks by the size to which
+they can grow, and the last block can grow to the end of its range: only choices that involve it can differ.
 """
 
 from __future__ import annotations

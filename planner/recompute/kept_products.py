@@ -32,9 +32,10 @@ would draw other numbers than in the first run. So the output of attention with 
 
 _NAMES = frozenset(f"aten.{name}.default" for name in PRODUCTS)
 _MIN_DENSITY_DROP = 1.5
-"""Minimum ratio of the time saved per byte of the worst kept product to that of the best recomputed product.
+"""Condition for keeping the results of only some products, such as matrix multiplications (`_alternatives`).
 
-It is the condition for keeping only some of the products (`_alternatives`).
+Keeping the least useful of them must save at least this many times as much time per byte as keeping the most useful of
+those that are recomputed.
 """
 
 

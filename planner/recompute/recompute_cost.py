@@ -329,7 +329,7 @@ class _Part:
 
     @property
     def wanted(self) -> set[int]:
-        """Storages that this part saved."""
+        """Storages of this part that hold tensors saved for backward."""
         return {storage for storage, _ in self.saves}
 
     @property

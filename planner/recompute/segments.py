@@ -238,7 +238,7 @@ class _Cuts:
         }
 
     def _inside_submodules(self, graph: StepGraph, call: int, ticks: np.ndarray) -> set[int]:
-        """Places inside of the calls that this call makes directly."""
+        """Returns the indices into `ticks` of those ticks that are inside of a direct subcall of this call."""
         places: set[int] = set()
         for inner in graph.calls:
             if inner.parent == call:

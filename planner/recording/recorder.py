@@ -67,7 +67,7 @@ class Recorder(TorchDispatchMode):
     Args:
         device: type of the device whose memory is watched, such as 'vgpu' or 'cpu'.
         virtual: True if the tensors on this device are fake. Real tensors are then constants on the host.
-        what_if: True for a what-if recording, False for a plain one.
+        what_if: True to also record what every module saves, from which candidates for recomputing are derived.
         in_place: decides which ops are recorded as in-place, because they would run in place on real tensors although
             they return a new tensor for fake tensors. If it is None, ops are recorded as they run.
     """

@@ -46,7 +46,7 @@ class Folded:
 
     @property
     def sizes(self) -> np.ndarray:
-        """int64[classes]: number of columns in each class."""
+        """int64[classes]: number of columns (variables of the integer program) in each class of equivalent ones."""
         return np.bincount(self.class_of)
 
     def sums(self, values: np.ndarray) -> np.ndarray:

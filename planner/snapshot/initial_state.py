@@ -115,7 +115,7 @@ class StartState:
             start: Address of the segment.
             end: Address of the first byte after the segment.
             inside: Addresses of the live blocks in the segment.
-            unseen: Infers the sizes of live blocks that were freed during the record.
+            unseen: Infers the sizes of blocks that are live before the first event and freed later in the record.
             is_small: True if the segment belongs to the small pool.
         """
         blocks, position = [], start

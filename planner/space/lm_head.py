@@ -41,8 +41,9 @@ class ChunkedLossOption:
         """Returns the decision for a step with this number of micro-batches; None for a loss without chunks.
 
         No chunks are needed if a micro-batch is no larger than one chunk of the whole batch, unless `always` is True.
-        All splits into 2 or more micro-batches have the same number of chunks, so that they can share recordings: half
-        the number of the whole batch, but at least 2; with `always` the number of the whole batch.
+        With 2 or more micro-batches, the number of chunks does not depend on how many there are, so that all splits can
+        share recordings. It is half the number for the whole batch, and at least 2. If `always` is True (the user
+        forces a chunked loss), it is the number for the whole batch.
         """
         if micro_batches >= self.chunks and not self.always:
             return None

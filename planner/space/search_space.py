@@ -62,7 +62,8 @@ class SearchSpace:
         """Returns this search space with the loss in the maximum number of chunks; None if that changes nothing.
 
         The number of chunks normally follows from the budget: a smaller budget gives more chunks, which take less
-        memory. With the maximum number, plans may fit that are otherwise found for smaller budgets only.
+        memory. With the maximum number, the search also finds plans that it would try for a smaller budget only,
+        although they fit this one as well.
         """
         if self.chunks is None or not any(self.losses) or self.chunks == self.chunks.most_chunks():
             return None

@@ -114,9 +114,10 @@ class DataDependence:
         return self._assertion_outcome(tensor)
 
     def _assertion_outcome(self, tensor: torch.Tensor) -> bool | None:
-        """Returns the boolean with which a check in the asking code raises no error, and notes the assumption.
+        """Returns the boolean that passes the check for which the running code asks for this value.
 
-        Returns None if the code needs the value for another purpose than a check (`assertion_checks`).
+        Such a check is `if not mask.all(): raise ...`. The boolean is noted as an assumption. Returns None if the code
+        needs the value for anything else (`assertion_checks`).
         """
         asker = next((frame for frame in frames() if _may_ask(frame.f_code.co_filename)), None)
         answer = assertion_outcome(asker) if asker is not None and tensor.dtype == torch.bool else None

@@ -101,7 +101,10 @@ _MOST_VALUES = 2_000_000
 
 
 class FakeTensorCache:
-    """Runs calls on the fake tensors of one `FakeTensorMode`, and reuses results from the table of this process."""
+    """Runs ops on the fake tensors of one `FakeTensorMode`.
+
+    The metadata of a result is looked up if an op ran on arguments like these before, in any mode of this process.
+    """
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode

@@ -309,7 +309,7 @@ class ShadowValues:
         self._shadows[pointer] = (shadow, weakref.ref(untyped, lambda _: self._shadows.pop(pointer, None)))
 
     def _forget(self, tensor: torch.Tensor) -> None:
-        """Removes the shadow of a tensor's storage."""
+        """Forgets the known values (the shadow) of a tensor's storage."""
         if tensor.layout is torch.strided:
             self._shadows.pop(tensor.untyped_storage()._cdata, None)
 

@@ -117,8 +117,8 @@ class BatchIndependentRandom(TorchDispatchMode):
     def _numbers(self, result: torch.Tensor) -> Any:
         """Return the uniform numbers from which `result` is computed.
 
-        If each sample has its own numbers, that is a tensor with one row per sample, seeded by the sample's index.
-        Otherwise, and if `result` does not have one row per sample, it is the number 0.4.
+        They are a tensor with one row per sample, seeded by the sample's index. If samples do not have numbers of their
+        own, or `result` does not have one row per sample, the number 0.4 stands for all of them.
         """
         if self._samples is None or not result.dim() or len(result) != len(self._samples):
             return _QUANTILE

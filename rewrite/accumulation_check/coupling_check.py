@@ -173,8 +173,9 @@ class CouplingCheck:
     def _choices(self, batch: Any, samples: int) -> Iterator[tuple[Halves, bool]]:
         """Yields pairs of halves, each with True to compare their gradients, or False to compare values of the loss.
 
-        The first batch gets all choices of samples, later batches get two. Values of the loss are compared in the first
-        batch only, if no more than three samples fit in memory with their gradients.
+        For the first batch every pair that `probe_pairs` chooses is yielded, for a later batch the first two. Values of
+        the loss are compared in the first batch only, and only if no more than three samples fit into the planned
+        memory together with their gradients.
         """
         most = self.micro_batch_size // (2 if self.uses_autocast else 1)
         with_gradients = min(samples, _MAX_SAMPLES, most)
@@ -192,9 +193,10 @@ class CouplingCheck:
     def _difference_in_samples(
         self, new_probe: Callable[..., GradientProbe], batch: Any, samples: int
     ) -> ProbeResult | None:
-        """Return the result of the first comparison in which the two sides differ; None if there is none.
+        """Compare samples that are computed together with the same samples in two halves.
 
-        A warning is logged if nothing could be compared.
+        Returns the first comparison in which they differ, or None if they agree in all. A warning is logged if nothing
+        could be compared.
         """
         try:
             choices = list(self._choices(batch, samples))

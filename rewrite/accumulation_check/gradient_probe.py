@@ -96,7 +96,7 @@ class ProbeResult:
 
     @property
     def is_slight(self) -> bool:
-        """True if the error is so small that it is logged instead of refused."""
+        """True if the difference is so small that it is only logged. A larger one aborts the step."""
         return self.quantity == "gradient" and self.error < _SLIGHT
 
     def __str__(self) -> str:

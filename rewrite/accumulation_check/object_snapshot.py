@@ -56,7 +56,7 @@ from planner.rewrite.accumulation_check.restoring import (
 logger = logging.getLogger(__name__)
 
 _MAX_OBJECTS = 100_000
-"""Maximum number of objects in a snapshot. Objects nearest to the roots come first."""
+"""Maximum number of objects in a snapshot. Those that are the fewest references away from the model come first."""
 _MAX_WALKED_ENTRIES = 1000
 """If a container has more entries, the objects in it are not part of the snapshot."""
 _MAX_NOTED_ENTRIES = 1_000_000

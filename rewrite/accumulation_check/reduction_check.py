@@ -137,7 +137,8 @@ class ReductionWatcher(TorchFunctionMode):
     def refuse_other_weights(self, weights: Sequence[float] | None = None) -> None:
         """Raise `DecisionError` if the weighted losses of the micro-batches do not add up to the loss of the batch.
 
-        Nothing is refused if no reduction was seen, or if some micro-batches had more reductions than others.
+        Nothing is refused if no mean or sum was seen in the loss, or if their number differs between micro-batches:
+        the right weights are then unknown.
 
         Args:
             weights: the weight of each micro-batch; None for the weights that were passed to `start_part`.

@@ -150,9 +150,13 @@ def held(comparison: str, kind: str, name: str, why_not: str) -> Row:
 
 
 def module_scales(sizes: Mapping[str, float]) -> dict[str, float]:
-    """Return the size by which the difference of each tensor is divided.
+    """Return, for each tensor, the magnitude by which its difference is divided to make it relative.
 
-    That is the largest size in the tensor's module, but at least the largest size in the model divided by `TERMS`.
+    It is the largest magnitude of a tensor in the same module, but at least the largest in the model divided by the
+    number of roundings that are allowed for (`TERMS`).
+
+    Args:
+        sizes: magnitude of each tensor by name.
     """
     by_module: dict[str, float] = {}
     for name, size in sizes.items():

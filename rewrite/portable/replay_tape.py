@@ -189,9 +189,9 @@ class Tape(TorchDispatchMode):
     def pack(self, tensor):
         """Return a stand-in for a tensor that autograd saves.
 
-        Autograd saves the inputs of an op before the op runs, and its results afterwards. Its sequence number shows
-        which is the case: creating the node of an op increases it. If it has increased since the latest op, the tensor
-        is an input of the next op, otherwise a result of the latest op.
+        Autograd creates the node of an op and saves the inputs before the op runs, and saves the results afterwards.
+        Creating a node increases autograd's sequence number. If the number has increased since the latest op, the
+        tensor is an input of the next op, otherwise it is a result of the latest op.
         """
         is_of_next_op = torch.autograd._get_sequence_nr() != self.sequence
         number = self.count if is_of_next_op else self.count - 1

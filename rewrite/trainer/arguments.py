@@ -132,7 +132,7 @@ def micro_batches(plan: Plan) -> tuple[int, int]:
 
 
 def refuse_contradictions(plan: Plan, arguments: Mapping[str, Any]) -> None:
-    """Raise `DecisionError` if one of the arguments, by their present names, contradicts the plan."""
+    """Raise `DecisionError` if an argument contradicts the plan. Former names of arguments are not looked up."""
     for name, reason in _ANOTHER_STEP.items():
         if arguments.get(name):
             raise DecisionError(f"{name}={arguments[name]!r} contradicts the plan: {reason}; leave it out")

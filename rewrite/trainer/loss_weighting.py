@@ -93,7 +93,8 @@ class LossWeighting:
         self._unlabelled_samples: list[int] | None = None
         """Number of samples in each micro-batch without labels; None before `start_checking` was first called."""
         self._missed_labels_or_count = False
-        """True if, while checking weights, the model was called without the labels of the batch or without `COUNT`."""
+        """True if the model was called without labels, or without the Trainer's count of them (`COUNT`), during a step
+        whose loss weights are checked."""
         self._warns_of_own_loss = False
         """True if a loss that is computed outside of the model is still to be warned of, once."""
 
