@@ -75,16 +75,21 @@ class TrainingStep:
         self._called = module
         """The object that is called for a forward: the module, or its wrapper (`wrap_with`)."""
         self._requires_wrapper = False
+        self._trained = _places(module, optimizer)
+        """Parameters of the model that the optimizer updates, by their path: (module that has it, name there, parameter)."""
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Train with one batch, and return its loss.
 
         Raises:
             DecisionError: after `undo`; if several processes train and `wrap_with` was not called; if the gradients of
-                the micro-batches do not add up to that of the batch (`AccumulationCheck`). Nothing is trained then.
+                the micro-batches do not add up to that of the batch (`AccumulationCheck`); if backward computed with
+                other values than the forward (`RecomputeCheck`); if parameters of the model were replaced since the
+                optimizer was made. Nothing is trained then.
         """
         self._refuse_if_closed()
         self._refuse_separate_processes()
+        self._refuse_replaced_parameters()
         try:
             total = self._accumulate_gradients(batch)
             for observer in self.observers:
@@ -92,8 +97,7 @@ class TrainingStep:
         except BaseException:
             for observer in self.observers:
                 observer.after_error()
-            if self._split is not None:  # drop the gradients of the micro-batches that came before the error
-                self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad(set_to_none=True)  # the next step must not add to gradients of this one
             raise
         self.update()
         return total
@@ -216,6 +220,20 @@ class TrainingStep:
                 "step.wrap_with(rewritten.module) trains each process separately, or synchronized by your own code"
             )
 
+    def _refuse_replaced_parameters(self) -> None:
+        """Refuse to train if the model no longer has a parameter that the optimizer updates."""
+        if all(owner._parameters.get(name) is parameter for owner, name, parameter in self._trained.values()):
+            return
+        present = {id(parameter) for parameter in self.module.parameters()}
+        missing = [path for path, (_, _, parameter) in self._trained.items() if id(parameter) not in present]
+        if missing:
+            raise DecisionError(
+                f"{len(missing)} parameters of {type(self.module).__name__} were replaced after the plan was applied, "
+                f"'{missing[0]}' first, so that the optimizer would update tensors that the model does not use: wrap, "
+                "shard or convert the model (fully_shard, for example) before you apply the plan"
+            )
+        self._trained = _places(self.module, self.optimizer)
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the optimizer, gradient scaler and scheduler, and the plan's fingerprint.
 
@@ -251,6 +269,19 @@ class TrainingStep:
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise DecisionError("this training step was undone: apply the plan again to get a new one")
+
+
+def _places(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, tuple[torch.nn.Module, str, torch.nn.Parameter]]:
+    """Returns the parameters of the model that the optimizer updates, by path: (module that has it, name, parameter)."""
+    updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return {
+        f"{path}.{name}".lstrip("."): (owner, name, parameter)
+        for path, owner in module.named_modules()
+        for name, parameter in owner._parameters.items()
+        if parameter is not None and id(parameter) in updated
+    }
 
 
 def refuse_layouts(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

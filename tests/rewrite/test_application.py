@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -13,6 +14,7 @@ from planner.errors import DecisionError, PlanFileError, WorkloadError
 from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Freeze, Precision
 from planner.plan_types.fingerprint import fingerprint
 from planner.rewrite import apply
+from planner.rewrite.step_observer import StepObserver
 from tests.support.training import (
     Convolutional,
     Perceptron,
@@ -303,3 +305,40 @@ def test_any_decision_turns_the_cache_of_keys_and_values_off_until_undo():
     assert model.config.use_cache is False
     result.undo()
     assert model.config.use_cache is True
+
+
+def test_parameters_that_were_replaced_after_apply_are_refused_and_nothing_is_trained():
+    """As fully_shard and converting wrappers do: the optimizer holds tensors that the model no longer uses."""
+    model = seeded(Perceptron)
+    result = apply(plan_for(model, vectors(), loss_fn=cross_entropy), model, loss_fn=cross_entropy)
+    result.step(vectors())
+    layer = next(module for module in model.modules() if isinstance(module, torch.nn.Linear))
+    layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(DecisionError, match="1 parameters of Perceptron were replaced"):
+        result.step(vectors())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_parameters_that_moved_within_the_model_or_to_another_dtype_are_still_trained():
+    model = seeded(Perceptron)
+    result = apply(plan_for(model, vectors(), loss_fn=cross_entropy), model, loss_fn=cross_entropy)
+    layer = next(module for module in model.modules() if isinstance(module, torch.nn.Linear))
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", torch.nn.Identity())
+    before = copy.deepcopy(model.state_dict())
+    result.step(vectors())
+    assert not torch.equal(before[next(name for name in before if "original" in name)], layer.weight)
+
+
+def test_a_failed_step_leaves_no_gradients_behind():
+    model = seeded(Perceptron)
+    result = apply(plan_for(model, vectors(), loss_fn=cross_entropy), model, loss_fn=cross_entropy)
+
+    class Refusing(StepObserver):
+        def before_update(self, batch):
+            raise KeyError("refused")
+
+    result.step.observers = (Refusing(),)
+    with pytest.raises(KeyError):
+        result.step(vectors())
+    assert all(parameter.grad is None for parameter in model.parameters())
