@@ -76,7 +76,7 @@ class TrainingStep:
         """The object that is called for a forward: the module, or its wrapper (`wrap_with`)."""
         self._requires_wrapper = False
         self._trained = _places(module, optimizer)
-        """Parameters of the model that the optimizer updates, by their path: (module that has it, name there, parameter)."""
+        """Parameters of the model that the optimizer updates, by path: (module that has it, name there, parameter)."""
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Train with one batch, and return its loss.
@@ -274,7 +274,7 @@ class TrainingStep:
 def _places(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, tuple[torch.nn.Module, str, torch.nn.Parameter]]:
-    """Returns the parameters of the model that the optimizer updates, by path: (module that has it, name, parameter)."""
+    """Returns the parameters of the model that the optimizer updates, as in `TrainingStep._trained`."""
     updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return {
         f"{path}.{name}".lstrip("."): (owner, name, parameter)
