@@ -129,7 +129,7 @@ class WatchedCall:
         is_repeated = tensor.dim() == 1 and any(len(tensor) % features == 0 for features in self.repeated)
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
         is_batched = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        return is_plain and not (is_private or is_batched or is_repeated or tensor.is_quantized)
+        return is_plain and tensor.numel() > 0 and not (is_private or is_batched or is_repeated or tensor.is_quantized)
 
     def compare_state(self):
         """Note which attributes are no longer what they were when the call began."""

@@ -77,6 +77,7 @@ def _recorded(case: Case, work: Workload, batch: object, *, virtual: bool) -> St
             loss_fn=work.loss_fn,
             max_grad_norm=case.max_grad_norm,
         )
+        rewritten.step.observers = ()  # on the CPU their copies to the host would be counted as the device's
         return rewritten.step, rewritten.optimizer
 
     # Under any dispatch mode the engine adds gradients out of place, real ones too (`isTensorSubclassLike`).

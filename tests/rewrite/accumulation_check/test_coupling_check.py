@@ -24,6 +24,7 @@ from planner.rewrite.accumulation_check.batch_independent_random import BatchInd
 from planner.rewrite.accumulation_check.gradient_probe import sampled_gradient
 from planner.rewrite.accumulation_check.sample_choice import amounts_of_padding, probe_pairs
 from planner.rewrite.accumulation_check.side_effects import SideEffectGuard, _CopyOnWrite
+from planner.rewrite.portable.recompute_check import RecomputeCheck
 from tests.support.counting_device import Counting
 from tests.support.training import Perceptron, plan_for, seeded, vectors, without_coupling_check
 
@@ -851,6 +852,7 @@ def test_a_probe_takes_no_more_memory_than_a_step(size, count, decisions, monkey
     monkeypatch.setattr(gradient_probe, "_spread", lambda gradient, stride: gradient.sum().view(1))
     monkeypatch.setattr(_CopyOnWrite, "_copy", lambda self, tensor: None)
     monkeypatch.setattr(gradient_probe.GradientProbe, "_perturb", lambda self: None)
+    monkeypatch.setattr(RecomputeCheck, "watched", lambda self, forward, name: forward)
     result, peaks = step_of(each_sample, size, count, *decisions), []
     for number in range(4):
         if number == 3:
