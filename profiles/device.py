@@ -195,13 +195,13 @@ def _texts(value: object) -> tuple[str, ...]:
 
 def _positive(value: object) -> int:
     if type(value) is not int or value <= 0:
-        raise TypeError("give a whole number above 0")
+        raise TypeError("it must be a whole number above 0")
     return value
 
 
 def _capability(value: object) -> tuple[int, int]:
     if not isinstance(value, list) or len(value) != 2 or not all(type(item) is int for item in value):
-        raise TypeError("give two whole numbers, such as [8, 6]")
+        raise TypeError("a compute capability is a list of two whole numbers, such as [8, 6]")
     return value[0], value[1]
 
 

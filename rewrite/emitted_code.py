@@ -20,7 +20,7 @@ class EmittedCode:
     rewriting: tuple[str, ...] = ()
     """Statements on `model`, in the body of `rewrite(model)`."""
     is_watched: bool = False
-    """True if `RECOMPUTE_CHECK` watches modules, which the step has to start and to ask."""
+    """True if the file has a `RECOMPUTE_CHECK`. The training step then calls it at its start and before the update."""
     autocast: str = ""
     """Context expression for forward and loss; empty without autocast."""
     scaled: bool = False

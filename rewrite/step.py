@@ -285,7 +285,10 @@ def _places(
 
 
 def refuse_layouts(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise `WorkloadError`, and set gradients to None, if the optimizer does not support the layout of a gradient."""
+    """Raise `WorkloadError` if the optimizer does not support the layout (such as sparse) of a gradient.
+
+    Before it raises, it sets all gradients to None.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is None:

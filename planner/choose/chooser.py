@@ -285,7 +285,7 @@ class Chooser:
         return max(bounds)
 
     def _simpler(self, config: Config) -> Config:
-        """Returns `config` with the baseline's optimizer and the update after the backward. It bounds `config`."""
+        """Returns `config` with the baseline's optimizer and update. Its plans give lower bounds for `config`."""
         return without_roles(config, Role.OPTIMIZER, Role.UPDATE_TIME)
 
     def _could_pay(self, config: Config, budget_bytes: int, limit_ns: float) -> bool:

@@ -70,7 +70,11 @@ def step_flops(graph: StepGraph, micro_batches: int) -> int:
 
 
 def _counts(graph: StepGraph, micro_batches: int) -> list[int]:
-    """Returns how often each op of the graph's last step runs in one training step; 0 for ops outside the last step."""
+    """Returns, for each op of the graph, how often it runs in one training step.
+
+    The count is taken from the last step that was recorded: an op of its forward or backward runs once for every
+    micro-batch that it stands for, an op of its optimizer once. Ops before the last step get 0.
+    """
     repeats, last = repetitions(graph, micro_batches), graph.steps - 1
     return [
         0 if op.phase is Phase.SETUP or op.step != last

@@ -49,7 +49,7 @@ class Constraints:
         return any(kind.fidelity <= self.fidelity and kind.kind not in self.forbidden for kind in kinds_of(technique))
 
     def force(self, technique: type[Decision] | Role) -> bool:
-        """True if every plan must use this technique; for a role, if a technique with this role is forced."""
+        """True if the user demands this technique; for a role, if the user demands any technique with this role."""
         return any(kind.kind in self.forced for kind in kinds_of(technique))
 
 

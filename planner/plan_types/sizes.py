@@ -11,7 +11,10 @@ KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
 SMALLEST_PLAIN_BYTES = MIB
-"""Minimum number that is accepted without a unit, as bytes. A smaller number probably lacks its unit."""
+"""A number without a unit is a number of bytes, and must be at least this large.
+
+A smaller number is refused: it is probably a size in another unit, such as 6 for 6 GiB.
+"""
 
 _UNIT_BYTES = {
     **dict.fromkeys(("tib", "ti"), 1024 * GIB),

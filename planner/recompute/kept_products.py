@@ -32,10 +32,11 @@ would draw other numbers than in the first run. So the output of attention with 
 
 _NAMES = frozenset(f"aten.{name}.default" for name in PRODUCTS)
 _MIN_DENSITY_DROP = 1.5
-"""Condition for keeping the results of only some products, such as matrix multiplications (`_alternatives`).
+"""Minimum drop in density between products that are kept and products that are recomputed (`_alternatives`).
 
-Keeping the least useful of them must save at least this many times as much time per byte as keeping the most useful of
-those that are recomputed.
+The density of a product, such as a matrix multiplication, is the time that keeping its result saves, per byte. A choice
+that keeps only some products is offered if the least dense of them is at least this many times as dense as the densest
+of the others.
 """
 
 

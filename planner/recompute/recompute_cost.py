@@ -323,7 +323,7 @@ class _Part:
     to_make: list[int] = dataclasses.field(default_factory=list)
     """Ops of this part that lead to the tensors saved in this part; they run when this part is replayed."""
     to_pass: list[int] = dataclasses.field(default_factory=list)
-    """Ops of this part that lead to tensors that later parts read; they run on the way to a later part."""
+    """Ops of this part that lead to tensors that later parts read; they run when a later part is replayed."""
     crossing: set[int] = dataclasses.field(default_factory=set)
     """Storages that earlier parts make, and that this part or a later part reads."""
 

@@ -67,4 +67,7 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     _aten.addmv: _added_matrix_times_vector,
     _aten.addbmm: _sum_of_products,
 }
-"""Our formulas, by op without overload. In-place variants of matrix products use the formula of the out-of-place op."""
+"""Formulas of FLOPs for ops that `torch.utils.flop_counter` lacks or counts differently, by op without overload.
+
+In-place variants of matrix products use the formula of the out-of-place op.
+"""

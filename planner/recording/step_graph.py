@@ -140,8 +140,8 @@ class Call:
     inputs: tuple[int, ...]
     """Indices of the storages of the tensors among the arguments; empty for a segment."""
     made_inputs: tuple[int, ...]
-    """The elements of `inputs` that differentiable ops made. Only these inputs may be offloaded. Empty if a tensor is
-    passed twice: its two copies would no longer be the same object."""
+    """Storages in `inputs` that are outputs of differentiable ops. Only these inputs may be offloaded. Empty if the
+    call gets one tensor as two arguments: offloading would turn it into two tensors."""
     obstacle: str | None
     """The reason why this call must not be run twice; None if no reason was found."""
     has_hooks: bool = False

@@ -16,7 +16,7 @@ from planner.search.curve import CompiledProblem
 from planner.search.reduce import ReducedProblem
 
 _TRIED_PER_MOVE = 6
-"""Maximum number of neighboring selections that are evaluated per move."""
+"""Maximum number of neighbors of the current selection that are evaluated; the best of them is the next one."""
 
 
 def descend(

@@ -110,7 +110,11 @@ def _folded(
     row_class: np.ndarray,
     entries: tuple[np.ndarray, np.ndarray, np.ndarray],
 ) -> Folded | None:
-    """Returns the folded program; None if the partition is not equitable (two hashes were equal by chance)."""
+    """Returns the program with one column for each class of columns and one row for each class of rows.
+
+    Returns None if the partition is not equitable, which means that columns of one class differ in their sums over a
+    class of rows. That happens if two hashes were equal by chance.
+    """
     row, column, coefficient = entries
     count, size = len(program.cost), np.bincount(column_class)
     # Sum of each column over each row class.

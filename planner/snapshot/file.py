@@ -168,7 +168,9 @@ def _one_line(error: Exception) -> str:
 def _whole(value: object, *, least: int = 0) -> int:
     """Returns the value if it is an integer of at least `least`, else raises `ValueError`."""
     if type(value) is not int or value < least:
-        raise ValueError(f"an address or size is {str(value)[:40]!r}, but must be an integer of at least {least}")
+        raise ValueError(
+            f"an address or size of an event is {str(value)[:40]!r}, but must be an integer of at least {least}"
+        )
     return value
 
 
@@ -281,7 +283,10 @@ def _segment(data: Mapping[str, Any]) -> Segment:
         blocks=tuple(blocks),
     )
     if segment.size_bytes != data["total_size"]:
-        raise ValueError(f"the blocks of the segment at {segment.address:#x} do not add up to the size of the segment")
+        raise ValueError(
+            f"the blocks of the segment at {segment.address:#x} have {segment.size_bytes} bytes together, but its "
+            f"total_size is {data['total_size']}"
+        )
     return segment
 
 

@@ -37,7 +37,8 @@ from planner.snapshot.result import AddressMismatch, Counts, DriverMismatch, Lev
 _TAKES = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)
 _GIVES_BACK = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
 _FIRST_SYNTHETIC_ADDRESS = 1 << 60
-"""Address of the first segment that the simulator allocates and the record does not. No device has such addresses."""
+"""Address of the first segment that the simulator allocates where the allocator record (the events that a GPU
+recorded) has no such allocation. It is above all addresses of devices."""
 
 
 def replay_history(history: History, *, capacity_bytes: int | None = None) -> ReplayResult:

@@ -136,7 +136,7 @@ class ShadowValues:
         self._put(tensor, _ShadowValue(value=scalar, assumed=frozenset((assumption,))))
 
     def shadow(self, tensor: torch.Tensor) -> _ShadowValue | None:
-        """Returns the shadow of a tensor's storage, which `take_over` can give to the storage of a copy."""
+        """Returns what is known about the values of a tensor's storage, for `take_over`; None if nothing is known."""
         return self._shadow(tensor)
 
     def take_over(self, tensor: torch.Tensor, shadow: _ShadowValue | None) -> None:
@@ -270,7 +270,7 @@ class ShadowValues:
                 return 0, args[0]
 
     def _follow_draw(self, result: torch.Tensor, low: int, high: int) -> None:
-        """Assumes that random integers are low, low + 1, ..., high - 1 and, after that, low again."""
+        """Assumes that an op that draws random integers returned low, low + 1, ..., high - 1, low, low + 1, ..."""
         if _is_tracked(result):
             with unset_fake_temporarily():
                 real = (low + torch.arange(result.numel()) % (high - low)).reshape(result.shape).to(result.dtype)
@@ -379,7 +379,7 @@ def _computed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     with unset_fake_temporarily():
         try:
             out = op(*args, **on_host(kwargs))
-        except (NotImplementedError, RuntimeError, IndexError):
+        except (NotImplementedError, RuntimeError, IndexError):  # reasons: see the docstring
             return None
     return () if out is None else out
 

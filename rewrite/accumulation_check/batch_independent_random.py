@@ -111,7 +111,9 @@ class BatchIndependentRandom(TorchDispatchMode):
             generator.set_state(state)
         self.draws += name in _DISTRIBUTIONS
         if self.draws > _MAX_DRAWS:
-            raise NotImplementedError(f"more than {_MAX_DRAWS:,} draws of random numbers")
+            raise NotImplementedError(
+                f"forward and loss draw random numbers more than {_MAX_DRAWS:,} times, which takes the check too long"
+            )
         return result
 
     def _numbers(self, result: torch.Tensor) -> Any:

@@ -82,7 +82,7 @@ class ProbeResult:
     size: float
     """Norm of the result for all samples, or the sum of the norms of the weighted halves if that is larger."""
     precision: str
-    """Precision of the matmuls, a key of `_BOUNDS`."""
+    """Precision of the matmuls: 'full', 'tf32' or 'lower' (`_BOUNDS`)."""
 
     @property
     def bound(self) -> float:
@@ -190,7 +190,8 @@ class GradientProbe:
         Returns None if there are no loss terms, all results are zero, or the result for all samples is not finite.
 
         Raises:
-            NotReproducibleError: if there is a difference that may not be due to the split.
+            NotReproducibleError: if there is a difference, but something other than the split can explain it, such as
+            random numbers.
         """
         indices = torch.cat(halves)
         all_terms = float(self.terms_of(self._select(indices), len(indices)))
@@ -216,10 +217,12 @@ class GradientProbe:
         if not float((together - evaluate(indices)).norm()) <= result.bound * size:
             raise NotReproducibleError(f"the {quantity} of the same samples differs when it is computed a second time")
         if self._drew_on_host:
-            raise NotReproducibleError("it draws random numbers with numpy or Python, which depend on the split")
+            raise NotReproducibleError(
+                "the model or the loss draws random numbers with numpy or Python, which depend on the split"
+            )
         # ... and, if the result is small, gives the same in another order, in which rounding errors differ.
         if size < _SMALL and not float((together - evaluate(indices.flip(0))).norm()) <= result.bound * size:
-            raise NotReproducibleError(f"the {quantity} is no larger than its rounding error")
+            raise NotReproducibleError(f"the {quantity} is not larger than its rounding error, and cannot be compared")
         return result
 
     @contextlib.contextmanager

@@ -25,7 +25,10 @@ _ADJACENT_PAIRS = 12
 def probe_pairs(
     batch: Any, samples: int, chosen: int, micro_batch_size: int, turn: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields pairs of halves, as indices of samples: by padding, around a cut between micro-batches, and by class.
+    """Yields the pairs of halves that the coupling check compares with their union, as indices of samples.
+
+    In the first pair, samples with little padding are in one half and those with much in the other. The halves of the
+    second are the samples before and after a cut between micro-batches. Further pairs differ in classes (`_by_class`).
 
     Args:
         samples: number of samples in the batch.
@@ -49,8 +52,8 @@ def _by_class(batch: Any, samples: int, chosen: int) -> Iterator[tuple[torch.Ten
     """Yields two pairs of halves by the classes of samples, if the batch has one label per sample and several classes.
 
     In the first pair, both halves have the same number of samples of each class: a loss over pairs of samples of one
-    class then has pairs across the halves, which neither half has. In the second pair, three quarters of the samples
-    are of the most common class, so that its share differs between the halves.
+    class then has pairs across the halves, which neither half has. In the second pair, the first half has only the
+    most common class, and the second half has the other classes too.
     """
     labels = [t for t in _tensors(batch) if t.dim() == 1 and len(t) == samples and _is_integer(t)]
     for tensor in labels[:1]:

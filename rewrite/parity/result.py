@@ -113,7 +113,7 @@ def compare(
 
     Args:
         plain, planned: tensors or numbers of the reference step and of the planned step, by name.
-        bound: maximum relative difference, for all rows or by name; 0.0 asks for equal bits.
+        bound: maximum relative difference, one number for all rows or one number by name; 0.0 demands equal bits.
         size: function that measures a difference or a tensor, `largest` or `norm`.
         scales: by name, the sizes by which differences are divided; None for `module_scales`.
     """

@@ -206,7 +206,7 @@ def test_a_line_that_was_cut_short_is_measured_again(tmp_path):
     assert results.done(results.rows(path), "case") == {"a", "b"}
 
 
-def test_a_history_holds_what_a_snapshot_told_and_replays(tmp_path):
+def test_a_history_holds_what_a_snapshot_says_and_replays(tmp_path):
     made = history.history_of(snapshot_of([3 * MIB, 700, -700, MIB, -3 * MIB]))
     history.write_history(tmp_path / "x.json.gz", made)
     assert made["settings"] == {"expandable_segments": False}

@@ -28,7 +28,7 @@ ONE_OF_EACH_KIND = (
 )
 
 
-def test_blocks_are_told_apart_by_what_becomes_of_them():
+def test_blocks_are_distinguished_by_what_becomes_of_them():
     events = [
         ("alloc", 100, 1000),
         ("segment_alloc", 4096, 2 << 20),

@@ -61,7 +61,7 @@ def test_a_pair_that_keeps_its_promise_says_how_close_and_the_plain_step_runs_on
     assert "2 of 2 promises kept" in text and "+0.00%" in text and "/ 1.50" in text
 
 
-def test_what_is_broken_what_fails_and_what_runs_out_are_told_apart(plan, settings):
+def test_what_is_broken_what_fails_and_what_runs_out_are_distinguished(plan, settings):
     gpt2, unet = CASES["gpt2"], CASES["unet"]
     ran_out = RanOut(device="x", step=2, message="tried to allocate")
     answers = iter(

@@ -58,7 +58,7 @@ def test_the_table_tells_calibrated_cards_from_others(tmp_path, monkeypatch, cap
     assert "calibrated" in shown and "datasheet" in shown and "2 of 2" in shown
 
 
-def test_an_empty_ledger_is_told(tmp_path, monkeypatch, capsys):
+def test_an_empty_ledger_is_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(times, "LEDGER", tmp_path)
     monkeypatch.setattr("sys.argv", ["times"])
     assert times.main() == 0

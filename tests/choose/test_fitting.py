@@ -63,7 +63,7 @@ def test_the_batch_is_not_cut_into_single_samples(plans):
     assert all(micro_batches_of(plan.decisions) <= 64 for plan in plans.values())
 
 
-def test_the_smallest_plan_fits_its_own_total_and_is_then_told_as_a_way_out():
+def test_the_smallest_plan_fits_its_own_total_and_is_then_reported_as_a_way_out():
     """Its slack is below the first guess of it, and the total is no whole number of MiB."""
     with torch.device("meta"):
         layers = [layer for _ in range(6) for layer in (torch.nn.Linear(512, 512), torch.nn.Sigmoid())]
@@ -124,7 +124,7 @@ def test_the_smallest_split_without_recompute_need_not_be_an_extreme():
 
 
 def layers(*, whole_only: bool = False) -> tuple[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]]:
-    """A model of a few layers; one that takes no part of its batch, if told so."""
+    """A model of a few layers; one that takes no part of its batch, if asked to."""
 
     class Whole(torch.nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -145,13 +145,13 @@ def layers(*, whole_only: bool = False) -> tuple[torch.nn.Module, tuple[torch.Te
     ],
     ids=("accumulation", "scaler", "refused"),
 )
-def test_a_way_out_that_cannot_be_taken_is_told_with_the_reason(options, why):
+def test_a_way_out_that_cannot_be_taken_is_reported_with_the_reason(options, why):
     """Also where a frozen prefix would be looked for with it."""
     options = {"gpu": "bare", "fidelity": "partial", "loss_fn": loss_fn, "whole_only": False, **options}
     model, batch = layers(whole_only=options.pop("whole_only"))
     plan = planner.plan(model, batch, vram=64, **options)
-    (told,) = plan.shortfall.relaxations
-    assert not plan.fits and told.opens is False and why in told.why
+    (reported,) = plan.shortfall.relaxations
+    assert not plan.fits and reported.opens is False and why in reported.why
 
 
 @pytest.mark.parametrize("vram", [64, 1 << 30])

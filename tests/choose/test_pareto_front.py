@@ -189,7 +189,7 @@ def test_a_budget_below_the_smallest_plan_exits_with_one(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "reported"),
     [
         (("--tradeoff", "--emit", "step.py"), "--emit cannot be combined with --tradeoff"),
         (("--svg", "front.svg"), "--svg works only with --tradeoff"),
@@ -199,7 +199,7 @@ def test_a_budget_below_the_smallest_plan_exits_with_one(folder, capsys):
         (("--tradeoff", "--svg", "net.py"), "'net.py' exists and is not a picture"),
     ],
 )
-def test_what_does_not_go_together_is_refused(folder, capsys, arguments, told):
+def test_what_does_not_go_together_is_refused(folder, capsys, arguments, reported):
     code, out, err = run(*arguments, capsys=capsys)
     assert (code, out) == (2, "")
-    assert told in err
+    assert reported in err

@@ -100,7 +100,7 @@ class SmallCard(MadeUpCard):
         return super().product_seconds(dtype, width)
 
 
-def test_what_cannot_be_measured_is_told_and_taken_from_the_datasheet(tmp_path, capsys):
+def test_what_cannot_be_measured_is_reported_and_taken_from_the_datasheet(tmp_path, capsys):
     out = tmp_path / "small.toml"
     calibrate.main(SmallCard(), ["--out", str(out)])
     card, known = read(out), profiles.load("h100")

@@ -132,7 +132,7 @@ def test_an_autocast_region_of_cuda_is_one_in_the_rehearsal(region):
     assert [op.dtype for op in ops if op.name in ("aten.addmm.default", "aten.tanh.default")] == ["bf16", "bf16"]
 
 
-def test_a_model_that_asks_whether_cuda_casts_is_told_so():
+def test_a_model_that_asks_whether_cuda_casts_gets_a_note():
     names = [op.name for op in _forward_ops(OwnRegion(), (Precision(dtype="bf16"),))]
     assert "aten.tanh.default" in names and "aten.exp.default" not in names
     names = [op.name for op in _forward_ops(OwnRegion(), ())]
@@ -164,7 +164,7 @@ def test_fp16_rehearses_with_a_scaler_that_finds_finite_gradients():
     assert any("_foreach_addcdiv_" in op.name for op in graph.ops)
 
 
-def test_recomputation_is_told_from_forward_and_backward():
+def test_recomputation_is_distinguished_from_forward_and_backward():
     graph = plain(mlp(), (Checkpoint(modules=("0", "1")),))
     assert [
         op.name for op in graph.ops if op.phase is Phase.RECOMPUTE and op.flops
@@ -236,7 +236,7 @@ def test_a_branch_on_values_is_refused_with_module_and_line():
         plain(workload(Branching(), torch.zeros(2, 4)))
 
 
-def test_a_batch_that_the_model_refuses_is_told_with_module_and_line():
+def test_a_batch_that_the_model_refuses_is_reported_with_module_and_line():
     with pytest.raises(WorkloadError, match=r"failed with this batch: RuntimeError.*in '0'"):
         plain(
             workload(

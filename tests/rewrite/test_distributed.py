@@ -165,7 +165,7 @@ REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
 }
 
 
-def told_by(case: Callable[[int], Any], rank: int) -> Any:
+def outcome_on(case: Callable[[int], Any], rank: int) -> Any:
     try:
         return case(rank)
     except Exception as error:  # compared by the test that asks for it
@@ -180,7 +180,7 @@ def train(rank: int, folder: str) -> None:
         timeout=datetime.timedelta(seconds=60),
     )  # fmt: skip
     cases = CASES | {name: case for name, (case, _) in REFUSED.items()}
-    found = {name: told_by(case, rank) for name, case in cases.items()}
+    found = {name: outcome_on(case, rank) for name, case in cases.items()}
     alone = applied()
     alone.step.wrap_with(alone.module)
     alone.step(batch_of(rank))

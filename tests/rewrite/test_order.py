@@ -187,5 +187,5 @@ def test_verify_schedules_both_sides_and_tells_of_another_schedule(decisions, mo
 
     monkeypatch.setattr(TrainingStep, "update", always)
     found = verified(Perceptron, vectors(6), *decisions, **options)
-    told = {(row.comparison, row.kind, row.name) for row in found.failures}
-    assert told == ({("overflow", "state", "group 0.lr")} if FP16 in decisions else set())
+    reported = {(row.comparison, row.kind, row.name) for row in found.failures}
+    assert reported == ({("overflow", "state", "group 0.lr")} if FP16 in decisions else set())

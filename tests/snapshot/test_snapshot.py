@@ -52,18 +52,18 @@ class _Card(CachingAllocator):
 
     def malloc(self, size_bytes: int, stream: int = 0) -> Block | None:
         block = None
-        told = {"action": "oom", "device_free": 0, "size": -(-size_bytes // 512) * 512, "stream": stream}
+        reported = {"action": "oom", "device_free": 0, "size": -(-size_bytes // 512) * 512, "stream": stream}
         with contextlib.suppress(OutOfMemory):
             block = super().malloc(size_bytes, stream)
-            told = {"action": "alloc", "addr": block.address, "size": size_bytes, "stream": stream}
+            reported = {"action": "alloc", "addr": block.address, "size": size_bytes, "stream": stream}
         self._note()
-        self.trace.append(told)
+        self.trace.append(reported)
         return block
 
     def free(self, block: Block) -> None:
-        told = {"addr": block.address, "size": block.requested_bytes, "stream": block.pool.stream}
+        reported = {"addr": block.address, "size": block.requested_bytes, "stream": block.pool.stream}
         super().free(block)
-        self.trace += [{"action": "free_requested", **told}, {"action": "free_completed", **told}]
+        self.trace += [{"action": "free_requested", **reported}, {"action": "free_completed", **reported}]
 
     def empty_cache(self) -> None:
         self._note()
@@ -170,7 +170,7 @@ def test_an_address_range_is_as_long_as_a_card_and_not_as_what_was_reserved(tmp_
     assert replay_history(load(_written(card.snapshot(), tmp_path / "snapshot.pickle"))).is_equal
 
 
-def test_giving_back_because_the_card_is_full_is_told_from_a_call_of_empty_cache(tmp_path):
+def test_giving_back_because_the_card_is_full_is_distinguished_from_a_call_of_empty_cache(tmp_path):
     full, emptied = _Card(NATIVE, 100 * MIB), _Card(NATIVE, None)
     for card in (full, emptied):
         card.free(card.malloc(60 * MIB))
@@ -235,7 +235,7 @@ def test_births_and_deaths_are_those_of_the_record_and_what_lived_before_comes_f
 
 
 @pytest.mark.parametrize("names_pools", [False, True])
-def test_private_pools_are_left_out_and_told(tmp_path, names_pools):
+def test_private_pools_are_left_out_and_reported(tmp_path, names_pools):
     card, graph = _worked(seed=3), _Card(NATIVE, None, seed=4)
     graph.malloc(3 * MIB)
     graph.malloc(30 * MIB)
@@ -369,16 +369,16 @@ def test_the_command_tells_by_its_exit_code_whether_all_is_equal(tmp_path, capsy
     card = _worked(capacity_bytes=300 * MIB)
     path = str(_written(card.snapshot(), tmp_path / "snapshot.pickle"))
     assert main([path, "--device", "0", "--capacity", "300MiB"]) == 0
-    told = capsys.readouterr().out
-    assert "addresses that differ: 0 of" in told
-    assert "all equal" in told
-    assert all(f"{segment.address:#x}" in told for segment in card.segments())
+    reported = capsys.readouterr().out
+    assert "addresses that differ: 0 of" in reported
+    assert "all equal" in reported
+    assert all(f"{segment.address:#x}" in reported for segment in card.segments())
     data = card.snapshot()
     data["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"] = "large_segment_size_mb:40"
     assert main([str(_written(data, tmp_path / "other.pickle"))]) == 1
-    told = capsys.readouterr().out
-    assert "the simulation differs from the record" in told
-    assert "missing" in told
+    reported = capsys.readouterr().out
+    assert "the simulation differs from the record" in reported
+    assert "missing" in reported
 
 
 @pytest.mark.parametrize(

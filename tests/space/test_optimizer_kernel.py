@@ -263,15 +263,15 @@ NOT_OFFERED = {
 }
 
 
-@pytest.mark.parametrize(("optimizer", "told"), NOT_OFFERED.values(), ids=NOT_OFFERED)
-def test_where_there_is_nothing_to_choose_nothing_is_offered_or_said(optimizer, told):
+@pytest.mark.parametrize(("optimizer", "reported"), NOT_OFFERED.values(), ids=NOT_OFFERED)
+def test_where_there_is_nothing_to_choose_nothing_is_offered_or_said(optimizer, reported):
     model = net()
     given = {"loss_fn": cross_entropy, "gpu": "rtx-3090", "vram": "20GiB", "forbid": "optimizer"}
     batch = torch.zeros(4, 64), torch.zeros(4, dtype=torch.long)
     plan = planner.plan(model, batch, optimizer=optimizer(model.parameters()), **given)
     assert plan.decision(OptimizerKernel) is None
     assert not any("kernel" in note for note in plan.notes)
-    with pytest.raises(DecisionError, match=told):
+    with pytest.raises(DecisionError, match=reported):
         planner.plan(model, batch, optimizer=optimizer(model.parameters()), force="optimizer-kernel", **given)
 
 

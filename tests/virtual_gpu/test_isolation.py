@@ -245,7 +245,7 @@ def test_states_of_the_caller_do_not_reach_the_rehearsal(given, unchanged):
         assert plan(given, vram=None).baseline.allocated_bytes == peak
 
 
-def test_a_process_with_cuda_running_is_told_so_in_one_line(given, unchanged, monkeypatch):
+def test_a_process_with_cuda_running_gets_one_line_of_explanation(given, unchanged, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(
         RehearsalProcessError, match=r"cannot be forked.*CUDA is initialized.*`plan` command"
@@ -254,7 +254,7 @@ def test_a_process_with_cuda_running_is_told_so_in_one_line(given, unchanged, mo
     assert "\n" not in str(failure.value)
 
 
-def test_a_backward_that_pytorch_refuses_in_a_fork_is_told_so_in_one_line(given, unchanged, monkeypatch):
+def test_a_backward_that_pytorch_refuses_in_a_fork_gets_one_line_of_explanation(given, unchanged, monkeypatch):
     def refuse(*_, **__):
         raise RuntimeError(
             "Unable to handle autograd's threading in combination with fork-based multiprocessing. See https://github"

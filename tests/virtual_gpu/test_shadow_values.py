@@ -93,11 +93,11 @@ def test_what_follows_from_the_batch_is_refused_with_its_line(ask):
         recorded(ask)
 
 
-def test_a_mask_of_the_batch_is_assumed_to_be_full_and_it_is_told():
+def test_a_mask_of_the_batch_is_assumed_to_be_full_and_reported():
     batch = {"x": torch.zeros(2, 4), "attention_mask": torch.ones(2, 4, dtype=torch.long)}
-    (told,) = answered(lambda x, mask: bool((mask == 1).all()), True, batch=batch)
-    assert "sequences have full length: in module 'the model itself' at" in told
-    assert "test_shadow_values.py:" in told
+    (reported,) = answered(lambda x, mask: bool((mask == 1).all()), True, batch=batch)
+    assert "sequences have full length: in module 'the model itself' at" in reported
+    assert "test_shadow_values.py:" in reported
 
 
 def test_routing_is_assumed_to_be_balanced():
@@ -105,8 +105,8 @@ def test_routing_is_assumed_to_be_balanced():
         experts = x.topk(1, dim=-1).indices.flatten()
         return [int((experts == number).sum()) for number in range(2)]
 
-    (told,) = answered(ask, [1, 1])
-    assert "experts that receive equal numbers of tokens" in told
+    (reported,) = answered(ask, [1, 1])
+    assert "experts that receive equal numbers of tokens" in reported
 
 
 def test_a_check_passes_whatever_the_values_are():
@@ -115,8 +115,8 @@ def test_a_check_passes_whatever_the_values_are():
             raise ValueError("too large")
         return 1
 
-    (told,) = answered(ask, 1)
-    assert "every check on tensor values (assert, or `if ...: raise`) passes" in told
+    (reported,) = answered(ask, 1)
+    assert "every check on tensor values (assert, or `if ...: raise`) passes" in reported
 
 
 def test_assumptions_are_notes_of_the_plan():

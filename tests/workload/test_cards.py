@@ -40,7 +40,7 @@ def test_a_named_card_is_that_one_whatever_is_at_hand(at_hand):
     assert cards.resolve_card("generic", 6 << 30) == profiles.generic(6 << 30)
 
 
-def test_an_own_profile_that_cannot_be_read_is_told_with_its_file(at_hand, tmp_path, monkeypatch):
+def test_an_own_profile_that_cannot_be_read_is_reported_with_its_file(at_hand, tmp_path, monkeypatch):
     monkeypatch.setenv("PLANNER_DEVICES", str(tmp_path))
     (tmp_path / "mine.toml").write_text("title = 3\n")
     at_hand("NVIDIA GeForce RTX 4090")

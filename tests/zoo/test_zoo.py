@@ -45,11 +45,11 @@ def outcome(child: Child, refused: str | None) -> StepGraph | None:
 
 
 def check_assumptions(entry: Entry, graph: StepGraph) -> None:
-    told = "\n".join(graph.assumptions)
+    reported = "\n".join(graph.assumptions)
     if entry.assumes is None:
-        assert told == ""
+        assert reported == ""
     else:
-        assert re.search(entry.assumes, told)
+        assert re.search(entry.assumes, reported)
         assert all(
             re.search(r"assumed that .*: (in module '.+'|outside of the model) at .+", a) for a in graph.assumptions
         )

@@ -146,8 +146,8 @@ def test_a_mean_that_no_function_tells_is_refused_where_all_samples_cost_alike(l
 def test_a_mean_over_samples_is_not_refused(loss_fn, parts, decisions, caplog):
     with caplog.at_level(logging.WARNING, "planner.rewrite"):
         step_of(loss_fn, *PARTS[parts], *decisions).step(padded())
-    told = caplog.text.count("it is zero, or not finite")
-    assert len(caplog.records) == told == (loss_fn is cancelled and PARTS[parts][0] < (4 if decisions else 2))
+    state_of = caplog.text.count("it is zero, or not finite")
+    assert len(caplog.records) == state_of == (loss_fn is cancelled and PARTS[parts][0] < (4 if decisions else 2))
 
 
 @pytest.mark.parametrize(
@@ -659,7 +659,7 @@ class Centred(nn.Module):
         return of_classes(output, batch) + 0.0 * self.norm(output.detach()).sum()
 
 
-def told(model: nn.Module) -> dict:
+def state_of(model: nn.Module) -> dict:
     kept = {name: value.to_dense().clone() for name, value in model.state_dict().items()}
     for name in ("seen", "count", "center"):
         if hasattr(model, name):
@@ -682,7 +682,9 @@ def test_a_probe_leaves_no_trace(build, own_loss):
         for _ in range(2):
             result.step(classes())
         assert all(module.training for module in result.module.modules())
-        kept.append(told(result.module) | (told(loss_fn) if own_loss else {}) | {"random": torch.get_rng_state()})
+        kept.append(
+            state_of(result.module) | (state_of(loss_fn) if own_loss else {}) | {"random": torch.get_rng_state()}
+        )
     first, second = kept
     assert first.keys() == second.keys()
     for name, value in first.items():
@@ -896,6 +898,6 @@ def test_what_is_drawn_is_one_number_that_could_be_drawn_and_no_generator_moves(
 
 
 def test_endless_draws_are_stopped():
-    with BatchIndependentRandom(), pytest.raises(NotImplementedError, match="draws of random numbers"):
+    with BatchIndependentRandom(), pytest.raises(NotImplementedError, match="draw random numbers"):
         while torch.rand(()) < 0.5:
             pass

@@ -33,7 +33,7 @@ class Slotted:
         self.__hidden, self.late = 2, 2
         self.value.append(2)
 
-    def told(self) -> object:
+    def content(self) -> object:
         return self.__hidden, self.value, hasattr(self, "late")
 
 
@@ -180,7 +180,7 @@ CASES = {
     "long list": (lambda: list(range(5000)), lambda d: d.pop(), len),
     "empty list": (list, lambda d: d.append(1), list),
     "subclass of dict": (Grown, lambda d: d.times.append(2), lambda d: list(d.times)),
-    "slots": (Slotted, Slotted.change, Slotted.told),
+    "slots": (Slotted, Slotted.change, Slotted.content),
     "deep": (lambda: Node(40), lambda node: last_of(node).append(1), lambda node: list(last_of(node))),
     "bytes": (lambda: bytearray(b"ab"), lambda b: b.extend(b"c"), bytes),
     "array": (lambda: array.array("i", [1, 2]), lambda a: a.append(3), list),
@@ -211,7 +211,7 @@ Node_of_set = Node(0)
 @pytest.mark.parametrize("of_model", [True, False])
 @pytest.mark.parametrize("name", CASES)
 def test_held_objects_are_restored_after_each_probe(name, of_model):
-    make, change, told = CASES[name]
+    make, change, content = CASES[name]
     held, model = make(), nn.Linear(2, 2)
 
     def loss(output, batch):
@@ -219,12 +219,12 @@ def test_held_objects_are_restored_after_each_probe(name, of_model):
 
     if of_model:
         model.held = held
-    untouched, before = SideEffectGuard(model, None if of_model else loss), told(held)
+    untouched, before = SideEffectGuard(model, None if of_model else loss), content(held)
     for _ in range(2):
         with untouched.restoring():
             change(held)
-            assert told(held) != before
-        assert told(held) == before
+            assert content(held) != before
+        assert content(held) == before
 
 
 def test_a_gradient_that_a_forward_makes_itself_is_restored():

@@ -405,8 +405,8 @@ def test_experts_that_are_balanced_over_the_batch_are_not_split():
         model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**config, output_router_logits=balanced))
         options = {"vram": "1GiB", "gpu": "bare", "optimizer": "sgd", "only": ("accumulation",)}
         plan = planner.plan(model, tokens(), **options)
-        told = "balances its experts over all tokens of a batch" in " ".join(plan.notes)
-        assert told is balanced
+        reported = "balances its experts over all tokens of a batch" in " ".join(plan.notes)
+        assert reported is balanced
 
 
 # ---- the emitted file ------------------------------------------------------------------------------------------------

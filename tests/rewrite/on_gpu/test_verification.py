@@ -207,8 +207,8 @@ def test_the_command_refuses_to_verify_without_a_card(reference, capsys, monkeyp
     if torch.version.cuda is not None and torch.cuda.is_available():
         pytest.skip("there is a card")
     assert command.main([reference, "--vram", "1GiB", "--verify", "--json"]) == command.COULD_NOT_RUN
-    told = json.loads(capsys.readouterr().out)["error"]
-    assert told["type"] == "MeasurementError" and "--verify trains on a CUDA card" in told["message"]
+    reported = json.loads(capsys.readouterr().out)["error"]
+    assert reported["type"] == "MeasurementError" and "--verify trains on a CUDA card" in reported["message"]
 
 
 def test_the_command_says_whether_the_promise_is_kept(reference, capsys, monkeypatch, tmp_path):
@@ -224,13 +224,13 @@ def test_the_command_says_whether_the_promise_is_kept(reference, capsys, monkeyp
         verifying, "run_in_process", lambda plan, options: Parity(rows=()) if "--parity" in options else too_much
     )
     assert command.main([str(path), "--verify"]) == command.DOES_NOT_FIT
-    told = capsys.readouterr().out
-    assert "the promise is BROKEN" in told and "allocated" in told and "in place of bare" in told
+    reported = capsys.readouterr().out
+    assert "the promise is BROKEN" in reported and "allocated" in reported and "in place of bare" in reported
     ran_out = RanOut(device="x", step=2, message="tried to allocate", place=PLACE)
     monkeypatch.setattr(verifying, "run_in_process", lambda plan, options: ran_out)
     assert command.main([str(path), "--verify"]) == command.DOES_NOT_FIT
-    told = capsys.readouterr().out
-    assert "out of memory in step 2: tried to allocate" in told and "at aten.mm, recompute of 3.fc" in told
+    reported = capsys.readouterr().out
+    assert "out of memory in step 2: tried to allocate" in reported and "at aten.mm, recompute of 3.fc" in reported
 
 
 PLACE = {"op": "aten.mm", "phase": "recompute", "module": "3.fc", "alive": {"parameters": 100}}

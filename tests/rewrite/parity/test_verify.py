@@ -196,7 +196,7 @@ def test_a_plan_of_the_planner_passes():
     assert found.passed, str(found)
 
 
-# ---- planted faults: what is patched, the plan it is planted in, and what must be told -------------------------------
+# ---- planted faults: what is patched, the plan it is planted in, and what must be reported ----------------------
 
 
 def sparse_dropped(step) -> None:

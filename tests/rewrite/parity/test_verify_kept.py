@@ -82,7 +82,7 @@ def configured(rewriting, decision) -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "rule", "told"),
+    ("build", "rule", "reported"),
     [
         (Perceptron, other_parameters, "kept: applied parameters: changed at 'layers.0.0.weight'"),
         (Convolutional, other_state_dict, "kept: applied state_dict: changed at 'first.1.num_batches_tracked'"),
@@ -93,12 +93,12 @@ def configured(rewriting, decision) -> None:
         (Configured, configured, "kept: undone configurations: changed at ''"),
     ],
 )
-def test_a_change_of_the_model_that_undo_leaves_is_reported(build, rule, told, monkeypatch):
+def test_a_change_of_the_model_that_undo_leaves_is_reported(build, rule, reported, monkeypatch):
     batch = images(6) if build is Convolutional else vectors(6)
     assert verified(build, batch, HEAD, loss_fn=cross_entropy, steps=1).passed
     monkeypatch.setitem(RULES, Checkpoint, rule)
     found = verified(build, batch, HEAD, loss_fn=cross_entropy, steps=1)
-    assert told in map(str, found.failures)
+    assert reported in map(str, found.failures)
 
 
 def draws_one_more(step) -> None:

@@ -200,19 +200,19 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("kernel", "build", "optimizer", "told"), REFUSED.values(), ids=REFUSED)
-def test_an_optimizer_without_this_kernel_is_refused_and_not_changed(kernel, build, optimizer, told):
+@pytest.mark.parametrize(("kernel", "build", "optimizer", "reported"), REFUSED.values(), ids=REFUSED)
+def test_an_optimizer_without_this_kernel_is_refused_and_not_changed(kernel, build, optimizer, reported):
     model = seeded(build)
     given = optimizer(model.parameters())
     before = options_of(given)
-    with pytest.raises(DecisionError, match=told):
+    with pytest.raises(DecisionError, match=reported):
         rewritten(model, kernel, batch=vectors(), loss_fn=cross_entropy, optimizer=given)
     assert options_of(given) == before
 
 
 def test_two_optimizers_are_not_put_into_one_place():
-    for beside, told in ((Optimizer(), "8-bit state"), (StepInBackward(), "loop changes nothing")):
-        with pytest.raises(DecisionError, match=told):
+    for beside, reported in ((Optimizer(), "8-bit state"), (StepInBackward(), "loop changes nothing")):
+        with pytest.raises(DecisionError, match=reported):
             rewritten(seeded(Perceptron), LOOP, beside, batch=vectors(), loss_fn=cross_entropy, optimizer="adamw")
     with pytest.raises(DecisionError, match="unknown: choose fused or for-loop"):
         OptimizerKernel(kernel="foreach")

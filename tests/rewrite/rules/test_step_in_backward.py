@@ -385,6 +385,6 @@ def test_where_it_is_refused_everything_else_is_still_tried():
         )
         assert (found.fits, found.decisions) == (without.fits, without.decisions)
         assert not any("optimizer step in backward" in note for note in without.notes), (
-            "of what is not allowed nothing is told"
+            "of what is not allowed nothing is reported"
         )
     assert any("optimizer step in backward" in note for note in found.notes)

@@ -158,16 +158,16 @@ REFUSED = {
     "a mean by hand": (ByHand, classified, "the gradient of 2 samples comes out"),
     "samples that are compared": (Contrastive, classified, "the loss compares samples"),
     "two means": (lambda: bert("BertForPreTraining"), pairs, r"is a mean over [\d, ]+ terms"),
-    "a shift that is not told": (lambda: Shifting(causal()), tokens, "cross_entropy is a mean over 11, 10, 9 terms"),
+    "a shift that is not stated": (lambda: Shifting(causal()), tokens, "cross_entropy is a mean over 11, 10, 9 terms"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_loss_that_is_a_mean_over_something_else_is_refused_before_anything_is_trained(case, tmp_path):
-    build, batch_of, told = REFUSED[case]
+    build, batch_of, reported = REFUSED[case]
     model = seeded(build)
     before = copy.deepcopy(model)
-    with pytest.raises(DecisionError, match=told):
+    with pytest.raises(DecisionError, match=reported):
         by_the_plan(model, batch_of(), rows(batch_of(6)), tmp_path, changes={"train_sampling_strategy": "sequential"})
     assert largest_difference(model, before) == 0.0
 

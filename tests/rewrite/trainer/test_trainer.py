@@ -279,7 +279,7 @@ def test_an_optimizer_without_a_name_is_left_to_the_user():
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         ({"per_device_train_batch_size": 6}, "per_device_train_batch_size=6 contradicts the plan, which has 3"),
         ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps=4 contradicts the plan, which has 2"),
@@ -291,8 +291,8 @@ def test_an_optimizer_without_a_name_is_left_to_the_user():
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True contradicts the plan"),
     ],
 )  # fmt: skip
-def test_overrides_that_contradict_the_plan_are_refused_by_name(override, told):
-    with pytest.raises(DecisionError, match=told):
+def test_overrides_that_contradict_the_plan_are_refused_by_name(override, message):
+    with pytest.raises(DecisionError, match=message):
         rewrite.training_arguments(a_plan(IN_TWO), **override)
 
 
@@ -389,7 +389,7 @@ def train_beside_the_plan(tmp_path, plan, *, data=None, model=None, callback=Non
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"per_device_train_batch_size": 6}, "per_device_train_batch_size=6 contradicts"),
         ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps=1 contradicts"),
@@ -398,8 +398,8 @@ def train_beside_the_plan(tmp_path, plan, *, data=None, model=None, callback=Non
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 contradicts"),
     ],
 )  # fmt: skip
-def test_arguments_that_were_not_planned_are_refused_when_training_begins(changes, told, tmp_path):
-    with pytest.raises(DecisionError, match=told):
+def test_arguments_that_were_not_planned_are_refused_when_training_begins(changes, message, tmp_path):
+    with pytest.raises(DecisionError, match=message):
         train_beside_the_plan(tmp_path, a_plan(IN_TWO), changes=changes)
 
 
@@ -418,13 +418,13 @@ def test_a_model_that_was_undone_is_refused_when_training_begins(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("planned", "momentum", "told"),
+    ("planned", "momentum", "message"),
     [("sgd", 0.9, "plan with optimizer sgd-momentum"), ("sgd-momentum", 0.0, "plan with optimizer sgd,")],
 )  # fmt: skip
-def test_another_momentum_is_refused_when_training_begins(planned, momentum, told, tmp_path):
+def test_another_momentum_is_refused_when_training_begins(planned, momentum, message, tmp_path):
     model = seeded(roberta)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
-    with pytest.raises(DecisionError, match=told):
+    with pytest.raises(DecisionError, match=message):
         train_beside_the_plan(tmp_path, a_plan(optimizer=planned), model=model, optimizers=(optimizer, None))
 
 
@@ -456,9 +456,9 @@ def test_tensors_that_were_not_planned_are_logged(tmp_path, caplog):
     batch = tokens(SAMPLES)
     kinds = {**batch, "token_type_ids": torch.zeros_like(batch["input_ids"])}
     train_beside_the_plan(tmp_path, a_plan(IN_TWO), data=rows(kinds))
-    told = [record.message for record in caplog.records if "memory may differ from the plan" in record.message]
-    assert len(told) == 1
-    assert "attention_mask, input_ids, labels, token_type_ids" in told[0]
+    message = [record.message for record in caplog.records if "memory may differ from the plan" in record.message]
+    assert len(message) == 1
+    assert "attention_mask, input_ids, labels, token_type_ids" in message[0]
 
 
 class WithoutCount(transformers.Trainer):
@@ -491,7 +491,7 @@ OWN = 2**16 + SAMPLES * 10
 
 
 @pytest.mark.parametrize(
-    ("peaks", "level", "told"),
+    ("peaks", "level", "message"),
     [
         (PROMISED, "INFO", "promise was kept: 300.0 MiB allocated of 300.0 MiB, 320.0 MiB reserved of 320.0 MiB"),
         ((PROMISED[0] + OWN, PROMISED[1] + 2**21), "INFO", "promise was kept: 300.1 MiB allocated of 300.0 MiB, 322.0"),
@@ -500,13 +500,13 @@ OWN = 2**16 + SAMPLES * 10
         (None, "WARNING", "could not be measured: there is no CUDA device here"),
     ],
 )  # fmt: skip
-def test_whether_the_promise_was_kept_is_logged_in_one_line(peaks, level, told, tmp_path, caplog, monkeypatch):
+def test_whether_the_promise_was_kept_is_logged_in_one_line(peaks, level, message, tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "planner.rewrite")
     monkeypatch.setattr(callback, "peaks_on", lambda device: peaks)
     train_beside_the_plan(tmp_path, a_plan(IN_TWO))
     found = [record for record in caplog.records if "promise" in record.message]
     assert [record.levelname for record in found] == [level]
-    assert told in found[0].message
+    assert message in found[0].message
 
 
 def test_a_broken_promise_is_raised_where_that_was_asked_for(tmp_path, monkeypatch):
