@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 
 from planner.errors import DecisionError, PlanFileError, WorkloadError
-from planner.plan_types.decision_base import Decision, Role, conflict, has_role, micro_batch_size_of, micro_batches_of
+from planner.plan_types.decision_base import Decision, conflict, micro_batch_size_of, micro_batches_of
 from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import Plan
 from planner.rewrite.accumulation_check import AccumulationCheck, CouplingCheck
@@ -128,14 +128,13 @@ def _accumulation_checks(plan: Plan, rewriting: Rewriting) -> tuple[Accumulation
     if micro_batch_size is None or rewriting.loss_terms is None:
         return ()
     coupling = None
-    # A chunked loss is a mean over labels, so that its samples are not coupled. The comparison of gradients would need
-    # all of its logits at once.
-    if micro_batches_of(plan.decisions) > 1 and not has_role(plan.decisions, Role.LOSS):
+    if micro_batches_of(plan.decisions) > 1:
         coupling = CouplingCheck(
             batch_size=rewriting.batch_size, micro_batch_size=micro_batch_size,
             terms_of=rewriting.loss_terms, loss_fn=rewriting.loss_fn,
             uses_autocast=rewriting.autocast_dtype is not None,
             has_stated_weights=rewriting.loss_weight is not None,
+            chunked_head=rewriting.chunked_head,
         )  # fmt: skip
 
     def full_precision_loss(batch: Any) -> torch.Tensor:

@@ -42,6 +42,7 @@ class Rewriting:
         loss_terms: function that takes a batch or micro-batch and its number of samples, and returns the number of
             terms over which its loss is a mean.
         backward: context of a backward that updates the parameters itself; None if the optimizer steps after it.
+        chunked_head: module that computes its logits in chunks; None if the loss is not computed in chunks.
         recompute_check: compares the tensors that backward gets in watched modules with those of their forward; None if
         no module is watched.
         changes: changes to the model, in the order in which they were made.
@@ -67,6 +68,7 @@ class Rewriting:
         self.split: Callable[[Any], Any] | None = None
         self.loss_terms: Callable[[Any, int], torch.Tensor | float] | None = None
         self.backward: Callable[[], contextlib.AbstractContextManager] | None = None
+        self.chunked_head: torch.nn.Module | None = None
         self.recompute_check: RecomputeCheck | None = None
         self.changes: list[Change] = []
         self._latest: dict[tuple[int, str], object] = {}

@@ -63,6 +63,8 @@ class CouplingCheck:
     """True if training uses autocast. The check does not, so that a sample takes twice the bytes."""
     has_stated_weights: bool = False
     """True if the user stated the weights (`loss_weight`). A difference is then logged instead of refused."""
+    chunked_head: torch.nn.Module | None = None
+    """The module that computes its logits in chunks; None if there is none."""
     way_out: str = "forbid accumulation, or pass loss_weight=... to apply if the loss is a sum or another mean"
     """End of the error message, which says what the user can do."""
     _batches: int = 0
@@ -139,7 +141,9 @@ class CouplingCheck:
                 "model and loss function hold more objects than a snapshot takes: changes that the check of "
                 "micro-batches makes to some of them may stay",
             )
-        return functools.partial(GradientProbe, model, batch, samples, loss_of, self.terms_of, guard)
+        return functools.partial(
+            GradientProbe, model, batch, samples, loss_of, self.terms_of, guard, chunked_head=self.chunked_head
+        )
 
     def _warn_once(self, topic: str, message: str) -> None:
         if topic not in self._warned_topics:

@@ -119,6 +119,8 @@ class GradientProbe:
         guard: restores the model and its loss function after each evaluation.
         in_training_mode: leave modules in the mode that they are in, except that normalization layers with running
             statistics are put in evaluation mode; False puts all modules in evaluation mode.
+        chunked_head: the module that computes its logits in chunks, which it does only in training mode and with
+            gradients enabled; None if there is none. It is always run so, because all logits may not fit.
     """
 
     def __init__(
@@ -131,9 +133,10 @@ class GradientProbe:
         guard: SideEffectGuard,
         *,
         in_training_mode: bool = True,
+        chunked_head: torch.nn.Module | None = None,
     ) -> None:
         self.model, self.batch, self.samples, self.loss_of, self.terms_of = model, batch, samples, loss_of, terms_of
-        self.guard, self.in_training_mode = guard, in_training_mode
+        self.guard, self.in_training_mode, self.chunked_head = guard, in_training_mode, chunked_head
         self.drew = False
         """True if an op drew random numbers in one of the comparisons."""
         self.precision = _precision_of(model, batch)
@@ -173,9 +176,9 @@ class GradientProbe:
         def value_of(part: Any) -> torch.Tensor:
             if perturbed:
                 self._perturb()
-            return self.loss_of(part).reshape(1).cpu().double()
+            return self.loss_of(part).detach().reshape(1).cpu().double()
 
-        with torch.no_grad():
+        with torch.no_grad() if self.chunked_head is None else _graph_without_saved_tensors():
             return self._compare("loss", value_of, halves, False)
 
     def _compare(
@@ -245,7 +248,7 @@ class GradientProbe:
                 stack.enter_context(torch.autocast(device_type, enabled=False))
             # Set the flag itself: the model may override `train`, for example to merge adapter weights.
             for module in self.model.modules():
-                if not self.in_training_mode or _has_running_statistics(module):
+                if _has_running_statistics(module) or not (self.in_training_mode or module is self.chunked_head):
                     module.training = False
             indices = None if samples is None else samples.tolist()
             cards = [device for device in devices if device.type == "cuda"]
@@ -277,6 +280,13 @@ class GradientProbe:
             return [mappings[index] for index in indices.tolist()] if len(mappings) == self.samples else None
 
         return map_tensors(select, self.batch, select_list)
+
+
+@contextlib.contextmanager
+def _graph_without_saved_tensors() -> Iterator[None]:
+    """Context in which gradients are enabled, but nothing is saved for backward, which must not run."""
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
+        yield
 
 
 def sampled_gradient(loss: torch.Tensor, trained: Sequence[torch.nn.Parameter]) -> torch.Tensor:

@@ -57,6 +57,7 @@ def chunked_loss(rewriting: Rewriting, decision: ChunkedLoss) -> None:
             f"of all logits, which is never computed at once: remove the hooks, or forbid {decision.kind}"
         )
     forward = types.MethodType(logits_in_chunks(decision.chunks), head)
+    rewriting.chunked_head = head
     rewriting.replace(head, "forward", forward, place=f"forward of '{decision.module}'")
 
 

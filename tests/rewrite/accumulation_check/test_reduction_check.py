@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -351,7 +354,37 @@ def test_a_loss_in_chunks_is_seen_too():
     rewrite.apply(plan_for(model, batch, *decisions, optimizer="sgd"), model).step(batch)
 
 
-# ---- what transformers' batches tell ---------------------------------------------------------------------------------
+class SumOverConstant(nn.Module):
+    """A language model whose loss is a sum of cross entropies, divided by a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lm_head = nn.Embedding(96, 8), nn.Linear(8, 96)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+        logits = self.lm_head(self.embed(input_ids))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / 40
+        return SimpleNamespace(loss=loss)
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_a_sum_over_a_constant_in_chunks_is_refused_and_uses_no_whole_logits(size):
+    batch = {"input_ids": torch.randint(96, (16, 5)), "labels": torch.randint(96, (16, 5))}
+    decisions = (Accumulation(micro_batch_size=size, micro_batches=16 // size), ChunkedLoss(module="lm_head", chunks=5))
+    model = seeded(SumOverConstant)
+    rewritten = rewrite.apply(plan_for(model, batch, *decisions, optimizer="sgd"), model)
+    before = copy.deepcopy(model.state_dict())
+    with (
+        mock.patch.object(nn.functional, "linear", side_effect=nn.functional.linear) as linear,
+        pytest.raises(DecisionError, match="the loss compares samples, or is a sum"),
+    ):
+        rewritten.step(batch)
+    rows = max(call.args[0].numel() // 8 for call in linear.call_args_list)
+    assert rows <= 2 * size, "two micro-batches of 5 rows a sample, in 5 chunks"
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+# ---- what transformers' batches state ---------------------------------------------------------------------------------
 
 
 def bert(kind: str, **options) -> nn.Module:
