@@ -44,6 +44,7 @@ def plan(
     only: Sequence[str] | None = None,
     max_slowdown: float | None = None,
     gradients_alive: bool = False,
+    by_sample: Sequence[str] | None = None,
 ) -> Plan:
     """Plan one optimizer step of `model` on `batch` so that its memory stays inside `vram`.
 
@@ -67,6 +68,9 @@ def plan(
         max_slowdown: maximum step time, as a multiple of the step time of the unchanged step; None for no limit.
         gradients_alive: True if your own loop accumulates gradients over several batches. The plan then also counts
             the gradients of earlier batches, which are in memory before the step, so that it holds for every batch.
+        by_sample: names of the tensors of the batch whose dimension 0 counts the samples, such as ("x", "labels"). Only
+            these are split into micro-batches. If None, it is found out by rehearsing the model with twice the samples;
+            if that is not possible, the batch is not split.
 
     Returns:
         A certified plan. `Plan.fits` is True if it is inside the budget and respects `max_slowdown`; if not,
@@ -81,7 +85,14 @@ def plan(
     from planner.workload.workload import workload
 
     constraints = parse_constraints(fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown)
-    step = workload(model, batch, loss_fn=loss_fn, optimizer=optimizer, gradients_alive=gradients_alive)
+    step = workload(
+        model,
+        batch,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        gradients_alive=gradients_alive,
+        by_sample=by_sample,
+    )
     card, vram_bytes = card_and_budget(gpu, vram)
     return pipeline.plan_workload(step, card, vram_bytes=vram_bytes, constraints=constraints)
 
@@ -100,6 +111,7 @@ def tradeoff(
     only: Sequence[str] | None = None,
     max_slowdown: float | None = None,
     gradients_alive: bool = False,
+    by_sample: Sequence[str] | None = None,
     seconds: float = DEFAULT_SECONDS,
 ) -> Tradeoff:
     """Compute the trade-off between memory and step time: certified plans, the fastest plan first.
@@ -122,7 +134,14 @@ def tradeoff(
     from planner.workload.workload import workload
 
     constraints = parse_constraints(fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown)
-    step = workload(model, batch, loss_fn=loss_fn, optimizer=optimizer, gradients_alive=gradients_alive)
+    step = workload(
+        model,
+        batch,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        gradients_alive=gradients_alive,
+        by_sample=by_sample,
+    )
     card, vram_bytes = card_and_budget(gpu, vram)
     return pipeline.tradeoff_workload(step, card, vram_bytes=vram_bytes, constraints=constraints, seconds=seconds)
 

@@ -97,6 +97,7 @@ def open_session(workload: Workload, card: DeviceProfile, budget: Budget | None)
             start_what_if=lambda decisions, sizes: rehearse.start_rehearsal(
                 workload, decisions, card, sizes=sizes, steps=1, primed=True, what_if=True
             ),
+            start_forward=lambda workload, samples: rehearse.start_forward(workload, card, samples),
             start_update=lambda decisions, trained: rehearse.start_update(workload, decisions, card, trained),
             certificates=Certificates(
                 lambda decisions: rehearse.start_certificate(workload, decisions, card),

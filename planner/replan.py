@@ -81,4 +81,4 @@ def _load(saved: Plan) -> Workload:
             f"the plan is inconsistent: {count} micro-batches of {size} samples do not make up its batch of "
             f"{workload.batch_size} samples; make the plan again"
         )
-    return workload
+    return dataclasses.replace(workload, not_by_sample=saved.workload.not_by_sample)

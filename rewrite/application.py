@@ -106,6 +106,7 @@ def apply(
         max_grad_norm=max_grad_norm,
         loss_weight=loss_weight,
         scheduler=scheduler,
+        not_by_sample=plan.workload.not_by_sample,
     )
     rewritten.step.require_wrapper()
     rewritten.step.observers += _accumulation_checks(plan, rewritten._rewriting)
@@ -135,6 +136,7 @@ def _accumulation_checks(plan: Plan, rewriting: Rewriting) -> tuple[Accumulation
             uses_autocast=rewriting.autocast_dtype is not None,
             has_stated_weights=rewriting.loss_weight is not None,
             chunked_head=rewriting.chunked_head,
+            not_by_sample=rewriting.not_by_sample,
         )  # fmt: skip
 
     def full_precision_loss(batch: Any) -> torch.Tensor:
@@ -192,6 +194,7 @@ def apply_decisions(
     max_grad_norm: float | None = None,
     loss_weight: LossWeight | None = None,
     scheduler: SchedulerChoice | None = None,
+    not_by_sample: tuple[str, ...] = (),
 ) -> Rewritten:
     """Rewrite `model` in place by these decisions. Without decisions, the step of the result is the baseline.
 
@@ -205,7 +208,13 @@ def apply_decisions(
             "out, or plan with step-in-backward forbidden"
         )
     rewriting = Rewriting(
-        model, optimizer=optimizer, calling=calling, batch_size=batch_size, loss_fn=loss_fn, loss_weight=loss_weight
+        model,
+        optimizer=optimizer,
+        calling=calling,
+        batch_size=batch_size,
+        loss_fn=loss_fn,
+        loss_weight=loss_weight,
+        not_by_sample=not_by_sample,
     )
     try:
         change_by_rules(rewriting, by_kind)

@@ -72,6 +72,7 @@ def certify(
             f"the plan is for batches of {plan.workload.batch_size} samples, this one has {workload.batch_size}: "
             "give a batch of the planned size, or make the plan again"
         )
+    workload = dataclasses.replace(workload, not_by_sample=plan.workload.not_by_sample)
     card = card or resolve_card(plan.card, plan.vram_bytes)
     graph = certifying_graph(with_gradient_names(workload, card), plan.decisions, card)
     measured = measure(graph, card, vram_bytes=plan.vram_bytes, micro_batches=micro_batches_of(plan.decisions))

@@ -18,7 +18,8 @@ from planner.recording.step_graph import StepGraph
 from planner.rewrite.application import Rewritten, apply_decisions
 from planner.virtual_gpu.backend import Target
 from planner.virtual_gpu.forked_process import Child
-from planner.workload.workload import OptimizerBlueprint, Workload
+from planner.workload.call_convention import loss_of
+from planner.workload.workload import OptimizerBlueprint, Workload, resized
 
 
 def with_gradient_names(workload: Workload, card: DeviceProfile) -> Workload:
@@ -109,12 +110,36 @@ def start_rehearsal(
         model=workload.model,
         batch=workload.batch,
         batch_size=workload.batch_size,
+        not_by_sample=workload.not_by_sample,
         prepare=prepare,
         target=Target(compute_capability=card.compute_capability),
         micro_batch_sizes=sizes,
         steps=steps,
         primed=primed,
         what_if=what_if,
+    ).start()
+
+
+def start_forward(workload: Workload, card: DeviceProfile, samples: int) -> Child:
+    """Start the rehearsal of forward and loss on a number of samples; `.result()` raises if the model refuses them."""
+    batch = resized(workload.batch, samples, present=workload.batch_size, not_by_sample=workload.not_by_sample)
+
+    def prepare(model: torch.nn.Module):
+        def forward(batch: Any) -> None:
+            loss_of(workload.calling.call(model, batch), batch, workload.loss_fn)
+
+        return forward, torch.optim.SGD(model.parameters())
+
+    return Rehearsal(
+        model=workload.model,
+        batch=batch,
+        batch_size=samples,
+        prepare=prepare,
+        target=Target(compute_capability=card.compute_capability),
+        micro_batch_sizes=(samples,),
+        steps=1,
+        primed=False,
+        what_if=False,
     ).start()
 
 
@@ -148,6 +173,7 @@ def start_update(
         model=workload.model,
         batch=workload.batch,
         batch_size=workload.batch_size,
+        not_by_sample=workload.not_by_sample,
         prepare=prepare,
         target=Target(compute_capability=card.compute_capability),
         micro_batch_sizes=(1,),
@@ -189,6 +215,7 @@ def _rewriter(workload: Workload, decisions: Sequence[Decision]) -> Callable[[to
             calling=workload.calling,
             batch_size=batch_size,
             loss_fn=workload.loss_fn,
+            not_by_sample=workload.not_by_sample,
         )
         rewritten.step.observers = ()  # they compare values, and virtual tensors have none
         return rewritten

@@ -36,6 +36,7 @@ class Rewriting:
     """A model that is being rewritten. Rules set the attributes below, and record what they change on the model.
 
     Attributes:
+        not_by_sample: paths of the tensors of a batch that are the same for all samples.
         autocast_dtype: lower precision of forward and loss; None without autocast.
         scaler: the gradient scaler; None unless the step runs in fp16.
         split: splits a batch into micro-batches; None if the step takes the batch whole.
@@ -57,12 +58,14 @@ class Rewriting:
         batch_size: int,
         loss_fn: LossFn | None,
         loss_weight: LossWeight | None,
+        not_by_sample: tuple[str, ...] = (),
     ) -> None:
         self.model = model
         self.calling = calling
         self.batch_size = batch_size
         self.loss_fn = loss_fn
         self.loss_weight = loss_weight
+        self.not_by_sample = not_by_sample
         self.autocast_dtype: torch.dtype | None = None
         self.scaler: torch.amp.GradScaler | None = None
         self.split: Callable[[Any], Any] | None = None

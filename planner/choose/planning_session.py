@@ -26,6 +26,7 @@ from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, has_role, micro_batches_of
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import Category, Op, Phase, StepGraph
+from planner.space.by_sample import BySampleCheck, StartForward
 from planner.space.lm_head import loss_in_chunks
 from planner.space.lower_bounds import TrainedParameters, lower_bound_bytes
 from planner.space.search_space import SearchSpace, search_space
@@ -66,6 +67,7 @@ class PlanningSession:
         *,
         budget: Budget | None,
         start_what_if: StartWhatIf,
+        start_forward: StartForward,
         start_update: StartUpdate,
         certificates: Certificates,
     ) -> None:
@@ -73,6 +75,7 @@ class PlanningSession:
         Args:
             budget: the user's budget; None if there is none. Without a budget only `baseline` and `with_budget` work.
             start_what_if: starts the recording of a step.
+            start_forward: starts the rehearsal of forward and loss.
             start_update: starts the recording of an optimizer update.
             certificates: rehearses rewritten steps.
         """
@@ -84,6 +87,7 @@ class PlanningSession:
             self._with_workspaces,
         )
         self._candidates = Candidates(self._recordings, card, batch_bytes=workload.batch_bytes)
+        self._start_forward = start_forward
         self._choosers: list[tuple[Constraints, Chooser]] = []
         self._lower_bounds: dict[tuple[Decision, ...], int] = {}
 
@@ -95,6 +99,7 @@ class PlanningSession:
             self.card,
             constraints,
             batch_statistics=graph.batch_statistics,
+            why_no_samples=self._by_sample_check.why_not if constraints.allow(Role.MICRO_BATCHING) else None,
             chunks=loss_in_chunks(graph, self.workload.model, vram_bytes=self.budget.usable_bytes),
         )
 
@@ -102,6 +107,8 @@ class PlanningSession:
         """Start the recording that the search will probably need first, while the baseline is still being recorded."""
         if constraints.force(Role.LOSS) or constraints.force(Role.UPDATE_TIME):
             return  # a forced loss in chunks follows from the baseline; a step in backward excludes some configurations
+        if constraints.allow(Role.MICRO_BATCHING):
+            _ = self._by_sample_check  # starts it
         space = search_space(self.workload, self.card, constraints, batch_statistics=(), chunks=None)
         self._candidates.prefetch(space.precisions[-1], space.splits[:1])
 
@@ -109,14 +116,20 @@ class PlanningSession:
         """End the recordings and rehearsals that are still running."""
         self._certificates.forget()
         self._recordings.close()
+        if "_by_sample_check" in vars(self):
+            self._by_sample_check.close()
 
     def with_budget(self, total_bytes: int) -> PlanningSession:
         """Returns a session with `total_bytes` as the budget. It shares recordings, candidates and certificates."""
-        _ = self.baseline_graph  # recorded before the copy, so that both have it
+        _ = self.baseline_graph, self._by_sample_check  # made before the copy, so that both have them
         other = copy.copy(self)
         other._budget = Budget.of_total(self.card, total_bytes)
         other.__dict__.pop("baseline", None)
         return other
+
+    @functools.cached_property
+    def _by_sample_check(self) -> BySampleCheck:
+        return BySampleCheck(self.workload, self._start_forward)
 
     @functools.cached_property
     def baseline_graph(self) -> StepGraph:

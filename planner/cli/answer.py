@@ -18,8 +18,8 @@ from planner.workload.budget import card_and_budget
 from planner.workload.loading import load_workload
 
 _FIXED_BY_A_PLAN = (
-    "batch_size seq_len optimizer fidelity force forbid only max_slowdown gradients_alive tradeoff largest_batch "
-    "smallest_card".split()
+    "batch_size seq_len optimizer fidelity force forbid only max_slowdown gradients_alive by_sample tradeoff "
+    "largest_batch smallest_card".split()
 )
 """Options that cannot be combined with a saved plan, because the plan already fixes their values."""
 
@@ -49,6 +49,7 @@ def answer(options: argparse.Namespace) -> Plan | Tradeoff:
         seq_len=options.seq_len,
         optimizer=options.optimizer or "adamw",
         gradients_alive=options.gradients_alive,
+        by_sample=names(options.by_sample) if options.by_sample else None,
     )
     if options.smallest_card:
         return questions.smallest_card(load(batch_size=options.batch_size), constraints)

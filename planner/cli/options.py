@@ -97,6 +97,12 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         help="your own loop accumulates gradients over several batches: the plan then counts the gradients of earlier "
         "batches, which the step adds to",
     )
+    group.add_argument(
+        "--by-sample",
+        metavar="NAMES",
+        help="tensors of the batch whose dimension 0 counts the samples, such as x,labels; a plan may only split these "
+        "(default: found out by running the model on twice the samples)",
+    )
 
 
 def _add_budget(group: argparse._ArgumentGroup) -> None:

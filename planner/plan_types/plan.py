@@ -106,6 +106,9 @@ class WorkloadFacts:
     """True if gradients of earlier batches are in memory before the step, which adds its own gradients to them."""
     own_loss: OwnLoss | None = None
     """How the model's own loss averages; None if a loss function was given, or if it is not a mean over labels."""
+    not_by_sample: tuple[str, ...] = ()
+    """Paths of the tensors of the batch that are the same for all samples. The dimension 0 of all others counts the
+    samples, if it has the size of the batch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -324,7 +327,10 @@ def _check_types(data: dict[str, Any]) -> None:
 
 def _workload_from_json(data: dict[str, Any]) -> WorkloadFacts:
     batch, own_loss = tuple((p, tuple(s), d) for p, s, d in data["batch"]), data["own_loss"]
-    return WorkloadFacts(**{**data, "batch": batch, "own_loss": None if own_loss is None else OwnLoss(**own_loss)})
+    own_loss = None if own_loss is None else OwnLoss(**own_loss)
+    return WorkloadFacts(
+        **{**data, "batch": batch, "own_loss": own_loss, "not_by_sample": tuple(data.get("not_by_sample", ()))}
+    )
 
 
 def _shortfall_from_json(data: dict[str, Any]) -> Shortfall:

@@ -8,7 +8,7 @@ import gc
 import importlib
 import logging
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ class Rehearsal:
     batch: Any
     batch_size: int
     """Number of samples in `batch`. A tensor whose dimension 0 has another size is not resized for the rehearsal."""
+    not_by_sample: tuple[str, ...] = ()
+    """Paths of the tensors of `batch` that are the same for all samples; they are not resized either."""
     prepare: Prepare
     target: backend.Target
     micro_batch_sizes: tuple[int, ...]
@@ -107,7 +109,9 @@ def _rehearse(rehearsal: Rehearsal, refuse: Refuse) -> tuple[StepGraph, bytes]:
     with on_virtual_gpu(rehearsal.target, refuse, what_if=rehearsal.what_if) as recorder:
         make_virtual(rehearsal.model, backend.NAME, recorder.data_dependence.known)
         wanted_size = sum(rehearsal.micro_batch_sizes)
-        batch = virtual_batch(rehearsal.batch, rehearsal.batch_size, wanted_size, backend.NAME)
+        batch = virtual_batch(
+            rehearsal.batch, rehearsal.batch_size, wanted_size, backend.NAME, not_by_sample=rehearsal.not_by_sample
+        )
         for path, tensor in tensors_of(batch):
             assume_full(recorder.data_dependence.known, path, tensor)
         graph = record_steps(
@@ -257,15 +261,19 @@ def _children_first(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     yield module
 
 
-def virtual_batch(batch: Any, batch_size: int, wanted_size: int, device: str) -> Any:
+def virtual_batch(
+    batch: Any, batch_size: int, wanted_size: int, device: str, *, not_by_sample: Collection[str] = ()
+) -> Any:
     """Returns a batch of the same structure with fake tensors on a device. Call it while a `FakeTensorMode` is active.
 
-    Dimension 0 of a tensor becomes `wanted_size` if it is `batch_size`; other sizes stay the same.
+    Dimension 0 of a tensor becomes `wanted_size` if it is `batch_size`; other sizes stay the same, and so do tensors
+    whose paths `not_by_sample` names.
     """
+    unchanged = {id(tensor) for path, tensor in tensors_of(batch) if path in not_by_sample}
 
     def fake(leaf: torch.Tensor) -> torch.Tensor:
         shape = list(leaf.shape)
-        if shape and shape[0] == batch_size:
+        if shape and shape[0] == batch_size and id(leaf) not in unchanged:
             shape[0] = wanted_size
         return torch.empty(shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
 

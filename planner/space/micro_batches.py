@@ -33,7 +33,11 @@ class MicroBatching:
 
 
 def batch_splits(
-    workload: Workload, constraints: Constraints, batch_statistics: tuple[str, ...], notes: list[str]
+    workload: Workload,
+    constraints: Constraints,
+    batch_statistics: tuple[str, ...],
+    why_no_samples: str | None,
+    notes: list[str],
 ) -> tuple[MicroBatching, ...]:
     """Returns the whole batch, and its splits if they are allowed and give the same gradients as the whole batch.
 
@@ -41,16 +45,19 @@ def batch_splits(
 
     Args:
         batch_statistics: names of modules that normalize over the samples of a batch.
+        why_no_samples: the reason why it is not known which tensors of the batch are by sample; None if it is known.
         notes: a note is added if the batch cannot be split, or if the gradients of its splits differ.
 
     Raises:
-        DecisionError: accumulation is forced, and the batch is a single sample.
+        DecisionError: accumulation is forced, and the batch is a single sample, or it is not known how to split it.
     """
     why_not = None
     if batch_statistics:
         why_not = f"'{batch_statistics[0]}' normalises over the micro-batch, so that results differ from the full batch"
     elif workload.batch_size < 2:
         why_not = "the batch is a single sample"
+    elif why_no_samples:
+        why_not = why_no_samples
     elif _balances_experts(workload):
         why_not = (
             "the model balances its experts over all tokens of a batch (output_router_logits), and would do so for "
@@ -60,6 +67,8 @@ def batch_splits(
         why_not = "the model's own loss is not a mean over samples, each of which has a mapping of its own in the batch"
     single, several = MicroBatching(micro_batches=1, size=workload.batch_size), tuple(splits_of(workload.batch_size))
     if constraints.force(Accumulation):
+        if why_no_samples:
+            raise DecisionError(f"accumulation is forced, but {why_no_samples}")
         if why_not and workload.batch_size < 2:
             raise DecisionError(f"accumulation is forced, but {why_not}: do not force accumulation")
         if why_not:

@@ -9,14 +9,14 @@ import inspect
 import json
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from planner.errors import PlannerError, WorkloadError
 from planner.workload.synthetic_batch import synthetic_batch
-from planner.workload.workload import Workload, batch_size_of, resized, workload
+from planner.workload.workload import Workload, resized, workload
 
 DEFAULT_SEQ_LEN = 512
 """Default number of tokens in a sample. Models with a smaller maximum length use their maximum."""
@@ -32,6 +32,7 @@ def load_workload(
     seq_len: int | None,
     optimizer: str,
     gradients_alive: bool = False,
+    by_sample: Sequence[str] | None = None,
     with_weights: bool = False,
 ) -> Workload:
     """Returns the workload that `reference` names. The model is built on the meta device if its code can run there.
@@ -42,6 +43,7 @@ def load_workload(
         seq_len: tokens in a sample. None means `DEFAULT_SEQ_LEN` for a transformers model, but at most its limit.
         optimizer: name of the optimizer.
         gradients_alive: True if the user's loop accumulates gradients; see `Workload.gradients_alive`.
+        by_sample: paths of the tensors of the batch whose dimension 0 counts the samples; None to guess them.
         with_weights: if True, the model is built on the CPU with random weights, and the batch has random values, so
             that the model can be trained.
 
@@ -53,6 +55,7 @@ def load_workload(
         seq_len=seq_len,
         optimizer=optimizer,
         gradients_alive=gradients_alive,
+        by_sample=by_sample,
         device="cpu" if with_weights else "meta",
     )
     if ":" in reference and not pathlib.Path(reference).exists():
@@ -75,6 +78,7 @@ class _Request:
     seq_len: int | None
     optimizer: str
     gradients_alive: bool
+    by_sample: Sequence[str] | None
     device: str
     """Device on which the model and the batch are created."""
 
@@ -105,6 +109,8 @@ def _from_transformers(reference: str, request: _Request) -> Workload:
         seq_len=seq_len if takes_tokens else None,
         reference=reference,
         gradients_alive=request.gradients_alive,
+        by_sample=request.by_sample,
+        is_synthetic=True,
     )
 
 
@@ -179,14 +185,13 @@ def _from_callable(reference: str, request: _Request) -> Workload:
             f"'{reference}' returned {len(returned)} values: return model, (model, batch) or (model, batch, loss_fn)"
         )
     model, batch, loss_fn = (*returned, None, None)[:3] if isinstance(returned, tuple) else (returned, None, None)
+    is_synthetic = batch is None
     if batch is None and hasattr(model, "main_input_name"):
         seq_len = request.seq_len or DEFAULT_SEQ_LEN
         batch = synthetic_batch(model, batch_size=request.batch_size or 1, seq_len=seq_len, device=request.device)
     if batch is None:
         raise WorkloadError(f"'{reference}' returned no batch: return (model, batch) or (model, batch, loss_fn)")
-    if request.batch_size is not None and batch_size_of(batch) != request.batch_size:
-        batch = resized(batch, request.batch_size, device=request.device)
-    return workload(
+    result = workload(
         model,
         batch,
         loss_fn=loss_fn,
@@ -194,7 +199,15 @@ def _from_callable(reference: str, request: _Request) -> Workload:
         seq_len=request.seq_len if "seq_len" in accepted else None,
         reference=reference,
         gradients_alive=request.gradients_alive,
+        by_sample=request.by_sample,
+        is_synthetic=is_synthetic,
     )
+    if request.batch_size in (None, result.batch_size):
+        return result
+    batch = resized(
+        batch, request.batch_size, device=request.device, present=result.batch_size, not_by_sample=result.not_by_sample
+    )
+    return dataclasses.replace(result, batch=batch, batch_size=request.batch_size)
 
 
 def _call(function: Callable[..., Any], arguments: dict[str, int], reference: str, device: str) -> Any:

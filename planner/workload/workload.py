@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,10 @@ class Workload:
 
     None until a rehearsal has found these names.
     """
+    not_by_sample: tuple[str, ...] = ()
+    """Paths of the tensors of the batch that are the same for all samples."""
+    is_by_sample_stated: bool = True
+    """False if `not_by_sample` was only guessed from the shapes of the tensors."""
 
     @property
     def batch_bytes(self) -> int:
@@ -69,6 +73,7 @@ class Workload:
             optimizer=optimizer_name(self.optimizer),
             gradients_alive=self.gradients_alive,
             own_loss=own_loss(self.model, self.calling, self.loss_fn),
+            not_by_sample=self.not_by_sample,
         )
 
 
@@ -81,12 +86,20 @@ def workload(
     seq_len: int | None = None,
     reference: str | None = None,
     gradients_alive: bool = False,
+    by_sample: Sequence[str] | None = None,
+    is_synthetic: bool = False,
 ) -> Workload:
     """Returns a `Workload`, after checking that the model can be trained on the batch.
 
+    Args:
+        by_sample: paths of the tensors whose dimension 0 counts the samples; a path such as 'targets' stands for all
+            tensors below it. If it is None, they are guessed from their shapes.
+        is_synthetic: True if the planner made the batch, so that the guess is right.
+
     Raises:
         WorkloadError: the model is not a module or has no parameter to train, the batch has an unsupported type or no
-            tensors, or `gradients_alive` is set for a model with sparse gradients.
+            tensors, `by_sample` does not match the batch, or `gradients_alive` is set for a model with sparse
+            gradients.
     """
     if not isinstance(model, torch.nn.Module):
         raise WorkloadError(
@@ -103,17 +116,48 @@ def workload(
             "gradients_alive (--accumulating-loop) cannot be used with an embedding that has sparse=True: each batch "
             "adds rows to its gradient, whose size is therefore unknown; create the embedding with sparse=False"
         )
+    batch_size = batch_size_of(batch) if by_sample is None else _stated_batch_size(batch, by_sample)
     return Workload(
         model=model,
         batch=batch,
         loss_fn=loss_fn,
         optimizer=optimizer,
-        batch_size=batch_size_of(batch),
+        batch_size=batch_size,
         seq_len=seq_len,
         calling=Calling.of(batch, loss_fn),
         reference=reference,
         gradients_alive=gradients_alive,
+        not_by_sample=tuple(
+            path
+            for path, tensor in tensors_of(batch)
+            if (tensor.shape[:1] != (batch_size,) if by_sample is None else not _is_below(path, by_sample))
+        ),
+        is_by_sample_stated=is_synthetic or by_sample is not None,
     )
+
+
+def _is_below(path: str, prefixes: Iterable[str]) -> bool:
+    """True if a path of a batch is one of the prefixes, or lies below one of them."""
+    return any(path == prefix or path.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def _stated_batch_size(batch: Any, by_sample: Sequence[str]) -> int:
+    """Returns the number of samples, which all tensors of the batch that `by_sample` names have in common."""
+    tensors = dict(tensors_of(batch))
+    if unknown := [name for name in by_sample if not any(_is_below(path, (name,)) for path in tensors)]:
+        raise WorkloadError(
+            f"by_sample names '{unknown[0]}', which the batch does not have: it has "
+            f"{', '.join(tensors)[:200] or 'no tensors'}"
+        )
+    sizes = {path: tuple(tensor.shape[:1]) for path, tensor in tensors.items() if path in by_sample}
+    if not sizes:  # all of them are in lists with one mapping for each sample
+        return batch_size_of(batch)
+    if len(set(sizes.values())) != 1 or () in sizes.values():
+        raise WorkloadError(
+            "the tensors that by_sample names differ in dimension 0: "
+            + ", ".join(f"'{path}' has {size[0] if size else 'none'}" for path, size in sizes.items())
+        )
+    return next(iter(sizes.values()))[0]
 
 
 def batch_size_of(batch: Any) -> int:
@@ -153,14 +197,22 @@ def has_mapping_for_each_sample(batch: Any) -> bool:
     return samples in lengths
 
 
-def resized(batch: Any, batch_size: int, *, device: str = "meta") -> Any:
-    """Returns a copy of the batch on `device` that has its first `batch_size` samples, repeated if there are fewer."""
-    present = batch_size_of(batch)
+def resized(
+    batch: Any, batch_size: int, *, device: str = "meta", present: int | None = None, not_by_sample: Iterable[str] = ()
+) -> Any:
+    """Returns a copy of the batch on `device` that has its first `batch_size` samples, repeated if there are fewer.
+
+    Args:
+        present: number of samples that the batch has; None to find it out (`batch_size_of`).
+        not_by_sample: paths of the tensors that are the same for all samples, and stay the same.
+    """
+    present = batch_size_of(batch) if present is None else present
+    unchanged = {id(tensor) for path, tensor in tensors_of(batch) if path in not_by_sample}
     times = -(-batch_size // present)
 
     def resize(tensor: torch.Tensor) -> torch.Tensor:
         moved = tensor.to(device)
-        has_samples = tensor.dim() and tensor.shape[0] == present
+        has_samples = tensor.dim() and tensor.shape[0] == present and id(tensor) not in unchanged
         return torch.cat([moved] * times)[:batch_size].clone() if has_samples else moved
 
     def resize_list(mappings: list[Any]) -> list[Any] | None:

@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from planner.errors import DecisionError
-from planner.rewrite.accumulation_check.gradient_probe import GradientProbe, Halves, ProbeResult
+from planner.rewrite.accumulation_check.gradient_probe import SLIGHT, GradientProbe, Halves, ProbeResult
 from planner.rewrite.accumulation_check.sample_choice import pairs_of_micro_batches, probe_pairs
 from planner.rewrite.accumulation_check.side_effects import SideEffectGuard
 from planner.rewrite.portable.batch_slicing import count_samples, map_tensors
@@ -63,6 +63,8 @@ class CouplingCheck:
     """True if training uses autocast. The check does not, so that a sample takes twice the bytes."""
     has_stated_weights: bool = False
     """True if the user stated the weights (`loss_weight`). A difference is then logged instead of refused."""
+    not_by_sample: tuple[str, ...] = ()
+    """Paths of the tensors of a batch that are the same for all samples."""
     chunked_head: torch.nn.Module | None = None
     """The module that computes its logits in chunks; None if there is none."""
     way_out: str = "forbid accumulation, or pass loss_weight=... to apply if the loss is a sum or another mean"
@@ -85,7 +87,7 @@ class CouplingCheck:
         """
         if not self._can_probe(model, batch):
             return
-        samples = count_samples(batch, self.batch_size)
+        samples = count_samples(batch, self.batch_size, self.not_by_sample)
         if samples <= self.micro_batch_size < self.batch_size and not is_part:  # it was not split
             return
         if self._batches + 1 in _CHECKED_BATCHES:
@@ -123,7 +125,7 @@ class CouplingCheck:
         """
         if not self._can_probe(model, batch):
             return False
-        samples = count_samples(batch, self.batch_size)
+        samples = count_samples(batch, self.batch_size, self.not_by_sample)
         blocks = torch.arange(samples).split(self.micro_batch_size)
         if count != len(blocks):
             return False
@@ -142,8 +144,9 @@ class CouplingCheck:
                 "micro-batches makes to some of them may stay",
             )
         return functools.partial(
-            GradientProbe, model, batch, samples, loss_of, self.terms_of, guard, chunked_head=self.chunked_head
-        )
+            GradientProbe, model, batch, samples, loss_of, self.terms_of, guard,
+            not_by_sample=self.not_by_sample, chunked_head=self.chunked_head,
+        )  # fmt: skip
 
     def _warn_once(self, topic: str, message: str) -> None:
         if topic not in self._warned_topics:
@@ -226,12 +229,35 @@ class CouplingCheck:
                 if result is not None and result.is_off:
                     return result
                 compared += result is not None
+                if number == 0:
+                    self._refuse_dependence_on_calls(probe, torch.cat(halves), with_gradients)
                 break
         if differs_by_draws is not None:
             self._warn_once("random numbers", f"with random numbers of its own for each sample, {differs_by_draws}")
         elif choices and not compared:
             self._warn_once("not probed", f"the loss could not be tried on parts of a batch ({reason})")
         return None
+
+    def _refuse_dependence_on_calls(self, probe: GradientProbe, samples: torch.Tensor, with_gradients: bool) -> None:
+        """Raise `DecisionError` if results for some samples depend on how often forward and loss were called before.
+
+        A change of less than 1 % is only logged.
+        """
+        try:
+            change = probe.change_by_calls(samples, with_gradients=with_gradients)
+        except Exception as error:  # of the model or its loss, which may need gradients
+            logger.info("two calls could not be compared (%s: %s)", type(error).__name__, error)
+            return
+        if change is None:
+            return
+        message = (
+            f"the {'gradient' if with_gradients else 'loss'} of the same samples changes by {change:.2%} from one call "
+            "to the next, because forward or loss function change a state that they use (a counter of calls, a queue): "
+            "with accumulation every micro-batch changes it"
+        )
+        if change > SLIGHT and not self.has_stated_weights:
+            raise DecisionError(f"{message}; forbid accumulation, or count in a loop of your own")
+        self._warn_once("calls", message)
 
     def _micro_batches_agree(self, new_probe: Callable[..., GradientProbe], batch: Any, samples: int) -> bool:
         """True if, for several pairs of whole micro-batches, the weighted gradients add up to that of both joined.

@@ -44,7 +44,7 @@ _BOUNDS = {"full": (1e-3, 3e-5), "tf32": (1e-2, 3e-3), "lower": (5e-2, 5e-2)}
 Batches of different sizes use different kernels, so that the results for a sample differ in their last bits.
 """
 
-_SLIGHT = 1e-2
+SLIGHT = 1e-2
 """Relative error of a gradient below which a difference is logged instead of refused.
 
 A small additional loss over the batch, such as one that balances experts, makes such a difference.
@@ -97,7 +97,7 @@ class ProbeResult:
     @property
     def is_slight(self) -> bool:
         """True if the difference is so small that it is only logged. A larger one aborts the step."""
-        return self.quantity == "gradient" and self.error < _SLIGHT
+        return self.quantity == "gradient" and self.error < SLIGHT
 
     def __str__(self) -> str:
         error = f"{self.error:.2%}" if self.error > 1e-3 else f"{self.error:.1e} of itself"
@@ -119,6 +119,7 @@ class GradientProbe:
         guard: restores the model and its loss function after each evaluation.
         in_training_mode: leave modules in the mode that they are in, except that normalization layers with running
             statistics are put in evaluation mode; False puts all modules in evaluation mode.
+        not_by_sample: paths of the tensors of the batch that are the same for all samples.
         chunked_head: the module that computes its logits in chunks, which it does only in training mode and with
             gradients enabled; None if there is none. It is always run so, because all logits may not fit.
     """
@@ -133,10 +134,12 @@ class GradientProbe:
         guard: SideEffectGuard,
         *,
         in_training_mode: bool = True,
+        not_by_sample: tuple[str, ...] = (),
         chunked_head: torch.nn.Module | None = None,
     ) -> None:
         self.model, self.batch, self.samples, self.loss_of, self.terms_of = model, batch, samples, loss_of, terms_of
         self.guard, self.in_training_mode, self.chunked_head = guard, in_training_mode, chunked_head
+        self.not_by_sample = not_by_sample
         self.drew = False
         """True if an op drew random numbers in one of the comparisons."""
         self.precision = _precision_of(model, batch)
@@ -178,8 +181,34 @@ class GradientProbe:
                 self._perturb()
             return self.loss_of(part).detach().reshape(1).cpu().double()
 
-        with torch.no_grad() if self.chunked_head is None else _graph_without_saved_tensors():
+        with self._values_only():
             return self._compare("loss", value_of, halves, False)
+
+    def change_by_calls(self, samples: torch.Tensor, *, with_gradients: bool) -> float | None:
+        """Compute a gradient or loss of the same samples twice, without restoring what the first call changed.
+
+        Returns the relative difference if it is more than rounding, else None. A result that changes depends on a state
+        that forward or loss function write, such as a counter of calls or a queue. None also if the result is not
+        finite, or if random numbers of numpy or Python may explain the difference.
+
+        Args:
+            samples: indices of the samples.
+            with_gradients: compare gradients; False to compare values of the loss, with perturbed parameters.
+        """
+
+        def result() -> torch.Tensor:
+            loss = self.loss_of(self._select(samples)).reshape(())
+            return sampled_gradient(loss, self._trained) if with_gradients else loss.detach().cpu().double()
+
+        with torch.enable_grad() if with_gradients else self._values_only(), self._controlled(None):
+            if not with_gradients:
+                self._perturb()
+            first, second = result(), result()
+        size = max(float(first.norm()), float(second.norm()))
+        if self._drew_on_host or size <= _ROUNDING or not math.isfinite(size):
+            return None
+        change = float((first - second).norm()) / size
+        return change if change > _BOUNDS[self.precision][not with_gradients] else None
 
     def _compare(
         self,
@@ -227,6 +256,10 @@ class GradientProbe:
         if size < _SMALL and not float((together - evaluate(indices.flip(0))).norm()) <= result.bound * size:
             raise NotReproducibleError(f"the {quantity} is not larger than its rounding error, and cannot be compared")
         return result
+
+    def _values_only(self) -> contextlib.AbstractContextManager:
+        """Context for values of the loss, in which nothing is saved for backward."""
+        return torch.no_grad() if self.chunked_head is None else _graph_without_saved_tensors()
 
     @contextlib.contextmanager
     def _controlled(self, samples: torch.Tensor | None) -> Iterator[None]:
@@ -279,7 +312,7 @@ class GradientProbe:
         def select_list(mappings: list[Any]) -> list[Any] | None:
             return [mappings[index] for index in indices.tolist()] if len(mappings) == self.samples else None
 
-        return map_tensors(select, self.batch, select_list)
+        return map_tensors(select, self.batch, select_list, self.not_by_sample)
 
 
 @contextlib.contextmanager

@@ -75,6 +75,7 @@ class VerifyInputs:
             decisions, model, optimizer=optimizer, calling=Calling[self.plan.workload.calling],
             batch_size=self.plan.workload.batch_size, loss_fn=self.loss_fn, max_grad_norm=self.max_grad_norm,
             loss_weight=self.loss_weight, scheduler=self.scheduler,
+            not_by_sample=self.plan.workload.not_by_sample,
         )  # fmt: skip
 
     def fresh(self, *, double: bool = False) -> Any:

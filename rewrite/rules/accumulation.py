@@ -54,6 +54,7 @@ def accumulation(rewriting: Rewriting, decision: Accumulation) -> None:
         micro_batch_size=decision.micro_batch_size,
         batch_size=rewriting.batch_size,
         loss_terms=loss_terms,
+        not_by_sample=rewriting.not_by_sample,
     )
 
 
@@ -69,14 +70,15 @@ def _stated_terms(batch: Any, samples: int, *, loss_weight: LossWeight) -> float
 # ---- below: the text that runs here is the text that is emitted -------------------------------------------------
 
 
-def micro_batches(batch, *, micro_batch_size, batch_size, loss_terms):
+def micro_batches(batch, *, micro_batch_size, batch_size, loss_terms, not_by_sample=()):
     """Yield the micro-batches of a batch, each with the weight that its loss must be multiplied by.
 
     The weight is the fraction of the batch's terms that are in the micro-batch. `loss_terms(batch, samples)` returns
     the number of terms that the loss is a mean over. A batch that fits into one micro-batch is yielded whole, with the
-    weight None. A micro-batch without terms is left out.
+    weight None. A micro-batch without terms is left out. Every micro-batch gets the tensors whose paths `not_by_sample`
+    names, such as 'mask', whole.
     """
-    samples = count_samples(batch, batch_size)
+    samples = count_samples(batch, batch_size, not_by_sample)
     if samples <= micro_batch_size:
         yield batch, None
         return
@@ -85,7 +87,7 @@ def micro_batches(batch, *, micro_batch_size, batch_size, loss_terms):
         raise ValueError("the loss of this batch, which is a mean over zero terms, has no gradient: skip the batch")
     for start in range(0, samples, micro_batch_size):
         stop = min(start + micro_batch_size, samples)
-        part = samples_between(start, stop, batch, samples)
+        part = samples_between(start, stop, batch, samples, not_by_sample)
         share = loss_terms(part, stop - start) / terms
         if isinstance(share, torch.Tensor) or share != 0:  # a mean over no terms has the gradient NaN
             yield part, share
@@ -128,11 +130,14 @@ def accumulation_source(plan: Plan, decision: Accumulation) -> EmittedCode:
     by_labels = labels is not None and len(labels[1]) > 0 and "int" in labels[2] and own is not None
     counting = counted_labels if by_labels else samples_only
     functions = (micro_batches, samples_between, count_samples, map_tensors, counting)
-    arguments = "batch, micro_batch_size=MICRO_BATCH_SIZE, batch_size=BATCH_SIZE"
+    arguments = "batch, micro_batch_size=MICRO_BATCH_SIZE, batch_size=BATCH_SIZE, loss_terms=loss_terms"
     constants = [
         assignment("BATCH_SIZE", plan.workload.batch_size),
         assignment("MICRO_BATCH_SIZE", decision.micro_batch_size),
     ]
+    if plan.workload.not_by_sample:
+        constants.append(assignment("NOT_BY_SAMPLE", plan.workload.not_by_sample) + _NOT_BY_SAMPLE_COMMENT)
+        arguments += ", not_by_sample=NOT_BY_SAMPLE"
     if by_labels and own is not None:
         constants.append(assignment("LABELS_SHIFTED", own.shifted) + _SHIFTED_COMMENT)
         constants.append(assignment("IGNORED_LABEL", own.ignored))
@@ -149,7 +154,7 @@ def accumulation_source(plan: Plan, decision: Accumulation) -> EmittedCode:
             *([_LOSS_TERMS] if by_labels else []),
             inspect.getsource(weighted),
         ),
-        split=f"micro_batches({arguments}, loss_terms=loss_terms)",
+        split=f"micro_batches({arguments})",
         options=("loss_terms=loss_terms",) if by_labels else ("loss_terms",),
         main_arguments=() if by_labels else ("loss_terms=samples_only",),
     )
@@ -160,6 +165,8 @@ def loss_terms(batch, samples):
     """Count the terms that this model's loss is a mean over."""
     return counted_labels(batch, samples, shifted=LABELS_SHIFTED, ignored=IGNORED_LABEL, divides=LOSS_DIVIDES)
 '''
+
+_NOT_BY_SAMPLE_COMMENT = "  # paths of tensors that each micro-batch gets whole"
 
 _SHIFTED_COMMENT = "  # True if the loss leaves out each sample's first label, as next-token losses do"
 

@@ -161,7 +161,7 @@ def _weighted_by_share(rewriting: Rewriting, plan: Plan) -> LossWeighting:
 
     Hooks are used, and not a new forward of the model, because accelerate wraps the forward.
     """
-    share = LossWeighting.of(rewriting.model, plan)
+    share = LossWeighting.of(rewriting.model, plan, rewriting.chunked_head)
     for model in {rewriting.model: None, takes_the_loss(rewriting.model): None}:
         rewriting.replace(model, "accepts_loss_kwargs", True, place="accepts_loss_kwargs of the model")
     rewriting.add_hooks(share.hooks_on(rewriting.model))

@@ -52,7 +52,7 @@ class LossWeighting:
         micro_batch_size: number of samples in a micro-batch (the last one may be smaller).
         batch_size: number of samples in the planned batch.
         uses_autocast: True if the plan has mixed precision.
-        loss_in_chunks: True if the plan computes the loss in chunks, so that not all logits are in memory at once.
+        chunked_head: module that computes its logits in chunks; None if the plan does not compute the loss in chunks.
             Gradients of samples are then not compared, because that would need all logits.
     """
 
@@ -67,18 +67,16 @@ class LossWeighting:
         micro_batch_size: int,
         batch_size: int,
         uses_autocast: bool,
-        loss_in_chunks: bool,
+        chunked_head: torch.nn.Module | None,
     ) -> None:
         self.shifted, self.ignored, self.divides, self.labelled = shifted, ignored, divides, labelled
         self.micro_batch_size = micro_batch_size
         self.pending_micro_batches = 0
         """Number of micro-batches since the last `refuse_another_loss`."""
-        coupling = None
-        if not loss_in_chunks:
-            coupling = CouplingCheck(
-                batch_size=batch_size, micro_batch_size=micro_batch_size, terms_of=self._terms,
-                uses_autocast=uses_autocast, way_out="plan with accumulation forbidden",
-            )  # fmt: skip
+        coupling = CouplingCheck(
+            batch_size=batch_size, micro_batch_size=micro_batch_size, terms_of=self._terms,
+            uses_autocast=uses_autocast, chunked_head=chunked_head, way_out="plan with accumulation forbidden",
+        )  # fmt: skip
         self._check = AccumulationCheck(
             model, functools.partial(_full_precision_loss, model), coupling,
             checks_weights=False, has_loss_weight_option=False, every_step=True,
@@ -99,8 +97,8 @@ class LossWeighting:
         """True if a loss that is computed outside of the model is still to be warned of, once."""
 
     @classmethod
-    def of(cls, model: torch.nn.Module, plan: Plan) -> LossWeighting:
-        """Create the weighting for a model and a plan."""
+    def of(cls, model: torch.nn.Module, plan: Plan, chunked_head: torch.nn.Module | None) -> LossWeighting:
+        """Create the weighting for a model and a plan. `chunked_head` is the module that computes logits in chunks."""
         return cls(
             model,
             shifted=shifts_labels(model),
@@ -110,7 +108,7 @@ class LossWeighting:
             micro_batch_size=micro_batches(plan)[0],
             batch_size=plan.workload.batch_size,
             uses_autocast=has_role(plan.decisions, Role.PRECISION),
-            loss_in_chunks=has_role(plan.decisions, Role.LOSS),
+            chunked_head=chunked_head,
         )
 
     def hooks_on(self, model: torch.nn.Module) -> list[Any]:

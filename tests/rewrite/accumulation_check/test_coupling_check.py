@@ -901,3 +901,40 @@ def test_endless_draws_are_stopped():
     with BatchIndependentRandom(), pytest.raises(NotImplementedError, match="draw random numbers"):
         while torch.rand(()) < 0.5:
             pass
+
+
+class WarmingUp(Speaker):
+    """A model whose loss grows with the number of its calls, up to a limit."""
+
+    def __init__(self, calls: int, into: str) -> None:
+        super().__init__()
+        self.limit, self.into = calls, into
+        self.calls, self.notes = 0, {"calls": 0}
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.notes["calls"] += 1
+        self.count += 1
+        seen = {"attribute": self.calls, "dict": self.notes["calls"], "buffer": self.count}[self.into]
+        return super().forward(*inputs) * min(seen / self.limit, 1.0)
+
+
+@pytest.mark.parametrize("into", ["attribute", "dict", "buffer"])
+def test_a_loss_that_counts_its_calls_is_refused(into):
+    result = step_of(each_sample, 4, 4, build=lambda: WarmingUp(10, into))
+    with pytest.raises(DecisionError, match="from one call to the next"):
+        result.step(padded())
+
+
+def test_a_counter_that_changes_nothing_any_more_is_not_refused():
+    step_of(each_sample, 4, 4, build=lambda: WarmingUp(1, "attribute")).step(padded())
+
+
+def test_a_loss_that_changes_slightly_from_call_to_call_is_logged(caplog):
+    def drifting(output: torch.Tensor, batch: tuple, calls=[0]) -> torch.Tensor:  # noqa: B006 - a state is the point
+        calls[0] += 1
+        return each_sample(output, batch) * (1 + calls[0] * 5e-3)
+
+    step_of(drifting, 4, 4).step(padded())
+    assert "from one call to the next" in caplog.text

@@ -384,7 +384,7 @@ def test_a_sum_over_a_constant_in_chunks_is_refused_and_uses_no_whole_logits(siz
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-# ---- what transformers' batches state ---------------------------------------------------------------------------------
+# ---- what transformers' batches state ----------------------------------------------------------------------------
 
 
 def bert(kind: str, **options) -> nn.Module:

@@ -1,0 +1,83 @@
+"""Find out whether the guess which tensors of a batch are by sample is right, by running the model on more samples.
+
+To split a batch, it must be known for which tensors dimension 0 counts the samples. Unless the user says it, these are
+taken to be the tensors whose dimension 0 has the size of the batch. A mask [T, T] or a weight for each of D features
+has that size too if T or D happens to equal the batch size. In micro-batches of one sample it would be cut to one row,
+which broadcasts, and the step would train something else without any error.
+
+So forward and loss are rehearsed with twice the samples. A tensor that is not by sample then has twice its rows, which
+broadcasting never hides, and the model refuses them. If the model refuses any batch of twice the size, half the size
+decides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import final
+
+from planner.errors import PlannerError, WorkloadError
+from planner.virtual_gpu.forked_process import Child
+from planner.workload.workload import Workload, tensors_of
+
+StartForward = Callable[[Workload, int], Child]
+"""Starts the rehearsal of forward and loss on a number of samples. The result raises if the model refuses the batch."""
+
+
+@final
+class BySampleCheck:
+    """Rehearses a workload on twice the samples. The first rehearsal starts at once, in another process.
+
+    Args:
+        workload: the workload. Nothing is rehearsed if the user or the planner stated which tensors are by sample, or
+            if the batch is a single sample.
+        start: starts a rehearsal.
+    """
+
+    def __init__(self, workload: Workload, start: StartForward) -> None:
+        self._workload, self._start = workload, start
+        needed = not workload.is_by_sample_stated and workload.batch_size > 1
+        self._child = start(workload, 2 * workload.batch_size) if needed else None
+
+    @functools.cached_property
+    def why_not(self) -> str | None:
+        """The reason why it is not known which tensors of the batch are by sample; None if it is known."""
+        child, self._child = self._child, None
+        if child is None or (error := _error(child)) is None:
+            return None
+        half = self._workload.batch_size // 2
+        if half > 1 and _error(self._start(self._workload, half)) is None:
+            return None
+        return (
+            "the model cannot be run on another number of samples if every tensor of the batch with "
+            f"{self._workload.batch_size} rows has a row for each sample{self._exception()} ({error}): name the "
+            "tensors that have a row for each sample with --by-sample (by_sample=[...] in Python)"
+        )
+
+    def close(self) -> None:
+        """End the rehearsal if it is still running."""
+        if self._child is not None:
+            self._child.end()
+            self._child = None
+
+    def _exception(self) -> str:
+        """Returns words that name a tensor without which the model runs on twice the samples, if only one is such."""
+        workload, runs = self._workload, []
+        guessed = [path for path, _ in tensors_of(workload.batch) if path not in workload.not_by_sample]
+        for path in guessed if len(guessed) > 1 else ():
+            without = dataclasses.replace(workload, not_by_sample=(*workload.not_by_sample, path))
+            if _error(self._start(without, 2 * workload.batch_size)) is None:
+                runs.append(path)
+        return f", but can if '{runs[0]}' is the same for all samples" if len(runs) == 1 else ""
+
+
+def _error(child: Child) -> str | None:
+    """Waits for a rehearsal; returns the reason why the model refuses the batch, or None if it does not."""
+    try:
+        child.result()
+    except WorkloadError as error:  # the error of the model or of the loss function
+        return str(error).removeprefix("the training step failed with this batch: ").partition(": check that")[0]
+    except PlannerError as error:
+        return str(error)
+    return None
