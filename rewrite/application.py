@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 
@@ -13,11 +13,13 @@ from planner.plan_types.decision_base import Decision, conflict, micro_batch_siz
 from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import Plan
 from planner.rewrite.accumulation_check import AccumulationCheck, CouplingCheck
+from planner.rewrite.first_step_check import FirstStepCheck
 from planner.rewrite.optimizers import OPTIMIZERS, OptimizerChoice, SchedulerChoice, make_scheduler, refuse_closure
 from planner.rewrite.recompute_observer import RecomputeObserver
 from planner.rewrite.rewriting import LossWeight, Rewriting
 from planner.rewrite.rules import RULES
 from planner.rewrite.step import TrainingStep
+from planner.rewrite.step_observer import StepObserver
 from planner.workload.call_convention import Calling, LossFn, loss_of
 
 DOES_NOT_FIT = (
@@ -63,6 +65,7 @@ def apply(
     max_grad_norm: float | None = None,
     loss_weight: LossWeight | None = None,
     scheduler: SchedulerChoice | None = None,
+    check: Literal["first-step", "off"] = "first-step",
 ) -> Rewritten:
     """Rewrite `model` in place as the plan says.
 
@@ -83,6 +86,9 @@ def apply(
             it is None, the first step checks the weights that it computes itself (`AccumulationCheck`).
         scheduler: a learning-rate scheduler of the optimizer, or a function that takes the optimizer and returns a
             scheduler. It is stepped after each optimizer step, but not if the gradient scaler skipped that step.
+        check: "first-step" compares the gradient of a few samples with that of the original model before the first
+            update (`FirstStepCheck`), and makes the checks of later steps: of recomputed values (`RecomputeCheck`) and
+            of micro-batches (`AccumulationCheck`). "off" makes none of them.
 
     Returns:
         The model, its training step and its optimizer. `undo()` restores the model.
@@ -93,6 +99,8 @@ def apply(
             different optimizer.
         DecisionError: if a decision cannot be applied. The model is unchanged then.
     """
+    if check not in ("first-step", "off"):
+        raise DecisionError(f'check={check!r} is unknown: give "first-step" or "off"')
     optimizer = matched(plan, model, optimizer, loss_fn)
     if not plan.fits:
         warnings.warn(DOES_NOT_FIT, stacklevel=2)
@@ -109,7 +117,10 @@ def apply(
         not_by_sample=plan.workload.not_by_sample,
     )
     rewritten.step.require_wrapper()
-    rewritten.step.observers += _accumulation_checks(plan, rewritten._rewriting)
+    if check == "off":
+        rewritten.step.observers = ()
+    else:
+        rewritten.step.observers += _checks(plan, rewritten._rewriting)
     if turns_cache_off(plan):
         rewritten._rewriting.turn_cache_off()
     return rewritten
@@ -123,11 +134,16 @@ def _recompute_checks(rewriting: Rewriting) -> tuple[RecomputeObserver, ...]:
     return (RecomputeObserver(rewriting.recompute_check),)
 
 
-def _accumulation_checks(plan: Plan, rewriting: Rewriting) -> tuple[AccumulationCheck, ...]:
-    """Returns the `AccumulationCheck` of the step, as a tuple; empty if the plan does not split the batch."""
+def _checks(plan: Plan, rewriting: Rewriting) -> tuple[StepObserver, ...]:
+    """Returns the check of the first step and, if the plan splits the batch, the check of micro-batches."""
+
+    def full_precision_loss(batch: Any) -> torch.Tensor:
+        return loss_of(rewriting.calling.call(rewriting.model, batch), batch, rewriting.loss_fn)
+
+    first_step = FirstStepCheck(plan, rewriting, full_precision_loss)
     micro_batch_size = micro_batch_size_of(plan.decisions)
     if micro_batch_size is None or rewriting.loss_terms is None:
-        return ()
+        return (first_step,)
     coupling = None
     if micro_batches_of(plan.decisions) > 1:
         coupling = CouplingCheck(
@@ -138,11 +154,8 @@ def _accumulation_checks(plan: Plan, rewriting: Rewriting) -> tuple[Accumulation
             chunked_head=rewriting.chunked_head,
             not_by_sample=rewriting.not_by_sample,
         )  # fmt: skip
-
-    def full_precision_loss(batch: Any) -> torch.Tensor:
-        return loss_of(rewriting.calling.call(rewriting.model, batch), batch, rewriting.loss_fn)
-
     return (
+        first_step,
         AccumulationCheck(
             rewriting.model, full_precision_loss, coupling, checks_weights=rewriting.loss_weight is None
         ),

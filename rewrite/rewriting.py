@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -29,6 +30,8 @@ class Change:
     """Returns True unless something else has replaced what the rule set."""
     restore: Callable[[], None]
     """Undoes the change."""
+    set_again: Callable[[], None] | None = None
+    """For a forward: makes the change again after `restore`; None for other changes."""
 
 
 @final
@@ -139,8 +142,26 @@ class Rewriting:
         setattr(owner, name, value)
         self._latest[id(owner), name] = value
         self.changes.append(
-            Change(place=place, intact=lambda: own.get(name) is self._latest[id(owner), name], restore=restore)
+            Change(
+                place=place,
+                intact=lambda: own.get(name) is self._latest[id(owner), name],
+                restore=restore,
+                set_again=functools.partial(setattr, owner, name, value) if name == "forward" else None,
+            )
         )
+
+    @contextlib.contextmanager
+    def original_forwards(self) -> Iterator[None]:
+        """Context in which modules have the forwards that they had before the rewriting."""
+        forwards = [change for change in self.changes if change.set_again is not None]
+        for change in reversed(forwards):
+            change.restore()
+        try:
+            yield
+        finally:
+            for change in forwards:
+                assert change.set_again is not None
+                change.set_again()
 
     def add_hooks(self, handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
         """Let `undo` remove these hooks of the model. Hooks may also be removed before."""

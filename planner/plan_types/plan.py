@@ -87,6 +87,9 @@ class OwnLoss:
     """The label value that does not count (`ignore_index`)."""
     divides: bool
     """True if the model divides the sum of the losses by `num_items_in_batch`, should the batch contain this key."""
+    certain: bool = True
+    """False if the source text of the model leaves open which labels count. A training step checks the other fields;
+    an emitted file asks for `loss_terms`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

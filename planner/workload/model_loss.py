@@ -12,6 +12,7 @@ import ast
 import contextlib
 import inspect
 import itertools
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 
@@ -39,6 +40,7 @@ def own_loss(model: torch.nn.Module, calling: Calling, loss_fn: LossFn | None) -
         shifted=shifts_labels(model),
         ignored=ignored_label(model),
         divides=divides_by_count(type(takes_the_loss(model))),
+        certain=_is_certain(takes_the_loss(model)),
     )
 
 
@@ -124,6 +126,61 @@ def _forwards(kind: type) -> Iterator[str]:
                 yield inspect.getsource(vars(base)["forward"])
             except (OSError, TypeError):
                 continue
+
+
+def _is_certain(model: torch.nn.Module) -> bool:
+    """True if the source text of the model shows which labels its loss counts.
+
+    It does not if the first label is dropped under a condition, if `ignore_index` is an expression, if the loss is
+    computed outside of `forward` by other code than transformers' loss functions, or if the source is not at hand.
+    """
+    text = next(_forwards(type(model)), None)
+    if text is None or "forward" in vars(model):
+        return False
+    try:
+        tree = ast.parse(textwrap.dedent(text))
+    except SyntaxError:
+        return False
+    parent = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+
+    def is_conditional(node: ast.AST) -> bool:
+        while node in parent:
+            node = parent[node]
+            if isinstance(node, (ast.If, ast.IfExp)) and _names(node.test) != {"labels"}:
+                return True
+        return False
+
+    shifts = [node for node in ast.walk(tree) if isinstance(node, ast.Subscript) and _drops_first(node)]
+    if any(is_conditional(node) for node in shifts):
+        return False
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    ignored = [keyword.value for call in calls for keyword in call.keywords if keyword.arg == "ignore_index"]
+    if not all(_is_number(value) or "semantic_loss_ignore_index" in ast.unparse(value) for value in ignored):
+        return False
+    return "self.loss_function(" in text or any(_LOSS_CALL.search(ast.unparse(call.func)) for call in calls)
+
+
+_LOSS_CALL = re.compile(r"(cross_entropy|nll_loss|CrossEntropyLoss|NLLLoss|loss_fct|loss_fn|criterion)\b")
+"""Names of functions that a forward calls if it computes a loss itself."""
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+
+
+def _drops_first(node: ast.Subscript) -> bool:
+    """True for `labels[..., 1:]` and `labels[:, 1:]`."""
+    return "labels" in ast.unparse(node.value) and ast.unparse(node.slice).replace(" ", "").strip("()") in (
+        "...,1:",
+        ":,1:",
+    )
+
+
+def _is_number(node: ast.expr) -> bool:
+    try:
+        return isinstance(ast.literal_eval(node), int)
+    except ValueError:
+        return False
 
 
 def _class_shifts_labels(kind: type, loss_function_name: Callable[[], str]) -> bool:

@@ -28,6 +28,11 @@ from planner.rewrite.step_observer import StepObserver
 __all__ = ["AccumulationCheck", "CouplingCheck"]
 
 
+_SMALL_ERROR = 0.05
+"""Error of a weight below which gradients that agree do not show that the weight is right: they would agree within the
+bound of the comparison with either weight."""
+
+
 @final
 class AccumulationCheck(StepObserver):
     """Raises `DecisionError` before the update if the gradients of micro-batches do not add up to that of their batch.
@@ -169,6 +174,6 @@ class AccumulationCheck(StepObserver):
             self._later_watcher = watcher.later() or self._later_watcher
 
     def _two_parts_agree(self, watcher: ReductionWatcher, batch: Any) -> bool:
-        if self.coupling is None or batch is None:
+        if self.coupling is None or batch is None or watcher.error < _SMALL_ERROR:
             return False
         return self.coupling.agrees(self._model, batch, self._loss_of, parts=watcher.farthest_off, count=watcher.parts)

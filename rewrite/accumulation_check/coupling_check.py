@@ -29,14 +29,18 @@ from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from planner.errors import DecisionError
-from planner.rewrite.accumulation_check.gradient_probe import SLIGHT, GradientProbe, Halves, ProbeResult
+from planner.rewrite.accumulation_check.gradient_probe import (
+    SLIGHT,
+    GradientProbe,
+    Halves,
+    ProbeResult,
+    why_not_probed,
+)
 from planner.rewrite.accumulation_check.sample_choice import pairs_of_micro_batches, probe_pairs
 from planner.rewrite.accumulation_check.side_effects import SideEffectGuard
-from planner.rewrite.portable.batch_slicing import count_samples, map_tensors
+from planner.rewrite.portable.batch_slicing import count_samples
 
 logger = logging.getLogger(__name__)
 
@@ -154,28 +158,11 @@ class CouplingCheck:
         self._warned_topics.add(topic)
 
     def _can_probe(self, model: torch.nn.Module, batch: Any) -> bool:
-        """True if the model can be run on samples of the batch and restored afterwards.
-
-        That is not possible if tensors have no values (in a rehearsal), or if a tensor wraps others: writes to the
-        inner tensors would not be seen.
-        """
-        tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
-
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            tensors.append(tensor)
-            return tensor
-
-        map_tensors(note, batch)
-        if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
-            return False
-        wrappers = {type(tensor).__name__ for tensor in tensors if is_traceable_wrapper_subclass(tensor)}
-        if wrappers:
-            self._warn_once(
-                "wrappers",
-                f"the loss could not be tried on parts of a batch: {min(wrappers)} is a tensor that wraps others",
-            )
-            return False
-        return True
+        """True if the model can be run on samples of the batch and restored afterwards; else the reason is logged."""
+        why_not = why_not_probed(model, batch)
+        if why_not is not None:
+            self._warn_once("wrappers", f"the loss could not be tried on parts of a batch: {why_not}")
+        return why_not is None
 
     def _choices(self, batch: Any, samples: int) -> Iterator[tuple[Halves, bool]]:
         """Yields pairs of halves, each with True to compare their gradients, or False to compare values of the loss.

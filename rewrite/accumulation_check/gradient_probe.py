@@ -18,25 +18,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from planner.rewrite.accumulation_check.batch_independent_random import BatchIndependentRandom
+from planner.rewrite.accumulation_check.sampled_gradient import sampled_gradient
 from planner.rewrite.accumulation_check.side_effects import SideEffectGuard
 from planner.rewrite.portable.batch_slicing import map_tensors
 
 logger = logging.getLogger(__name__)
-
-_ELEMENTS = 1 << 18
-"""Approximate number of gradient elements that are compared, over all parameters together."""
-
-_MIN_ELEMENTS = 256
-"""Minimum number of gradient elements that are compared per parameter. Smaller parameters are compared in full."""
 
 _BOUNDS = {"full": (1e-3, 3e-5), "tf32": (1e-2, 3e-3), "lower": (5e-2, 5e-2)}
 """Precision of the matmuls -> maximum relative errors that count as rounding, of gradients and of the loss.
@@ -184,6 +180,35 @@ class GradientProbe:
         with self._values_only():
             return self._compare("loss", value_of, halves, False)
 
+    def compare_with(
+        self, original: Callable[[], contextlib.AbstractContextManager], samples: torch.Tensor
+    ) -> ProbeResult | None:
+        """Compare the gradient of some samples with the one that the model has inside of the context `original()`.
+
+        Returns None if the gradient is no larger than rounding errors, or not finite.
+
+        Args:
+            samples: indices of the samples.
+
+        Raises:
+            NotReproducibleError: if there is a difference, but the gradient differs between two equal computations too.
+        """
+
+        def evaluate(context: Callable[[], contextlib.AbstractContextManager]) -> torch.Tensor:
+            with torch.enable_grad(), self._controlled(None), context():
+                return sampled_gradient(self.loss_of(self._select(samples)).reshape(()), self._trained)
+
+        expected, actual = evaluate(original), evaluate(contextlib.nullcontext)
+        size = max(float(expected.norm()), float(actual.norm()))
+        if size <= _ROUNDING or not expected.isfinite().all():
+            return None
+        error = float((expected - actual).norm()) / size
+        error = math.inf if math.isnan(error) else error
+        result = ProbeResult("gradient", len(samples), error, size, self.precision)
+        if result.is_off and not float((expected - evaluate(original)).norm()) <= result.bound * size:
+            raise NotReproducibleError("the gradient of the same samples differs when it is computed a second time")
+        return result
+
     def change_by_calls(self, samples: torch.Tensor, *, with_gradients: bool) -> float | None:
         """Compute a gradient or loss of the same samples twice, without restoring what the first call changed.
 
@@ -322,61 +347,22 @@ def _graph_without_saved_tensors() -> Iterator[None]:
         yield
 
 
-def sampled_gradient(loss: torch.Tensor, trained: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-    """Returns some elements of the gradients of all parameters, as one vector in double on the host.
+def why_not_probed(model: torch.nn.Module, batch: Any) -> str | None:
+    """The reason why the model cannot be run on samples of the batch and restored afterwards; None if it can.
 
-    The elements are scaled so that their norm estimates the norm of all gradients. A hook on each parameter copies its
-    elements as soon as autograd has computed the gradient, and replaces the gradient by a broadcast zero, so that at
-    most one gradient is in memory at a time. Nothing is added to `.grad`, and hooks registered by
-    `register_post_accumulate_grad_hook` are not called.
+    A rehearsal has no values. Writes to tensors inside of a tensor that wraps them would not be seen.
     """
-    # Every `stride`-th element is taken; an odd stride does not hit the same columns in all rows of a matrix.
-    elements = sum(parameter.numel() for parameter in trained)
-    stride = -(-elements // _ELEMENTS) | 1
-    strides = [max(1, min(stride, parameter.numel() // _MIN_ELEMENTS)) | 1 for parameter in trained]
-    sampled: dict[int, torch.Tensor] = {}
+    tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
 
-    def sample(number: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        if gradient is None:  # a custom autograd function may return None
-            return None
-        sampled[number] = _spread(gradient, strides[number]).cpu().double() * strides[number] ** 0.5
-        return gradient.new_zeros(()).expand_as(gradient) if gradient.layout is torch.strided else None
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
+        return tensor
 
-    with contextlib.ExitStack() as stack:
-        for number, parameter in enumerate(trained):
-            if parameter._backward_hooks is None:  # leave no empty dict behind
-                stack.callback(setattr, parameter, "_backward_hooks", None)
-            stack.callback(parameter.register_hook(functools.partial(sample, number)).remove)
-        torch.autograd.grad(loss, trained, allow_unused=True)
-    for number, (parameter, stride) in enumerate(zip(trained, strides, strict=True)):
-        sampled.setdefault(number, torch.zeros(-(-parameter.numel() // stride), dtype=torch.float64))
-    return torch.cat([sampled[number] for number in range(len(trained))])
-
-
-def _spread(gradient: torch.Tensor, stride: int) -> torch.Tensor:
-    """Return every `stride`-th element in row-major order. Of complex elements, real and imaginary part alternate."""
-    if gradient.is_sparse:
-        gradient = gradient.coalesce()
-        rows, elements = gradient.indices(), gradient.values()
-        if len(rows) > 1:
-            return _spread(gradient.cpu().to_dense(), stride)
-        width = gradient[0].numel()
-        positions = (rows[0][:, None] * width + torch.arange(width, device=rows.device)).reshape(-1)
-        chosen = positions % stride == 0
-        spread = elements.new_zeros(-(-gradient.numel() // stride))
-        spread[positions[chosen] // stride] = elements.reshape(-1)[chosen]
-        return spread
-    if gradient.layout is not torch.strided:
-        gradient = gradient.cpu().to_dense()
-    if gradient.is_contiguous():
-        spread = gradient.view(-1)[::stride]
-    else:  # without making a contiguous copy
-        positions = torch.arange(0, gradient.numel(), stride, device=gradient.device)
-        spread = gradient[torch.unravel_index(positions, gradient.shape)]
-    if not spread.is_complex():
-        return spread
-    spread = spread.resolve_conj()
-    return torch.where(torch.arange(len(spread), device=spread.device) % 2 == 0, spread.real, spread.imag)
+    map_tensors(note, batch)
+    if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
+        return "the model or the batch has no values"
+    wrappers = {type(tensor).__name__ for tensor in tensors if is_traceable_wrapper_subclass(tensor)}
+    return f"{min(wrappers)} is a tensor that wraps others" if wrappers else None
 
 
 def _has_running_statistics(module: torch.nn.Module) -> bool:

@@ -63,6 +63,8 @@ class ReductionWatcher(TorchFunctionMode):
         self.is_first = is_first
         self.farthest_off = (0, 1)
         """Indices of the micro-batches whose weights are too high and too low by the most; set before an error."""
+        self.error = 0.0
+        """Error in the share of one of these two in both together; set before an error."""
         self._has_loss_weight_option = has_loss_weight_option
         self._watches_forward = watches_forward
         self._is_active = False
@@ -160,7 +162,8 @@ class ReductionWatcher(TorchFunctionMode):
             shares = [number / sum(terms) for number in terms] if sum(terms) else weights
             errors = [share - weight for share, weight in zip(shares, weights, strict=True)]
             if any(abs(error) > _TOLERANCE for error in errors):
-                self.farthest_off = (errors.index(min(errors)), errors.index(max(errors)))
+                a, b = self.farthest_off = (errors.index(min(errors)), errors.index(max(errors)))
+                self.error = abs(shares[a] / (shares[a] + shares[b]) - weights[a] / (weights[a] + weights[b]))
                 raise DecisionError(
                     f"accumulation weights the losses of the micro-batches by {_listed(weights)}, but "
                     f"{function.__name__} is a mean over {_listed(terms)} terms: "

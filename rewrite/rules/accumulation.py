@@ -11,7 +11,6 @@ samples only see one micro-batch: batch normalization computes its statistics fr
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -47,7 +46,11 @@ def accumulation(rewriting: Rewriting, decision: Accumulation) -> None:
         loss_terms = functools.partial(_stated_terms, loss_weight=rewriting.loss_weight)
     else:
         own = own_loss(rewriting.model, rewriting.calling, rewriting.loss_fn)
-        loss_terms = samples_only if own is None else functools.partial(counted_labels, **dataclasses.asdict(own))
+        loss_terms = (
+            samples_only
+            if own is None
+            else functools.partial(counted_labels, shifted=own.shifted, ignored=own.ignored, divides=own.divides)
+        )
     rewriting.loss_terms = loss_terms
     rewriting.split = functools.partial(
         micro_batches,
@@ -127,7 +130,7 @@ def accumulation_source(plan: Plan, decision: Accumulation) -> EmittedCode:
     """
     labels = next((entry for entry in plan.workload.batch if entry[0] == "labels"), None)
     own = plan.workload.own_loss
-    by_labels = labels is not None and len(labels[1]) > 0 and "int" in labels[2] and own is not None
+    by_labels = labels is not None and len(labels[1]) > 0 and "int" in labels[2] and own is not None and own.certain
     counting = counted_labels if by_labels else samples_only
     functions = (micro_batches, samples_between, count_samples, map_tensors, counting)
     arguments = "batch, micro_batch_size=MICRO_BATCH_SIZE, batch_size=BATCH_SIZE, loss_terms=loss_terms"

@@ -31,7 +31,12 @@ FLOORS = (
         "planner.rewrite.step_observer",
     ),
     ("planner.rewrite.rewriting", "planner.rewrite.step_state", "planner.rewrite.accumulation_check"),
-    ("planner.rewrite.step", "planner.rewrite.recomputed_modules", "planner.rewrite.recompute_observer"),
+    (
+        "planner.rewrite.step",
+        "planner.rewrite.recomputed_modules",
+        "planner.rewrite.recompute_observer",
+        "planner.rewrite.first_step_check",
+    ),
     ("planner.rewrite.rules",),
     ("planner.rewrite.application",),
     ("planner.rewrite.rehearse", "planner.rewrite.emitter", "planner.rewrite.parity", "planner.rewrite.trainer"),

@@ -20,9 +20,10 @@ from planner import rewrite
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Offload, Precision, Replay
 from planner.rewrite.accumulation_check import gradient_probe, object_snapshot
+from planner.rewrite.accumulation_check import sampled_gradient as sampled_gradient_file
 from planner.rewrite.accumulation_check.batch_independent_random import BatchIndependentRandom
-from planner.rewrite.accumulation_check.gradient_probe import sampled_gradient
 from planner.rewrite.accumulation_check.sample_choice import amounts_of_padding, probe_pairs
+from planner.rewrite.accumulation_check.sampled_gradient import sampled_gradient
 from planner.rewrite.accumulation_check.side_effects import SideEffectGuard, _CopyOnWrite
 from planner.rewrite.portable.recompute_check import RecomputeCheck
 from tests.support.counting_device import Counting
@@ -851,7 +852,7 @@ def test_a_slight_difference_is_logged(caplog):
 )
 def test_a_probe_takes_no_more_memory_than_a_step(size, count, decisions, monkeypatch):
     """Copies to the host are not counted: on the CPU they would be in the same memory."""
-    monkeypatch.setattr(gradient_probe, "_spread", lambda gradient, stride: gradient.sum().view(1))
+    monkeypatch.setattr(sampled_gradient_file, "_spread", lambda gradient, stride: gradient.sum().view(1))
     monkeypatch.setattr(_CopyOnWrite, "_copy", lambda self, tensor: None)
     monkeypatch.setattr(gradient_probe.GradientProbe, "_perturb", lambda self: None)
     monkeypatch.setattr(RecomputeCheck, "watched", lambda self, forward, name: forward)

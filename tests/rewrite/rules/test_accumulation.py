@@ -8,6 +8,7 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import nn
 
@@ -15,6 +16,7 @@ import planner
 from planner import rewrite
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Accumulation
+from planner.plan_types.plan import Plan
 from planner.rewrite.rules import accumulation
 from planner.rewrite.rules.accumulation import samples_only
 from planner.workload import model_loss
@@ -328,3 +330,63 @@ def test_batch_norm_sees_the_micro_batch():
     model = seeded(Convolutional)
     rewritten(model, UNEVEN, batch=images(6), loss_fn=cross_entropy).step(images(6))
     assert model.first[1].num_batches_tracked.item() == 2
+
+
+class ShiftsAtTimes(nn.Module):
+    """A language model that drops the first label only if it is asked to."""
+
+    def __init__(self, shift: bool) -> None:
+        super().__init__()
+        self.embed, self.head, self.shift, self.pad = nn.Embedding(32, 8), nn.Linear(8, 32), shift, 5
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.embed(input_ids))
+        if self.shift:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+class IgnoresItsPadding(ShiftsAtTimes):
+    def forward(self, input_ids, labels):
+        logits = self.head(self.embed(input_ids))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=self.pad)}
+
+
+class LossElsewhere(ShiftsAtTimes):
+    def forward(self, input_ids, labels):
+        return {"loss": self.mean(self.head(self.embed(input_ids)), labels)}
+
+    def mean(self, logits, labels):
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+@pytest.mark.parametrize(
+    ("build", "certain"),
+    [
+        (lambda: ShiftsAtTimes(False), False),
+        (lambda: ShiftsAtTimes(True), False),
+        (lambda: IgnoresItsPadding(False), False),
+        (lambda: LossElsewhere(False), False),
+        (gpt2, True),
+        (roberta, True),
+    ],
+)
+def test_an_emitted_file_asks_for_terms_that_the_source_of_the_model_leaves_open(build, certain, tmp_path):
+    model = build()
+    plan = plan_for(model, tokens(), Accumulation(micro_batch_size=2, micro_batches=3))
+    assert plan.workload.own_loss.certain is certain
+    path = rewrite.emit(plan, tmp_path / "train.py") or tmp_path / "train.py"
+    assert ("LABELS_SHIFTED" in path.read_text()) is certain
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").workload == plan.workload
+
+
+def test_a_small_error_of_the_weights_is_refused_although_gradients_nearly_agree():
+    torch.manual_seed(0)
+    model = IgnoresItsPadding(False)
+    labels = torch.randint(6, 32, (8, 40))
+    labels[0, 0] = model.pad  # 159 and 160 labels in the two micro-batches
+    batch = {"input_ids": torch.randint(32, (8, 40)), "labels": labels}
+    plan = plan_for(model, batch, Accumulation(micro_batch_size=4, micro_batches=2), optimizer="sgd")
+    with pytest.raises(DecisionError, match="cross_entropy is a mean over 159, 160 terms"):
+        rewrite.apply(plan, model).step(batch)
