@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from planner.recording.module_state import changed_state, is_compiled, module_state
+from planner.recording.module_state import attributes_of, changed_state, is_compiled, module_state
 from planner.recording.step_graph import Call
 from planner.recording.storage_table import StorageTable
 
@@ -39,6 +39,8 @@ class ModuleCalls:
         self._enters_model = enters_model
         self._stack: list[tuple[str, int | None]] = []
         self._states: list[dict[str, object]] = []
+        self._before: list[tuple[int, torch.nn.Module, dict[str, object]]] = []
+        """Calls in the running forward of the model: index of the call, its module, and its attributes before."""
 
     @property
     def innermost(self) -> tuple[str, int | None]:
@@ -102,6 +104,7 @@ class ModuleCalls:
             )
             self._stack.append((name, len(self.all)))
             self._states.append(module_state(module))
+            self._before.append((len(self.all), module, attributes_of(module)))
             self.all.append(call)
 
         return enter
@@ -121,3 +124,16 @@ class ModuleCalls:
             self.all[call].end = self._table.next_tick()
             if (changed := changed_state(self._states.pop(), module_state(module))) is not None:
                 self.note_obstacle(call, f"it changes {changed}")
+        if not self._stack:
+            self._model_ends()
+
+    def _model_ends(self) -> None:
+        """Notes calls whose modules are no longer in the state in which they ran, so that a second run would differ.
+
+        A caller may set an attribute for one call, or put the module into evaluation mode.
+        """
+        for call, module, before in self._before:
+            now = attributes_of(module)
+            if (changed := changed_state(before, now) or changed_state(now, before)) is not None:
+                self.note_obstacle(call, f"{changed} changes after it has run")
+        self._before.clear()

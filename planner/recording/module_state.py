@@ -1,4 +1,4 @@
-"""Finds two reasons why a forward must not be run twice: it changes state, or `torch.compile` has compiled it."""
+"""Finds reasons why a forward must not be run twice: it or its caller changes state, or `torch.compile` compiled it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,21 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 def module_state(module: torch.nn.Module) -> dict[str, object]:
     """Returns the state that a forward could change; `changed_state` compares it before and after the forward.
 
-    The state maps a description to a value: values of plain attributes, lengths of lists, identities of tensors that
-    are attributes or buffers, and the states of Python's and numpy's random generators. In-place writes to tensors
-    are not included: the recorder sees them as ops.
+    These are the attributes of the module (`attributes_of`), and the states of Python's and numpy's random generators.
+    In-place writes to tensors are not included: the recorder sees them as ops.
+    """
+    state = attributes_of(module)
+    state["Python's random state"] = random.getstate()
+    if "numpy" in sys.modules:
+        _, keys, *position = sys.modules["numpy"].random.get_state()
+        state["numpy's random state"] = (keys.tobytes(), *position)
+    return state
+
+
+def attributes_of(module: torch.nn.Module) -> dict[str, object]:
+    """Returns what the attributes and buffers of a module are, by a description of each.
+
+    These are the values of plain attributes, the lengths of lists, and the identities of tensors.
     """
     state: dict[str, object] = {}
     for name, value in vars(module).items():
@@ -27,10 +39,6 @@ def module_state(module: torch.nn.Module) -> dict[str, object]:
             state[f"its attribute '{name}'"] = len(value)
     for name, value in module._buffers.items():
         state[f"its buffer '{name}'"] = id(value)
-    state["Python's random state"] = random.getstate()
-    if "numpy" in sys.modules:
-        _, keys, *position = sys.modules["numpy"].random.get_state()
-        state["numpy's random state"] = (keys.tobytes(), *position)
     return state
 
 

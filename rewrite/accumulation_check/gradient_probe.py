@@ -320,7 +320,8 @@ class GradientProbe:
         noise = torch.arange(_NOISE, dtype=torch.float64).mul_(2.4).sin_().float()
         for parameter in self.model.parameters():
             if parameter.requires_grad and parameter.is_contiguous() and parameter.is_floating_point():
-                norm = torch.linalg.vector_norm(parameter.detach(), dtype=torch.float32)
+                wide = torch.promote_types(parameter.dtype, torch.float32)
+                norm = torch.linalg.vector_norm(parameter.detach(), dtype=wide)
                 root_mean_square = float(norm) / max(1, parameter.numel()) ** 0.5 or 0.05
                 pattern = noise.to(parameter.device, parameter.dtype)
                 for chunk in parameter.detach().view(-1).split(len(noise)):
