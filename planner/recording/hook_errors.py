@@ -1,8 +1,9 @@
-"""Keeps errors of a user's backward hooks until the step is over, and raises the first of them then.
+"""Handles errors of Python code that autograd calls in backward, where an exception would abort the process (signal 6).
 
-An exception in a hook would abort the process (signal 6): it unwinds through the C++ code of the autograd engine, where
-the device guard of a Python backend calls into Python from a destructor while the exception is still set. Hooks are
-therefore wrapped: the exception is stored, backward continues, and the exception is raised after the step.
+The exception would unwind through the C++ code of the autograd engine, where the device guard of a Python backend calls
+into Python from a destructor while the exception is still set. An error of a backward hook is stored, backward
+continues, and the first error is raised after the step. Backward cannot continue after an error of a recomputed module
+(in a hook for saved tensors) or of the backward of a `torch.autograd.Function`: these are reported at once.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ class HookErrors:
     """Collects the errors that backward hooks raise during one rehearsal.
 
     `install` replaces methods of torch's classes, so it must be called in a child process only.
+
+    Args:
+        report: called with an error after which backward cannot continue; it ends the process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, report: Callable[[Exception], None]) -> None:
+        self._report = report
         self._raised: list[Exception] = []
 
     def raise_first(self) -> None:
@@ -41,6 +46,29 @@ class HookErrors:
             (torch.nn.Module, "register_full_backward_pre_hook"),
         ):
             setattr(kind, name, self._wrapping_hooks(getattr(kind, name)))
+        set_hooks = torch.autograd.graph.saved_tensors_hooks.__init__
+
+        @functools.wraps(set_hooks)
+        def set_guarded(hooks: Any, pack_hook: Callable, unpack_hook: Callable) -> None:
+            set_hooks(hooks, pack_hook, self._reporting_errors(unpack_hook))
+
+        torch.autograd.graph.saved_tensors_hooks.__init__ = set_guarded  # type: ignore[method-assign, assignment]
+        function = torch.autograd.function.BackwardCFunction
+        function.apply = self._reporting_errors(function.apply)  # type: ignore[method-assign]
+
+    def _reporting_errors(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function that reports an exception in backward before it raises it."""
+
+        @functools.wraps(function)
+        def guarded(*args: Any) -> Any:
+            try:
+                return function(*args)
+            except Exception as error:  # whatever the user's code raises
+                if torch._C._current_autograd_node() is not None:
+                    self._report(error)
+                raise
+
+        return guarded
 
     def _storing_errors(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that calls the hook, and stores an exception instead of raising it."""

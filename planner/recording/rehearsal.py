@@ -151,7 +151,9 @@ def record_steps(
         WorkloadError: the training step raised an error, or exits; the message names the module and the line.
         RehearsalError: the virtual GPU cannot run an op of the step.
     """
-    hook_errors = HookErrors()
+    hook_errors = HookErrors(
+        lambda error: recorder.data_dependence.on_refusal_in_backward(_failure_in_backward(error, model))
+    )
     if recorder.virtual:
         hook_errors.install(model)
     with recorder:
@@ -186,6 +188,17 @@ def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module, ho
             f"the training step failed with this batch: {type(error).__name__}: {message} ({_location(error, model)}): "
             "check that it runs without the planner"
         ) from error
+
+
+def _failure_in_backward(error: Exception, model: torch.nn.Module) -> PlannerError:
+    """Returns the error to report for an exception of Python code that autograd called in backward."""
+    if isinstance(error, PlannerError):
+        return error
+    message = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+    return WorkloadError(
+        f"backward failed with this batch: {type(error).__name__}: {message} ({_location(error, model)}). If the step "
+        "runs without the planner, the module cannot be recomputed: forbid the technique that does so (checkpoint)"
+    )
 
 
 def _location(error: BaseException, model: torch.nn.Module) -> str:

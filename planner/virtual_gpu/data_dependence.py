@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from planner.errors import RehearsalError
+from planner.errors import PlannerError, RehearsalError
 from planner.virtual_gpu import backend
 from planner.virtual_gpu.assertion_checks import assertion_outcome
 from planner.virtual_gpu.shadow_ops import ASSUMED_FINITE
@@ -59,7 +59,7 @@ class DataDependence:
         self._where = where
         self._noted: set[tuple[str, str]] = set()
         """(assumption, source line) of the assumptions that are noted already."""
-        self.on_refusal_in_backward: Callable[[RehearsalError], None] = lambda error: None
+        self.on_refusal_in_backward: Callable[[PlannerError], None] = lambda error: None
         """Called with a refusal in a backward, where raising it would abort the process.
 
         The error would pass through C++ code that has a device guard in Python. So in a rehearsal this function sends
