@@ -1,0 +1,114 @@
+"""A module that would compute something else in a second run is not recomputed, or is named in the error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner.errors import WorkloadError
+from planner.plan_types.decisions import Checkpoint
+
+SIZE = 16
+
+
+class Scaled(nn.Module):
+    """A layer whose caller sets what it multiplies with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(SIZE, SIZE), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x) * self.scale)
+
+
+class SetsATensor(nn.Module):
+    """Sets a tensor as attribute of each block for its call, and removes it afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            block.scale = x.mean()
+            x = block(x)
+            block.scale = None
+        return x
+
+
+class SharedBlock(nn.Module):
+    """Calls one block several times, each time with another time step as its attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Scaled()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for step in range(3):
+            self.block.scale = step + 1.0
+            x = self.block(x)
+        return x
+
+
+class TrainsAndEvaluates(nn.Module):
+    """Calls one block in training and in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Dropout(0.5), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.block(x)
+        self.block.eval()
+        second = self.block(x)
+        self.block.train()
+        return first + second
+
+
+class ReadsADict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(SIZE, SIZE)
+
+    def forward(self, state: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.tanh(self.layer(state["x"])) * 1.5
+
+
+class EmptiesADict(nn.Module):
+    """Passes its blocks a dict that is empty when backward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ReadsADict() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = {"x": x}
+        for block in self.blocks:
+            state["x"] = block(state)
+        return state.pop("x")
+
+
+def squares(output: torch.Tensor, batch: object) -> torch.Tensor:
+    return output.pow(2).mean()
+
+
+def plan_of(model: nn.Module) -> planner.Plan:
+    return planner.plan(
+        model, torch.randn(256, SIZE), loss_fn=squares, vram="60KiB", gpu="bare", optimizer="sgd", only=["checkpoint"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [(SetsATensor, "blocks"), (SharedBlock, "block"), (TrainsAndEvaluates, "block")]
+)
+def test_a_module_whose_attributes_change_after_its_call_is_not_recomputed(model, name):
+    recomputed = [name for d in plan_of(model()).decisions if isinstance(d, Checkpoint) for name in d.modules]
+    assert not [module for module in recomputed if module.split(".")[0] == name and not module.endswith("layer")]
+
+
+def test_an_error_of_a_recomputed_module_is_reported_with_its_name():
+    with pytest.raises(WorkloadError, match=r"backward failed .*KeyError: 'x' \(in 'blocks\..*forbid the technique"):
+        plan_of(EmptiesADict())
