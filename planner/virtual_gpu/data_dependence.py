@@ -146,6 +146,19 @@ class DataDependence:
         with unset_fake_temporarily():
             return self.values_or_refuse(tensor).tolist()
 
+    def list_or_assume(self, tensor: torch.Tensor, value: int, assumption: str) -> list[int]:
+        """Returns the values of a tensor with one dimension as a list; `value` for each if they are not known.
+
+        Args:
+            assumption: text to note in that case.
+        """
+        known = self.known_value(tensor)
+        if known is None:
+            self.assume((assumption,))
+            return [value] * tensor.numel()
+        with unset_fake_temporarily():
+            return known.expand(tensor.shape).tolist()
+
     def install(self) -> None:
         """Patches fake tensors and libraries in this process, which must be a child process.
 

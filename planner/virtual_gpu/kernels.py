@@ -23,6 +23,8 @@ KERNELS: dict[torch._ops.OpOverload, Callable[..., Made]] = {}
 
 _aten = torch.ops.aten
 
+ASSUMED_LENGTHS = "all inputs and targets of ctc_loss have full length"
+
 
 def cuda_kernel(*ops: torch._ops.OpOverload) -> Callable[[Callable[..., Made]], Callable[..., Made]]:
     """Returns a decorator that registers a function which allocates what these ops allocate on CUDA.
@@ -147,8 +149,13 @@ def register_routes(dependence: DataDependence) -> None:
         log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0, reduction: int = 1,
         zero_infinity: bool = False,
     ) -> torch.Tensor:  # fmt: skip
-        """Runs the ops of `ctc_loss` in LossCTC.cpp. It needs the lengths, so they must be known."""
-        steps, lengths = (dependence.list_or_refuse(tensor) for tensor in (input_lengths, target_lengths))
+        """Runs the ops of `ctc_loss` in LossCTC.cpp. Lengths that are not known are assumed to be the largest possible.
+
+        Concatenated targets have no largest possible length, and are assumed to be equally long.
+        """
+        longest = targets.shape[1] if targets.dim() > 1 else targets.numel() // target_lengths.numel()
+        steps = dependence.list_or_assume(input_lengths, log_probs.shape[0], ASSUMED_LENGTHS)
+        lengths = dependence.list_or_assume(target_lengths, longest, ASSUMED_LENGTHS)
         losses = _aten._ctc_loss.default(log_probs, targets, steps, lengths, blank, zero_infinity)[0]
         if zero_infinity:
             losses = torch.where(losses == float("inf"), losses.new_zeros(()), losses)
