@@ -35,6 +35,7 @@ from planner.rewrite.accumulation_check.gradient_probe import (
     SLIGHT,
     GradientProbe,
     Halves,
+    NotReproducibleError,
     ProbeResult,
     why_not_probed,
 )
@@ -73,6 +74,10 @@ class CouplingCheck:
     """The module that computes its logits in chunks; None if there is none."""
     way_out: str = "forbid accumulation, or pass loss_weight=... to apply if the loss is a sum or another mean"
     """End of the error message, which says what the user can do."""
+    unchecked_way_out: str = (
+        'forbid accumulation, state the number of loss terms by loss_weight=... to apply, or pass check="off" to apply'
+    )
+    """The same for the message that nothing could be compared."""
     _batches: int = 0
     """Number of batches so far that were split."""
     _warned_topics: set[str] = dataclasses.field(default_factory=set)
@@ -96,8 +101,14 @@ class CouplingCheck:
             return
         if self._batches + 1 in _CHECKED_BATCHES:
             new_probe = self._probe_factory(model, batch, samples, loss_of)
-            difference = self._difference_in_samples(new_probe, batch, samples)
-            if difference is not None and not self._micro_batches_agree(new_probe, batch, samples):
+            difference, why_not = self._difference_in_samples(new_probe, batch, samples)
+            agrees = (difference is None and why_not is None) or self._micro_batches_agree(new_probe, batch, samples)
+            if why_not is not None and not agrees:
+                message = f"it could not be checked that micro-batches train like the whole batch: {why_not}"
+                if not self.has_stated_weights:
+                    raise DecisionError(f"{message}; {self.unchecked_way_out}")
+                self._warn_once("not checked", message)
+            if difference is not None and not agrees:
                 if not self.has_stated_weights and not difference.is_slight:
                     raise DecisionError(f"{difference}; {self.way_out}")
                 remark = (
@@ -186,18 +197,17 @@ class CouplingCheck:
 
     def _difference_in_samples(
         self, new_probe: Callable[..., GradientProbe], batch: Any, samples: int
-    ) -> ProbeResult | None:
+    ) -> tuple[ProbeResult | None, str | None]:
         """Compare samples that are computed together with the same samples in two halves.
 
-        Returns the first comparison in which they differ, or None if they agree in all. A warning is logged if nothing
-        could be compared.
+        Returns the first comparison in which they differ, or None if they agree in all; and the reason if nothing could
+        be compared, else None. A loss or gradient that is zero or not finite is no such reason.
         """
         try:
             choices = list(self._choices(batch, samples))
         except Exception as error:  # an unusual kind of tensor in the batch; training may work all the same
-            self._warn_once("not probed", f"the loss could not be tried on parts of a batch ({error})")
-            return None
-        reason, compared, differs_by_draws = "it is zero, or not finite", 0, None
+            return None, f"samples could not be chosen ({error})"
+        reason, compared, differs_by_draws = None, 0, None
         for number, (halves, with_gradients) in enumerate(choices):
             # In training mode; in evaluation mode if that fails or there is nothing to compare.
             for in_training_mode in (True, False):
@@ -211,19 +221,20 @@ class CouplingCheck:
                         drawn = probe.compare_gradients(halves, own_draws=True)
                         differs_by_draws = drawn if drawn is not None and drawn.is_off else None
                 except Exception as error:  # raised by the model or its loss; training may work all the same
-                    reason = f"{type(error).__name__}: {error}"
+                    is_ours = isinstance(error, NotReproducibleError)
+                    reason = str(error) if is_ours else f"{type(error).__name__}: {error}"
                     continue
                 if result is not None and result.is_off:
-                    return result
+                    return result, None
                 compared += result is not None
                 if number == 0:
                     self._refuse_dependence_on_calls(probe, torch.cat(halves), with_gradients)
                 break
         if differs_by_draws is not None:
             self._warn_once("random numbers", f"with random numbers of its own for each sample, {differs_by_draws}")
-        elif choices and not compared:
-            self._warn_once("not probed", f"the loss could not be tried on parts of a batch ({reason})")
-        return None
+        if choices and not compared and reason is None:
+            self._warn_once("nothing", "the loss could not be compared on parts of a batch: it is zero, or not finite")
+        return None, None if compared else reason
 
     def _refuse_dependence_on_calls(self, probe: GradientProbe, samples: torch.Tensor, with_gradients: bool) -> None:
         """Raise `DecisionError` if results for some samples depend on how often forward and loss were called before.

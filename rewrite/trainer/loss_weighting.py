@@ -76,6 +76,7 @@ class LossWeighting:
         coupling = CouplingCheck(
             batch_size=batch_size, micro_batch_size=micro_batch_size, terms_of=self._terms,
             uses_autocast=uses_autocast, chunked_head=chunked_head, way_out="plan with accumulation forbidden",
+            unchecked_way_out="plan with accumulation forbidden",
         )  # fmt: skip
         self._check = AccumulationCheck(
             model, functools.partial(_full_precision_loss, model), coupling,

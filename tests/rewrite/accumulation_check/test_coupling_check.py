@@ -224,27 +224,30 @@ def test_a_loss_that_takes_gradients_itself_is_probed():
         step_of(penalty, 4, 4).step(padded())
 
 
-def test_what_cannot_be_probed_is_logged(caplog):
+def test_what_cannot_be_checked_is_refused_unless_weights_are_stated(caplog):
     def sampled(output, batch):
         return costs(output, batch).flatten()[torch.multinomial(torch.ones(8), 4)].mean()
 
-    with caplog.at_level(logging.WARNING, "planner.rewrite"):
+    why = 'could not be checked .* multinomial draws from a distribution that is not supported .*check="off"'
+    with pytest.raises(DecisionError, match=why):
         step_of(sampled, 4, 4).step(padded())
-    assert "could not be tried on parts of a batch" in caplog.text
-    assert "multinomial draws from a distribution that is not supported" in caplog.text
+    with caplog.at_level(logging.WARNING, "planner.rewrite"):
+        step_of(sampled, 4, 4, loss_weight=lambda batch: len(batch[0])).step(padded())
+    assert "could not be checked" in caplog.text
 
 
 CALLS: list[int] = []
 
 
-def test_a_loss_that_depends_on_more_than_the_batch_is_logged(caplog):
+def test_a_loss_that_depends_on_more_than_the_batch_is_refused():
     def warming_up(output, batch):
         CALLS.append(0)
         return costs(output, batch).mean() * len(CALLS)
 
-    with caplog.at_level(logging.WARNING, "planner.rewrite"):
+    with pytest.raises(
+        DecisionError, match="the gradient of the same samples differs when it is computed a second time"
+    ):
         step_of(warming_up, 4, 4).step(padded())
-    assert "the gradient of the same samples differs when it is computed a second time" in caplog.text
 
 
 def test_padding_is_what_is_commonest():
@@ -439,7 +442,7 @@ def test_a_function_without_a_gradient_is_not_an_obstacle(caplog):
     assert not caplog.records
 
 
-def test_a_batch_that_cannot_be_read_is_logged(caplog):
+def test_a_batch_that_cannot_be_read_is_refused():
     """The last member of the batch is passed to the loss function only."""
     quantized = torch.quantize_per_tensor(torch.randn(32, 3), 0.1, 0, torch.qint8)
 
@@ -447,8 +450,8 @@ def test_a_batch_that_cannot_be_read_is_logged(caplog):
         return (output.square().mean(1) + batch[1].dequantize().sum(1)).sum() / len(output)
 
     batch = (classes()[0], quantized)
-    step_of(loss, 8, 4, batch=batch, build=Embedder).step(batch)
-    assert "could not be tried" in caplog.text
+    with pytest.raises(DecisionError, match="could not be checked that micro-batches train like the whole batch"):
+        step_of(loss, 8, 4, batch=batch, build=Embedder).step(batch)
 
 
 def test_wrapper_tensors_are_logged(caplog):
@@ -469,13 +472,15 @@ def test_wrapper_tensors_are_logged(caplog):
 
 
 @pytest.mark.parametrize("draw", [np.random.rand, lambda n: np.array([random.random() for _ in range(n)])])
-def test_numbers_of_each_sample_that_are_not_torchs_are_logged(draw, caplog):
+def test_numbers_of_each_sample_that_are_not_torchs_are_refused_unless_weights_are_stated(draw, caplog):
     """The split changes which sample gets which number, so that a difference means nothing."""
 
     def noisy(output, batch):
         return (F.cross_entropy(output, batch[1], reduction="none") * torch.as_tensor(draw(len(output)))).mean()
 
-    result = step_of(noisy, 8, 4, batch=classes(), build=Embedder)
+    with pytest.raises(DecisionError, match="draws random numbers with numpy or Python"):
+        step_of(noisy, 8, 4, batch=classes(), build=Embedder).step(classes())
+    result = step_of(noisy, 8, 4, batch=classes(), build=Embedder, loss_weight=lambda batch: len(batch[0]))
     for _ in range(4):
         result.step(classes())
     assert len(caplog.records) == 1  # once, not in each of the batches
