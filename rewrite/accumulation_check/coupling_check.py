@@ -264,7 +264,12 @@ class CouplingCheck:
         """
         if samples <= self.micro_batch_size:
             return False
-        return _all_agree(new_probe(), pairs_of_micro_batches(batch, samples, self.micro_batch_size))
+        try:
+            pairs = pairs_of_micro_batches(batch, samples, self.micro_batch_size)
+        except Exception as error:  # an unusual kind of tensor in the batch
+            logger.info("micro-batches could not be chosen (%s: %s)", type(error).__name__, error)
+            return False
+        return _all_agree(new_probe(), pairs)
 
 
 def _compare(probe: GradientProbe, halves: Halves, with_gradients: bool) -> ProbeResult | None:
