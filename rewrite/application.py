@@ -99,8 +99,7 @@ def apply(
             different optimizer.
         DecisionError: if a decision cannot be applied. The model is unchanged then.
     """
-    if check not in ("first-step", "off"):
-        raise DecisionError(f'check={check!r} is unknown: give "first-step" or "off"')
+    makes_checks = is_check_on(check)
     optimizer = matched(plan, model, optimizer, loss_fn)
     if not plan.fits:
         warnings.warn(DOES_NOT_FIT, stacklevel=2)
@@ -117,13 +116,18 @@ def apply(
         not_by_sample=plan.workload.not_by_sample,
     )
     rewritten.step.require_wrapper()
-    if check == "off":
-        rewritten.step.observers = ()
-    else:
-        rewritten.step.observers += _checks(plan, rewritten._rewriting)
+    observers = rewritten.step.observers
+    rewritten.step.observers = (*observers, *_checks(plan, rewritten._rewriting)) if makes_checks else ()
     if turns_cache_off(plan):
         rewritten._rewriting.turn_cache_off()
     return rewritten
+
+
+def is_check_on(check: str) -> bool:
+    """Returns False for "off", True for "first-step", and raises `DecisionError` for anything else."""
+    if check not in ("first-step", "off"):
+        raise DecisionError(f'check={check!r} is unknown: give "first-step" or "off"')
+    return check == "first-step"
 
 
 def _recompute_checks(rewriting: Rewriting) -> tuple[RecomputeObserver, ...]:
@@ -140,7 +144,7 @@ def _checks(plan: Plan, rewriting: Rewriting) -> tuple[StepObserver, ...]:
     def full_precision_loss(batch: Any) -> torch.Tensor:
         return loss_of(rewriting.calling.call(rewriting.model, batch), batch, rewriting.loss_fn)
 
-    first_step = FirstStepCheck(plan, rewriting, full_precision_loss)
+    first_step = FirstStepCheck(plan, rewriting, rewriting.optimizer, full_precision_loss)
     micro_batch_size = micro_batch_size_of(plan.decisions)
     if micro_batch_size is None or rewriting.loss_terms is None:
         return (first_step,)

@@ -46,18 +46,26 @@ class FirstStepCheck(StepObserver):
     Args:
         plan: the plan that was applied.
         rewriting: the model and what was changed on it.
+        optimizer: the optimizer that trains the model.
         loss_of: computes the loss of a batch with the model, without autocast.
     """
 
-    def __init__(self, plan: Plan, rewriting: Rewriting, loss_of: Callable[[Any], torch.Tensor]) -> None:
-        self._plan, self._rewriting, self._loss_of = plan, rewriting, loss_of
+    def __init__(
+        self,
+        plan: Plan,
+        rewriting: Rewriting,
+        optimizer: torch.optim.Optimizer,
+        loss_of: Callable[[Any], torch.Tensor],
+    ) -> None:
+        self._plan, self._rewriting, self._optimizer, self._loss_of = plan, rewriting, optimizer, loss_of
         self._kinds = [decision.kind for decision in plan.decisions if decision.role in _REPLACE_FORWARDS]
-        self._is_due = bool(self._kinds)
+        self.is_due = bool(self._kinds)
+        """True until the first step was compared, or it is known why it cannot be."""
 
     def before_update(self, batch: Any) -> None:
-        if not self._is_due:
+        if not self.is_due:
             return
-        self._is_due = False
+        self.is_due = False
         why_not = self._compare(batch)
         if why_not is not None:
             logger.warning(
@@ -66,7 +74,7 @@ class FirstStepCheck(StepObserver):
             )
 
     def after_error(self) -> None:
-        self._is_due = bool(self._kinds)  # the next step is the first that trains
+        self.is_due = bool(self._kinds)  # the next step is the first that trains
 
     def _compare(self, batch: Any) -> str | None:
         """Raises `DecisionError` if gradients differ. Returns the reason if they could not be compared, else None."""
@@ -118,7 +126,7 @@ class FirstStepCheck(StepObserver):
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         state = [
             value
-            for values in self._rewriting.optimizer.state.values()
+            for values in self._optimizer.state.values()
             for value in values.values()
             if isinstance(value, torch.Tensor) and value.device.type != "cpu"
         ]

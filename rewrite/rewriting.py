@@ -152,8 +152,15 @@ class Rewriting:
 
     @contextlib.contextmanager
     def original_forwards(self) -> Iterator[None]:
-        """Context in which modules have the forwards that they had before the rewriting."""
+        """Context in which modules have the forwards that they had before the rewriting.
+
+        Raises:
+            DecisionError: if something replaced a forward after the rewriting, as accelerate does.
+        """
         forwards = [change for change in self.changes if change.set_again is not None]
+        for change in forwards:
+            if not change.intact():
+                raise DecisionError(f"{change.place} was replaced after the plan was applied")
         for change in reversed(forwards):
             change.restore()
         try:

@@ -32,8 +32,9 @@ Evaluation is not planned: it computes the logits of a whole evaluation batch.
 
 from __future__ import annotations
 
+import functools
 import warnings
-from typing import final
+from typing import Literal, final
 
 import torch
 
@@ -44,14 +45,16 @@ from planner.plan_types.plan import Plan
 from planner.rewrite.application import (
     DOES_NOT_FIT,
     change_by_rules,
+    is_check_on,
     one_of_each_kind,
     refuse_another_model,
     turns_cache_off,
 )
+from planner.rewrite.first_step_check import FirstStepCheck
 from planner.rewrite.rewriting import Rewriting
 from planner.rewrite.rules.optimizer_kernel import OPTIONS, optimizer_kernel
 from planner.rewrite.trainer.arguments import refuse_what_trainers_cannot_do
-from planner.rewrite.trainer.loss_weighting import LossWeighting
+from planner.rewrite.trainer.loss_weighting import LossWeighting, full_precision_loss
 from planner.workload.call_convention import Calling
 from planner.workload.model_loss import takes_the_loss
 from planner.workload.torch_optimizers import sparse_lookups
@@ -64,13 +67,17 @@ _OPTIMIZER_ROLES = (Role.OPTIMIZER, Role.UPDATE_TIME)
 class RewrittenForTrainer:
     """A rewritten model that the Trainer trains. `undo()` restores the model; trained weights stay."""
 
-    def __init__(self, plan: Plan, rewriting: Rewriting, share: LossWeighting | None) -> None:
+    def __init__(
+        self, plan: Plan, rewriting: Rewriting, share: LossWeighting | None, *, makes_checks: bool = True
+    ) -> None:
         self.plan = plan
         self.module = rewriting.model
         self.share = share
         """Weights the losses of micro-batches; None if each step has only one micro-batch."""
-        self.recompute_check = rewriting.recompute_check
+        self.recompute_check = rewriting.recompute_check if makes_checks else None
         """Compares the values that backward uses with those of the forward; None if no module is recomputed."""
+        self.makes_checks = makes_checks
+        """False to make no checks of the training itself (`apply_for_trainer(..., check="off")`)."""
         self.is_applied = True
         self._rewriting = rewriting
 
@@ -94,6 +101,13 @@ class RewrittenForTrainer:
         """Let `undo` remove this hook of the model, in case training fails before the callback removes it."""
         self._rewriting.add_hooks([handle])
 
+    def first_step_check(self, optimizer: torch.optim.Optimizer) -> FirstStepCheck | None:
+        """Returns the comparison of the first step with the original model; None if checks are off."""
+        if not self.makes_checks:
+            return None
+        loss_of = functools.partial(full_precision_loss, self.module)
+        return FirstStepCheck(self.plan, self._rewriting, optimizer, loss_of)
+
     def use_kernel(self, optimizer: torch.optim.Optimizer) -> None:
         """Set the planned kernel, such as fused, on the Trainer's optimizer, unless it is set already.
 
@@ -111,10 +125,15 @@ class RewrittenForTrainer:
             optimizer_kernel(self._rewriting, decision)
 
 
-def apply_for_trainer(plan: Plan, model: torch.nn.Module) -> RewrittenForTrainer:
+def apply_for_trainer(
+    plan: Plan, model: torch.nn.Module, *, check: Literal["first-step", "off"] = "first-step"
+) -> RewrittenForTrainer:
     """Rewrite `model` in place by all decisions of the plan that concern the model. Call this before making a Trainer.
 
     Decisions on the loop and the optimizer are left to `training_arguments` and `trainer_callback`.
+
+    Args:
+        check: "first-step" checks the training, first of all its first step; "off" does not (`rewrite.apply`).
 
     Returns:
         The rewritten model, for `trainer_callback`. Its `undo()` restores the model.
@@ -126,6 +145,7 @@ def apply_for_trainer(plan: Plan, model: torch.nn.Module) -> RewrittenForTrainer
         WorkloadError: for a plan with a loss function, for batches that are not passed by keyword, and for sparse
             gradients.
     """
+    makes_checks = is_check_on(check)
     refuse_another_model(plan, model)
     refuse_what_trainers_cannot_do(plan)
     if lookups := sparse_lookups(model):
@@ -144,11 +164,11 @@ def apply_for_trainer(plan: Plan, model: torch.nn.Module) -> RewrittenForTrainer
         change_by_rules(rewriting, {kind: by_kind[kind] for kind in by_kind if kind.role not in _OPTIMIZER_ROLES})
         if turns_cache_off(plan):
             rewriting.turn_cache_off()
-        share = _weighted_by_share(rewriting, plan) if accumulates(plan) else None
+        share = _weighted_by_share(rewriting, plan, makes_checks) if accumulates(plan) else None
     except BaseException:
         rewriting.restore()
         raise
-    return RewrittenForTrainer(plan, rewriting, share)
+    return RewrittenForTrainer(plan, rewriting, share, makes_checks=makes_checks)
 
 
 def accumulates(plan: Plan) -> bool:
@@ -156,12 +176,12 @@ def accumulates(plan: Plan) -> bool:
     return micro_batches_of(plan.decisions) > 1 or plan.workload.gradients_alive
 
 
-def _weighted_by_share(rewriting: Rewriting, plan: Plan) -> LossWeighting:
+def _weighted_by_share(rewriting: Rewriting, plan: Plan, makes_checks: bool) -> LossWeighting:
     """Weight the losses of micro-batches by hooks of the model, and let the Trainer pass its label count to the model.
 
     Hooks are used, and not a new forward of the model, because accelerate wraps the forward.
     """
-    share = LossWeighting.of(rewriting.model, plan, rewriting.chunked_head)
+    share = LossWeighting.of(rewriting.model, plan, rewriting.chunked_head, makes_checks=makes_checks)
     for model in {rewriting.model: None, takes_the_loss(rewriting.model): None}:
         rewriting.replace(model, "accepts_loss_kwargs", True, place="accepts_loss_kwargs of the model")
     rewriting.add_hooks(share.hooks_on(rewriting.model))

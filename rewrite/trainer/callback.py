@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from planner.errors import DecisionError, PlanFileError, PromiseError, WorkloadError
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
+from planner.rewrite.first_step_check import FirstStepCheck
 from planner.rewrite.optimizers import OPTIMIZERS
 from planner.rewrite.recompute_observer import refuse_difference
 from planner.rewrite.trainer.apply import RewrittenForTrainer
@@ -86,6 +87,9 @@ class PlanCallback(TrainerCallback):
         """Number of optimizer steps so far, up to `steps`."""
         self._warned_topics: set[str] = set()
         self._hooks: list[Any] = []
+        self._first_step: FirstStepCheck | None = None
+        self._latest_inputs: dict[str, Any] | None = None
+        """Arguments of the latest forward, until the first step was compared."""
 
     def on_train_begin(
         self,
@@ -114,7 +118,9 @@ class PlanCallback(TrainerCallback):
         if self.rewritten.share is not None:
             if not self.rewritten.share.labelled:
                 refuse_uneven_micro_batches(args, state, objects.get("train_dataloader"))
-            self.rewritten.share.start_checking()
+            if self.rewritten.makes_checks:
+                self.rewritten.share.start_checking()
+        self._first_step = self.rewritten.first_step_check(optimizer)
         if args.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(args.device)
 
@@ -129,6 +135,9 @@ class PlanCallback(TrainerCallback):
         """Check recomputed modules and the weights of the micro-batches before their gradients are used."""
         if self.rewritten.recompute_check is not None:
             refuse_difference(self.rewritten.recompute_check)
+        inputs, self._latest_inputs = self._latest_inputs, None
+        if self._first_step is not None and inputs is not None:
+            self._first_step.before_update(inputs)
         if self.rewritten.share is not None:
             self.rewritten.share.refuse_another_loss()
 
@@ -185,6 +194,8 @@ class PlanCallback(TrainerCallback):
         """Refuse a batch that is larger than planned, and warn if it has other tensors than planned."""
         if not (model.training and torch.is_grad_enabled()):
             return
+        if self._first_step is not None and self._first_step.is_due:
+            self._latest_inputs = {name: value for name, value in kwargs.items() if name != COUNT}
         plan = self.rewritten.plan
         tensors = {path: (shape, dtype) for path, shape, dtype in described(kwargs) if path != COUNT}
         larger = larger_than_planned(plan, tensors)

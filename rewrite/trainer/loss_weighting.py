@@ -68,6 +68,7 @@ class LossWeighting:
         batch_size: int,
         uses_autocast: bool,
         chunked_head: torch.nn.Module | None,
+        makes_checks: bool = True,
     ) -> None:
         self.shifted, self.ignored, self.divides, self.labelled = shifted, ignored, divides, labelled
         self.micro_batch_size = micro_batch_size
@@ -76,10 +77,10 @@ class LossWeighting:
         coupling = CouplingCheck(
             batch_size=batch_size, micro_batch_size=micro_batch_size, terms_of=self._terms,
             uses_autocast=uses_autocast, chunked_head=chunked_head, way_out="plan with accumulation forbidden",
-            unchecked_way_out="plan with accumulation forbidden",
+            unchecked_way_out='plan with accumulation forbidden, or pass check="off" to apply_for_trainer',
         )  # fmt: skip
         self._check = AccumulationCheck(
-            model, functools.partial(_full_precision_loss, model), coupling,
+            model, functools.partial(full_precision_loss, model), coupling if makes_checks else None,
             checks_weights=False, has_loss_weight_option=False, every_step=True,
         )  # fmt: skip
         self._is_checking = False
@@ -98,8 +99,15 @@ class LossWeighting:
         """True if a loss that is computed outside of the model is still to be warned of, once."""
 
     @classmethod
-    def of(cls, model: torch.nn.Module, plan: Plan, chunked_head: torch.nn.Module | None) -> LossWeighting:
-        """Create the weighting for a model and a plan. `chunked_head` is the module that computes logits in chunks."""
+    def of(
+        cls, model: torch.nn.Module, plan: Plan, chunked_head: torch.nn.Module | None, *, makes_checks: bool = True
+    ) -> LossWeighting:
+        """Create the weighting for a model and a plan.
+
+        Args:
+            chunked_head: the module that computes logits in chunks, if there is one.
+            makes_checks: False to compare no gradients of samples.
+        """
         return cls(
             model,
             shifted=shifts_labels(model),
@@ -110,6 +118,7 @@ class LossWeighting:
             batch_size=plan.workload.batch_size,
             uses_autocast=has_role(plan.decisions, Role.PRECISION),
             chunked_head=chunked_head,
+            makes_checks=makes_checks,
         )
 
     def hooks_on(self, model: torch.nn.Module) -> list[Any]:
@@ -273,7 +282,7 @@ def _trains(model: torch.nn.Module) -> bool:
     return model.training and torch.is_grad_enabled()
 
 
-def _full_precision_loss(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+def full_precision_loss(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     """Returns the loss of a batch without the model's hooks and accelerate's autocast wrapper."""
     loss = _loss_in(vars(model).get("_original_forward", model.forward)(**batch))
     if loss is None:

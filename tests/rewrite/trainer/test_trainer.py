@@ -602,3 +602,28 @@ def test_a_recompute_on_other_values_is_refused_before_the_update(decisions, tmp
     with pytest.raises(DecisionError, match=r"'scale' was 2\.0 and is 1\.0 in backward"):
         by_the_plan(plan, model, rows(numbers()), tmp_path)
     assert largest_difference(model, before) == 0.0
+
+
+class Branching(transformers.GPT2LMHeadModel):
+    """A model that computes other logits if its head returns something else than a tensor."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        logits = self.lm_head(self.transformer(input_ids).last_hidden_state)
+        if isinstance(logits, torch.Tensor):
+            logits = logits * 2.0
+        rows = logits[:, :-1].flatten(0, 1)
+        return {"loss": torch.nn.functional.cross_entropy(rows, labels[:, 1:].flatten())}
+
+
+@pytest.mark.parametrize("check", ["first-step", "off"])
+def test_the_first_step_is_compared_with_the_original_model(check, tmp_path):
+    torch.manual_seed(0)
+    model = Branching(gpt2().config)
+    plan = plan_for(model, tokens(), ChunkedLoss(module="lm_head", chunks=2))
+    callback = rewrite.trainer_callback(rewrite.apply_for_trainer(plan, model, check=check))
+    arguments = rewrite.training_arguments(plan, **settings(tmp_path))
+    if check == "off":
+        trained(model, arguments, rows(tokens(SAMPLES)), [callback])
+    else:
+        with pytest.raises(DecisionError, match="chunked-loss changes what the model computes"):
+            trained(model, arguments, rows(tokens(SAMPLES)), [callback])
