@@ -18,7 +18,8 @@ _WITHOUT_FORWARD = "its class does not define a forward"
 _WITHOUT_GRADIENTS = "it runs without gradients"
 OWN_GENERATOR = "it draws from its own random generator, whose state would differ in a second run"
 TAKES_GRADIENTS = "its backward runs already during the model's forward"
-NO_REPLAY = frozenset({COMPILED, _WITHOUT_FORWARD, _WITHOUT_GRADIENTS, TAKES_GRADIENTS})
+TRANSFORMED = "it runs inside of a transform of torch.func, or calls one that takes gradients"
+NO_REPLAY = frozenset({COMPILED, _WITHOUT_FORWARD, _WITHOUT_GRADIENTS, TAKES_GRADIENTS, TRANSFORMED})
 """Obstacles that also forbid a replay, which runs the recorded ops of the forward again but no Python code."""
 
 
@@ -115,6 +116,8 @@ class ModuleCalls:
             return COMPILED
         if getattr(type(module).forward, "__name__", "") == "_forward_unimplemented":
             return _WITHOUT_FORWARD
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return TRANSFORMED
         return None if torch.is_grad_enabled() else _WITHOUT_GRADIENTS
 
     def _leaving(self, module: torch.nn.Module, args: tuple, output: Any) -> None:

@@ -282,6 +282,8 @@ class Recorder(TorchDispatchMode):
             for _, buffer in module.named_buffers(recurse=False):
                 if (storage := self.table.storage_of(buffer)) is not None:
                     self._buffers[storage] = (name, is_norm)
+        if self.virtual and self.what_if:
+            self._saved.install()
         handles = []
         for name, module in model.named_modules(remove_duplicate=True):
             handles += self.calls.hooks(name, module)

@@ -6,13 +6,16 @@ The `Save` of a tensor has the ticks at which autograd packs it, first unpacks i
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 
-from planner.recording.module_calls import TAKES_GRADIENTS, ModuleCalls
+from planner.recording.module_calls import TAKES_GRADIENTS, TRANSFORMED, ModuleCalls
 from planner.recording.step_graph import Save
 from planner.recording.storage_table import StorageTable
 from planner.virtual_gpu.shadow_values import ShadowValues
@@ -66,6 +69,31 @@ class SavedTensors:
         self.all: list[Save] = []
         """Every save so far, in the order in which autograd packed the tensors."""
         self._recorder, self._table, self._calls, self._known = recorder, table, calls, known
+
+    def install(self) -> None:
+        """Take hooks away while a transform of torch.func takes gradients, which refuses to run under any.
+
+        This replaces a function of torch, so it must be called in a child process only. The calls that are running get
+        an obstacle, because recomputing and offloading need hooks too.
+        """
+        disable = torch.autograd.graph.disable_saved_tensors_hooks
+
+        @functools.wraps(disable)
+        @contextlib.contextmanager
+        def disable_without_hooks(message: str) -> Iterator[None]:
+            self._calls.note_obstacle(self._calls.innermost[1], TRANSFORMED)
+            removed = []
+            while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+                removed.append(top)
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+            try:
+                with disable(message):
+                    yield
+            finally:
+                for hooks in reversed(removed):
+                    torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+        torch.autograd.graph.disable_saved_tensors_hooks = disable_without_hooks  # type: ignore[assignment]
 
     def pack(self, tensor: torch.Tensor) -> _SavedPlaceholder | _KeptTensor:
         """Called by autograd when it saves a tensor. Returns the object that autograd saves instead."""

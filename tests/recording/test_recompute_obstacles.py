@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import planner
+from planner import rewrite
 from planner.errors import WorkloadError
 from planner.plan_types.decisions import Checkpoint
 
@@ -112,3 +113,38 @@ def test_a_module_whose_attributes_change_after_its_call_is_not_recomputed(model
 def test_an_error_of_a_recomputed_module_is_reported_with_its_name():
     with pytest.raises(WorkloadError, match=r"backward failed .*KeyError: 'x' \(in 'blocks\..*forbid the technique"):
         plan_of(EmptiesADict())
+
+
+class Transformed(nn.Module):
+    """Runs its layers inside of a transform of torch.func."""
+
+    def __init__(self, transform: str) -> None:
+        super().__init__()
+        self.transform = transform
+        self.layers = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh(), nn.Linear(SIZE, SIZE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.transform == "vmap":
+            return torch.func.vmap(self.layers)(x)
+        if self.transform == "grad":
+            return torch.func.grad(lambda x: self.layers(x).sum())(x)
+        weights = dict(self.layers.named_parameters())  # one step of an inner loop, as MAML takes
+
+        def inner(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+            return torch.func.functional_call(self.layers, weights, (x,)).square().mean()
+
+        slopes = torch.func.grad(inner)(weights)
+        updated = {name: weight - 0.1 * slopes[name] for name, weight in weights.items()}
+        return torch.func.functional_call(self.layers, updated, (x,))
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad", "maml"])
+@pytest.mark.parametrize("only", ["checkpoint", "offload", "segment-checkpoint"])
+def test_a_model_that_uses_torch_func_can_be_planned_and_trains_the_same(transform, only):
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh(), Transformed(transform)), torch.randn(256, SIZE)
+    plan = planner.plan(model, batch, loss_fn=squares, vram="60KiB", gpu="bare", optimizer="sgd", only=[only])
+    parity = rewrite.verify(plan, model, batch, loss_fn=squares)
+    assert parity.passed, parity.failures
+    named = [name for decision in plan.decisions for name in getattr(decision, "modules", ())]
+    assert not [name for name in named if name.startswith("2.layers")]
