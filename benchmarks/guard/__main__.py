@@ -1,11 +1,14 @@
 """Test the accumulation check: wrong gradients that pass, right ones that are refused, and its cost.
 
-    python -m benchmarks.guard [losses | zoo | cost] [--seeds 3] [--limit-s 1200]
+    python -m benchmarks.guard [losses | zoo | cost] [--seeds 3] [--limit-s 1200] [--form whole]
 
 losses: small models with losses that people write. The error of the accumulated gradient against the whole batch's is
 measured in fp64, and compared with the check's verdict in the first 16 batches. zoo: the same for the transformers
 models of the tests, one batch each, with their own losses. cost: peak memory and time of steps with a check, relative
 to steps without.
+
+--form measures what a simpler check would find: `weights` only watches the calls of loss functions, `values` compares
+values of the loss instead of gradients, `first` compares in the first batch only.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -28,6 +32,7 @@ from benchmarks.guard.losses import CASES
 from benchmarks.guard.trying import Outcome, outcomes, plan_of
 from planner.assemble import versions
 from planner.errors import PlannerError
+from planner.rewrite.accumulation_check import CouplingCheck, coupling_check
 
 RIGHT = 1e-6
 """Maximum relative error of a right gradient in fp64: rounding, of constants that are stored in fp32."""
@@ -120,6 +125,21 @@ def of_cost() -> Table:
     return table
 
 
+def use_form(form: str) -> None:
+    """Make the check of this process simpler."""
+    whole = CouplingCheck._choices
+    if form == "weights":
+        CouplingCheck.refuse_coupled_samples = lambda *_, **__: None  # type: ignore[method-assign]
+    elif form == "first":
+        coupling_check._CHECKED_BATCHES = (1,)
+    elif form == "values":
+
+        def values(check: CouplingCheck, batch: Any, samples: int) -> Iterator[Any]:
+            yield from ((halves, False) for halves, _ in whole(check, batch, samples))
+
+        CouplingCheck._choices = values  # type: ignore[method-assign]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -127,7 +147,9 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--limit-s", type=float, default=1200.0, help="seconds for each part")
+    parser.add_argument("--form", choices=("whole", "weights", "values", "first"), default="whole")
     options = parser.parse_args()
+    use_form(options.form)
     logging.getLogger("planner.rewrite").propagate = False
     torch.set_num_threads(1)
     console = Console(width=140)

@@ -1,4 +1,4 @@
-"""Two processes train one model by DistributedDataParallel: gradients are the mean of both, or the step is refused."""
+"""Two processes train one model by DDP or FSDP2: gradients are the mean of both, or the step is refused."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import planner
@@ -69,12 +72,16 @@ def expected(sizes: tuple[int, int] = (6, 6), **options) -> dict[str, torch.Tens
     return found
 
 
+def whole(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.to_dense().clone()
+
+
 def off_by(step: Callable[[], Any], model: nn.Module, optimizer, wanted: dict[str, torch.Tensor]) -> float:
     """Largest relative error of the gradients that the optimizer gets."""
     shown: dict[str, torch.Tensor] = {}
 
     def note(*_: object) -> None:
-        shown.update({n: p.grad.to_dense().clone() for n, p in model.named_parameters() if p.grad is not None})
+        shown.update({n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None})
 
     handle = optimizer.register_step_pre_hook(note)
     step()
@@ -106,6 +113,29 @@ def through(rank: int, *decisions, sizes: tuple[int, int] = (6, 6), ddp: dict | 
     found = off_by(lambda: result.step(batch), result.module, result.optimizer, wanted)
     assert options.get("sparse") or asked == [True]
     return found
+
+
+def shard(model: nn.Module) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for part in (model.first, model.head, model):
+        fully_shard(part, mesh=mesh)
+
+
+def sharded(rank: int, *decisions) -> float:
+    """The plan is applied to a model that FSDP2 has sharded."""
+    model = seeded(Language)
+    plan = plan_for(model, batch_of(0), *decisions)
+    shard(model)
+    result = rewrite.apply(plan, model, sgd)
+    result.step.wrap_with(model)
+    return off_by(lambda: result.step(batch_of(rank)), model, result.optimizer, expected())
+
+
+def sharded_afterwards(rank: int) -> None:
+    result = applied(BLOCKS)
+    shard(result.module)
+    result.step.wrap_with(result.module)
+    result.step(batch_of(rank))
 
 
 def own_loop(rank: int, *decisions) -> float:
@@ -142,6 +172,9 @@ CASES: dict[str, Callable[[int], float]] = {
     ),
     "sparse": lambda rank: through(rank, UNEVEN, sparse=True),
     "a loop of one's own": lambda rank: own_loop(rank, BLOCKS, CHUNKS),
+    "FSDP2": lambda rank: sharded(rank),
+    "FSDP2 with checkpoints": lambda rank: sharded(rank, BLOCKS),
+    "FSDP2 with micro-batches and checkpoints": lambda rank: sharded(rank, UNEVEN, BLOCKS),
     "an emitted file": lambda rank: emitted(rank, UNEVEN, BLOCKS, CHUNKS),
 }
 
@@ -157,6 +190,10 @@ REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
     "a step in backward": (
         lambda rank: (result := applied(StepInBackward())).step.wrap_with(DistributedDataParallel(result.module)),
         "DecisionError: step-in-backward uses each gradient before DistributedDataParallel has added up those of all",
+    ),
+    "FSDP2 after the plan": (
+        sharded_afterwards,
+        "DecisionError: 7 parameters of FSDPLanguage were replaced after the plan was applied, 'embedding.weight'",
     ),
     "a step in backward from a file": (
         lambda rank: emitted(rank, StepInBackward()),
