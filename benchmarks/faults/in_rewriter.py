@@ -375,6 +375,14 @@ FAULTS = (
         why="in evaluation the head returns an object without logits",
     ),
     Fault(
+        name="chunks-loss-in-half",
+        path="rewrite/rules/chunked_loss.py",
+        old="return loss if torch.is_autocast_enabled(target.device.type) else loss.to(logits.dtype)",
+        new="return loss.to(logits.dtype)",
+        tests=(f"{_RULES}/test_chunked_loss.py",),
+        why="inside autocast the loss is rounded to bf16, while cross entropy returns it in fp32",
+    ),
+    Fault(
         name="chunks-keep-gradient-dtype",
         path="rewrite/rules/chunked_loss.py",
         old="weight_grad = torch.zeros_like(weight, dtype=exact) if wanted[1] else None",

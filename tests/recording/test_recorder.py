@@ -164,6 +164,14 @@ def test_autocast_caches_casts_of_fp32_weights_only():
         assert first is autocast.cast(weight, torch.bfloat16) is cast[0] and len(cast) == 1
 
 
+def test_a_softmax_of_the_lower_precision_is_computed_in_fp32():
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Softmax(1))
+    batch = (torch.zeros(64, 32), torch.zeros(64, 32))
+    graph = plain(workload(model, batch, loss_fn=mean_square), (Precision(dtype="bf16"),))
+    (softmax,) = (op for op in graph.ops if op.name == "aten._softmax.default")
+    assert [graph.storages[output].size_bytes for output in softmax.outputs] == [64 * 32 * 4]
+
+
 def test_eight_bit_state_takes_a_byte_and_a_share_of_absmax_for_each_of_two_moments():
     work = mlp(width=256)
     graph = certifying_graph(work, (Optimizer(),), BARE)

@@ -14,6 +14,7 @@ from planner.errors import DecisionError, PlanFileError, WorkloadError
 from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Freeze, Precision
 from planner.plan_types.fingerprint import fingerprint
 from planner.rewrite import apply
+from planner.rewrite.portable.loss_and_clipping import clip_gradients
 from planner.rewrite.step_observer import StepObserver
 from tests.support.training import (
     Convolutional,
@@ -255,6 +256,14 @@ def test_sparse_gradients_accumulate_and_are_clipped():
         assert dense.norm().item() == pytest.approx(0.05, rel=1e-3)
         weights.append(model.embedding.weight.detach())
     torch.testing.assert_close(*weights)
+
+
+def test_sparse_gradients_below_the_maximum_norm_are_left_alone():
+    module = nn.Embedding(4, 2, sparse=True)
+    module(torch.tensor([1, 1, 3])).sum().backward()
+    before = module.weight.grad.to_dense()
+    clip_gradients(module, 100.0)
+    assert torch.equal(module.weight.grad.to_dense(), before)
 
 
 def test_a_model_that_returns_its_loss_as_one_element_gives_a_number():
