@@ -10,7 +10,7 @@ _SAME_BITS = f"{_TEST}::test_a_file_trains_to_the_same_bits_as_the_live_objects"
 
 FAULTS = (
     Fault(
-        name="emitter-forgets-the-chunks-of-the-batch",
+        name="emitter-label-shift",
         path="rewrite/rules/accumulation.py",
         old='        constants.append(assignment("LABELS_SHIFTED", own.shifted) + _SHIFTED_COMMENT)',
         new='        constants.append(assignment("LABELS_SHIFTED", False) + _SHIFTED_COMMENT)',
@@ -23,7 +23,7 @@ FAULTS = (
         path="rewrite/rules/accumulation.py",
         old='assignment("IGNORED_LABEL", own.ignored)',
         new='assignment("IGNORED_LABEL", -100)',
-        tests=(_TEST, "tests/rewrite/emitter/test_emitted_fixtures.py"),
+        tests=(f"{_TEST}::test_how_the_loss_of_a_model_of_ones_own_counts_is_in_the_emitted_file",),
         why="the file counts labels that a model with another ignore_index ignores",
     ),
     Fault(
@@ -31,7 +31,7 @@ FAULTS = (
         path="rewrite/rules/accumulation.py",
         old='assignment("LOSS_DIVIDES", own.divides)',
         new='assignment("LOSS_DIVIDES", False)',
-        tests=(_TEST, "tests/rewrite/emitter/test_emitted_fixtures.py"),
+        tests=(f"{_TEST}::test_how_the_loss_of_a_model_of_ones_own_counts_is_in_the_emitted_file",),
         why="the file weights losses that num_items_in_batch has divided already",
     ),
     Fault(
@@ -96,8 +96,7 @@ FAULTS = (
         path="rewrite/portable/module_forward.py",
         old="        return own.__func__",
         new="        return functools.wraps(own)(lambda _module, /, *args, **kwargs: own(*args, **kwargs))",
-        tests=("tests/rewrite/rules/test_checkpoint.py", "tests/rewrite/rules/test_offload.py",
-               "tests/rewrite/rules/test_segment_checkpoint.py", "tests/rewrite/test_application.py"),
+        tests=("tests/rewrite/rules/test_offload.py::test_a_deep_copy_trains_its_own_weights",),
         why="a deep copy of a rewritten model runs with the weights of the original",
     ),
     Fault(
@@ -107,14 +106,6 @@ FAULTS = (
         new="    model.get_submodule(name).eval()\n",
         tests=(_SAME_BITS,),
         why="the file trains what the plan freezes",
-    ),
-    Fault(
-        name="emitter-optimizer-of-all-parameters",
-        path=_EMIT,
-        old='    parameters = "[parameter for parameter in model.parameters() if parameter.requires_grad]"',
-        new='    parameters = "list(model.parameters())"',
-        tests=(_SAME_BITS,),
-        why="the file's optimizer holds frozen parameters",
     ),
     Fault(
         name="emitter-default-hyperparameters",

@@ -305,7 +305,7 @@ FAULTS = (
         path="rewrite/rehearse.py",
         old="    return (size, size, last)",
         new="    return (size, size)",
-        tests=("tests/recording/test_unused.py", "tests/system/test_recipes.py"),
+        tests=("tests/rewrite/test_application.py::test_every_size_of_a_micro_batch_is_rehearsed",),
         why="the last micro-batch, of another size, is not rehearsed",
     ),
     # ---- recompute and search

@@ -479,7 +479,7 @@ FAULTS = (
         old="    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]",
         new="    trainable = list(model.parameters())",
         tests=(f"{_RULES}/test_mixed_precision_and_freeze.py", f"{_RULES}/test_eight_bit_optimizer.py"),
-        why="the optimizer holds frozen parameters",
+        why="the optimizer holds frozen parameters, and a plan that freezes all of them is not refused",
     ),
     # ---- step in backward
     Fault(
@@ -681,7 +681,7 @@ FAULTS = (
         path="rewrite/rules/offload.py",
         old="        if not self.pending:\n            self.back = None\n",
         new="",
-        tests=(f"{_RULES}/test_offload.py",),
+        tests=(f"{_RULES}/test_offload.py::test_the_copy_on_the_device_is_released_with_the_last_tensor_that_asks_for_it",),
         why="what was copied back stays on the card until the graph is freed",
     ),
     Fault(

@@ -15,7 +15,9 @@ from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Fre
 from planner.plan_types.fingerprint import fingerprint
 from planner.rewrite import apply
 from planner.rewrite.portable.loss_and_clipping import clip_gradients
+from planner.rewrite.rehearse import rehearsed_sizes
 from planner.rewrite.step_observer import StepObserver
+from planner.workload.workload import workload
 from tests.support.training import (
     Convolutional,
     Perceptron,
@@ -296,6 +298,16 @@ def test_the_step_runs_on_tensors_without_storage():
         batch = {name: torch.ones(6, 10, dtype=torch.int64) for name in ("input_ids", "attention_mask", "labels")}
         result = rewritten(gpt2(), *decisions, batch=batch, optimizer="adamw", max_grad_norm=1.0)
         assert result.step(batch).shape == ()
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "rehearsed"), [(8, 2, (8, 2)), (5, 2, (5, 5)), (4, 3, (4, 4, 2)), (3, 4, (3, 3, 1)), (2, 5, (2, 2))]
+)
+def test_every_size_of_a_micro_batch_is_rehearsed(size, count, rehearsed):
+    """A smaller last micro-batch allocates blocks of other sizes, which may need segments of their own."""
+    work = workload(seeded(Perceptron), vectors(10), loss_fn=cross_entropy)
+    assert rehearsed_sizes(work, ()) == (10,)
+    assert rehearsed_sizes(work, (Accumulation(micro_batch_size=size, micro_batches=count),)) == rehearsed
 
 
 def test_a_model_that_was_named_by_reference_trains_without_its_cache_as_planned():

@@ -102,27 +102,55 @@ def test_another_loss_weight_in_the_file_would_be_seen(tmp_path):
         assert_same_training(plan, emitted, seeded(roberta), seeded(roberta), [tokens()] * 3)
 
 
-class OwnCausal(torch.nn.Module):
-    """A user-defined causal model, not a class of transformers."""
+class Own(torch.nn.Module):
+    """Base class of user-defined models, which are not classes of transformers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = torch.nn.Embedding(50, 8), torch.nn.Linear(8, 50)
 
+
+class OwnCausal(Own):
     def forward(self, input_ids, labels):
         logits = self.head(self.embedding(input_ids))
         return {"loss": cross_entropy(logits[:, :-1].flatten(0, 1), [labels[:, 1:].flatten()])}
 
 
-def test_how_the_loss_of_a_model_of_ones_own_counts_is_in_the_emitted_file(tmp_path):
+class OwnPadding(Own):
+    """Labels of 0 are padding."""
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.embedding(input_ids))
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=0)}
+
+
+class OwnCount(Own):
+    """The batch says by how many labels the sum of its losses is divided."""
+
+    def forward(self, input_ids, labels, num_items_in_batch=None):
+        logits = self.head(self.embedding(input_ids))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return {"loss": loss / num_items_in_batch}
+
+
+@pytest.mark.parametrize(
+    ("build", "padding", "shifted", "ignored", "divides"),
+    [(OwnCausal, -100, True, -100, False), (OwnPadding, 0, False, 0, False), (OwnCount, -100, False, -100, True)],
+    ids=["shifted", "padding is 0", "divided by a count"],
+)
+def test_how_the_loss_of_a_model_of_ones_own_counts_is_in_the_emitted_file(
+    tmp_path, build, padding, shifted, ignored, divides
+):
     torch.manual_seed(0)
-    model, other = OwnCausal(), OwnCausal()
-    batch = {"input_ids": torch.randint(50, (8, 6)), "labels": torch.randint(50, (8, 6))}
-    batch["labels"][:3, 2:] = -100
+    model, other = build(), build()
+    batch = {"input_ids": torch.randint(50, (8, 6)), "labels": torch.randint(1, 50, (8, 6))}
+    batch["labels"][:3, 2:] = padding
+    if divides:
+        batch["num_items_in_batch"] = (batch["labels"] != padding).sum()
     plan = plan_for(model, batch, Accumulation(micro_batch_size=3, micro_batches=3))
     emit(Plan.from_json(json.loads(json.dumps(plan.to_json()))), tmp_path / "step.py")
     emitted = imported(tmp_path / "step.py")
-    assert emitted.LABELS_SHIFTED is True
+    assert (emitted.LABELS_SHIFTED, emitted.IGNORED_LABEL, emitted.LOSS_DIVIDES) == (shifted, ignored, divides)
     other.load_state_dict(model.state_dict())
     assert_same_training(plan, emitted, model, other, [batch] * 3)
 
