@@ -146,14 +146,6 @@ FAULTS = (
         why="padding that begins in a later batch is not noticed",
     ),
     Fault(
-        name="accumulation-check-after-the-update",
-        path="rewrite/accumulation_check/__init__.py",
-        old="            self._watches_next_step |= watcher.is_first  #",
-        new="            self._watches_next_step |= False  #",
-        tests=_TEST_REDUCTION,
-        why="if the first step fails, no step is checked",
-    ),
-    Fault(
         name="accumulation-check-trusts-two-parts",
         path="rewrite/accumulation_check/__init__.py",
         old="            if not self._two_parts_agree(watcher, batch):\n                raise\n",

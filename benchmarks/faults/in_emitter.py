@@ -136,8 +136,8 @@ FAULTS = (
         path="rewrite/rules/step_in_backward.py",
         old='", by_position=True" if any(other.eight_bit_state for other in plan.decisions) else ""',
         new='""',
-        tests=(_SAME_BITS,),
-        why="bitsandbytes takes the state of another parameter",
+        tests=(f"{_TEST}::test_a_file_with_8_bit_state_and_a_step_in_backward_keeps_embeddings_by_their_position",),
+        why="bitsandbytes finds its exceptions by position, and keeps 32-bit state for all parameters",
     ),
     Fault(
         name="emitter-total-of-the-last-part",

@@ -63,6 +63,18 @@ def test_the_batch_is_not_cut_into_single_samples(plans):
     assert all(micro_batches_of(plan.decisions) <= 64 for plan in plans.values())
 
 
+def test_precision_is_not_lowered_for_a_gain_within_a_tie():
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(768, 768), torch.nn.ReLU(), torch.nn.Linear(768, 768))
+        batch = torch.zeros(1152, 768), torch.zeros(1152, 768)
+    options = {
+        "vram": "20GiB", "gpu": "rtx-3090", "optimizer": "sgd", "only": ("mixed-precision",),
+        "loss_fn": lambda output, batch: torch.nn.functional.mse_loss(output, batch[-1]),
+    }  # fmt: skip
+    assert 0.955 < planner.plan(model, batch, force=("mixed-precision",), **options).slowdown < 0.99
+    assert planner.plan(model, batch, **options).decisions == ()
+
+
 def test_the_smallest_plan_fits_its_own_total_and_is_then_reported_as_a_way_out():
     """Its slack is below the first guess of it, and the total is no whole number of MiB."""
     with torch.device("meta"):

@@ -209,6 +209,18 @@ def test_the_8_bit_optimizer_of_a_file_is_set_up_as_the_live_one(tmp_path):
     assert_same_training(plan, emitted, model, other, [tokens(seed=seed) for seed in range(3)])
 
 
+def test_a_file_with_8_bit_state_and_a_step_in_backward_keeps_embeddings_by_their_position(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Embedding(300, 64), torch.nn.Flatten(), torch.nn.Linear(4 * 64, 30))
+    batch = (torch.randint(300, (8, 4)), torch.randint(30, (8,)))
+    plan = plan_for(model, batch, Optimizer(), StepInBackward(), loss_fn=cross_entropy)
+    emit(plan, tmp_path / "step.py")
+    emitted = imported(tmp_path / "step.py")
+    optimizer = emitted.make_optimizer(emitted.rewrite(model))
+    emitted.training_step(model, optimizer, batch, loss_fn=cross_entropy)
+    dtypes = [optimizer.state[parameter]["state1"].dtype for parameter in model.parameters()]
+    assert dtypes == [torch.float32, torch.uint8, torch.float32]
+
+
 def test_a_file_holds_only_what_its_plan_decides(tmp_path):
     _, path = emitted_roberta(tmp_path)
     text = path.read_text()
