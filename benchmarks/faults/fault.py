@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import pathlib
 
 
@@ -45,13 +46,20 @@ def why_stale(fault: Fault, root: pathlib.Path) -> str | None:
 
 
 def _test_exists(test: str, root: pathlib.Path) -> bool:
-    """True if a file has the test function that an id names, or if the id is an existing file. Parameters are ignored,
-    because finding them would need imports."""
+    """True if a file has the test function that an id names, or if the id is an existing file.
+
+    Parameters are ignored, because finding them would need imports.
+    """
     name, _, function = test.partition("::")
     path = root / name
     if not path.is_file():
         return False
     if not function:
         return True
-    defined = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
-    return function.partition("[")[0] in defined
+    return function.partition("[")[0] in _functions_in(path.read_text())
+
+
+@functools.cache
+def _functions_in(text: str) -> frozenset[str]:
+    """Return the names of the functions that a source text defines."""
+    return frozenset(node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))

@@ -1,5 +1,4 @@
-"""Planted faults of what looks at a running training (recomputed values, micro-batches, the Trainer), of `verify`, and
-of the house rules."""
+"""Planted faults: checks of a running training, the Trainer, `verify`, and the house rules."""
 
 from __future__ import annotations
 
@@ -21,7 +20,9 @@ FAULTS = (
         path=_RECOMPUTE,
         old="torch.float32: 1e-4,",
         new="torch.float32: 1.0,",
-        tests=_TEST_RECOMPUTE,
+        tests=(
+            "tests/rewrite/test_recompute_check.py::test_a_recompute_with_other_state_is_refused_and_nothing_is_updated",
+        ),
         why="differences as large as the values count as rounding",
     ),
     Fault(
@@ -29,7 +30,7 @@ FAULTS = (
         path=_RECOMPUTE,
         old="torch.float32: 1e-4,",
         new="torch.float32: 0.0,",
-        tests=_TEST_RECOMPUTE,
+        tests=("tests/rewrite/test_recompute_check.py::test_rounding_is_ignored_and_more_than_rounding_is_not",),
         why="kernels with atomic additions are refused",
     ),
     Fault(
@@ -45,7 +46,9 @@ FAULTS = (
         path=_RECOMPUTE,
         old="        self.is_on, self.samples = self.step in self.steps, []",
         new="        self.is_on, self.samples = self.step - 1 in self.steps, []",
-        tests=_TEST_RECOMPUTE,
+        tests=(
+            "tests/rewrite/test_recompute_check.py::test_a_recompute_with_other_state_is_refused_and_nothing_is_updated",
+        ),
         why="the first step is trained with wrong gradients",
     ),
     Fault(
@@ -53,7 +56,9 @@ FAULTS = (
         path=_RECOMPUTE,
         old="        samples = self.samples\n        self.end_step()\n",
         new="        self.end_step()\n        samples = self.samples\n",
-        tests=_TEST_RECOMPUTE,
+        tests=(
+            "tests/rewrite/test_recompute_check.py::test_a_recompute_with_other_state_is_refused_and_nothing_is_updated",
+        ),
         why="no sample is ever compared",
     ),
     Fault(
@@ -61,7 +66,7 @@ FAULTS = (
         path=_RECOMPUTE,
         old="    return start + places.randrange(max(length - 128, 0) + 1), min(length, 128)",
         new="    return start, min(length, 128)",
-        tests=_TEST_RECOMPUTE,
+        tests=("tests/rewrite/test_recompute_check.py::test_a_run_stays_inside_the_tensor_and_reaches_all_of_it",),
         why="elements in the middle of long rows are never compared",
     ),
     Fault(
@@ -77,7 +82,9 @@ FAULTS = (
         path=_RECOMPUTE,
         old="                sample.after = sample.copied(self, tensor)",
         new="                sample.after = sample.before",
-        tests=_TEST_RECOMPUTE,
+        tests=(
+            "tests/rewrite/test_recompute_check.py::test_a_recompute_with_other_state_is_refused_and_nothing_is_updated",
+        ),
         why="each sample is compared with itself",
     ),
     Fault(
@@ -85,7 +92,9 @@ FAULTS = (
         path="rewrite/application.py",
         old="    rewriting.recompute_check.at_once = rewriting.backward is not None\n",
         new="",
-        tests=_TEST_RECOMPUTE,
+        tests=(
+            "tests/rewrite/test_recompute_check.py::test_a_step_in_backward_updates_nothing_that_depends_on_the_difference",
+        ),
         why="with step-in-backward the difference is reported when parameters are updated already",
     ),
     Fault(
@@ -110,7 +119,9 @@ FAULTS = (
         path=_REDUCTION,
         old="_TOLERANCE = 1e-6",
         new="_TOLERANCE = 0.5",
-        tests=_TEST_REDUCTION,
+        tests=(
+            "tests/rewrite/accumulation_check/test_reduction_check.py::test_weights_that_make_another_loss_are_refused_before_anything_is_trained",
+        ),
         why="weights that are off by half are taken for rounding",
     ),
     Fault(
@@ -118,15 +129,19 @@ FAULTS = (
         path=_REDUCTION,
         old="        self._refuse_weights_of_sums(weights)\n",
         new="",
-        tests=_TEST_REDUCTION,
+        tests=(
+            "tests/rewrite/accumulation_check/test_reduction_check.py::test_weights_that_make_another_loss_are_refused_before_anything_is_trained",
+        ),
         why="a loss that is a sum is trained as a mean over samples",
     ),
     Fault(
         name="accumulation-check-counts-ignored-labels",
         path=_REDUCTION,
         old='    counted = target != arguments["ignore_index"]',
-        new='    counted = target == target',
-        tests=_TEST_REDUCTION,
+        new="    counted = target == target",
+        tests=(
+            "tests/rewrite/accumulation_check/test_reduction_check.py::test_weights_that_make_another_loss_are_refused_before_anything_is_trained",
+        ),
         why="means over padded labels are taken for means over all",
     ),
     Fault(
@@ -134,7 +149,9 @@ FAULTS = (
         path=_REDUCTION,
         old="    return counted.sum() if weight is None else weight",
         new="    return counted.sum() if weight is None or True else weight",
-        tests=(*_TEST_REDUCTION, *_TEST_COUPLING),
+        tests=(
+            "tests/rewrite/accumulation_check/test_reduction_check.py::test_weights_that_make_another_loss_are_refused_before_anything_is_trained",
+        ),
         why="a mean that class weights divide is trained with weights by labels",
     ),
     Fault(
@@ -142,7 +159,9 @@ FAULTS = (
         path=_REDUCTION,
         old="        if not self._label_means_in_forward or any(",
         new="        if True or any(",
-        tests=_TEST_REDUCTION,
+        tests=(
+            "tests/rewrite/accumulation_check/test_reduction_check.py::test_labels_that_make_another_mean_of_a_later_batch_are_refused_there",
+        ),
         why="padding that begins in a later batch is not noticed",
     ),
     Fault(
@@ -150,7 +169,9 @@ FAULTS = (
         path="rewrite/accumulation_check/__init__.py",
         old="            if not self._two_parts_agree(watcher, batch):\n                raise\n",
         new="",
-        tests=_TEST_REDUCTION,
+        tests=(
+            "tests/rewrite/accumulation_check/test_reduction_check.py::test_weights_that_make_another_loss_are_refused_before_anything_is_trained",
+        ),
         why="wrong weights are never refused",
     ),
     Fault(
@@ -158,7 +179,9 @@ FAULTS = (
         path="rewrite/accumulation_check/coupling_check.py",
         old="    return any(result is not None for result in results)",
         new="    return True",
-        tests=_TEST_COUPLING,
+        tests=(
+            "tests/rewrite/accumulation_check/test_coupling_check.py::test_without_gradients_to_compare_the_values_are",
+        ),
         why="micro-batches of which none could be compared overrule a difference",
     ),
     Fault(
@@ -166,7 +189,9 @@ FAULTS = (
         path="rewrite/accumulation_check/coupling_check.py",
         old="itertools.islice(pairs, 2 if self._batches else None)",
         new="itertools.islice(pairs, 0 if self._batches else None)",
-        tests=_TEST_COUPLING,
+        tests=(
+            "tests/rewrite/accumulation_check/test_coupling_check.py::test_padding_that_comes_in_a_later_batch_is_seen",
+        ),
         why="padding that begins in a later batch is not noticed",
     ),
     # ---- the Trainer
@@ -175,7 +200,7 @@ FAULTS = (
         path=_CALLBACK,
         old="            refuse_difference(self.rewritten.recompute_check)\n",
         new="            self.rewritten.recompute_check.end_step()\n",
-        tests=_TEST_TRAINER,
+        tests=("tests/rewrite/trainer/test_trainer.py::test_a_recompute_on_other_values_is_refused_before_the_update",),
         why="the Trainer trains with wrong recomputed values",
     ),
     Fault(
@@ -183,7 +208,9 @@ FAULTS = (
         path=_CALLBACK,
         old="        if larger and self._seen_steps < self.steps:",
         new="        if larger and self._seen_steps > self.steps:",
-        tests=_TEST_TRAINER,
+        tests=(
+            "tests/rewrite/trainer/test_trainer.py::test_a_batch_that_is_larger_than_planned_is_refused_in_the_first_steps",
+        ),
         why="a batch that the plan did not promise anything for is trained",
     ),
     Fault(
@@ -191,7 +218,7 @@ FAULTS = (
         path=_CALLBACK,
         old='any(bool(group.get("momentum")) != momentum for group',
         new='all(group.get("momentum") is None for group',
-        tests=_TEST_TRAINER,
+        tests=("tests/rewrite/trainer/test_trainer.py::test_another_momentum_is_refused_when_training_begins",),
         why="SGD with momentum keeps state that the plan did not count",
     ),
     Fault(
@@ -199,7 +226,10 @@ FAULTS = (
         path=_CALLBACK,
         old="            and self.reserved_bytes <= self.promised_reserved_bytes + _SEGMENT_BYTES",
         new="            or self.reserved_bytes <= self.promised_reserved_bytes + _SEGMENT_BYTES",
-        tests=_TEST_TRAINER,
+        tests=(
+            "tests/rewrite/trainer/test_trainer.py::test_whether_the_promise_was_kept_is_logged_in_one_line",
+            "tests/rewrite/trainer/test_trainer.py::test_a_broken_promise_is_raised_where_that_was_asked_for",
+        ),
         why="a broken promise is logged as kept if one of two peaks is",
     ),
     Fault(
@@ -207,7 +237,7 @@ FAULTS = (
         path=_CALLBACK,
         old="        if share is not None and share.pending_micro_batches and state.global_step < state.max_steps:",
         new="        if share is not None and share.pending_micro_batches and state.global_step > state.max_steps:",
-        tests=_TEST_WEIGHTING,
+        tests=("tests/rewrite/trainer/test_loss_weighting.py::test_a_stream_that_ends_within_a_batch_is_refused",),
         why="gradients of an epoch's last part are added to the first step of the next",
     ),
     Fault(
@@ -215,15 +245,19 @@ FAULTS = (
         path="rewrite/trainer/loss_weighting.py",
         old="        return _with_loss(output, weighted(loss, own_count / count))",
         new="        return output",
-        tests=(*_TEST_TRAINER, *_TEST_WEIGHTING),
+        tests=(
+            "tests/rewrite/trainer/test_trainer.py::test_a_planned_training_is_the_trainers_own_on_the_whole_batch",
+        ),
         why="the losses of micro-batches are added up without weights",
     ),
     Fault(
         name="trainer-counts-without-comparing",
         path="rewrite/trainer/loss_weighting.py",
-        old="            self._label_counts.append((own_count, count))",
-        new="            self._label_counts.append((count, count))",
-        tests=(*_TEST_TRAINER, *_TEST_WEIGHTING),
+        old="(trainers := label_counts[-1][1].item()) and not self.divides:",
+        new="(trainers := label_counts[-1][1].item()) and self.divides:",
+        tests=(
+            "tests/rewrite/trainer/test_trainer.py::test_labels_that_are_counted_otherwise_than_averaged_are_refused",
+        ),
         why="labels that the Trainer counts otherwise than the model are not noticed",
     ),
     Fault(
@@ -231,7 +265,10 @@ FAULTS = (
         path="rewrite/rewriting.py",
         old="            for handle in handles:\n                handle.remove()",
         new="            for handle in handles[1:]:\n                handle.remove()",
-        tests=(*_TEST_TRAINER, *_TEST_WEIGHTING),
+        tests=(
+            "tests/rewrite/trainer/test_trainer.py::test_undo_gives_the_model_back",
+            "tests/rewrite/trainer/test_loss_weighting.py::test_a_model_whose_training_failed_is_restored_without_hooks",
+        ),
         why="after undo, a hook of the model still weights losses",
     ),
     # ---- verify
@@ -248,8 +285,10 @@ FAULTS = (
         path="rewrite/parity/result.py",
         old="        return bool(self.rows) and all(row.passed for row in self.rows)",
         new="        return any(row.passed for row in self.rows)",
-        tests=("tests/rewrite/parity/test_verify.py::test_a_step_that_raises_fails",
-               "tests/rewrite/parity/test_verify.py::test_a_loss_across_samples_fails_when_it_is_split"),
+        tests=(
+            "tests/rewrite/parity/test_verify.py::test_a_step_that_raises_fails",
+            "tests/rewrite/parity/test_verify.py::test_a_loss_across_samples_fails_when_it_is_split",
+        ),
         why="a plan that trains otherwise is said to train alike",
     ),
     # ---- house rules
@@ -291,7 +330,14 @@ FAULTS = (
         name="house-swallowed-error",
         path="planner/search/threshold.py",
         old="    if count == 0:\n        return 0\n",
-        new="    try:\n        count = int(count)\n    except ValueError:\n        pass\n    if count == 0:\n        return 0\n",
+        new=(
+            "    try:\n"
+            "        count = int(count)\n"
+            "    except ValueError:\n"
+            "        pass\n"
+            "    if count == 0:\n"
+            "        return 0\n"
+        ),
         tests=("tests/house/test_imports.py::test_no_error_is_swallowed",),
         why="an error is swallowed",
     ),

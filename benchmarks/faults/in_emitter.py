@@ -1,4 +1,4 @@
-"""Planted faults of the emitter: the text of `rewrite`, `make_optimizer` and `training_step` in emitted files."""
+"""Planted faults: the text of `rewrite`, `make_optimizer` and `training_step` in emitted files."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ FAULTS = (
         path="rewrite/rules/accumulation.py",
         old='        constants.append(assignment("LABELS_SHIFTED", own.shifted) + _SHIFTED_COMMENT)',
         new='        constants.append(assignment("LABELS_SHIFTED", False) + _SHIFTED_COMMENT)',
-        tests=(f"{_TEST}::test_a_causal_model_is_counted_without_its_first_labels",
-               f"{_TEST}::test_how_the_loss_of_a_model_of_ones_own_counts_is_in_the_emitted_file"),
+        tests=(
+            f"{_TEST}::test_a_causal_model_is_counted_without_its_first_labels",
+            f"{_TEST}::test_how_the_loss_of_a_model_of_ones_own_counts_is_in_the_emitted_file",
+        ),
         why="the file weights next-token losses by labels that they leave out",
     ),
     Fault(
@@ -39,7 +41,7 @@ FAULTS = (
         path=_EMIT,
         old='    unscale = "    scaler.unscale_(optimizer)\\n" if scaled else ""',
         new='    unscale = ""',
-        tests=(_SAME_BITS,),
+        tests=("tests/rewrite/emitter/test_emit.py::test_a_file_trains_to_the_same_bits_as_the_live_objects",),
         why="the file clips scaled gradients",
     ),
     Fault(
@@ -47,7 +49,7 @@ FAULTS = (
         path=_EMIT,
         old='    skipped = " and scaler.get_scale() >= scale" if scaled else ""',
         new='    skipped = ""',
-        tests=("tests/rewrite/test_order.py",),
+        tests=("tests/rewrite/test_order.py::test_a_step_whose_gradients_are_not_finite_trains_and_schedules_nothing",),
         why="the file advances the schedule although the scaler skipped the update",
     ),
     Fault(
@@ -55,7 +57,7 @@ FAULTS = (
         path=_EMIT,
         old='        + "optimizer.zero_grad(set_to_none=True)\\n"',
         new='        + ("" if stepping else "optimizer.zero_grad(set_to_none=True)\\n" if split else "")',
-        tests=(_SAME_BITS,),
+        tests=("tests/rewrite/emitter/test_emit.py::test_a_file_trains_to_the_same_bits_as_the_live_objects",),
         why="the file adds the gradients of each batch to those of the batches before",
     ),
     Fault(
@@ -63,7 +65,7 @@ FAULTS = (
         path=_EMIT,
         old='    backward = "scaler.scale(loss).backward()\\n" if scaled else "loss.backward()\\n"',
         new='    backward = "loss.backward()\\n"',
-        tests=(_SAME_BITS,),
+        tests=("tests/rewrite/emitter/test_emit.py::test_a_file_trains_to_the_same_bits_as_the_live_objects",),
         why="the file divides gradients by a scale that they were not multiplied with",
     ),
     Fault(
@@ -71,7 +73,7 @@ FAULTS = (
         path=_EMIT,
         old='share = "if weight is not None:\\n    loss = weighted(loss, weight)\\n"',
         new='share = "if weight is not None:\\n    loss = loss / 2\\n"',
-        tests=(_SAME_BITS,),
+        tests=("tests/rewrite/emitter/test_emit.py::test_a_file_trains_to_the_same_bits_as_the_live_objects",),
         why="the file weights all micro-batches alike",
     ),
     Fault(
@@ -87,8 +89,7 @@ FAULTS = (
         path="rewrite/portable/module_forward.py",
         old="    if own is None:\n        return type(module).forward",
         new="    if own is None or True:\n        return type(module).forward",
-        tests=("tests/rewrite/test_recompute_check.py::test_a_forward_on_the_instance_is_kept_in_the_emitted_file",
-               "tests/rewrite/rules/test_checkpoint.py"),
+        tests=("tests/rewrite/test_recompute_check.py::test_a_forward_on_the_instance_is_kept_in_the_emitted_file",),
         why="a forward that was replaced on the module is silently dropped",
     ),
     Fault(
@@ -104,15 +105,15 @@ FAULTS = (
         path="rewrite/rules/freeze.py",
         old="    model.get_submodule(name).requires_grad_(False)\n",
         new="    model.get_submodule(name).eval()\n",
-        tests=(_SAME_BITS,),
+        tests=("tests/rewrite/emitter/test_emit.py::test_a_file_trains_to_the_same_bits_as_the_live_objects",),
         why="the file trains what the plan freezes",
     ),
     Fault(
         name="emitter-default-hyperparameters",
         path=_EMIT,
-        old="    hyperparameters = [f\"{key}={literal(value)}\" for key, value in choice.hyperparameters.items()]",
+        old='    hyperparameters = [f"{key}={literal(value)}" for key, value in choice.hyperparameters.items()]',
         new="    hyperparameters = [f\"lr={literal(choice.hyperparameters['lr'])}\"]",
-        tests=(_SAME_BITS, "tests/rewrite/emitter/test_emitted_fixtures.py"),
+        tests=("tests/rewrite/emitter/test_emitted_fixtures.py::test_a_plan_is_emitted_as_this_text",),
         why="the file trains with torch's defaults, for example without momentum",
     ),
     Fault(
@@ -120,7 +121,7 @@ FAULTS = (
         path="rewrite/rules/eight_bit_optimizer.py",
         old="    keep_embeddings_in_32_bits(optimizer, model)\n    return optimizer\n",
         new="    return optimizer\n",
-        tests=(_TEST,),
+        tests=("tests/rewrite/emitter/test_emit.py::test_the_8_bit_optimizer_of_a_file_is_set_up_as_the_live_one",),
         why="the file keeps the state of embeddings in 8 bits",
     ),
     Fault(
@@ -128,7 +129,7 @@ FAULTS = (
         path=_EMIT,
         old="    if turns_cache_off(plan):\n        statements += _CACHE_OFF\n",
         new="",
-        tests=(_TEST, "tests/rewrite/emitter/test_emitted_fixtures.py"),
+        tests=("tests/rewrite/emitter/test_emit.py::test_a_causal_model_is_counted_without_its_first_labels",),
         why="the file fills a key-value cache that the plan did not count",
     ),
     Fault(
@@ -144,7 +145,7 @@ FAULTS = (
         path=_EMIT,
         old='running = "total = loss.detach() if total is None else total + loss.detach()\\ndel loss\\n"',
         new='running = "total = loss.detach()\\ndel loss\\n"',
-        tests=(_SAME_BITS,),
+        tests=("tests/rewrite/emitter/test_emit.py::test_a_file_trains_to_the_same_bits_as_the_live_objects",),
         why="the file reports the loss of the last micro-batch",
     ),
 )

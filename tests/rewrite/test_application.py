@@ -301,7 +301,8 @@ def test_the_step_runs_on_tensors_without_storage():
 
 
 @pytest.mark.parametrize(
-    ("size", "count", "rehearsed"), [(8, 2, (8, 2)), (5, 2, (5, 5)), (4, 3, (4, 4, 2)), (3, 4, (3, 3, 1)), (2, 5, (2, 2))]
+    ("size", "count", "rehearsed"),
+    [(8, 2, (8, 2)), (5, 2, (5, 5)), (4, 3, (4, 4, 2)), (3, 4, (3, 3, 1)), (2, 5, (2, 2))],
 )
 def test_every_size_of_a_micro_batch_is_rehearsed(size, count, rehearsed):
     """A smaller last micro-batch allocates blocks of other sizes, which may need segments of their own."""

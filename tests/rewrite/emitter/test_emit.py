@@ -150,7 +150,8 @@ def test_how_the_loss_of_a_model_of_ones_own_counts_is_in_the_emitted_file(
     plan = plan_for(model, batch, Accumulation(micro_batch_size=3, micro_batches=3))
     emit(Plan.from_json(json.loads(json.dumps(plan.to_json()))), tmp_path / "step.py")
     emitted = imported(tmp_path / "step.py")
-    assert (emitted.LABELS_SHIFTED, emitted.IGNORED_LABEL, emitted.LOSS_DIVIDES) == (shifted, ignored, divides)
+    found = emitted.LABELS_SHIFTED, emitted.IGNORED_LABEL, emitted.LOSS_DIVIDES
+    assert found == (shifted, ignored, divides)
     other.load_state_dict(model.state_dict())
     assert_same_training(plan, emitted, model, other, [batch] * 3)
 
