@@ -167,7 +167,7 @@ FAULTS = (
         path="planner/estimate/footprint.py",
         old="            high = outcome.peak_reserved_bytes\n        else:",
         new="            high = outcome.peak_allocated_bytes\n        else:",
-        tests=("tests/estimate/test_footprint.py",),
+        tests=("tests/estimate/test_footprint.py::test_a_step_fits_from_the_smallest_budget_on_and_not_below",),
         why="the smallest budget of a plan lacks the allocator's slack",
     ),
     Fault(

@@ -109,7 +109,9 @@ FAULTS = (
         path="planner/choose/choice.py",
         old="return fidelity_of(self.decisions), len(self.decisions), self.step_ns",
         new="return len(self.decisions), fidelity_of(self.decisions), self.step_ns",
-        tests=("tests/choose/test_fitting.py", "tests/choose/test_certificates.py"),
+        tests=(
+            "tests/choose/test_fitting.py::test_of_equally_fast_plans_the_more_faithful_one_wins_and_then_the_simpler_one",
+        ),
         why="one decision that rounds is preferred to two exact ones",
     ),
     Fault(
@@ -141,21 +143,15 @@ FAULTS = (
         path="planner/space/lower_bounds.py",
         old="    still_trained = trained.without(frozen)",
         new="    still_trained = trained",
-        tests=(
-            "tests/space/test_optimizer_kernel.py::test_no_update_goes_below_its_bounds",
-            "tests/choose/test_fitting.py::test_an_optimizer_that_keeps_more_for_some_elements_than_for_others_has_no_higher_floor_than_it_needs",
-        ),
+        tests=("tests/choose/test_fitting.py::test_a_floor_has_neither_gradients_nor_state_of_frozen_parameters",),
         why="the lower bound of frozen configurations is too high, so that plans that fit are pruned",
     ),
     Fault(
-        name="bound-eight-bit-embeddings",
+        name="bound-eight-bit-state",
         path="planner/workload/eight_bit.py",
         old="8 if id(p) in wide or p.numel() < _SMALLEST_IN_8_BITS else 2",
         new="8 if p.numel() < _SMALLEST_IN_8_BITS else 8",
-        tests=(
-            "tests/space/test_optimizer_kernel.py::test_no_update_goes_below_its_bounds",
-            "tests/choose/test_fitting.py::test_an_optimizer_that_keeps_more_for_some_elements_than_for_others_has_no_higher_floor_than_it_needs",
-        ),
+        tests=("tests/choose/test_fitting.py::test_a_floor_has_neither_gradients_nor_state_of_frozen_parameters",),
         why="the lower bound of 8-bit state is that of 32-bit state",
     ),
 )

@@ -53,9 +53,15 @@ def test_where_it_is_not_known_how_the_driver_places_segments_the_worse_order_co
     assert (smallest_capacity_bytes(graph, card) <= budget_bytes) == (order == better)
 
 
-def test_a_step_fits_from_the_smallest_budget_on_and_not_below():
-    """The slack counts: 40 MiB are alive at most, in segments that together are larger."""
-    program = functools.partial(holes_in_two_segments, freed=0)
+def medium_after_small(device: torch.device) -> None:
+    """The segment of the first block, 2 MiB, can be given back before the second block takes one of 20 MiB."""
+    torch.empty(MIB, dtype=torch.uint8, device=device)
+    torch.empty(3 * MIB, dtype=torch.uint8, device=device)
+
+
+@pytest.mark.parametrize("program", [functools.partial(holes_in_two_segments, freed=0), medium_after_small])
+def test_a_step_fits_from_the_smallest_budget_on_and_not_below(program):
+    """The slack counts: segments are larger than what is alive in them."""
     graph = rehearse_program(program, Target(compute_capability=CARD.compute_capability))
     smallest = smallest_capacity_bytes(graph, CARD, within_bytes=1)
     assert measure(graph, CARD, vram_bytes=smallest, micro_batches=1).fits
