@@ -14,10 +14,7 @@ FAULTS = (
         path="rewrite/rules/accumulation.py",
         old='        constants.append(assignment("LABELS_SHIFTED", own.shifted) + _SHIFTED_COMMENT)',
         new='        constants.append(assignment("LABELS_SHIFTED", False) + _SHIFTED_COMMENT)',
-        tests=(
-            f"{_TEST}::test_a_causal_model_is_counted_without_its_first_labels",
-            f"{_TEST}::test_how_the_loss_of_a_model_of_ones_own_counts_is_in_the_emitted_file",
-        ),
+        tests=("tests/rewrite/emitter/test_emit.py::test_a_causal_model_is_counted_without_its_first_labels",),
         why="the file weights next-token losses by labels that they leave out",
     ),
     Fault(
@@ -25,7 +22,9 @@ FAULTS = (
         path="rewrite/rules/accumulation.py",
         old='assignment("IGNORED_LABEL", own.ignored)',
         new='assignment("IGNORED_LABEL", -100)',
-        tests=(f"{_TEST}::test_how_the_loss_of_a_model_of_ones_own_counts_is_in_the_emitted_file",),
+        tests=(
+            "tests/rewrite/emitter/test_emit.py::test_how_the_loss_of_a_model_of_ones_own_counts_is_in_the_emitted_file",
+        ),
         why="the file counts labels that a model with another ignore_index ignores",
     ),
     Fault(
@@ -33,7 +32,9 @@ FAULTS = (
         path="rewrite/rules/accumulation.py",
         old='assignment("LOSS_DIVIDES", own.divides)',
         new='assignment("LOSS_DIVIDES", False)',
-        tests=(f"{_TEST}::test_how_the_loss_of_a_model_of_ones_own_counts_is_in_the_emitted_file",),
+        tests=(
+            "tests/rewrite/emitter/test_emit.py::test_how_the_loss_of_a_model_of_ones_own_counts_is_in_the_emitted_file",
+        ),
         why="the file weights losses that num_items_in_batch has divided already",
     ),
     Fault(
@@ -137,7 +138,9 @@ FAULTS = (
         path="rewrite/rules/step_in_backward.py",
         old='", by_position=True" if any(other.eight_bit_state for other in plan.decisions) else ""',
         new='""',
-        tests=(f"{_TEST}::test_a_file_with_8_bit_state_and_a_step_in_backward_keeps_embeddings_by_their_position",),
+        tests=(
+            "tests/rewrite/emitter/test_emit.py::test_a_file_with_8_bit_state_and_a_step_in_backward_keeps_embeddings_by_their_position",
+        ),
         why="bitsandbytes finds its exceptions by position, and keeps 32-bit state for all parameters",
     ),
     Fault(
