@@ -223,7 +223,7 @@ FAULTS = (
         old="        return 2 * one_way_ns *",
         new="        return one_way_ns *",
         tests=("tests/estimate/test_roofline.py::test_a_copy_to_the_host_comes_back",),
-        why="offloading looks twice as fast as it is",
+        why="offloading is predicted to take half of its time",
     ),
     Fault(
         name="time-optimizer-per-micro-batch",

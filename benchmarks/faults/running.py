@@ -120,7 +120,7 @@ def run_tests(tests: Sequence[str], root: pathlib.Path, *, seconds: float) -> tu
 
 
 def import_libraries() -> None:
-    """Import libraries that tests import, so that forks have them. Our own modules come from the copies."""
+    """Import libraries that tests import, so that forks of this process have them."""
     os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
     for library in ("numpy", "pytest", "torch", "torch.utils.checkpoint", "transformers", "hypothesis"):
         if importlib.util.find_spec(library.partition(".")[0]) is not None:
@@ -133,7 +133,7 @@ def _become_pytest(tests: Sequence[str], root: pathlib.Path, output: int) -> NoR
     try:
         os.dup2(output, 1)
         os.dup2(output, 2)
-        sys.stdout = sys.stderr = open(1, "w", closefd=False)  # noqa: SIM115  # lives as long as this process
+        sys.stdout = sys.stderr = open(1, "w", closefd=False)  # noqa: SIM115 (it is open as long as this process)
         os.setsid()  # a group of its own, so that what the tests start can be ended with them
         os.chdir(root)
         os.environ["PYTHONPATH"] = str(root)
@@ -152,11 +152,14 @@ def _become_pytest(tests: Sequence[str], root: pathlib.Path, output: int) -> NoR
 def _wait(child: int, seconds: float) -> int:
     """Wait for a process and return its exit code. Ends it and raises `TimeoutError` after `seconds`."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    raise TimeoutError
+    try:
+        while time.monotonic() < deadline:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.02)
+        raise TimeoutError
+    except BaseException:  # also KeyboardInterrupt, which the child's own group does not get
+        os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
