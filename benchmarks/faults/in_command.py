@@ -137,14 +137,6 @@ FAULTS = (
         why="the largest batch is one that accumulation splits",
     ),
     Fault(
-        name="largest-batch-above-the-card",
-        path="planner/questions.py",
-        old="    usable_bytes = Budget.on(card, vram_bytes).usable_bytes",
-        new="    usable_bytes = vram_bytes",
-        tests=("tests/cli/test_questions.py::test_a_card_that_is_smaller_than_the_budget_limits_the_batch",),
-        why="the largest batch is that of a card with more memory",
-    ),
-    Fault(
         name="largest-batch-one-more",
         path="planner/questions.py",
         old="        if high - low <= max(1, low // _EXACT_TO):\n            return low, high",
