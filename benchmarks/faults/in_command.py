@@ -141,10 +141,7 @@ FAULTS = (
         path="planner/questions.py",
         old="        if high - low <= max(1, low // _EXACT_TO):\n            return low, high",
         new="        if high - low <= max(2, low // _EXACT_TO):\n            return low, high",
-        tests=(
-            "tests/cli/test_questions.py::test_the_largest_number_within_a_limit_is_found_in_few_questions",
-            "tests/cli/test_questions.py::test_the_largest_batch_fits_and_one_sample_more_does_not",
-        ),
+        tests=("tests/cli/test_questions.py::test_below_64_samples_not_one_more_would_fit_however_the_bytes_grow",),
         why="a batch of one sample more would fit",
     ),
     Fault(
