@@ -21,7 +21,8 @@ FAULTS = (
         old="torch.float32: 1e-4,",
         new="torch.float32: 1.0,",
         tests=(
-            "tests/rewrite/test_recompute_check.py::test_a_recompute_with_other_state_is_refused_and_nothing_is_updated",
+            "tests/rewrite/test_recompute_check.py"
+            "::test_a_recompute_with_other_state_is_refused_and_nothing_is_updated",
         ),
         why="differences as large as the values count as rounding",
     ),
@@ -47,7 +48,8 @@ FAULTS = (
         old="        self.is_on, self.samples = self.step in self.steps, []",
         new="        self.is_on, self.samples = self.step - 1 in self.steps, []",
         tests=(
-            "tests/rewrite/test_recompute_check.py::test_a_recompute_with_other_state_is_refused_and_nothing_is_updated",
+            "tests/rewrite/test_recompute_check.py"
+            "::test_a_recompute_with_other_state_is_refused_and_nothing_is_updated",
         ),
         why="the first step is trained with wrong gradients",
     ),
@@ -57,7 +59,8 @@ FAULTS = (
         old="        samples = self.samples\n        self.end_step()\n",
         new="        self.end_step()\n        samples = self.samples\n",
         tests=(
-            "tests/rewrite/test_recompute_check.py::test_a_recompute_with_other_state_is_refused_and_nothing_is_updated",
+            "tests/rewrite/test_recompute_check.py"
+            "::test_a_recompute_with_other_state_is_refused_and_nothing_is_updated",
         ),
         why="no sample is ever compared",
     ),
@@ -83,7 +86,8 @@ FAULTS = (
         old="                sample.after = sample.copied(self, tensor)",
         new="                sample.after = sample.before",
         tests=(
-            "tests/rewrite/test_recompute_check.py::test_a_recompute_with_other_state_is_refused_and_nothing_is_updated",
+            "tests/rewrite/test_recompute_check.py"
+            "::test_a_recompute_with_other_state_is_refused_and_nothing_is_updated",
         ),
         why="each sample is compared with itself",
     ),
@@ -93,7 +97,8 @@ FAULTS = (
         old="    rewriting.recompute_check.at_once = rewriting.backward is not None\n",
         new="",
         tests=(
-            "tests/rewrite/test_recompute_check.py::test_a_step_in_backward_updates_nothing_that_depends_on_the_difference",
+            "tests/rewrite/test_recompute_check.py"
+            "::test_a_step_in_backward_updates_nothing_that_depends_on_the_difference",
         ),
         why="with step-in-backward the difference is reported when parameters are updated already",
     ),
@@ -120,7 +125,8 @@ FAULTS = (
         old="_TOLERANCE = 1e-6",
         new="_TOLERANCE = 0.5",
         tests=(
-            "tests/rewrite/accumulation_check/test_reduction_check.py::test_weights_that_make_another_loss_are_refused_before_anything_is_trained",
+            "tests/rewrite/accumulation_check/test_reduction_check.py"
+            "::test_weights_that_make_another_loss_are_refused_before_anything_is_trained[labels that do not count]",
         ),
         why="weights that are off by half are taken for rounding",
     ),
@@ -130,7 +136,8 @@ FAULTS = (
         old="        self._refuse_weights_of_sums(weights)\n",
         new="",
         tests=(
-            "tests/rewrite/accumulation_check/test_reduction_check.py::test_weights_that_make_another_loss_are_refused_before_anything_is_trained",
+            "tests/rewrite/accumulation_check/test_reduction_check.py"
+            "::test_weights_that_make_another_loss_are_refused_before_anything_is_trained[a sum]",
         ),
         why="a loss that is a sum is trained as a mean over samples",
     ),
@@ -140,7 +147,8 @@ FAULTS = (
         old='    counted = target != arguments["ignore_index"]',
         new="    counted = target == target",
         tests=(
-            "tests/rewrite/accumulation_check/test_reduction_check.py::test_weights_that_make_another_loss_are_refused_before_anything_is_trained",
+            "tests/rewrite/accumulation_check/test_reduction_check.py"
+            "::test_weights_that_make_another_loss_are_refused_before_anything_is_trained[labels that do not count]",
         ),
         why="means over padded labels are taken for means over all",
     ),
@@ -150,7 +158,8 @@ FAULTS = (
         old="    return counted.sum() if weight is None else weight",
         new="    return counted.sum() if weight is None or True else weight",
         tests=(
-            "tests/rewrite/accumulation_check/test_reduction_check.py::test_weights_that_make_another_loss_are_refused_before_anything_is_trained",
+            "tests/rewrite/accumulation_check/test_reduction_check.py"
+            "::test_weights_that_make_another_loss_are_refused_before_anything_is_trained[class weights]",
         ),
         why="a mean that class weights divide is trained with weights by labels",
     ),
@@ -160,7 +169,8 @@ FAULTS = (
         old="        if not self._label_means_in_forward or any(",
         new="        if True or any(",
         tests=(
-            "tests/rewrite/accumulation_check/test_reduction_check.py::test_labels_that_make_another_mean_of_a_later_batch_are_refused_there",
+            "tests/rewrite/accumulation_check/test_reduction_check.py"
+            "::test_labels_that_make_another_mean_of_a_later_batch_are_refused_there[padding]",
         ),
         why="padding that begins in a later batch is not noticed",
     ),
@@ -170,7 +180,8 @@ FAULTS = (
         old="            if not self._two_parts_agree(watcher, batch):\n                raise\n",
         new="",
         tests=(
-            "tests/rewrite/accumulation_check/test_reduction_check.py::test_weights_that_make_another_loss_are_refused_before_anything_is_trained",
+            "tests/rewrite/accumulation_check/test_reduction_check.py"
+            "::test_weights_that_make_another_loss_are_refused_before_anything_is_trained[labels that do not count]",
         ),
         why="wrong weights are never refused",
     ),
@@ -200,7 +211,10 @@ FAULTS = (
         path=_CALLBACK,
         old="            refuse_difference(self.rewritten.recompute_check)\n",
         new="            self.rewritten.recompute_check.end_step()\n",
-        tests=("tests/rewrite/trainer/test_trainer.py::test_a_recompute_on_other_values_is_refused_before_the_update",),
+        tests=(
+            "tests/rewrite/trainer/test_trainer.py"
+            "::test_a_recompute_on_other_values_is_refused_before_the_update[whole]",
+        ),
         why="the Trainer trains with wrong recomputed values",
     ),
     Fault(
@@ -209,7 +223,8 @@ FAULTS = (
         old="        if larger and self._seen_steps < self.steps:",
         new="        if larger and self._seen_steps > self.steps:",
         tests=(
-            "tests/rewrite/trainer/test_trainer.py::test_a_batch_that_is_larger_than_planned_is_refused_in_the_first_steps",
+            "tests/rewrite/trainer/test_trainer.py"
+            "::test_a_batch_that_is_larger_than_planned_is_refused_in_the_first_steps",
         ),
         why="a batch that the plan did not promise anything for is trained",
     ),
@@ -218,7 +233,10 @@ FAULTS = (
         path=_CALLBACK,
         old='any(bool(group.get("momentum")) != momentum for group',
         new='all(group.get("momentum") is None for group',
-        tests=("tests/rewrite/trainer/test_trainer.py::test_another_momentum_is_refused_when_training_begins",),
+        tests=(
+            "tests/rewrite/trainer/test_trainer.py"
+            "::test_another_momentum_is_refused_when_training_begins[sgd-0.9-plan with optimizer sgd-momentum]",
+        ),
         why="SGD with momentum keeps state that the plan did not count",
     ),
     Fault(
@@ -226,7 +244,10 @@ FAULTS = (
         path=_CALLBACK,
         old="            and self.reserved_bytes <= self.promised_reserved_bytes + _SEGMENT_BYTES",
         new="            or self.reserved_bytes <= self.promised_reserved_bytes + _SEGMENT_BYTES",
-        tests=("tests/rewrite/trainer/test_trainer.py::test_whether_the_promise_was_kept_is_logged_in_one_line",),
+        tests=(
+            "tests/rewrite/trainer/test_trainer.py"
+            "::test_whether_the_promise_was_kept_is_logged_in_one_line[peaks2-WARNING-promise was broken: 300.1 MiB allocated of 300.0 MiB]",
+        ),
         why="a broken promise is logged as kept if one of two peaks is",
     ),
     Fault(
@@ -312,7 +333,7 @@ FAULTS = (
         path="planner/search/threshold.py",
         old="It takes two evaluations if the guess is right",
         new="So many as two evaluations are needed if the guess is right",
-        tests=("tests/house/test_words.py::test_a_file_is_written_in_plain_words",),
+        tests=("tests/house/test_words.py::test_a_file_is_written_in_plain_words[planner/search/threshold.py]",),
         why="a docstring has a banned word",
     ),
     Fault(

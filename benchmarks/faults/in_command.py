@@ -63,7 +63,8 @@ FAULTS = (
         old='(("parameter", model.named_parameters()), ("buffer", model.named_buffers())):',
         new='(("parameter", model.named_parameters()),):',
         tests=(
-            "tests/rewrite/test_application.py::test_the_fingerprint_sees_names_shapes_dtypes_buffers_and_ties_but_not_values",
+            "tests/rewrite/test_application.py"
+            "::test_the_fingerprint_sees_names_shapes_dtypes_buffers_and_ties_but_not_values",
         ),
         why="a plan is applied to a model with other buffers",
     ),
@@ -73,7 +74,8 @@ FAULTS = (
         old='[decision.to_json() | {"kind": decision.former_kind or decision.kind} for decision in decisions]',
         new='[{"kind": decision.former_kind or decision.kind} for decision in decisions]',
         tests=(
-            "tests/rewrite/test_step_state.py::test_the_fingerprint_of_a_plan_sees_every_field_and_the_model_but_no_order",
+            "tests/rewrite/test_step_state.py"
+            "::test_the_fingerprint_of_a_plan_sees_every_field_and_the_model_but_no_order",
         ),
         why="state of a plan with other parameters of the same techniques is loaded",
     ),
@@ -100,7 +102,8 @@ FAULTS = (
         old="    return FITS if answer.fits and (verification is None or verification.kept) else DOES_NOT_FIT",
         new="    return FITS if verification is None or verification.kept else DOES_NOT_FIT",
         tests=(
-            "tests/cli/test_cli.py::test_when_nothing_fits_the_shortfall_and_the_binding_term_are_reported_and_the_exit_code_is_one",
+            "tests/cli/test_cli.py"
+            "::test_when_nothing_fits_the_shortfall_and_the_binding_term_are_reported_and_the_exit_code_is_one",
         ),
         why="scripts take a plan that does not fit for one that does",
     ),
@@ -117,7 +120,10 @@ FAULTS = (
         path="planner/cli/command.py",
         old="    return COULD_NOT_RUN\n",
         new="    return DOES_NOT_FIT\n",
-        tests=("tests/cli/test_cli.py::test_bad_input_gets_one_clear_line_exit_code_two_and_nothing_written",),
+        tests=(
+            "tests/cli/test_cli.py"
+            "::test_bad_input_gets_one_clear_line_exit_code_two_and_nothing_written[unknown model]",
+        ),
         why="an error looks like a plan that does not fit",
     ),
     Fault(

@@ -23,7 +23,8 @@ FAULTS = (
         old='assignment("IGNORED_LABEL", own.ignored)',
         new='assignment("IGNORED_LABEL", -100)',
         tests=(
-            "tests/rewrite/emitter/test_emit.py::test_how_the_loss_of_a_model_of_ones_own_counts_is_in_the_emitted_file",
+            "tests/rewrite/emitter/test_emit.py"
+            "::test_how_the_loss_of_a_model_of_ones_own_counts_is_in_the_emitted_file[padding is 0]",
         ),
         why="the file counts labels that a model with another ignore_index ignores",
     ),
@@ -33,7 +34,8 @@ FAULTS = (
         old='assignment("LOSS_DIVIDES", own.divides)',
         new='assignment("LOSS_DIVIDES", False)',
         tests=(
-            "tests/rewrite/emitter/test_emit.py::test_how_the_loss_of_a_model_of_ones_own_counts_is_in_the_emitted_file",
+            "tests/rewrite/emitter/test_emit.py"
+            "::test_how_the_loss_of_a_model_of_ones_own_counts_is_in_the_emitted_file[divided by a count]",
         ),
         why="the file weights losses that num_items_in_batch has divided already",
     ),
@@ -42,7 +44,7 @@ FAULTS = (
         path=_EMIT,
         old='    unscale = "    scaler.unscale_(optimizer)\\n" if scaled else ""',
         new='    unscale = ""',
-        tests=("tests/rewrite/emitter/test_emit.py::test_a_file_trains_to_the_same_bits_as_the_live_objects",),
+        tests=("tests/rewrite/emitter/test_emit.py::test_a_file_trains_to_the_same_bits_as_the_live_objects[fp16]",),
         why="the file clips scaled gradients",
     ),
     Fault(
@@ -58,7 +60,7 @@ FAULTS = (
         path=_EMIT,
         old='        + "optimizer.zero_grad(set_to_none=True)\\n"',
         new='        + ("" if stepping else "optimizer.zero_grad(set_to_none=True)\\n" if split else "")',
-        tests=("tests/rewrite/emitter/test_emit.py::test_a_file_trains_to_the_same_bits_as_the_live_objects",),
+        tests=("tests/rewrite/emitter/test_emit.py::test_a_file_trains_to_the_same_bits_as_the_live_objects[plain]",),
         why="the file adds the gradients of each batch to those of the batches before",
     ),
     Fault(
@@ -66,7 +68,7 @@ FAULTS = (
         path=_EMIT,
         old='    backward = "scaler.scale(loss).backward()\\n" if scaled else "loss.backward()\\n"',
         new='    backward = "loss.backward()\\n"',
-        tests=("tests/rewrite/emitter/test_emit.py::test_a_file_trains_to_the_same_bits_as_the_live_objects",),
+        tests=("tests/rewrite/emitter/test_emit.py::test_a_file_trains_to_the_same_bits_as_the_live_objects[fp16]",),
         why="the file divides gradients by a scale that they were not multiplied with",
     ),
     Fault(
@@ -74,7 +76,9 @@ FAULTS = (
         path=_EMIT,
         old='share = "if weight is not None:\\n    loss = weighted(loss, weight)\\n"',
         new='share = "if weight is not None:\\n    loss = loss / 2\\n"',
-        tests=("tests/rewrite/emitter/test_emit.py::test_a_file_trains_to_the_same_bits_as_the_live_objects",),
+        tests=(
+            "tests/rewrite/emitter/test_emit.py::test_a_file_trains_to_the_same_bits_as_the_live_objects[accumulation]",
+        ),
         why="the file weights all micro-batches alike",
     ),
     Fault(
@@ -106,7 +110,7 @@ FAULTS = (
         path="rewrite/rules/freeze.py",
         old="    model.get_submodule(name).requires_grad_(False)\n",
         new="    model.get_submodule(name).eval()\n",
-        tests=("tests/rewrite/emitter/test_emit.py::test_a_file_trains_to_the_same_bits_as_the_live_objects",),
+        tests=("tests/rewrite/emitter/test_emit.py::test_a_file_trains_to_the_same_bits_as_the_live_objects[freeze]",),
         why="the file trains what the plan freezes",
     ),
     Fault(
@@ -139,7 +143,8 @@ FAULTS = (
         old='", by_position=True" if any(other.eight_bit_state for other in plan.decisions) else ""',
         new='""',
         tests=(
-            "tests/rewrite/emitter/test_emit.py::test_a_file_with_8_bit_state_and_a_step_in_backward_keeps_embeddings_by_their_position",
+            "tests/rewrite/emitter/test_emit.py"
+            "::test_a_file_with_8_bit_state_and_a_step_in_backward_keeps_embeddings_by_their_position",
         ),
         why="bitsandbytes finds its exceptions by position, and keeps 32-bit state for all parameters",
     ),
@@ -148,7 +153,9 @@ FAULTS = (
         path=_EMIT,
         old='running = "total = loss.detach() if total is None else total + loss.detach()\\ndel loss\\n"',
         new='running = "total = loss.detach()\\ndel loss\\n"',
-        tests=("tests/rewrite/emitter/test_emit.py::test_a_file_trains_to_the_same_bits_as_the_live_objects",),
+        tests=(
+            "tests/rewrite/emitter/test_emit.py::test_a_file_trains_to_the_same_bits_as_the_live_objects[accumulation]",
+        ),
         why="the file reports the loss of the last micro-batch",
     ),
 )

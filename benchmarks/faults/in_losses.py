@@ -11,7 +11,7 @@ FAULTS = (
         path="rewrite/rules/accumulation.py",
         old="loss_terms = samples_only if own is None else",
         new="loss_terms = samples_only if own is not None else",
-        tests=("tests/rewrite/rules/test_accumulation.py::test_sample_means_equal_the_full_batch",),
+        tests=("tests/rewrite/rules/test_accumulation.py::test_sample_means_equal_the_full_batch[batch of 8]",),
         why="micro-batches with few labels weigh as much as those with many",
     ),
     Fault(
@@ -19,7 +19,7 @@ FAULTS = (
         path="rewrite/rules/accumulation.py",
         old="for start in range(0, samples, micro_batch_size):",
         new="for start in range(0, samples - micro_batch_size + 1, micro_batch_size):",
-        tests=("tests/rewrite/rules/test_accumulation.py::test_sample_means_equal_the_full_batch",),
+        tests=("tests/rewrite/rules/test_accumulation.py::test_sample_means_equal_the_full_batch[batch of 10]",),
         why="the samples of a smaller last micro-batch are not trained",
     ),
     Fault(
@@ -28,7 +28,8 @@ FAULTS = (
         old="        if isinstance(share, torch.Tensor) or share != 0:",
         new="        if isinstance(share, torch.Tensor) or share >= 0:",
         tests=(
-            "tests/rewrite/accumulation_check/test_reduction_check.py::test_a_part_over_which_the_mean_is_0_over_0_is_left_out",
+            "tests/rewrite/accumulation_check/test_reduction_check.py"
+            "::test_a_part_over_which_the_mean_is_0_over_0_is_left_out",
         ),
         why="a micro-batch whose loss is a mean over no terms makes all gradients NaN",
     ),
@@ -37,7 +38,10 @@ FAULTS = (
         path="rewrite/rules/accumulation.py",
         old="(labels[..., 1:] if shifted and labels.dim() > 1 else labels)",
         new="(labels if shifted and labels.dim() > 1 else labels)",
-        tests=("tests/rewrite/rules/test_accumulation.py::test_token_means_over_uneven_padding_equal_the_full_batch",),
+        tests=(
+            "tests/rewrite/rules/test_accumulation.py"
+            "::test_token_means_over_uneven_padding_equal_the_full_batch[causal_model]",
+        ),
         why="next-token losses are weighted by labels that they leave out",
     ),
     Fault(
@@ -45,7 +49,10 @@ FAULTS = (
         path="rewrite/rules/accumulation.py",
         old=".ne(ignored).sum(dtype=torch.float64)",
         new=".ne(0).sum(dtype=torch.float64)",
-        tests=("tests/rewrite/rules/test_accumulation.py::test_token_means_over_uneven_padding_equal_the_full_batch",),
+        tests=(
+            "tests/rewrite/rules/test_accumulation.py"
+            "::test_token_means_over_uneven_padding_equal_the_full_batch[masked_model]",
+        ),
         why="padding counts as labels in the weights of micro-batches",
     ),
     Fault(
@@ -54,7 +61,8 @@ FAULTS = (
         old='    if divides and batch.get("num_items_in_batch") is not None:\n        return 1.0\n',
         new="",
         tests=(
-            "tests/rewrite/accumulation_check/test_reduction_check.py::test_a_loss_that_a_batch_divides_by_a_number_is_summed_up",
+            "tests/rewrite/accumulation_check/test_reduction_check.py"
+            "::test_a_loss_that_a_batch_divides_by_a_number_is_summed_up",
         ),
         why="a loss that is already divided by num_items_in_batch is multiplied by the share of its micro-batch",
     ),
@@ -63,7 +71,10 @@ FAULTS = (
         path="rewrite/portable/loss_and_clipping.py",
         old="    return torch.where(weight == 0, 0.0, loss * weight.to(loss.dtype))",
         new="    return loss * weight.to(loss.dtype)",
-        tests=("tests/rewrite/rules/test_accumulation.py::test_a_micro_batch_without_a_counted_label_takes_no_part",),
+        tests=(
+            "tests/rewrite/rules/test_accumulation.py"
+            "::test_a_micro_batch_without_a_counted_label_takes_no_part[masked_model]",
+        ),
         why="the loss of a micro-batch whose labels are all ignored is 0/0, and so is that of the batch",
     ),
     Fault(

@@ -11,7 +11,8 @@ FAULTS = (
         old="        holds = [(s, call.start, window.release) for s in call.inputs if",
         new="        holds = [(s, call.start, int(window.back)) for s in call.inputs if",
         tests=(
-            "tests/system/test_square.py::test_the_promised_peak_of_any_selection_is_that_of_the_rehearsed_rewritten_step",
+            "tests/system/test_square.py"
+            "::test_the_promised_peak_of_any_selection_is_that_of_the_rehearsed_rewritten_step[in-place and called twice-fp32]",
         ),
         why="the inputs of a recompute are promised to be free while it runs",
     ),
@@ -20,7 +21,10 @@ FAULTS = (
         path="planner/recompute/units.py",
         old='            pieces[storage].append((start, stop, "when", (option.unit,)))',
         new='            pieces[storage].append((start, start, "when", (option.unit,)))',
-        tests=("tests/recompute/test_segments.py::test_the_promise_for_every_division_is_what_its_rehearsal_takes",),
+        tests=(
+            "tests/recompute/test_segments.py"
+            "::test_the_promise_for_every_division_is_what_its_rehearsal_takes[Skips-2]",
+        ),
         why="what a unit keeps alive for its recompute is not promised",
     ),
     Fault(
@@ -29,7 +33,8 @@ FAULTS = (
         old="    return tuple(path for path in longest if len(path) > 1)",
         new="    return tuple(path for path in longest if len(path) > 2)",
         tests=(
-            "tests/system/test_square.py::test_the_promised_peak_of_any_selection_is_that_of_the_rehearsed_rewritten_step",
+            "tests/system/test_square.py"
+            "::test_the_promised_peak_of_any_selection_is_that_of_the_rehearsed_rewritten_step[in-place and called twice-fp32]",
         ),
         why="a module and one inside of it are both selected",
     ),
@@ -39,7 +44,8 @@ FAULTS = (
         old="        if call.segment is None and not (call.module and call.obstacle is None and keeps_something):",
         new="        if call.segment is None and not (call.module and keeps_something):",
         tests=(
-            "tests/recompute/test_pitfalls.py::test_a_module_that_changes_state_in_its_forward_is_no_unit_but_what_it_holds_is",
+            "tests/recompute/test_pitfalls.py"
+            "::test_a_module_that_changes_state_in_its_forward_is_no_unit_but_what_it_holds_is[FunctionalNorm]",
         ),
         why="modules that change state in their forward are recomputed",
     ),
@@ -48,7 +54,7 @@ FAULTS = (
         path="planner/search/cutting_loop.py",
         old="        return self.exact.peak(units) <= self.budget_bytes",
         new="        return self.exact.peak(units) <= self.budget_bytes * (1 + 1e-9) + 1",
-        tests=("tests/search/test_search.py::test_the_search_finds_what_trying_everything_finds",),
+        tests=("tests/search/test_search.py::test_the_search_finds_what_trying_everything_finds[0]",),
         why="a selection is returned that exceeds its budget by a byte",
     ),
     Fault(
@@ -56,7 +62,7 @@ FAULTS = (
         path="planner/search/reduce.py",
         old="    hot = ceiling_bytes + extra_bytes > floor_bytes",
         new="    hot = ceiling_bytes > floor_bytes",
-        tests=("tests/search/test_search.py::test_the_search_finds_what_trying_everything_finds",),
+        tests=("tests/search/test_search.py::test_the_search_finds_what_trying_everything_finds[2]",),
         why="a recompute that exceeds the budget at an event below it is not seen",
     ),
     Fault(
@@ -64,7 +70,7 @@ FAULTS = (
         path="planner/search/reduce.py",
         old="        if not any(smaller <= members for smaller in kept):",
         new="        if not any(smaller & members for smaller in kept):",
-        tests=("tests/search/test_search.py::test_the_search_finds_what_trying_everything_finds",),
+        tests=("tests/search/test_search.py::test_the_search_finds_what_trying_everything_finds[0]",),
         why="a unit dominates others that it does not contain",
     ),
     Fault(
@@ -72,7 +78,7 @@ FAULTS = (
         path="planner/search/reduce.py",
         old="        largest[key] = max(largest.get(key, 0), recompute.extra_bytes)",
         new="        largest[key] = min(largest.get(key, recompute.extra_bytes), recompute.extra_bytes)",
-        tests=("tests/search/test_search.py::test_the_search_finds_what_trying_everything_finds",),
+        tests=("tests/search/test_search.py::test_the_search_finds_what_trying_everything_finds[0]",),
         why="of several recomputes at one event, the smallest counts",
     ),
     Fault(
@@ -80,7 +86,7 @@ FAULTS = (
         path="planner/search/milp.py",
         old="        return units if fewer is None or total(self._cost_ns, fewer) > most else fewer",
         new="        return units",
-        tests=("tests/search/test_search.py::test_the_search_finds_what_trying_everything_finds",),
+        tests=("tests/search/test_search.py::test_the_search_finds_what_trying_everything_finds[0]",),
         why="of equally fast plans not the simplest is returned",
     ),
     Fault(
@@ -110,7 +116,8 @@ FAULTS = (
         old="return fidelity_of(self.decisions), len(self.decisions), self.step_ns",
         new="return len(self.decisions), fidelity_of(self.decisions), self.step_ns",
         tests=(
-            "tests/choose/test_fitting.py::test_of_equally_fast_plans_the_more_faithful_one_wins_and_then_the_simpler_one",
+            "tests/choose/test_fitting.py"
+            "::test_of_equally_fast_plans_the_more_faithful_one_wins_and_then_the_simpler_one",
         ),
         why="one decision that rounds is preferred to two exact ones",
     ),
@@ -138,7 +145,8 @@ FAULTS = (
         old="        usable_bytes = min(asked_bytes, card.vram_bytes) if has_a_size else asked_bytes",
         new="        usable_bytes = asked_bytes",
         tests=(
-            "tests/workload/test_budget.py::test_a_budget_above_the_named_card_is_planned_for_the_card_and_a_note_says_so",
+            "tests/workload/test_budget.py"
+            "::test_a_budget_above_the_named_card_is_planned_for_the_card_and_a_note_says_so",
         ),
         why="a plan is said to fit a card that has less memory",
     ),
@@ -147,7 +155,9 @@ FAULTS = (
         path="planner/space/lower_bounds.py",
         old="    still_trained = trained.without(frozen)",
         new="    still_trained = trained",
-        tests=("tests/choose/test_fitting.py::test_a_floor_has_neither_gradients_nor_state_of_frozen_parameters",),
+        tests=(
+            "tests/choose/test_fitting.py::test_a_floor_has_neither_gradients_nor_state_of_frozen_parameters[foreach]",
+        ),
         why="the lower bound of frozen configurations is too high, so that plans that fit are pruned",
     ),
     Fault(
@@ -155,7 +165,9 @@ FAULTS = (
         path="planner/workload/eight_bit.py",
         old="8 if id(p) in wide or p.numel() < _SMALLEST_IN_8_BITS else 2",
         new="8 if p.numel() < _SMALLEST_IN_8_BITS else 8",
-        tests=("tests/choose/test_fitting.py::test_a_floor_has_neither_gradients_nor_state_of_frozen_parameters",),
+        tests=(
+            "tests/choose/test_fitting.py::test_a_floor_has_neither_gradients_nor_state_of_frozen_parameters[8 bits]",
+        ),
         why="the lower bound of 8-bit state is that of 32-bit state",
     ),
 )

@@ -41,7 +41,8 @@ FAULTS = (
                 self.scaler.unscale_(self.optimizer)
 """,
         tests=(
-            "tests/rewrite/rules/test_mixed_precision_and_freeze.py::test_gradients_are_clipped_after_unscaling_and_not_before",
+            "tests/rewrite/rules/test_mixed_precision_and_freeze.py"
+            "::test_gradients_are_clipped_after_unscaling_and_not_before",
         ),
         why="scaled gradients are clipped, so that the update is smaller by the scale",
     ),
@@ -66,7 +67,7 @@ FAULTS = (
         path="rewrite/step.py",
         old="total = loss.detach() if total is None else total + loss.detach()",
         new="total = loss.detach()",
-        tests=("tests/rewrite/rules/test_accumulation.py::test_sample_means_equal_the_full_batch",),
+        tests=("tests/rewrite/rules/test_accumulation.py::test_sample_means_equal_the_full_batch[batch of 8]",),
         why="the reported loss is the share of the last micro-batch",
     ),
     Fault(
@@ -93,7 +94,10 @@ FAULTS = (
         path="rewrite/step.py",
         old="            yield *before, no_sync()\n",
         new="            yield *before, contextlib.nullcontext()\n",
-        tests=("tests/rewrite/test_distributed.py::test_gradients_are_the_mean_of_those_of_the_whole_batches",),
+        tests=(
+            "tests/rewrite/test_distributed.py"
+            "::test_gradients_are_the_mean_of_those_of_the_whole_batches[without decisions]",
+        ),
         why="processes exchange gradients after each micro-batch, which costs time and may average twice",
     ),
     Fault(
@@ -102,7 +106,8 @@ FAULTS = (
         old="        self._refuse_replaced_parameters()\n        try:",
         new="        try:",
         tests=(
-            "tests/rewrite/test_application.py::test_parameters_that_were_replaced_after_apply_are_refused_and_nothing_is_trained",
+            "tests/rewrite/test_application.py"
+            "::test_parameters_that_were_replaced_after_apply_are_refused_and_nothing_is_trained",
         ),
         why="the optimizer updates tensors that the model no longer uses, and the model is not trained",
     ),
@@ -120,7 +125,8 @@ FAULTS = (
             "tuple(parameter.shape) not in present]"
         ),
         tests=(
-            "tests/rewrite/test_application.py::test_parameters_that_were_replaced_after_apply_are_refused_and_nothing_is_trained",
+            "tests/rewrite/test_application.py"
+            "::test_parameters_that_were_replaced_after_apply_are_refused_and_nothing_is_trained",
         ),
         why="a parameter that was replaced by one of the same shape is not noticed",
     ),

@@ -22,7 +22,8 @@ FAULTS = (
         old='    if decision.dtype == "fp16":\n',
         new='    if decision.dtype == "float16":\n',
         tests=(
-            "tests/rewrite/rules/test_mixed_precision_and_freeze.py::test_an_overflow_skips_the_step_and_lowers_the_scale",
+            "tests/rewrite/rules/test_mixed_precision_and_freeze.py"
+            "::test_an_overflow_skips_the_step_and_lowers_the_scale",
         ),
         why="small gradients underflow in fp16",
     ),
@@ -32,7 +33,8 @@ FAULTS = (
         old="    parameter.requires_grad_(True)",
         new="    parameter.requires_grad_(parameter.requires_grad)",
         tests=(
-            "tests/rewrite/rules/test_mixed_precision_and_freeze.py::test_flags_that_were_off_before_stay_off_after_undo",
+            "tests/rewrite/rules/test_mixed_precision_and_freeze.py"
+            "::test_flags_that_were_off_before_stay_off_after_undo",
         ),
         why="undo leaves parameters frozen",
     ),
@@ -42,7 +44,8 @@ FAULTS = (
         old="            if not parameter.requires_grad:\n                continue\n",
         new="",
         tests=(
-            "tests/rewrite/rules/test_mixed_precision_and_freeze.py::test_flags_that_were_off_before_stay_off_after_undo",
+            "tests/rewrite/rules/test_mixed_precision_and_freeze.py"
+            "::test_flags_that_were_off_before_stay_off_after_undo",
         ),
         why="undo makes parameters trainable that the user had frozen",
     ),
@@ -78,7 +81,8 @@ FAULTS = (
         old='        if group["weight_decay"] and not decoupled:',
         new='        if group["weight_decay"] < 0 and not decoupled:',
         tests=(
-            "tests/rewrite/rules/test_eight_bit_optimizer.py::test_optimizers_that_would_become_another_one_are_refused",
+            "tests/rewrite/rules/test_eight_bit_optimizer.py"
+            "::test_optimizers_that_would_become_another_one_are_refused",
         ),
         why="Adam's coupled weight decay silently becomes AdamW's",
     ),
@@ -114,7 +118,7 @@ FAULTS = (
         path="rewrite/rules/step_in_backward.py",
         old='group["params"] = [parameter] if group is group_of[parameter] else []',
         new='group["params"] = [parameter]',
-        tests=("tests/rewrite/rules/test_step_in_backward.py::test_training_is_the_same_to_the_bit",),
+        tests=("tests/rewrite/rules/test_step_in_backward.py::test_training_is_the_same_to_the_bit[two groups]",),
         why="a parameter is updated once per group, with the hyperparameters of each",
     ),
     Fault(
@@ -138,7 +142,7 @@ FAULTS = (
         path="rewrite/rules/step_in_backward.py",
         old='        for group, parameters in groups:\n            group["params"] = parameters\n',
         new="",
-        tests=("tests/rewrite/rules/test_step_in_backward.py::test_training_is_the_same_to_the_bit",),
+        tests=("tests/rewrite/rules/test_step_in_backward.py::test_training_is_the_same_to_the_bit[adamw]",),
         why="the optimizer has lost all parameters but the last one that was updated",
     ),
     Fault(
@@ -146,7 +150,7 @@ FAULTS = (
         path="rewrite/rules/step_in_backward.py",
         old="        for hook in hooks:\n            hook.remove()\n",
         new="",
-        tests=("tests/rewrite/rules/test_step_in_backward.py::test_training_is_the_same_to_the_bit",),
+        tests=("tests/rewrite/rules/test_step_in_backward.py::test_training_is_the_same_to_the_bit[adamw]",),
         why="the hooks of the first step update parameters in every later backward",
     ),
     Fault(
@@ -154,7 +158,7 @@ FAULTS = (
         path="rewrite/rules/step_in_backward.py",
         old="    if any(parameter.grad is not None for parameter in group_of):",
         new="    if all(parameter.grad is not None for parameter in group_of):",
-        tests=("tests/rewrite/rules/test_step_in_backward.py::test_a_gradient_from_before_is_refused",),
+        tests=("tests/rewrite/rules/test_step_in_backward.py::test_a_gradient_from_before_is_refused[False]",),
         why="gradients from before the step are added to those of the batch",
     ),
 )
