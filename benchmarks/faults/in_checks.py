@@ -246,7 +246,8 @@ FAULTS = (
         new="            or self.reserved_bytes <= self.promised_reserved_bytes + _SEGMENT_BYTES",
         tests=(
             "tests/rewrite/trainer/test_trainer.py"
-            "::test_whether_the_promise_was_kept_is_logged_in_one_line[peaks2-WARNING-promise was broken: 300.1 MiB allocated of 300.0 MiB]",
+            "::test_whether_the_promise_was_kept_is_logged_in_one_line"
+            "[peaks2-WARNING-promise was broken: 300.1 MiB allocated of 300.0 MiB]",
         ),
         why="a broken promise is logged as kept if one of two peaks is",
     ),

@@ -12,7 +12,8 @@ FAULTS = (
         new="        holds = [(s, call.start, int(window.back)) for s in call.inputs if",
         tests=(
             "tests/system/test_square.py"
-            "::test_the_promised_peak_of_any_selection_is_that_of_the_rehearsed_rewritten_step[in-place and called twice-fp32]",
+            "::test_the_promised_peak_of_any_selection_is_that_of_the_rehearsed_rewritten_step"
+            "[in-place and called twice-fp32]",
         ),
         why="the inputs of a recompute are promised to be free while it runs",
     ),
@@ -34,7 +35,8 @@ FAULTS = (
         new="    return tuple(path for path in longest if len(path) > 2)",
         tests=(
             "tests/system/test_square.py"
-            "::test_the_promised_peak_of_any_selection_is_that_of_the_rehearsed_rewritten_step[in-place and called twice-fp32]",
+            "::test_the_promised_peak_of_any_selection_is_that_of_the_rehearsed_rewritten_step"
+            "[in-place and called twice-fp32]",
         ),
         why="a module and one inside of it are both selected",
     ),
