@@ -254,6 +254,15 @@ def test_empty_cache_gives_back_free_segments_only() -> None:
     assert subject.reserved_bytes == 12 * MIB
 
 
+def test_peaks_stay_when_memory_is_given_back() -> None:
+    subject = allocator()
+    subject.free(subject.malloc(30 * MIB))
+    subject.empty_cache()
+    subject.malloc(12 * MIB)
+    assert (subject.reserved_bytes, subject.peak_reserved_bytes) == (12 * MIB, 30 * MIB)
+    assert (subject.allocated_bytes, subject.peak_allocated_bytes) == (12 * MIB, 30 * MIB)
+
+
 # Expandable segments.
 
 

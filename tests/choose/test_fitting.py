@@ -8,8 +8,18 @@ import pytest
 import torch
 
 import planner
+from planner.choose.choice import Choice
 from planner.errors import DecisionError
-from planner.plan_types.decisions import Freeze, StepInBackward, micro_batches_of
+from planner.plan_types.decisions import (
+    Accumulation,
+    ChunkedLoss,
+    Freeze,
+    Optimizer,
+    OptimizerKernel,
+    Precision,
+    StepInBackward,
+    micro_batches_of,
+)
 from planner.space.lower_bounds import TrainedParameters, lower_bound_bytes
 from planner.workload.workload import workload
 
@@ -61,6 +71,18 @@ def test_a_larger_budget_buys_no_slower_plan(plans):
 def test_the_batch_is_not_cut_into_single_samples(plans):
     """The smallest promise has one sample in each of 4096 micro-batches, and needs no fewer segments than a few."""
     assert all(micro_batches_of(plan.decisions) <= 64 for plan in plans.values())
+
+
+def test_precision_is_not_lowered_for_a_gain_within_a_tie():
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(768, 768), torch.nn.ReLU(), torch.nn.Linear(768, 768))
+        batch = torch.zeros(1152, 768), torch.zeros(1152, 768)
+    options = {
+        "vram": "20GiB", "gpu": "rtx-3090", "optimizer": "sgd", "only": ("mixed-precision",),
+        "loss_fn": lambda output, batch: torch.nn.functional.mse_loss(output, batch[-1]),
+    }  # fmt: skip
+    assert 0.955 < planner.plan(model, batch, force=("mixed-precision",), **options).slowdown < 0.99
+    assert planner.plan(model, batch, **options).decisions == ()
 
 
 def test_the_smallest_plan_fits_its_own_total_and_is_then_reported_as_a_way_out():
@@ -201,3 +223,36 @@ def test_an_optimizer_that_keeps_more_for_some_elements_than_for_others_has_no_h
         config=(Freeze(modules=("0",)), *update),
     )
     assert floor <= parameter_bytes + (0 if update else still.nbytes) + state_bytes[still]
+
+
+@pytest.mark.parametrize(
+    ("config", "trained_bytes"),
+    [
+        ((Freeze(modules=("0",)),), 16),  # gradients, two moments and one temporary
+        ((Freeze(modules=("0",)), OptimizerKernel(kernel="fused")), 12),
+        ((Freeze(modules=("0",)), StepInBackward()), 8),
+        ((Freeze(modules=("0",)), Optimizer()), 6),
+    ],
+    ids=["foreach", "fused", "in backward", "8 bits"],
+)
+def test_a_floor_has_neither_gradients_nor_state_of_frozen_parameters(config, trained_bytes):
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(100, 100, bias=False), torch.nn.Linear(100, 50, bias=False))
+        work = workload(model, (torch.ones(2, 100),), loss_fn=lambda output, batch: output.sum(), optimizer="adamw")
+    floor = lower_bound_bytes(
+        work,
+        TrainedParameters.of(work, ["0.weight", "1.weight"]),
+        optimizer_peak_bytes=15000 * 20,
+        state_bytes=15000 * 8,
+        config=config,
+    )
+    assert 0.98 * 5000 * trained_bytes <= floor - 15000 * 4 <= 5000 * trained_bytes
+
+
+def test_of_equally_fast_plans_the_more_faithful_one_wins_and_then_the_simpler_one():
+    exact = Accumulation(micro_batch_size=4, micro_batches=2), ChunkedLoss(module="head", chunks=2)
+    plans = [
+        Choice(decisions=decisions, peak_bytes=1, step_ns=step_ns, status="optimal", gap=0.0)
+        for decisions, step_ns in ((exact[:1], 9), (exact, 8), ((Precision(dtype="bf16"),), 7))
+    ]
+    assert sorted(reversed(plans), key=lambda plan: plan.rank) == plans

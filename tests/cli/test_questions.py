@@ -148,6 +148,13 @@ def test_the_largest_number_within_a_limit_is_found_in_few_questions(sample_byte
     assert len(asked) <= 14 and len(set(asked)) >= len(asked) - 2
 
 
+def test_below_64_samples_not_one_more_would_fit_however_the_bytes_grow():
+    for largest in range(64):
+        for needed in (lambda number: number**2, lambda number: number**3, lambda number: -(-number // 5)):
+            low, high = largest_within(needed, limit_bytes=needed(largest), first=16, most=1 << 10)
+            assert high == low + 1 and needed(low) <= needed(largest) < needed(high)
+
+
 @pytest.mark.parametrize("limit_bytes", [10_000, 10_239, 20_480, 50_000])
 def test_steps_of_an_allocator_do_not_send_the_question_to_the_largest_number(limit_bytes):
     asked = []

@@ -13,13 +13,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import DecisionError, PlanFileError
-from planner.plan_types.decisions import Accumulation, Checkpoint, Freeze, Optimizer, Precision
+from planner.plan_types.decisions import (
+    Accumulation,
+    Checkpoint,
+    ChunkedLoss,
+    Freeze,
+    Offload,
+    Optimizer,
+    OptimizerKernel,
+    Precision,
+    Replay,
+    StepInBackward,
+)
 from planner.plan_types.plan import (
     SCHEMA_VERSION,
     Footprint,
     ModelFacts,
     NextStep,
+    OwnLoss,
     Plan,
+    Relaxation,
     Shortfall,
     SolverFacts,
     WorkloadFacts,
@@ -128,6 +141,31 @@ def test_a_plan_is_read_back_as_it_was_written(plan):
 def test_decisions_are_read_back_as_they_were_written(decisions):
     assert tuple(decision_from_json(json.loads(json.dumps(d.to_json()))) for d in decisions) == decisions
     assert all("\n" not in decision.describe() for decision in decisions)
+
+
+def test_every_kind_of_decision_and_every_optional_field_is_read_back():
+    one_of_each = (
+        Freeze(modules=("a",)), Precision(dtype="fp16"), Optimizer(), OptimizerKernel(kernel="fused"),
+        ChunkedLoss(module="head", chunks=3), Accumulation(micro_batch_size=2, micro_batches=4), StepInBackward(),
+        Checkpoint(modules=("b", "c"), kept=((), (0, 2))),
+        Replay(modules=("d",), stretches=((1, 9),), kept=((3,),), stops=((4, 6),)),
+        Offload(modules=("e", "f"), inputs_of=("f",), from_bytes=4096),
+    )  # fmt: skip
+    assert {type(decision) for decision in one_of_each} == set(KINDS.values())
+    step = NextStep(relax="allow offload", decisions=one_of_each, total_bytes=5, slowdown=1.5)
+    tried = tuple(
+        Relaxation(relax=text, opens=opens, why=why, fidelity=fidelity, next_step=next_step)
+        for text, opens, why, fidelity, next_step in (
+            ("allow offload", True, "", "exact", step), ("allow freeze", False, "too large", None, None),
+        )
+    )  # fmt: skip
+    shortfall = Shortfall(missing_bytes=1, binding="logits", binding_bytes=2, next_step=step, relaxations=tried)
+    plan = example(*one_of_each, shortfall=shortfall, max_slowdown=1.25, vram_bytes=7)
+    own_loss = OwnLoss(shifted=True, ignored=0, divides=True)
+    plan = dataclasses.replace(
+        plan, workload=dataclasses.replace(plan.workload, gradients_alive=True, own_loss=own_loss, seq_len=3)
+    )
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
 def test_a_file_is_read_back_as_it_was_written(tmp_path):

@@ -14,6 +14,7 @@ from planner.errors import RehearsalError, WorkloadError
 from planner.plan_types.decisions import Accumulation, Checkpoint, Optimizer, Precision
 from planner.recording.fx_graph import to_fx
 from planner.recording.step_graph import Category, Phase
+from planner.virtual_gpu.autocast import Autocast
 from planner.workload.workload import workload
 from tests.support.workloads import BARE, CARD, EXAMPLES, certifying_graph, plain, transformer, what_if
 
@@ -148,6 +149,27 @@ def test_autocast_keeps_one_cast_of_each_weight_until_the_forward_ends():
     graph = plain(mlp(), (Precision(dtype="bf16"),))
     casts = [storage for storage in graph.storages if storage.category is Category.AUTOCAST]
     assert sorted(storage.size_bytes for storage in casts) == [2, 64, 64, 2048]
+
+
+def test_autocast_caches_casts_of_fp32_weights_only():
+    """As `cached_cast` in ATen/autocast_mode.cpp: no views, no results of ops, nothing without a gradient."""
+    weight, autocast, cast = torch.nn.Parameter(torch.ones(4, 4)), Autocast("cpu"), []
+    autocast.on_cast = cast.append
+    view = torch.zeros(16).view(4, 4).requires_grad_()  # a leaf that is a view
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for tensor in (view, weight * 2, weight.detach(), weight.half().detach().requires_grad_()):
+            assert autocast.cast(tensor, torch.bfloat16) is not autocast.cast(tensor, torch.bfloat16)
+        assert not cast
+        first = autocast.cast([weight], torch.bfloat16)[0]
+        assert first is autocast.cast(weight, torch.bfloat16) is cast[0] and len(cast) == 1
+
+
+def test_a_softmax_of_the_lower_precision_is_computed_in_fp32():
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Softmax(1))
+    batch = (torch.zeros(64, 32), torch.zeros(64, 32))
+    graph = plain(workload(model, batch, loss_fn=mean_square), (Precision(dtype="bf16"),))
+    (softmax,) = (op for op in graph.ops if op.name == "aten._softmax.default")
+    assert [graph.storages[output].size_bytes for output in softmax.outputs] == [64 * 32 * 4]
 
 
 def test_eight_bit_state_takes_a_byte_and_a_share_of_absmax_for_each_of_two_moments():

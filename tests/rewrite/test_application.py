@@ -14,7 +14,10 @@ from planner.errors import DecisionError, PlanFileError, WorkloadError
 from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Freeze, Precision
 from planner.plan_types.fingerprint import fingerprint
 from planner.rewrite import apply
+from planner.rewrite.portable.loss_and_clipping import clip_gradients
+from planner.rewrite.rehearse import rehearsed_sizes
 from planner.rewrite.step_observer import StepObserver
+from planner.workload.workload import workload
 from tests.support.training import (
     Convolutional,
     Perceptron,
@@ -257,6 +260,14 @@ def test_sparse_gradients_accumulate_and_are_clipped():
     torch.testing.assert_close(*weights)
 
 
+def test_sparse_gradients_below_the_maximum_norm_are_left_alone():
+    module = nn.Embedding(4, 2, sparse=True)
+    module(torch.tensor([1, 1, 3])).sum().backward()
+    before = module.weight.grad.to_dense()
+    clip_gradients(module, 100.0)
+    assert torch.equal(module.weight.grad.to_dense(), before)
+
+
 def test_a_model_that_returns_its_loss_as_one_element_gives_a_number():
     class Loss(Perceptron):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -287,6 +298,17 @@ def test_the_step_runs_on_tensors_without_storage():
         batch = {name: torch.ones(6, 10, dtype=torch.int64) for name in ("input_ids", "attention_mask", "labels")}
         result = rewritten(gpt2(), *decisions, batch=batch, optimizer="adamw", max_grad_norm=1.0)
         assert result.step(batch).shape == ()
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "rehearsed"),
+    [(8, 2, (8, 2)), (5, 2, (5, 5)), (4, 3, (4, 4, 2)), (3, 4, (3, 3, 1)), (2, 5, (2, 2))],
+)
+def test_every_size_of_a_micro_batch_is_rehearsed(size, count, rehearsed):
+    """A smaller last micro-batch allocates blocks of other sizes, which may need segments of their own."""
+    work = workload(seeded(Perceptron), vectors(10), loss_fn=cross_entropy)
+    assert rehearsed_sizes(work, ()) == (10,)
+    assert rehearsed_sizes(work, (Accumulation(micro_batch_size=size, micro_batches=count),)) == rehearsed
 
 
 def test_a_model_that_was_named_by_reference_trains_without_its_cache_as_planned():

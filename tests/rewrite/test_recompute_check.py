@@ -266,16 +266,17 @@ def test_the_difference_is_found_in_the_next_checked_step(steps):
         type(late).factor = before
 
 
-def test_every_micro_batch_is_compared():
-    class InTheSecond(Blocks):
+@pytest.mark.parametrize("call", [1, 3], ids=["first", "second"])
+def test_every_micro_batch_is_compared(call):
+    class InOne(Blocks):
         class block(Block):
             calls = itertools.count()
 
             def factor(self):
-                return 2.0 if next(self.calls) in (3,) else 1.0  # a recompute of the second micro-batch
+                return 2.0 if next(self.calls) == call else 1.0  # forward and recompute take turns
 
     result = rewritten(
-        seeded(InTheSecond), Checkpoint(modules=("0",)), Accumulation(micro_batch_size=4, micro_batches=2),
+        seeded(InOne), Checkpoint(modules=("0",)), Accumulation(micro_batch_size=4, micro_batches=2),
         batch=vectors(), loss_fn=cross_entropy,
     )  # fmt: skip
     result.module[1].factor = lambda: 1.0
@@ -374,6 +375,40 @@ def test_steps_that_are_not_checked_take_no_samples():
         check.refuse_difference()
     assert taken[0] == taken[2] == 0
     assert taken[1] > 3
+
+
+def test_after_a_failed_step_the_next_one_is_checked():
+    result = rewritten(seeded(SetAndReset), KEEPS_NOTHING, batch=vectors(), loss_fn=cross_entropy)
+    with pytest.raises(DecisionError, match="an error of the batch"):
+        result.step.loss_fn = lambda output, batch: refuse("an error of the batch")
+        result.step(vectors())
+    result.step.loss_fn = cross_entropy
+    with pytest.raises(DecisionError, match="backward computed with other values"):
+        result.step(vectors())
+
+
+def refuse(message: str) -> None:
+    raise DecisionError(message)
+
+
+def test_the_check_draws_no_random_numbers_of_the_training():
+    result = rewritten(seeded(Blocks), KEEPS_NOTHING, batch=vectors(), loss_fn=cross_entropy)
+    before = random.getstate(), torch.get_rng_state()
+    result.step(vectors())
+    assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
+
+
+def test_what_is_not_finite_only_in_backward_is_refused():
+    for value, is_refused in ((float("nan"), True), (float("inf"), True), (1.0, False)):
+        check, block = RecomputeCheck(), Block()
+        check.begin_step()
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: tensor, lambda tensor, value=value: tensor * value
+        ):
+            output = check.watched(Block.forward, "block")(block, torch.randn(8, 16))
+        output.sum().backward()
+        with pytest.raises(RuntimeError) if is_refused else contextlib.nullcontext():
+            check.refuse_difference()
 
 
 def test_rounding_is_ignored_and_more_than_rounding_is_not():

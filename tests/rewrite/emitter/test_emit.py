@@ -102,27 +102,56 @@ def test_another_loss_weight_in_the_file_would_be_seen(tmp_path):
         assert_same_training(plan, emitted, seeded(roberta), seeded(roberta), [tokens()] * 3)
 
 
-class OwnCausal(torch.nn.Module):
-    """A user-defined causal model, not a class of transformers."""
+class Own(torch.nn.Module):
+    """Base class of user-defined models, which are not classes of transformers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = torch.nn.Embedding(50, 8), torch.nn.Linear(8, 50)
 
+
+class OwnCausal(Own):
     def forward(self, input_ids, labels):
         logits = self.head(self.embedding(input_ids))
         return {"loss": cross_entropy(logits[:, :-1].flatten(0, 1), [labels[:, 1:].flatten()])}
 
 
-def test_how_the_loss_of_a_model_of_ones_own_counts_is_in_the_emitted_file(tmp_path):
+class OwnPadding(Own):
+    """Labels of 0 are padding."""
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.embedding(input_ids))
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=0)}
+
+
+class OwnCount(Own):
+    """The batch says by how many labels the sum of its losses is divided."""
+
+    def forward(self, input_ids, labels, num_items_in_batch=None):
+        logits = self.head(self.embedding(input_ids))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return {"loss": loss / num_items_in_batch}
+
+
+@pytest.mark.parametrize(
+    ("build", "padding", "shifted", "ignored", "divides"),
+    [(OwnCausal, -100, True, -100, False), (OwnPadding, 0, False, 0, False), (OwnCount, -100, False, -100, True)],
+    ids=["shifted", "padding is 0", "divided by a count"],
+)
+def test_how_the_loss_of_a_model_of_ones_own_counts_is_in_the_emitted_file(
+    tmp_path, build, padding, shifted, ignored, divides
+):
     torch.manual_seed(0)
-    model, other = OwnCausal(), OwnCausal()
-    batch = {"input_ids": torch.randint(50, (8, 6)), "labels": torch.randint(50, (8, 6))}
-    batch["labels"][:3, 2:] = -100
+    model, other = build(), build()
+    batch = {"input_ids": torch.randint(50, (8, 6)), "labels": torch.randint(1, 50, (8, 6))}
+    batch["labels"][:3, 2:] = padding
+    if divides:
+        batch["num_items_in_batch"] = (batch["labels"] != padding).sum()
     plan = plan_for(model, batch, Accumulation(micro_batch_size=3, micro_batches=3))
     emit(Plan.from_json(json.loads(json.dumps(plan.to_json()))), tmp_path / "step.py")
     emitted = imported(tmp_path / "step.py")
-    assert emitted.LABELS_SHIFTED is True
+    found = emitted.LABELS_SHIFTED, emitted.IGNORED_LABEL, emitted.LOSS_DIVIDES
+    assert found == (shifted, ignored, divides)
     other.load_state_dict(model.state_dict())
     assert_same_training(plan, emitted, model, other, [batch] * 3)
 
@@ -179,6 +208,18 @@ def test_the_8_bit_optimizer_of_a_file_is_set_up_as_the_live_one(tmp_path):
     other = seeded(roberta, hidden_size=64, vocab_size=80)
     emitted = imported(tmp_path / "step.py")
     assert_same_training(plan, emitted, model, other, [tokens(seed=seed) for seed in range(3)])
+
+
+def test_a_file_with_8_bit_state_and_a_step_in_backward_keeps_embeddings_by_their_position(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Embedding(300, 64), torch.nn.Flatten(), torch.nn.Linear(4 * 64, 30))
+    batch = (torch.randint(300, (8, 4)), torch.randint(30, (8,)))
+    plan = plan_for(model, batch, Optimizer(), StepInBackward(), loss_fn=cross_entropy)
+    emit(plan, tmp_path / "step.py")
+    emitted = imported(tmp_path / "step.py")
+    optimizer = emitted.make_optimizer(emitted.rewrite(model))
+    emitted.training_step(model, optimizer, batch, loss_fn=cross_entropy)
+    dtypes = [optimizer.state[parameter]["state1"].dtype for parameter in model.parameters()]
+    assert dtypes == [torch.float32, torch.uint8, torch.float32]
 
 
 def test_a_file_holds_only_what_its_plan_decides(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import random
 
 import pytest
@@ -26,6 +27,7 @@ from planner.plan_types.decisions import (
 )
 from planner.rewrite import Parity
 from planner.rewrite.parity.reference_step import Comparable
+from planner.rewrite.parity.result import Row
 from planner.rewrite.portable import loss_and_clipping, replay_ops
 from planner.rewrite.portable.recompute_check import RecomputeCheck
 from planner.rewrite.rules import RULES, accumulation, checkpoint, chunked_loss, eight_bit_optimizer, step_in_backward
@@ -426,6 +428,14 @@ def test_step_numbers_stay_as_kernels_want_them_while_a_model_asks_for_float_and
 
 def test_nothing_compared_is_nothing_passed():
     assert not Parity(rows=()).passed
+
+
+def test_one_quantity_that_differs_fails():
+    row = Row(
+        comparison="as planned", kind="loss", name="1", bound=1.0, measured=0.0, bit_equal=True, passed=True
+    )  # fmt: skip
+    assert Parity(rows=(row, row)).passed
+    assert not Parity(rows=(row, dataclasses.replace(row, measured=2.0, passed=False))).passed
 
 
 def test_what_overflows_at_every_scale_fails():

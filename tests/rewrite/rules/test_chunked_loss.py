@@ -52,6 +52,11 @@ def smoothed(logits, labels):
     return F.cross_entropy(logits.view(-1, WORDS), labels.view(-1), label_smoothing=0.1)
 
 
+def with_class_weights(logits, labels):
+    weight = torch.linspace(0.5, 2, WORDS, dtype=logits.dtype)
+    return F.cross_entropy(logits.view(-1, WORDS), labels.view(-1), weight)
+
+
 def classes_second(logits, labels):
     return F.cross_entropy(logits.transpose(1, 2), labels)
 
@@ -107,6 +112,7 @@ def compared(logits, labels):
 CHUNKED = (flat, shifted, upcast_and_summed, by_module, flattened, inferred, in_bytes)
 REFUSED = (
     smoothed,
+    with_class_weights,
     classes_second,
     with_a_penalty,
     summed_by_an_old_option,
@@ -201,6 +207,19 @@ def test_a_batch_in_which_no_label_counts_is_refused():
             result.step(batch)
 
 
+def test_a_mean_over_no_labels_has_the_gradient_zero():
+    head = torch.nn.Linear(WIDTH, WORDS)
+    apply_decisions(
+        [ChunkedLoss(module="0", chunks=3)],
+        torch.nn.Sequential(head), optimizer="sgd", calling=Calling.SINGLE, batch_size=ROWS,
+    )  # fmt: skip
+    hidden = torch.randn(ROWS, WIDTH, requires_grad=True)
+    loss = F.cross_entropy(head(hidden), torch.full((ROWS,), -100))
+    loss.backward()
+    assert loss.isnan()  # as that of `F.cross_entropy`
+    assert not any(tensor.grad.any() for tensor in (hidden, head.weight, head.bias))
+
+
 class Surrounded(Tagger):
     """A head that runs in its own context."""
 
@@ -263,6 +282,26 @@ def test_in_half_precision_sums_neither_overflow_nor_vanish(rows, mean, certaint
     for gradient, parameter in zip(expected, head.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=2e-2, atol=2e-2 * gradient.abs().max().item())
     torch.testing.assert_close(head.bias.grad[1:], expected[1][1:], rtol=5e-2, atol=0)
+
+
+@pytest.mark.parametrize(("hidden_size", "weight_size"), [(1e-4, 1e-3), (1e-2, 400.0)], ids=["small", "large weights"])
+def test_in_half_precision_the_scale_suits_small_and_large_operands(hidden_size, weight_size):
+    """A factor that is too large for small operands, or for large weights, gives infinite gradients."""
+    torch.manual_seed(0)
+    head, hidden = torch.nn.Linear(WIDTH, WORDS, bias=False), torch.randn(ROWS, WIDTH) * hidden_size
+    with torch.no_grad():
+        head.weight.mul_(weight_size)
+    labels, gradients = torch.randint(WORDS, (ROWS,)), []
+    for dtype in (torch.float32, torch.float16):
+        if dtype is torch.float16:
+            chunked, model = [ChunkedLoss(module="0", chunks=2)], torch.nn.Sequential(head)
+            apply_decisions(chunked, model, optimizer="sgd", calling=Calling.SINGLE, batch_size=ROWS)
+        rows = hidden.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.float16, enabled=dtype is torch.float16):
+            loss = F.cross_entropy(head(rows), labels)
+        gradients.append(torch.autograd.grad(loss, (rows, head.weight)))
+    for expected, gradient in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=2e-2, atol=2e-2 * expected.abs().max().item())
 
 
 def test_it_goes_together_with_micro_batches():

@@ -45,6 +45,18 @@ def test_matrix_products_run_in_the_lower_precision():
     assert seen == [torch.bfloat16]
 
 
+def test_backward_and_update_run_outside_of_autocast():
+    """Autocast would cast in them as well, and keep its casts of the weights until they are done."""
+    model, seen = seeded(Perceptron), []
+    result = rewritten(
+        model, BF16, Accumulation(micro_batch_size=4, micro_batches=2), batch=vectors(), loss_fn=cross_entropy
+    )
+    model.layers[0][0].weight.register_hook(lambda gradient: seen.append(torch.is_autocast_enabled("cpu")))
+    result.optimizer.register_step_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    result.step(vectors())
+    assert seen == [False, False, False]
+
+
 def test_checkpointing_under_autocast_trains_to_the_same_bits_as_autocast_alone():
     checkpoint = Checkpoint(modules=("layers.0", "layers.2"))
     batches = [vectors(seed=seed) for seed in range(10)]

@@ -251,6 +251,26 @@ def test_a_backward_may_be_run_twice_and_in_part(copies):
     assert torch.equal(alone, gradients[0][4])
 
 
+def test_the_copy_on_the_device_is_released_with_the_last_tensor_that_asks_for_it():
+    storage = torch.arange(4.0)
+    host = rule.HostCopy(storage)
+    saved = [rule.OffloadedTensor(host, rule.StorageView(0, part)) for part in (storage[:2], storage[2:])]
+    for _ in range(2):  # a graph may be traversed twice
+        assert torch.equal(saved[0].tensor(), storage[:2]) and host.back is not None
+        assert torch.equal(saved[1].tensor(), storage[2:]) and host.back is None
+
+
+def test_a_deep_copy_trains_its_own_weights():
+    """The second rule wraps a forward that the first one has put on the instance."""
+    model = seeded(Perceptron)
+    decisions = Checkpoint(modules=LAYERS), offload(*LAYERS, inputs_of=LAYERS)
+    rewritten(model, *decisions, batch=vectors(), loss_fn=cross_entropy)
+    other = copy.deepcopy(model)
+    other(vectors()[0]).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(parameter.grad is not None for parameter in other.parameters())
+
+
 def test_without_gradients_nothing_is_copied_and_undo_restores(copies):
     model = seeded(Perceptron)
     result = rewritten(

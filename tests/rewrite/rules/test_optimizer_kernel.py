@@ -150,6 +150,26 @@ def test_what_was_set_otherwise_since_is_not_silently_undone():
         result.undo()
 
 
+def test_step_counters_have_the_dtype_that_each_kernel_reads():
+    """The fused kernel reads float32 counters, other kernels the default dtype, which differs here."""
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        model = seeded(Perceptron)
+        optimizer = torch.optim.AdamW(model.parameters())
+        options = {"batch": vectors(dtype=torch.float64), "loss_fn": cross_entropy, "optimizer": optimizer}
+        rewritten(model, **options).step(options["batch"])
+        dtypes = lambda: {state["step"].dtype for state in optimizer.state.values()}  # noqa: E731
+        assert dtypes() == {torch.float64}
+        fused = rewritten(model, FUSED, **options)
+        assert dtypes() == {torch.float32}
+        fused.step(options["batch"])
+        fused.undo()
+        assert dtypes() == {torch.float64}
+    finally:
+        torch.set_default_dtype(before)
+
+
 @pytest.mark.parametrize("name", ["adamw", "adagrad", "sgd, nesterov"])
 def test_state_goes_from_one_kernel_to_the_other_and_back(name):
     """The kernel stays chosen after `load_state_dict`, whose groups do not contain the option."""

@@ -200,6 +200,22 @@ def test_random_numbers_of_others_go_on_where_they_were():
     assert torch.equal(state, torch.get_rng_state())
 
 
+def test_a_backward_inside_of_autocast_recomputes_as_the_forward_computed():
+    class InFullPrecision(Flat):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", enabled=False):
+                y = nn.functional.linear(x, self.weight0).tanh()
+            return nn.functional.linear(y, self.head)
+
+    model, batch, found = seeded(InFullPrecision, depth=1, weight=(16, 16)), vectors(), []
+    for decisions in ((), (replay_of([(0, 3, ())]),)):
+        result = rewritten(copy.deepcopy(model), *decisions, batch=batch, loss_fn=cross_entropy)
+        with torch.autocast("cpu", torch.bfloat16):
+            cross_entropy(result.module(batch[0]), batch).backward()
+        found.append([parameter.grad for parameter in result.module.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 def test_what_a_replay_starts_from_must_not_change_after_the_forward():
     class Doubled(Flat):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

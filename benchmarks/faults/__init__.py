@@ -1,0 +1,1 @@
+"""Planted faults, and the tests that see them: `python -m benchmarks.faults`."""

@@ -1,0 +1,161 @@
+"""Planted faults: plan files, cards and the `plan` command."""
+
+from __future__ import annotations
+
+from benchmarks.faults.fault import Fault
+
+FAULTS = (
+    # ---- plan files
+    Fault(
+        name="plan-loses-the-slowdown",
+        path="planner/plan_types/plan.py",
+        old='                max_slowdown=data["max_slowdown"],\n',
+        new="",
+        tests=("tests/plan_types/test_plan.py::test_every_kind_of_decision_and_every_optional_field_is_read_back",),
+        why="a plan that is read back has no limit on the slowdown",
+    ),
+    Fault(
+        name="plan-loses-a-decision",
+        path="planner/plan_types/plan.py",
+        old='decisions=tuple(decision_from_json(d) for d in data["decisions"]),\n                solver',
+        new='decisions=tuple(decision_from_json(d) for d in data["decisions"][1:]),\n                solver',
+        tests=("tests/plan_types/test_plan.py::test_every_kind_of_decision_and_every_optional_field_is_read_back",),
+        why="a plan that is read back lacks its first decision",
+    ),
+    Fault(
+        name="plan-loses-own-loss",
+        path="planner/plan_types/plan.py",
+        old='"own_loss": None if own_loss is None else OwnLoss(**own_loss)',
+        new='"own_loss": None',
+        tests=("tests/plan_types/test_plan.py::test_every_kind_of_decision_and_every_optional_field_is_read_back",),
+        why="a file that is emitted from a saved plan does not count labels as the model's loss does",
+    ),
+    Fault(
+        name="plan-loses-nested-fields",
+        path="planner/plan_types/decision_base.py",
+        old="        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}",
+        new=(
+            "        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if "
+            "getattr(self, f.name) != f.default}"
+        ),
+        tests=("tests/plan_types/test_plan.py::test_the_file_says_what_scripts_look_for",),
+        why="a saved plan lacks fields with default values, and changes with the defaults",
+    ),
+    Fault(
+        name="plan-written-in-place",
+        path="planner/plan_types/plan.py",
+        old="        neighbour.write_text(text)\n        neighbour.replace(path)",
+        new="        path.write_text(text)",
+        tests=("tests/plan_types/test_plan.py::test_a_failed_write_leaves_the_old_file_whole_and_nothing_else",),
+        why="an interrupted save destroys the plan that was there",
+    ),
+    Fault(
+        name="fingerprint-ignores-dtypes",
+        path="planner/plan_types/fingerprint.py",
+        old="{kind} {name} {tuple(tensor.shape)} {tensor.dtype}",
+        new="{kind} {name} {tuple(tensor.shape)}",
+        tests=("tests/rewrite/test_application.py::test_a_plan_for_another_model_is_refused",),
+        why="a plan for fp32 weights is applied to a model in bf16",
+    ),
+    Fault(
+        name="fingerprint-ignores-buffers",
+        path="planner/plan_types/fingerprint.py",
+        old='(("parameter", model.named_parameters()), ("buffer", model.named_buffers())):',
+        new='(("parameter", model.named_parameters()),):',
+        tests=(
+            "tests/rewrite/test_application.py"
+            "::test_the_fingerprint_sees_names_shapes_dtypes_buffers_and_ties_but_not_values",
+        ),
+        why="a plan is applied to a model with other buffers",
+    ),
+    Fault(
+        name="fingerprint-of-kinds-alone",
+        path="planner/plan_types/fingerprint.py",
+        old='[decision.to_json() | {"kind": decision.former_kind or decision.kind} for decision in decisions]',
+        new='[{"kind": decision.former_kind or decision.kind} for decision in decisions]',
+        tests=(
+            "tests/rewrite/test_step_state.py"
+            "::test_the_fingerprint_of_a_plan_sees_every_field_and_the_model_but_no_order",
+        ),
+        why="state of a plan with other parameters of the same techniques is loaded",
+    ),
+    # ---- cards and the command
+    Fault(
+        name="card-small-workspace-on-hopper",
+        path="profiles/device.py",
+        old="{9: (2, 4), 10:",
+        new="{8: (2, 4), 10:",
+        tests=("tests/profiles/test_profiles.py::test_the_cublas_workspace_follows_capability_and_torch_version",),
+        why="the cuBLAS workspaces of a Hopper card are promised at a quarter of their size",
+    ),
+    Fault(
+        name="card-bf16-before-ampere",
+        path="profiles/device.py",
+        old="self.compute_capability < (8, 0):",
+        new="self.compute_capability < (7, 0):",
+        tests=("tests/profiles/test_profiles.py::test_a_profile_that_claims_bf16_before_8_is_refused",),
+        why="bf16 is planned on cards that emulate it",
+    ),
+    Fault(
+        name="command-succeeds-without-a-plan",
+        path="planner/cli/command.py",
+        old="    return FITS if answer.fits and (verification is None or verification.kept) else DOES_NOT_FIT",
+        new="    return FITS if verification is None or verification.kept else DOES_NOT_FIT",
+        tests=(
+            "tests/cli/test_cli.py"
+            "::test_when_nothing_fits_the_shortfall_and_the_binding_term_are_reported_and_the_exit_code_is_one",
+        ),
+        why="scripts take a plan that does not fit for one that does",
+    ),
+    Fault(
+        name="command-succeeds-with-a-broken-promise",
+        path="planner/cli/command.py",
+        old="    return FITS if answer.fits and (verification is None or verification.kept) else DOES_NOT_FIT",
+        new="    return FITS if answer.fits else DOES_NOT_FIT",
+        tests=("tests/rewrite/on_gpu/test_verification.py::test_the_command_says_whether_the_promise_is_kept",),
+        why="--verify finds a broken promise and the exit code says success",
+    ),
+    Fault(
+        name="command-fails-with-one",
+        path="planner/cli/command.py",
+        old="    return COULD_NOT_RUN\n",
+        new="    return DOES_NOT_FIT\n",
+        tests=(
+            "tests/cli/test_cli.py"
+            "::test_bad_input_gets_one_clear_line_exit_code_two_and_nothing_written[unknown model]",
+        ),
+        why="an error looks like a plan that does not fit",
+    ),
+    Fault(
+        name="command-prints-into-json",
+        path="planner/cli/command.py",
+        old="    os.dup2(2, 1)\n",
+        new="",
+        tests=("tests/cli/test_command_errors.py::test_with_json_standard_output_is_one_object_whoever_else_prints",),
+        why="what the model's code prints is mixed with the JSON object",
+    ),
+    Fault(
+        name="largest-batch-accumulates",
+        path="planner/questions.py",
+        old="        if constraints.allow(kind):\n            constraints =",
+        new="        if constraints.force(kind):\n            constraints =",
+        tests=("tests/cli/test_questions.py::test_the_largest_batch_fits_and_one_sample_more_does_not",),
+        why="the largest batch is one that accumulation splits",
+    ),
+    Fault(
+        name="largest-batch-one-more",
+        path="planner/questions.py",
+        old="        if high - low <= max(1, low // _EXACT_TO):\n            return low, high",
+        new="        if high - low <= max(2, low // _EXACT_TO):\n            return low, high",
+        tests=("tests/cli/test_questions.py::test_below_64_samples_not_one_more_would_fit_however_the_bytes_grow",),
+        why="a batch of one sample more would fit",
+    ),
+    Fault(
+        name="smallest-card-largest-first",
+        path="planner/questions.py",
+        old="key=lambda card: (card.vram_bytes, card.name))",
+        new="key=lambda card: card.name)",
+        tests=("tests/cli/test_questions.py::test_the_smallest_card_is_one_of_the_known_cards_with_the_least_memory",),
+        why="a card is named as the smallest that has more memory than another that fits",
+    ),
+)

@@ -1,0 +1,373 @@
+"""Planted faults: recordings, estimates of bytes and time, and the allocator."""
+
+from __future__ import annotations
+
+from benchmarks.faults.fault import Fault
+
+_ALLOCATOR = "planner/allocator/caching_allocator.py"
+_TEST_ALLOCATOR = ("tests/allocator/test_allocator.py",)
+
+FAULTS = (
+    # ---- allocator
+    Fault(
+        name="allocator-rounds-down",
+        path="planner/allocator/settings.py",
+        old="    return max(-(-size_bytes // SMALLEST_BLOCK_BYTES), 1) * SMALLEST_BLOCK_BYTES",
+        new="    return max(size_bytes // SMALLEST_BLOCK_BYTES, 1) * SMALLEST_BLOCK_BYTES",
+        tests=("tests/allocator/test_allocator.py::test_requests_are_rounded_up_to_512_bytes",),
+        why="each block is promised up to 511 bytes too small",
+    ),
+    Fault(
+        name="allocator-medium-segments",
+        path="planner/allocator/settings.py",
+        old="    if size_bytes < OWN_SEGMENT_BYTES:",
+        new="    if size_bytes <= OWN_SEGMENT_BYTES:",
+        tests=(
+            "tests/allocator/test_allocator.py"
+            "::test_segments_are_2_mib_for_small_20_mib_for_medium_and_whole_2_mib_steps_for_large_requests",
+        ),
+        why="a request of 10 MiB shares a segment of 20 MiB",
+    ),
+    Fault(
+        name="allocator-splits-every-rest",
+        path=_ALLOCATOR,
+        old="        return rest_bytes > LARGEST_SMALL_BYTES and",
+        new="        return rest_bytes >= SMALLEST_BLOCK_BYTES and",
+        tests=("tests/allocator/test_allocator.py::test_the_large_pool_splits_off_only_more_than_one_mebibyte",),
+        why="rests that PyTorch wastes are promised to later requests",
+    ),
+    Fault(
+        name="allocator-small-pool-below-the-limit",
+        path=_ALLOCATOR,
+        old=(
+            "        pool = self._pool(rounded_bytes <= LARGEST_SMALL_BYTES, stream)\n"
+            "        block = self._take_free(pool, rounded_bytes) or"
+        ),
+        new=(
+            "        pool = self._pool(rounded_bytes < LARGEST_SMALL_BYTES, stream)\n"
+            "        block = self._take_free(pool, rounded_bytes) or"
+        ),
+        tests=("tests/allocator/test_allocator.py::test_requests_are_rounded_up_to_512_bytes",),
+        why="requests of exactly 1 MiB come from the wrong pool",
+    ),
+    Fault(
+        name="allocator-joins-pools",
+        path=_ALLOCATOR,
+        old="        pool = self._pools.get((is_small, stream))\n",
+        new="        stream = 0\n        pool = self._pools.get((is_small, stream))\n",
+        tests=("tests/allocator/test_allocator.py::test_streams_never_share_memory",),
+        why="memory that another stream has freed is promised",
+    ),
+    Fault(
+        name="allocator-takes-the-largest-block",
+        path=_ALLOCATOR,
+        old="        block = pool[index]\n        most_bytes",
+        new="        block = pool[len(pool) - 1]\n        most_bytes",
+        tests=(
+            "tests/allocator/test_allocator.py"
+            "::test_the_smallest_free_block_that_fits_is_taken_and_ties_go_to_the_lowest_address",
+        ),
+        why="fragmentation differs from that of PyTorch's best fit",
+    ),
+    Fault(
+        name="allocator-does-not-merge-forward",
+        path=_ALLOCATOR,
+        old=(
+            "        if after is not None and not after.is_allocated and after.is_mapped:\n"
+            "            pool.remove(after)\n"
+            "            block.absorb_next()\n"
+        ),
+        new="",
+        tests=("tests/allocator/test_allocator.py::test_freed_blocks_merge_with_free_neighbours_on_both_sides",),
+        why="free neighbors stay apart, so that plans that fit are refused",
+    ),
+    Fault(
+        name="allocator-retries-without-giving-back",
+        path=_ALLOCATOR,
+        old="            self.empty_cache()\n            self.retries += 1",
+        new="            self.retries += 1",
+        tests=("tests/allocator/test_allocator.py::test_a_full_card_gives_back_free_segments_and_tries_again",),
+        why="a full card is reported although cached segments could be released",
+    ),
+    Fault(
+        name="allocator-forgets-the-peak",
+        path="planner/allocator/blocks.py",
+        old="        self.peak_reserved_bytes = max(self.peak_reserved_bytes, reserved_bytes)",
+        new="        self.peak_reserved_bytes = reserved_bytes",
+        tests=("tests/allocator/test_allocator.py::test_peaks_stay_when_memory_is_given_back",),
+        why="the promise is the reserved memory at the end, not at the peak",
+    ),
+    Fault(
+        name="allocator-capacity-off-by-one",
+        path="planner/allocator/blocks.py",
+        old="        if self.capacity_bytes is not None and reserved_bytes > self.capacity_bytes:",
+        new="        if self.capacity_bytes is not None and reserved_bytes > self.capacity_bytes + size_bytes // 2:",
+        tests=("tests/allocator/test_allocator.py::test_a_segment_with_a_live_block_cannot_be_given_back",),
+        why="a segment is granted that the card does not have",
+    ),
+    Fault(
+        name="allocator-expandable-maps-bytes",
+        path="planner/allocator/expandable_segments.py",
+        old="        mapped_bytes = -(-size_bytes // self._page_bytes) * self._page_bytes",
+        new="        mapped_bytes = size_bytes",
+        tests=("tests/allocator/test_allocator.py::test_a_refilled_hole_joins_the_free_space_behind_it",),
+        why="the driver maps whole pages, so that less memory is promised than is taken",
+    ),
+    Fault(
+        name="allocator-expandable-unmaps-used-pages",
+        path="planner/allocator/expandable_segments.py",
+        old="        first = start - (start - block.address) // page_bytes * page_bytes",
+        new="        first = start + (block.address - start) // page_bytes * page_bytes",
+        tests=("tests/allocator/test_allocator.py::test_the_memory_fraction_is_a_limit_as_well",),
+        why="a page that is partly in use is given back, and the promise is too small",
+    ),
+    # ---- estimate
+    Fault(
+        name="estimate-without-the-context",
+        path="planner/estimate/footprint.py",
+        old="        total_bytes=reserved + card.context_bytes,",
+        new="        total_bytes=reserved,",
+        tests=(
+            "tests/estimate/test_footprint.py"
+            "::test_where_it_is_not_known_how_the_driver_places_segments_the_worse_order_counts",
+        ),
+        why="the total lacks the CUDA context",
+    ),
+    Fault(
+        name="estimate-budget-without-the-context",
+        path="planner/estimate/footprint.py",
+        old="    capacity = None if vram_bytes is None else vram_bytes - card.context_bytes",
+        new="    capacity = None if vram_bytes is None else vram_bytes",
+        tests=(
+            "tests/estimate/test_footprint.py"
+            "::test_where_it_is_not_known_how_the_driver_places_segments_the_worse_order_counts",
+        ),
+        why="a plan is certified for a budget that it exceeds by the CUDA context",
+    ),
+    Fault(
+        name="estimate-one-order-of-addresses",
+        path="planner/estimate/footprint.py",
+        old="        for descending in SEGMENT_ADDRESSES[card.segment_addresses]",
+        new="        for descending in SEGMENT_ADDRESSES[card.segment_addresses][:1]",
+        tests=(
+            "tests/estimate/test_footprint.py"
+            "::test_where_it_is_not_known_how_the_driver_places_segments_the_worse_order_counts",
+        ),
+        why="only the better of two possible orders of segments is promised",
+    ),
+    Fault(
+        name="estimate-best-order-of-addresses",
+        path="planner/estimate/footprint.py",
+        old="    return max(outcomes, key=",
+        new="    return min(outcomes, key=",
+        tests=(
+            "tests/estimate/test_footprint.py"
+            "::test_where_it_is_not_known_how_the_driver_places_segments_the_worse_order_counts",
+        ),
+        why="only the better of two possible orders of segments is promised",
+    ),
+    Fault(
+        name="estimate-batch-of-one-part",
+        path="planner/estimate/footprint.py",
+        old="    if present >= batch_bytes:\n        return graph\n",
+        new="    if present:\n        return graph\n",
+        tests=(
+            "tests/estimate/test_pitfalls.py::test_however_many_micro_batches_the_whole_batch_stays_on_the_card[5]",
+        ),
+        why="a step in micro-batches is promised without the rest of its batch",
+    ),
+    Fault(
+        name="estimate-smallest-budget-of-tensors",
+        path="planner/estimate/footprint.py",
+        old="            high = outcome.peak_reserved_bytes\n        else:",
+        new="            high = outcome.peak_allocated_bytes\n        else:",
+        tests=("tests/estimate/test_footprint.py::test_a_step_fits_from_the_smallest_budget_on_and_not_below",),
+        why="the smallest budget of a plan lacks the allocator's slack",
+    ),
+    Fault(
+        name="estimate-scratch-in-forward-only",
+        path="planner/estimate/add_workspaces.py",
+        old=(
+            "    for phases in ((Phase.FORWARD, Phase.OPTIMIZER), (Phase.BACKWARD, Phase.RECOMPUTE)):\n"
+            "        first = next("
+        ),
+        new="    for phases in ((Phase.FORWARD, Phase.OPTIMIZER),):\n        first = next(",
+        tests=(
+            "tests/estimate/test_footprint.py"
+            "::test_each_thread_that_multiplies_has_a_workspace_from_its_first_product_on",
+        ),
+        why="the cuBLAS workspace of autograd's thread is not promised",
+    ),
+    Fault(
+        name="estimate-scratch-before-outputs",
+        path="planner/estimate/add_workspaces.py",
+        old="            born[storage.op] = max(born[storage.op], storage.lives[0][0])",
+        new="            born[storage.op] = min(born[storage.op], storage.lives[0][0])",
+        tests=(
+            "tests/estimate/test_footprint.py"
+            "::test_each_thread_that_multiplies_has_a_workspace_from_its_first_product_on",
+        ),
+        why="scratch memory is allocated before the outputs, and does not add up with them",
+    ),
+    Fault(
+        name="estimate-frees-after-allocations",
+        path="planner/estimate/allocation_stream.py",
+        old="                events.append((stop, 0, -block, block, 0))",
+        new="                events.append((stop, 2, -block, block, 0))",
+        tests=(
+            "tests/estimate/test_footprint.py"
+            "::test_what_dies_at_a_tick_is_free_for_what_is_born_at_it_and_blocks_are_freed_in_reverse",
+        ),
+        why="memory that is free is counted at the tick at which it is reused",
+    ),
+    Fault(
+        name="time-of-one-micro-batch",
+        path="planner/estimate/roofline.py",
+        old="    return (1, micro_batches - rehearsed + 1, *([1] * (rehearsed - 2)))",
+        new="    return (1,) * rehearsed",
+        tests=("tests/estimate/test_roofline.py::test_a_micro_batch_stands_for_those_between",),
+        why="plans with many micro-batches look as fast as plans with three",
+    ),
+    Fault(
+        name="time-of-copies-one-way",
+        path="planner/estimate/roofline.py",
+        old="        return 2 * one_way_ns *",
+        new="        return one_way_ns *",
+        tests=("tests/estimate/test_roofline.py::test_a_copy_to_the_host_comes_back",),
+        why="offloading is predicted to take half of its time",
+    ),
+    Fault(
+        name="time-optimizer-per-micro-batch",
+        path="planner/estimate/roofline.py",
+        old="        else 1 if op.phase is Phase.OPTIMIZER\n",
+        new="",
+        tests=("tests/estimate/test_roofline.py::test_times_and_flops_of_a_step",),
+        why="the update is counted once per micro-batch",
+    ),
+    # ---- recording
+    Fault(
+        name="flops-of-unwanted-gradients",
+        path="planner/recording/flops.py",
+        old="    return sum(output_mask[:2]) * conv_flop_count",
+        new="    return 2 * conv_flop_count",
+        tests=("tests/recording/test_flops.py::test_a_gradient_that_nobody_asks_for_takes_nothing",),
+        why="the gradient of an image that nobody asks for takes FLOPs",
+    ),
+    Fault(
+        name="flops-of-in-place-products",
+        path="planner/recording/flops.py",
+        old='    if name.endswith(("mm_", "mv_")):  # in place\n        packet = getattr(_aten, name[:-1])\n',
+        new="",
+        tests=("tests/recording/test_flops.py::test_products_that_are_added_are_counted",),
+        why="products in place take no FLOPs, so that recomputing them looks free",
+    ),
+    Fault(
+        name="recording-counts-state-of-unused-parameters",
+        path="planner/recording/recorder.py",
+        old=(
+            "            for index, storage in enumerate(storages):\n"
+            "                storage.lives = [] if index in idle else"
+        ),
+        new=(
+            "            for index, storage in enumerate(storages):\n"
+            "                storage.lives = [] if index in () else"
+        ),
+        tests=("tests/recording/test_unused.py::test_parameters_without_a_gradient_cost_no_state[force0]",),
+        why="parameters without a gradient are promised state that a real step does not make",
+    ),
+    Fault(
+        name="recording-loses-state-of-the-second-step",
+        path="planner/recording/gradients.py",
+        old="            for value in optimizer.state.get(parameter, {}).values():",
+        new="            for value in list(optimizer.state.get(parameter, {}).values())[:2]:",
+        tests=(
+            "tests/recording/test_recorder.py::test_parameters_gradients_and_optimizer_state_are_counted_to_the_byte",
+        ),
+        why="the second moment of Adam counts as a temporary",
+    ),
+    Fault(
+        name="recording-gradients-as-temporaries",
+        path="planner/recording/gradients.py",
+        old="        self._table.mark(gradient, Category.GRADIENT)\n",
+        new="",
+        tests=(
+            "tests/recording/test_recorder.py::test_parameters_gradients_and_optimizer_state_are_counted_to_the_byte",
+        ),
+        why="gradients do not appear in the breakdown",
+    ),
+    Fault(
+        name="recording-reads-after-update",
+        path="planner/recording/gradients.py",
+        old="        for storage in op.inputs if self._updated and not self.running and not op.is_view else ():",
+        new="        for storage in op.inputs if self._updated and self.running and not op.is_view else ():",
+        tests=("tests/rewrite/rules/test_step_in_backward.py::test_a_weight_that_is_read_after_its_update_is_refused",),
+        why="step-in-backward is planned for a model that reads a weight after its update",
+    ),
+    Fault(
+        name="recording-caches-casts-of-views",
+        path="planner/virtual_gpu/autocast.py",
+        old="            and not value._is_view()\n",
+        new="",
+        tests=("tests/recording/test_recorder.py::test_autocast_caches_casts_of_fp32_weights_only",),
+        why="casts of views of weights are kept until the forward ends, which CUDA's autocast does not do",
+    ),
+    Fault(
+        name="recording-never-caches-casts",
+        path="planner/virtual_gpu/autocast.py",
+        old="            and value.is_leaf\n",
+        new="            and not value.is_leaf\n",
+        tests=("tests/recording/test_recorder.py::test_autocast_keeps_one_cast_of_each_weight_until_the_forward_ends",),
+        why="the promise lacks the casts of weights that autocast keeps",
+    ),
+    Fault(
+        name="recording-softmax-in-half",
+        path="planner/virtual_gpu/autocast.py",
+        old="    if requested is None and autocast.takes(args[0]):",
+        new="    if requested is None and autocast.takes(args[0]) and args[0].dtype == torch.float32:",
+        tests=("tests/recording/test_recorder.py::test_a_softmax_of_the_lower_precision_is_computed_in_fp32",),
+        why="softmax is promised in half precision, at half its bytes",
+    ),
+    Fault(
+        name="graft-state-from-the-update-on",
+        path="planner/recording/graft_optimizer.py",
+        old="        return [(0, end + shift)] if storage.lives else []",
+        new="        return [(begin + shift, end + shift)] if storage.lives else []",
+        tests=(
+            "tests/recording/test_graft_optimizer.py"
+            "::test_the_grafted_recording_is_the_recorded_one[roberta-decisions0-whole-8 bits]",
+        ),
+        why="optimizer state is not counted during forward and backward",
+    ),
+    Fault(
+        name="graft-keeps-the-old-state",
+        path="planner/recording/graft_optimizer.py",
+        old=(
+            "    if storage.category is Category.OPTIMIZER_STATE:\n"
+            "        return dataclasses.replace(storage, lives=[])\n"
+        ),
+        new="",
+        tests=(
+            "tests/recording/test_graft_optimizer.py"
+            "::test_the_grafted_recording_is_the_recorded_one[roberta-decisions0-whole-8 bits]",
+        ),
+        why="the state of two optimizers is counted",
+    ),
+    Fault(
+        name="extrapolate-from-the-wrong-size",
+        path="planner/recording/extrapolate.py",
+        old="    return at_two + (samples - BASE_SIZES[0]) * (at_three - at_two)",
+        new="    return at_two + (samples - BASE_SIZES[1]) * (at_three - at_two)",
+        tests=(
+            "tests/recording/test_extrapolate.py::test_the_predicted_recording_is_the_recorded_one[roberta-decisions0]",
+        ),
+        why="a predicted recording is that of one sample less",
+    ),
+    Fault(
+        name="rehearsal-without-the-smaller-part",
+        path="rewrite/rehearse.py",
+        old="    return (size, size, last)",
+        new="    return (size, size)",
+        tests=("tests/rewrite/test_application.py::test_every_size_of_a_micro_batch_is_rehearsed",),
+        why="the last micro-batch, of another size, is not rehearsed",
+    ),
+)

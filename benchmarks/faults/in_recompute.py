@@ -1,0 +1,236 @@
+"""Planted faults: checkpoints, replays of segments, and offloading."""
+
+from __future__ import annotations
+
+from benchmarks.faults.fault import Fault
+
+FAULTS = (
+    Fault(
+        name="checkpoint-draws-other-masks",
+        path="rewrite/rules/checkpoint.py",
+        old="            preserve_rng_state=True,",
+        new="            preserve_rng_state=False,",
+        tests=(
+            "tests/rewrite/rules/test_checkpoint.py"
+            "::test_convolutions_with_dropout_and_batch_norm_train_to_the_same_bits",
+        ),
+        why="dropout draws other masks in the recompute than in the forward",
+    ),
+    Fault(
+        name="checkpoint-updates-statistics-twice",
+        path="rewrite/rules/checkpoint.py",
+        old='            hidden = {"momentum": 0.0, "num_batches_tracked": None}',
+        new='            hidden = {"num_batches_tracked": None}',
+        tests=(
+            "tests/rewrite/rules/test_checkpoint.py"
+            "::test_convolutions_with_dropout_and_batch_norm_train_to_the_same_bits",
+        ),
+        why="running statistics of normalization layers are updated twice",
+    ),
+    Fault(
+        name="checkpoint-counts-batches-twice",
+        path="rewrite/rules/checkpoint.py",
+        old='            hidden = {"momentum": 0.0, "num_batches_tracked": None}',
+        new='            hidden = {"momentum": 0.0}',
+        tests=(
+            "tests/rewrite/rules/test_checkpoint.py"
+            "::test_convolutions_with_dropout_and_batch_norm_train_to_the_same_bits",
+        ),
+        why="num_batches_tracked counts each batch twice",
+    ),
+    Fault(
+        name="checkpoint-takes-results-of-other-products",
+        path="rewrite/rules/checkpoint.py",
+        old="            if product is op and versions(kept) == before:",
+        new="            if product is not None and versions(kept) == before:",
+        tests=(
+            "tests/rewrite/rules/test_kept_products.py"
+            "::test_a_result_is_taken_once_and_only_for_the_product_that_made_it",
+        ),
+        why="the recompute takes the kept result of another op, whose number it has",
+    ),
+    Fault(
+        name="checkpoint-takes-overwritten-results",
+        path="rewrite/rules/checkpoint.py",
+        old="            if product is op and versions(kept) == before:",
+        new="            if product is op:",
+        tests=(
+            "tests/rewrite/rules/test_kept_products.py"
+            "::test_where_products_are_others_than_on_the_card_training_is_the_same[changed by the caller]",
+        ),
+        why="the recompute takes a kept result that was overwritten in place",
+    ),
+    Fault(
+        name="checkpoint-keeps-dropout",
+        path="rewrite/rules/checkpoint.py",
+        old="            if self.count in self.numbers and not drops_out(op, args, kwargs):",
+        new="            if self.count in self.numbers:",
+        tests=(
+            "tests/rewrite/rules/test_kept_products.py"
+            "::test_what_draws_random_numbers_is_run_again_whatever_its_number",
+        ),
+        why="the recompute skips an op that draws, so that later dropouts draw other masks",
+    ),
+    Fault(
+        name="checkpoint-counts-only-kept-products",
+        path="rewrite/rules/checkpoint.py",
+        old=(
+            "            product, kept, before = self.results.pop(self.count, (None, None, None))\n"
+            "            self.count += 1"
+        ),
+        new="            product, kept, before = self.results.pop(self.count, (None, None, None))\n"
+        "            self.count += product is not None",
+        tests=("tests/rewrite/rules/test_kept_products.py::test_products_that_are_kept_are_not_computed_again",),
+        why="results are taken for products of other numbers",
+    ),
+    Fault(
+        name="checkpoint-loses-autocast",
+        path="rewrite/rules/checkpoint.py",
+        old="        for context in (self.statistics(self.module), *self.modes):",
+        new=(
+            '        for context in (self.statistics(self.module), torch.autocast("cpu", enabled=False), *self.modes):'
+        ),
+        tests=(
+            "tests/rewrite/rules/test_mixed_precision_and_freeze.py"
+            "::test_checkpointing_under_autocast_trains_to_the_same_bits_as_autocast_alone",
+        ),
+        why="the recompute runs without the autocast of the forward",
+    ),
+    Fault(
+        name="replay-draws-other-numbers",
+        path="rewrite/portable/replay_ops.py",
+        old="    before = get_state()\n    set_state(state)\n",
+        new="    before = get_state()\n",
+        tests=(
+            "tests/rewrite/rules/test_segment_checkpoint.py::test_segments_anywhere_train_to_the_same_bits[Perceptron]",
+        ),
+        why="dropout draws other masks in the replay than in the forward",
+    ),
+    Fault(
+        name="replay-disturbs-the-generator",
+        path="rewrite/portable/replay_ops.py",
+        old="    finally:\n        set_state(before)",
+        new="    finally:\n        get_state()",
+        tests=(
+            "tests/rewrite/rules/test_segment_checkpoint.py::test_segments_anywhere_train_to_the_same_bits[Perceptron]",
+        ),
+        why="after a replay the generator goes on from the state of the forward, and draws the same numbers again",
+    ),
+    Fault(
+        name="replay-takes-the-default-generator",
+        path="rewrite/portable/replay_ops.py",
+        old="        if isinstance(generator, torch.Generator):",
+        new="        if generator is torch.default_generator:",
+        tests=("tests/rewrite/rules/test_segment_checkpoint.py::test_segments_anywhere_train_to_the_same_bits[Odd]",),
+        why="an op that draws from a generator of its own draws other numbers in the replay",
+    ),
+    Fault(
+        name="replay-in-reverse-order",
+        path="rewrite/portable/replay_tape.py",
+        old="    return chosen[::-1], needed",
+        new="    return chosen, needed",
+        tests=(
+            "tests/rewrite/rules/test_segment_checkpoint.py::test_segments_anywhere_train_to_the_same_bits[Perceptron]",
+        ),
+        why="ops run in the order in which backward needs them",
+    ),
+    Fault(
+        name="replay-in-autocast",
+        path="rewrite/portable/replay_tape.py",
+        old="torch.autocast(self.tape.device.type, enabled=False):",
+        new="contextlib.nullcontext():",
+        tests=(
+            "tests/rewrite/rules/test_segment_checkpoint.py"
+            "::test_a_backward_inside_of_autocast_recomputes_as_the_forward_computed",
+        ),
+        why="an op that ran in fp32 inside autocast is replayed in the lower precision",
+    ),
+    Fault(
+        name="replay-writes-to-its-starts",
+        path="rewrite/portable/replay_tape.py",
+        old="values[key] = copy_of(tensor) if key in changed else tensor",
+        new="values[key] = tensor",
+        tests=(
+            "tests/rewrite/rules/test_segment_checkpoint.py::test_segments_anywhere_train_to_the_same_bits[Perceptron]",
+        ),
+        why="an in-place op of the replay changes a tensor that the forward left",
+    ),
+    Fault(
+        name="replay-from-changed-starts",
+        path="rewrite/portable/replay_tape.py",
+        old="            refuse_change(version, version_of(tensor))\n",
+        new="",
+        tests=(
+            "tests/rewrite/rules/test_segment_checkpoint.py"
+            "::test_what_a_replay_starts_from_must_not_change_after_the_forward",
+        ),
+        why="a replay starts from a tensor that was changed in place after the forward",
+    ),
+    Fault(
+        name="replay-forgets-writes",
+        path="rewrite/portable/replay_tape.py",
+        old="        refuse_change(deferred.writes, self.writes[deferred.view.key])\n",
+        new="",
+        tests=("tests/rewrite/rules/test_segment_checkpoint.py::test_what_is_saved_must_not_change_in_the_forward",),
+        why="a saved tensor that the forward overwrote is replayed with its last value",
+    ),
+    Fault(
+        name="offload-one-copy-of-all-versions",
+        path="rewrite/rules/offload.py",
+        old="        version = key, version_of(tensor), root.storage_offset(), root.shape",
+        new="        version = key, root.storage_offset(), root.shape",
+        tests=("tests/rewrite/rules/test_offload.py::test_what_was_written_to_is_copied_again",),
+        why="a tensor that is saved after an in-place write comes back with its old value",
+    ),
+    Fault(
+        name="offload-one-copy-of-all-parts",
+        path="rewrite/rules/offload.py",
+        old="        version = key, version_of(tensor), root.storage_offset(), root.shape",
+        new="        version = key, version_of(tensor)",
+        tests=(
+            "tests/rewrite/test_recompute_check.py::test_parts_of_a_storage_that_are_written_apart_are_offloaded_apart",
+        ),
+        why="parts of a storage count their writes separately, and come back with old values",
+    ),
+    Fault(
+        name="offload-keeps-the-device-copy",
+        path="rewrite/rules/offload.py",
+        old="        if not self.pending:\n            self.back = None\n",
+        new="",
+        tests=(
+            "tests/rewrite/rules/test_offload.py"
+            "::test_the_copy_on_the_device_is_released_with_the_last_tensor_that_asks_for_it",
+        ),
+        why="what was copied back stays on the card until the graph is freed",
+    ),
+    Fault(
+        name="offload-copies-without-waiting-for-a-key",
+        path="rewrite/rules/offload.py",
+        old="        self.reference = StorageWeakRef(tensor.untyped_storage())  # while",
+        new="        self.reference = None  # while",
+        tests=(
+            "tests/rewrite/rules/test_offload.py::test_training_is_the_same_to_the_bit[convolutions, called twice]",
+        ),
+        why="another storage gets the number of one that was freed, and backward the copy of the first",
+    ),
+    Fault(
+        name="offload-everything-but-inputs",
+        path="rewrite/rules/offload.py",
+        old="        memory = HostMemory(lambda key: (key in keys) is of_inputs, from_bytes)",
+        new="        memory = HostMemory(lambda key: key not in keys, from_bytes)",
+        tests=(
+            "tests/rewrite/rules/test_offload.py::test_the_promise_holds_for_each_unit_and_for_many_together[widths0]",
+        ),
+        why="the inputs of recomputed modules stay on the card",
+    ),
+    Fault(
+        name="offload-of-subclasses",
+        path="rewrite/rules/offload.py",
+        old='    return type(tensor).__module__.partition(".")[0] == "torch"',
+        new="    return isinstance(tensor, torch.Tensor)",
+        tests=(
+            "tests/rewrite/rules/test_offload.py::test_odd_sizes_come_back_and_classes_of_somebodys_own_stay[True]",
+        ),
+        why="tensors of the user's classes come back as plain tensors",
+    ),
+)

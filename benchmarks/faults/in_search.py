@@ -1,0 +1,175 @@
+"""Planted faults: what may be recomputed, the search, and the choice of plans."""
+
+from __future__ import annotations
+
+from benchmarks.faults.fault import Fault
+
+FAULTS = (
+    Fault(
+        name="units-free-inputs-too-early",
+        path="planner/recompute/recompute_cost.py",
+        old="        holds = [(s, call.start, window.release) for s in call.inputs if",
+        new="        holds = [(s, call.start, int(window.back)) for s in call.inputs if",
+        tests=(
+            "tests/system/test_square.py"
+            "::test_the_promised_peak_of_any_selection_is_that_of_the_rehearsed_rewritten_step"
+            "[in-place and called twice-fp32]",
+        ),
+        why="the inputs of a recompute are promised to be free while it runs",
+    ),
+    Fault(
+        name="units-hold-nothing",
+        path="planner/recompute/units.py",
+        old='            pieces[storage].append((start, stop, "when", (option.unit,)))',
+        new='            pieces[storage].append((start, start, "when", (option.unit,)))',
+        tests=(
+            "tests/recompute/test_segments.py"
+            "::test_the_promise_for_every_division_is_what_its_rehearsal_takes[Skips-2]",
+        ),
+        why="what a unit keeps alive for its recompute is not promised",
+    ),
+    Fault(
+        name="units-of-nested-modules-together",
+        path="planner/recompute/units.py",
+        old="    return tuple(path for path in longest if len(path) > 1)",
+        new="    return tuple(path for path in longest if len(path) > 2)",
+        tests=(
+            "tests/system/test_square.py"
+            "::test_the_promised_peak_of_any_selection_is_that_of_the_rehearsed_rewritten_step"
+            "[in-place and called twice-fp32]",
+        ),
+        why="a module and one inside of it are both selected",
+    ),
+    Fault(
+        name="units-with-obstacles",
+        path="planner/recompute/units.py",
+        old="        if call.segment is None and not (call.module and call.obstacle is None and keeps_something):",
+        new="        if call.segment is None and not (call.module and keeps_something):",
+        tests=(
+            "tests/recompute/test_pitfalls.py"
+            "::test_a_module_that_changes_state_in_its_forward_is_no_unit_but_what_it_holds_is[FunctionalNorm]",
+        ),
+        why="modules that change state in their forward are recomputed",
+    ),
+    Fault(
+        name="search-allows-a-little-more",
+        path="planner/search/cutting_loop.py",
+        old="        return self.exact.peak(units) <= self.budget_bytes",
+        new="        return self.exact.peak(units) <= self.budget_bytes * (1 + 1e-9) + 1",
+        tests=("tests/search/test_search.py::test_the_search_finds_what_trying_everything_finds[0]",),
+        why="a selection is returned that exceeds its budget by a byte",
+    ),
+    Fault(
+        name="search-drops-recompute-peaks",
+        path="planner/search/reduce.py",
+        old="    hot = ceiling_bytes + extra_bytes > floor_bytes",
+        new="    hot = ceiling_bytes > floor_bytes",
+        tests=("tests/search/test_search.py::test_the_search_finds_what_trying_everything_finds[2]",),
+        why="a recompute that exceeds the budget at an event below it is not seen",
+    ),
+    Fault(
+        name="search-absorbs-the-smaller-set",
+        path="planner/search/reduce.py",
+        old="        if not any(smaller <= members for smaller in kept):",
+        new="        if not any(smaller & members for smaller in kept):",
+        tests=("tests/search/test_search.py::test_the_search_finds_what_trying_everything_finds[0]",),
+        why="a unit dominates others that it does not contain",
+    ),
+    Fault(
+        name="search-smallest-recompute",
+        path="planner/search/reduce.py",
+        old="        largest[key] = max(largest.get(key, 0), recompute.extra_bytes)",
+        new="        largest[key] = min(largest.get(key, recompute.extra_bytes), recompute.extra_bytes)",
+        tests=("tests/search/test_search.py::test_the_search_finds_what_trying_everything_finds[0]",),
+        why="of several recomputes at one event, the smallest counts",
+    ),
+    Fault(
+        name="search-any-of-equal-cost",
+        path="planner/search/milp.py",
+        old="        return units if fewer is None or total(self._cost_ns, fewer) > most else fewer",
+        new="        return units",
+        tests=("tests/search/test_search.py::test_the_search_finds_what_trying_everything_finds[0]",),
+        why="of equally fast plans not the simplest is returned",
+    ),
+    Fault(
+        name="threshold-off-by-one",
+        path="planner/search/threshold.py",
+        old="    while high - low > 1:",
+        new="    while high - low > 2:",
+        tests=(
+            "tests/search/test_threshold.py::test_it_finds_the_threshold_wherever_the_guess_is_and_asks_few_questions",
+        ),
+        why="a longer prefix than needed is frozen",
+    ),
+    Fault(
+        name="chooser-takes-the-less-faithful",
+        path="planner/choose/chooser.py",
+        old=(
+            "        return min((choice for choice in found if choice.step_ns <= TIE * fastest_ns), "
+            "key=lambda choice: choice.rank)"
+        ),
+        new="        return min(found, key=lambda choice: choice.step_ns)",
+        tests=("tests/choose/test_fitting.py::test_precision_is_not_lowered_for_a_gain_within_a_tie",),
+        why="lower precision is chosen although an exact plan is as fast",
+    ),
+    Fault(
+        name="choice-prefers-many-decisions",
+        path="planner/choose/choice.py",
+        old="return fidelity_of(self.decisions), len(self.decisions), self.step_ns",
+        new="return len(self.decisions), fidelity_of(self.decisions), self.step_ns",
+        tests=(
+            "tests/choose/test_fitting.py"
+            "::test_of_equally_fast_plans_the_more_faithful_one_wins_and_then_the_simpler_one",
+        ),
+        why="one decision that rounds is preferred to two exact ones",
+    ),
+    Fault(
+        name="fitting-settles-for-what-does-not-fit",
+        path="planner/choose/budget_search.py",
+        old="        if short_bytes <= 0:\n            best = plan",
+        new="        if short_bytes <= 100:\n            best = plan",
+        tests=("tests/choose/test_budget_search.py::test_what_is_settled_for_fits_and_is_hardly_slower_than_the_best",),
+        why="a plan that lacks a few bytes is returned as fitting",
+    ),
+    Fault(
+        name="fitting-stops-at-the-first-plan",
+        path="planner/choose/budget_search.py",
+        old="            if not budgets.widen(None if best is None else best.step_ns):\n                return best",
+        new="            if best is not None or not budgets.widen(None):\n                return best",
+        tests=(
+            "tests/choose/test_budget_search.py::test_a_choice_with_little_slack_is_not_given_up_for_that_of_another",
+        ),
+        why="the first plan that fits is returned although a faster one fits, too",
+    ),
+    Fault(
+        name="budget-above-the-card",
+        path="planner/workload/budget.py",
+        old="        usable_bytes = min(asked_bytes, card.vram_bytes) if has_a_size else asked_bytes",
+        new="        usable_bytes = asked_bytes",
+        tests=(
+            "tests/workload/test_budget.py"
+            "::test_a_budget_above_the_named_card_is_planned_for_the_card_and_a_note_says_so",
+        ),
+        why="a plan is said to fit a card that has less memory",
+    ),
+    Fault(
+        name="bound-counts-state-of-frozen-parameters",
+        path="planner/space/lower_bounds.py",
+        old="    still_trained = trained.without(frozen)",
+        new="    still_trained = trained",
+        tests=(
+            "tests/choose/test_fitting.py::test_a_floor_has_neither_gradients_nor_state_of_frozen_parameters[foreach]",
+        ),
+        why="the lower bound of frozen configurations is too high, so that plans that fit are pruned",
+    ),
+    Fault(
+        name="bound-eight-bit-state",
+        path="planner/workload/eight_bit.py",
+        old="8 if id(p) in wide or p.numel() < _SMALLEST_IN_8_BITS else 2",
+        new="8 if p.numel() < _SMALLEST_IN_8_BITS else 8",
+        tests=(
+            "tests/choose/test_fitting.py::test_a_floor_has_neither_gradients_nor_state_of_frozen_parameters[8 bits]",
+        ),
+        why="the lower bound of 8-bit state is that of 32-bit state",
+    ),
+)

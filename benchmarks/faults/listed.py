@@ -1,0 +1,20 @@
+"""All planted faults."""
+
+from __future__ import annotations
+
+from benchmarks.faults import (
+    in_checks,
+    in_command,
+    in_emitter,
+    in_estimates,
+    in_losses,
+    in_recompute,
+    in_search,
+    in_step,
+    in_updates,
+)
+from benchmarks.faults.fault import Fault
+
+_LISTS = (in_step, in_losses, in_updates, in_recompute, in_emitter, in_checks, in_estimates, in_search, in_command)
+
+FAULTS: tuple[Fault, ...] = tuple(fault for module in _LISTS for fault in module.FAULTS)
