@@ -25,8 +25,8 @@ FAULTS = (
     Fault(
         name="plan-loses-own-loss",
         path="planner/plan_types/plan.py",
-        old='"own_loss": None if own_loss is None else OwnLoss(**own_loss)',
-        new='"own_loss": None',
+        old="own_loss = None if own_loss is None else OwnLoss(**own_loss)",
+        new="own_loss = None",
         tests=("tests/plan_types/test_plan.py::test_every_kind_of_decision_and_every_optional_field_is_read_back",),
         why="a file that is emitted from a saved plan does not count labels as the model's loss does",
     ),

@@ -9,8 +9,8 @@ FAULTS = (
     Fault(
         name="accumulation-weighs-labels-as-samples",
         path="rewrite/rules/accumulation.py",
-        old="loss_terms = samples_only if own is None else",
-        new="loss_terms = samples_only if own is not None else",
+        old="            if own is None\n",
+        new="            if own is not None or own is None\n",
         tests=("tests/rewrite/rules/test_accumulation.py::test_sample_means_equal_the_full_batch[batch of 8]",),
         why="micro-batches with few labels weigh as much as those with many",
     ),

@@ -7,6 +7,7 @@ from benchmarks.faults import (
     in_command,
     in_emitter,
     in_estimates,
+    in_first_step,
     in_losses,
     in_recompute,
     in_search,
@@ -15,6 +16,17 @@ from benchmarks.faults import (
 )
 from benchmarks.faults.fault import Fault
 
-_LISTS = (in_step, in_losses, in_updates, in_recompute, in_emitter, in_checks, in_estimates, in_search, in_command)
+_LISTS = (
+    in_step,
+    in_losses,
+    in_updates,
+    in_recompute,
+    in_emitter,
+    in_checks,
+    in_first_step,
+    in_estimates,
+    in_search,
+    in_command,
+)
 
 FAULTS: tuple[Fault, ...] = tuple(fault for module in _LISTS for fault in module.FAULTS)
