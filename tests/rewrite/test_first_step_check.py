@@ -93,11 +93,8 @@ def test_a_wrong_forward_of_any_rule_is_refused():
     model = Tagger(branches=False)
     rewritten = rewrite.apply(plan_of(model, Checkpoint(modules=("body",))), model)
     right = model.body.forward
-    model.body.forward = types.MethodType(lambda self, x: right(x) * 1.05, model.body)
-    rewritten._rewriting.changes[-1] = dataclasses.replace(
-        rewritten._rewriting.changes[-1],
-        set_again=lambda wrong=model.body.forward: setattr(model.body, "forward", wrong),
-    )
+    wrong = types.MethodType(lambda self, x: right(x) * 1.05, model.body)
+    rewritten._rewriting.replace(model.body, "forward", wrong, place="forward of 'body'")
     with pytest.raises(DecisionError, match="checkpoint changes what the model computes"):
         rewritten.step(rows())
 
