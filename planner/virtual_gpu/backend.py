@@ -77,9 +77,20 @@ def _bypasses_fake_mode_cache(func: torch._ops.OpOverload) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """The properties of the simulated card that decide which kernels PyTorch chooses."""
+    """The device that a rehearsal stands for, with the properties that decide which kernels PyTorch chooses."""
 
-    compute_capability: tuple[int, int]
+    compute_capability: tuple[int, int] | None
+    """Compute capability of the simulated card; None if the rehearsal stands for a step on the CPU."""
+
+    @property
+    def device(self) -> str:
+        """Name of the torch device of the fake tensors: the virtual GPU, or the CPU, on which PyTorch itself chooses."""
+        return "cpu" if self.compute_capability is None else NAME
+
+    @property
+    def autograd_key(self) -> str:
+        """Dispatch key of composite ops on that device."""
+        return "AutogradCPU" if self.compute_capability is None else "AutogradPrivateUse1"
 
 
 class _DeviceModule:
@@ -134,7 +145,7 @@ def install(target: Target) -> Autocast:
     """Registers the virtual GPU in this process until it ends, and returns the autocast of the virtual GPU.
 
     Args:
-        target: the properties of the simulated card.
+        target: the properties of the simulated card; not the CPU, which needs no backend.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -167,6 +178,8 @@ def library(namespace: str) -> torch.library.Library:
 def _register_kernels(target: Target) -> None:
     """Registers kernels for ops that run or allocate differently on CUDA than on other devices."""
     aten = library("aten")
+    capability = target.compute_capability
+    assert capability is not None
 
     def scaled_dot_product_attention(
         query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
@@ -181,7 +194,7 @@ def _register_kernels(target: Target) -> None:
             scale=scale,
             grouped=enable_gqa,
         )
-        return run_backend(choose_backend(call, target.compute_capability), call)
+        return run_backend(choose_backend(call, capability), call)
 
     aten.impl("scaled_dot_product_attention", scaled_dot_product_attention, "AutogradPrivateUse1")
 

@@ -24,6 +24,15 @@ KERNELS: dict[torch._ops.OpOverload, Callable[..., Made]] = {}
 _aten = torch.ops.aten
 
 
+def kernels_of(device: str) -> dict[torch._ops.OpOverload, Callable[..., Made]]:
+    """Returns the functions for ops on a device: 'cpu', or the virtual GPU.
+
+    The CPU's kernels return tensors of the same sizes as CUDA's, except those in `_ON_CPU`. Some take other scratch
+    memory; the caller has to ignore the scratch tensors.
+    """
+    return {**KERNELS, **_ON_CPU} if device == "cpu" else KERNELS
+
+
 def cuda_kernel(*ops: torch._ops.OpOverload) -> Callable[[Callable[..., Made]], Callable[..., Made]]:
     """Returns a decorator that registers a function which allocates what these ops allocate on CUDA.
 
@@ -137,10 +146,30 @@ def _gru_cell_backward(dependence: DataDependence, op: Any, grad_hy: Any, worksp
     return (grads[0], grads[1], torch.empty_like(grad_hy), *biases), []
 
 
-def register_routes(dependence: DataDependence) -> None:
+def _layer_norm_on_cpu(
+    dependence: DataDependence, op: Any, input: torch.Tensor, shape: Any, weight: Any, bias: Any, eps: float
+) -> Made:
+    """Allocates what `layer_norm_cpu` in layer_norm.cpp does.
+
+    Mean and reciprocal deviation have the dtype of the weight if that is fp32 and the input is not (`is_mixed_type`).
+    """
+    out, mean, deviation = op(input, shape, weight, bias, eps)
+    if weight is not None and weight.dtype is torch.float32:
+        mean, deviation = (torch.empty_like(value, dtype=torch.float32) for value in (mean, deviation))
+    return (out, mean, deviation), []
+
+
+_ON_CPU: dict[torch._ops.OpOverload, Callable[..., Made]] = {_aten.native_layer_norm.default: _layer_norm_on_cpu}
+"""Functions for ops that allocate other results on the CPU than their fake kernels."""
+
+
+def register_routes(dependence: DataDependence, autograd_key: str) -> None:
     """Registers composite ops that read numbers from tensors, so that they run the same ops as for real tensors.
 
     At present this is `ctc_loss` with lengths in tensors. The registration lasts until the process ends.
+
+    Args:
+        autograd_key: dispatch key of composite ops on the device of the rehearsal (`Target.autograd_key`).
     """
 
     def ctc_loss(
@@ -157,4 +186,4 @@ def register_routes(dependence: DataDependence) -> None:
             return (losses / counts).mean()
         return losses.sum() if reduction == 2 else losses
 
-    backend.library("aten").impl("ctc_loss.Tensor", ctc_loss, "AutogradPrivateUse1")
+    backend.library("aten").impl("ctc_loss.Tensor", ctc_loss, autograd_key)

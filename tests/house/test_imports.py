@@ -36,6 +36,7 @@ FLOORS = (
     ("planner.rewrite.application",),
     ("planner.rewrite.rehearse", "planner.rewrite.emitter", "planner.rewrite.parity", "planner.rewrite.trainer"),
     ("planner.rewrite.certificate", "planner.rewrite.on_gpu"),
+    ("planner.rewrite.on_cpu",),
     ("planner.rewrite",),
     # where planner and rewriter meet, and what people call
     ("planner.assemble",),
