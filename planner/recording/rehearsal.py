@@ -79,7 +79,7 @@ def on_virtual_gpu(target: backend.Target, refuse: Refuse, *, what_if: bool) -> 
     gc.disable()
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # errors are reported in one line
     autocast = None if target.device == "cpu" else backend.install(target)
-    backend.let_libraries_take_fakes_for_real()
+    backend.let_libraries_take_fakes_for_real(target.device)
     with (
         torch.inference_mode(False),
         torch.enable_grad(),

@@ -157,11 +157,15 @@ def install(target: Target) -> Autocast:
     return autocast
 
 
-def let_libraries_take_fakes_for_real() -> None:
-    """Patches PyTorch and bitsandbytes in this process so that they treat fake tensors like real ones."""
+def let_libraries_take_fakes_for_real(device: str = NAME) -> None:
+    """Patches PyTorch and bitsandbytes in this process so that they treat fake tensors like real ones.
+
+    Args:
+        device: type of the device of the fake tensors.
+    """
     _let_optimizers_choose_as_for_real_tensors()
     _let_modules_convert_as_real_tensors_do()
-    _let_bitsandbytes_make_its_tables()
+    _let_bitsandbytes_make_its_tables(device)
 
 
 _libraries: list[torch.library.Library] = []
@@ -241,19 +245,23 @@ def _let_modules_convert_as_real_tensors_do() -> None:
     torch.utils.swap_tensors = swap_tensors
 
 
-def _let_bitsandbytes_make_its_tables() -> None:
+def _let_bitsandbytes_make_its_tables(device: str) -> None:
     """Lets bitsandbytes' 8-bit optimizers compute their two tables of 256 floats with real tensors on the CPU.
 
-    Does nothing if bitsandbytes is not imported.
+    The optimizer then moves them to its device. In a rehearsal for the CPU, where nothing is moved, fake tables replace
+    them. Does nothing if bitsandbytes is not imported.
     """
     if "bitsandbytes" not in sys.modules:  # An import would take longer than many rehearsals.
         return
     optimizer = importlib.import_module("bitsandbytes.optim.optimizer")
     fill_with_real_numbers = optimizer.Optimizer8bit.fill_qmap
 
-    def fill_qmap(self: object) -> None:
+    def fill_qmap(self: Any) -> None:
         with unset_fake_temporarily():
             fill_with_real_numbers(self)
+        if device == "cpu":
+            tables = self.name2qmap.items()
+            self.name2qmap = {name: torch.empty(table.shape, dtype=table.dtype) for name, table in tables}
 
     optimizer.Optimizer8bit.fill_qmap = fill_qmap
 

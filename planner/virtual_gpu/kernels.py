@@ -146,20 +146,22 @@ def _gru_cell_backward(dependence: DataDependence, op: Any, grad_hy: Any, worksp
     return (grads[0], grads[1], torch.empty_like(grad_hy), *biases), []
 
 
-def _layer_norm_on_cpu(
-    dependence: DataDependence, op: Any, input: torch.Tensor, shape: Any, weight: Any, bias: Any, eps: float
-) -> Made:
-    """Allocates what `layer_norm_cpu` in layer_norm.cpp does.
+def _norm_on_cpu(dependence: DataDependence, op: Any, input: torch.Tensor, *args: Any) -> Made:
+    """Allocates what the CPU's kernels of normalizations do (layer_norm.cpp, group_norm.cpp, Normalization.cpp).
 
-    Mean and reciprocal deviation have the dtype of the weight if that is fp32 and the input is not (`is_mixed_type`).
+    Statistics are fp32 if the parameters or running statistics are, and the input is not (`is_mixed_type`).
     """
-    out, mean, deviation = op(input, shape, weight, bias, eps)
-    if weight is not None and weight.dtype is torch.float32:
-        mean, deviation = (torch.empty_like(value, dtype=torch.float32) for value in (mean, deviation))
-    return (out, mean, deviation), []
+    out, *statistics = op(input, *args)
+    if any(isinstance(value, torch.Tensor) and value.dtype is torch.float32 for value in args):
+        statistics = [torch.empty_like(value, dtype=torch.float32) for value in statistics]
+    return (out, *statistics), []
 
 
-_ON_CPU: dict[torch._ops.OpOverload, Callable[..., Made]] = {_aten.native_layer_norm.default: _layer_norm_on_cpu}
+_ON_CPU: dict[torch._ops.OpOverload, Callable[..., Made]] = {
+    _aten.native_layer_norm.default: _norm_on_cpu,
+    _aten.native_group_norm.default: _norm_on_cpu,
+    _aten.native_batch_norm.default: _norm_on_cpu,
+}
 """Functions for ops that allocate other results on the CPU than their fake kernels."""
 
 

@@ -8,6 +8,7 @@ RESULT holds `CpuRun` as JSON.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -48,7 +49,7 @@ def run(plan: Plan, load: Load) -> CpuRun:
     """
     without_weights = load(False)
     has_lstm = any(isinstance(module, torch.nn.LSTM) for module in without_weights.model.modules())
-    with torch.backends.mkldnn.flags(enabled=not has_lstm):
+    with torch.backends.mkldnn.flags(enabled=False) if has_lstm else contextlib.nullcontext():
         prediction = predicted(without_weights, plan.decisions)
         _refuse_if_too_large(plan, without_weights, prediction)
         measured = _measured(plan, load, prediction)

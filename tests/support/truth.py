@@ -57,7 +57,7 @@ def rehearsal(case: Case) -> StepGraph:
 
     def run() -> StepGraph:
         mode = VirtualGpuMode()
-        let_libraries_take_fakes_for_real()
+        let_libraries_take_fakes_for_real("cpu")
         with mode:
             make_virtual(work.model, "cpu")
             batch = virtual_batch(work.batch, work.batch_size, work.batch_size, "cpu")
