@@ -67,7 +67,9 @@ class Separable(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, 16, 3, padding=1)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.BatchNorm2d(16), nn.GELU(), nn.Conv2d(16, 16, 1))
+            nn.Sequential(
+                nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.BatchNorm2d(16), nn.GELU(), nn.Conv2d(16, 16, 1)
+            )
             for _ in range(4)
         )
         self.head = nn.Linear(16, losses.CLASSES)
@@ -98,7 +100,8 @@ def vgg() -> nn.Module:
     layers: list[nn.Module] = []
     for inputs, outputs in ((3, 16), (16, 32), (32, 32)):
         layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
-    return nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(64), nn.ReLU(), nn.Dropout(), nn.Linear(64, losses.CLASSES))
+    layers += [nn.Flatten(), nn.LazyLinear(64), nn.ReLU(), nn.Dropout()]
+    return nn.Sequential(*layers, nn.Linear(64, losses.CLASSES))
 
 
 def autoencoder() -> nn.Module:
@@ -112,7 +115,8 @@ def autoencoder() -> nn.Module:
 def temporal() -> nn.Module:
     """Dilated one-dimensional convolutions."""
     layers = [
-        nn.Sequential(nn.Conv1d(16, 16, 3, padding=2**i, dilation=2**i), nn.BatchNorm1d(16), nn.Tanh()) for i in range(4)
+        nn.Sequential(nn.Conv1d(16, 16, 3, padding=step, dilation=step), nn.BatchNorm1d(16), nn.Tanh())
+        for step in (1, 2, 4, 8)
     ]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(16, losses.CLASSES))
 

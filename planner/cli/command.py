@@ -77,7 +77,7 @@ def _print(answer: Plan | Tradeoff, verification: Verification | CpuVerification
     else:
         from planner.cli.report import render
 
-        Console(file=out).print(render(answer))
+        Console(file=out).print(render(answer, verified=verification is not None))
     if verification is None:
         return
     from planner.rewrite.on_cpu.report import render_cpu_verification

@@ -70,8 +70,8 @@ def on_virtual_gpu(target: backend.Target, refuse: Refuse, *, what_if: bool) -> 
     Python's garbage collector is switched off, so that the ticks at which storages die do not depend on it.
 
     Args:
-        target: the properties of the simulated card. For the CPU, nothing is installed: fake tensors are on the CPU, and
-            PyTorch chooses kernels as for real tensors there.
+        target: the properties of the simulated card. For the CPU, nothing is installed: fake tensors are on the CPU,
+            and PyTorch chooses kernels as for real tensors there.
         refuse: called with an error that must not be raised (`forked_process.Refuse`).
         what_if: True for a what-if recording, False for a plain one.
     """

@@ -84,7 +84,7 @@ class Target:
 
     @property
     def device(self) -> str:
-        """Name of the torch device of the fake tensors: the virtual GPU, or the CPU, on which PyTorch itself chooses."""
+        """Name of the torch device of the fake tensors: the virtual GPU or the CPU."""
         return "cpu" if self.compute_capability is None else NAME
 
     @property

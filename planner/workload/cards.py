@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from planner import profiles
-from planner.errors import DeviceProfileError, MeasurementError
+from planner.errors import DeviceProfileError
 from planner.profiles.device import DeviceProfile, ProfileError
 from planner.profiles.finding import UNLISTED, CardFacts
 from planner.virtual_gpu.forked_process import run_in_child

@@ -19,15 +19,18 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator
+from typing import Any
 
-import torch
-from torch._C._profiler import _EventType, _ProfilerEvent
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 _STEP = "planner: one training step"
 """Name of the profiler's events that mark the steps."""
 _OP = re.compile(r"\w+::\w+")
 """Pattern of the names of ops, such as 'aten::mm'. Events of autograd and of Python functions have other names."""
+_Event = Any
+"""`torch._C._profiler._ProfilerEvent`: an event of the profiler, with the events that it contains. Its type annotations
+lack the fields of allocations."""
 BEFORE = ""
 """Name, in `Peak.alive_by_op`, of what was allocated before the first step."""
 
@@ -57,7 +60,7 @@ class _Block:
     size_bytes: int
     born_ns: int
     dies_ns: float
-    events: tuple[_ProfilerEvent, ...]
+    events: tuple[_Event, ...]
     """The events that were running at the allocation, outermost first."""
 
 
@@ -72,14 +75,15 @@ class AllocationRecord:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Context in which allocations are recorded. Python's garbage collector is off, so that it frees nothing late."""
-        gc.collect()
+        """Context in which allocations are recorded. Python's garbage collector runs only between steps."""
+        was_enabled = gc.isenabled()
         gc.disable()
         try:
             with self._profile:
                 yield
         finally:
-            gc.enable()
+            if was_enabled:
+                gc.enable()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -100,7 +104,7 @@ class AllocationRecord:
         for block in blocks:
             if not any(_OP.fullmatch(event.name) for event in block.events):
                 outside.append(block)
-            elif _op_that_contains(block, names) is not None:
+            elif _is_temporary(block, names):
                 temporaries.append(block)
             else:
                 tensors.append(block)
@@ -125,7 +129,8 @@ class AllocationRecord:
     def _blocks_and_steps(self) -> tuple[list[_Block], list[tuple[int, int]]]:
         """Return all allocated blocks, and (start, end) of the steps in nanoseconds."""
         changes, steps = [], []
-        for event, running in _walk(self._profile.profiler.kineto_results.experimental_event_tree(), ()):
+        finished: Any = self._profile.profiler
+        for event, running in _walk(finished.kineto_results.experimental_event_tree(), ()):
             if event.name == _STEP:
                 steps.append((event.start_time_ns, event.end_time_ns))
             elif event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
@@ -146,19 +151,16 @@ def event_name(op: str) -> str:
     return "::".join(op.split(".")[:2])
 
 
-def _walk(
-    events: list[_ProfilerEvent], running: tuple[_ProfilerEvent, ...]
-) -> Iterator[tuple[_ProfilerEvent, tuple[_ProfilerEvent, ...]]]:
+def _walk(events: list[_Event], running: tuple[_Event, ...]) -> Iterator[tuple[_Event, tuple[_Event, ...]]]:
     """Yield each event of the tree with the events that contain it, outermost first."""
     for event in events:
         yield event, running
         yield from _walk(event.children, (*running, event))
 
 
-def _op_that_contains(block: _Block, names: Collection[str]) -> _ProfilerEvent | None:
-    """Return the op in which the block was allocated and freed; None if it lived longer than every op."""
-    inside = (event for event in block.events if event.name in names and block.dies_ns <= event.end_time_ns)
-    return next(inside, None)
+def _is_temporary(block: _Block, names: Collection[str]) -> bool:
+    """True if the block was allocated and freed while one of the named ops ran."""
+    return any(event.name in names and block.dies_ns <= event.end_time_ns for event in block.events)
 
 
 def _origin(block: _Block, names: Collection[str], first_step_ns: int) -> str:

@@ -65,6 +65,4 @@ def run_from_json(data: dict[str, Any]) -> CpuRun:
     parity = data["parity"]
     if parity is not None:
         parity = Parity(rows=tuple(Row(**row) for row in parity["rows"]), notes=tuple(parity["notes"]))
-    return CpuRun(
-        steps=tuple(CpuStep(**step) for step in data["steps"]), parity=parity, notes=tuple(data["notes"])
-    )
+    return CpuRun(steps=tuple(CpuStep(**step) for step in data["steps"]), parity=parity, notes=tuple(data["notes"]))
