@@ -33,7 +33,7 @@ from planner.plan_types.plan import Plan
 from planner.rewrite.on_cpu import worker
 from planner.rewrite.on_cpu.verification import CpuVerification
 from planner.virtual_gpu.forked_process import run_in_child
-from planner.workload.workload import Workload, workload
+from planner.workload.workload import Workload, map_batch, workload
 
 LEDGER = pathlib.Path(__file__).parents[1] / "profiles" / "ledger" / "cpu.jsonl"
 TECHNIQUES = (
@@ -170,7 +170,7 @@ def cases() -> Iterator[Case]:
 def built(case: Case) -> Workload:
     """Builds a model and its batch, always with the same random values."""
     torch.manual_seed(0)
-    model, batch = case.build().train(), case.batch()
+    model, batch = case.build().train(), map_batch(torch.clone, case.batch())  # a copy that belongs to this run
     if any(isinstance(parameter, nn.UninitializedParameter) for parameter in model.parameters()):
         with torch.no_grad():
             model(batch[0])

@@ -6,8 +6,8 @@ running. An allocation belongs to one of three groups:
 - *tensors*: allocated by an op, and alive after it. A rehearsal predicts them.
 - *temporaries inside kernels*: allocated and freed while one op ran, such as a column buffer of a convolution. A
   rehearsal records no op inside of another, so it does not know them.
-- *outside of ops*: allocated while no op ran. These are states of random generators, which checkpoints keep, and Python
-  numbers that became tensors for one op.
+- *outside of ops*: allocated while no op ran, or by `torch.get_rng_state`. These are states of random generators, which
+  checkpoints keep (on the host if the model is on a card), and Python numbers that became tensors for one op.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import torch
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 _STEP = "planner: one training step"
 """Name of the profiler's events that mark the steps."""
+_STATE = "planner: state of the random generator"
+"""Name of the profiler's events that mark calls of `torch.get_rng_state`. Autograd may run code that calls it inside
+of an op, when the op saves tensors."""
 _OP = re.compile(r"\w+::\w+")
 """Pattern of the names of ops, such as 'aten::mm'. Events of autograd and of Python functions have other names."""
 _Event = Any
@@ -76,12 +80,19 @@ class AllocationRecord:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Context in which allocations are recorded. Python's garbage collector runs only between steps."""
-        was_enabled = gc.isenabled()
+        was_enabled, get_state = gc.isenabled(), torch.get_rng_state
+
+        def marked() -> torch.Tensor:
+            with record_function(_STATE):
+                return get_state()
+
         gc.disable()
+        torch.get_rng_state = marked
         try:
             with self._profile:
                 yield
         finally:
+            torch.get_rng_state = get_state
             if was_enabled:
                 gc.enable()
 
@@ -102,7 +113,8 @@ class AllocationRecord:
         blocks, steps = self._blocks_and_steps()
         tensors, temporaries, outside = [], [], []
         for block in blocks:
-            if not any(_OP.fullmatch(event.name) for event in block.events):
+            names_running = [event.name for event in block.events]
+            if _STATE in names_running or not any(_OP.fullmatch(name) for name in names_running):
                 outside.append(block)
             elif _is_temporary(block, names):
                 temporaries.append(block)

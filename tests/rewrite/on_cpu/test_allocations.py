@@ -59,6 +59,22 @@ def test_states_of_random_generators_are_made_by_no_op():
     assert found.outside_bytes == torch.get_rng_state().nbytes
 
 
+def test_states_that_are_taken_while_an_op_saves_tensors_are_no_tensors_of_that_op():
+    states = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        states.append(torch.get_rng_state())
+        return tensor
+
+    def step(x):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return (x.detach().requires_grad_() * x).exp()
+
+    found = recorded(step, "aten.mul.Tensor", "aten.exp.default")[0]
+    assert states and found.tensor_bytes == 3 * SIZE
+    assert found.outside_bytes >= states[0].nbytes
+
+
 def test_a_difference_names_the_ops_whose_tensors_differ():
     measured = MeasuredPeak(
         tensor_bytes=2600,
