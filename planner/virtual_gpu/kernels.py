@@ -67,6 +67,19 @@ def _reduced_in_full_storage(
     return full.as_strided(out.shape, out.stride(), 0), []
 
 
+@cuda_kernel(_aten.native_layer_norm_backward.default)
+def _layer_norm_backward(dependence: DataDependence, op: Any, grad: Any, input: torch.Tensor, *args: Any) -> Made:
+    """Allocates the gradients of a layer normalization.
+
+    The gradient of the input is contiguous (cuda/layer_norm_kernel.cu, layer_norm.cpp). The fake kernel gives it the
+    strides of `grad`, so that a later `reshape` would copy it.
+    """
+    input_grad, *others = op(grad, input, *args)
+    if input_grad is not None and not input_grad.is_contiguous():
+        input_grad = torch.empty_like(input_grad, memory_format=torch.contiguous_format)
+    return (input_grad, *others), []
+
+
 @cuda_kernel(_aten._grouped_mm.default)
 def _grouped_mm(
     dependence: DataDependence, op: Any, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None

@@ -22,8 +22,8 @@ def render_cpu_verification(verification: CpuVerification) -> RenderableType:
     parts += [Text(f"note: {note}", style="dim") for note in ran.notes]
     parts.append(Text(f"not measured: {NOT_MEASURED}"))
     if verification.kept:
-        return Group(*parts, Text("what was compared on the CPU is kept", style="bold green"))
-    return Group(*parts, Text("what was compared on the CPU is BROKEN", style="bold red"))
+        return Group(*parts, Text("everything that was compared on the CPU agrees", style="bold green"))
+    return Group(*parts, Text("what was compared on the CPU does NOT agree", style="bold red"))
 
 
 def _table(steps: tuple[CpuStep, ...]) -> Table:

@@ -35,6 +35,7 @@ from planner.workload.workload import Workload
 WITHOUT_ONEDNN = (
     "oneDNN was off while bytes were measured: its LSTM saves a buffer for backward whose size is not public"
 )
+WITHOUT_GRADIENTS = "step 1 started without gradients of earlier batches, which its prediction includes"
 
 Load = Callable[[bool], Workload]
 """`load(with_weights)` builds the workload of a plan, with seeded random weights or without weights."""
@@ -58,10 +59,11 @@ def run(plan: Plan, load: Load) -> CpuRun:
         workload = load(True)
         parity = verify(plan, workload.model, workload.batch, loss_fn=workload.loss_fn, device="cpu")
     expected = (prediction.first, *[prediction.later] * (len(measured) - 1))
+    notes = ((WITHOUT_ONEDNN, has_lstm), (WITHOUT_GRADIENTS, plan.workload.gradients_alive))
     return CpuRun(
         steps=tuple(compared(*pair) for pair in zip(expected, measured, strict=True)),
         parity=parity,
-        notes=((WITHOUT_ONEDNN,) if has_lstm else ()) + prediction.assumptions,
+        notes=(*(note for note, applies in notes if applies), *prediction.assumptions),
     )
 
 
