@@ -80,6 +80,18 @@ def _layer_norm_backward(dependence: DataDependence, op: Any, grad: Any, input: 
     return (input_grad, *others), []
 
 
+@cuda_kernel(_aten.native_group_norm_backward.default)
+def _group_norm_backward(dependence: DataDependence, op: Any, grad: Any, input: torch.Tensor, *args: Any) -> Made:
+    """Allocates the gradients of a group normalization (group_norm.cpp).
+
+    The gradient of the input has the dtype of the input. The fake kernel gives it that of the weight.
+    """
+    input_grad, *others = op(grad, input, *args)
+    if input_grad is not None and input_grad.dtype != input.dtype:
+        input_grad = torch.empty_like(input_grad, dtype=input.dtype)
+    return (input_grad, *others), []
+
+
 @cuda_kernel(_aten._grouped_mm.default)
 def _grouped_mm(
     dependence: DataDependence, op: Any, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None

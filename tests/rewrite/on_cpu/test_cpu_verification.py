@@ -118,6 +118,10 @@ def work_of(name: str) -> Workload:
         return workload(Words(), (torch.randint(50, (6, 12)), torch.randint(50, (6, 12))), loss_fn=classified)
     if name == "recurrent":
         return workload(Recurrent(), (torch.randn(6, 5, 16), torch.randint(50, (6, 5))), loss_fn=classified)
+    if name == "group norm":
+        layers = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU()) for _ in range(3)]
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 50))
+        return workload(model, (torch.randn(6, 3, 24, 24), torch.randint(50, (6,))), loss_fn=classified)
     if name == "pooled":
         return workload(Pooled(), (torch.randn(6, 200, 16), torch.randint(50, (6,))), loss_fn=classified)
     batch = (torch.randn(6, 3, 12, 12), torch.randint(50, (6,)))
@@ -151,6 +155,7 @@ def run_here(name: str, *decisions) -> CpuRun:
         ("words", (StepInBackward(),)),
         ("words", (Offload(modules=("blocks.1",), inputs_of=(), from_bytes=1),)),
         ("pooled", ()),
+        ("group norm", (Precision(dtype="bf16"),)),
         ("recurrent", (Checkpoint(modules=("cells",)),)),
         ("convolutional", (Checkpoint(modules=("0",)),)),
         ("convolutional", (Precision(dtype="bf16"),)),
