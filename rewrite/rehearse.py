@@ -22,11 +22,14 @@ from planner.workload.call_convention import loss_of
 from planner.workload.workload import OptimizerBlueprint, Workload, resized
 
 
-def with_gradient_names(workload: Workload, card: DeviceProfile) -> Workload:
+def with_gradient_names(workload: Workload, card: DeviceProfile | None) -> Workload:
     """Return the workload with the names of the parameters that get a gradient, found by rehearsing one step.
 
     Only a step that starts with gradients of earlier batches (`gradients_alive`) needs these names. Otherwise the
     workload is returned unchanged.
+
+    Args:
+        card: as for `start_rehearsal`.
     """
     if not workload.gradients_alive or workload.gradient_names is not None:
         return workload
@@ -75,7 +78,7 @@ def rehearsed_sizes(workload: Workload, decisions: Sequence[Decision]) -> tuple[
 def start_rehearsal(
     workload: Workload,
     decisions: Sequence[Decision],
-    card: DeviceProfile,
+    card: DeviceProfile | None,
     *,
     sizes: tuple[int, ...],
     steps: int,
@@ -85,6 +88,7 @@ def start_rehearsal(
     """Start the rehearsal of the step rewritten by `decisions`; `.result()` is a `StepGraph` without workspaces.
 
     Args:
+        card: the card that the step is rehearsed for; None for a step on the CPU.
         sizes: number of samples of each micro-batch to rehearse.
         steps: number of optimizer steps.
         primed: True if the optimizer state exists before the first step.
@@ -112,7 +116,7 @@ def start_rehearsal(
         batch_size=workload.batch_size,
         not_by_sample=workload.not_by_sample,
         prepare=prepare,
-        target=Target(compute_capability=card.compute_capability),
+        target=Target(compute_capability=None if card is None else card.compute_capability),
         micro_batch_sizes=sizes,
         steps=steps,
         primed=primed,

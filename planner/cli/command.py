@@ -1,7 +1,7 @@
 """The `plan` command. It prints a report or one JSON object on standard output, everything else on standard error.
 
-Exit code 0: the plan fits, and --verify (if given) confirmed it on the card; 1: no plan fits, or --verify found that
-training takes more memory than the plan promises or gives other results; 2: the command could not run.
+Exit code 0: the plan fits, and --verify (if given) confirmed it; 1: no plan fits, or --verify found that training takes
+more memory than the planner predicts or gives other results; 2: the command could not run.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from planner.plan_types.tradeoff import Tradeoff
 
 if TYPE_CHECKING:
     from planner.plan_types.plan import Plan
+    from planner.rewrite.on_cpu.verification import CpuVerification
     from planner.rewrite.on_gpu.verification import Verification
 
 FITS, DOES_NOT_FIT, COULD_NOT_RUN = 0, 1, 2
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return FITS if answer.fits and (verification is None or verification.kept) else DOES_NOT_FIT
 
 
-def _print(answer: Plan | Tradeoff, verification: Verification | None, out: TextIO) -> None:
+def _print(answer: Plan | Tradeoff, verification: Verification | CpuVerification | None, out: TextIO) -> None:
     """Print the report as text (not JSON)."""
     if isinstance(answer, Tradeoff):
         from planner.cli.tradeoff_report import render_tradeoff
@@ -76,10 +77,16 @@ def _print(answer: Plan | Tradeoff, verification: Verification | None, out: Text
     else:
         from planner.cli.report import render
 
-        Console(file=out).print(render(answer))
-    if verification is not None:
-        from planner.rewrite.on_gpu.report import render_verification
+        Console(file=out).print(render(answer, verified=verification is not None))
+    if verification is None:
+        return
+    from planner.rewrite.on_cpu.report import render_cpu_verification
+    from planner.rewrite.on_cpu.verification import CpuVerification
+    from planner.rewrite.on_gpu.report import render_verification
 
+    if isinstance(verification, CpuVerification):
+        Console(file=out).print(render_cpu_verification(verification))
+    else:
         Console(file=out).print(render_verification(verification))
 
 
@@ -91,24 +98,28 @@ def _answer(options: argparse.Namespace) -> Plan | Tradeoff:
         logging.getLogger(library).setLevel(logging.ERROR)
     with _working("loading torch"):
         from planner.cli import answer
-        from planner.workload.cards import refuse_without_cuda
-    if options.verify:
-        refuse_without_cuda()
     with _working("rehearsing and searching"):
         return answer.answer(options)
 
 
-def _verify(answer: Plan | Tradeoff, options: argparse.Namespace) -> Verification | None:
-    """Train with the plan on the CUDA card, and compare its memory and its results with what the plan promises.
+def _verify(answer: Plan | Tradeoff, options: argparse.Namespace) -> Verification | CpuVerification | None:
+    """Train with the plan, and compare its memory and its results with what the plan promises.
+
+    On a machine without a CUDA card, train on the CPU, and compare with a rehearsal of the same step there.
 
     Returns None without --verify, or if no plan fits.
     """
     if not options.verify or not answer.fits or isinstance(answer, Tradeoff):  # --verify with --tradeoff was refused
         return None
+    from planner.rewrite.on_cpu.verification import cpu_verification
     from planner.rewrite.on_gpu.verification import verification
+    from planner.workload.cards import has_cuda_card
 
-    with _working("training on the card"):
-        return verification(answer)
+    if has_cuda_card():
+        with _working("training on the card"):
+            return verification(answer)
+    with _working("training on the CPU"):
+        return cpu_verification(answer)
 
 
 def _write(answer: Plan | Tradeoff, options: argparse.Namespace) -> None:

@@ -179,7 +179,8 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--verify",
         action="store_true",
-        help="train with the plan on this machine's CUDA card, limited to --vram, and compare with what was promised",
+        help="train with the plan on this machine's CUDA card, limited to --vram, and compare with what was promised; "
+        "without a card, train on the CPU, and compare results and bytes of tensors only",
     )
     group.add_argument("--version", action="version", version=f"plan {_version()}", help="print the version and exit")
     group.add_argument("-h", "--help", action="help", help="print this help and exit")

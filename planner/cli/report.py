@@ -24,10 +24,20 @@ GENERIC = "generic"
 """Name of the generic card, as in `planner.workload.cards`, which this module cannot import without torch."""
 
 
-def render(plan: Plan) -> RenderableType:
-    """Returns everything that the command prints for a plan."""
+UNCHECKED = "not checked: that training by the plan gives the baseline's results; --verify checks it"
+"""Line for a plan that was made without weights and has not been trained with."""
+
+
+def render(plan: Plan, *, verified: bool = False) -> RenderableType:
+    """Returns everything that the command prints for a plan.
+
+    Args:
+        verified: True if the plan was trained with (`--verify`), and the result is printed below.
+    """
     parts: list[RenderableType] = [headline(plan), Text(), _table(plan), Text(), *_peaks(plan), Text()]
     parts += [*_decisions(plan), Text(), _verdict(plan)]
+    if plan.fits and plan.decisions and not verified:
+        parts.append(Text(UNCHECKED))
     if plan.shortfall is not None:
         parts += _shortfall(plan, plan.shortfall)
     if plan.notes:

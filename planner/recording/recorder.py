@@ -52,7 +52,7 @@ from planner.virtual_gpu import sparse_gradients
 from planner.virtual_gpu.data_dependence import DataDependence
 from planner.virtual_gpu.data_dependent_ops import run_data_dependent_op
 from planner.virtual_gpu.in_place import InPlaceRule
-from planner.virtual_gpu.kernels import KERNELS
+from planner.virtual_gpu.kernels import kernels_of
 from planner.virtual_gpu.shadow_ops import nested_tensors
 from planner.virtual_gpu.source_lines import source_line
 from planner.workspaces import has_formula
@@ -90,6 +90,7 @@ class Recorder(TorchDispatchMode):
         self.sequence = -1
         """Number of nodes that autograd had created when the last op that made or changed a storage had run."""
         self._paused = False
+        self._kernels = kernels_of(device)
         self._saved = SavedTensors(self, self.table, self.calls, self.data_dependence.known)
         self._seen_backward = False
         self._in_setup = True
@@ -123,11 +124,11 @@ class Recorder(TorchDispatchMode):
         if self.in_place is not None and self.in_place(op, args):
             self._note_op(op, traits, args, kwargs, args[0], tick)
             return args[0]
-        # 2. Run the op: by a substitute for its CUDA kernel, by its known values, or by its fake kernel.
+        # 2. Run the op: by a substitute for its kernel, by its known values, or by its fake kernel.
         ran, out = False, None
         scratch: Sequence[torch.Tensor] = ()
         try:
-            kernel = KERNELS.get(op)
+            kernel = self._kernels.get(op)
             if kernel is not None and any(self.table.watches(tensor) for tensor in nested_tensors(args)):
                 with self.pause():
                     out, scratch = kernel(self.data_dependence, op, *args, **kwargs)
@@ -153,8 +154,9 @@ class Recorder(TorchDispatchMode):
             self.data_dependence.assume((sparse_gradients.ASSUMED_TEMPORARIES,))
         # 4. Record the op. Scratch memory is registered after the outputs: the kernel allocates it after them.
         self._note_op(op, traits, args, kwargs, out, tick)
-        for tensor in scratch:
-            self.table.storage_of(tensor)
+        if self.table.device != "cpu":  # scratch tensors are those of CUDA's kernels
+            for tensor in scratch:
+                self.table.storage_of(tensor)
         return out
 
     def _run_really(self, op, args, kwargs):

@@ -72,27 +72,29 @@ def on_virtual_gpu(target: backend.Target, refuse: Refuse, *, what_if: bool) -> 
     Python's garbage collector is switched off, so that the ticks at which storages die do not depend on it.
 
     Args:
-        target: the properties of the simulated card.
+        target: the properties of the simulated card. For the CPU, nothing is installed: fake tensors are on the CPU,
+            and PyTorch chooses kernels as for real tensors there.
         refuse: called with an error that must not be raised (`forked_process.Refuse`).
         what_if: True for a what-if recording, False for a plain one.
     """
     gc.freeze()
     gc.disable()
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # errors are reported in one line
-    autocast = backend.install(target)
-    backend.let_libraries_take_fakes_for_real()
+    autocast = None if target.device == "cpu" else backend.install(target)
+    backend.let_libraries_take_fakes_for_real(target.device)
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autograd.set_multithreading_enabled(False),
         backend.VirtualGpuMode(),
     ):
-        recorder = Recorder(backend.NAME, what_if=what_if, in_place=InPlaceRule(backend.NAME))
+        recorder = Recorder(target.device, what_if=what_if, in_place=InPlaceRule(target.device))
         recorder.data_dependence.on_refusal_in_backward = refuse
-        autocast.on_cast = lambda tensor: recorder.mark(tensor, Category.AUTOCAST)
-        recorder.data_dependence.install()
-        rnn.register()
-        kernels.register_routes(recorder.data_dependence)
+        recorder.data_dependence.install(target.autograd_key)
+        kernels.register_routes(recorder.data_dependence, target.autograd_key)
+        if autocast is not None:
+            autocast.on_cast = lambda tensor: recorder.mark(tensor, Category.AUTOCAST)
+            rnn.register()
         yield recorder
 
 
@@ -107,10 +109,11 @@ def _rehearse(rehearsal: Rehearsal, refuse: Refuse) -> tuple[StepGraph, bytes]:
     """Runs the rehearsal in the child process. Returns the recording, and the new entries of the fake tensor cache."""
     known_calls = fake_tensor_cache.known()
     with on_virtual_gpu(rehearsal.target, refuse, what_if=rehearsal.what_if) as recorder:
-        make_virtual(rehearsal.model, backend.NAME, recorder.data_dependence.known)
+        device = rehearsal.target.device
+        make_virtual(rehearsal.model, device, recorder.data_dependence.known)
         wanted_size = sum(rehearsal.micro_batch_sizes)
         batch = virtual_batch(
-            rehearsal.batch, rehearsal.batch_size, wanted_size, backend.NAME, not_by_sample=rehearsal.not_by_sample
+            rehearsal.batch, rehearsal.batch_size, wanted_size, device, not_by_sample=rehearsal.not_by_sample
         )
         for path, tensor in tensors_of(batch):
             assume_full(recorder.data_dependence.known, path, tensor)

@@ -77,9 +77,20 @@ def _bypasses_fake_mode_cache(func: torch._ops.OpOverload) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """The properties of the simulated card that decide which kernels PyTorch chooses."""
+    """The device that a rehearsal stands for, with the properties that decide which kernels PyTorch chooses."""
 
-    compute_capability: tuple[int, int]
+    compute_capability: tuple[int, int] | None
+    """Compute capability of the simulated card; None if the rehearsal stands for a step on the CPU."""
+
+    @property
+    def device(self) -> str:
+        """Name of the torch device of the fake tensors: the virtual GPU or the CPU."""
+        return "cpu" if self.compute_capability is None else NAME
+
+    @property
+    def autograd_key(self) -> str:
+        """Dispatch key of composite ops on that device."""
+        return "AutogradCPU" if self.compute_capability is None else "AutogradPrivateUse1"
 
 
 class _DeviceModule:
@@ -134,7 +145,7 @@ def install(target: Target) -> Autocast:
     """Registers the virtual GPU in this process until it ends, and returns the autocast of the virtual GPU.
 
     Args:
-        target: the properties of the simulated card.
+        target: the properties of the simulated card; not the CPU, which needs no backend.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -146,11 +157,15 @@ def install(target: Target) -> Autocast:
     return autocast
 
 
-def let_libraries_take_fakes_for_real() -> None:
-    """Patches PyTorch and bitsandbytes in this process so that they treat fake tensors like real ones."""
+def let_libraries_take_fakes_for_real(device: str = NAME) -> None:
+    """Patches PyTorch and bitsandbytes in this process so that they treat fake tensors like real ones.
+
+    Args:
+        device: type of the device of the fake tensors.
+    """
     _let_optimizers_choose_as_for_real_tensors()
     _let_modules_convert_as_real_tensors_do()
-    _let_bitsandbytes_make_its_tables()
+    _let_bitsandbytes_make_its_tables(device)
 
 
 _libraries: list[torch.library.Library] = []
@@ -167,6 +182,8 @@ def library(namespace: str) -> torch.library.Library:
 def _register_kernels(target: Target) -> None:
     """Registers kernels for ops that run or allocate differently on CUDA than on other devices."""
     aten = library("aten")
+    capability = target.compute_capability
+    assert capability is not None
 
     def scaled_dot_product_attention(
         query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
@@ -181,7 +198,7 @@ def _register_kernels(target: Target) -> None:
             scale=scale,
             grouped=enable_gqa,
         )
-        return run_backend(choose_backend(call, target.compute_capability), call)
+        return run_backend(choose_backend(call, capability), call)
 
     aten.impl("scaled_dot_product_attention", scaled_dot_product_attention, "AutogradPrivateUse1")
 
@@ -228,19 +245,23 @@ def _let_modules_convert_as_real_tensors_do() -> None:
     torch.utils.swap_tensors = swap_tensors
 
 
-def _let_bitsandbytes_make_its_tables() -> None:
+def _let_bitsandbytes_make_its_tables(device: str) -> None:
     """Lets bitsandbytes' 8-bit optimizers compute their two tables of 256 floats with real tensors on the CPU.
 
-    Does nothing if bitsandbytes is not imported.
+    The optimizer then moves them to its device. In a rehearsal for the CPU, where nothing is moved, fake tables replace
+    them. Does nothing if bitsandbytes is not imported.
     """
     if "bitsandbytes" not in sys.modules:  # An import would take longer than many rehearsals.
         return
     optimizer = importlib.import_module("bitsandbytes.optim.optimizer")
     fill_with_real_numbers = optimizer.Optimizer8bit.fill_qmap
 
-    def fill_qmap(self: object) -> None:
+    def fill_qmap(self: Any) -> None:
         with unset_fake_temporarily():
             fill_with_real_numbers(self)
+        if device == "cpu":
+            tables = self.name2qmap.items()
+            self.name2qmap = {name: torch.empty(table.shape, dtype=table.dtype) for name, table in tables}
 
     optimizer.Optimizer8bit.fill_qmap = fill_qmap
 

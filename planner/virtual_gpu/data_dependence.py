@@ -159,10 +159,13 @@ class DataDependence:
         with unset_fake_temporarily():
             return known.expand(tensor.shape).tolist()
 
-    def install(self) -> None:
+    def install(self, autograd_key: str) -> None:
         """Patches fake tensors and libraries in this process, which must be a child process.
 
         Fake tensors then answer `.tolist()`, `.numpy()` and f-strings, and libraries run the code of a real step.
+
+        Args:
+            autograd_key: dispatch key of composite ops on the device of the rehearsal (`Target.autograd_key`).
         """
         dependence = self
 
@@ -182,7 +185,7 @@ class DataDependence:
         fake_tensor.numpy = numpy
         fake_tensor.__format__ = formatted
         self._let_matching_answer()
-        self._let_finite_checks_pass()
+        self._let_finite_checks_pass(autograd_key)
         _let_transformers_skip_what_a_real_run_skips()
 
     def _let_matching_answer(self) -> None:
@@ -208,7 +211,7 @@ class DataDependence:
             if getattr(module, "__dict__", {}).get("linear_sum_assignment") is match:
                 setattr(module, "linear_sum_assignment", linear_sum_assignment)  # noqa: B010
 
-    def _let_finite_checks_pass(self) -> None:
+    def _let_finite_checks_pass(self, autograd_key: str) -> None:
         """Makes `isfinite` assume that all values are finite, unless its result is known.
 
         It still runs the ops of which `isfinite` consists (ATen/native/TensorCompare.cpp), so that they are recorded.
@@ -216,11 +219,11 @@ class DataDependence:
 
         def isfinite(tensor: torch.Tensor) -> torch.Tensor:
             finite = (tensor == tensor) * (tensor.abs() != float("inf"))
-            if finite not in self.known:
+            if isinstance(finite, FakeTensor) and finite not in self.known:
                 self.known.assume(finite, True, ASSUMED_FINITE)
             return finite
 
-        backend.library("aten").impl("isfinite", isfinite, "AutogradPrivateUse1")
+        backend.library("aten").impl("isfinite", isfinite, autograd_key)
 
 
 def _may_ask(filename: str) -> bool:

@@ -26,6 +26,15 @@ _aten = torch.ops.aten
 ASSUMED_LENGTHS = "all inputs and targets of ctc_loss have full length"
 
 
+def kernels_of(device: str) -> dict[torch._ops.OpOverload, Callable[..., Made]]:
+    """Returns the functions for ops on a device: 'cpu', or the virtual GPU.
+
+    The CPU's kernels return tensors of the same sizes as CUDA's, except those in `_ON_CPU`. Some take other scratch
+    memory; the caller has to ignore the scratch tensors.
+    """
+    return {**KERNELS, **_ON_CPU} if device == "cpu" else KERNELS
+
+
 def cuda_kernel(*ops: torch._ops.OpOverload) -> Callable[[Callable[..., Made]], Callable[..., Made]]:
     """Returns a decorator that registers a function which allocates what these ops allocate on CUDA.
 
@@ -58,6 +67,31 @@ def _reduced_in_full_storage(
     out = op(input, *args, **kwargs)
     full = out if out.dim() else torch.empty_like(input)
     return full.as_strided(out.shape, out.stride(), 0), []
+
+
+@cuda_kernel(_aten.native_layer_norm_backward.default)
+def _layer_norm_backward(dependence: DataDependence, op: Any, grad: Any, input: torch.Tensor, *args: Any) -> Made:
+    """Allocates the gradients of a layer normalization.
+
+    The gradient of the input is contiguous (cuda/layer_norm_kernel.cu, layer_norm.cpp). The fake kernel gives it the
+    strides of `grad`, so that a later `reshape` would copy it.
+    """
+    input_grad, *others = op(grad, input, *args)
+    if input_grad is not None and not input_grad.is_contiguous():
+        input_grad = torch.empty_like(input_grad, memory_format=torch.contiguous_format)
+    return (input_grad, *others), []
+
+
+@cuda_kernel(_aten.native_group_norm_backward.default)
+def _group_norm_backward(dependence: DataDependence, op: Any, grad: Any, input: torch.Tensor, *args: Any) -> Made:
+    """Allocates the gradients of a group normalization (group_norm.cpp).
+
+    The gradient of the input has the dtype of the input. The fake kernel gives it that of the weight.
+    """
+    input_grad, *others = op(grad, input, *args)
+    if input_grad is not None and input_grad.dtype != input.dtype:
+        input_grad = torch.empty_like(input_grad, dtype=input.dtype)
+    return (input_grad, *others), []
 
 
 @cuda_kernel(_aten._grouped_mm.default)
@@ -139,10 +173,32 @@ def _gru_cell_backward(dependence: DataDependence, op: Any, grad_hy: Any, worksp
     return (grads[0], grads[1], torch.empty_like(grad_hy), *biases), []
 
 
-def register_routes(dependence: DataDependence) -> None:
+def _norm_on_cpu(dependence: DataDependence, op: Any, input: torch.Tensor, *args: Any) -> Made:
+    """Allocates what the CPU's kernels of normalizations do (layer_norm.cpp, group_norm.cpp, Normalization.cpp).
+
+    Statistics are fp32 if the parameters or running statistics are, and the input is not (`is_mixed_type`).
+    """
+    out, *statistics = op(input, *args)
+    if any(isinstance(value, torch.Tensor) and value.dtype is torch.float32 for value in args):
+        statistics = [torch.empty_like(value, dtype=torch.float32) for value in statistics]
+    return (out, *statistics), []
+
+
+_ON_CPU: dict[torch._ops.OpOverload, Callable[..., Made]] = {
+    _aten.native_layer_norm.default: _norm_on_cpu,
+    _aten.native_group_norm.default: _norm_on_cpu,
+    _aten.native_batch_norm.default: _norm_on_cpu,
+}
+"""Functions for ops that allocate other results on the CPU than their fake kernels."""
+
+
+def register_routes(dependence: DataDependence, autograd_key: str) -> None:
     """Registers composite ops that read numbers from tensors, so that they run the same ops as for real tensors.
 
     At present this is `ctc_loss` with lengths in tensors. The registration lasts until the process ends.
+
+    Args:
+        autograd_key: dispatch key of composite ops on the device of the rehearsal (`Target.autograd_key`).
     """
 
     def ctc_loss(
@@ -164,4 +220,4 @@ def register_routes(dependence: DataDependence) -> None:
             return (losses / counts).mean()
         return losses.sum() if reduction == 2 else losses
 
-    backend.library("aten").impl("ctc_loss.Tensor", ctc_loss, "AutogradPrivateUse1")
+    backend.library("aten").impl("ctc_loss.Tensor", ctc_loss, autograd_key)

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from planner import profiles
-from planner.errors import DeviceProfileError, MeasurementError
+from planner.errors import DeviceProfileError
 from planner.profiles.device import DeviceProfile, ProfileError
 from planner.profiles.finding import UNLISTED, CardFacts
 from planner.virtual_gpu.forked_process import run_in_child
@@ -45,14 +45,9 @@ GENERIC = "generic"
 """Name of the generic profile."""
 
 
-def refuse_without_cuda() -> None:
-    """Raises `MeasurementError` if this machine has no CUDA card."""
-    if _present_card_facts() is None:
-        reason = "is built without CUDA" if torch.version.cuda is None else "finds no CUDA card"
-        raise MeasurementError(
-            f"--verify trains on a CUDA card, and torch {torch.__version__} on this machine {reason}: leave --verify "
-            "out; plans are certified by rehearsal without it"
-        )
+def has_cuda_card() -> bool:
+    """True if this machine has a CUDA card that torch can use."""
+    return _present_card_facts() is not None
 
 
 def _present_card() -> DeviceProfile | None:

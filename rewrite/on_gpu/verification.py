@@ -116,16 +116,19 @@ class Verification:
             "planned": dataclasses.asdict(self.planned),
             "out_of_memory": isinstance(self.planned, RanOut),
             "plain": None if self.plain is None else dataclasses.asdict(self.plain),
-            "parity": None
-            if parity is None
-            else {
-                "passed": parity.passed,
-                "quantities": len(parity.rows),
-                "failures": [str(row) for row in parity.failures],
-                "notes": list(parity.notes),
-            },
+            "parity": None if parity is None else parity_to_json(parity),
             "why_no_parity": self.why_no_parity,
         }
+
+
+def parity_to_json(parity: Parity) -> dict[str, Any]:
+    """Return a comparison of two trainings as JSON data, with the text of each row that did not pass."""
+    return {
+        "passed": parity.passed,
+        "quantities": len(parity.rows),
+        "failures": [str(row) for row in parity.failures],
+        "notes": list(parity.notes),
+    }
 
 
 def verification(plan: Plan, *, run: Run | None = None, beside_plain: bool = True) -> Verification:
@@ -213,13 +216,24 @@ def run_in_process(
     Raises:
         MeasurementError: if the process ended without a result.
     """
+    return outcome_from_json(result_of_process(plan, options, command=command, execute=execute))
+
+
+def result_of_process(
+    plan: Plan, options: Sequence[str], *, command: Sequence[str], execute: Execute | None = None
+) -> dict[str, Any]:
+    """Return the JSON data that a worker writes. Its arguments are a plan, the path of the result, and the options.
+
+    Raises:
+        MeasurementError: if the process ended without a result.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path, result, log = (pathlib.Path(folder) / name for name in ("plan.json", "result.json", "log"))
         plan.save(path)
         with log.open("wb") as output:
             code = (execute or _execute)([*command, str(path), str(result), *options], output)
         if code == 0:
-            return outcome_from_json(json.loads(result.read_text()))
+            return json.loads(result.read_text())
         last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-_ERROR_LINES:]
         why = "it took too long" if code is None else f"it ended with exit code {code} and printed nothing"
         why = f"the process that trains with the plan gave no result: {why}"

@@ -106,7 +106,7 @@ def run(plan: Plan, device: Device, *, cap_bytes: int | None, find_op: bool = Fa
         MeasurementError: if there is no such card, or the plan is for a live model.
         PlannerError: if the model cannot be built, or the plan cannot be applied to it.
     """
-    workload = _with_weights(plan)
+    workload = workload_of(plan)
     try:
         device.begin(cap_bytes)
         return _trained(plan, workload, device, find_op=find_op)
@@ -116,8 +116,12 @@ def run(plan: Plan, device: Device, *, cap_bytes: int | None, find_op: bool = Fa
         return RanOut(device=device.title(), step=cause.step, message=message, place=cause.location)
 
 
-def _with_weights(plan: Plan) -> Workload:
-    """Build the plan's model with seeded random weights."""
+def workload_of(plan: Plan, *, with_weights: bool = True) -> Workload:
+    """Build the plan's model with seeded random weights, or without weights.
+
+    Raises:
+        MeasurementError: if the plan is for a live model.
+    """
     if plan.model.reference is None:
         raise MeasurementError(
             "the plan is for a live model, which another process cannot build: make the plan for a model that is given "
@@ -129,7 +133,8 @@ def _with_weights(plan: Plan) -> Workload:
         batch_size=plan.workload.batch_size,
         seq_len=plan.workload.seq_len,
         optimizer=plan.workload.optimizer,
-        with_weights=True,
+        gradients_alive=plan.workload.gradients_alive,
+        with_weights=with_weights,
     )
 
 
@@ -139,19 +144,14 @@ def _trained(plan: Plan, workload: Workload, device: Device, *, find_op: bool) -
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="the plan does not fit its budget")  # this run finds out
         rewritten = apply(plan, model, loss_fn=workload.loss_fn)
-    steps = _Steps(plan, rewritten, batch, device, find_op=find_op)
+    steps = Steps(plan, rewritten, batch, locate_on=device if find_op else None)
     peaks = [device.peaks()]
     while steps.trained < STEPS:
         steps.one()
         peaks.append(device.peaks())
-        if steps.skipped > MOST_SKIPPED:
-            raise MeasurementError(
-                f"the gradient scaler skipped {steps.skipped} steps: this model overflows in fp16. Plan with "
-                "mixed-precision forbidden"
-            )
     process = device.process_memory()
     outside_bytes = process.process_bytes - device.reserved_bytes()  # CUDA context, kernels, libraries
-    times = steps.timed()
+    times = steps.timed(device)
     return Ran(
         device=device.title(),
         allocated_bytes=peaks[-1][0],
@@ -166,11 +166,15 @@ def _trained(plan: Plan, workload: Workload, device: Device, *, find_op: bool) -
     )
 
 
-class _Steps:
-    """Runs training steps and counts them."""
+class Steps:
+    """Runs training steps and counts them.
 
-    def __init__(self, plan: Plan, rewritten: Rewritten, batch: Any, device: Device, *, find_op: bool) -> None:
-        self._rewritten, self._batch, self._device, self._find_op = rewritten, batch, device, find_op
+    Args:
+        locate_on: device on which to find the op that runs out of memory; None to find none.
+    """
+
+    def __init__(self, plan: Plan, rewritten: Rewritten, batch: Any, *, locate_on: Device | None = None) -> None:
+        self._rewritten, self._batch, self._locate_on = rewritten, batch, locate_on
         self._keeps_gradients = plan.workload.gradients_alive
         self._with_gradient: tuple[torch.nn.Parameter, ...] = ()
         """Parameters that had a gradient at the update of the previous step."""
@@ -183,30 +187,42 @@ class _Steps:
         return len(self.losses) - self.skipped
 
     def one(self) -> None:
-        """Run one step, and record its loss and whether the gradient scaler skipped it."""
+        """Run one step, and record its loss and whether the gradient scaler skipped it.
+
+        Raises:
+            MeasurementError: if the scaler has skipped more than `MOST_SKIPPED` steps.
+        """
         scaler = self._rewritten.step.scaler
         scale = 0.0 if scaler is None else scaler.get_scale()
         self.losses.append(float(self._step()))
         self.skipped += scaler is not None and scaler.get_scale() < scale
+        if self.skipped > MOST_SKIPPED:
+            raise MeasurementError(
+                f"the gradient scaler skipped {self.skipped} steps: this model overflows in fp16. Plan with "
+                "mixed-precision forbidden"
+            )
 
-    def timed(self) -> list[float]:
+    def timed(self, device: Device) -> list[float]:
         """Run one step to warm up and then some more steps, and return the milliseconds of each but the first."""
         self._step()
         began = time.perf_counter()
         times: list[float] = []
         while len(times) < TIMED_STEPS and (not times or time.perf_counter() - began < TIMED_SECONDS):
-            times.append(self._device.milliseconds(self._step))
+            times.append(device.milliseconds(self._step))
         return times
 
     def _step(self) -> torch.Tensor:
         """Run a step. If memory runs out, torch's error is raised with a `_StepError` as its cause."""
         self._begun += 1
-        locator = OomLocator(self._rewritten.module, self._rewritten.optimizer, self._device.allocated_bytes)
+        locator = None
+        if self._locate_on is not None:
+            locator = OomLocator(self._rewritten.module, self._rewritten.optimizer, self._locate_on.allocated_bytes)
         try:
-            with locator.watching() if self._find_op else contextlib.nullcontext():
+            with contextlib.nullcontext() if locator is None else locator.watching():
                 return self._step_with_gradients() if self._keeps_gradients else self._rewritten.step(self._batch)
         except torch.OutOfMemoryError as error:
-            location = None if locator.location is None else dataclasses.asdict(locator.location)
+            found = None if locator is None else locator.location
+            location = None if found is None else dataclasses.asdict(found)
             raise error from _StepError(self._begun, location)
 
     def _step_with_gradients(self) -> torch.Tensor:
@@ -232,7 +248,7 @@ def compared(plan: Plan, device: Device) -> Parity:
     Raises:
         MeasurementError: if there is no such card, or the plan is for a live model.
     """
-    workload = _with_weights(plan)
+    workload = workload_of(plan)
     device.begin()
     return verify(plan, workload.model, workload.batch, loss_fn=workload.loss_fn, device=device.name)
 

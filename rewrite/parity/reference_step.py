@@ -132,7 +132,8 @@ class StepTrace:
         """
         if self.eps is None:
             return 1.0 if self.optimizer_type in (torch.optim.SGD, torch.optim.ASGD) else math.inf
-        sizes = [gradient.abs().max().item() for gradient in map(torch.Tensor.to_dense, self.gradients.values())]
+        dense = [gradient.to_dense() for gradient in self.gradients.values()]
+        sizes = [gradient.abs().max().item() for gradient in dense if gradient.numel()]
         return max(1.0, max(sizes, default=0.0) / self.eps)
 
 

@@ -41,6 +41,7 @@ FLOORS = (
     ("planner.rewrite.application",),
     ("planner.rewrite.rehearse", "planner.rewrite.emitter", "planner.rewrite.parity", "planner.rewrite.trainer"),
     ("planner.rewrite.certificate", "planner.rewrite.on_gpu"),
+    ("planner.rewrite.on_cpu",),
     ("planner.rewrite",),
     # where planner and rewriter meet, and what people call
     ("planner.assemble",),
@@ -56,6 +57,7 @@ REWRITER_NEEDS = {
     "planner.rewrite.rules": {"planner.recompute"},  # the ops whose outputs selective checkpointing keeps
     "planner.rewrite.rehearse": {"planner.estimate", "planner.recording", "planner.virtual_gpu"},
     "planner.rewrite.certificate": {"planner.estimate"},
+    "planner.rewrite.on_cpu": {"planner.estimate", "planner.recording"},  # the bytes of a rehearsed step, op by op
 }
 """Rooms of the planner that the rewriter may import, in addition to types and workloads, by room of the rewriter."""
 EXTRAS = ("accelerate", "bitsandbytes", "transformers")

@@ -1,4 +1,4 @@
-"""The ledger of measured runs: every row is complete, and the promises were kept within the bounds that we state."""
+"""The ledger of runs on cards: every row is complete, and the promises were kept within the bounds that we state."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def rows_of_the_ledger(*, promises: bool = False) -> list[tuple[str, dict]]:
     rows = [
         (f"{path.name}:{number}", json.loads(line))
         for path in sorted(LEDGER.glob("*.jsonl"))
-        if path.name.startswith("promise-") is promises
+        if path.name.startswith("promise-") is promises and path.name != "cpu.jsonl"
         for number, line in enumerate(path.read_text().splitlines(), 1)
     ]
     if not rows:

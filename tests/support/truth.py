@@ -57,7 +57,7 @@ def rehearsal(case: Case) -> StepGraph:
 
     def run() -> StepGraph:
         mode = VirtualGpuMode()
-        let_libraries_take_fakes_for_real()
+        let_libraries_take_fakes_for_real("cpu")
         with mode:
             make_virtual(work.model, "cpu")
             batch = virtual_batch(work.batch, work.batch_size, work.batch_size, "cpu")
@@ -83,7 +83,7 @@ def _recorded(case: Case, work: Workload, batch: object, *, virtual: bool) -> St
     # Under any dispatch mode the engine adds gradients out of place, real ones too (`isTensorSubclassLike`).
     recorder = Recorder("cpu", virtual=virtual, what_if=False, in_place=None)
     if virtual:
-        recorder.data_dependence.install()
+        recorder.data_dependence.install("AutogradCPU")
     return record_steps(
         recorder, work.model, batch, prepare, steps=STEPS, primed=False, micro_batch_sizes=(work.batch_size,)
     )

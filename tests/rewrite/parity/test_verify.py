@@ -106,6 +106,17 @@ class Averaging(Perceptron):
         return super().forward(x)
 
 
+class Empty(Perceptron):
+    """Has a parameter without elements, which gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.empty.sum()
+
+
 def bags() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.arange(12).view(6, 2) % 5, torch.arange(6) % 3
 
@@ -130,6 +141,7 @@ CLEAN = {
     "uneven micro-batches of a recurrent net": ((Recurrent, vectors(6)), (UNEVEN,)),
     "a frozen recurrent net": ((Recurrent, vectors(6)), (Freeze(modules=("rnn",)), UNEVEN)),
     "instance norm": ((Normed, images(6)), (UNEVEN, Checkpoint(modules=("first",)))),
+    "a parameter without elements": ((Empty, vectors(6)), (UNEVEN,)),
     "sparse": (BAGS, (UNEVEN,)),
     "sparse, step in backward": (BAGS, (StepInBackward(),)),
     "tied weights, counted labels": (MASKED, (UNEVEN, Checkpoint(modules=("roberta.encoder.layer.0", "lm_head")))),
