@@ -64,14 +64,6 @@ FAULTS = (
         why="the rewritten model is compared with itself",
     ),
     Fault(
-        name="first-step-leaves-original-forwards",
-        path="rewrite/rewriting.py",
-        old="                change.set_again()\n",
-        new="                pass\n",
-        tests=(f"{_TEST_FIRST_STEP}::test_a_right_rewriting_trains_and_the_check_leaves_no_trace",),
-        why="the rest of the training runs without the plan's decisions",
-    ),
-    Fault(
         name="first-step-is-only-tried-once",
         path=_FIRST_STEP,
         old="        self.is_due = bool(self._kinds)  # the next step is the first that trains\n",

@@ -10,8 +10,8 @@ FAULTS = (
         name="accumulation-weighs-labels-as-samples",
         path="rewrite/rules/accumulation.py",
         old="            if own is None\n",
-        new="            if own is not None or own is None\n",
-        tests=("tests/rewrite/rules/test_accumulation.py::test_sample_means_equal_the_full_batch[batch of 8]",),
+        new="            if own is not None\n",
+        tests=("tests/rewrite/rules/test_accumulation.py::test_token_means_over_uneven_padding_equal_the_full_batch",),
         why="micro-batches with few labels weigh as much as those with many",
     ),
     Fault(

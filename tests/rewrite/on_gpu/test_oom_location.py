@@ -129,7 +129,7 @@ def test_a_scaler_that_keeps_skipping_is_an_error(plan, monkeypatch):
             self.skipped += 1
             assert self.skipped < 100
 
-    monkeypatch.setattr(worker, "_Steps", Skipping)
+    monkeypatch.setattr(worker, "Steps", Skipping)
     device = CountingCpu()
     try:
         with pytest.raises(MeasurementError, match="overflows in fp16"):

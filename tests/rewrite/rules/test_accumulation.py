@@ -384,9 +384,9 @@ def test_an_emitted_file_asks_for_terms_that_the_source_of_the_model_leaves_open
 def test_a_small_error_of_the_weights_is_refused_although_gradients_nearly_agree():
     torch.manual_seed(0)
     model = IgnoresItsPadding(False)
-    labels = torch.randint(6, 32, (8, 40))
-    labels[0, 0] = model.pad  # 159 and 160 labels in the two micro-batches
-    batch = {"input_ids": torch.randint(32, (8, 40)), "labels": labels}
+    labels = torch.randint(6, 32, (8, 400))
+    labels[0, 0] = model.pad  # 1599 and 1600 labels in the two micro-batches
+    batch = {"input_ids": torch.randint(32, (8, 400)), "labels": labels}
     plan = plan_for(model, batch, Accumulation(micro_batch_size=4, micro_batches=2), optimizer="sgd")
-    with pytest.raises(DecisionError, match="cross_entropy is a mean over 159, 160 terms"):
+    with pytest.raises(DecisionError, match="cross_entropy is a mean over 1599, 1600 terms"):
         rewrite.apply(plan, model).step(batch)
