@@ -121,15 +121,21 @@ def test_the_total_is_the_reserved_memory_plus_what_the_process_holds_outside_of
 
 
 def test_a_scaler_that_keeps_skipping_is_an_error(plan, monkeypatch):
-    class Skipping:
-        def __init__(self, *_: object, **__: object) -> None:
-            self.trained, self.skipped = 0, 0
+    class Lowering:
+        """A scaler that lowers its scale whenever it is asked, as after a step that it skipped."""
 
-        def one(self) -> None:
-            self.skipped += 1
-            assert self.skipped < 100
+        scale = 2.0**16
 
-    monkeypatch.setattr(worker, "Steps", Skipping)
+        def get_scale(self) -> float:
+            self.scale /= 2
+            return self.scale
+
+    def step(steps: worker.Steps) -> torch.Tensor:
+        assert steps.skipped < 100
+        steps._rewritten.step.scaler = Lowering()
+        return torch.zeros(())
+
+    monkeypatch.setattr(worker.Steps, "_step", step)
     device = CountingCpu()
     try:
         with pytest.raises(MeasurementError, match="overflows in fp16"):
