@@ -216,7 +216,7 @@ class Queue(nn.Module):
             keys = F.normalize(self.momentum(x + 0.01), dim=1)
         queries = F.normalize(self.encoder(x), dim=1)
         logits = torch.cat([(queries * keys).sum(1, keepdim=True), queries @ self.queue.clone().T], 1)
-        loss = F.cross_entropy(logits / 0.2, torch.zeros(len(x), dtype=torch.long))
+        loss = F.cross_entropy(logits / 0.2, torch.zeros(len(x), dtype=torch.long, device=x.device))
         with torch.no_grad():
             self.queue = torch.cat([keys, self.queue])[: 2 * SAMPLES]
         return loss
@@ -234,7 +234,7 @@ class StochasticDepth(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             if self.source == "per sample":
-                kept = (torch.rand(len(x), 1) < 0.7).to(x.dtype)
+                kept = (torch.rand(len(x), 1, device=x.device) < 0.7).to(x.dtype)
                 x = x + (block(x) - x) * kept / 0.7
             elif (random.random() if self.source == "python" else np.random.rand()) < 0.7:
                 x = block(x)
@@ -287,9 +287,9 @@ class AdaptiveLoss:
 
     def __call__(self, output: torch.Tensor, batch: tuple) -> torch.Tensor:
         costs = F.cross_entropy(output, batch[-1], reduction="none")
-        loss = (costs * self.mean.to(costs.dtype)[batch[-1]]).mean()
+        loss = (costs * self.mean.to(costs)[batch[-1]]).mean()
         with torch.no_grad():
-            self.mean = 0.9 * self.mean + 0.1 * costs.mean()
+            self.mean = 0.9 * self.mean.to(costs) + 0.1 * costs.mean()
         return loss
 
 

@@ -42,7 +42,7 @@ class Training:
         """Take one step with each batch, under the seed of its number."""
         for batch in batches:
             seed(1000 + len(self.losses))
-            self.losses.append(step(batch).detach().clone())
+            self.losses.append(step(batch).detach().clone().reshape(()))
 
     def trained(self, optimizer: torch.optim.Optimizer) -> Trained:
         """Returns copies of the losses and of all state."""

@@ -18,6 +18,7 @@ import torch
 from benchmarks.parity.case import Case, default_dtype
 from planner import profiles
 from planner.assemble import versions
+from planner.errors import PlannerError
 from planner.estimate.footprint import measure
 from planner.estimate.roofline import HostCopies, op_times_ns
 from planner.plan_types.constraints import Constraints
@@ -158,6 +159,16 @@ def offer(case: Case) -> Offer:
             found += [Technique(dtype, (Precision(dtype=dtype),)) for dtype in ("bf16", "fp16")]
     order = {name: number for number, name in enumerate(SINGLE)}
     return Offer(_plan(work, baseline), tuple(sorted(found, key=lambda technique: order[technique.name])))
+
+
+def why_not_certified(case: Case, technique: Technique) -> str | None:
+    """Returns why the planner cannot certify the rewritten step, and so makes no such plan; None if it can."""
+    with default_dtype(technique.dtype):
+        try:
+            certifying_graph(_workload(case, technique.dtype), technique.decisions, CARD)
+        except PlannerError as why:
+            return str(why).splitlines()[0][:230]
+    return None
 
 
 def pairs(techniques: Iterable[Technique], case: str, count: int | None) -> list[Technique]:
