@@ -47,6 +47,8 @@ class Case:
     steps: int = 5
     single: bool = True
     """False for models that do not train in single precision under autocast."""
+    dtype: torch.dtype = torch.float64
+    """Dtype in which all techniques but autocast are judged. fp32 needs a larger `rounding`."""
     known: tuple[tuple[str, str], ...] = ()
     """(prefix of a technique, limit in the documentation) for differences that the documentation states."""
 
@@ -55,7 +57,7 @@ class Case:
         seed(0)
         made = self.build()
         model, loss = made if isinstance(made, tuple) else (made, self.loss)
-        return model.to(dtype).train() if dtype is torch.float64 else model.train(), loss
+        return (model.double() if dtype is torch.float64 else model).train(), loss
 
     def batches(self) -> list[Any]:
         """Returns the batches of all steps, in torch's default dtype."""

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
-from benchmarks.parity import losses, models_nets, models_plain, models_state, models_training, models_tricks
+from benchmarks.parity import (
+    losses,
+    models_effects,
+    models_nets,
+    models_plain,
+    models_state,
+    models_training,
+    models_transformers,
+    models_tricks,
+)
 from benchmarks.parity.case import Case
 
-FILES = (models_plain, models_nets, models_tricks, models_state, models_training, losses)
+FILES = (
+    models_plain,
+    models_nets,
+    models_tricks,
+    models_state,
+    models_effects,
+    models_training,
+    models_transformers,
+    losses,
+)
 
 
 def cases() -> tuple[Case, ...]:

@@ -80,7 +80,7 @@ def judged(case: Case, offer: Offer, technique: Technique, *, after: Callable[[A
 def repeats(case: Case) -> Outcome | None:
     """Returns the outcome of a case whose plain loop fails, trains nothing or is not repeatable; None if it is fine."""
     try:
-        first, second = (trained_plainly(case, torch.float64) for _ in range(2))
+        first, second = (trained_plainly.__wrapped__(case, case.dtype) for _ in range(2))
     except Exception as why:
         return Outcome(case.name, "plain", "live", PLAIN_FAILS, note=_first_line(why))
     if all(torch.equal(first.start[name], parameter) for name, parameter in first.parameters.items()):
@@ -103,7 +103,7 @@ class _Reached:
 
 def _live(case: Case, offer: Offer, technique: Technique, reached: _Reached, after: Any) -> Trained:
     """Train with `rewrite.apply`; the last batch is trained by plain code after `undo`."""
-    training = reached.training = Training(case, technique.dtype)
+    training = reached.training = Training(case, technique.dtype_for(case))
     result = rewrite.apply(
         offer.plan_with(technique, training.model),
         training.model,
@@ -132,7 +132,7 @@ def _live(case: Case, offer: Offer, technique: Technique, reached: _Reached, aft
 
 def _emitted(case: Case, offer: Offer, technique: Technique, reached: _Reached) -> Trained:
     """Train all batches by the file that `rewrite.emit` writes."""
-    training = reached.training = Training(case, technique.dtype)
+    training = reached.training = Training(case, technique.dtype_for(case))
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "train_step.py"
         rewrite.emit(offer.plan_with(technique, training.model), path)
@@ -173,7 +173,7 @@ def _compared(case: Case, technique: Technique, way: str, train: Callable[[_Reac
     """Train, and compare with the plain loop."""
     reached = _Reached()
     outcome = Outcome(case.name, technique.name, way, EQUAL)
-    with default_dtype(technique.dtype), _listening() as heard:
+    with default_dtype(technique.dtype_for(case)), _listening() as heard:
         try:
             trained = train(reached)
         except Exception as why:
@@ -202,7 +202,7 @@ def _truth(case: Case, technique: Technique, *, plain_end: bool, steps: int | No
     """
     in_parts = technique.micro_batch_size is not None and (case.draws or technique.autocast is not None)
     return trained_plainly(
-        case, technique.dtype, autocast=technique.autocast, size=technique.micro_batch_size if in_parts else None,
+        case, technique.dtype_for(case), autocast=technique.autocast, size=technique.micro_batch_size if in_parts else None,
         clips=not technique.steps_in_backward, last_plain=plain_end, steps=steps,
     )  # fmt: skip
 
@@ -236,8 +236,7 @@ def _of_exception(
     training = reached.training
     if not refuses:
         try:
-            size = technique.micro_batch_size
-            trained_plainly(case, technique.dtype, autocast=technique.autocast, size=size, clips=False)
+            trained_plainly(case, technique.dtype_for(case), autocast=technique.autocast)
         except Exception:
             return dataclasses.replace(outcome, result=PLAIN_FAILS, note=note)
         return dataclasses.replace(outcome, result=ERROR, note=note)

@@ -201,11 +201,11 @@ class OwnAutocast(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=self.enabled):
-            x = self.block(x.float() if self.enabled else x)
+            x = self.block(x)
         return self.body(x.to(self.body.head.weight.dtype))
 
 
-add("autocast inside of forward", lambda: OwnAutocast(True), rounding=5e-2)
+add("autocast inside of forward", lambda: OwnAutocast(True), rounding=5e-2, dtype=torch.float32)
 add("autocast switched off inside of forward", lambda: OwnAutocast(False), single=False)
 
 

@@ -92,10 +92,9 @@ class Technique:
         """Dtype of autocast, 'bf16' or 'fp16'; None without."""
         return next((d.autocast_dtype for d in self.decisions if d.autocast_dtype is not None), None)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the model: autocast needs fp32 weights, all else is judged in double precision."""
-        return torch.float64 if self.autocast is None else torch.float32
+    def dtype_for(self, case: Case) -> torch.dtype:
+        """Dtype of the model: autocast needs fp32 weights."""
+        return case.dtype if self.autocast is None else torch.float32
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -136,8 +135,8 @@ def offer(case: Case) -> Offer:
     Raises:
         PlannerError: if the step cannot be planned.
     """
-    with default_dtype(torch.float64), _for_tiny_models():
-        work = _workload(case, torch.float64)
+    with default_dtype(case.dtype), _for_tiny_models():
+        work = _workload(case, case.dtype)
         baseline = certifying_graph(work, (), CARD)
         sizes = (work.batch_size,)
         graph = start_rehearsal(work, (), CARD, sizes=sizes, steps=1, primed=True, what_if=True).result()
@@ -163,9 +162,9 @@ def offer(case: Case) -> Offer:
 
 def why_not_certified(case: Case, technique: Technique) -> str | None:
     """Returns why the planner cannot certify the rewritten step, and so makes no such plan; None if it can."""
-    with default_dtype(technique.dtype):
+    with default_dtype(technique.dtype_for(case)):
         try:
-            certifying_graph(_workload(case, technique.dtype), technique.decisions, CARD)
+            certifying_graph(_workload(case, technique.dtype_for(case)), technique.decisions, CARD)
         except PlannerError as why:
             return str(why).splitlines()[0][:230]
     return None
