@@ -26,13 +26,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.parity.case import Case
-from benchmarks.parity.cases import cases
 from benchmarks.parity.judge import (
     DIFFERENT,
     EQUAL,
     ERROR,
     KNOWN,
     LATE,
+    LEFT_OUT,
     NOT_OFFERED,
     OUTCOMES,
     PLAIN_FAILS,
@@ -43,6 +43,7 @@ from benchmarks.parity.judge import (
     judged,
     repeats,
 )
+from benchmarks.parity.models import adapters, cases
 from benchmarks.parity.techniques import SINGLE, offer, pairs
 from planner.assemble import versions
 from planner.errors import PlannerError
@@ -140,12 +141,14 @@ def main() -> int:
         new = list(outcomes(case, None if options.pairs == "all" else int(options.pairs), options.technique))
         listed(console, new, DIFFERENT, ERROR, LATE, KNOWN, WARNED, PLAIN_FAILS)
         if options.refusals:
-            listed(console, new, REFUSED)
+            listed(console, new, REFUSED, LEFT_OUT)
         found += new
         if options.json is not None:
             options.json.write_text(json.dumps([dataclasses.asdict(outcome) for outcome in found], indent=1))
     rounded = max((outcome.size for outcome in found if outcome.result == ROUNDED), default=0.0)
     console.print(table_of(found))
+    for reason in adapters.SKIPPED:
+        console.print(f"skipped: {reason}")
     console.print(
         f"{len(chosen)} cases, {sum(o.result != NOT_OFFERED for o in found)} outcomes, largest rounding "
         f"{rounded:.1e}, {time.process_time() - began:.0f} CPU s; "

@@ -31,7 +31,20 @@ KNOWN, DIFFERENT, ERROR = "different, documented", "different", "error"
 LATE = "refused after an update"
 UNCHECKED, NOT_OFFERED, PLAIN_FAILS = "not run: live refuses", "not offered", "plain fails"
 LEFT_OUT = "left out by the planner"
-OUTCOMES = (EQUAL, ROUNDED, REFUSED, WARNED, KNOWN, UNCHECKED, NOT_OFFERED, LEFT_OUT, PLAIN_FAILS, LATE, DIFFERENT, ERROR)
+OUTCOMES = (
+    EQUAL,
+    ROUNDED,
+    REFUSED,
+    WARNED,
+    KNOWN,
+    UNCHECKED,
+    NOT_OFFERED,
+    LEFT_OUT,
+    PLAIN_FAILS,
+    LATE,
+    DIFFERENT,
+    ERROR,
+)
 FAILURES = (LATE, DIFFERENT, ERROR)
 """Outcomes that make the judge fail."""
 
@@ -200,9 +213,9 @@ def _truth(case: Case, technique: Technique, *, plain_end: bool, steps: int | No
 
     A split batch trains like the whole batch if no random numbers are drawn, else like the same micro-batches.
     """
-    in_parts = technique.micro_batch_size is not None and (case.draws or technique.autocast is not None)
+    size = technique.micro_batch_size if case.draws or technique.autocast is not None else None
     return trained_plainly(
-        case, technique.dtype_for(case), autocast=technique.autocast, size=technique.micro_batch_size if in_parts else None,
+        case, technique.dtype_for(case), autocast=technique.autocast, size=size,
         clips=not technique.steps_in_backward, last_plain=plain_end, steps=steps,
     )  # fmt: skip
 
@@ -227,10 +240,8 @@ def _without_attributes(trained: Trained) -> Trained:
     return dataclasses.replace(trained, others=others)
 
 
-def _of_exception(
-    case: Case, technique: Technique, outcome: Outcome, reached: _Reached, why: Exception
-) -> Outcome:
-    """Returns the outcome of a training that raised: refused, if nothing that differs from the plain loop was trained."""
+def _of_exception(case: Case, technique: Technique, outcome: Outcome, reached: _Reached, why: Exception) -> Outcome:
+    """Returns the outcome of a training that raised: refused only if all steps before were those of the plain loop."""
     note = f"{type(why).__name__}: {_first_line(why)}"
     refuses = isinstance(why, PlannerError) or type(why).__name__ == "RecomputeDifference"
     training = reached.training
@@ -274,8 +285,9 @@ def difference(truth: Trained, other: Trained, *, others: bool = True) -> tuple[
     count = len(found)  # losses and parameters are named before other state
     if others:
         if missing := sorted(truth.others.keys() ^ other.others.keys()):
-            return math.inf, f"only one training has {missing[0]}"
-        for kind, group in itertools.groupby(sorted(truth.others), key=lambda name: tuple(name.split()[:2])):
+            found.append((math.inf, f"only one training has {missing[0]}"))
+        shared = sorted(truth.others.keys() & other.others.keys())
+        for kind, group in itertools.groupby(shared, key=lambda name: tuple(name.split()[:2])):
             names = list(group)
             whole = max(map(_largest, (truth.others[name] for name in names))) if kind[0] == "optimizer" else 0.0
             for name in names:

@@ -71,20 +71,21 @@ def as_tensor(value: Any) -> torch.Tensor:
 
 def numbers_in(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Yields numbers, arrays and tensors in an attribute and in containers and plain objects inside of it."""
-    if isinstance(value, (bool, int, float, complex, np.ndarray, np.number)):
-        yield name, value
-    elif isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
-        yield name, value
-    elif depth < 3 and isinstance(value, Mapping):
+    is_own = type(value).__module__.startswith("benchmarks.parity") and not isinstance(value, torch.nn.Module)
+    if isinstance(value, (bool, int, float, complex, np.ndarray, np.number, torch.Tensor)):
+        if not isinstance(value, torch.nn.Parameter):
+            yield name, value
+    elif depth == 3:
+        return
+    elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from numbers_in(item, f"{name}[{key!r}]", depth + 1)
-    elif depth < 3 and isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple)):
         for position, item in enumerate(value):
             yield from numbers_in(item, f"{name}[{position}]", depth + 1)
-    elif depth < 3 and type(value).__module__.startswith("benchmarks.parity") and hasattr(value, "__dict__"):
-        if not isinstance(value, torch.nn.Module):
-            for key, item in vars(value).items():
-                yield from numbers_in(item, f"{name}.{key}", depth + 1)
+    elif is_own and hasattr(value, "__dict__"):
+        for key, item in vars(value).items():
+            yield from numbers_in(item, f"{name}.{key}", depth + 1)
 
 
 def forward(model: torch.nn.Module, batch: Any, loss_fn: Loss | None) -> torch.Tensor:

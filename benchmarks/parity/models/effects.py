@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.parity.case import SAMPLES, Registry
-from benchmarks.parity.models_plain import CLASSES, WIDTH, Block, Perceptron, cross_entropy, vectors
+from benchmarks.parity.models.plain import CLASSES, WIDTH, Block, Perceptron, cross_entropy, vectors
 
 CASES = Registry()
 GLOBAL: dict[str, Any] = {}

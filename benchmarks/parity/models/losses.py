@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.parity.case import SAMPLES, Registry
-from benchmarks.parity.models_plain import CLASSES, LENGTH, WIDTH, WORDS, Block, Perceptron
+from benchmarks.parity.models.plain import CLASSES, LENGTH, WIDTH, WORDS, Block, Perceptron
 
 CASES = Registry()
 
@@ -139,7 +139,9 @@ of_vectors("mean of sums over dimensions", lambda o, b: (o - b[-1]).square().sum
 of_vectors("loss of shape [1]", lambda o, b: F.cross_entropy(o, b[-1])[None])
 of_vectors("scaled by a constant", lambda o, b: 0.3 * F.cross_entropy(o, b[-1]))
 of_vectors("several terms", lambda o, b: F.cross_entropy(o, b[-1]) + 0.01 * o.square().mean())
-of_vectors("entropy bonus", lambda o, b: F.cross_entropy(o, b[-1]) - 0.1 * -(o.softmax(1) * F.log_softmax(o, 1)).sum(1).mean())
+of_vectors(
+    "entropy bonus", lambda o, b: F.cross_entropy(o, b[-1]) - 0.1 * -(o.softmax(1) * F.log_softmax(o, 1)).sum(1).mean()
+)
 of_vectors("gradient penalty of logits", lambda o, b: F.cross_entropy(o, b[-1]) + 1e-2 * o.logsumexp(1).square().mean())
 of_vectors("detached target", lambda o, b: F.cross_entropy(o, b[-1]) + F.mse_loss(o, o.detach().tanh()))
 of_vectors("mixup by the batch's numbers", lambda o, b: (o.log_softmax(1) * -b[-1]).sum(1).mean(), distributions)
@@ -169,12 +171,13 @@ of_vectors("ignore_index 2", lambda o, b: F.cross_entropy(o, b[-1], ignore_index
            terms=lambda b: float((b[-1] != 2).sum()), **OTHER)  # fmt: skip
 of_vectors("class weights", lambda o, b: F.cross_entropy(o, b[-1], weight=weights(o)), terms=class_weights, **OTHER)
 of_vectors("class weights by hand",
-           lambda o, b: (F.cross_entropy(o, b[-1], reduction="none") * weights(o)[b[-1]]).sum() / weights(o)[b[-1]].sum(),
+           lambda o, b: F.cross_entropy(o, b[-1], reduction="none") @ weights(o)[b[-1]] / weights(o)[b[-1]].sum(),
            terms=class_weights, **OTHER)  # fmt: skip
 of_vectors("sum", lambda o, b: F.cross_entropy(o, b[-1], reduction="sum"), terms=one, **OTHER)
 of_vectors("sum by hand", lambda o, b: (o - b[-1]).square().sum() / 10, regression, terms=one, **OTHER)
 of_vectors("sum divided by a constant", lambda o, b: F.cross_entropy(o, b[-1], reduction="sum") / 7, terms=one, **OTHER)
-of_vectors("sum of sums over samples", lambda o, b: sum(F.cross_entropy(x[None], y[None]) for x, y in zip(o, b[-1], strict=True)),
+of_vectors("sum over samples in a loop",
+           lambda o, b: sum(F.cross_entropy(x[None], y[None]) for x, y in zip(o, b[-1], strict=True)),
            terms=one, **OTHER)  # fmt: skip
 of_vectors("mean of the positive", lambda o, b: F.mse_loss(o[b[-1] > 2], torch.zeros_like(o[b[-1] > 2])), **OTHER)
 of_vectors("targets that are nan", lambda o, b: F.mse_loss(o[~b[-1].isnan()], b[-1][~b[-1].isnan()]), censored,
@@ -182,14 +185,18 @@ of_vectors("targets that are nan", lambda o, b: F.mse_loss(o[~b[-1].isnan()], b[
 of_vectors("targets that are nan, by where",
            lambda o, b: torch.where(b[-1].isnan(), 0.0, o - b[-1].nan_to_num()).square().sum() / (~b[-1].isnan()).sum(),
            censored, terms=lambda b: float((~b[-1].isnan()).sum()), **OTHER)  # fmt: skip
-of_sentences("tokens, ignore_index", lambda o, b: F.cross_entropy(o.flatten(0, 1), b[-1].flatten()), terms=labels, **OTHER)
+of_sentences(
+    "tokens, ignore_index", lambda o, b: F.cross_entropy(o.flatten(0, 1), b[-1].flatten()), terms=labels, **OTHER
+)
 of_sentences("tokens, transposed", lambda o, b: F.cross_entropy(o.transpose(1, 2), b[-1]), terms=labels, **OTHER)
 of_sentences("tokens, masked mean", lambda o, b: token_costs(o, b).sum() / (b[-1] != -100).sum(), terms=labels, **OTHER)
 of_sentences("tokens, sum", lambda o, b: token_costs(o, b).sum() / 20, terms=one, **OTHER)
-of_sentences("tokens, label smoothing", lambda o, b: F.cross_entropy(o.flatten(0, 1), b[-1].flatten(), label_smoothing=0.1),
+of_sentences("tokens, label smoothing",
+             lambda o, b: F.cross_entropy(o.flatten(0, 1), b[-1].flatten(), label_smoothing=0.1),
              terms=labels, **OTHER)  # fmt: skip
 of_sentences("tokens, indexed", lambda o, b: F.cross_entropy(o[b[-1] != -100], b[-1][b[-1] != -100]), **OTHER)
-of_sentences("tokens, z-loss", lambda o, b: F.cross_entropy(o.flatten(0, 1), b[-1].flatten()) + 1e-2 * o.logsumexp(-1).square().mean(),
+of_sentences("tokens, z-loss",
+             lambda o, b: F.cross_entropy(o.flatten(0, 1), b[-1].flatten()) + 1e-2 * o.logsumexp(-1).square().mean(),
              **OTHER)  # fmt: skip
 
 # ---- losses that compare samples -------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.parity.case import Registry
-from benchmarks.parity.models_plain import Perceptron, cross_entropy, vectors
+from benchmarks.parity.models.plain import Perceptron, cross_entropy, vectors
 
 CASES = Registry()
 
@@ -86,7 +86,9 @@ class ByNorm(torch.optim.SGD):
     """Divides the step by the norm of all gradients."""
 
     def step(self, closure: Any = None) -> None:
-        total = torch.stack([p.grad.norm() for g in self.param_groups for p in g["params"] if p.grad is not None]).norm()
+        total = torch.stack(
+            [p.grad.norm() for g in self.param_groups for p in g["params"] if p.grad is not None]
+        ).norm()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:

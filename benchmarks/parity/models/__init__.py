@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from benchmarks.parity import (
-    losses,
-    models_effects,
-    models_nets,
-    models_plain,
-    models_state,
-    models_training,
-    models_transformers,
-    models_tricks,
-)
 from benchmarks.parity.case import Case
+from benchmarks.parity.models import (
+    adapters,
+    arguments,
+    effects,
+    losses,
+    nets,
+    plain,
+    state,
+    structures,
+    training,
+    transformers,
+    tricks,
+    wrapping,
+)
 
 FILES = (
-    models_plain,
-    models_nets,
-    models_tricks,
-    models_state,
-    models_effects,
-    models_training,
-    models_transformers,
+    plain,
+    nets,
+    structures,
+    tricks,
+    wrapping,
+    state,
+    arguments,
+    effects,
+    training,
+    transformers,
+    adapters,
     losses,
 )
 
