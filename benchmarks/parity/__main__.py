@@ -27,6 +27,7 @@ from rich.table import Table
 
 from benchmarks.parity.case import Case
 from benchmarks.parity.judge import (
+    BROKEN,
     DIFFERENT,
     EQUAL,
     ERROR,
@@ -139,7 +140,7 @@ def main() -> int:
     began = time.process_time()
     for case in chosen:
         new = list(outcomes(case, None if options.pairs == "all" else int(options.pairs), options.technique))
-        listed(console, new, DIFFERENT, ERROR, LATE, KNOWN, WARNED, PLAIN_FAILS)
+        listed(console, new, BROKEN, DIFFERENT, ERROR, LATE, KNOWN, WARNED, PLAIN_FAILS)
         if options.refusals:
             listed(console, new, REFUSED, LEFT_OUT)
         found += new

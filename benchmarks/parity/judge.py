@@ -30,7 +30,7 @@ EQUAL, ROUNDED, REFUSED, WARNED = "equal bits", "equal but for rounding", "refus
 KNOWN, DIFFERENT, ERROR = "different, documented", "different", "error"
 LATE = "refused after an update"
 UNCHECKED, NOT_OFFERED, PLAIN_FAILS = "not run: live refuses", "not offered", "plain fails"
-LEFT_OUT = "left out by the planner"
+LEFT_OUT, BROKEN = "left out by the planner", "broken case"
 OUTCOMES = (
     EQUAL,
     ROUNDED,
@@ -42,10 +42,11 @@ OUTCOMES = (
     LEFT_OUT,
     PLAIN_FAILS,
     LATE,
+    BROKEN,
     DIFFERENT,
     ERROR,
 )
-FAILURES = (LATE, DIFFERENT, ERROR)
+FAILURES = (LATE, BROKEN, DIFFERENT, ERROR)
 """Outcomes that make the judge fail."""
 
 
@@ -95,13 +96,13 @@ def repeats(case: Case) -> Outcome | None:
     try:
         first, second = (trained_plainly.__wrapped__(case, case.dtype) for _ in range(2))
     except Exception as why:
-        return Outcome(case.name, "plain", "live", PLAIN_FAILS, note=_first_line(why))
+        return Outcome(case.name, "plain", "live", BROKEN, note=_first_line(why))
     if all(torch.equal(first.start[name], parameter) for name, parameter in first.parameters.items()):
-        return Outcome(case.name, "plain", "live", PLAIN_FAILS, note="no parameter changes")
+        return Outcome(case.name, "plain", "live", BROKEN, note="no parameter changes")
     if not all(loss.isfinite() for loss in first.losses):
-        return Outcome(case.name, "plain", "live", PLAIN_FAILS, note="a loss is not finite")
+        return Outcome(case.name, "plain", "live", BROKEN, note="a loss is not finite")
     size, where = difference(first, second)
-    return Outcome(case.name, "plain", "live", PLAIN_FAILS, size, f"not repeatable: {where}") if size else None
+    return Outcome(case.name, "plain", "live", BROKEN, size, f"not repeatable: {where}") if size else None
 
 
 # ---- the two ways to train -------------------------------------------------------------------------------------------

@@ -37,11 +37,11 @@ class Training:
         self.batches = case.batches()
         self.start = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
         self.losses: list[torch.Tensor] = []
+        seed(1000)
 
     def run(self, step: Callable[[Any], torch.Tensor], batches: list[Any]) -> None:
-        """Take one step with each batch, under the seed of its number."""
+        """Take one step with each batch. Random generators are seeded once, before the first step."""
         for batch in batches:
-            seed(1000 + len(self.losses))
             self.losses.append(step(batch).detach().clone().reshape(()))
 
     def trained(self, optimizer: torch.optim.Optimizer) -> Trained:

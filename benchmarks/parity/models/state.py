@@ -71,6 +71,80 @@ for kind in ("number", "tensor", "dict", "list", "object", "array"):
     CASES.add(f"time set by the parent: {kind}", lambda kind=kind: TimeSetByParent(kind), vectors, loss=cross_entropy)
 
 
+class SavedByKind(nn.Module):
+    """The parent sets a tensor on a shared block, of which backward needs only this tensor."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.block, self.head, self.kind = KindBlock(kind), nn.Linear(WIDTH, CLASSES), kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(WIDTH, device=x.device) % 3
+        for number in range(3):
+            match self.kind:
+                case "index":
+                    self.block.value = torch.full((), number, dtype=torch.long, device=x.device)
+                case "bytes":
+                    self.block.value = (at == number).to(torch.uint8)
+                case "mask":
+                    self.block.value = at == number
+                case "numbers":
+                    self.block.value = (at == number).to(x.dtype)
+            x = self.block(x)
+        return self.head(x)
+
+
+class KindBlock(nn.Module):
+    value: torch.Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.inner, self.table = kind, nn.Linear(WIDTH, WIDTH), nn.Embedding(3, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "index":
+            return torch.tanh(self.inner(x)) + self.table(self.value)
+        if self.kind == "mask":
+            return x + self.inner(x).masked_fill(self.value, 0.0)
+        return x + self.inner(x) * self.value
+
+
+for kind in ("index", "bytes", "mask", "numbers"):
+    CASES.add(f"tensor set by the parent: {kind}", lambda kind=kind: SavedByKind(kind), vectors, loss=cross_entropy)
+
+
+class DrawsForNothing(nn.Module):
+    """A block draws numbers that do not change its output; its parent draws from the same generator."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source, self.block, self.head = source, DrawingBlock(source), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = draw(self.source)
+        return self.head(self.block(x)) * (1 + scale)
+
+
+class DrawingBlock(Block):
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source = source
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        draw(self.source)
+        return super().forward(x)
+
+
+def draw(source: str) -> float:
+    """Returns a number from Python's or NumPy's global generator."""
+    return random.random() if source == "python" else float(np.random.rand())
+
+
+for source in ("python", "numpy"):
+    CASES.add(f"numbers drawn for nothing: {source}", lambda source=source: DrawsForNothing(source), vectors,
+              loss=cross_entropy, draws=True)  # fmt: skip
+
+
 class Counting(nn.Module):
     """Scales by a counter that each forward advances."""
 
