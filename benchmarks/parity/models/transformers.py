@@ -55,6 +55,7 @@ def masked(step: int) -> dict[str, torch.Tensor]:
     """Returns sentences of which some words are to be guessed: their number differs from sample to sample."""
     batch = padded(step)
     hidden = torch.rand(SAMPLES, LENGTH) < torch.linspace(0.2, 0.9, SAMPLES)[:, None]
+    hidden[:, 0] = True  # the parts of a batch without any label may be left out, which draws fewer numbers
     return {**batch, "labels": batch["labels"].masked_fill(~hidden, -100)}
 
 
