@@ -64,6 +64,7 @@ def check_source(plan: Plan) -> tuple[str, ...]:
         recompute_check.RecomputeDifference,
         recompute_check.WatchedCall,
         recompute_check.SavedSample,
+        recompute_check.may_be_private,
         recompute_check.random_run,
         recompute_check.attributes_of,
     )

@@ -72,7 +72,7 @@ class RecomputeCheck:
             # A call during backward is a recompute, and not sampled again.
             samples = self.is_on and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
             hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) if samples else None
-            with self.sampling(WatchedCall(name, module), *hooks) if hooks else contextlib.nullcontext():
+            with self.sampling(WatchedCall(name, module, args, kwargs), *hooks) if hooks else contextlib.nullcontext():
                 return forward(module, *args, **kwargs)
 
         return wrapper
@@ -111,8 +111,12 @@ class RecomputeDifference(RuntimeError):
 class WatchedCall:
     """One call of a watched module, and the attributes of the module at its beginning."""
 
-    def __init__(self, name, module):
+    def __init__(self, name, module, args, kwargs):
         self.name, self.module, self.saved = name, module, 0
+        held = [*args, *kwargs.values(), *(value for m in module.modules() for value in vars(m).values())]
+        held = [value for value in held if type(value) is torch.Tensor and may_be_private(value)]
+        is_batched = torch._C._functorch.is_functorch_wrapped_tensor
+        self.held = {value.data_ptr() for value in held if not is_batched(value)}
         self.state, self.changes = attributes_of(module), None
         # A forward in training updates running statistics, and a recompute does not. No gradient depends on them.
         # Batch norm saves the buffers themselves; instance norm saves copies, repeated for each sample.
@@ -120,16 +124,14 @@ class WatchedCall:
         self.repeated = {norm.num_features for norm in norms if norm.training and norm.track_running_stats}
 
     def can_sample(self, tensor):
-        """Return False for tensors without elements in strided memory, and for the private state of kernels.
-
-        Bytes and up to two integers are reserve space, or seeds that no kernel has written to.
-        """
+        """Return False for tensors without elements in strided memory, and for the private state of kernels."""
         self.saved += 1
-        is_private = tensor.dtype is torch.uint8 or (not tensor.is_floating_point() and tensor.numel() <= 2)
         is_repeated = tensor.dim() == 1 and any(len(tensor) % features == 0 for features in self.repeated)
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
         is_batched = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        return is_plain and tensor.numel() > 0 and not (is_private or is_batched or is_repeated or tensor.is_quantized)
+        if not is_plain or tensor.numel() == 0 or is_batched or is_repeated or tensor.is_quantized:
+            return False
+        return not may_be_private(tensor) or tensor.data_ptr() in self.held
 
     def compare_state(self):
         """Note which attributes are no longer what they were when the call began."""
@@ -186,6 +188,14 @@ class SavedSample:
             f"{self.number} of {self.call.saved}, {list(self.shape)} of {self.before.dtype}, differs by "
             f"{self.difference():.1%} in the elements that were compared. A likely cause: {cause}. Nothing was updated"
         )
+
+
+def may_be_private(tensor):
+    """Return True for bytes and up to two integers: reserve space of a kernel, or seeds that no kernel has written to.
+
+    They are compared if they are arguments or attributes of the module.
+    """
+    return tensor.dtype is torch.uint8 or (not tensor.is_floating_point() and tensor.numel() <= 2)
 
 
 def random_run(tensor, places):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from planner import rewrite
 from planner.errors import DecisionError
 from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Offload, Replay, StepInBackward
 from planner.rewrite import source
@@ -444,3 +445,40 @@ def test_models_with_private_state_of_kernels_are_not_refused():
 
 def decisions() -> list[Decision]:
     return [KEEPS_NOTHING, KEEPS_RESULTS, OP_BY_OP, ON_HOST]
+
+
+class Looked(nn.Module):
+    """A block that its parent calls several times, each time with another index or mask as an attribute."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layer, self.table, self.chosen = kind, nn.Linear(6, 6), nn.Embedding(3, 6), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.layer(x))
+        if self.kind == "index":
+            return hidden + self.table(self.chosen)
+        return hidden * self.chosen
+
+
+class Looking(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.block = Looked(kind)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in range(3):
+            mask = (torch.arange(6) % 3 == number).to(torch.uint8)
+            self.block.chosen = torch.tensor(number) if self.block.kind == "index" else mask
+            x = self.block(x)
+        return x
+
+
+@pytest.mark.parametrize("kind", ["index", "bytes"])
+def test_small_integers_and_bytes_that_the_module_holds_are_compared(kind):
+    model, batch = seeded(lambda: Looking(kind)), torch.randn(8, 6)
+    plan = plan_for(model, batch, Checkpoint(modules=("block",)), loss_fn=lambda out, _: out.square().mean())
+    step = rewrite.apply(plan, model, loss_fn=lambda out, _: out.square().mean()).step
+    step.observers = step.observers[:1]
+    with pytest.raises(DecisionError, match="backward computed with other values than the forward in module 'block'"):
+        step(batch)
