@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import random
 import sys
+import types
+from collections import deque
 
 import torch
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (list, tuple, deque, set, frozenset, dict)
+_OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}
+"""Attributes that every module has: parameters, hooks and so on."""
+_LIBRARIES = ("torch.", "transformers.")
+"""Beginnings of the names of modules whose forwards and objects are known to keep no such state."""
+_MOST_LEVELS, _MOST_ENTRIES, _MOST_BYTES = 3, 1000, 1 << 20
+"""Limits for the search of an attribute: nested containers, entries of a container, bytes of an array."""
 
 
 def module_state(module: torch.nn.Module) -> dict[str, object]:
@@ -27,19 +36,65 @@ def module_state(module: torch.nn.Module) -> dict[str, object]:
 def attributes_of(module: torch.nn.Module) -> dict[str, object]:
     """Returns what the attributes and buffers of a module are, by a description of each.
 
-    These are the values of plain attributes, the lengths of lists, and the identities of tensors.
+    Containers and objects are described by what they hold (`_content`). Variables that the forward closes over or
+    reads from its file count as attributes.
     """
     state: dict[str, object] = {}
     for name, value in vars(module).items():
-        if isinstance(value, _PLAIN):
-            state[f"its attribute '{name}'"] = value
-        elif isinstance(value, torch.Tensor):
-            state[f"its attribute '{name}'"] = id(value)
-        elif isinstance(value, list):
-            state[f"its attribute '{name}'"] = len(value)
+        if name not in _OF_TORCH:
+            state[f"its attribute '{name}'"] = _content(value, _MOST_LEVELS)
+    kind = type(module)
+    if not kind.__module__.startswith(_LIBRARIES):
+        own = {name: value for name, value in vars(kind).items() if isinstance(value, (*_PLAIN, *_CONTAINERS))}
+        state |= {f"the attribute '{name}' of its class": _content(own[name], _MOST_LEVELS) for name in own}
+    state |= _variables_of(kind.forward)
     for name, value in module._buffers.items():
         state[f"its buffer '{name}'"] = id(value)
     return state
+
+
+def _variables_of(forward: object) -> dict[str, object]:
+    """Returns the contents of the variables outside of a function that it reads, by a description of each."""
+    if not isinstance(forward, types.FunctionType) or forward.__module__.startswith(_LIBRARIES):
+        return {}
+    cells = zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True)
+    outer = {name: cell.cell_contents for name, cell in cells if not _is_empty(cell)}
+    outer |= {name: forward.__globals__[name] for name in forward.__code__.co_names if name in forward.__globals__}
+    return {f"the variable '{name}'": _content(value, _MOST_LEVELS) for name, value in outer.items()}
+
+
+def _is_empty(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - raises if the variable has no value yet
+    except ValueError:
+        return True
+    return False
+
+
+def _content(value: object, levels: int) -> object:
+    """Returns a value that differs if a forward has changed `value`: its content, or an identity.
+
+    Args:
+        levels: number of nested containers and objects to look into.
+    """
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, torch.Tensor):
+        return id(value), None if value.is_inference() else value._version
+    if "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray):
+        return value.tobytes() if value.dtype.hasobject is False and value.nbytes <= _MOST_BYTES else id(value)
+    if isinstance(value, _CONTAINERS):
+        if not levels or len(value) > _MOST_ENTRIES:
+            return len(value)
+        if isinstance(value, dict):
+            return tuple((_content(key, 0), _content(entry, levels - 1)) for key, entry in value.items())
+        entries = tuple(_content(entry, levels - 1) for entry in value)
+        return frozenset(entries) if isinstance(value, (set, frozenset)) else entries
+    attributes = getattr(value, "__dict__", None)
+    is_state = not isinstance(value, (torch.nn.Module, type, types.ModuleType))
+    if levels and is_state and isinstance(attributes, dict) and not type(value).__module__.startswith(_LIBRARIES):
+        return id(value), _content(attributes, levels - 1)
+    return id(value)
 
 
 def changed_state(before: dict[str, object], after: dict[str, object]) -> str | None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+from typing import ClassVar
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -148,3 +152,50 @@ def test_a_model_that_uses_torch_func_can_be_planned_and_trains_the_same(transfo
     assert parity.passed, parity.failures
     named = [name for decision in plan.decisions for name in getattr(decision, "modules", ())]
     assert not [name for name in named if name.startswith("2.layers")]
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+COUNTS = {"calls": 0}
+
+
+class Counting(nn.Module):
+    """A block whose forward counts its calls in a place that is no attribute of plain type."""
+
+    counts: ClassVar[dict[str, int]] = {"calls": 0}
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place, self.layer = place, nn.Linear(SIZE, SIZE)
+        self.numbers, self.nested = [0], {"a": {"b": [0]}}
+        self.array, self.object, self.queue = np.zeros(1), Counter(), collections.deque([0])
+        self.tensor = torch.zeros(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.place == "list":
+            self.numbers[0] += 1
+        elif self.place == "nested":
+            self.nested["a"]["b"][0] += 1
+        elif self.place == "array":
+            self.array += 1
+        elif self.place == "object":
+            self.object.calls += 1
+        elif self.place == "deque":
+            self.queue[0] += 1
+        elif self.place == "class":
+            type(self).counts["calls"] += 1
+        elif self.place == "global":
+            COUNTS["calls"] += 1
+        elif self.place == "tensor":
+            self.tensor += 1
+        return torch.tanh(self.layer(torch.tanh(x)))
+
+
+@pytest.mark.parametrize("place", ["list", "nested", "array", "object", "deque", "class", "global", "tensor", ""])
+def test_a_module_that_counts_its_calls_is_not_recomputed_wherever_it_counts(place):
+    plan = plan_of(nn.Sequential(*(Counting(place) for _ in range(4))))
+    modules = [name for decision in plan.decisions for name in decision.modules]
+    assert bool([name for name in modules if "layer" not in name]) is (place == "")
