@@ -30,7 +30,7 @@ import planner
 from benchmarks.card import results
 from benchmarks.guard import losses, zoo
 from benchmarks.guard.losses import Case
-from planner.errors import DecisionError, PlannerError
+from planner.errors import DecisionError
 from planner.plan_types.plan import Plan
 from planner.rewrite.on_cpu import worker
 from planner.rewrite.on_cpu.verification import CpuVerification
@@ -213,11 +213,13 @@ LARGER = (
     ),
 )
 """Models with a technique that the smaller models are too small for."""
+LEFT_OUT = ("llava", "paligemma")
+"""Models that refuse random tokens, because these do not have one image token for each part of the image."""
 
 
 def cases() -> Iterator[tuple[Case, str]]:
     """Yields the models that are written here, and the transformers models of the tests' zoo, each with a technique."""
-    filled = (case for case in zoo.cases() if not case.name.endswith(zoo.UNFILLED))
+    filled = (case for case in zoo.cases() if not case.name.endswith(zoo.UNFILLED) and case.name not in LEFT_OUT)
     yield from zip((*HAND_WRITTEN, *filled), itertools.cycle(TECHNIQUES), strict=False)
     yield from LARGER
 
@@ -270,7 +272,7 @@ def row_of(case: Case, technique: str) -> results.Row:
         if plan is None:
             return {**about, "error": "no technique makes a plan that fits a budget below the baseline"}
         found = CpuVerification(plan=plan, ran=worker.run(plan, lambda with_weights: built(case))).to_json()
-    except PlannerError as error:
+    except Exception as error:  # also a fault of the planner is a result, which the row names
         return {**about, "error": without_folders(f"{type(error).__name__}: {error}")}
     return {
         **about,

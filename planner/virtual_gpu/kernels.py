@@ -184,10 +184,35 @@ def _norm_on_cpu(dependence: DataDependence, op: Any, input: torch.Tensor, *args
     return (out, *statistics), []
 
 
+def _batch_norm_on_cpu(dependence: DataDependence, op: Any, input: torch.Tensor, *args: Any) -> Made:
+    """Allocates what `batch_norm_cpu` in Normalization.cpp does. The output of a strided input is contiguous."""
+    (out, *statistics), _ = _norm_on_cpu(dependence, op, input, *args)
+    return (_contiguous_unless_channels_last(out, input), *statistics), []
+
+
+def _batch_norm_backward_on_cpu(
+    dependence: DataDependence, op: Any, grad: torch.Tensor, input: torch.Tensor, *args: Any
+) -> Made:
+    """Allocates what `batch_norm_backward_cpu` in Normalization.cpp does. A strided input has a contiguous gradient."""
+    input_grad, *others = op(grad, input, *args)
+    if input_grad is not None:
+        input_grad = _contiguous_unless_channels_last(input_grad, input)
+    return (input_grad, *others), []
+
+
+def _contiguous_unless_channels_last(tensor: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    """Returns a contiguous tensor like `tensor`, or `tensor` itself if the input is contiguous in any memory format."""
+    formats = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}.get(input.dim(), ())
+    if any(input.is_contiguous(memory_format=kind) for kind in (torch.contiguous_format, *formats)):
+        return tensor
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
 _ON_CPU: dict[torch._ops.OpOverload, Callable[..., Made]] = {
     _aten.native_layer_norm.default: _norm_on_cpu,
     _aten.native_group_norm.default: _norm_on_cpu,
-    _aten.native_batch_norm.default: _norm_on_cpu,
+    _aten.native_batch_norm.default: _batch_norm_on_cpu,
+    _aten.native_batch_norm_backward.default: _batch_norm_backward_on_cpu,
 }
 """Functions for ops that allocate other results on the CPU than their fake kernels."""
 

@@ -103,6 +103,19 @@ class Pooled(nn.Module):
         return self.head(F.adaptive_avg_pool1d(x.transpose(1, 2), 1).flatten(1))
 
 
+class NormedTokens(nn.Module):
+    """Normalizes transposed tokens over the batch. The CPU's kernel returns a contiguous tensor, which `parts` copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 50)
+        self.parts = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.first(x).transpose(1, 2)).transpose(1, 2)
+        return self.head(sum(part(x).tanh().mean(1) for part in self.parts))
+
+
 def convolutional() -> nn.Module:
     layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3), nn.GELU()]
     return nn.Sequential(nn.Sequential(*layers), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 50))
@@ -122,6 +135,8 @@ def work_of(name: str) -> Workload:
         layers = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU()) for _ in range(3)]
         model = nn.Sequential(nn.Conv2d(3, 8, 3), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 50))
         return workload(model, (torch.randn(6, 3, 24, 24), torch.randint(50, (6,))), loss_fn=classified)
+    if name == "batch norm of tokens":
+        return workload(NormedTokens(), (torch.randn(6, 40, 16), torch.randint(50, (6,))), loss_fn=classified)
     if name == "pooled":
         return workload(Pooled(), (torch.randn(6, 200, 16), torch.randint(50, (6,))), loss_fn=classified)
     batch = (torch.randn(6, 3, 12, 12), torch.randint(50, (6,)))
@@ -155,6 +170,7 @@ def run_here(name: str, *decisions) -> CpuRun:
         ("words", (StepInBackward(),)),
         ("words", (Offload(modules=("blocks.1",), inputs_of=(), from_bytes=1),)),
         ("pooled", ()),
+        ("batch norm of tokens", ()),
         ("group norm", (Precision(dtype="bf16"),)),
         ("recurrent", (Checkpoint(modules=("cells",)),)),
         ("convolutional", (Checkpoint(modules=("0",)),)),
