@@ -141,7 +141,7 @@ def _optimizer(plan: Plan, fragments: list[EmittedCode]) -> str:
             "def make_optimizer(model):\n"
             '    """These are torch\'s default hyperparameters: set the ones that you train with."""\n'
             f"    parameters = {parameters}\n"
-            f"    return torch.optim.{name.rpartition('.')[2]}({', '.join(['parameters', *options])})\n"
+            + _returned(f"torch.optim.{name.rpartition('.')[2]}({', '.join(['parameters', *options])})", fragments)
         )
     if name not in OPTIMIZERS:
         return (
@@ -156,7 +156,23 @@ def _optimizer(plan: Plan, fragments: list[EmittedCode]) -> str:
         "def make_optimizer(model):\n"
         '    """Set the hyperparameters that you train with here: the plan does not depend on them."""\n'
         f"    parameters = {parameters}\n"
-        f"    return torch.optim.{choice.class_name}(parameters, {arguments})\n"
+        + _returned(f"torch.optim.{choice.class_name}(parameters, {arguments})", fragments)
+    )
+
+
+def _returned(optimizer: str, fragments: list[EmittedCode]) -> str:
+    """Return the statements that return an optimizer, given the expression that makes it.
+
+    With a gradient scaler, torch's fused kernels would handle skipped steps themselves, and momentum of SGD would start
+    from memory that was never written if the first step is skipped. The scaler skips such steps instead.
+    """
+    is_fused = any("fused=True" in fragment.optimizer_options for fragment in fragments)
+    if not (is_fused and any(fragment.scaled for fragment in fragments)):
+        return f"    return {optimizer}\n"
+    return (
+        f"    optimizer = {optimizer}\n"
+        "    optimizer._step_supports_amp_scaling = False  # the scaler skips steps that are not finite\n"
+        "    return optimizer\n"
     )
 
 

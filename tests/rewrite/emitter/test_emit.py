@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pathlib
@@ -92,6 +93,20 @@ def test_a_file_trains_to_the_same_bits_as_the_live_objects(tmp_path, decisions)
     batches = [tokens(seed=seed) for seed in range(5)]
     clipped = {} if StepInBackward() in decisions else {"max_grad_norm": 1.0}
     assert_same_training(plan, emitted, model, other, batches, **clipped)
+
+
+def test_a_skipped_step_leaves_no_state_that_a_fused_kernel_never_wrote(tmp_path):
+    """The first step overflows. torch's fused SGD would then start from a momentum that was never written."""
+    decisions = (Precision(dtype="fp16"), OptimizerKernel(kernel="fused"))
+    _, path = emitted_roberta(tmp_path, *decisions, optimizer="sgd-momentum")
+    emitted, model = imported(path), seeded(roberta)
+    optimizer = emitted.make_optimizer(emitted.rewrite(model))
+    before = copy.deepcopy(model.state_dict())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
+    emitted.training_step(model, optimizer, tokens(), scaler=scaler)
+    assert scaler.get_scale() < 2.0**120
+    assert not optimizer.state
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_another_loss_weight_in_the_file_would_be_seen(tmp_path):
