@@ -25,9 +25,9 @@ def module_state(module: torch.nn.Module) -> dict[str, object]:
 
 
 def attributes_of(module: torch.nn.Module) -> dict[str, object]:
-    """Returns what the attributes and buffers of a module are, by a description of each.
+    """Returns a mapping from a description of each attribute and buffer of a module to a value that can be compared.
 
-    These are the values of plain attributes, the lengths of lists, and the identities of tensors.
+    This value is the attribute if it is plain, the length of a list, or the identity of a tensor.
     """
     state: dict[str, object] = {}
     for name, value in vars(module).items():
