@@ -1,10 +1,10 @@
-"""Verify a plan for each of many small models on the CPU, and write the rows to the ledger.
+"""Verify plans for small models on the CPU, and write one row for each model to the ledger.
 
     python -m benchmarks.cpu_ledger [--out profiles/ledger/cpu.jsonl] [--models NAME ...]
 
 For each model, a plan is made for the profile 'bare', which counts the bytes of tensors only, with a budget below the
-baseline's peak and one technique that the plan has to use. The techniques take turns; one that a model cannot use is
-passed over. The plan is then verified as `plan --verify` does on a machine without a CUDA card
+baseline's peak and one technique that the plan has to use. The techniques take turns; one that a model cannot use
+is skipped. The plan is then verified as `plan --verify` does on a machine without a CUDA card
 (`planner.rewrite.on_cpu`). Models that FILE already has with the same versions of torch and transformers are left out.
 A model that cannot be planned or verified gets a row with `error`. One thread is used.
 """
@@ -212,7 +212,7 @@ LARGER = (
         "offload",
     ),
 )
-"""Models with a technique that the smaller models are too small for."""
+"""Models, each with a technique that needs more than the models above have, such as larger activations."""
 LEFT_OUT = ("llava", "paligemma")
 """Models that refuse random tokens, because these do not have one image token for each part of the image."""
 
@@ -238,7 +238,7 @@ def built(case: Case) -> Workload:
 
 
 def planned(work: Workload, first: str) -> Plan | None:
-    """Returns a plan with a technique, or with the first usable one of those that follow; None if none fits."""
+    """Returns a plan that uses `first`, or else the next technique that gives a plan that fits; None if none does."""
     whole, turn = plan_of(work, None), TECHNIQUES.index(first)
     for technique in (*TECHNIQUES[turn:], *TECHNIQUES[:turn]):
         for share in SHARES:

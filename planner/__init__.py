@@ -68,9 +68,10 @@ def plan(
         max_slowdown: maximum step time, as a multiple of the step time of the unchanged step; None for no limit.
         gradients_alive: True if your own loop accumulates gradients over several batches. The plan then also counts
             the gradients of earlier batches, which are in memory before the step, so that it holds for every batch.
-        by_sample: names of the tensors of the batch whose dimension 0 counts the samples, such as ("x", "labels"). Only
-            these are split into micro-batches. If None, it is found out by rehearsing the model with twice the samples;
-            if that is not possible, the batch is not split.
+        by_sample: names of the tensors of the batch whose dimension 0 is the batch dimension, such as ("x", "labels").
+            Only these are split into micro-batches. If None, the planner takes the tensors whose dimension 0 has the
+            size of the batch, and rehearses the model with twice or half the samples; if both fail, the batch is not
+            split.
 
     Returns:
         A certified plan. `Plan.fits` is True if it is inside the budget and respects `max_slowdown`; if not,

@@ -87,8 +87,8 @@ def apply(
         scheduler: a learning-rate scheduler of the optimizer, or a function that takes the optimizer and returns a
             scheduler. It is stepped after each optimizer step, but not if the gradient scaler skipped that step.
         check: "first-step" compares the gradient of a few samples with that of the original model before the first
-            update (`FirstStepCheck`), and makes the checks of later steps: of recomputed values (`RecomputeCheck`) and
-            of micro-batches (`AccumulationCheck`). "off" makes none of them.
+            update (`FirstStepCheck`), and checks recomputed values (`RecomputeCheck`) and micro-batches
+            (`AccumulationCheck`) in later steps too. "off" makes none of these checks.
 
     Returns:
         The model, its training step and its optimizer. `undo()` restores the model.

@@ -2,9 +2,9 @@
 
 What it checks: activation checkpointing, segment checkpointing, offload and a chunked loss replace forwards of modules,
 and must not change what the model computes. For a few samples of the first batch, the gradient of the rewritten model
-is compared with that of the same model with its original forwards. It is computed in full precision, and with random
-numbers that are the same in both (`accumulation_check.gradient_probe`). What the model and the loss function change is
-restored afterwards.
+is compared with that of the same model with its original forwards. Both are computed in full precision and with the
+same random numbers (`accumulation_check.gradient_probe`). What the model and the loss function change is restored
+afterwards.
 
 Memory: the original forwards save more bytes for a sample than the rewritten ones. Only as many samples are compared as
 fit into the memory that the plan promised; if no sample fits, a warning says so.
@@ -60,7 +60,7 @@ class FirstStepCheck(StepObserver):
         self._plan, self._rewriting, self._optimizer, self._loss_of = plan, rewriting, optimizer, loss_of
         self._kinds = [decision.kind for decision in plan.decisions if decision.role in _REPLACE_FORWARDS]
         self.is_due = bool(self._kinds)
-        """True until the first step was compared, or it is known why it cannot be."""
+        """True until the first step was compared, or the comparison was found to be impossible."""
 
     def before_update(self, batch: Any) -> None:
         if not self.is_due:
@@ -69,7 +69,7 @@ class FirstStepCheck(StepObserver):
         why_not = self._compare(batch)
         if why_not is not None:
             logger.warning(
-                "the first step was not compared with the original model: %s. planner.rewrite.verify compares copies",
+                "the first step was not compared with the original model: %s. Compare copies by planner.rewrite.verify",
                 why_not,
             )
 
@@ -77,7 +77,7 @@ class FirstStepCheck(StepObserver):
         self.is_due = bool(self._kinds)  # the next step is the first that trains
 
     def _compare(self, batch: Any) -> str | None:
-        """Raises `DecisionError` if gradients differ. Returns the reason if they could not be compared, else None."""
+        """Raises `DecisionError` if gradients differ. Returns the reason if none could be compared, else None."""
         rewriting = self._rewriting
         if (why_not := why_not_probed(rewriting.model, batch)) is not None:
             return why_not
@@ -111,8 +111,8 @@ class FirstStepCheck(StepObserver):
         if result.is_off:
             raise DecisionError(
                 f"the gradient of {result.samples} samples differs by {result.error:.2%} between the rewritten model "
-                f"and the original one: {' or '.join(self._kinds)} changes what the model computes. Plan with it "
-                'forbidden; or train without this check by apply(..., check="off")'
+                f"and the original one: {' or '.join(self._kinds)} changes what the model computes. Forbid it in "
+                'the plan, or turn this check off by apply(..., check="off")'
             )
 
     def _sample_bytes(self) -> float:

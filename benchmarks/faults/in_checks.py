@@ -249,7 +249,7 @@ FAULTS = (
             "::test_whether_the_promise_was_kept_is_logged_in_one_line"
             "[peaks2-WARNING-promise was broken: 300.1 MiB allocated of 300.0 MiB]",
         ),
-        why="a broken promise is logged as kept if one of two peaks is",
+        why="a broken promise is logged as kept if one of its two peaks is within the promise",
     ),
     Fault(
         name="trainer-part-of-a-batch",
@@ -277,7 +277,7 @@ FAULTS = (
         tests=(
             "tests/rewrite/trainer/test_trainer.py::test_labels_that_are_counted_otherwise_than_averaged_are_refused",
         ),
-        why="labels that the Trainer counts otherwise than the model are not noticed",
+        why="it is not noticed that the Trainer counts other labels than the model",
     ),
     Fault(
         name="trainer-undo-leaves-hooks",
@@ -294,7 +294,7 @@ FAULTS = (
         old="        return bool(self.rows) and all(row.passed for row in self.rows)",
         new="        return all(row.passed for row in self.rows)",
         tests=("tests/rewrite/parity/test_verify.py::test_nothing_compared_is_nothing_passed",),
-        why="a plan of which nothing could be compared is said to train alike",
+        why="a plan of which nothing could be compared is reported to train like the baseline",
     ),
     Fault(
         name="verify-passes-if-one-passes",
@@ -302,7 +302,7 @@ FAULTS = (
         old="        return bool(self.rows) and all(row.passed for row in self.rows)",
         new="        return any(row.passed for row in self.rows)",
         tests=("tests/rewrite/parity/test_verify.py::test_one_quantity_that_differs_fails",),
-        why="a plan that trains otherwise is said to train alike",
+        why="a plan that trains differently is reported to train like the baseline",
     ),
     # ---- house rules
     Fault(

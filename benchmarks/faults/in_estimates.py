@@ -15,7 +15,7 @@ FAULTS = (
         old="    return max(-(-size_bytes // SMALLEST_BLOCK_BYTES), 1) * SMALLEST_BLOCK_BYTES",
         new="    return max(size_bytes // SMALLEST_BLOCK_BYTES, 1) * SMALLEST_BLOCK_BYTES",
         tests=("tests/allocator/test_allocator.py::test_requests_are_rounded_up_to_512_bytes",),
-        why="each block is promised up to 511 bytes too small",
+        why="the promise counts each block with up to 511 bytes too few",
     ),
     Fault(
         name="allocator-medium-segments",
@@ -34,7 +34,7 @@ FAULTS = (
         old="        return rest_bytes > LARGEST_SMALL_BYTES and",
         new="        return rest_bytes >= SMALLEST_BLOCK_BYTES and",
         tests=("tests/allocator/test_allocator.py::test_the_large_pool_splits_off_only_more_than_one_mebibyte",),
-        why="rests that PyTorch wastes are promised to later requests",
+        why="the rest of a large block, which PyTorch leaves unused, serves later requests",
     ),
     Fault(
         name="allocator-small-pool-below-the-limit",
@@ -56,7 +56,7 @@ FAULTS = (
         old="        pool = self._pools.get((is_small, stream))\n",
         new="        stream = 0\n        pool = self._pools.get((is_small, stream))\n",
         tests=("tests/allocator/test_allocator.py::test_streams_never_share_memory",),
-        why="memory that another stream has freed is promised",
+        why="a request gets memory that another stream has freed",
     ),
     Fault(
         name="allocator-takes-the-largest-block",
@@ -251,7 +251,7 @@ FAULTS = (
         old="    return sum(output_mask[:2]) * conv_flop_count",
         new="    return 2 * conv_flop_count",
         tests=("tests/recording/test_flops.py::test_a_gradient_that_nobody_asks_for_takes_nothing",),
-        why="the gradient of an image that nobody asks for takes FLOPs",
+        why="FLOPs are counted for the gradient of an input image, which is not computed",
     ),
     Fault(
         name="flops-of-in-place-products",
@@ -259,7 +259,7 @@ FAULTS = (
         old='    if name.endswith(("mm_", "mv_")):  # in place\n        packet = getattr(_aten, name[:-1])\n',
         new="",
         tests=("tests/recording/test_flops.py::test_products_that_are_added_are_counted",),
-        why="products in place take no FLOPs, so that recomputing them looks free",
+        why="in-place matrix products count no FLOPs, so that recomputing them looks free",
     ),
     Fault(
         name="recording-counts-state-of-unused-parameters",
@@ -273,7 +273,7 @@ FAULTS = (
             "                storage.lives = [] if index in () else"
         ),
         tests=("tests/recording/test_unused.py::test_parameters_without_a_gradient_cost_no_state[force0]",),
-        why="parameters without a gradient are promised state that a real step does not make",
+        why="optimizer state is counted for parameters without a gradient, for which a real step creates none",
     ),
     Fault(
         name="recording-loses-state-of-the-second-step",
@@ -360,7 +360,7 @@ FAULTS = (
         tests=(
             "tests/recording/test_extrapolate.py::test_the_predicted_recording_is_the_recorded_one[roberta-decisions0]",
         ),
-        why="a predicted recording is that of one sample less",
+        why="a recording is predicted for one sample fewer than planned",
     ),
     Fault(
         name="rehearsal-without-the-smaller-part",

@@ -71,7 +71,7 @@ FAULTS = (
         tests=(
             f"{_TEST_FIRST_STEP}::test_a_model_that_takes_another_branch_when_it_is_rewritten_is_refused_before_the_update",
         ),
-        why="a loop that catches the error trains in its next step",
+        why="a training loop that catches the error trains wrongly in its next step",
     ),
     Fault(
         name="first-step-takes-any-memory",
@@ -95,7 +95,7 @@ FAULTS = (
         old="            if why_not is not None and not agrees:\n",
         new="            if why_not is not None and agrees:\n",
         tests=(f"{_TEST_COUPLING}::test_what_cannot_be_checked_is_refused_unless_weights_are_stated",),
-        why="a split that nothing could be compared for trains",
+        why="a split is trained with although nothing could be compared",
     ),
     Fault(
         name="small-errors-of-weights-agree",

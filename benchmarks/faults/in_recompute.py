@@ -47,7 +47,7 @@ FAULTS = (
             "tests/rewrite/rules/test_kept_products.py"
             "::test_a_result_is_taken_once_and_only_for_the_product_that_made_it",
         ),
-        why="the recompute takes the kept result of another op, whose number it has",
+        why="the recompute takes the kept result of another op with the same number",
     ),
     Fault(
         name="checkpoint-takes-overwritten-results",
@@ -81,7 +81,7 @@ FAULTS = (
         new="            product, kept, before = self.results.pop(self.count, (None, None, None))\n"
         "            self.count += product is not None",
         tests=("tests/rewrite/rules/test_kept_products.py::test_products_that_are_kept_are_not_computed_again",),
-        why="results are taken for products of other numbers",
+        why="kept results are assigned to the wrong products, because only some products are counted",
     ),
     Fault(
         name="checkpoint-loses-autocast",

@@ -89,7 +89,7 @@ FAULTS = (
         old="        return units if fewer is None or total(self._cost_ns, fewer) > most else fewer",
         new="        return units",
         tests=("tests/search/test_search.py::test_the_search_finds_what_trying_everything_finds[0]",),
-        why="of equally fast plans not the simplest is returned",
+        why="of equally fast plans, one that is not the simplest is returned",
     ),
     Fault(
         name="threshold-off-by-one",

@@ -126,7 +126,7 @@ def of_cost() -> Table:
 
 
 def use_form(form: str) -> None:
-    """Make the check of this process simpler."""
+    """Replace the check in this process by the form that `--form` names."""
     whole = CouplingCheck._choices
     if form == "weights":
         CouplingCheck.refuse_coupled_samples = lambda *_, **__: None  # type: ignore[method-assign]

@@ -108,7 +108,7 @@ class PlanningSession:
         if constraints.force(Role.LOSS) or constraints.force(Role.UPDATE_TIME):
             return  # a forced loss in chunks follows from the baseline; a step in backward excludes some configurations
         if constraints.allow(Role.MICRO_BATCHING):
-            _ = self._by_sample_check  # starts it
+            _ = self._by_sample_check  # the first access starts its rehearsal
         space = search_space(self.workload, self.card, constraints, batch_statistics=(), chunks=None)
         self._candidates.prefetch(space.precisions[-1], space.splits[:1])
 

@@ -100,8 +100,8 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--by-sample",
         metavar="NAMES",
-        help="tensors of the batch whose dimension 0 counts the samples, such as x,labels; a plan may only split these "
-        "(default: found out by running the model on twice the samples)",
+        help="tensors of the batch whose dimension 0 is the batch dimension, such as x,labels; a plan may only split "
+        "these (default: guessed from the shapes, and checked by rehearsing the model on twice the samples)",
     )
 
 

@@ -25,14 +25,14 @@ GENERIC = "generic"
 
 
 UNCHECKED = "not checked: that training by the plan gives the baseline's results; --verify checks it"
-"""Line for a plan that was made without weights and has not been trained with."""
+"""Line for a plan with which nothing has been trained yet."""
 
 
 def render(plan: Plan, *, verified: bool = False) -> RenderableType:
     """Returns everything that the command prints for a plan.
 
     Args:
-        verified: True if the plan was trained with (`--verify`), and the result is printed below.
+        verified: True if `--verify` has trained with the plan; its result is printed below.
     """
     parts: list[RenderableType] = [headline(plan), Text(), _table(plan), Text(), *_peaks(plan), Text()]
     parts += [*_decisions(plan), Text(), _verdict(plan)]

@@ -88,8 +88,10 @@ class OwnLoss:
     divides: bool
     """True if the model divides the sum of the losses by `num_items_in_batch`, should the batch contain this key."""
     certain: bool = True
-    """False if the source text of the model leaves open which labels count. A training step checks the other fields;
-    an emitted file asks for `loss_terms`."""
+    """False if the source text of the model leaves open which labels count, so that the other fields are a guess.
+
+    A training step of `rewrite.apply` checks the guess. An emitted file requires the argument `loss_terms` instead.
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,8 +112,8 @@ class WorkloadFacts:
     own_loss: OwnLoss | None = None
     """How the model's own loss averages; None if a loss function was given, or if it is not a mean over labels."""
     not_by_sample: tuple[str, ...] = ()
-    """Paths of the tensors of the batch that are the same for all samples. The dimension 0 of all others counts the
-    samples, if it has the size of the batch."""
+    """Paths of the tensors of the batch that are the same for all samples. In all others, dimension 0 is the batch
+    dimension if it has the size of the batch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ class HookErrors:
     `install` replaces methods of torch's classes, so it must be called in a child process only.
 
     Args:
-        report: called with an error after which backward cannot continue; it ends the process.
+        report: function that is called with an error after which backward cannot continue, and that ends the process.
     """
 
     def __init__(self, report: Callable[[Exception], None]) -> None:

@@ -41,7 +41,7 @@ class ModuleCalls:
         self._stack: list[tuple[str, int | None]] = []
         self._states: list[dict[str, object]] = []
         self._before: list[tuple[int, torch.nn.Module, dict[str, object]]] = []
-        """Calls in the running forward of the model: index of the call, its module, and its attributes before."""
+        """Calls in the running forward of the model: index of the call, module, and its attributes before the call."""
 
     @property
     def innermost(self) -> tuple[str, int | None]:

@@ -34,7 +34,7 @@ def module_state(module: torch.nn.Module) -> dict[str, object]:
 
 
 def attributes_of(module: torch.nn.Module) -> dict[str, object]:
-    """Returns what the attributes and buffers of a module are, by a description of each.
+    """Returns a mapping from a description of each attribute and buffer of a module to a value that can be compared.
 
     Containers and objects are described by what they hold (`_content`). Variables that the forward closes over or
     reads from its file count as attributes.

@@ -154,7 +154,7 @@ class Recorder(TorchDispatchMode):
             self.data_dependence.assume((sparse_gradients.ASSUMED_TEMPORARIES,))
         # 4. Record the op. Scratch memory is registered after the outputs: the kernel allocates it after them.
         self._note_op(op, traits, args, kwargs, out, tick)
-        if self.table.device != "cpu":  # scratch tensors are those of CUDA's kernels
+        if self.table.device != "cpu":  # the scratch tensors are those that CUDA's kernels allocate
             for tensor in scratch:
                 self.table.storage_of(tensor)
         return out

@@ -200,7 +200,8 @@ def _failure_in_backward(error: Exception, model: torch.nn.Module) -> PlannerErr
     message = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
     return WorkloadError(
         f"backward failed with this batch: {type(error).__name__}: {message} ({_location(error, model)}). If the step "
-        "runs without the planner, the module cannot be recomputed: forbid the technique that does so (checkpoint)"
+        "runs without the planner, the module cannot be recomputed: forbid the technique that recomputes it, such as "
+        "checkpoint"
     )
 
 

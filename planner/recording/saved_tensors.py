@@ -71,7 +71,7 @@ class SavedTensors:
         self._recorder, self._table, self._calls, self._known = recorder, table, calls, known
 
     def install(self) -> None:
-        """Take hooks away while a transform of torch.func takes gradients, which refuses to run under any.
+        """Remove saved-tensor hooks while a transform of torch.func computes gradients: it raises if there are any.
 
         This replaces a function of torch, so it must be called in a child process only. The calls that are running get
         an obstacle, because recomputing and offloading need hooks too.

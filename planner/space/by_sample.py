@@ -1,13 +1,14 @@
-"""Find out whether the guess which tensors of a batch are by sample is right, by running the model on more samples.
+"""Check the guess of which tensors of a batch have a row for each sample, by rehearsing the model with more samples.
 
-To split a batch, it must be known for which tensors dimension 0 counts the samples. Unless the user says it, these are
-taken to be the tensors whose dimension 0 has the size of the batch. A mask [T, T] or a weight for each of D features
-has that size too if T or D happens to equal the batch size. In micro-batches of one sample it would be cut to one row,
-which broadcasts, and the step would train something else without any error.
+To split a batch, the planner must know in which tensors dimension 0 is the batch dimension. Unless the user says it,
+the planner takes the tensors whose dimension 0 has the size of the batch. A mask [T, T] or a weight for each of D
+features has that size too if T or D happens to equal the batch size. In micro-batches of one sample it would be cut to
+one row, which broadcasts, and the step would train something else without any error.
 
-So forward and loss are rehearsed with twice the samples. A tensor that is not by sample then has twice its rows, which
-broadcasting never hides, and the model refuses them. If the model refuses any batch of twice the size, half the size
-decides.
+So forward and loss are rehearsed with twice the samples. A tensor that was taken wrongly then gets twice its rows,
+which do not broadcast, so that the model raises an error. A right guess can fail too, if the model has a maximum batch
+size. So if twice the samples fail, the model is rehearsed with half of them, and the guess counts as right if that
+works.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from planner.virtual_gpu.forked_process import Child
 from planner.workload.workload import Workload, tensors_of
 
 StartForward = Callable[[Workload, int], Child]
-"""Starts the rehearsal of forward and loss on a number of samples. The result raises if the model refuses the batch."""
+"""Starts the rehearsal of forward and loss on a number of samples. `.result()` raises if the model fails on them."""
 
 
 @final
@@ -30,8 +31,8 @@ class BySampleCheck:
     """Rehearses a workload on twice the samples. The first rehearsal starts at once, in another process.
 
     Args:
-        workload: the workload. Nothing is rehearsed if the user or the planner stated which tensors are by sample, or
-            if the batch is a single sample.
+        workload: the workload. Nothing is rehearsed if it is known which tensors have a row for each sample, because
+            the user named them or the planner made the batch, or if the batch is a single sample.
         start: starts a rehearsal.
     """
 
@@ -42,7 +43,7 @@ class BySampleCheck:
 
     @functools.cached_property
     def why_not(self) -> str | None:
-        """The reason why it is not known which tensors of the batch are by sample; None if it is known."""
+        """The reason why it is not known which tensors of the batch have a row for each sample; None if it is known."""
         child, self._child = self._child, None
         if child is None or (error := _error(child)) is None:
             return None
@@ -62,7 +63,10 @@ class BySampleCheck:
             self._child = None
 
     def _exception(self) -> str:
-        """Returns words that name a tensor without which the model runs on twice the samples, if only one is such."""
+        """Returns words that name the tensor that must keep its rows, so that the model runs on twice the samples.
+
+        They are empty unless exactly one tensor is such.
+        """
         workload, runs = self._workload, []
         guessed = [path for path, _ in tensors_of(workload.batch) if path not in workload.not_by_sample]
         for path in guessed if len(guessed) > 1 else ():
@@ -73,7 +77,7 @@ class BySampleCheck:
 
 
 def _error(child: Child) -> str | None:
-    """Waits for a rehearsal; returns the reason why the model refuses the batch, or None if it does not."""
+    """Waits for a rehearsal. Returns the error that the model raised with the batch; None if it raised none."""
     try:
         child.result()
     except WorkloadError as error:  # the error of the model or of the loss function

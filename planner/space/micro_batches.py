@@ -45,7 +45,8 @@ def batch_splits(
 
     Args:
         batch_statistics: names of modules that normalize over the samples of a batch.
-        why_no_samples: the reason why it is not known which tensors of the batch are by sample; None if it is known.
+        why_no_samples: the reason why it is not known which tensors of the batch have a row for each sample; None if it
+            is known.
         notes: a note is added if the batch cannot be split, or if the gradients of its splits differ.
 
     Raises:

@@ -125,7 +125,8 @@ def search_space(
 
     Args:
         batch_statistics: names of modules that normalize over the batch, from the recording of the baseline.
-        why_no_samples: the reason why it is not known which tensors of the batch are by sample; None if it is known.
+        why_no_samples: the reason why it is not known which tensors of the batch have a row for each sample; None if it
+            is known.
         chunks: how the loss can be computed in chunks, from the same recording; None if it cannot.
 
     Raises:

@@ -89,7 +89,7 @@ class Target:
 
     @property
     def autograd_key(self) -> str:
-        """Dispatch key of composite ops on that device."""
+        """Dispatch key under which kernels of composite ops are registered for that device."""
         return "AutogradCPU" if self.compute_capability is None else "AutogradPrivateUse1"
 
 

@@ -150,7 +150,7 @@ class DataDependence:
         """Returns the values of a tensor with one dimension as a list; `value` for each if they are not known.
 
         Args:
-            assumption: text to note in that case.
+            assumption: text of the assumption that is noted if the values are not known.
         """
         known = self.known_value(tensor)
         if known is None:

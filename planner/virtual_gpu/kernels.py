@@ -214,7 +214,7 @@ _ON_CPU: dict[torch._ops.OpOverload, Callable[..., Made]] = {
     _aten.native_batch_norm.default: _batch_norm_on_cpu,
     _aten.native_batch_norm_backward.default: _batch_norm_backward_on_cpu,
 }
-"""Functions for ops that allocate other results on the CPU than their fake kernels."""
+"""Functions for ops whose kernels on the CPU allocate other results than their fake kernels."""
 
 
 def register_routes(dependence: DataDependence, autograd_key: str) -> None:

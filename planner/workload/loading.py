@@ -43,7 +43,7 @@ def load_workload(
         seq_len: tokens in a sample. None means `DEFAULT_SEQ_LEN` for a transformers model, but at most its limit.
         optimizer: name of the optimizer.
         gradients_alive: True if the user's loop accumulates gradients; see `Workload.gradients_alive`.
-        by_sample: paths of the tensors of the batch whose dimension 0 counts the samples; None to guess them.
+        by_sample: paths of the tensors of the batch whose dimension 0 is the batch dimension; None to guess them.
         with_weights: if True, the model is built on the CPU with random weights, and the batch has random values, so
             that the model can be trained.
 

@@ -132,7 +132,7 @@ def _is_certain(model: torch.nn.Module) -> bool:
     """True if the source text of the model shows which labels its loss counts.
 
     It does not if the first label is dropped under a condition, if `ignore_index` is an expression, if the loss is
-    computed outside of `forward` by other code than transformers' loss functions, or if the source is not at hand.
+    computed outside of `forward` by other code than transformers' loss functions, or if the source is not available.
     """
     text = next(_forwards(type(model)), None)
     if text is None or "forward" in vars(model):

@@ -92,8 +92,8 @@ def workload(
     """Returns a `Workload`, after checking that the model can be trained on the batch.
 
     Args:
-        by_sample: paths of the tensors whose dimension 0 counts the samples; a path such as 'targets' stands for all
-            tensors below it. If it is None, they are guessed from their shapes.
+        by_sample: paths of the tensors whose dimension 0 is the batch dimension; a path such as 'targets' stands for
+            all tensors below it. If it is None, they are guessed from the shapes of all tensors.
         is_synthetic: True if the planner made the batch, so that the guess is right.
 
     Raises:
@@ -142,12 +142,12 @@ def _is_below(path: str, prefixes: Iterable[str]) -> bool:
 
 
 def _stated_batch_size(batch: Any, by_sample: Sequence[str]) -> int:
-    """Returns the number of samples, which all tensors of the batch that `by_sample` names have in common."""
+    """Returns the number of samples: the size of dimension 0, which must be equal in all tensors that are named."""
     tensors = dict(tensors_of(batch))
     if unknown := [name for name in by_sample if not any(_is_below(path, (name,)) for path in tensors)]:
         raise WorkloadError(
             f"by_sample names '{unknown[0]}', which the batch does not have: it has "
-            f"{', '.join(tensors)[:200] or 'no tensors'}"
+            f"{', '.join(tensors)[:200] or 'no tensors'}; name only tensors of the batch"
         )
     sizes = {path: tuple(tensor.shape[:1]) for path, tensor in tensors.items() if path in by_sample}
     if not sizes:  # all of them are in lists with one mapping for each sample
@@ -156,6 +156,7 @@ def _stated_batch_size(batch: Any, by_sample: Sequence[str]) -> int:
         raise WorkloadError(
             "the tensors that by_sample names differ in dimension 0: "
             + ", ".join(f"'{path}' has {size[0] if size else 'none'}" for path, size in sizes.items())
+            + "; name only tensors that have a row for each sample"
         )
     return next(iter(sizes.values()))[0]
 

@@ -29,8 +29,10 @@ __all__ = ["AccumulationCheck", "CouplingCheck"]
 
 
 _SMALL_ERROR = 0.05
-"""Error of a weight below which gradients that agree do not show that the weight is right: they would agree within the
-bound of the comparison with either weight."""
+"""Minimum error of a weight that a comparison of gradients can detect.
+
+Below it, gradients agree within the bound of the comparison, both with the right weight and with the wrong one.
+"""
 
 
 @final

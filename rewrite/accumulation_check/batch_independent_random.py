@@ -112,7 +112,7 @@ class BatchIndependentRandom(TorchDispatchMode):
         self.draws += name in _DISTRIBUTIONS
         if self.draws > _MAX_DRAWS:
             raise NotImplementedError(
-                f"forward and loss draw random numbers more than {_MAX_DRAWS:,} times, which takes the check too long"
+                f"forward and loss draw random numbers more than {_MAX_DRAWS:,} times: the check would take too long"
             )
         return result
 

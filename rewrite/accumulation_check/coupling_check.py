@@ -77,7 +77,7 @@ class CouplingCheck:
     unchecked_way_out: str = (
         'forbid accumulation, state the number of loss terms by loss_weight=... to apply, or pass check="off" to apply'
     )
-    """The same for the message that nothing could be compared."""
+    """End of the error message if nothing could be compared. It says what the user can do."""
     _batches: int = 0
     """Number of batches so far that were split."""
     _warned_topics: set[str] = dataclasses.field(default_factory=set)
@@ -201,7 +201,7 @@ class CouplingCheck:
         """Compare samples that are computed together with the same samples in two halves.
 
         Returns the first comparison in which they differ, or None if they agree in all; and the reason if nothing could
-        be compared, else None. A loss or gradient that is zero or not finite is no such reason.
+        be compared, else None. A loss or gradient that is zero or not finite does not count as a reason.
         """
         try:
             choices = list(self._choices(batch, samples))
@@ -243,18 +243,20 @@ class CouplingCheck:
         """
         try:
             change = probe.change_by_calls(samples, with_gradients=with_gradients)
-        except Exception as error:  # of the model or its loss, which may need gradients
+        except Exception as error:  # raised by the model or its loss, which may need gradients
             logger.info("two calls could not be compared (%s: %s)", type(error).__name__, error)
             return
         if change is None:
             return
         message = (
             f"the {'gradient' if with_gradients else 'loss'} of the same samples changes by {change:.2%} from one call "
-            "to the next, because forward or loss function change a state that they use (a counter of calls, a queue): "
-            "with accumulation every micro-batch changes it"
+            "to the next, because the forward or the loss function changes a state that it uses (a counter of calls, a "
+            "queue): with accumulation, every micro-batch changes this state"
         )
         if change > SLIGHT and not self.has_stated_weights:
-            raise DecisionError(f"{message}; forbid accumulation, or count in a loop of your own")
+            raise DecisionError(
+                f"{message}; forbid accumulation, or change the state once per batch in your training loop"
+            )
         self._warn_once("calls", message)
 
     def _micro_batches_agree(self, new_probe: Callable[..., GradientProbe], batch: Any, samples: int) -> bool:

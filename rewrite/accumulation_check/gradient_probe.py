@@ -117,7 +117,8 @@ class GradientProbe:
             statistics are put in evaluation mode; False puts all modules in evaluation mode.
         not_by_sample: paths of the tensors of the batch that are the same for all samples.
         chunked_head: the module that computes its logits in chunks, which it does only in training mode and with
-            gradients enabled; None if there is none. It is always run so, because all logits may not fit.
+            gradients enabled; None if there is none. It always runs in this way, because all logits at once may not fit
+            into memory.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class GradientProbe:
     def compare_with(
         self, original: Callable[[], contextlib.AbstractContextManager], samples: torch.Tensor
     ) -> ProbeResult | None:
-        """Compare the gradient of some samples with the one that the model has inside of the context `original()`.
+        """Compare the gradient of some samples with the gradient that the model gives inside the context `original()`.
 
         Returns None if the gradient is no larger than rounding errors, or not finite.
 
@@ -351,7 +352,8 @@ def _graph_without_saved_tensors() -> Iterator[None]:
 def why_not_probed(model: torch.nn.Module, batch: Any) -> str | None:
     """The reason why the model cannot be run on samples of the batch and restored afterwards; None if it can.
 
-    A rehearsal has no values. Writes to tensors inside of a tensor that wraps them would not be seen.
+    Tensors have no values in a rehearsal. If a tensor wraps others (DTensor, for example), writes to the inner tensors
+    would not be noticed.
     """
     tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
 

@@ -64,7 +64,7 @@ class ReductionWatcher(TorchFunctionMode):
         self.farthest_off = (0, 1)
         """Indices of the micro-batches whose weights are too high and too low by the most; set before an error."""
         self.error = 0.0
-        """Error in the share of one of these two in both together; set before an error."""
+        """Error of the weight of the first of these two, as a fraction of the weights of both; set before an error."""
         self._has_loss_weight_option = has_loss_weight_option
         self._watches_forward = watches_forward
         self._is_active = False

@@ -52,8 +52,8 @@ def _by_class(batch: Any, samples: int, chosen: int) -> Iterator[tuple[torch.Ten
     """Yields two pairs of halves by the classes of samples, if the batch has one label per sample and several classes.
 
     In the first pair, both halves have the same number of samples of each class: a loss over pairs of samples of one
-    class then has pairs across the halves, which neither half has. In the second pair, the first half has only the
-    most common class, and the second half has the other classes too.
+    class then has pairs across the halves, which neither half has. In the second pair, the first half has
+    samples of the most common class, as far as there are enough, and the second half has the other classes too.
     """
     labels = [t for t in _tensors(batch) if t.dim() == 1 and len(t) == samples and _is_integer(t)]
     for tensor in labels[:1]:

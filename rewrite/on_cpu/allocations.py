@@ -1,7 +1,7 @@
-"""The peak of each training step in the record of PyTorch's CPU allocator.
+"""Measure the peak of each training step with PyTorch's CPU allocator.
 
 PyTorch's profiler records each allocation and each free with its address, its bytes, its time and the ops that were
-running. An allocation belongs to one of three groups:
+running. Each allocation belongs to one of three groups:
 
 - *tensors*: allocated by an op, and alive after it. A rehearsal predicts them.
 - *temporaries inside kernels*: allocated and freed while one op ran, such as a column buffer of a convolution. A
@@ -36,7 +36,7 @@ _Event = Any
 """`torch._C._profiler._ProfilerEvent`: an event of the profiler, with the events that it contains. Its type annotations
 lack the fields of allocations."""
 BEFORE = ""
-"""Name, in `Peak.alive_by_op`, of what was allocated before the first step."""
+"""Key in `Peak.alive_by_op` for everything that was allocated before the first step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

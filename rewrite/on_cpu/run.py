@@ -31,7 +31,7 @@ class CpuStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CpuRun:
-    """A training by a plan on the CPU, with the same decisions as on a card."""
+    """The result of training with a plan on the CPU, with the same decisions as on a card."""
 
     steps: tuple[CpuStep, ...]
     parity: Parity | None

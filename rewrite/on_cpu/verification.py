@@ -3,8 +3,8 @@
 1. Rehearse the planned step as the CPU runs it, train some steps, and compare the bytes of tensors at each step's peak.
 2. Train copies with the plan and without it, and compare (`rewrite.verify`).
 
-This checks the rewritten step and the planner's account of tensors. It measures no time, and nothing of a card's own
-memory: its allocator, the CUDA context and workspaces.
+This checks the rewritten step and the planner's count of the bytes of tensors. It measures neither times nor the memory
+of a card that belongs to no tensor: the allocator's slack, the CUDA context and workspaces.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def _measured(plan: Plan, load: Load, prediction: Prediction) -> list[MeasuredPe
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="the plan does not fit its budget")
             rewritten = apply(plan, workload.model, loss_fn=workload.loss_fn)
-        rewritten.step.observers = ()  # they compare values in memory that counts as the step's here
+        rewritten.step.observers = ()  # they allocate memory, which would be counted as memory of the step
         steps = Steps(plan, rewritten, workload.batch)
         while steps.trained < STEPS:
             before = steps.trained
@@ -88,8 +88,8 @@ def _measured(plan: Plan, load: Load, prediction: Prediction) -> list[MeasuredPe
 def _refuse_if_too_large(plan: Plan, workload: Workload, prediction: Prediction) -> None:
     """Raise `MeasurementError` if training or the comparison with the baseline needs more memory than is free.
 
-    The comparison keeps the model, one step of the baseline, and of each of two runs the gradients, the parameters
-    before and after, and the optimizer state. Some comparisons are in double.
+    The comparison needs memory for the model, for one step of the baseline, and for the gradients, the parameters
+    before and after, and the optimizer state of each of two runs. Some comparisons are in double.
     """
     needed_bytes = max(prediction.first.tensor_bytes, prediction.later.tensor_bytes)
     if plan.decisions:

@@ -133,7 +133,7 @@ def apply_for_trainer(
     Decisions on the loop and the optimizer are left to `training_arguments` and `trainer_callback`.
 
     Args:
-        check: "first-step" checks the training, first of all its first step; "off" does not (`rewrite.apply`).
+        check: "first-step" checks the first step and some later ones; "off" makes no checks (see `rewrite.apply`).
 
     Returns:
         The rewritten model, for `trainer_callback`. Its `undo()` restores the model.

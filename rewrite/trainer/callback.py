@@ -89,7 +89,7 @@ class PlanCallback(TrainerCallback):
         self._hooks: list[Any] = []
         self._first_step: FirstStepCheck | None = None
         self._latest_inputs: dict[str, Any] | None = None
-        """Arguments of the latest forward, until the first step was compared."""
+        """Arguments of the latest forward; None after the first step was compared."""
 
     def on_train_begin(
         self,

@@ -53,7 +53,7 @@ class LossWeighting:
         batch_size: number of samples in the planned batch.
         uses_autocast: True if the plan has mixed precision.
         chunked_head: module that computes its logits in chunks; None if the plan does not compute the loss in chunks.
-            Gradients of samples are then not compared, because that would need all logits.
+        makes_checks: False to compare no gradients of samples.
     """
 
     def __init__(
