@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 
 import pytest
 import torch
@@ -120,19 +121,20 @@ def test_the_total_is_the_reserved_memory_plus_what_the_process_holds_outside_of
     assert found.total_bytes == found.reserved_bytes + 7 * MIB
 
 
-def test_a_scaler_that_keeps_skipping_is_an_error(plan, monkeypatch):
-    class Skipping:
-        def __init__(self, *_: object, **__: object) -> None:
-            self.trained, self.skipped = 0, 0
+def test_a_scaler_that_keeps_skipping_is_an_error(plan):
+    class Scaler:
+        scale = 2.0**100
 
-        def one(self) -> None:
-            self.skipped += 1
-            assert self.skipped < 100
+        def get_scale(self) -> float:
+            self.scale /= 2
+            return self.scale
 
-    monkeypatch.setattr(worker, "_Steps", Skipping)
-    device = CountingCpu()
-    try:
-        with pytest.raises(MeasurementError, match="overflows in fp16"):
-            worker.run(plan, device, cap_bytes=None)
-    finally:
-        device.end()
+    def step(batch: object) -> torch.Tensor:
+        return torch.tensor(1.0)
+
+    step.scaler = Scaler()
+    steps = worker.Steps(plan, types.SimpleNamespace(step=step), None)
+    with pytest.raises(MeasurementError, match="overflows in fp16"):
+        for _ in range(100):
+            steps.one()
+    assert steps.trained == 0 and steps.skipped == worker.MOST_SKIPPED + 1
