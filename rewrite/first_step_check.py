@@ -62,7 +62,7 @@ class FirstStepCheck(StepObserver):
         self.is_due = bool(self._kinds)
         """True until the first step was compared, or the comparison was found to be impossible."""
 
-    def before_update(self, batch: Any) -> None:
+    def before_step(self, batch: Any) -> None:
         if not self.is_due:
             return
         self.is_due = False

@@ -91,6 +91,8 @@ class TrainingStep:
         self._refuse_separate_processes()
         self._refuse_replaced_parameters()
         try:
+            for observer in self.observers:
+                observer.before_step(batch)
             total = self._accumulate_gradients(batch)
             for observer in self.observers:
                 observer.before_update(batch)

@@ -137,7 +137,7 @@ class PlanCallback(TrainerCallback):
             refuse_difference(self.rewritten.recompute_check)
         inputs, self._latest_inputs = self._latest_inputs, None
         if self._first_step is not None and inputs is not None:
-            self._first_step.before_update(inputs)
+            self._first_step.before_step(inputs)
         if self.rewritten.share is not None:
             self.rewritten.share.refuse_another_loss()
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from planner import rewrite
 from planner.errors import DecisionError
-from planner.plan_types.decisions import Checkpoint, ChunkedLoss
+from planner.plan_types.decisions import Checkpoint, ChunkedLoss, StepInBackward
 from tests.support.training import plan_for
 
 ROOMY = 1 << 30
@@ -89,14 +89,17 @@ def test_a_right_rewriting_trains_and_the_check_leaves_no_trace(decision, caplog
     assert "forward" not in vars(model.lm_head) and "forward" not in vars(model.body)
 
 
-def test_a_wrong_forward_of_any_rule_is_refused():
+@pytest.mark.parametrize("others", [(), (StepInBackward(),)])
+def test_a_wrong_forward_of_any_rule_is_refused_before_anything_is_trained(others):
     model = Tagger(branches=False)
-    rewritten = rewrite.apply(plan_of(model, Checkpoint(modules=("body",))), model)
+    before = copy.deepcopy(model.state_dict())
+    rewritten = rewrite.apply(plan_of(model, Checkpoint(modules=("body",)), *others), model)
     right = model.body.forward
     wrong = types.MethodType(lambda self, x: right(x) * 1.05, model.body)
     rewritten._rewriting.replace(model.body, "forward", wrong, place="forward of 'body'")
     with pytest.raises(DecisionError, match="checkpoint changes what the model computes"):
         rewritten.step(rows())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_where_no_sample_fits_the_planned_memory_it_says_so_in_one_line(caplog):

@@ -26,6 +26,9 @@ class Noting(StepObserver):
         if hook == self.fails_in:
             raise KeyboardInterrupt
 
+    def before_step(self, batch):
+        self.note("before_step", batch)
+
     def before_forward(self, weight):
         self.note("before_forward", weight)
 
@@ -56,7 +59,7 @@ def test_hooks_are_called_for_each_micro_batch_and_once_before_the_update():
     observer = Noting()
     loss = observed(observer, Accumulation(micro_batch_size=4, micro_batches=2)).step(BATCH)
     hooks = ["before_forward", "after_forward", "after_loss"]
-    assert [call[0] for call in observer.calls] == [*hooks, *hooks, "before_update"]
+    assert [call[0] for call in observer.calls] == ["before_step", *hooks, *hooks, "before_update"]
     weights = [call[1] for call in observer.calls if call[0] == "before_forward"]
     losses = [call[1] for call in observer.calls if call[0] == "after_loss"]
     assert weights == [pytest.approx(4 / 6), pytest.approx(2 / 6)]
@@ -67,10 +70,10 @@ def test_hooks_are_called_for_each_micro_batch_and_once_before_the_update():
 def test_a_batch_that_is_not_split_has_no_weight():
     observer = Noting()
     observed(observer).step(BATCH)
-    assert observer.calls[0] == ("before_forward", None)
+    assert observer.calls[1] == ("before_forward", None)
 
 
-@pytest.mark.parametrize("hook", ["before_forward", "after_forward", "after_loss", "before_update"])
+@pytest.mark.parametrize("hook", ["before_step", "before_forward", "after_forward", "after_loss", "before_update"])
 def test_an_error_in_a_hook_trains_nothing(hook):
     observer = Noting(fails_in=hook)
     rewritten = observed(observer, Accumulation(micro_batch_size=4, micro_batches=2))
