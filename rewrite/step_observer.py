@@ -11,8 +11,8 @@ class StepObserver:
     """Base class of observers of a `TrainingStep`. The hooks do nothing; subclasses override the hooks that they need.
 
     An exception raised by a hook aborts the step before any parameter changes, and is raised by the step.
-    `before_step` comes first. For each micro-batch the order is `before_forward`, `after_forward`, `after_loss`, then backward, which is not
-    watched. `before_update` follows once, after the backward of the last micro-batch.
+    `before_step` comes first. For each micro-batch the order is `before_forward`, `after_forward`, `after_loss`, then
+    backward, which is not watched. `before_update` follows once, after the backward of the last micro-batch.
     """
 
     def before_step(self, batch: Any) -> None:

@@ -21,11 +21,15 @@ FAULTS = (
         name="step-clears-gradients-only-after-observer-errors",
         path="rewrite/step.py",
         old="""        try:
+            for observer in self.observers:
+                observer.before_step(batch)
             total = self._accumulate_gradients(batch)
-            for observer""",
-        new="""        total = self._accumulate_gradients(batch)
+""",
+        new="""        for observer in self.observers:
+            observer.before_step(batch)
+        total = self._accumulate_gradients(batch)
         try:
-            for observer""",
+""",
         tests=("tests/rewrite/test_step_observer.py::test_an_error_in_a_hook_trains_nothing",),
         why="gradients of a micro-batch stay if a later micro-batch fails",
     ),
