@@ -40,11 +40,12 @@ def attributes_of(module: torch.nn.Module) -> dict[str, object]:
     reads from its file count as attributes.
     """
     state: dict[str, object] = {}
+    kind = type(module)
+    is_known = kind.__module__.startswith(_LIBRARIES)
     for name, value in vars(module).items():
         if name not in _OF_TORCH:
-            state[f"its attribute '{name}'"] = _content(value, _MOST_LEVELS)
-    kind = type(module)
-    if not kind.__module__.startswith(_LIBRARIES):
+            state[f"its attribute '{name}'"] = _content(value, 0 if is_known else _MOST_LEVELS)
+    if not is_known:
         own = {name: value for name, value in vars(kind).items() if isinstance(value, (*_PLAIN, *_CONTAINERS))}
         state |= {f"the attribute '{name}' of its class": _content(own[name], _MOST_LEVELS) for name in own}
     state |= _variables_of(kind.forward)
