@@ -36,8 +36,8 @@ def module_state(module: torch.nn.Module) -> dict[str, object]:
 def attributes_of(module: torch.nn.Module) -> dict[str, object]:
     """Returns a mapping from a description of each attribute and buffer of a module to a value that can be compared.
 
-    Containers and objects are described by what they hold (`_content`). Variables that the forward closes over or
-    reads from its file count as attributes.
+    Containers and objects are described by what they hold (`_content`). Variables that the forward or a hook closes
+    over or reads from its file count as attributes.
     """
     state: dict[str, object] = {}
     kind = type(module)
@@ -49,6 +49,10 @@ def attributes_of(module: torch.nn.Module) -> dict[str, object]:
         own = {name: value for name, value in vars(kind).items() if isinstance(value, (*_PLAIN, *_CONTAINERS))}
         state |= {f"the attribute '{name}' of its class": _content(own[name], _MOST_LEVELS) for name in own}
     state |= _variables_of(kind.forward)
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        if not getattr(hook, "__module__", "").startswith("planner."):  # not the recorder's own
+            state |= _variables_of(getattr(hook, "__func__", hook))
+            state[f"what its hook {id(hook)} holds"] = _content(getattr(hook, "__self__", None), _MOST_LEVELS)
     for name, value in module._buffers.items():
         state[f"its buffer '{name}'"] = id(value)
     return state

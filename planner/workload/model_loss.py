@@ -119,13 +119,16 @@ def _calls(text: str) -> list[ast.Call] | None:
 
 
 def _forwards(kind: type) -> Iterator[str]:
-    """Yields the source text of each `forward` that a class and its base classes define."""
+    """Yields the source text of a class's `forward`; if it calls `super()`, also that of the next base class, and so on."""
     for base in kind.__mro__:
         if "forward" in vars(base):
             try:
-                yield inspect.getsource(vars(base)["forward"])
+                text = inspect.getsource(vars(base)["forward"])
             except (OSError, TypeError):
                 continue
+            yield text
+            if "super()" not in text:
+                return
 
 
 def _is_certain(model: torch.nn.Module) -> bool:

@@ -204,6 +204,8 @@ def _training_step(plan: Plan, fragments: list[EmittedCode], model: ModelSource)
         compute = forward + backward
     if any(fragment.is_watched for fragment in fragments):
         compute = f"RECOMPUTE_CHECK.begin_step()\n{compute}RECOMPUTE_CHECK.refuse_difference()\n"
+    if split or any(fragment.is_watched for fragment in fragments):
+        compute = f"try:\n{textwrap.indent(compute, '    ')}{_AFTER_ERROR}"
     # Update: unscale and clip gradients, step, advance the scheduler, clear gradients. With step-in-backward, only the
     # scheduler and clearing gradients remain.
     unscale = "    scaler.unscale_(optimizer)\n" if scaled else ""
@@ -254,6 +256,12 @@ _LOSS_TERMS = """
     loss_terms(batch, samples) returns the number of terms that the loss is a mean over. If the loss is a mean over
     samples, pass samples_only, else a function of your own.
     """
+
+_AFTER_ERROR = """\
+except BaseException:
+    optimizer.zero_grad(set_to_none=True)  # the next step must not add to gradients of this one
+    raise
+"""
 
 _SCALED_STEP = """\
 scale = None if scheduler is None else scaler.get_scale()

@@ -199,3 +199,29 @@ def test_a_module_that_counts_its_calls_is_not_recomputed_wherever_it_counts(pla
     plan = plan_of(nn.Sequential(*(Counting(place) for _ in range(4))))
     modules = [name for decision in plan.decisions for name in decision.modules]
     assert bool([name for name in modules if "layer" not in name]) is (place == "")
+
+
+class Hook:
+    """A forward hook that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        self.count()
+
+    def count(self, *_: object) -> None:
+        self.calls += 1
+
+
+@pytest.mark.parametrize("kind", ["method", "closure"])
+def test_a_module_with_a_hook_that_counts_is_not_recomputed(kind):
+    model, seen = nn.Sequential(*(Counting("") for _ in range(4))), [0]
+
+    def counting(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        seen[0] += 1
+
+    for block in model:
+        block.layer.register_forward_hook(Hook().count if kind == "method" else counting)
+    modules = [name for decision in plan_of(model).decisions for name in decision.modules]
+    assert not modules

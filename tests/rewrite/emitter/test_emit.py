@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import pathlib
@@ -420,3 +421,21 @@ def test_a_model_of_the_hub_is_loaded_by_its_name():
 def test_quotes_and_backslashes_in_notes_do_not_end_the_header():
     plan = plan_for(seeded(roberta), tokens(), notes=('a """ quote', "a \\N backslash", "long " * 60))
     compile(source(plan), "emitted", "exec")
+
+
+def test_a_step_that_fails_leaves_no_gradients_to_the_next(tmp_path):
+    calls = itertools.count()
+
+    def failing(output, batch):
+        if next(calls) == 1:
+            raise KeyError("second micro-batch")
+        return cross_entropy(output, batch)
+
+    model, batch = seeded(Perceptron), vectors(8)
+    plan = plan_for(model, batch, Accumulation(micro_batch_size=4, micro_batches=2), loss_fn=cross_entropy)
+    emit(plan, tmp_path / "step.py")
+    emitted = imported(tmp_path / "step.py")
+    optimizer = emitted.make_optimizer(emitted.rewrite(model))
+    with pytest.raises(KeyError):
+        emitted.training_step(model, optimizer, batch, loss_fn=failing, loss_terms=emitted.samples_only)
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -360,6 +360,17 @@ class LossElsewhere(ShiftsAtTimes):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
+class Overrides(ShiftsAtTimes):
+    """A model whose base class drops the first label, and which does not."""
+
+    def forward(self, input_ids, labels):
+        return {"loss": F.cross_entropy(self.head(self.embed(input_ids)).flatten(0, 1), labels.flatten())}
+
+
+def test_a_forward_that_a_subclass_overrides_is_not_read():
+    assert not model_loss.shifts_labels(Overrides(True))
+
+
 @pytest.mark.parametrize(
     ("build", "certain"),
     [
