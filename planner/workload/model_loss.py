@@ -119,7 +119,7 @@ def _calls(text: str) -> list[ast.Call] | None:
 
 
 def _forwards(kind: type) -> Iterator[str]:
-    """Yields the source text of a class's `forward`; if it calls `super()`, also that of the next base class, and so on."""
+    """Yields the source text of a class's `forward`, and of its base class's as long as a text calls `super()`."""
     for base in kind.__mro__:
         if "forward" in vars(base):
             try:
