@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
+import torch
+
 from planner.errors import DecisionError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision
@@ -59,6 +61,8 @@ def batch_splits(
         why_not = "the batch is a single sample"
     elif why_no_samples:
         why_not = why_no_samples
+    elif changed := _changed_gradient(workload.model):
+        why_not = f"{changed}, which is not linear in the gradients of micro-batches"
     elif _balances_experts(workload):
         why_not = (
             "the model balances its experts over all tokens of a batch (output_router_logits), and would do so for "
@@ -80,6 +84,17 @@ def batch_splits(
             notes.append(f"no accumulation: {why_not}")
         return (single,)
     return (single, *several) if constraints.allow(Accumulation) else (single,)
+
+
+def _changed_gradient(model: torch.nn.Module) -> str | None:
+    """Returns words on a gradient that the model changes before it is added up; None if there is none."""
+    for name, module in model.named_modules():
+        if getattr(module, "scale_grad_by_freq", False):
+            return f"'{name}' scales its gradient by how often an index comes in the batch (scale_grad_by_freq)"
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return f"a hook changes or reads the gradient of '{name}'"
+    return None
 
 
 def _balances_experts(workload: Workload) -> bool:

@@ -237,3 +237,14 @@ def test_sparse_gradients_are_planned_where_the_optimizer_takes_them(kind):
         assert held_bytes == copies * 4 * sum(p.numel() for p in model.parameters())
     with pytest.raises(WorkloadError, match="does not support sparse gradients"):
         planner.plan(model, batch, vram=None, loss_fn=loss_fn, optimizer="adamw", gpu="bare")
+
+
+def test_a_batch_is_not_split_where_the_model_changes_its_own_gradients():
+    scaling = torch.nn.Sequential(torch.nn.Embedding(8, 8, scale_grad_by_freq=True), torch.nn.Linear(8, 8))
+    hooked = model_with()
+    name, parameter = next(iter(hooked.named_parameters()))
+    parameter.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    for model, reason in ((scaling, "(scale_grad_by_freq)"), (hooked, f"the gradient of '{name}'")):
+        offered = search_space(task(model), BARE, constraints(), batch_statistics=(), chunks=None)
+        assert [split.micro_batches for split in offered.splits] == [1]
+        assert reason in " ".join(offered.notes)
