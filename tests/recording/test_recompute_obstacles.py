@@ -15,6 +15,8 @@ from planner import rewrite
 from planner.errors import WorkloadError
 from planner.plan_types.decisions import Checkpoint
 
+pytestmark = pytest.mark.slow
+
 SIZE = 16
 
 

@@ -12,6 +12,8 @@ from planner.cli import main
 from planner.errors import DecisionError, WorkloadError
 from planner.plan_types.decision_base import micro_batches_of
 
+pytestmark = pytest.mark.slow
+
 SIZE = 8
 """Number of samples, of tokens and of features at once."""
 FORCED = {"vram": "1GiB", "gpu": "bare", "optimizer": "sgd", "only": ["accumulation"], "force": ["accumulation"]}
