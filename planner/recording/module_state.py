@@ -95,6 +95,9 @@ def _content(value: object, levels: int) -> object:
             return tuple((_content(key, 0), _content(entry, levels - 1)) for key, entry in value.items())
         entries = tuple(_content(entry, levels - 1) for entry in value)
         return frozenset(entries) if isinstance(value, (set, frozenset)) else entries
+    if levels and isinstance(value, types.FunctionType) and value.__closure__:
+        held = (cell.cell_contents for cell in value.__closure__ if not _is_empty(cell))
+        return id(value), tuple(_content(item, levels - 1) for item in held)
     attributes = getattr(value, "__dict__", None)
     is_state = not isinstance(value, (torch.nn.Module, type, types.ModuleType))
     if levels and is_state and isinstance(attributes, dict) and not type(value).__module__.startswith(_LIBRARIES):

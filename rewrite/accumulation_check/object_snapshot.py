@@ -9,7 +9,9 @@ Objects are restored in place, because others may refer to them. The bytes of te
 
 What is not restored:
 
-- state in global variables, in classes, in scripted modules, in iterators and files, and in `functools.lru_cache`;
+- state in scripted modules, in iterators and files, and in `functools.lru_cache`;
+- state in global variables and classes of libraries (`_LIBRARIES`), and in global variables that only functions read
+  which methods of the model's classes or the loss function call;
 - the state of objects that are keys of dicts, or that only weak references lead to;
 - numpy arrays of objects or of more than 16 MiB;
 - the state of objects in a container with more than a thousand entries (the container itself is restored, up to a
@@ -76,6 +78,8 @@ _IGNORED_MODULES = _THREADING_MODULES | {
     "selectors", "socket", "ssl", "logging", "io", "_io", "subprocess", "weakref", "_weakref", "_weakrefset",
 }  # fmt: skip
 """Modules of classes whose objects the search leaves out."""
+_LIBRARIES = ("torch.", "transformers.")
+"""Beginnings of the names of modules whose classes and global variables are known to keep no state of a forward."""
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Attributes of tensors that hold hooks."""
 
@@ -88,10 +92,12 @@ class ObjectSnapshot:
 
     Attributes:
         is_complete: False if there were too many objects to note all of them.
+        iterator: name of the type of an iterator that was found, whose position is not restored; None if there is none.
     """
 
     def __init__(self, roots: Sequence[Any]) -> None:
         self.is_complete = True
+        self.iterator: str | None = None
         self._restores: list[_Restore] = []
         self._hashed: list[_Restore] = []
         """How to restore sets and mappings with keys whose hash may depend on their state. This is done last."""
@@ -102,7 +108,8 @@ class ObjectSnapshot:
         self._types: dict[int, _TypeInfo] = {}
         self._warned_topics: set[str] = set()
         modules = [root.modules() if isinstance(root, torch.nn.Module) else [root] for root in roots]
-        self._walk(itertools.chain(*modules))
+        flat = list(itertools.chain(*modules))
+        self._walk(itertools.chain(flat, self._outside_of(flat)))
         self._note_generator(random.getstate, random.setstate)
         if (numpy := sys.modules.get("numpy")) is not None:
             self._note_generator(numpy.random.get_state, numpy.random.set_state)
@@ -135,6 +142,29 @@ class ObjectSnapshot:
             raise interrupted
         return has_drawn
 
+    def _outside_of(self, roots: list[Any]) -> list[Any]:
+        """Note plain values in classes and global variables that the code of the roots names; return the objects."""
+        functions = [root for root in roots if isinstance(root, types.FunctionType)]
+        found: list[Any] = []
+        kinds = {id(type(root)): type(root) for root in roots}.values()  # a class may have no hash
+        for kind in kinds:
+            if kind.__module__.startswith(_LIBRARIES):
+                continue
+            functions += [value for value in vars(kind).values() if isinstance(value, types.FunctionType)]
+            for name, value in vars(kind).items():
+                if isinstance(value, (int, float, str)) and not name.startswith("__"):
+                    self._restores.append((setattr, (kind, name, value)))
+                elif isinstance(value, _CONTAINERS):
+                    found.append(value)
+        for function in functions:
+            for name in function.__code__.co_names:
+                value = function.__globals__.get(name)
+                if isinstance(value, (int, float, str)):
+                    self._restores.append((operator.setitem, (function.__globals__, name, value)))
+                elif not getattr(type(value), "__module__", "").startswith(_LIBRARIES):
+                    found.append(value)
+        return found
+
     def _warn_once(self, message: str, error: Exception) -> None:
         if message not in self._warned_topics:
             logger.warning("%s (%s: %s)", message, type(error).__name__, error)
@@ -156,6 +186,8 @@ class ObjectSnapshot:
                 self.is_complete = False
                 return
             seen[id(value)] = value  # keeps it alive, so that its id is not reused
+            if hasattr(info.type, "__next__"):
+                self.iterator = info.type.__name__
             try:
                 held = list(info.held_by(value))
                 if issubclass(info.type, torch.nn.Module) or not self._are_shared(held):

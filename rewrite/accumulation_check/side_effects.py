@@ -30,6 +30,7 @@ class SideEffectGuard:
 
     Attributes:
         is_complete: False if the two hold too many objects for a snapshot. Some objects are then not restored.
+        iterator: name of the type of an iterator that they hold, whose position is not restored; None if there is none.
         drew_on_host: True if generators of numpy or Python drew random numbers during the last use of `restoring`.
     """
 
@@ -37,6 +38,7 @@ class SideEffectGuard:
         self._snapshot = ObjectSnapshot([model, loss_fn])
         self._cards = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
         self.is_complete = self._snapshot.is_complete
+        self.iterator = self._snapshot.iterator
         self.drew_on_host = False
 
     @contextlib.contextmanager

@@ -164,6 +164,17 @@ class Counter:
 COUNTS = {"calls": 0}
 
 
+def counter():
+    """Returns a function that counts its calls in a variable that it closes over."""
+    calls = 0
+
+    def count() -> None:
+        nonlocal calls
+        calls += 1
+
+    return count
+
+
 class Counting(nn.Module):
     """A block whose forward counts its calls in a place that is no attribute of plain type."""
 
@@ -174,7 +185,7 @@ class Counting(nn.Module):
         self.place, self.layer = place, nn.Linear(SIZE, SIZE)
         self.numbers, self.nested = [0], {"a": {"b": [0]}}
         self.array, self.object, self.queue = np.zeros(1), Counter(), collections.deque([0])
-        self.tensor = torch.zeros(1)
+        self.tensor, self.count = torch.zeros(1), counter()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.place == "list":
@@ -193,10 +204,14 @@ class Counting(nn.Module):
             COUNTS["calls"] += 1
         elif self.place == "tensor":
             self.tensor += 1
+        elif self.place == "closure":
+            self.count()
         return torch.tanh(self.layer(torch.tanh(x)))
 
 
-@pytest.mark.parametrize("place", ["list", "nested", "array", "object", "deque", "class", "global", "tensor", ""])
+@pytest.mark.parametrize(
+    "place", ["list", "nested", "array", "object", "deque", "class", "global", "tensor", "closure", ""]
+)
 def test_a_module_that_counts_its_calls_is_not_recomputed_wherever_it_counts(place):
     plan = plan_of(nn.Sequential(*(Counting(place) for _ in range(4))))
     modules = [name for decision in plan.decisions for name in decision.modules]

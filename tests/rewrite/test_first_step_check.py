@@ -111,16 +111,36 @@ def test_where_no_sample_fits_the_planned_memory_it_says_so_in_one_line(caplog):
     assert "without the plan's decisions one sample takes up to 1022.4 KiB, and the plan leaves 0 B" in record.message
 
 
-def test_a_loss_that_differs_from_one_computation_to_the_next_is_reported_and_not_refused(caplog):
-    calls = itertools.count()  # iterators are not restored
+GLOBAL = {"calls": 0}
+NUMBER = 0
 
-    class Noisy(Tagger):
-        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"loss": super().forward(input_ids, labels)["loss"] * (1 + next(calls))}
 
-    model = Noisy(branches=False)
-    rewrite.apply(plan_of(model, CHUNKS), model).step(rows())
-    assert "the gradient of the same samples differs when it is computed a second time" in caplog.text
+class Counts(Tagger):
+    """Counts its calls in places that are no attributes of the model, and uses one of them."""
+
+    shared = 0
+
+    def __init__(self, place: str) -> None:
+        super().__init__(branches=False)
+        self.place, self.counter = place, itertools.count(1) if place == "iterator" else None
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        global NUMBER
+        NUMBER, GLOBAL["calls"], Counts.shared = NUMBER + 1, GLOBAL["calls"] + 1, Counts.shared + 1
+        calls = {"number": NUMBER, "dict": GLOBAL["calls"], "class": Counts.shared}.get(self.place)
+        calls = next(self.counter) if self.counter is not None else calls
+        return {"loss": super().forward(input_ids, labels)["loss"] * calls}
+
+
+@pytest.mark.parametrize("place", ["number", "dict", "class", "iterator"])
+def test_what_counts_outside_of_the_model_counts_steps_only(place, caplog):
+    global NUMBER
+    NUMBER, GLOBAL["calls"], Counts.shared = 0, 0, 0
+    model = Counts(place)
+    step = rewrite.apply(plan_of(model, CHUNKS), model).step
+    losses = [float(step(rows())) for _ in range(2)]
+    assert losses[1] / losses[0] == pytest.approx(2.0, rel=1e-2)
+    assert ("holds a count, whose position cannot be restored" in caplog.text) is (place == "iterator")
 
 
 def test_a_plan_that_replaces_no_forward_is_not_compared():
