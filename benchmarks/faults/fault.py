@@ -21,7 +21,7 @@ class Fault:
     tests: tuple[str, ...]
     """Test files or test ids, at least one of which has to fail. A few seconds at most: name precise ids."""
     why: str
-    """What goes wrong with the fault."""
+    """The harm that the fault does, as a main clause."""
 
     def apply(self, root: pathlib.Path) -> None:
         """Plant the fault in the checkout at `root`. The compiled file is removed, so that Python reads the text."""

@@ -129,7 +129,7 @@ def use_form(form: str) -> None:
     """Replace the check in this process by the form that `--form` names."""
     whole = CouplingCheck._choices
     if form == "weights":
-        CouplingCheck.refuse_coupled_samples = lambda *_, **__: None  # type: ignore[method-assign]
+        CouplingCheck.refuse_coupled_samples = lambda *_, **__: None  # type: ignore[method-assign]  # on purpose
     elif form == "first":
         coupling_check._CHECKED_BATCHES = (1,)
     elif form == "values":
@@ -137,7 +137,7 @@ def use_form(form: str) -> None:
         def values(check: CouplingCheck, batch: Any, samples: int) -> Iterator[Any]:
             yield from ((halves, False) for halves, _ in whole(check, batch, samples))
 
-        CouplingCheck._choices = values  # type: ignore[method-assign]
+        CouplingCheck._choices = values  # type: ignore[method-assign]  # on purpose
 
 
 def main() -> None:

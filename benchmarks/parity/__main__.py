@@ -68,7 +68,7 @@ def outcomes(case: Case, n_pairs: int | None, only: str | None = None) -> Iterat
     except PlannerError as why:
         yield Outcome(case.name, NO_PLAN, "live", REFUSED, note=str(why).splitlines()[0][:230])
         return
-    except Exception as why:
+    except Exception as why:  # whatever it is, the table lists it as an error of the planner
         yield Outcome(case.name, NO_PLAN, "live", ERROR, note=f"{type(why).__name__}: {str(why).splitlines()[:1]}")
         return
     passed = []

@@ -95,7 +95,7 @@ def repeats(case: Case) -> Outcome | None:
     """Returns the outcome of a case whose plain loop fails, trains nothing or is not repeatable; None if it is fine."""
     try:
         first, second = (trained_plainly.__wrapped__(case, case.dtype) for _ in range(2))
-    except Exception as why:
+    except Exception as why:  # of the case itself, which the table then lists as broken
         return Outcome(case.name, "plain", "live", BROKEN, note=_first_line(why))
     if all(torch.equal(first.start[name], parameter) for name, parameter in first.parameters.items()):
         return Outcome(case.name, "plain", "live", BROKEN, note="no parameter changes")
@@ -190,7 +190,7 @@ def _compared(case: Case, technique: Technique, way: str, train: Callable[[_Reac
     with default_dtype(technique.dtype_for(case)), _listening() as heard:
         try:
             trained = train(reached)
-        except Exception as why:
+        except Exception as why:  # a refusal or an error: `_of_exception` tells which, and the table lists it
             return _of_exception(case, technique, outcome, reached, why)
     truth = _truth(case, technique, plain_end=way == "live")
     if technique.micro_batch_size is not None:  # attributes are then those of the last micro-batch
@@ -249,7 +249,7 @@ def _of_exception(case: Case, technique: Technique, outcome: Outcome, reached: _
     if not refuses:
         try:
             trained_plainly(case, technique.dtype_for(case), autocast=technique.autocast)
-        except Exception:
+        except Exception:  # the plain loop fails as well, so that the error is not the planner's
             return dataclasses.replace(outcome, result=PLAIN_FAILS, note=note)
         return dataclasses.replace(outcome, result=ERROR, note=note)
     if training is None or reached.optimizer is None:

@@ -1,4 +1,4 @@
-"""What the planner offers for a case: its real search space and its recompute units, as decisions for real plans.
+"""Lists the techniques that the planner offers for a case: its search space and recompute units, as decisions of plans.
 
 Three thresholds that keep plans for large models small are lowered, because the models of the cases are tiny: the
 minimum size of offloaded storages, of logits in chunks, and of forwards that are cut into segments.

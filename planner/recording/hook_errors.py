@@ -52,9 +52,9 @@ class HookErrors:
         def set_guarded(hooks: Any, pack_hook: Callable, unpack_hook: Callable) -> None:
             set_hooks(hooks, pack_hook, self._reporting_errors(unpack_hook))
 
-        torch.autograd.graph.saved_tensors_hooks.__init__ = set_guarded  # type: ignore[method-assign, assignment]
+        torch.autograd.graph.saved_tensors_hooks.__init__ = set_guarded  # type: ignore[method-assign, assignment]  # a patch
         function = torch.autograd.function.BackwardCFunction
-        function.apply = self._reporting_errors(function.apply)  # type: ignore[method-assign]
+        function.apply = self._reporting_errors(function.apply)  # type: ignore[method-assign]  # a patch
 
     def _reporting_errors(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that reports an exception in backward before it raises it."""

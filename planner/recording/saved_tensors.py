@@ -93,7 +93,7 @@ class SavedTensors:
                 for hooks in reversed(removed):
                     torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
 
-        torch.autograd.graph.disable_saved_tensors_hooks = disable_without_hooks  # type: ignore[assignment]
+        torch.autograd.graph.disable_saved_tensors_hooks = disable_without_hooks  # type: ignore[assignment]  # a patch
 
     def pack(self, tensor: torch.Tensor) -> _SavedPlaceholder | _KeptTensor:
         """Called by autograd when it saves a tensor. Returns the object that autograd saves instead."""

@@ -21,7 +21,7 @@ STEP = {"predicted_bytes": int, "measured_bytes": int, "kernel_bytes": int, "out
 
 
 def problems(row: dict) -> list[str]:
-    """What a row lacks, contradicts or leaves unexplained."""
+    """Returns the faults of a row: what it lacks, contradicts or leaves unexplained."""
     if row.get("error") is not None:
         return [] if row["error"] else ["an error needs words"]
     found = [f"'{key}' is {row.get(key)!r}" for key, kind in ROW.items() if not isinstance(row.get(key), kind)]

@@ -231,9 +231,9 @@ def test_an_optimizer_without_this_kernel_is_refused_and_not_changed(kernel, bui
 
 
 def test_two_optimizers_are_not_put_into_one_place():
-    for beside, reported in ((Optimizer(), "8-bit state"), (StepInBackward(), "loop changes nothing")):
+    for other, reported in ((Optimizer(), "8-bit state"), (StepInBackward(), "loop changes nothing")):
         with pytest.raises(DecisionError, match=reported):
-            rewritten(seeded(Perceptron), LOOP, beside, batch=vectors(), loss_fn=cross_entropy, optimizer="adamw")
+            rewritten(seeded(Perceptron), LOOP, other, batch=vectors(), loss_fn=cross_entropy, optimizer="adamw")
     with pytest.raises(DecisionError, match="unknown: choose fused or for-loop"):
         OptimizerKernel(kernel="foreach")
 
