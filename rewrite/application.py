@@ -13,7 +13,9 @@ from planner.plan_types.decision_base import Decision, conflict, micro_batch_siz
 from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import Plan
 from planner.rewrite.accumulation_check import AccumulationCheck, CouplingCheck
+from planner.rewrite.accumulation_check.side_effects import SideEffectGuard
 from planner.rewrite.first_step_check import FirstStepCheck
+from planner.rewrite.nondeterminism import nondeterministic_op
 from planner.rewrite.optimizers import OPTIMIZERS, OptimizerChoice, SchedulerChoice, make_scheduler, refuse_closure
 from planner.rewrite.recompute_observer import RecomputeObserver
 from planner.rewrite.rewriting import LossWeight, Rewriting
@@ -134,8 +136,21 @@ def _recompute_checks(rewriting: Rewriting) -> tuple[RecomputeObserver, ...]:
     """Returns the check of recomputed and offloaded modules; empty if there are none."""
     if rewriting.recompute_check is None:
         return ()
-    rewriting.recompute_check.at_once = rewriting.backward is not None
-    return (RecomputeObserver(rewriting.recompute_check),)
+    check = rewriting.recompute_check
+    check.at_once = rewriting.backward is not None
+
+    def op_in_forward(batch: Any) -> str | None:
+        """Returns a nondeterministic op in the forward of the first micro-batch."""
+        part = batch if rewriting.split is None else next(rewriting.split(batch))[0]
+
+        def forward() -> torch.Tensor:
+            device, dtype = next(rewriting.model.parameters()).device, rewriting.autocast_dtype
+            with torch.autocast(device.type, dtype, enabled=dtype is not None):
+                return loss_of(rewriting.calling.call(rewriting.model, part), part, rewriting.loss_fn)
+
+        return nondeterministic_op(check, SideEffectGuard(rewriting.model, rewriting.loss_fn), forward)
+
+    return (RecomputeObserver(check, op_in_forward),)
 
 
 def _checks(plan: Plan, rewriting: Rewriting) -> tuple[StepObserver, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -13,16 +15,24 @@ from planner.rewrite.portable import recompute_check
 from planner.rewrite.portable.module_forward import forward_function
 from planner.rewrite.step_observer import StepObserver
 
+logger = logging.getLogger(__name__)
+
 
 @final
 class RecomputeObserver(StepObserver):
     """Raises `DecisionError` before the update if backward computed with other values than the forward saved.
 
-    With step-in-backward (`check.at_once`) backward itself raises, before it updates the parameters of that module.
+    A difference that a nondeterministic kernel explains is only logged (`nondeterminism`). With step-in-backward
+    (`check.at_once`) backward itself raises, before it updates the parameters of that module.
+
+    Args:
+        check: samples and compares saved tensors.
+        nondeterministic_op: `nondeterministic_op(batch)` returns the name of an op in the forward of this batch that
+            gives different results for the same inputs, or None.
     """
 
-    def __init__(self, check: recompute_check.RecomputeCheck) -> None:
-        self._check = check
+    def __init__(self, check: recompute_check.RecomputeCheck, nondeterministic_op: Callable[[Any], str | None]) -> None:
+        self._check, self._nondeterministic_op = check, nondeterministic_op
         self._is_in_step = False
 
     def before_forward(self, weight: torch.Tensor | float | None) -> None:
@@ -32,7 +42,19 @@ class RecomputeObserver(StepObserver):
 
     def before_update(self, batch: Any) -> None:
         self._is_in_step = False
-        refuse_difference(self._check)
+        try:
+            refuse_difference(self._check)
+        except DecisionError as error:
+            try:
+                op = self._nondeterministic_op(batch)
+            except Exception:  # the search runs the model again, whose errors must not hide the difference
+                raise error from None
+            if op is None:
+                raise
+            logger.warning(
+                "a recompute differs from its forward, and %s is a nondeterministic kernel: it gives different results "
+                "for the same inputs. Gradients are as reproducible as without the plan. The difference: %s", op, error
+            )  # fmt: skip
 
     def after_error(self) -> None:
         self._is_in_step = False

@@ -36,6 +36,7 @@ FLOORS = (
         "planner.rewrite.recomputed_modules",
         "planner.rewrite.recompute_observer",
         "planner.rewrite.first_step_check",
+        "planner.rewrite.nondeterminism",
     ),
     ("planner.rewrite.rules",),
     ("planner.rewrite.application",),
@@ -55,6 +56,7 @@ TYPES_AND_WORKLOADS = {"planner.errors", "planner.plan_types", "planner.workload
 REWRITER_NEEDS = {
     "planner.rewrite.accumulation_check": {"planner.recording"},  # which attributes a forward changes
     "planner.rewrite.rules": {"planner.recompute"},  # the ops whose outputs selective checkpointing keeps
+    "planner.rewrite.nondeterminism": {"planner.recording"},  # which arguments an op writes to
     "planner.rewrite.rehearse": {"planner.estimate", "planner.recording", "planner.virtual_gpu"},
     "planner.rewrite.certificate": {"planner.estimate"},
     "planner.rewrite.on_cpu": {"planner.estimate", "planner.recording"},  # the bytes of a rehearsed step, op by op

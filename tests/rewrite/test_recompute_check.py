@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import os
 import random
 from types import SimpleNamespace
 
@@ -482,3 +483,28 @@ def test_small_integers_and_bytes_that_the_module_holds_are_compared(kind):
     step.observers = step.observers[:1]
     with pytest.raises(DecisionError, match="backward computed with other values than the forward in module 'block'"):
         step(batch)
+
+
+# ---- nondeterministic kernels
+
+
+@torch.library.custom_op("planner_tests::noisy", mutates_args=())
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    """Stands for a kernel that adds in another order each time: its result does not follow from its inputs."""
+    return x * (1 + int.from_bytes(os.urandom(8), "big") / 2**64)
+
+
+noisy.register_autograd(lambda ctx, gradient: gradient)
+
+
+def test_a_nondeterministic_kernel_is_named_and_training_goes_on(caplog):
+    class Noisy(Blocks):
+        class block(Block):
+            def factor(self):
+                return noisy(torch.ones(1))
+
+    result = rewritten(seeded(Noisy), Checkpoint(modules=("0",)), batch=vectors(), loss_fn=cross_entropy)
+    before = copy.deepcopy(result.module.state_dict())
+    result.step(vectors())
+    assert "planner_tests.noisy.default is a nondeterministic kernel" in caplog.text
+    assert not torch.equal(before["0.first.weight"], result.module.state_dict()["0.first.weight"])
