@@ -7,6 +7,8 @@ import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from planner.plan_types.quantized import shape_and_dtype
+
 if TYPE_CHECKING:
     import torch
 
@@ -17,12 +19,13 @@ def fingerprint(model: torch.nn.Module) -> str:
     """Returns the SHA-256 (hex) of the names, shapes and dtypes of a model's parameters and buffers.
 
     Their order is that of `named_parameters` and `named_buffers`. Values, devices and `requires_grad` do not count. A
-    tied tensor counts once, under its first name.
+    tied tensor counts once, under its first name. A weight that bitsandbytes quantizes on a card counts as quantized.
     """
     digest = hashlib.sha256()
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in tensors:
-            digest.update(f"{kind} {name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+            shape, dtype = shape_and_dtype(tensor)
+            digest.update(f"{kind} {name} {shape} {dtype}\n".encode())
     return digest.hexdigest()
 
 

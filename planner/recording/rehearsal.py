@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from planner.errors import PlannerError, WorkloadError
+from planner.plan_types.quantized import is_quantized
 from planner.recording.hook_errors import HookErrors
 from planner.recording.recorder import Recorder
 from planner.recording.step_graph import Category, StepGraph
-from planner.virtual_gpu import backend, fake_tensor_cache, kernels, rnn
+from planner.virtual_gpu import backend, fake_tensor_cache, kernels, quantized_weights, rnn
 from planner.virtual_gpu.forked_process import Child, Refuse
 from planner.virtual_gpu.in_place import InPlaceRule
 from planner.virtual_gpu.shadow_values import ShadowValues, assume_full, learn_buffer
@@ -239,7 +240,9 @@ def make_virtual(model: torch.nn.Module, device: str, known: ShadowValues | None
     memo: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in memo:
+        if id(tensor) not in memo and is_quantized(tensor):
+            memo[id(tensor)] = quantized_weights.fake_parameter(tensor, device)
+        elif id(tensor) not in memo:
             empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
             if isinstance(tensor, torch.nn.Parameter):
                 empty = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
@@ -255,6 +258,7 @@ def make_virtual(model: torch.nn.Module, device: str, known: ShadowValues | None
             for name, tensor in registry.items():
                 if tensor is not None:
                     registry[name] = fake(tensor)
+        quantized_weights.move_module_state(module, device)
         if isinstance(module, torch.nn.RNNBase):
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
             if device == backend.NAME:
@@ -264,12 +268,13 @@ def make_virtual(model: torch.nn.Module, device: str, known: ShadowValues | None
 def _in_order_of_arrival(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Yields parameters and buffers in the order in which `torch.nn.Module.to` moves them.
 
-    The tensors of a module's children come before those of the module.
+    The tensors of a module's children come before those of the module, and a quantized weight before its state.
     """
     for module in dict.fromkeys(_children_first(model)):
-        yield from (
-            tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None
-        )
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                yield tensor
+                yield from quantized_weights.state_tensors(tensor)
 
 
 def _children_first(module: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -8,6 +8,7 @@ from collections.abc import Container, Sequence
 import torch
 
 from planner.plan_types.decision_base import Decision, frozen_modules_of, optimizer_kernel_of
+from planner.plan_types.quantized import stored_bytes
 from planner.workload.eight_bit import least_state_bytes
 from planner.workload.torch_optimizers import keeps_alike, kind_of
 from planner.workload.workload import Workload
@@ -67,7 +68,7 @@ def lower_bound_bytes(
         optimizer_peak_bytes: peak of the baseline while its optimizer steps.
         state_bytes: size of the baseline's optimizer state.
     """
-    parameter_bytes = sum(p.numel() * p.itemsize for p in workload.model.parameters())
+    parameter_bytes = sum(map(stored_bytes, workload.model.parameters()))
     frozen = {id(p) for name in set(frozen_modules_of(config)) for p in workload.model.get_submodule(name).parameters()}
     still_trained = trained.without(frozen)
     eight_bit = any(decision.eight_bit_state for decision in config)

@@ -23,6 +23,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from planner.profiles.device import DeviceProfile
+from planner.virtual_gpu import quantized_weights
 from planner.virtual_gpu.autocast import Autocast
 from planner.virtual_gpu.fake_tensor_cache import FakeTensorCache
 from planner.virtual_gpu.sdpa import AttentionCall, choose_backend, run_backend
@@ -81,6 +83,15 @@ class Target:
 
     compute_capability: tuple[int, int] | None
     """Compute capability of the simulated card; None if the rehearsal stands for a step on the CPU."""
+    sm_count: int = 0
+    """Number of multiprocessors of the simulated card."""
+
+    @classmethod
+    def of(cls, card: DeviceProfile | None) -> Target:
+        """Returns the target for a card; for None, the CPU."""
+        if card is None:
+            return cls(compute_capability=None)
+        return cls(compute_capability=card.compute_capability, sm_count=card.sm_count)
 
     @property
     def device(self) -> str:
@@ -210,6 +221,7 @@ def _register_kernels(target: Target) -> None:
         aten.impl(name, like_last, "PrivateUse1")
     for name in _fused_steps_without_a_fake():
         aten.impl(name, lambda *arguments, **options: None, "Meta")
+    quantized_weights.register(capability, target.sm_count, library)
 
 
 def _fused_steps_without_a_fake() -> list[str]:

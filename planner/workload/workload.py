@@ -14,6 +14,7 @@ import torch
 from planner.errors import WorkloadError
 from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import ModelFacts, WorkloadFacts
+from planner.plan_types.quantized import element_count
 from planner.workload.call_convention import Calling, LossFn
 from planner.workload.model_loss import own_loss
 from planner.workload.torch_optimizers import sparse_lookups
@@ -58,7 +59,7 @@ class Workload:
         return ModelFacts(
             reference=self.reference,
             name=type(self.model).__name__,
-            parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            parameters=sum(map(element_count, self.model.parameters())),
             fingerprint=fingerprint(self.model),
         )
 

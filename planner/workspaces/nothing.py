@@ -156,6 +156,18 @@ _FOREACH = (
 )
 
 
+_BITSANDBYTES = (
+    "dequantize_4bit.default",
+    "dequantize_4bit.out",
+    "dequantize_blockwise.default",
+    "dequantize_blockwise.out",
+    "gemm_4bit.default",
+    "int8_linear_matmul.default",
+    "int8_mm_dequant.default",
+)
+"""Kernels of bitsandbytes 0.50 (bitsandbytes/backends/cuda/ops.py). They get all memory from Python, or need none."""
+
+
 _FACTORIES = ("empty", "full", "ones", "rand", "randn", "zeros")
 
 
@@ -168,7 +180,12 @@ def _names() -> frozenset[str]:
         *(f"{name}_like" for name in _FACTORIES),
         *(f"new_{name}" for name in _FACTORIES),
     ]
-    return frozenset(f"aten.{name}" if "." in name else f"aten.{name}.default" for name in ops)
+    return frozenset(
+        [
+            *(f"aten.{name}" if "." in name else f"aten.{name}.default" for name in ops),
+            *(f"bitsandbytes.{name}" for name in _BITSANDBYTES),
+        ]
+    )
 
 
 NEED_NOTHING = _names()
