@@ -69,6 +69,7 @@ def _load(saved: Plan) -> Workload:
         seq_len=saved.workload.seq_len,
         optimizer=saved.workload.optimizer,
         gradients_alive=saved.workload.gradients_alive,
+        dtype=None if ":" in saved.model.reference else saved.model.dtype,
     )
     if workload.model_facts().fingerprint != saved.model.fingerprint:
         raise PlanFileError(

@@ -18,7 +18,7 @@ from planner.workload.budget import card_and_budget
 from planner.workload.loading import load_workload
 
 _FIXED_BY_A_PLAN = (
-    "batch_size seq_len optimizer fidelity force forbid only max_slowdown gradients_alive by_sample tradeoff "
+    "batch_size seq_len dtype optimizer fidelity force forbid only max_slowdown gradients_alive by_sample tradeoff "
     "largest_batch smallest_card".split()
 )
 """Options that cannot be combined with a saved plan, because the plan already fixes their values."""
@@ -47,6 +47,7 @@ def answer(options: argparse.Namespace) -> Plan | Tradeoff:
         load_workload,
         options.model,
         seq_len=options.seq_len,
+        dtype=options.dtype,
         optimizer=options.optimizer or "adamw",
         gradients_alive=options.gradients_alive,
         by_sample=names(options.by_sample) if options.by_sample else None,

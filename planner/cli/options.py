@@ -87,6 +87,11 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         help="tokens in one sample of a transformers model (default: 512, or the model's limit if that is lower)",
     )
     group.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="dtype of the weights of a transformers model (default: that of the saved weights, as from_pretrained)",
+    )
+    group.add_argument(
         "--optimizer", default=None, metavar="NAME", help="adamw, adam, sgd, sgd-momentum, ... (default: adamw)"
     )
     group.add_argument(

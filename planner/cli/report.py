@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from planner.plan_types.plan import Footprint, Plan, Shortfall
+from planner.plan_types.plan import Footprint, ModelFacts, Plan, Shortfall
 from planner.plan_types.sizes import MIB, format_size
 from planner.recording.step_graph import Category
 
@@ -58,7 +58,7 @@ def headline(plan: Plan) -> Text:
     """Returns the first lines of the report: the model, the batch, the budget if there is one, and the card."""
     workload = plan.workload
     tokens = f" x {workload.seq_len} tokens" if workload.seq_len else ""
-    text = Text.assemble((plan.model.name, "bold"), f", {_count(plan.model.parameters)} parameters, ")
+    text = Text.assemble((plan.model.name, "bold"), f", {_parameters(plan.model)}, ")
     text.append(f"batch {workload.batch_size}{tokens}, {workload.optimizer}\n")
     if workload.gradients_alive:
         text.append(
@@ -72,6 +72,13 @@ def headline(plan: Plan) -> Text:
         card = f"a generic Ampere GPU{size}; name yours with --gpu"
     text.append(f"card: {card} ({plan.card_source})")
     return text
+
+
+def _parameters(model: ModelFacts) -> str:
+    """Describes the parameters, such as '1.2 B parameters in bfloat16, 11.3 M of them trained'."""
+    text = f"{_count(model.parameters)} parameters in {model.dtype}"
+    trained = model.trained_parameters
+    return text if trained in (None, model.parameters) else f"{text}, {_count(trained or 0)} of them trained"
 
 
 def _table(plan: Plan) -> Table:

@@ -72,7 +72,7 @@ class Precision(Decision):
 
     def describe(self) -> str:
         scaler = " with a gradient scaler" if self.needs_gradient_scaler else ""
-        return f"mixed precision: {self.dtype} autocast{scaler}, fp32 weights"
+        return f"mixed precision: {self.dtype} autocast{scaler}, trained weights in fp32"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

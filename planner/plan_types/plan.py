@@ -75,6 +75,10 @@ class ModelFacts:
     parameters: int
     fingerprint: str
     """SHA-256 over names, shapes and dtypes of parameters and buffers."""
+    dtype: str = "float32"
+    """Dtype of most of the floating-point weights, such as 'bfloat16'."""
+    trained_parameters: int | None = None
+    """Number of parameters that are trained; None in plans of older versions."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

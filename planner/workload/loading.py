@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
-import json
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -14,8 +13,9 @@ from typing import Any
 
 import torch
 
-from planner.errors import PlannerError, WorkloadError
+from planner.errors import WorkloadError
 from planner.workload.synthetic_batch import synthetic_batch
+from planner.workload.transformers_models import first_line, length_limit, transformers_config, transformers_model
 from planner.workload.workload import Workload, resized, workload
 
 DEFAULT_SEQ_LEN = 512
@@ -33,6 +33,7 @@ def load_workload(
     optimizer: str,
     gradients_alive: bool = False,
     by_sample: Sequence[str] | None = None,
+    dtype: str | None = None,
     with_weights: bool = False,
 ) -> Workload:
     """Returns the workload that `reference` names. The model is built on the meta device if its code can run there.
@@ -44,6 +45,8 @@ def load_workload(
         optimizer: name of the optimizer.
         gradients_alive: True if the user's loop accumulates gradients; see `Workload.gradients_alive`.
         by_sample: paths of the tensors of the batch whose dimension 0 is the batch dimension; None to guess them.
+        dtype: name of the dtype of a transformers model's weights, such as 'bfloat16'. None means the one that
+            `from_pretrained` chooses: that of the config, or else that of the weights in the folder, or else float32.
         with_weights: if True, the model is built on the CPU with random weights, and the batch has random values, so
             that the model can be trained.
 
@@ -56,9 +59,15 @@ def load_workload(
         optimizer=optimizer,
         gradients_alive=gradients_alive,
         by_sample=by_sample,
+        dtype=dtype,
         device="cpu" if with_weights else "meta",
     )
     if ":" in reference and not pathlib.Path(reference).exists():
+        if dtype is not None:
+            raise WorkloadError(
+                f"'{reference}' builds the model itself, so --dtype does not apply: convert the model there, as in "
+                f"model.to(torch.{dtype})"
+            )
         return _from_callable(reference, request)
     path = pathlib.Path(reference)
     if not path.exists() and (path.suffix == ".json" or (path.parent != pathlib.Path() and path.parent.is_dir())):
@@ -79,6 +88,8 @@ class _Request:
     optimizer: str
     gradients_alive: bool
     by_sample: Sequence[str] | None
+    dtype: str | None
+    """Name of the dtype of the weights, such as 'bfloat16'."""
     device: str
     """Device on which the model and the batch are created."""
 
@@ -88,18 +99,11 @@ class _Request:
 
 def _from_transformers(reference: str, request: _Request) -> Workload:
     """Returns a workload of a transformers model, built from its config, with a synthetic batch."""
-    config = _config(reference)
-    model_class = _model_class(config, reference)
+    config = transformers_config(reference, FORMS)
     if hasattr(config, "use_cache"):
         config.use_cache = False  # training has no use for key-value caches
-    try:
-        with torch.device(request.device):
-            model = model_class(config)
-    except Exception as error:  # configs are data from elsewhere, and a model class may raise anything
-        raise WorkloadError(f"model '{reference}' cannot be built from its config: {_first_line(error)}") from error
-    model.train()
-    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or DEFAULT_SEQ_LEN
-    seq_len = request.seq_len or min(DEFAULT_SEQ_LEN, limit)
+    model = transformers_model(config, reference, dtype=request.dtype, device=request.device)
+    seq_len = request.seq_len or min(DEFAULT_SEQ_LEN, length_limit(config) or DEFAULT_SEQ_LEN)
     batch = synthetic_batch(model, batch_size=request.batch_size or 1, seq_len=seq_len, device=request.device)
     takes_tokens = "input_ids" in batch or ("labels" in batch and batch["labels"].dim() == 2)
     return workload(
@@ -111,55 +115,6 @@ def _from_transformers(reference: str, request: _Request) -> Workload:
         gradients_alive=request.gradients_alive,
         by_sample=request.by_sample,
         is_synthetic=True,
-    )
-
-
-def _config(reference: str) -> Any:
-    """Returns the transformers config that a file, a model folder or a hub id contains."""
-    try:
-        transformers = importlib.import_module("transformers")
-    except ImportError:
-        raise WorkloadError(
-            f"model '{reference}' needs transformers, which is not installed: pip install transformers"
-        ) from None
-    transformers.utils.logging.set_verbosity_error()
-    path = pathlib.Path(reference)
-    file = path / "config.json" if path.is_dir() else path
-    if path.exists() and not file.is_file():
-        raise WorkloadError(f"folder '{reference}' has no config.json: give a transformers model folder, or {FORMS}")
-    try:
-        if file.is_file():
-            settings = json.loads(file.read_text())
-            if not isinstance(settings, dict) or "model_type" not in settings:
-                raise WorkloadError(f"'{file}' has no model_type: give a transformers config.json, or {FORMS}")
-            return transformers.AutoConfig.for_model(**settings)
-        return transformers.AutoConfig.from_pretrained(reference)
-    except PlannerError:
-        raise
-    except (OSError, ValueError) as error:
-        missing = (
-            "" if file.exists() else f"there is no such file or folder in {pathlib.Path.cwd()}, and no such hub id: "
-        )
-        raise WorkloadError(f"model '{reference}' is unknown: {missing}{_first_line(error)}; give {FORMS}") from error
-
-
-def _model_class(config: Any, reference: str) -> type[torch.nn.Module]:
-    """Returns the class that `architectures` in the config names, else the language model class for the config."""
-    transformers: Any = importlib.import_module("transformers")
-    names = list(getattr(config, "architectures", None) or ())
-    for name in names:
-        if (model_class := getattr(transformers, name, None)) is not None:
-            return model_class
-    for auto in (
-        transformers.AutoModelForCausalLM,
-        transformers.AutoModelForMaskedLM,
-        transformers.AutoModelForSeq2SeqLM,
-    ):
-        if type(config) in auto._model_mapping:
-            return auto._model_mapping[type(config)]
-    raise WorkloadError(
-        f"the config of '{reference}' names no architecture that transformers has "
-        f'({", ".join(names) or "none named"}): add "architectures": ["...ForCausalLM"] to it'
     )
 
 
@@ -223,7 +178,7 @@ def _call(function: Callable[..., Any], arguments: dict[str, int], reference: st
             return function(**arguments)
         except Exception as error:  # the user's code
             raise WorkloadError(
-                f"'{reference}' raised {_first_line(error)}: call it on its own in Python and fix it"
+                f"'{reference}' raised {first_line(error)}: call it on its own in Python and fix it"
             ) from error
 
 
@@ -263,7 +218,7 @@ def _module_from_file(path: pathlib.Path) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's code
         raise WorkloadError(
-            f"importing file '{path}' raised {_first_line(error)}: import it on its own in Python and fix it"
+            f"importing file '{path}' raised {first_line(error)}: import it on its own in Python and fix it"
         ) from error
     return module
 
@@ -275,15 +230,9 @@ def _module_by_name(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise WorkloadError(
-            f"module '{name}' cannot be imported: {_first_line(error)}; install it, or give path/file.py:name"
+            f"module '{name}' cannot be imported: {first_line(error)}; install it, or give path/file.py:name"
         ) from error
     except Exception as error:  # the user's code
         raise WorkloadError(
-            f"importing module '{name}' raised {_first_line(error)}: import it on its own in Python and fix it"
+            f"importing module '{name}' raised {first_line(error)}: import it on its own in Python and fix it"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    """Returns the type of an error and the first line of its message."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -19,8 +19,8 @@ def synthetic_batch(
     """Returns the inputs and labels of one training step. On the meta device they have shapes and dtypes but no values.
 
     Language models get `input_ids` of shape [batch, seq], vision models `pixel_values`, and audio models
-    `input_features` or `input_values`. The shape of the labels depends on the task. There is no attention mask, so
-    every sequence has full length.
+    `input_features` or `input_values`, in the dtype of the model. The shape of the labels depends on the task. There is
+    no attention mask, so every sequence has full length.
 
     Raises:
         WorkloadError: the model computes no loss, or takes inputs of an unknown kind.
@@ -29,7 +29,9 @@ def synthetic_batch(
     accepted = set(inspect.signature(model.forward).parameters)
     with torch.device(device):
         labels = _labels(model, accepted, batch_size, seq_len)
-        return {**_inputs(model, main, batch_size, seq_len), **labels}
+        inputs = _inputs(model, main, batch_size, seq_len)
+    dtype = getattr(model, "dtype", torch.float32)
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()} | labels
 
 
 def _inputs(model: Any, main: str, batch: int, seq_len: int) -> dict[str, torch.Tensor]:

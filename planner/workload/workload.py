@@ -61,6 +61,8 @@ class Workload:
             name=type(self.model).__name__,
             parameters=sum(map(element_count, self.model.parameters())),
             fingerprint=fingerprint(self.model),
+            dtype=_main_dtype(self.model),
+            trained_parameters=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
         )
 
     def facts(self) -> WorkloadFacts:
@@ -76,6 +78,15 @@ class Workload:
             own_loss=own_loss(self.model, self.calling, self.loss_fn),
             not_by_sample=self.not_by_sample,
         )
+
+
+def _main_dtype(model: torch.nn.Module) -> str:
+    """Returns the name of the dtype of most floating-point weights."""
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            counts[parameter.dtype] += parameter.numel()
+    return str(max(counts, key=counts.__getitem__, default=torch.float32)).removeprefix("torch.")
 
 
 def workload(

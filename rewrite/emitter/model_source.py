@@ -65,7 +65,7 @@ def _transformers_source(plan: Plan, reference: str) -> ModelSource:
     if config_path.is_dir():
         config_path /= "config.json"
     if config_path.suffix != ".json" and not config_path.exists():
-        return _hub_source(kind, reference)
+        return _hub_source(kind, reference, plan.model.dtype)
     try:
         config = json.loads(config_path.read_text())
     except (OSError, ValueError) as error:
@@ -73,13 +73,15 @@ def _transformers_source(plan: Plan, reference: str) -> ModelSource:
             f"the plan was made from '{config_path}', which cannot be read ({error}): restore this file, or make the "
             "plan again"
         ) from error
+    dtype = plan.model.dtype
     return ModelSource(
         build=f'''\
 def build(weights=None):
     """Build the model, with random weights or with pretrained ones from a folder."""
     if weights is not None:
-        return transformers.{kind}.from_pretrained(weights, dtype=torch.float32)
-    return transformers.{kind}(transformers.{kind}.config_class.from_dict(CONFIG))
+        return transformers.{kind}.from_pretrained(weights, dtype=torch.{dtype})
+    config = transformers.{kind}.config_class.from_dict(CONFIG)
+    return transformers.{kind}._from_config(config, dtype=torch.{dtype})
 ''',
         imports=("import transformers",),
         constants=(assignment("CONFIG", config),),
@@ -90,12 +92,12 @@ def build(weights=None):
     )
 
 
-def _hub_source(kind: str, reference: str) -> ModelSource:
+def _hub_source(kind: str, reference: str, dtype: str) -> ModelSource:
     return ModelSource(
         build=f'''\
 def build():
     """Load the pretrained model."""
-    return transformers.{kind}.from_pretrained({literal(reference)}, dtype=torch.float32)
+    return transformers.{kind}.from_pretrained({literal(reference)}, dtype=torch.{dtype})
 ''',
         imports=("import transformers",),
         returns_model_output=True,

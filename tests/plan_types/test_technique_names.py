@@ -46,7 +46,7 @@ DECISIONS = (
 )
 DESCRIPTIONS = (
     "freeze 1 module: a",
-    "mixed precision: fp16 autocast with a gradient scaler, fp32 weights",
+    "mixed precision: fp16 autocast with a gradient scaler, trained weights in fp32",
     "8-bit optimizer state (bitsandbytes AdamW); embeddings and small tensors keep 32-bit state",
     "fused optimizer kernel: updates parameters in place, without temporaries",
     "loss in 8 chunks (head): the full logits are never materialized",

@@ -1,0 +1,132 @@
+"""Builds transformers models from their configs, as `from_pretrained` would load them, but without weights."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pathlib
+import re
+from typing import Any
+
+import torch
+
+from planner.errors import PlannerError, WorkloadError
+
+_LENGTH_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
+"""Attributes of configs with the maximum number of tokens in a sample. A model has one of them, or none."""
+_SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def transformers_model(config: Any, reference: str, *, dtype: str | None, device: str) -> torch.nn.Module:
+    """Returns the model of a config in training mode, with the dtypes that `from_pretrained` would give its weights.
+
+    Args:
+        config: the config. `architectures` in it names the class of the model.
+        reference: the path or hub id of the config, for messages and to look for weights.
+        dtype: name of the dtype of the weights; None for the one that `from_pretrained` chooses.
+        device: device on which the weights are created.
+
+    Raises:
+        WorkloadError: the class of the model is unknown or fails, or the dtype is unknown.
+    """
+    model_class: Any = _model_class(config, reference)
+    chosen = _dtype(dtype or _stored_dtype(config, reference) or "float32")
+    try:
+        with torch.device(device):
+            model = model_class._from_config(config, dtype=chosen)
+    except Exception as error:  # configs are data from elsewhere, and a model class may raise anything
+        raise WorkloadError(f"model '{reference}' cannot be built from its config: {first_line(error)}") from error
+    for pattern, kept in model._get_dtype_plan(chosen).items():  # modules that transformers keeps in float32
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if re.search(pattern, name) and tensor.is_floating_point():
+                tensor.data = tensor.data.to(kept)
+    return model.train()
+
+
+def length_limit(config: Any) -> int | None:
+    """Returns the maximum number of tokens in a sample, if the config says one."""
+    return next((limit for name in _LENGTH_LIMITS if (limit := getattr(config, name, None))), None)
+
+
+def _stored_dtype(config: Any, reference: str) -> str | None:
+    """Returns the name of the dtype of the saved weights: from the config, or else from the weights in the folder."""
+    if (dtype := getattr(config, "dtype", None)) is not None:
+        return str(dtype).removeprefix("torch.")
+    folder = pathlib.Path(reference)
+    for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        for name, entry in header.items():
+            if name != "__metadata__" and entry["dtype"] in _SAFETENSORS_DTYPES:
+                return _SAFETENSORS_DTYPES[entry["dtype"]]
+    return None
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise WorkloadError(f"dtype '{name}' is unknown: choose float32, bfloat16 or float16")
+    return dtype
+
+
+def transformers_config(reference: str, forms: str) -> Any:
+    """Returns the transformers config that a file, a model folder or a hub id contains.
+
+    Args:
+        reference: the path or the hub id.
+        forms: the list in error messages of what MODEL may be on the command line.
+
+    Raises:
+        WorkloadError: there is no such config, or transformers is not installed.
+    """
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError:
+        raise WorkloadError(
+            f"model '{reference}' needs transformers, which is not installed: pip install transformers"
+        ) from None
+    transformers.utils.logging.set_verbosity_error()
+    path = pathlib.Path(reference)
+    file = path / "config.json" if path.is_dir() else path
+    if path.exists() and not file.is_file():
+        raise WorkloadError(f"folder '{reference}' has no config.json: give a transformers model folder, or {forms}")
+    try:
+        if file.is_file():
+            settings = json.loads(file.read_text())
+            if not isinstance(settings, dict) or "model_type" not in settings:
+                raise WorkloadError(f"'{file}' has no model_type: give a transformers config.json, or {forms}")
+            return transformers.AutoConfig.for_model(**settings)
+        return transformers.AutoConfig.from_pretrained(reference)
+    except PlannerError:
+        raise
+    except (OSError, ValueError) as error:
+        missing = (
+            "" if file.exists() else f"there is no such file or folder in {pathlib.Path.cwd()}, and no such hub id: "
+        )
+        raise WorkloadError(f"model '{reference}' is unknown: {missing}{first_line(error)}; give {forms}") from error
+
+
+def _model_class(config: Any, reference: str) -> type[torch.nn.Module]:
+    """Returns the class that `architectures` in the config names, else the language model class for the config."""
+    transformers: Any = importlib.import_module("transformers")
+    names = list(getattr(config, "architectures", None) or ())
+    for name in names:
+        if (model_class := getattr(transformers, name, None)) is not None:
+            return model_class
+    for auto in (
+        transformers.AutoModelForCausalLM,
+        transformers.AutoModelForMaskedLM,
+        transformers.AutoModelForSeq2SeqLM,
+    ):
+        if type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)]
+    raise WorkloadError(
+        f"the config of '{reference}' names no architecture that transformers has "
+        f'({", ".join(names) or "none named"}): add "architectures": ["...ForCausalLM"] to it'
+    )
+
+
+def first_line(error: Exception) -> str:
+    """Returns the type of an error and the first line of its message."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -1,0 +1,67 @@
+"""Models that are built from a config have the dtypes and the lengths that `from_pretrained` would give them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from planner.errors import WorkloadError
+from planner.plan_types.fingerprint import fingerprint
+from planner.workload.loading import load_workload
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+MODELS = {
+    "LlamaForCausalLM": transformers.LlamaConfig(**SIZES, vocab_size=100, num_key_value_heads=2),
+    "T5ForConditionalGeneration": transformers.T5Config(
+        d_model=64, d_kv=32, d_ff=64, num_layers=1, num_heads=2, vocab_size=100
+    ),
+    "ViTForImageClassification": transformers.ViTConfig(**SIZES, image_size=32, patch_size=8),
+    "WhisperForConditionalGeneration": transformers.WhisperConfig(
+        d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=64, decoder_ffn_dim=64, max_source_positions=100, max_target_positions=40,
+    ),
+}  # fmt: skip
+
+
+def loaded(reference, **options):
+    options = {"batch_size": 2, "seq_len": None, "optimizer": "adamw"} | options
+    return load_workload(str(reference), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_folder_is_planned_with_the_dtypes_that_from_pretrained_loads(name, dtype, tmp_path):
+    model_class = getattr(transformers, name)
+    model_class(MODELS[name]).to(dtype).save_pretrained(tmp_path)
+    task = loaded(tmp_path)
+    assert fingerprint(task.model) == fingerprint(model_class.from_pretrained(tmp_path))
+    assert task.model_facts().dtype == str(dtype).removeprefix("torch.")
+    forced = loaded(tmp_path, dtype="float32")
+    assert fingerprint(forced.model) == fingerprint(model_class.from_pretrained(tmp_path, dtype=torch.float32))
+
+
+def test_without_a_dtype_in_the_config_that_of_the_weights_counts(tmp_path):
+    transformers.LlamaForCausalLM(MODELS["LlamaForCausalLM"]).to(torch.bfloat16).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert loaded(tmp_path).model_facts().dtype == "bfloat16"
+    next(tmp_path.glob("*.safetensors")).unlink()
+    assert loaded(tmp_path).model_facts().dtype == "float32"
+
+
+def test_the_length_of_whisper_is_limited_by_its_decoder(tmp_path):
+    MODELS["WhisperForConditionalGeneration"].architectures = ["WhisperForConditionalGeneration"]
+    MODELS["WhisperForConditionalGeneration"].save_pretrained(tmp_path)
+    assert loaded(tmp_path).batch["labels"].shape == (2, 40)
+
+
+def test_a_function_builds_its_model_in_its_own_dtype():
+    with pytest.raises(WorkloadError, match=r"convert the model there, as in model\.to\(torch\.bfloat16\)"):
+        loaded("tests.fixtures.models:flat", dtype="bfloat16")
+    with pytest.raises(WorkloadError, match="dtype 'int8' is unknown: choose float32, bfloat16 or float16"):
+        loaded("tests/fixtures/roberta", dtype="int8")
