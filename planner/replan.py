@@ -70,6 +70,7 @@ def _load(saved: Plan) -> Workload:
         optimizer=saved.workload.optimizer,
         gradients_alive=saved.workload.gradients_alive,
         dtype=None if ":" in saved.model.reference else saved.model.dtype,
+        adapter=saved.model.adapter,
     )
     if workload.model_facts().fingerprint != saved.model.fingerprint:
         raise PlanFileError(

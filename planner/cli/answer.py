@@ -10,6 +10,7 @@ import pathlib
 from planner import pipeline, questions
 from planner.cli.options import names, option
 from planner.errors import PlanFileError, WorkloadError
+from planner.plan_types.adapter import Adapter
 from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.plan import Plan
 from planner.plan_types.tradeoff import DEFAULT_SECONDS, Tradeoff
@@ -18,8 +19,8 @@ from planner.workload.budget import card_and_budget
 from planner.workload.loading import load_workload
 
 _FIXED_BY_A_PLAN = (
-    "batch_size seq_len dtype optimizer fidelity force forbid only max_slowdown gradients_alive by_sample tradeoff "
-    "largest_batch smallest_card".split()
+    "batch_size seq_len dtype lora qlora dora optimizer fidelity force forbid only max_slowdown gradients_alive "
+    "by_sample tradeoff largest_batch smallest_card".split()
 )
 """Options that cannot be combined with a saved plan, because the plan already fixes their values."""
 
@@ -48,6 +49,7 @@ def answer(options: argparse.Namespace) -> Plan | Tradeoff:
         options.model,
         seq_len=options.seq_len,
         dtype=options.dtype,
+        adapter=_adapter(options),
         optimizer=options.optimizer or "adamw",
         gradients_alive=options.gradients_alive,
         by_sample=names(options.by_sample) if options.by_sample else None,
@@ -67,6 +69,14 @@ def answer(options: argparse.Namespace) -> Plan | Tradeoff:
             workload, card, vram_bytes=vram_bytes, constraints=constraints, seconds=seconds
         )
     return pipeline.plan_workload(workload, card, vram_bytes=vram_bytes, constraints=constraints)
+
+
+def _adapter(options: argparse.Namespace) -> Adapter | None:
+    """Returns the adapters that --lora or --qlora asks for."""
+    text = options.qlora or options.lora
+    if options.dora and text is None:
+        raise WorkloadError("--dora works only with --lora or --qlora: add one of them, or leave --dora out")
+    return None if text is None else Adapter.parsed(text, is_quantized=bool(options.qlora), is_dora=options.dora)
 
 
 def _replan(saved: Plan, options: argparse.Namespace) -> Plan:

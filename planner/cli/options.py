@@ -91,6 +91,17 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         choices=("float32", "bfloat16", "float16"),
         help="dtype of the weights of a transformers model (default: that of the saved weights, as from_pretrained)",
     )
+    adapters = group.add_mutually_exclusive_group()
+    for name, weights in (("--lora", "frozen weights"), ("--qlora", "frozen 4-bit weights (bitsandbytes NF4)")):
+        adapters.add_argument(
+            name,
+            nargs="?",
+            const="16",
+            metavar="RANK[:LAYERS]",
+            help=f"train LoRA adapters on {weights}, by peft: a rank, and perhaps the names of the layers, such as "
+            "16:q_proj,v_proj or 16:all-linear (default: rank 16, peft's choice of layers)",
+        )
+    group.add_argument("--dora", action="store_true", help="with --lora or --qlora: train DoRA adapters")
     group.add_argument(
         "--optimizer", default=None, metavar="NAME", help="adamw, adam, sgd, sgd-momentum, ... (default: adamw)"
     )

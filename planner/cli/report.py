@@ -77,6 +77,8 @@ def headline(plan: Plan) -> Text:
 def _parameters(model: ModelFacts) -> str:
     """Describes the parameters, such as '1.2 B parameters in bfloat16, 11.3 M of them trained'."""
     text = f"{_count(model.parameters)} parameters in {model.dtype}"
+    if model.adapter is not None:
+        text += f", {model.adapter}"
     trained = model.trained_parameters
     return text if trained in (None, model.parameters) else f"{text}, {_count(trained or 0)} of them trained"
 

@@ -8,6 +8,7 @@ import pathlib
 from typing import Any, TypeVar
 
 from planner.errors import PlanFileError
+from planner.plan_types.adapter import Adapter
 from planner.plan_types.decisions import Decision
 from planner.plan_types.techniques import canonical_kind, decision_from_json
 
@@ -79,6 +80,18 @@ class ModelFacts:
     """Dtype of most of the floating-point weights, such as 'bfloat16'."""
     trained_parameters: int | None = None
     """Number of parameters that are trained; None in plans of older versions."""
+    adapter: Adapter | None = None
+    """LoRA adapters that the planner added to the model."""
+    architecture: str | None = None
+    """Name of the class of the model without its adapters; None if the planner added none."""
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> ModelFacts:
+        """Returns the facts from their JSON form."""
+        adapter = data.get("adapter")
+        if adapter is not None:
+            adapter = Adapter(**{**adapter, "targets": tuple(adapter["targets"])})
+        return cls(**{**data, "adapter": adapter})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -254,7 +267,7 @@ class Plan:
             _check_types(data)
             shortfall = data["shortfall"]
             return cls(
-                model=ModelFacts(**data["model"]),
+                model=ModelFacts.from_json(data["model"]),
                 workload=_workload_from_json(data["workload"]),
                 baseline=Footprint.from_json(data["baseline"]),
                 peak=Footprint.from_json(data["plan"]),

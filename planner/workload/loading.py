@@ -14,8 +14,15 @@ from typing import Any
 import torch
 
 from planner.errors import WorkloadError
+from planner.plan_types.adapter import Adapter
 from planner.workload.synthetic_batch import synthetic_batch
-from planner.workload.transformers_models import first_line, length_limit, transformers_config, transformers_model
+from planner.workload.transformers_models import (
+    first_line,
+    length_limit,
+    stored_dtype,
+    transformers_config,
+    transformers_model,
+)
 from planner.workload.workload import Workload, resized, workload
 
 DEFAULT_SEQ_LEN = 512
@@ -34,6 +41,7 @@ def load_workload(
     gradients_alive: bool = False,
     by_sample: Sequence[str] | None = None,
     dtype: str | None = None,
+    adapter: Adapter | None = None,
     with_weights: bool = False,
 ) -> Workload:
     """Returns the workload that `reference` names. The model is built on the meta device if its code can run there.
@@ -47,6 +55,7 @@ def load_workload(
         by_sample: paths of the tensors of the batch whose dimension 0 is the batch dimension; None to guess them.
         dtype: name of the dtype of a transformers model's weights, such as 'bfloat16'. None means the one that
             `from_pretrained` chooses: that of the config, or else that of the weights in the folder, or else float32.
+        adapter: LoRA adapters to add to a transformers model; None to train its weights.
         with_weights: if True, the model is built on the CPU with random weights, and the batch has random values, so
             that the model can be trained.
 
@@ -60,6 +69,7 @@ def load_workload(
         gradients_alive=gradients_alive,
         by_sample=by_sample,
         dtype=dtype,
+        adapter=adapter,
         device="cpu" if with_weights else "meta",
     )
     if ":" in reference and not pathlib.Path(reference).exists():
@@ -67,6 +77,11 @@ def load_workload(
             raise WorkloadError(
                 f"'{reference}' builds the model itself, so --dtype does not apply: convert the model there, as in "
                 f"model.to(torch.{dtype})"
+            )
+        if adapter is not None:
+            raise WorkloadError(
+                f"'{reference}' builds the model itself, so --lora and --qlora do not apply: add the adapters "
+                "there, by peft.get_peft_model"
             )
         return _from_callable(reference, request)
     path = pathlib.Path(reference)
@@ -90,6 +105,7 @@ class _Request:
     by_sample: Sequence[str] | None
     dtype: str | None
     """Name of the dtype of the weights, such as 'bfloat16'."""
+    adapter: Adapter | None
     device: str
     """Device on which the model and the batch are created."""
 
@@ -102,7 +118,8 @@ def _from_transformers(reference: str, request: _Request) -> Workload:
     config = transformers_config(reference, FORMS)
     if hasattr(config, "use_cache"):
         config.use_cache = False  # training has no use for key-value caches
-    model = transformers_model(config, reference, dtype=request.dtype, device=request.device)
+    dtype = request.dtype or stored_dtype(config, reference) or "float32"
+    model = transformers_model(config, reference, dtype=dtype, adapter=request.adapter, device=request.device)
     seq_len = request.seq_len or min(DEFAULT_SEQ_LEN, length_limit(config) or DEFAULT_SEQ_LEN)
     batch = synthetic_batch(model, batch_size=request.batch_size or 1, seq_len=seq_len, device=request.device)
     takes_tokens = "input_ids" in batch or ("labels" in batch and batch["labels"].dim() == 2)
@@ -115,6 +132,8 @@ def _from_transformers(reference: str, request: _Request) -> Workload:
         gradients_alive=request.gradients_alive,
         by_sample=request.by_sample,
         is_synthetic=True,
+        dtype=dtype,
+        adapter=request.adapter,
     )
 
 

@@ -11,26 +11,31 @@ from typing import Any
 import torch
 
 from planner.errors import PlannerError, WorkloadError
+from planner.plan_types.adapter import Adapter
+from planner.workload.adapters import adapted
 
 _LENGTH_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 """Attributes of configs with the maximum number of tokens in a sample. A model has one of them, or none."""
 _SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def transformers_model(config: Any, reference: str, *, dtype: str | None, device: str) -> torch.nn.Module:
+def transformers_model(
+    config: Any, reference: str, *, dtype: str, adapter: Adapter | None, device: str
+) -> torch.nn.Module:
     """Returns the model of a config in training mode, with the dtypes that `from_pretrained` would give its weights.
 
     Args:
         config: the config. `architectures` in it names the class of the model.
         reference: the path or hub id of the config, for messages and to look for weights.
-        dtype: name of the dtype of the weights; None for the one that `from_pretrained` chooses.
+        dtype: name of the dtype of the weights.
+        adapter: adapters to add to the model; None to train its weights.
         device: device on which the weights are created.
 
     Raises:
         WorkloadError: the class of the model is unknown or fails, or the dtype is unknown.
     """
     model_class: Any = _model_class(config, reference)
-    chosen = _dtype(dtype or _stored_dtype(config, reference) or "float32")
+    chosen = _dtype(dtype)
     try:
         with torch.device(device):
             model = model_class._from_config(config, dtype=chosen)
@@ -40,7 +45,7 @@ def transformers_model(config: Any, reference: str, *, dtype: str | None, device
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if re.search(pattern, name) and tensor.is_floating_point():
                 tensor.data = tensor.data.to(kept)
-    return model.train()
+    return model.train() if adapter is None else adapted(model, adapter, dtype=dtype)
 
 
 def length_limit(config: Any) -> int | None:
@@ -48,7 +53,7 @@ def length_limit(config: Any) -> int | None:
     return next((limit for name in _LENGTH_LIMITS if (limit := getattr(config, name, None))), None)
 
 
-def _stored_dtype(config: Any, reference: str) -> str | None:
+def stored_dtype(config: Any, reference: str) -> str | None:
     """Returns the name of the dtype of the saved weights: from the config, or else from the weights in the folder."""
     if (dtype := getattr(config, "dtype", None)) is not None:
         return str(dtype).removeprefix("torch.")

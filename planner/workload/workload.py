@@ -7,11 +7,12 @@ import dataclasses
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from planner.errors import WorkloadError
+from planner.plan_types.adapter import Adapter
 from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import ModelFacts, WorkloadFacts
 from planner.plan_types.quantized import element_count
@@ -46,6 +47,10 @@ class Workload:
     """
     not_by_sample: tuple[str, ...] = ()
     """Paths of the tensors of the batch that are the same for all samples."""
+    dtype: str | None = None
+    """Name of the dtype in which a transformers model is loaded, such as 'bfloat16'; None for other models."""
+    adapter: Adapter | None = None
+    """LoRA adapters that the planner added to the model."""
     is_by_sample_stated: bool = True
     """False if `not_by_sample` was only guessed from the shapes of the tensors."""
 
@@ -61,7 +66,9 @@ class Workload:
             name=type(self.model).__name__,
             parameters=sum(map(element_count, self.model.parameters())),
             fingerprint=fingerprint(self.model),
-            dtype=_main_dtype(self.model),
+            dtype=self.dtype or _main_dtype(self.model),
+            adapter=self.adapter,
+            architecture=None if self.adapter is None else type(cast(Any, self.model).get_base_model()).__name__,
             trained_parameters=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
         )
 
@@ -100,12 +107,15 @@ def workload(
     gradients_alive: bool = False,
     by_sample: Sequence[str] | None = None,
     is_synthetic: bool = False,
+    dtype: str | None = None,
+    adapter: Adapter | None = None,
 ) -> Workload:
     """Returns a `Workload`, after checking that the model can be trained on the batch.
 
     Args:
         by_sample: paths of the tensors whose dimension 0 is the batch dimension; a path such as 'targets' stands for
             all tensors below it. If it is None, they are guessed from the shapes of all tensors.
+        dtype, adapter: how the planner loaded a transformers model, for a plan that loads it again.
         is_synthetic: True if the planner made the batch, so that the guess is right.
 
     Raises:
@@ -145,6 +155,8 @@ def workload(
             if (tensor.shape[:1] != (batch_size,) if by_sample is None else not _is_below(path, by_sample))
         ),
         is_by_sample_stated=is_synthetic or by_sample is not None,
+        dtype=dtype,
+        adapter=adapter,
     )
 
 

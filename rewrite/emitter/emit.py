@@ -75,7 +75,7 @@ def source(plan: Plan, *, file_name: str = "train_step.py") -> str:
     return f'{header(plan, file_name)}\n\n{body}\n\n\nif __name__ == "__main__":\n    main()\n'
 
 
-_LIBRARIES = ("torch", "transformers", "bitsandbytes")
+_LIBRARIES = ("torch", "transformers", "bitsandbytes", "peft")
 
 
 def _imports(fragments: list[EmittedCode], model: ModelSource) -> str:

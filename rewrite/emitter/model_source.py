@@ -14,6 +14,7 @@ import pathlib
 from typing import Any
 
 from planner.errors import PlanFileError
+from planner.plan_types.adapter import QUANTIZATION, compute_dtype
 from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import assignment, literal
 from planner.workload.call_convention import Calling
@@ -65,6 +66,8 @@ def _transformers_source(plan: Plan, reference: str) -> ModelSource:
     if config_path.is_dir():
         config_path /= "config.json"
     if config_path.suffix != ".json" and not config_path.exists():
+        if plan.model.adapter is not None:
+            return _adapted_source(plan, {}, reference)
         return _hub_source(kind, reference, plan.model.dtype)
     try:
         config = json.loads(config_path.read_text())
@@ -73,6 +76,8 @@ def _transformers_source(plan: Plan, reference: str) -> ModelSource:
             f"the plan was made from '{config_path}', which cannot be read ({error}): restore this file, or make the "
             "plan again"
         ) from error
+    if plan.model.adapter is not None:
+        return _adapted_source(plan, config)
     dtype = plan.model.dtype
     return ModelSource(
         build=f'''\
@@ -87,6 +92,41 @@ def build(weights=None):
         constants=(assignment("CONFIG", config),),
         build_arguments="arguments.weights",
         arguments=('parser.add_argument("--weights", help="folder of pretrained weights (default: random)")',),
+        returns_model_output=True,
+        config=config,
+    )
+
+
+def _adapted_source(plan: Plan, config: dict[str, object], hub_id: str | None = None) -> ModelSource:
+    """Return the source that loads pretrained weights, perhaps in 4 bits, and adds LoRA adapters to them."""
+    kind, adapter, dtype = plan.model.architecture, plan.model.adapter, plan.model.dtype
+    assert kind is not None and adapter is not None
+    quantization = prepared = ""
+    options = [f"dtype=torch.{dtype}"]
+    if adapter.is_quantized:
+        settings = {name: literal(value) for name, value in QUANTIZATION.items()}
+        settings["bnb_4bit_compute_dtype"] = f"torch.{compute_dtype(dtype)}"
+        lines = "".join(f"        {name}={value},\n" for name, value in settings.items())
+        quantization = f"    quantization = transformers.BitsAndBytesConfig(\n{lines}    )\n"
+        options.append("quantization_config=quantization")
+        prepared = "    model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)\n"
+    source = "required=True" if hub_id is None else f"default={literal(hub_id)}"
+    lora = ", ".join(f"{name}={literal(value)}" for name, value in adapter.lora_options(kind).items())
+    return ModelSource(
+        build=f'''\
+def build(weights):
+    """Load pretrained weights from a folder, freeze them, and add LoRA adapters that are trained."""
+{quantization}    model = transformers.{kind}.from_pretrained(
+        weights, {", ".join(options)}
+    )
+{prepared}    adapters = peft.LoraConfig(
+        {lora}
+    )
+    return peft.get_peft_model(model, adapters)
+''',
+        imports=("import peft", "import transformers"),
+        build_arguments="arguments.weights",
+        arguments=(f'parser.add_argument("--weights", {source}, help="folder or hub id of pretrained weights")',),
         returns_model_output=True,
         config=config,
     )

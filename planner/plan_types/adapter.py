@@ -1,0 +1,75 @@
+"""LoRA adapters that the planner adds to a transformers model, as `--lora` and `--qlora` ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from planner.errors import WorkloadError
+
+ALL_LINEAR = "all-linear"
+"""Stands for all linear layers but the output layer (peft's `target_modules="all-linear"`)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """Low-rank adapters (Hu et al., LoRA, 2021) that are trained instead of the weights of the model."""
+
+    rank: int
+    targets: tuple[str, ...] = ()
+    """Names of the layers that get adapters, such as 'q_proj', or `ALL_LINEAR`; empty for peft's choice."""
+    is_quantized: bool = False
+    """True if the weights of the model are stored in 4 bits (NF4 with double quantization; Dettmers et al., QLoRA,
+    2023)."""
+    is_dora: bool = False
+    """True if the adapters also train the magnitudes of the weights (Liu et al., DoRA, 2024)."""
+
+    @classmethod
+    def parsed(cls, text: str, *, is_quantized: bool, is_dora: bool) -> Adapter:
+        """Returns the adapter that an option describes, such as '16' or '16:q_proj,v_proj'.
+
+        Raises:
+            WorkloadError: the text is not of that form.
+        """
+        rank, _, names = text.partition(":")
+        targets = tuple(name.strip() for name in names.split(",") if name.strip())
+        if not rank.strip().isdigit() or int(rank) < 1 or (":" in text and not targets):
+            raise WorkloadError(
+                f"'{text}' is not a LoRA rank with layers: give RANK, RANK:{ALL_LINEAR} or RANK:NAME,NAME, such as "
+                "16:q_proj,v_proj"
+            )
+        return cls(rank=int(rank), targets=targets, is_quantized=is_quantized, is_dora=is_dora)
+
+    def __str__(self) -> str:
+        """Describes the adapter, such as 'LoRA of rank 16 on 4-bit weights'."""
+        kind = "DoRA" if self.is_dora else "LoRA"
+        layers = f" for {', '.join(self.targets)}" if self.targets else ""
+        return f"{kind} of rank {self.rank}{layers}" + (" on 4-bit weights" if self.is_quantized else "")
+
+    def lora_options(self, model_name: str) -> dict[str, object]:
+        """Returns the arguments of `peft.LoraConfig`. The scale `lora_alpha` is twice the rank, as usual.
+
+        Args:
+            model_name: name of the model's class, from which the task follows.
+        """
+        tasks = {
+            "CausalLM": "CAUSAL_LM",
+            "SequenceClassification": "SEQ_CLS",
+            "TokenClassification": "TOKEN_CLS",
+            "QuestionAnswering": "QUESTION_ANS",
+        }
+        task = next((task for ending, task in tasks.items() if model_name.endswith(f"For{ending}")), None)
+        options: dict[str, object] = {"r": self.rank, "lora_alpha": 2 * self.rank}
+        if self.targets:
+            options["target_modules"] = ALL_LINEAR if self.targets == (ALL_LINEAR,) else list(self.targets)
+        if self.is_dora:
+            options["use_dora"] = True
+        return options | ({} if task is None else {"task_type": task})
+
+
+QUANTIZATION = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+"""The arguments of `transformers.BitsAndBytesConfig` for 4-bit weights, but for `bnb_4bit_compute_dtype`."""
+
+
+def compute_dtype(dtype: str) -> str:
+    """Returns the dtype in which products with 4-bit weights are computed, for a model of a dtype such as 'float32'."""
+    return "bfloat16" if dtype == "float32" else dtype

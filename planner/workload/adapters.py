@@ -1,0 +1,84 @@
+"""Adds LoRA adapters to a transformers model by peft, and quantizes its weights by bitsandbytes."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any
+
+import torch
+
+from planner.errors import WorkloadError
+from planner.plan_types.adapter import QUANTIZATION, Adapter, compute_dtype
+
+
+def adapted(model: Any, adapter: Adapter, *, dtype: str) -> torch.nn.Module:
+    """Returns the model with adapters. Its other weights are frozen, and perhaps in 4 bits.
+
+    With 4-bit weights the result is that of `from_pretrained(..., quantization_config=...)` and peft's
+    `prepare_model_for_kbit_training`, which casts the weights that are not quantized to float32. The weights are
+    quantized when they are moved to a device.
+
+    Args:
+        model: a transformers model, which is changed. It may be on the meta device.
+        dtype: name of the dtype of its weights.
+
+    Raises:
+        WorkloadError: peft or bitsandbytes is not installed, or the model has no layers of these names.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft uses names that transformers has deprecated
+        return _adapted(model, adapter, dtype)
+
+
+def _adapted(model: Any, adapter: Adapter, dtype: str) -> torch.nn.Module:
+    peft = _library("peft", "LoRA")
+    if adapter.is_quantized:
+        _quantize(model, dtype)
+        model.is_loaded_in_4bit = True
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    options: dict[str, Any] = adapter.lora_options(type(model).__name__)
+    try:
+        return peft.get_peft_model(model, peft.LoraConfig(**options)).train()
+    except ValueError as error:
+        layers = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if _is_linear(part)})
+        raise WorkloadError(
+            f"{adapter} cannot be added to {type(model).__name__}: {str(error).splitlines()[0]}; name the layers that "
+            f"get adapters, as in {adapter.rank}:{','.join(layers[:2])}, or all of them: {adapter.rank}:all-linear "
+            f"(its linear layers are {', '.join(layers)})"
+        ) from error
+
+
+def _quantize(model: Any, dtype: str) -> None:
+    """Replaces the linear layers by 4-bit layers, except for those that transformers leaves in higher precision."""
+    bitsandbytes = _library("bitsandbytes", "4-bit weights")
+    transformers: Any = importlib.import_module("transformers")
+    integrations: Any = importlib.import_module("transformers.integrations")
+    quantizer: Any = importlib.import_module("transformers.quantizers.base").HfQuantizer
+    weights = {name: part.weight for name, part in model.named_modules() if _is_linear(part)}
+    settings = transformers.BitsAndBytesConfig(
+        **QUANTIZATION, bnb_4bit_compute_dtype=getattr(torch, compute_dtype(dtype))
+    )
+    skipped = quantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+    integrations.replace_with_bnb_linear(model, modules_to_not_convert=skipped, quantization_config=settings)
+    for name, layer in model.named_modules():
+        if isinstance(layer, bitsandbytes.nn.Linear4bit):  # its weight has no values yet
+            layer.weight = bitsandbytes.nn.Params4bit(
+                weights[name].data,
+                requires_grad=False,
+                compress_statistics=settings.bnb_4bit_use_double_quant,
+                quant_type=settings.bnb_4bit_quant_type,
+                module=layer,
+            )
+            layer.weight = layer.weight.to(layer.weight.device)  # quantizes, but not on the meta device
+
+
+def _is_linear(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.Linear)
+
+
+def _library(name: str, purpose: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise WorkloadError(f"{purpose} needs {name}, which is not installed: pip install {name}") from None
