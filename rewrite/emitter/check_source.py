@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import textwrap
+from collections.abc import Callable
+from typing import Any
 
 from planner.plan_types.plan import Plan
-from planner.rewrite.emitted_code import EmittedCode
+from planner.rewrite.emitted_code import WIDTH, EmittedCode
 from planner.rewrite.portable.batch_slicing import map_tensors
 from planner.rewrite.portable.plain_comparison import (
     Rounding,
@@ -42,25 +44,25 @@ def check_source(plan: Plan, fragments: list[EmittedCode], loss: str) -> CheckSo
     has_floats = any("float" in dtype for _, _, dtype in plan.workload.batch)
     replaces_forwards = any(".forward = " in text for fragment in fragments for text in fragment.rewriting)
     named = [
-        *(["scaler=torch.amp.GradScaler(device)"] if is_scaled else []),
+        *(["scaler=scaler"] if is_scaled else []),
         *(["loss_fn=loss_fn"] if plan.workload.has_loss_fn else []),
         "**options",
     ]
     statements = [
-        _DOCSTRING.format(split=_SPLIT if is_split else ""),
+        _docstring(is_cast=any(fragment.autocast for fragment in fragments), is_split=is_split),
         _REFUSAL if replaces_forwards else "",
-        "device = next(model.parameters()).device.type\n" if is_scaled else "",
+        "scaler = torch.amp.GradScaler(next(model.parameters()).device.type)\n" if is_scaled else "",
         _COPIES,
         "without_dropout(planned)\nwithout_dropout(plain)\n" if is_split else "",
         _IN_DOUBLE if has_floats else "",
         _STEPS.format(options=", ".join(named), loss=loss),
         f"compare(expected, found, rounding.eps{_REMARK if is_split else ''})\n",
-        'compare_updates(model, expected["gradient"])\n' if has_8_bit_state else "",
+        'compare_updates(model, expected["gradient"], make_optimizer)\n' if has_8_bit_state else "",
         'print("the step by the plan agrees with a plain step")\n',
     ]
     options = "*, loss_fn, **options" if plan.workload.has_loss_fn else "**options"
     check = f"def check(model, batch, {options}):\n{textwrap.indent(''.join(statements), '    ')}"
-    functions = [
+    functions: list[Callable[..., Any]] = [
         *([map_tensors] if has_floats else []),
         result_of,
         compare,
@@ -76,20 +78,26 @@ def check_source(plan: Plan, fragments: list[EmittedCode], loss: str) -> CheckSo
             "from torch.utils._pytree import tree_leaves",
             *(["import dataclasses", "from collections.abc import Mapping"] if has_floats else []),
         ),
-        functions=(*map(inspect.getsource, functions), check),
+        functions=(*(inspect.getsource(function) for function in functions), check),
     )
 
 
-_DOCSTRING = '''\
-"""Compare a step by the plan with a plain step, and raise RuntimeError if rounding does not explain the difference.
+def _docstring(*, is_cast: bool, is_split: bool) -> str:
+    text = (
+        "Give a model that is not rewritten, and the options of `training_step`. Copies of it run in double"
+        + (", where autocast has no effect" if is_cast else "")
+        + ", so that only the order of sums may differ."
+    )
+    if is_split:
+        text += (
+            " Dropout is off, and batch normalization uses its running statistics. The model must not draw other "
+            "random numbers."
+        )
+    text = textwrap.fill(text, WIDTH - 4)
+    return f'"""{_SUMMARY}\n\n{text}\n"""\n'
 
-Give a model that is not rewritten, and the options of `training_step`, such as `loss_terms`. Copies of it run in
-double, where autocast has no effect, so that only the order of sums may differ.{split}
-"""
-'''
 
-_SPLIT = """ Dropout is off, and batch
-normalization uses its running statistics. The model must not draw other random numbers."""
+_SUMMARY = "Compare a step by the plan with a plain step, and raise RuntimeError if they differ by more than rounding."
 
 _REMARK = ''', "; does it draw random numbers other than for dropout?"'''
 
@@ -99,6 +107,7 @@ if any(getattr(vars(module).get("forward"), "__globals__", None) is globals() fo
 """
 
 _COPIES = """\
+batch = copy.deepcopy(batch)
 planned, plain = rewrite(copy.deepcopy(model)).double(), copy.deepcopy(model).double()
 for parameter, ours in zip(plain.parameters(), planned.parameters(), strict=True):
     parameter.requires_grad_(ours.requires_grad)

@@ -1,7 +1,7 @@
 """The comparison that an emitted file makes with `--check`: a step by the plan with a plain step.
 
 The bounds are those of `planner.rewrite.verify` (comparisons 'in double' and '8-bit state'). `verify` compares more:
-several steps, lower precision and the state of the optimizer.
+several steps, lower precision and the state of the optimizer. Only emitted files call these functions.
 """
 
 import copy
@@ -9,12 +9,6 @@ import copy
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-
-def make_optimizer(model):
-    """Stand for the function of this name in the emitted file."""
-    raise NotImplementedError("each emitted file has its own make_optimizer")
-
 
 # ---- below: the text that runs here is the text that is emitted -------------------------------------------------
 
@@ -26,7 +20,7 @@ def result_of(step, model, optimizer):
 
     def note(*_):
         for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-            gradients[names[parameter]] = parameter.grad.to_dense().cpu()
+            gradients[names[parameter]] = parameter.grad.to_dense().cpu().clone()
 
     optimizer.step = note
     with torch.random.fork_rng():
@@ -92,7 +86,7 @@ def without_dropout(model):
     return model
 
 
-def compare_updates(model, gradients):
+def compare_updates(model, gradients, make_optimizer):
     """Compare the first update by 8-bit AdamW with that by torch's: its state is not quantized before the second."""
     updates = []
     for is_plain in (True, False):
