@@ -152,10 +152,11 @@ class GradientProbe:
         """
         losses: list[float] = []
 
-        def gradient_of(part: Any) -> torch.Tensor:
+        def gradient_of(part: Any, share: float) -> torch.Tensor:
             loss = self.loss_of(part).reshape(())
             losses.append(abs(float(loss.detach())))
-            return sampled_gradient(loss, self._trained)
+            # As in training, the loss is weighted: a backward may depend on the size of the gradient that it gets.
+            return sampled_gradient(loss * share, self._trained)
 
         try:
             with torch.enable_grad():
@@ -173,10 +174,10 @@ class GradientProbe:
                 samples, so that wrong weights would not show.
         """
 
-        def value_of(part: Any) -> torch.Tensor:
+        def value_of(part: Any, share: float) -> torch.Tensor:
             if perturbed:
                 self._perturb()
-            return self.loss_of(part).detach().reshape(1).cpu().double()
+            return self.loss_of(part).detach().reshape(1).cpu().double() * share
 
         with self._values_only():
             return self._compare("loss", value_of, halves, False)
@@ -239,11 +240,11 @@ class GradientProbe:
     def _compare(
         self,
         quantity: Literal["gradient", "loss"],
-        compute: Callable[[Any], torch.Tensor],
+        compute: Callable[[Any, float], torch.Tensor],
         halves: Halves,
         own_draws: bool,
     ) -> ProbeResult | None:
-        """Compare what `compute` returns for all samples with its weighted sum over the halves.
+        """Compare what `compute(samples, weight)` returns for all samples with the sum of that for the weighted halves.
 
         Returns None if there are no loss terms, all results are zero, or the result for all samples is not finite.
 
@@ -257,13 +258,13 @@ class GradientProbe:
             return None
         shares = [float(self.terms_of(self._select(half), len(half))) / all_terms for half in halves]
 
-        def evaluate(some: torch.Tensor) -> torch.Tensor:
+        def evaluate(some: torch.Tensor, share: float = 1.0) -> torch.Tensor:
             with self._controlled(some if own_draws else None):
-                return compute(self._select(some))
+                return compute(self._select(some), share)
 
         # The result for all samples, and those of the halves, weighted by their shares of the terms.
         together = evaluate(indices)
-        weighted = [evaluate(half) * share for half, share in zip(halves, shares, strict=True) if share]
+        weighted = [evaluate(half, share) for half, share in zip(halves, shares, strict=True) if share]
         size = max(float(together.norm()), sum(float(part.norm()) for part in weighted))
         if not size or not together.isfinite().all():
             return None
