@@ -8,8 +8,10 @@ losses whose samples are coupled in the backward only. zoo: the same for the tra
 models of the tests, one batch each, with their own losses. cost: peak memory and time of steps with a check, relative
 to steps without.
 
---form measures what a simpler check would find: `weights` only watches the calls of loss functions, `values` compares
-values of the loss instead of gradients, `first` compares in the first batch only.
+--form measures what a simpler check would find: `weights` only watches the calls of loss functions, `coupling` does not
+watch them, `values` compares values of the loss instead of gradients, `first` compares in the first batch only,
+`unperturbed` compares values of the loss with the model's own parameters only, and `classless` chooses samples without
+regard to classes.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from benchmarks.guard.losses import Case
 from benchmarks.guard.trying import Outcome, outcomes, plan_of
 from planner.assemble import versions
 from planner.errors import PlannerError
-from planner.rewrite.accumulation_check import CouplingCheck, coupling_check
+from planner.rewrite.accumulation_check import AccumulationCheck, CouplingCheck, coupling_check, sample_choice
+from planner.rewrite.accumulation_check.gradient_probe import GradientProbe
 
 RIGHT = 1e-6
 """Maximum relative error of a right gradient in fp64: rounding, of constants that are stored in fp32."""
@@ -42,6 +45,7 @@ WRONG = 1e-2
 """Minimum relative error of a gradient that the check should refuse; below it a warning is enough."""
 
 _PARTS = ("losses", "gradients", "zoo", "cost")
+_FORMS = ("whole", "weights", "coupling", "values", "first", "unperturbed", "classless")
 
 BATCHES = 16
 """Number of batches that are trained; the check looks at some of them."""
@@ -135,6 +139,17 @@ def use_form(form: str) -> None:
         CouplingCheck.refuse_coupled_samples = lambda *_, **__: None  # type: ignore[method-assign]  # on purpose
     elif form == "first":
         coupling_check._CHECKED_BATCHES = (1,)
+    elif form == "coupling":
+        AccumulationCheck.watch_part = lambda *_: None  # type: ignore[method-assign]  # on purpose
+    elif form == "unperturbed":
+        compare = GradientProbe.compare_losses
+
+        def unperturbed(probe: GradientProbe, halves: Any, *, perturbed: bool = False) -> Any:
+            return None if perturbed else compare(probe, halves)
+
+        GradientProbe.compare_losses = unperturbed  # type: ignore[method-assign]  # on purpose
+    elif form == "classless":
+        sample_choice._by_class = lambda *_: iter(())
     elif form == "values":
 
         def values(check: CouplingCheck, batch: Any, samples: int) -> Iterator[Any]:
@@ -148,7 +163,7 @@ def main() -> None:
     parser.add_argument("which", nargs="*", default=list(_PARTS), help="parts to run (default: all)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--limit-s", type=float, default=1200.0, help="seconds for each part")
-    parser.add_argument("--form", choices=("whole", "weights", "values", "first"), default="whole")
+    parser.add_argument("--form", choices=_FORMS, default="whole")
     options = parser.parse_args()
     use_form(options.form)
     logging.getLogger("planner.rewrite").propagate = False
