@@ -15,7 +15,8 @@ Neither check is a proof: the first knows only some loss functions, the second t
 Why gradients are compared, and not only values of the loss: of the trainings in `benchmarks.guard` whose gradient is
 wrong by 1 % or more, values find 240 of 370, and gradients 331. The table shows how many are refused + warned;
 no form refuses one of the 220 right ones, or warns.
-(`python -m benchmarks.guard losses gradients --seeds 1 --form FORM`, two CPU cores, Python 3.11.7, torch 2.13.0+cpu, 23 November 2026.)
+(`python -m benchmarks.guard losses gradients --seeds 1 --form FORM`, two CPU cores,
+Python 3.11.7, torch 2.13.0+cpu, 23 November 2026.)
 
 | form | losses that people write (220 wrong) | samples coupled in the backward only (150 wrong) |
 |---|---|---|
