@@ -94,7 +94,7 @@ FAULTS = (
     Fault(
         name="recompute-check-too-late",
         path="rewrite/application.py",
-        old="    rewriting.recompute_check.at_once = rewriting.backward is not None\n",
+        old="    check.at_once = rewriting.backward is not None\n",
         new="",
         tests=(
             "tests/rewrite/test_recompute_check.py"

@@ -52,8 +52,8 @@ FAULTS = (
     Fault(
         name="fingerprint-ignores-dtypes",
         path="planner/plan_types/fingerprint.py",
-        old="{kind} {name} {tuple(tensor.shape)} {tensor.dtype}",
-        new="{kind} {name} {tuple(tensor.shape)}",
+        old="{kind} {name} {shape} {dtype}",
+        new="{kind} {name} {shape}",
         tests=("tests/rewrite/test_application.py::test_a_plan_for_another_model_is_refused",),
         why="a plan for fp32 weights is applied to a model in bf16",
     ),

@@ -6,6 +6,8 @@ from benchmarks.faults.fault import Fault
 
 _EMIT = "rewrite/emitter/emit.py"
 _TEST = "tests/rewrite/emitter/test_emit.py"
+_CHECK = "tests/rewrite/emitter/test_emitted_check.py"
+_COMPARISON = "rewrite/portable/plain_comparison.py"
 _SAME_BITS = f"{_TEST}::test_a_file_trains_to_the_same_bits_as_the_live_objects"
 
 FAULTS = (
@@ -157,5 +159,37 @@ FAULTS = (
             "tests/rewrite/emitter/test_emit.py::test_a_file_trains_to_the_same_bits_as_the_live_objects[accumulation]",
         ),
         why="the file reports the loss of the last micro-batch",
+    ),
+    Fault(
+        name="emitted-check-compares-the-plan-with-itself",
+        path="rewrite/emitter/check_source.py",
+        old='        _REFUSAL if replaces_forwards else "",\n',
+        new="",
+        tests=(f"{_CHECK}::test_a_model_that_is_rewritten_already_is_not_compared_with_itself",),
+        why="--check passes for any rewritten model, because both copies run the rewritten forwards",
+    ),
+    Fault(
+        name="emitted-check-accepts-nan",
+        path=_COMPARISON,
+        old="            if not relative <= worst:  # also if it is not a number",
+        new="            if relative > worst:",
+        tests=(f"{_CHECK}::test_results_that_are_not_numbers_or_vanish_on_one_side_differ",),
+        why="--check passes if the gradients by the plan are NaN",
+    ),
+    Fault(
+        name="emitted-check-bound",
+        path=_COMPARISON,
+        old="        if not worst <= 4096 * eps:",
+        new="        if not worst <= 4096:",
+        tests=(f"{_CHECK}::test_results_that_are_not_numbers_or_vanish_on_one_side_differ",),
+        why="--check passes whatever the steps compute",
+    ),
+    Fault(
+        name="emitted-check-follows-the-dropped-parameters",
+        path="rewrite/emitter/check_source.py",
+        old="expected = result_of(plain_step, plain, torch.optim.SGD(trained))",
+        new="expected = result_of(plain_step, plain, make_optimizer(plain))",
+        tests=(f"{_CHECK}::test_a_fault_in_the_text_is_found[biases are not trained]",),
+        why="--check does not see that make_optimizer leaves parameters out",
     ),
 )

@@ -146,4 +146,15 @@ FAULTS = (
         ),
         why="an emitted file weights micro-batches by labels that the loss does not count",
     ),
+    Fault(
+        name="coupling-check-weights-gradients-instead-of-losses",
+        path=_PROBE,
+        old="            return sampled_gradient(loss * share, self._trained)",
+        new="            return sampled_gradient(loss, self._trained) * share",
+        tests=(
+            "tests/rewrite/accumulation_check/test_backward_coupling.py"
+            "::test_a_gradient_that_depends_on_its_sample_only_is_accepted_even_if_it_is_not_linear[clamped-8]",
+        ),
+        why="training is refused although it is right, if a backward clamps gradients",
+    ),
 )

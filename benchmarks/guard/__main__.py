@@ -1,14 +1,17 @@
 """Test the accumulation check: wrong gradients that pass, right ones that are refused, and its cost.
 
-    python -m benchmarks.guard [losses | zoo | cost] [--seeds 3] [--limit-s 1200] [--form whole]
+    python -m benchmarks.guard [losses | gradients | zoo | cost] [--seeds 3] [--limit-s 1200] [--form whole]
 
 losses: small models with losses that people write. The error of the accumulated gradient against the whole batch's is
-measured in fp64, and compared with the check's verdict in the first 16 batches. zoo: the same for the transformers
+measured in fp64, and compared with the check's verdict in the first 16 batches. gradients: the same for models and
+losses whose samples are coupled in the backward only. zoo: the same for the transformers
 models of the tests, one batch each, with their own losses. cost: peak memory and time of steps with a check, relative
 to steps without.
 
---form measures what a simpler check would find: `weights` only watches the calls of loss functions, `values` compares
-values of the loss instead of gradients, `first` compares in the first batch only.
+--form measures what a simpler check would find: `weights` only watches the calls of loss functions, `coupling` does not
+watch them, `values` compares values of the loss instead of gradients, `first` compares in the first batch only,
+`unperturbed` compares values of the loss with the model's own parameters only, and `classless` chooses samples without
+regard to classes.
 """
 
 from __future__ import annotations
@@ -26,13 +29,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.guard import zoo
+from benchmarks.guard import gradients, losses, zoo
 from benchmarks.guard.cost import costs
-from benchmarks.guard.losses import CASES
+from benchmarks.guard.losses import Case
 from benchmarks.guard.trying import Outcome, outcomes, plan_of
 from planner.assemble import versions
 from planner.errors import PlannerError
-from planner.rewrite.accumulation_check import CouplingCheck, coupling_check
+from planner.rewrite.accumulation_check import AccumulationCheck, CouplingCheck, coupling_check, sample_choice
+from planner.rewrite.accumulation_check.gradient_probe import GradientProbe
 
 RIGHT = 1e-6
 """Maximum relative error of a right gradient in fp64: rounding, of constants that are stored in fp32."""
@@ -40,14 +44,17 @@ RIGHT = 1e-6
 WRONG = 1e-2
 """Minimum relative error of a gradient that the check should refuse; below it a warning is enough."""
 
+_PARTS = ("losses", "gradients", "zoo", "cost")
+_FORMS = ("whole", "weights", "coupling", "values", "first", "unperturbed", "classless")
+
 BATCHES = 16
 """Number of batches that are trained; the check looks at some of them."""
 
 
-def of_losses(seeds: int, deadline: float) -> Iterator[Outcome]:
-    """Yields the outcomes for the small models."""
+def of_cases(cases: Sequence[Case], seeds: int, deadline: float) -> Iterator[Outcome]:
+    """Yields the outcomes for small models."""
     options = {"sizes": (1, 2, 6, 8, 16), "dtypes": ("fp32", "bf16"), "trains": True, "batches": BATCHES}
-    for case in CASES:
+    for case in cases:
         plan = plan_of(case)
         for seed in range(seeds):
             if time.monotonic() > deadline:
@@ -132,6 +139,17 @@ def use_form(form: str) -> None:
         CouplingCheck.refuse_coupled_samples = lambda *_, **__: None  # type: ignore[method-assign]  # on purpose
     elif form == "first":
         coupling_check._CHECKED_BATCHES = (1,)
+    elif form == "coupling":
+        AccumulationCheck.watch_part = lambda *_: None  # type: ignore[method-assign]  # on purpose
+    elif form == "unperturbed":
+        compare = GradientProbe.compare_losses
+
+        def unperturbed(probe: GradientProbe, halves: Any, *, perturbed: bool = False) -> Any:
+            return None if perturbed else compare(probe, halves)
+
+        GradientProbe.compare_losses = unperturbed  # type: ignore[method-assign]  # on purpose
+    elif form == "classless":
+        sample_choice._by_class = lambda *_: iter(())
     elif form == "values":
 
         def values(check: CouplingCheck, batch: Any, samples: int) -> Iterator[Any]:
@@ -142,12 +160,10 @@ def use_form(form: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "which", nargs="*", default=["losses", "zoo", "cost"], help="parts to run (default: losses zoo cost)"
-    )
+    parser.add_argument("which", nargs="*", default=list(_PARTS), help="parts to run (default: all)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--limit-s", type=float, default=1200.0, help="seconds for each part")
-    parser.add_argument("--form", choices=("whole", "weights", "values", "first"), default="whole")
+    parser.add_argument("--form", choices=_FORMS, default="whole")
     options = parser.parse_args()
     use_form(options.form)
     logging.getLogger("planner.rewrite").propagate = False
@@ -160,7 +176,11 @@ def main() -> None:
         if which == "cost":
             console.print(of_cost())
             continue
-        found = list(of_losses(options.seeds, deadline) if which == "losses" else of_zoo(deadline, console))
+        if which == "zoo":
+            found = list(of_zoo(deadline, console))
+        else:
+            cases = {"losses": losses.CASES, "gradients": gradients.CASES}[which]
+            found = list(of_cases(cases, options.seeds, deadline))
         console.print(f"{len({outcome.case for outcome in found})} cases, {len(found)} trainings")
         for table in (by_truth(found), noise(found), mistakes(found)):
             console.print(table)

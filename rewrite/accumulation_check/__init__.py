@@ -11,6 +11,24 @@ A training step uses `AccumulationCheck`, which makes two checks:
 
 Neither check is a proof: the first knows only some loss functions, the second tries only some samples.
 `rewrite.verify` compares whole steps.
+
+Why gradients are compared, and not only values of the loss: of the trainings in `benchmarks.guard` whose gradient is
+wrong by 1 % or more, values find 240 of 370, and gradients 331. The table shows how many are refused + warned;
+no form refuses one of the 220 right ones, or warns.
+(`python -m benchmarks.guard losses gradients --seeds 1 --form FORM`, two CPU cores,
+Python 3.11.7, torch 2.13.0+cpu, 23 November 2026.)
+
+| form | losses that people write (220 wrong) | samples coupled in the backward only (150 wrong) |
+|---|---|---|
+| `whole` | 212 + 8 | 109 + 2 |
+| `values` (values of the loss instead of gradients) | 212 + 8 | 20 |
+| `first` (first batch only) | 206 + 8 | 104 + 6 |
+| `weights` (check 1 only) | 10 | 0 |
+| `coupling` (check 2 only) | 212 + 8 | 109 + 2 |
+
+The 39 that pass have micro-batches of one sample, or two in bf16: gradients of two samples would take more memory than
+the training step. Check 1 finds no more in 16 batches than check 2 does, but it checks weights in every later step, and
+models with tensors that check 2 cannot restore.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from planner.rewrite.accumulation_check.batch_independent_random import BatchIndependentRandom
+from planner.rewrite.accumulation_check.sample_choice import tensors_of
 from planner.rewrite.accumulation_check.sampled_gradient import sampled_gradient
 from planner.rewrite.accumulation_check.side_effects import SideEffectGuard
 from planner.rewrite.portable.batch_slicing import map_tensors
@@ -152,10 +153,11 @@ class GradientProbe:
         """
         losses: list[float] = []
 
-        def gradient_of(part: Any) -> torch.Tensor:
+        def gradient_of(part: Any, share: float) -> torch.Tensor:
             loss = self.loss_of(part).reshape(())
             losses.append(abs(float(loss.detach())))
-            return sampled_gradient(loss, self._trained)
+            # As in training, the loss is weighted: a backward may depend on the size of the gradient that it gets.
+            return sampled_gradient(loss * share, self._trained)
 
         try:
             with torch.enable_grad():
@@ -173,10 +175,10 @@ class GradientProbe:
                 samples, so that wrong weights would not show.
         """
 
-        def value_of(part: Any) -> torch.Tensor:
+        def value_of(part: Any, share: float) -> torch.Tensor:
             if perturbed:
                 self._perturb()
-            return self.loss_of(part).detach().reshape(1).cpu().double()
+            return self.loss_of(part).detach().reshape(1).cpu().double() * share
 
         with self._values_only():
             return self._compare("loss", value_of, halves, False)
@@ -203,10 +205,8 @@ class GradientProbe:
         size = max(float(expected.norm()), float(actual.norm()))
         if size <= _ROUNDING or not expected.isfinite().all():
             return None
-        error = float((expected - actual).norm()) / size
-        error = math.inf if math.isnan(error) else error
-        result = ProbeResult("gradient", len(samples), error, size, self.precision)
-        if result.is_off and not float((expected - evaluate(original)).norm()) <= result.bound * size:
+        result = ProbeResult("gradient", len(samples), _distance(expected, actual) / size, size, self.precision)
+        if result.is_off and _distance(expected, evaluate(original)) > result.bound * size:
             raise NotReproducibleError("the gradient of the same samples differs when it is computed a second time")
         return result
 
@@ -233,17 +233,17 @@ class GradientProbe:
         size = max(float(first.norm()), float(second.norm()))
         if self._drew_on_host or size <= _ROUNDING or not math.isfinite(size):
             return None
-        change = float((first - second).norm()) / size
+        change = _distance(first, second) / size
         return change if change > _BOUNDS[self.precision][not with_gradients] else None
 
     def _compare(
         self,
         quantity: Literal["gradient", "loss"],
-        compute: Callable[[Any], torch.Tensor],
+        compute: Callable[[Any, float], torch.Tensor],
         halves: Halves,
         own_draws: bool,
     ) -> ProbeResult | None:
-        """Compare what `compute` returns for all samples with its weighted sum over the halves.
+        """Compare what `compute(samples, weight)` returns for all samples with the sum of that for the weighted halves.
 
         Returns None if there are no loss terms, all results are zero, or the result for all samples is not finite.
 
@@ -257,29 +257,29 @@ class GradientProbe:
             return None
         shares = [float(self.terms_of(self._select(half), len(half))) / all_terms for half in halves]
 
-        def evaluate(some: torch.Tensor) -> torch.Tensor:
+        def evaluate(some: torch.Tensor, share: float = 1.0) -> torch.Tensor:
             with self._controlled(some if own_draws else None):
-                return compute(self._select(some))
+                return compute(self._select(some), share)
 
         # The result for all samples, and those of the halves, weighted by their shares of the terms.
         together = evaluate(indices)
-        weighted = [evaluate(half) * share for half, share in zip(halves, shares, strict=True) if share]
+        weighted = [evaluate(half, share) for half, share in zip(halves, shares, strict=True) if share]
         size = max(float(together.norm()), sum(float(part.norm()) for part in weighted))
         if not size or not together.isfinite().all():
             return None
-        error = float((together - sum(weighted)).norm()) / size
-        result = ProbeResult(quantity, len(indices), math.inf if math.isnan(error) else error, size, self.precision)
+        error = _distance(together, sum(weighted, torch.zeros(()))) / size
+        result = ProbeResult(quantity, len(indices), error, size, self.precision)
         if not result.is_off:
             return result
         # A difference is due to the split only if the same samples give the same result again ...
-        if not float((together - evaluate(indices)).norm()) <= result.bound * size:
+        if _distance(together, evaluate(indices)) > result.bound * size:
             raise NotReproducibleError(f"the {quantity} of the same samples differs when it is computed a second time")
         if self._drew_on_host:
             raise NotReproducibleError(
                 "the model or the loss draws random numbers with numpy or Python, which depend on the split"
             )
         # ... and, if the result is small, gives the same in another order, in which rounding errors differ.
-        if size < _SMALL and not float((together - evaluate(indices.flip(0))).norm()) <= result.bound * size:
+        if size < _SMALL and _distance(together, evaluate(indices.flip(0))) > result.bound * size:
             raise NotReproducibleError(f"the {quantity} is not larger than its rounding error, and cannot be compared")
         return result
 
@@ -349,19 +349,19 @@ def _graph_without_saved_tensors() -> Iterator[None]:
         yield
 
 
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the norm of the difference; infinity if it is not a number."""
+    distance = float((a - b).norm())
+    return math.inf if math.isnan(distance) else distance
+
+
 def why_not_probed(model: torch.nn.Module, batch: Any) -> str | None:
     """The reason why the model cannot be run on samples of the batch and restored afterwards; None if it can.
 
     Tensors have no values in a rehearsal. If a tensor wraps others (DTensor, for example), writes to the inner tensors
     would not be noticed.
     """
-    tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    map_tensors(note, batch)
+    tensors = [*model.parameters(), *model.buffers(), *tensors_of(batch)]
     if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
         return "the model or the batch has no values"
     wrappers = {type(tensor).__name__ for tensor in tensors if is_traceable_wrapper_subclass(tensor)}
@@ -374,13 +374,7 @@ def _has_running_statistics(module: torch.nn.Module) -> bool:
 
 def _precision_of(model: torch.nn.Module, batch: Any) -> str:
     """Return the lowest precision of the matmuls without autocast: "full" (fp32 or double), "tf32" or "lower"."""
-    tensors: list[torch.Tensor] = list(model.parameters())
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    map_tensors(note, batch)
+    tensors = [*model.parameters(), *tensors_of(batch)]
     if any(tensor.is_floating_point() and tensor.itemsize < 4 for tensor in tensors):
         return "lower"
     convolves = any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in model.modules())

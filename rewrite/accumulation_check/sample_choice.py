@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ def _by_class(batch: Any, samples: int, chosen: int) -> Iterator[tuple[torch.Ten
     class then has pairs across the halves, which neither half has. In the second pair, the first half has
     samples of the most common class, as far as there are enough, and the second half has the other classes too.
     """
-    labels = [t for t in _tensors(batch) if t.dim() == 1 and len(t) == samples and _is_integer(t)]
+    labels = [t for t in tensors_of(batch, lambda _: True) if t.dim() == 1 and len(t) == samples and _is_integer(t)]
     for tensor in labels[:1]:
         classes, counts = tensor.cpu().unique(return_counts=True)
         if len(classes) == 1:
@@ -87,7 +87,7 @@ def amounts_of_padding(batch: Any, samples: int) -> torch.Tensor:
     sample, samples with fewer elements count as more padded.
     """
     amounts = torch.zeros(samples, dtype=torch.float64)
-    for tensor in _tensors(batch, samples):
+    for tensor in tensors_of(batch, lambda mappings: len(mappings) == samples):
         if not tensor.dim() or len(tensor) != samples or tensor.is_complex():
             continue
         flat = tensor.detach().reshape(samples, -1)
@@ -106,7 +106,7 @@ def amounts_of_padding(batch: Any, samples: int) -> torch.Tensor:
             continue
         amounts += _scaled(amount)
     for mappings in _lists_of_samples(batch, samples):
-        elements = [sum(t.numel() for t in _tensors(mapping)) for mapping in mappings]
+        elements = [sum(t.numel() for t in tensors_of(mapping, lambda _: True)) for mapping in mappings]
         amounts -= _scaled(torch.tensor(elements, dtype=torch.float64))
     return amounts
 
@@ -134,19 +134,15 @@ def pairs_of_micro_batches(batch: Any, samples: int, size: int) -> list[tuple[to
     return [(blocks[a], blocks[b]) for a, b in sorted(pairs) if a < b]
 
 
-def _tensors(batch: Any, samples: int | None = None) -> list[torch.Tensor]:
-    """Returns the tensors of a batch, except those in lists of mappings.
-
-    Args:
-        samples: leave out only lists of this length, which have one mapping per sample; None leaves out all.
-    """
+def tensors_of(batch: Any, leaves_out: Callable[[list[Any]], bool] = lambda mappings: False) -> list[torch.Tensor]:
+    """Returns the tensors of a batch, except those in the lists of mappings that are left out."""
     tensors: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         tensors.append(tensor)
         return tensor
 
-    map_tensors(note, batch, lambda mappings: mappings if samples in (None, len(mappings)) else None)
+    map_tensors(note, batch, lambda mappings: mappings if leaves_out(mappings) else None)
     return tensors
 
 

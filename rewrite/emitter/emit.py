@@ -13,6 +13,7 @@ import textwrap
 from planner.plan_types.plan import Plan, write_text_atomically
 from planner.rewrite.application import one_of_each_kind, turns_cache_off
 from planner.rewrite.emitted_code import WIDTH, EmittedCode, literal
+from planner.rewrite.emitter.check_source import check_source
 from planner.rewrite.emitter.header import header
 from planner.rewrite.emitter.model_source import ModelSource, batch_source, model_source
 from planner.rewrite.optimizers import OPTIMIZERS
@@ -40,8 +41,9 @@ def source(plan: Plan, *, file_name: str = "train_step.py") -> str:
     """Return the text of the emitted file: `rewrite`, `make_optimizer`, `training_step`, and a `main` that runs them.
 
     The sections have this order: constants, `build` (which creates the model), `rewrite`, the functions that the plan
-    needs, `make_optimizer`, `training_step`, `main`. If the plan was made for a live model, the file cannot build the
-    model, so it has no `build`, and its `main` only says how to import the other functions.
+    needs, `make_optimizer`, `training_step`, `check` (which compares a step with plain training), `main`. If the plan
+    was made for a live model, the file cannot build the model, so it has no `build`, and its `main` only says how to
+    import the other functions.
 
     Args:
         plan: The plan.
@@ -54,17 +56,21 @@ def source(plan: Plan, *, file_name: str = "train_step.py") -> str:
     fragments = [emitted(plan, by_kind[kind]) for kind, emitted in SOURCES.items() if kind in by_kind]
     model = model_source(plan)
     scaled = any(fragment.scaled for fragment in fragments)
+    check = check_source(plan, fragments, _loss(plan, model, "batch"))
     constants = ["\n".join(group) for group in (model.constants, *(code.constants for code in fragments)) if group]
+    # Several rules may need the same function: it is written once, where it is first needed.
+    functions = tuple(dict.fromkeys(function for fragment in fragments for function in fragment.functions))
     sections = [
-        _imports(fragments, model) + ("\n\n" + "\n\n".join(constants) if constants else ""),
+        _imports((*check.imports, *(line for fragment in fragments for line in fragment.imports)), model)
+        + ("\n\n" + "\n\n".join(constants) if constants else ""),
         *([model.build] if model.build else []),
         _rewrite(plan, fragments),
-        # Several rules may need the same function: it is written once, where it is first needed.
-        *dict.fromkeys(function for fragment in fragments for function in fragment.functions),
+        *functions,
         *model.functions,
         *([inspect.getsource(clip_gradients)] if _clips_sparse(plan, fragments) else []),
         next((fragment.optimizer for fragment in fragments if fragment.optimizer), _optimizer(plan, fragments)),
         _training_step(plan, fragments, model),
+        *(function for function in check.functions if function not in functions),
         *(
             [batch_source(plan, model), _main(plan, model, fragments, scaled=scaled)]
             if model.build
@@ -78,13 +84,13 @@ def source(plan: Plan, *, file_name: str = "train_step.py") -> str:
 _LIBRARIES = ("torch", "transformers", "bitsandbytes", "peft")
 
 
-def _imports(fragments: list[EmittedCode], model: ModelSource) -> str:
-    """Return the import statements of the file, in the order of isort.
+def _imports(needed: tuple[str, ...], model: ModelSource) -> str:
+    """Return the import statements of the file, in the order of isort, given those that its functions need.
 
     The standard library comes first, then libraries, then the user's own modules. In each block `import` statements
     come before `from` statements.
     """
-    lines = {"import torch", *model.imports, *(line for fragment in fragments for line in fragment.imports)}
+    lines = {"import torch", *model.imports, *needed}
     if model.build:
         lines.add("import argparse")
     lines = _merged(lines)
@@ -285,25 +291,29 @@ def _loss(plan: Plan, model: ModelSource, part: str) -> str:
 
 def _main(plan: Plan, model: ModelSource, fragments: list[EmittedCode], scaled: bool) -> str:
     """Return the source of `main`, which trains a few steps on random data."""
-    named = [
-        *(["scaler=scaler"] if scaled else []),
+    own = [
         *(["loss_fn=loss_fn"] if plan.workload.has_loss_fn else []),
         *(argument for fragment in fragments for argument in fragment.main_arguments),
     ]
+    named = [*(["scaler=scaler"] if scaled else []), *own]
     call = f"training_step({', '.join(['model', 'optimizer', 'batch', *named])})"
     lines = [
         "def main():",
         '    parser = argparse.ArgumentParser(description="Train a few steps on random data.")',
         '    parser.add_argument("--steps", type=int, default=3)',
+        '    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")',
+        '    parser.add_argument("--check", action="store_true", help="compare a step with a plain one, and end")',
         *(f"    {line}" for line in model.arguments),
         "    arguments = parser.parse_args()",
-        '    device = "cuda" if torch.cuda.is_available() else "cpu"',
         "    torch.manual_seed(0)",
         f"    {model.target} = build({model.build_arguments})",
-        "    model = rewrite(model.to(device).train())",
-        "    optimizer = make_optimizer(model)",
-        *(["    scaler = torch.amp.GradScaler(device)"] if scaled else []),
-        "    batch = synthetic_batch(device)",
+        "    model = model.to(arguments.device).train()",
+        "    batch = synthetic_batch(arguments.device)",
+        "    if arguments.check:",
+        f"        check({', '.join(['model', 'batch', *own])})",
+        "        return",
+        "    optimizer = make_optimizer(rewrite(model))",
+        *(["    scaler = torch.amp.GradScaler(arguments.device)"] if scaled else []),
         "    for step in range(1, arguments.steps + 1):",
         f"        loss = {call}",
         '        print(f"step {step}: loss {loss.item():.4f}")',
@@ -318,6 +328,6 @@ def _guidance(file_name: str) -> str:
         "def main():\n"
         "    raise SystemExit(\n"
         '        "The plan was made for a live model, which this file cannot build. Where yours is built:\\n"\n'
-        f'        "    from {module} import make_optimizer, rewrite, training_step"\n'
+        f'        "    from {module} import check, make_optimizer, rewrite, training_step"\n'
         "    )\n"
     )

@@ -348,7 +348,7 @@ def test_a_live_model_is_rewritten_by_importing_the_file(tmp_path):
     assert not hasattr(emitted, "build")
     batches = [images(seed=seed) for seed in range(3)]
     assert_same_training(plan, emitted, model, seeded(Convolutional), batches, loss_fn=cross_entropy)
-    with pytest.raises(SystemExit, match="from step import make_optimizer, rewrite, training_step"):
+    with pytest.raises(SystemExit, match="from step import check, make_optimizer, rewrite, training_step"):
         emitted.main()
 
 

@@ -1,0 +1,140 @@
+"""Write `check`, the function of an emitted file that compares a step by the plan with a plain step."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+from planner.plan_types.plan import Plan
+from planner.rewrite.emitted_code import WIDTH, EmittedCode
+from planner.rewrite.portable.batch_slicing import map_tensors
+from planner.rewrite.portable.plain_comparison import (
+    Rounding,
+    compare,
+    compare_updates,
+    largest,
+    result_of,
+    without_dropout,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckSource:
+    """The parts of an emitted file that compare a step by the plan with a plain step."""
+
+    imports: tuple[str, ...]
+    functions: tuple[str, ...]
+    """Sources of functions; the last is `check`."""
+
+
+def check_source(plan: Plan, fragments: list[EmittedCode], loss: str) -> CheckSource:
+    """Return the source of `check` and of the functions that it calls.
+
+    Args:
+        plan: the plan.
+        fragments: the code that the plan's decisions contribute to the file.
+        loss: expression that computes the loss of `batch` with `model`.
+    """
+    is_split = any(fragment.split for fragment in fragments)
+    is_scaled = any(fragment.scaled for fragment in fragments)
+    has_8_bit_state = any(fragment.optimizer for fragment in fragments)
+    has_floats = any("float" in dtype for _, _, dtype in plan.workload.batch)
+    replaces_forwards = any(".forward = " in text for fragment in fragments for text in fragment.rewriting)
+    named = [
+        *(["scaler=scaler"] if is_scaled else []),
+        *(["loss_fn=loss_fn"] if plan.workload.has_loss_fn else []),
+        "**options",
+    ]
+    statements = [
+        _docstring(is_cast=any(fragment.autocast for fragment in fragments), is_split=is_split),
+        _REFUSAL if replaces_forwards else "",
+        "scaler = torch.amp.GradScaler(next(model.parameters()).device.type)\n" if is_scaled else "",
+        _COPIES,
+        "without_dropout(planned)\nwithout_dropout(plain)\n" if is_split else "",
+        _IN_DOUBLE if has_floats else "",
+        _STEPS.format(options=", ".join(named), loss=loss),
+        f"compare(expected, found, rounding.eps{_REMARK if is_split else ''})\n",
+        'compare_updates(model, expected["gradient"], make_optimizer)\n' if has_8_bit_state else "",
+        'print("the step by the plan agrees with a plain step")\n',
+    ]
+    options = "*, loss_fn, **options" if plan.workload.has_loss_fn else "**options"
+    check = f"def check(model, batch, {options}):\n{textwrap.indent(''.join(statements), '    ')}"
+    functions: list[Callable[..., Any]] = [
+        *([map_tensors] if has_floats else []),
+        result_of,
+        compare,
+        largest,
+        Rounding,
+        *([without_dropout] if is_split else []),
+        *([compare_updates] if has_8_bit_state else []),
+    ]
+    return CheckSource(
+        imports=(
+            "import copy",
+            "from torch.utils._python_dispatch import TorchDispatchMode",
+            "from torch.utils._pytree import tree_leaves",
+            *(["import dataclasses", "from collections.abc import Mapping"] if has_floats else []),
+        ),
+        functions=(*(inspect.getsource(function) for function in functions), check),
+    )
+
+
+def _docstring(*, is_cast: bool, is_split: bool) -> str:
+    text = (
+        "Give a model that is not rewritten, and the options of `training_step`. Copies of it run in double"
+        + (", where autocast has no effect" if is_cast else "")
+        + ", so that only the order of sums may differ."
+    )
+    if is_split:
+        text += (
+            " Dropout is off, and batch normalization uses its running statistics. The model must not draw other "
+            "random numbers."
+        )
+    text = textwrap.fill(text, WIDTH - 4)
+    return f'"""{_SUMMARY}\n\n{text}\n"""\n'
+
+
+_SUMMARY = "Compare a step by the plan with a plain step, and raise RuntimeError if they differ by more than rounding."
+
+_REMARK = ''', "; does it draw random numbers other than for dropout?"'''
+
+_REFUSAL = """\
+if any(getattr(vars(module).get("forward"), "__globals__", None) is globals() for module in model.modules()):
+    raise RuntimeError("not compared: this model is rewritten already, so call check before rewrite")
+"""
+
+_COPIES = """\
+batch = copy.deepcopy(batch)
+planned, plain = rewrite(copy.deepcopy(model)).double(), copy.deepcopy(model).double()
+for parameter, ours in zip(plain.parameters(), planned.parameters(), strict=True):
+    parameter.requires_grad_(ours.requires_grad)
+"""
+
+_IN_DOUBLE = """\
+batch = map_tensors(lambda tensor: tensor.detach().double() if tensor.is_floating_point() else tensor, batch)
+"""
+
+_STEPS = """\
+
+def planned_step(model, optimizer):
+    return training_step(model, optimizer, copy.deepcopy(batch), {options})
+
+def plain_step(model, optimizer):
+    loss = {loss}
+    loss.backward()
+    optimizer.step()
+    return loss
+
+trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
+try:
+    found = result_of(planned_step, planned, make_optimizer(planned))
+    with Rounding() as rounding:
+        expected = result_of(plain_step, plain, torch.optim.SGD(trained))
+except torch.OutOfMemoryError as error:
+    raise RuntimeError(
+        "not compared: a step in double needs more memory than there is. Compare fewer samples, or on the CPU"
+    ) from error
+"""
