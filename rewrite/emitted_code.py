@@ -17,6 +17,9 @@ class EmittedCode:
     imports: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
     functions: tuple[str, ...] = ()
+    """Functions and classes that the file's main functions use. They stand at its end."""
+    defaults: tuple[str, ...] = ()
+    """Functions that are default values of parameters of the step, and so stand before it."""
     rewriting: tuple[str, ...] = ()
     """Statements on `model`, in the body of `rewrite(model)`."""
     is_watched: bool = False

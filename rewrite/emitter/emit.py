@@ -40,10 +40,10 @@ def emit(plan: Plan, path: str | pathlib.Path) -> None:
 def source(plan: Plan, *, file_name: str = "train_step.py") -> str:
     """Return the text of the emitted file: `rewrite`, `make_optimizer`, `training_step`, and a `main` that runs them.
 
-    The sections have this order: constants, `build` (which creates the model), `rewrite`, the functions that the plan
-    needs, `make_optimizer`, `training_step`, `check` (which compares a step with plain training), `main`. If the plan
-    was made for a live model, the file cannot build the model, so it has no `build`, and its `main` only says how to
-    import the other functions.
+    The sections have this order: constants, `build` (which creates the model), `rewrite`, `make_optimizer`,
+    `training_step`, `main`, the functions and classes that these use, and `check`, which compares a step with plain
+    training. If the plan was made for a live model, the file cannot build the model, so it has no `build`, and its
+    `main` only says how to import the other functions.
 
     Args:
         plan: The plan.
@@ -60,27 +60,33 @@ def source(plan: Plan, *, file_name: str = "train_step.py") -> str:
     constants = ["\n".join(group) for group in (model.constants, *(code.constants for code in fragments)) if group]
     # Several rules may need the same function: it is written once, where it is first needed.
     functions = tuple(dict.fromkeys(function for fragment in fragments for function in fragment.functions))
+    helpers = [
+        *functions,
+        *model.functions,
+        *([inspect.getsource(clip_gradients)] if _clips_sparse(plan, fragments) else []),
+        *(function for function in check.functions if function not in functions),
+    ]
     sections = [
         _imports((*check.imports, *(line for fragment in fragments for line in fragment.imports)), model)
         + ("\n\n" + "\n\n".join(constants) if constants else ""),
         *([model.build] if model.build else []),
         _rewrite(plan, fragments),
-        *functions,
-        *model.functions,
-        *([inspect.getsource(clip_gradients)] if _clips_sparse(plan, fragments) else []),
         next((fragment.optimizer for fragment in fragments if fragment.optimizer), _optimizer(plan, fragments)),
+        *(function for fragment in fragments for function in fragment.defaults),
         _training_step(plan, fragments, model),
-        *(function for function in check.functions if function not in functions),
         *(
             [batch_source(plan, model), _main(plan, model, fragments, scaled=scaled)]
             if model.build
             else [_guidance(file_name)]
         ),
+        *([_HELPERS] if helpers else []),
+        *helpers,
     ]
     body = "\n\n\n".join(section.strip("\n") for section in sections)
     return f'{header(plan, file_name)}\n\n{body}\n\n\nif __name__ == "__main__":\n    main()\n'
 
 
+_HELPERS = "# ---- Functions and classes that the functions above use."
 _LIBRARIES = ("torch", "transformers", "bitsandbytes", "peft")
 
 

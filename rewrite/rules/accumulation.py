@@ -154,9 +154,9 @@ def accumulation_source(plan: Plan, decision: Accumulation) -> EmittedCode:
         constants=tuple(constants),
         functions=(
             *map(inspect.getsource, functions),
-            *([_LOSS_TERMS] if by_labels else []),
             inspect.getsource(weighted),
         ),
+        defaults=(_LOSS_TERMS,) if by_labels else (),
         split=f"micro_batches({arguments})",
         options=("loss_terms=loss_terms",) if by_labels else ("loss_terms",),
         main_arguments=() if by_labels else ("loss_terms=samples_only",),
