@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
 import sys
 import types
@@ -52,10 +54,30 @@ def attributes_of(module: torch.nn.Module) -> dict[str, object]:
     for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
         if not getattr(hook, "__module__", "").startswith("planner."):  # not the recorder's own
             state |= _variables_of(getattr(hook, "__func__", hook))
-            state[f"what its hook {id(hook)} holds"] = _content(getattr(hook, "__self__", None), _MOST_LEVELS)
+            state[f"what its hook {id(hook)} holds"] = _content_of_hook(hook)
     for name, value in module._buffers.items():
         state[f"its buffer '{name}'"] = id(value)
     return state
+
+
+def _content_of_hook(hook: object) -> object:
+    """Returns what a hook can change: the attributes of its object, or the arguments of a `functools.partial`.
+
+    The object may be another module, whose attributes are not compared when the hook's module is called.
+    """
+    if isinstance(hook, functools.partial):
+        held = (*hook.args, *hook.keywords.values())
+        return _content_of_hook(hook.func), tuple(map(_content_of_owner, held))
+    if isinstance(hook, types.FunctionType):  # `_variables_of` returns what it reads
+        return None
+    return _content_of_owner(getattr(hook, "__self__", hook))
+
+
+def _content_of_owner(value: object) -> object:
+    if isinstance(value, torch.nn.Module) and not type(value).__module__.startswith(_LIBRARIES):
+        own = ((name, held) for name, held in vars(value).items() if name not in _OF_TORCH)
+        return tuple((name, _content(held, _MOST_LEVELS - 1)) for name, held in own)
+    return _content(value, _MOST_LEVELS)
 
 
 def _variables_of(forward: object) -> dict[str, object]:
@@ -86,6 +108,8 @@ def _content(value: object, levels: int) -> object:
         return value
     if isinstance(value, torch.Tensor):
         return id(value), None if value.is_inference() else value._version
+    if isinstance(value, (itertools.count, itertools.repeat)):
+        return repr(value)
     if "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray):
         return value.tobytes() if value.dtype.hasobject is False and value.nbytes <= _MOST_BYTES else id(value)
     if isinstance(value, _CONTAINERS):
