@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import functools
+import itertools
 import logging
 import random
 
@@ -929,6 +930,30 @@ def test_a_loss_that_counts_its_calls_is_refused(into):
     result = step_of(each_sample, 4, 4, build=lambda: WarmingUp(10, into))
     with pytest.raises(DecisionError, match="from one call to the next"):
         result.step(padded())
+
+
+def test_a_counter_that_reaches_its_limit_within_the_first_step_is_refused_before_it_counts():
+    result = step_of(each_sample, 4, 4, build=lambda: WarmingUp(3, "attribute"))
+    with pytest.raises(DecisionError, match="from one call to the next"):
+        result.step(padded())
+    assert result.module.calls == 0
+
+
+@pytest.mark.parametrize("stated", [False, True])
+def test_a_loss_that_advances_an_iterator_is_refused_unless_weights_are_stated(stated, caplog):
+    calls = itertools.count(1)
+
+    def warming_up(output: torch.Tensor, batch: tuple) -> torch.Tensor:
+        return each_sample(output, batch) * min(1.0, next(calls) / 3)
+
+    result = step_of(warming_up, 4, 4, **({"loss_weight": lambda batch: len(batch[0])} if stated else {}))
+    if stated:
+        result.step(padded())
+        assert "holds a count" in caplog.text and next(calls) == 5  # once for each micro-batch, and none by the check
+    else:
+        with pytest.raises(DecisionError, match="holds a count, whose position cannot be restored"):
+            result.step(padded())
+        assert next(calls) == 1
 
 
 def test_a_counter_that_changes_nothing_any_more_is_not_refused():
