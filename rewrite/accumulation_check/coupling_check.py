@@ -103,7 +103,7 @@ class CouplingCheck:
         if not self._is_split(samples, is_part):
             return
         guard = self._guard(model) if self._batches + 1 in _CHECKED_BATCHES else None
-        if guard is not None and guard.iterator is None:
+        if guard is not None and self._lost_iterator(guard) is None:
             new_probe = self._probe_factory(model, batch, samples, loss_of, guard)
             difference, why_not = self._difference_in_samples(new_probe, batch, samples)
             agrees = (difference is None and why_not is None) or self._micro_batches_agree(new_probe, batch, samples)
@@ -126,7 +126,7 @@ class CouplingCheck:
         """Compute a result for a few samples twice. Call this before the first forward of a step.
 
         Raises `DecisionError` if the two results differ, because forward or loss function change a state that they use,
-        or if they hold an iterator, whose position could not be restored. A change of less than 1 % is only logged.
+        or if they advance an iterator, whose position cannot be restored. A change of less than 1 % is only logged.
 
         Args:
             batch: the batch that will be split, or its first micro-batch.
@@ -139,10 +139,8 @@ class CouplingCheck:
         if not self._is_split(samples, is_part):
             return
         guard = self._guard(model)
-        if guard.iterator is not None:
-            self._refuse_unchecked(
-                f"the model or the loss function holds a {guard.iterator}, whose position cannot be restored"
-            )
+        if self._lost_iterator(guard) is not None:
+            self._refuse_iterator(guard)
             return
         new_probe = self._probe_factory(model, batch, samples, loss_of, guard)
         try:
@@ -161,7 +159,8 @@ class CouplingCheck:
                 continue
             if change is not None:
                 self._refuse_change(change, with_gradients)
-            return
+            break
+        self._refuse_iterator(guard)
 
     def agrees(
         self,
@@ -190,7 +189,7 @@ class CouplingCheck:
             return False
         guard = self._guard(model)
         probe = self._probe_factory(model, batch, samples, loss_of, guard)()
-        return guard.iterator is None and _all_agree(probe, [(blocks[parts[0]], blocks[parts[1]])])
+        return self._lost_iterator(guard) is None and _all_agree(probe, [(blocks[parts[0]], blocks[parts[1]])])
 
     def _guard(self, model: torch.nn.Module) -> SideEffectGuard:
         """Return an object that keeps the model and the loss function in the state that they have now."""
@@ -300,6 +299,19 @@ class CouplingCheck:
                 f"{message}; forbid accumulation, or change the state once per batch in your training loop"
             )
         self._warn_once("calls", message)
+
+    def _lost_iterator(self, guard: SideEffectGuard) -> str | None:
+        """Name of the type of an iterator whose position the check would lose or has lost; None if there is none.
+
+        If the user stated the weights, training goes on after the check, so that no iterator may move.
+        """
+        return guard.iterator if self.has_stated_weights else guard.lost_iterator
+
+    def _refuse_iterator(self, guard: SideEffectGuard) -> None:
+        if (name := self._lost_iterator(guard)) is not None:
+            self._refuse_unchecked(
+                f"the model or the loss function holds a {name}, whose position cannot be restored"
+            )
 
     def _refuse_unchecked(self, why_not: str) -> None:
         """Raise `DecisionError`, or log a warning if the user stated the weights, because nothing can be compared."""

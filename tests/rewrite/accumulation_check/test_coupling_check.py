@@ -951,9 +951,17 @@ def test_a_loss_that_advances_an_iterator_is_refused_unless_weights_are_stated(s
         result.step(padded())
         assert "holds a count" in caplog.text and next(calls) == 5  # once for each micro-batch, and none by the check
     else:
-        with pytest.raises(DecisionError, match="holds a count, whose position cannot be restored"):
+        with pytest.raises(DecisionError, match="from one call to the next"):
             result.step(padded())
-        assert next(calls) == 1
+
+
+def test_an_iterator_that_a_saturated_loss_advances_is_refused_and_one_that_rests_is_not():
+    calls = itertools.count(1)
+    step_of(lambda output, batch: each_sample(output, batch) * calls.__sizeof__(), 4, 4).step(padded())
+    assert next(calls) == 1
+    result = step_of(lambda output, batch: each_sample(output, batch) * min(1.0, next(calls)), 4, 4)
+    with pytest.raises(DecisionError, match="holds a count, whose position cannot be restored"):
+        result.step(padded())
 
 
 def test_a_counter_that_changes_nothing_any_more_is_not_refused():
