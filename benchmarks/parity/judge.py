@@ -158,6 +158,8 @@ def _emitted(case: Case, offer: Offer, technique: Technique, reached: _Reached) 
             file.is_on_host = _never
         model = file.rewrite(training.model)
         optimizer = reached.optimizer = case.optimizer(model, **technique.kernel_options)
+        if "_step_supports_amp_scaling = False" in path.read_text():  # as the file's `make_optimizer` sets it
+            optimizer._step_supports_amp_scaling = False
         accepted = inspect.signature(file.training_step).parameters
         terms = case.terms
         options = {
