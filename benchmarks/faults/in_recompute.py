@@ -189,9 +189,7 @@ FAULTS = (
         path="planner/recompute/recompute_cost.py",
         old="        if isinstance(self.backs, dict) and save.pack not in self.backs:\n            return True\n",
         new="",
-        tests=(
-            "tests/recompute/test_segments.py::test_the_promise_for_every_division_is_what_its_rehearsal_takes",
-        ),
+        tests=("tests/recompute/test_segments.py::test_the_promise_for_every_division_is_what_its_rehearsal_takes",),
         why="planning fails if autograd releases a saved tensor before its segment ends",
     ),
     Fault(
@@ -199,9 +197,7 @@ FAULTS = (
         path="planner/recording/module_state.py",
         old='    return _content_of_owner(getattr(hook, "__self__", hook), identity)',
         new='    return _content(getattr(hook, "__self__", None), _MOST_LEVELS, identity)',
-        tests=(
-            "tests/recording/test_recompute_obstacles.py::test_a_module_with_a_hook_that_counts_is_not_recomputed",
-        ),
+        tests=("tests/recording/test_recompute_obstacles.py::test_a_module_with_a_hook_that_counts_is_not_recomputed",),
         why="a block with a hook that counts its calls is recomputed, and the hook counts twice",
     ),
     Fault(

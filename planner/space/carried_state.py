@@ -70,8 +70,7 @@ def _left_behind(graph: StepGraph) -> dict[int, Op]:
     return {
         storage: op
         for storage, op in left.items()
-        if storage not in inputs
-        and (storage in derived or storage in again or _dies(graph, storage))
+        if storage not in inputs and (storage in derived or storage in again or _dies(graph, storage))
     }
 
 

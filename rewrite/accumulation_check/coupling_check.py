@@ -309,9 +309,7 @@ class CouplingCheck:
 
     def _refuse_iterator(self, guard: SideEffectGuard) -> None:
         if (name := self._lost_iterator(guard)) is not None:
-            self._refuse_unchecked(
-                f"the model or the loss function holds a {name}, whose position cannot be restored"
-            )
+            self._refuse_unchecked(f"the model or the loss function holds a {name}, whose position cannot be restored")
 
     def _refuse_unchecked(self, why_not: str) -> None:
         """Raise `DecisionError`, or log a warning if the user stated the weights, because nothing can be compared."""

@@ -108,7 +108,17 @@ class Alternating(Layer):
 
 @pytest.mark.parametrize(
     "kind",
-    [Replaced, MovingAverage, MovingAverageOfAll, MovedWeight, Counting, Bank, InitialisedByData, WarmingUp, Alternating],
+    [
+        Replaced,
+        MovingAverage,
+        MovingAverageOfAll,
+        MovedWeight,
+        Counting,
+        Bank,
+        InitialisedByData,
+        WarmingUp,
+        Alternating,
+    ],
 )
 def test_state_that_the_next_forward_uses_is_found(kind):
     assert found_in(kind()) is not None

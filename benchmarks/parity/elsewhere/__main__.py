@@ -60,8 +60,8 @@ def main() -> int:
     rounded = max((outcome.size for outcome in found if outcome.result == ROUNDED), default=0.0)
     refused = sum(outcome.result == REFUSED for outcome in found)
     console.print(
-        f"{len(found)} trainings, {refused} refused, largest rounding {rounded:.1e}, {time.perf_counter() - began:.0f} s; "
-        + ", ".join(f"{name} {version}" for name, version in versions().items())
+        f"{len(found)} trainings, {refused} refused, largest rounding {rounded:.1e}, {time.perf_counter() - began:.0f} s"
+        "; " + ", ".join(f"{name} {version}" for name, version in versions().items())
     )
     return int(any(outcome.failed for outcome in found))
 

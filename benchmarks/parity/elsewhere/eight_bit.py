@@ -51,7 +51,9 @@ def features(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def perceptron() -> nn.Module:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)), nn.Linear(WIDTH, LENGTH))
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)), nn.Linear(WIDTH, LENGTH)
+    )
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
