@@ -200,8 +200,8 @@ FAULTS = (
     Fault(
         name="no-accumulation-over-caches",
         path="planner/space/carried_state.py",
-        old="        and (storage in derived or storage in again or _dies(graph, storage))\n",
-        new="",
+        old="        if storage not in inputs and (storage in derived or storage in again or _dies(graph, storage))\n",
+        new="        if storage not in inputs\n",
         tests=("tests/space/test_carried_state.py::test_state_that_the_next_forward_does_not_use_is_left_alone",),
         why="a model that keeps a mask is not accumulated",
     ),

@@ -60,10 +60,7 @@ class Rerun:
         return self.backs if isinstance(self.backs, int) else self.backs[save.pack]
 
     def keeps(self, save: Save) -> bool:
-        """True if the unit does not free the storage of a saved tensor, so that the save keeps it alive as before.
-
-        A segment does not make a tensor again that autograd releases before the segment ends.
-        """
+        """True if the unit leaves a saved tensor alive, such as one that autograd releases before a segment ends."""
         if isinstance(self.backs, dict) and save.pack not in self.backs:
             return True
         return save.storage in self.kept if self.frees is None else save.storage not in self.frees

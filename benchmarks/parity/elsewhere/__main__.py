@@ -59,10 +59,9 @@ def main() -> int:
         console.print(f"skipped: {reason}")
     rounded = max((outcome.size for outcome in found if outcome.result == ROUNDED), default=0.0)
     refused = sum(outcome.result == REFUSED for outcome in found)
-    console.print(
-        f"{len(found)} trainings, {refused} refused, largest rounding {rounded:.1e}, {time.perf_counter() - began:.0f} s"
-        "; " + ", ".join(f"{name} {version}" for name, version in versions().items())
-    )
+    used = ", ".join(f"{name} {version}" for name, version in versions().items())
+    seconds = time.perf_counter() - began
+    console.print(f"{len(found)} trainings, {refused} refused, largest rounding {rounded:.1e}, {seconds:.0f} s; {used}")
     return int(any(outcome.failed for outcome in found))
 
 
