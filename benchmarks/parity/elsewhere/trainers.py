@@ -25,7 +25,9 @@ from planner.rewrite.rules import offload
 
 SKIPPED: list[str] = []
 """Reasons why ways are missing."""
-_MODELS = "gpt2; llama, adamw; bert; roberta; bert for classes; t5; vit; opt; qwen3; modernbert; deberta-v2"
+_MODELS = (
+    "gpt2; llama, adamw; bert; roberta; bert for classes; t5; vit; opt; qwen3; modernbert; deberta-v2; bert for tags"
+)
 WITH_LOSS = tuple(f"transformers: {name}" for name in _MODELS.split("; "))
 """Cases that the Trainer can train: batches are passed by keyword, and the model returns its loss."""
 _SAVED_AFTER = 2
