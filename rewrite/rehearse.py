@@ -121,6 +121,7 @@ def start_rehearsal(
         steps=steps,
         primed=primed,
         what_if=what_if,
+        loss_fn=workload.loss_fn,
     ).start()
 
 

@@ -215,6 +215,11 @@ class TrainingStep:
         self._requires_wrapper = True
 
     def _refuse_separate_processes(self) -> None:
+        if self._backward is not None and several_processes():
+            raise DecisionError(
+                "step-in-backward would update parameters before their gradients are summed over the processes: train "
+                "in one process, or plan with step-in-backward forbidden"
+            )
         if self._requires_wrapper and several_processes():
             raise DecisionError(
                 "several processes train here, and this step would train the model of each by its own gradients: "

@@ -205,6 +205,17 @@ FAULTS = (
         ),
         why="padding that begins in a later batch is not noticed",
     ),
+    Fault(
+        name="calls-check-after-the-forwards",
+        path="rewrite/accumulation_check/__init__.py",
+        old="    def before_step(self, batch: Any) -> None:\n        self.refuse_dependence",
+        new="    def before_update(self, batch: Any) -> None:\n        self.refuse_dependence",
+        tests=(
+            "tests/rewrite/accumulation_check/test_coupling_check.py"
+            "::test_a_counter_that_reaches_its_limit_within_the_first_step_is_refused_before_it_counts",
+        ),
+        why="a warm-up of the loss that ends within the first step is trained with each micro-batch's own factor",
+    ),
     # ---- the Trainer
     Fault(
         name="trainer-ignores-recompute",

@@ -169,10 +169,36 @@ FAULTS = (
     Fault(
         name="replay-forgets-writes",
         path="rewrite/portable/replay_tape.py",
-        old="        refuse_change(deferred.writes, self.writes[deferred.view.key])\n",
+        old="        refuse_change(False, any(may_overlap(deferred.view, view) for view in later_writes))\n",
         new="",
         tests=("tests/rewrite/rules/test_segment_checkpoint.py::test_what_is_saved_must_not_change_in_the_forward",),
         why="a saved tensor that the forward overwrote is replayed with its last value",
+    ),
+    Fault(
+        name="replay-refuses-every-write",
+        path="rewrite/portable/replay_ops.py",
+        old="            return False\n        outer = stride\n",
+        new="            pass\n        outer = stride\n",
+        tests=(
+            "tests/rewrite/rules/test_segment_checkpoint.py::test_a_chunk_may_be_saved_and_another_chunk_be_written",
+        ),
+        why="a recurrent cell that computes its gates in place is refused",
+    ),
+    Fault(
+        name="segments-make-again-what-was-released",
+        path="planner/recompute/recompute_cost.py",
+        old="        if isinstance(self.backs, dict) and save.pack not in self.backs:\n            return True\n",
+        new="",
+        tests=("tests/recompute/test_segments.py::test_the_promise_for_every_division_is_what_its_rehearsal_takes",),
+        why="planning fails if autograd releases a saved tensor before its segment ends",
+    ),
+    Fault(
+        name="hooks-of-objects-are-not-read",
+        path="planner/recording/module_state.py",
+        old='    return _content_of_owner(getattr(hook, "__self__", hook), identity)',
+        new='    return _content(getattr(hook, "__self__", None), _MOST_LEVELS, identity)',
+        tests=("tests/recording/test_recompute_obstacles.py::test_a_module_with_a_hook_that_counts_is_not_recomputed",),
+        why="a block with a hook that counts its calls is recomputed, and the hook counts twice",
     ),
     Fault(
         name="offload-one-copy-of-all-versions",

@@ -172,4 +172,37 @@ FAULTS = (
         ),
         why="the lower bound of 8-bit state is that of 32-bit state",
     ),
+    # ---- state that one forward leaves for the next
+    Fault(
+        name="accumulation-over-carried-tensors",
+        path="planner/space/carried_state.py",
+        old="        if op.phase is Phase.BACKWARD:\n",
+        new="        if op.phase is Phase.BACKWARD:\n            continue\n",
+        tests=("tests/space/test_carried_state.py::test_state_that_the_next_forward_uses_is_found",),
+        why="emitted files train a queue of negatives with every micro-batch",
+    ),
+    Fault(
+        name="accumulation-over-counters",
+        path="planner/space/carried_state.py",
+        old="    return graph.changed_state if graph.forwards_differ else None",
+        new="    return None",
+        tests=("tests/space/test_carried_state.py::test_a_loss_function_that_counts_is_found",),
+        why="emitted files warm the loss up with every micro-batch",
+    ),
+    Fault(
+        name="no-accumulation-over-logged-counters",
+        path="planner/space/carried_state.py",
+        old="    return graph.changed_state if graph.forwards_differ else None",
+        new="    return graph.changed_state",
+        tests=("tests/space/test_carried_state.py::test_state_that_the_next_forward_does_not_use_is_left_alone",),
+        why="a model that counts its calls for a log is not accumulated",
+    ),
+    Fault(
+        name="no-accumulation-over-caches",
+        path="planner/space/carried_state.py",
+        old="        if storage not in inputs and (storage in derived or storage in again or _dies(graph, storage))\n",
+        new="        if storage not in inputs\n",
+        tests=("tests/space/test_carried_state.py::test_state_that_the_next_forward_does_not_use_is_left_alone",),
+        why="a model that keeps a mask is not accumulated",
+    ),
 )

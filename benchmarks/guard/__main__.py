@@ -137,6 +137,7 @@ def use_form(form: str) -> None:
     whole = CouplingCheck._choices
     if form == "weights":
         CouplingCheck.refuse_coupled_samples = lambda *_, **__: None  # type: ignore[method-assign]  # on purpose
+        CouplingCheck.refuse_dependence_on_calls = lambda *_, **__: None  # type: ignore[method-assign]  # on purpose
     elif form == "first":
         coupling_check._CHECKED_BATCHES = (1,)
     elif form == "coupling":

@@ -24,6 +24,7 @@ from benchmarks.parity.techniques import Offer, Technique, why_not_certified
 from planner import rewrite
 from planner.errors import PlannerError
 from planner.plan_types.decisions import ChunkedLoss
+from planner.plan_types.plan import Plan
 from planner.rewrite.rules import offload
 
 EQUAL, ROUNDED, REFUSED, WARNED = "equal bits", "equal but for rounding", "refused", "different, warned"
@@ -75,7 +76,7 @@ def judged(case: Case, offer: Offer, technique: Technique, *, after: Callable[[A
     Args:
         after: called with the training step before the live training; tests plant mistakes with it.
     """
-    with mock.patch.object(offload, "is_on_host", _never):  # so that tensors are copied, although they are on the host
+    with mock.patch.object(offload, "is_on_host", never):  # so that tensors are copied, although they are on the host
         live = _compared(case, technique, "live", lambda reached: _live(case, offer, technique, reached, after))
     if live.result in (DIFFERENT, ERROR) and (why := why_not_certified(case, technique)) is not None:
         for way in ("live", "emitted"):
@@ -96,7 +97,7 @@ def repeats(case: Case) -> Outcome | None:
     try:
         first, second = (trained_plainly.__wrapped__(case, case.dtype) for _ in range(2))
     except Exception as why:  # of the case itself, which the table then lists as broken
-        return Outcome(case.name, "plain", "live", BROKEN, note=_first_line(why))
+        return Outcome(case.name, "plain", "live", BROKEN, note=first_line(why))
     if all(torch.equal(first.start[name], parameter) for name, parameter in first.parameters.items()):
         return Outcome(case.name, "plain", "live", BROKEN, note="no parameter changes")
     if not all(loss.isfinite() for loss in first.losses):
@@ -148,16 +149,11 @@ def _emitted(case: Case, offer: Offer, technique: Technique, reached: _Reached) 
     """Train all batches by the file that `rewrite.emit` writes."""
     training = reached.training = Training(case, technique.dtype_for(case))
     with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "train_step.py"
-        rewrite.emit(offer.plan_with(technique, training.model), path)
-        spec = importlib.util.spec_from_file_location("emitted_train_step", path)
-        assert spec is not None and spec.loader is not None
-        file = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(file)
-        if hasattr(file, "is_on_host"):
-            file.is_on_host = _never
+        file, path = emitted_file(offer.plan_with(technique, training.model), folder)
         model = file.rewrite(training.model)
         optimizer = reached.optimizer = case.optimizer(model, **technique.kernel_options)
+        if "_step_supports_amp_scaling = False" in path.read_text():  # as the file's `make_optimizer` sets it
+            optimizer._step_supports_amp_scaling = False
         accepted = inspect.signature(file.training_step).parameters
         terms = case.terms
         options = {
@@ -176,7 +172,20 @@ def _emitted(case: Case, offer: Offer, technique: Technique, reached: _Reached) 
     return training.trained(optimizer)
 
 
-def _never(tensor: torch.Tensor) -> bool:
+def emitted_file(plan: Plan, folder: str) -> tuple[Any, pathlib.Path]:
+    """Emit a plan into a folder. Returns the file as a module, and its path. Tensors are copied for offloading."""
+    path = pathlib.Path(folder) / "train_step.py"
+    rewrite.emit(plan, path)
+    spec = importlib.util.spec_from_file_location("emitted_train_step", path)
+    assert spec is not None and spec.loader is not None
+    file = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(file)
+    if hasattr(file, "is_on_host"):
+        file.is_on_host = never
+    return file, path
+
+
+def never(tensor: torch.Tensor) -> bool:
     return False
 
 
@@ -187,7 +196,7 @@ def _compared(case: Case, technique: Technique, way: str, train: Callable[[_Reac
     """Train, and compare with the plain loop."""
     reached = _Reached()
     outcome = Outcome(case.name, technique.name, way, EQUAL)
-    with default_dtype(technique.dtype_for(case)), _listening() as heard:
+    with default_dtype(technique.dtype_for(case)), listening() as heard:
         try:
             trained = train(reached)
         except Exception as why:  # a refusal or an error: `_of_exception` tells which, and the table lists it
@@ -198,8 +207,7 @@ def _compared(case: Case, technique: Technique, way: str, train: Callable[[_Reac
     size, where = difference(truth, trained)
     if size == 0:
         return outcome
-    allowed = _allowed(case, technique)
-    if size <= allowed:
+    if size <= allowed(case, technique):
         return dataclasses.replace(outcome, result=ROUNDED, size=size, note=where)
     result = DIFFERENT
     if (limit := _known(case, technique)) is not None:
@@ -221,7 +229,7 @@ def _truth(case: Case, technique: Technique, *, plain_end: bool, steps: int | No
     )  # fmt: skip
 
 
-def _allowed(case: Case, technique: Technique) -> float:
+def allowed(case: Case, technique: Technique) -> float:
     """Returns the largest relative difference that is rounding: 0 if the technique promises equal bits."""
     if not technique.reorders_sums:
         return 0.0
@@ -243,7 +251,7 @@ def _without_attributes(trained: Trained) -> Trained:
 
 def _of_exception(case: Case, technique: Technique, outcome: Outcome, reached: _Reached, why: Exception) -> Outcome:
     """Returns the outcome of a training that raised: refused only if all steps before were those of the plain loop."""
-    note = f"{type(why).__name__}: {_first_line(why)}"
+    note = f"{type(why).__name__}: {first_line(why)}"
     refuses = isinstance(why, PlannerError) or type(why).__name__ == "RecomputeDifference"
     training = reached.training
     if not refuses:
@@ -258,7 +266,7 @@ def _of_exception(case: Case, technique: Technique, outcome: Outcome, reached: _
     truth = _truth(case, technique, plain_end=False, steps=steps)
     present = training.trained(reached.optimizer)
     size, where = difference(truth, dataclasses.replace(present, others={}), others=False)
-    if size <= _allowed(case, technique):
+    if size <= allowed(case, technique):
         return dataclasses.replace(outcome, result=REFUSED, note=f"in step {steps + 1}: {note}")
     if (limit := _known(case, technique)) is not None:
         return dataclasses.replace(outcome, result=KNOWN, size=size, note=f"in step {steps + 1}, {limit}: {note}")
@@ -322,12 +330,12 @@ def _largest(tensor: torch.Tensor) -> float:
     return float(values.max()) if values.numel() else 0.0
 
 
-def _first_line(why: BaseException) -> str:
+def first_line(why: BaseException) -> str:
     return (str(why).splitlines() or [type(why).__name__])[0][:230]
 
 
 @contextlib.contextmanager
-def _listening() -> Iterator[list[str]]:
+def listening() -> Iterator[list[str]]:
     """Collects the warnings that the product logs."""
     heard: list[str] = []
 

@@ -129,10 +129,16 @@ class PlainLoop:
     Args:
         size: samples of a micro-batch; None to train on the whole batch at once.
         clips: False to leave out the clipping of gradients.
+        wrap: returns what is called instead of the model, such as `DistributedDataParallel`, or shards the model in
+            place. It is called before the optimizer is created.
     """
 
-    def __init__(self, case: Case, dtype: torch.dtype, *, autocast: str | None, size: int | None, clips: bool) -> None:
+    def __init__(
+        self, case: Case, dtype: torch.dtype, *, autocast: str | None, size: int | None, clips: bool,
+        wrap: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model,
+    ) -> None:  # fmt: skip
         self.training = Training(case, dtype)
+        self._called = wrap(self.training.model)
         self.optimizer = case.optimizer(self.training.model)
         self._scheduler = None if case.scheduler is None else case.scheduler(self.optimizer)
         self._autocast, self._size = autocast, size
@@ -157,7 +163,7 @@ class PlainLoop:
     def _backward(self, batch: Any, weight: float) -> torch.Tensor:
         dtype = DTYPES.get(self._autocast or "")
         with contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype):
-            loss = forward(self.training.model, batch, self.training.loss_fn).reshape(())
+            loss = forward(self._called, batch, self.training.loss_fn).reshape(())
         if weight != 1.0:
             loss = loss * weight
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()

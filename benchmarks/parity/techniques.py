@@ -43,6 +43,7 @@ from planner.recompute.units import Unit, Units, units_of
 from planner.recording.step_graph import StepGraph
 from planner.rewrite.rehearse import certifying_graph, start_rehearsal
 from planner.space import lm_head
+from planner.space.carried_state import carried_state
 from planner.space.micro_batches import MicroBatching
 from planner.space.search_space import SearchSpace, search_space
 from planner.workload.workload import Workload, workload
@@ -146,14 +147,13 @@ def offer(case: Case) -> Offer:
             host_copies=copies,
         )  # fmt: skip
         chunks = lm_head.loss_in_chunks(baseline, work.model, vram_bytes=CARD.vram_bytes)
-        space = search_space(work, CARD, CONSTRAINTS, batch_statistics=baseline.batch_statistics, chunks=chunks)
+        facts = {"batch_statistics": baseline.batch_statistics, "carried": carried_state(baseline)}
+        space = search_space(work, CARD, CONSTRAINTS, chunks=chunks, **facts)
     found = [*_recomputing(units), *_of_space(space, case), *_kernels(work)]
     if case.single:
         with default_dtype(torch.float32):
             single = _workload(case, torch.float32)
-            precise = search_space(
-                single, CARD, CONSTRAINTS, batch_statistics=baseline.batch_statistics, chunks=None
-            ).precisions
+            precise = search_space(single, CARD, CONSTRAINTS, chunks=None, **facts).precisions
         if any(precise):
             found += [Technique(dtype, (Precision(dtype=dtype),)) for dtype in ("bf16", "fp16")]
     order = {name: number for number, name in enumerate(SINGLE)}

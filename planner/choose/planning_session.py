@@ -27,6 +27,7 @@ from planner.plan_types.decision_base import Decision, Role, has_role, micro_bat
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import Category, Op, Phase, StepGraph
 from planner.space.by_sample import BySampleCheck, StartForward
+from planner.space.carried_state import carried_state
 from planner.space.lm_head import loss_in_chunks
 from planner.space.lower_bounds import TrainedParameters, lower_bound_bytes
 from planner.space.search_space import SearchSpace, search_space
@@ -99,9 +100,14 @@ class PlanningSession:
             self.card,
             constraints,
             batch_statistics=graph.batch_statistics,
+            carried=self._carried if constraints.allow(Role.MICRO_BATCHING) else None,
             why_no_samples=self._by_sample_check.why_not if constraints.allow(Role.MICRO_BATCHING) else None,
             chunks=loss_in_chunks(graph, self.workload.model, vram_bytes=self.budget.usable_bytes),
         )
+
+    @functools.cached_property
+    def _carried(self) -> str | None:
+        return carried_state(self.baseline_graph)
 
     def expect(self, constraints: Constraints) -> None:
         """Start the recording that the search will probably need first, while the baseline is still being recorded."""

@@ -59,9 +59,11 @@ class Rerun:
         """Returns the tick at which a saved tensor is made again or copied back."""
         return self.backs if isinstance(self.backs, int) else self.backs[save.pack]
 
-    def keeps(self, storage: int) -> bool:
-        """True if a storage saved in the call is not freed, but stays alive until backward reads it."""
-        return storage in self.kept if self.frees is None else storage not in self.frees
+    def keeps(self, save: Save) -> bool:
+        """True if the unit leaves a saved tensor alive, such as one that autograd releases before a segment ends."""
+        if isinstance(self.backs, dict) and save.pack not in self.backs:
+            return True
+        return save.storage in self.kept if self.frees is None else save.storage not in self.frees
 
     def gives_away(self, storage: int) -> bool:
         """True if a saved storage is freed as soon as backward has read it.

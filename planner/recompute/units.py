@@ -300,9 +300,7 @@ def _holds(graph: StepGraph, options: _Options, sizes: list[int]) -> tuple[np.nd
         chosen = [option for call in graph.enclosing(save.call) for option in options.get(call, ())]
         # 1. From the save until `back`: held unless a unit is selected that frees the storage and makes it again at
         #    `back`. Units differ in `back`, so the time is divided at the `back` of every unit.
-        backs = [
-            (min(option.rerun.back(save), release), option) for option in chosen if not option.rerun.keeps(save.storage)
-        ]
+        backs = [(min(option.rerun.back(save), release), option) for option in chosen if not option.rerun.keeps(save)]
         for back in sorted({back for back, _ in backs if back > start}):
             units = _units(option for later, option in backs if later >= back)
             pieces[save.storage].append((start, back, "unless", units))

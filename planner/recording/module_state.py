@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
 import sys
 import types
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
@@ -17,6 +20,10 @@ _LIBRARIES = ("torch.", "transformers.")
 """Beginnings of the names of modules whose forwards and objects are known to keep no such state."""
 _MOST_LEVELS, _MOST_ENTRIES, _MOST_BYTES = 3, 1000, 1 << 20
 """Limits for the search of an attribute: nested containers, entries of a container, bytes of an array."""
+
+
+Identity = Callable[[object], int | None]
+"""A function that returns what stands for the identity of an object: `id`, or `_no_identity`."""
 
 
 def module_state(module: torch.nn.Module) -> dict[str, object]:
@@ -39,33 +46,89 @@ def attributes_of(module: torch.nn.Module) -> dict[str, object]:
     Containers and objects are described by what they hold (`_content`). Variables that the forward or a hook closes
     over or reads from its file count as attributes.
     """
+    return _attributes_of(module, id)
+
+
+def plain_state(model: torch.nn.Module, loss_fn: object = None) -> dict[str, object]:
+    """Returns numbers and text in the attributes of all modules and of the loss function, by a description.
+
+    Tensors and the identities of objects are left out, because a forward may make new ones without any consequence.
+    """
+    state = {
+        f"{name.replace('its', 'the', 1)} of '{path or type(model).__name__}'": value
+        for path, module in model.named_modules()
+        for name, value in _attributes_of(module, _no_identity).items()
+    }
+    return state | ({} if loss_fn is None else {"what the loss function holds": _plain_content_of(loss_fn)})
+
+
+def host_random_state() -> tuple[object, object]:
+    """Returns the states of Python's and numpy's global random generators."""
+    state = module_state(torch.nn.Identity())
+    return state["Python's random state"], state.get("numpy's random state")
+
+
+def _plain_content_of(function: object) -> object:
+    """Returns the numbers and text that a function or callable object holds."""
+    if isinstance(function, torch.nn.Module):
+        return tuple(plain_state(function).items())
+    variables = _variables_of(getattr(function, "__func__", function), _no_identity)
+    defaults = _content(getattr(function, "__defaults__", None) or (), _MOST_LEVELS, _no_identity)
+    return tuple(variables.items()), defaults, _content_of_hook(function, _no_identity)
+
+
+def _no_identity(value: object) -> None:
+    """Stands in for `id` where it does not matter which object a value is."""
+
+
+def _attributes_of(module: torch.nn.Module, identity: Identity) -> dict[str, object]:
     state: dict[str, object] = {}
     kind = type(module)
     is_known = kind.__module__.startswith(_LIBRARIES)
     for name, value in vars(module).items():
         if name not in _OF_TORCH:
-            state[f"its attribute '{name}'"] = _content(value, 0 if is_known else _MOST_LEVELS)
+            state[f"its attribute '{name}'"] = _content(value, 0 if is_known else _MOST_LEVELS, identity)
     if not is_known:
         own = {name: value for name, value in vars(kind).items() if isinstance(value, (*_PLAIN, *_CONTAINERS))}
-        state |= {f"the attribute '{name}' of its class": _content(own[name], _MOST_LEVELS) for name in own}
-    state |= _variables_of(kind.forward)
+        state |= {f"the attribute '{name}' of its class": _content(own[name], _MOST_LEVELS, identity) for name in own}
+    state |= _variables_of(kind.forward, identity)
     for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
         if not getattr(hook, "__module__", "").startswith("planner."):  # not the recorder's own
-            state |= _variables_of(getattr(hook, "__func__", hook))
-            state[f"what its hook {id(hook)} holds"] = _content(getattr(hook, "__self__", None), _MOST_LEVELS)
+            state |= _variables_of(getattr(hook, "__func__", hook), identity)
+            state[f"what its hook {id(hook)} holds"] = _content_of_hook(hook, identity)
     for name, value in module._buffers.items():
-        state[f"its buffer '{name}'"] = id(value)
+        state[f"its buffer '{name}'"] = identity(value)
     return state
 
 
-def _variables_of(forward: object) -> dict[str, object]:
+def _content_of_hook(hook: object, identity: Identity) -> object:
+    """Returns what a hook can change: the attributes of its object, or the arguments of a `functools.partial`.
+
+    The object may be another module, whose attributes are not compared when the hook's module is called.
+    """
+    if isinstance(hook, functools.partial):
+        held = (*hook.args, *hook.keywords.values())
+        return _content_of_hook(hook.func, identity), tuple(_content_of_owner(value, identity) for value in held)
+    if isinstance(hook, types.FunctionType):  # `_variables_of` returns what it reads
+        return None
+    return _content_of_owner(getattr(hook, "__self__", hook), identity)
+
+
+def _content_of_owner(value: object, identity: Identity) -> object:
+    if isinstance(value, torch.nn.Module) and not type(value).__module__.startswith(_LIBRARIES):
+        own = ((name, held) for name, held in vars(value).items() if name not in _OF_TORCH)
+        return tuple((name, _content(held, _MOST_LEVELS - 1, identity)) for name, held in own)
+    return _content(value, _MOST_LEVELS, identity)
+
+
+def _variables_of(forward: object, identity: Identity) -> dict[str, object]:
     """Returns the contents of the variables outside of a function that it reads, by a description of each."""
     if not isinstance(forward, types.FunctionType) or forward.__module__.startswith(_LIBRARIES):
         return {}
     cells = zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True)
     outer = {name: cell.cell_contents for name, cell in cells if not _is_empty(cell)}
     outer |= {name: forward.__globals__[name] for name in forward.__code__.co_names if name in forward.__globals__}
-    return {f"the variable '{name}'": _content(value, _MOST_LEVELS) for name, value in outer.items()}
+    return {f"the variable '{name}'": _content(value, _MOST_LEVELS, identity) for name, value in outer.items()}
 
 
 def _is_empty(cell: types.CellType) -> bool:
@@ -76,33 +139,37 @@ def _is_empty(cell: types.CellType) -> bool:
     return False
 
 
-def _content(value: object, levels: int) -> object:
+def _content(value: object, levels: int, identity: Identity) -> object:
     """Returns a value that differs if a forward has changed `value`: its content, or an identity.
 
     Args:
         levels: number of nested containers and objects to look into.
+        identity: `id`, or `_no_identity` to leave out tensors and which object a value is.
     """
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, torch.Tensor):
-        return id(value), None if value.is_inference() else value._version
+        return identity(value) and (id(value), None if value.is_inference() else value._version)
+    if isinstance(value, (itertools.count, itertools.repeat)):
+        return repr(value)
     if "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray):
-        return value.tobytes() if value.dtype.hasobject is False and value.nbytes <= _MOST_BYTES else id(value)
+        return value.tobytes() if value.dtype.hasobject is False and value.nbytes <= _MOST_BYTES else identity(value)
     if isinstance(value, _CONTAINERS):
         if not levels or len(value) > _MOST_ENTRIES:
             return len(value)
         if isinstance(value, dict):
-            return tuple((_content(key, 0), _content(entry, levels - 1)) for key, entry in value.items())
-        entries = tuple(_content(entry, levels - 1) for entry in value)
+            pairs = value.items()
+            return tuple((_content(key, 0, identity), _content(entry, levels - 1, identity)) for key, entry in pairs)
+        entries = tuple(_content(entry, levels - 1, identity) for entry in value)
         return frozenset(entries) if isinstance(value, (set, frozenset)) else entries
     if levels and isinstance(value, types.FunctionType) and value.__closure__:
         held = (cell.cell_contents for cell in value.__closure__ if not _is_empty(cell))
-        return id(value), tuple(_content(item, levels - 1) for item in held)
+        return identity(value), tuple(_content(item, levels - 1, identity) for item in held)
     attributes = getattr(value, "__dict__", None)
     is_state = not isinstance(value, (torch.nn.Module, type, types.ModuleType))
     if levels and is_state and isinstance(attributes, dict) and not type(value).__module__.startswith(_LIBRARIES):
-        return id(value), _content(attributes, levels - 1)
-    return id(value)
+        return identity(value), _content(attributes, levels - 1, identity)
+    return identity(value)
 
 
 def changed_state(before: dict[str, object], after: dict[str, object]) -> str | None:

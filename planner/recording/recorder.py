@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from planner.recording.categories import classify, note_obstacles
 from planner.recording.flops import flops_of
@@ -97,6 +98,8 @@ class Recorder(TorchDispatchMode):
         self._setup_tick = 0
         self._op_of_sequence: dict[int, int] = {}  # autograd's node number -> the forward op that made the node
         self._batch_statistics: dict[str, None] = {}
+        self._forwards: dict[int, int] = {}
+        """For each step: a hash of the ops of its forward and of the numbers among their arguments."""
         self._buffers: dict[int, tuple[str, bool]] = {}  # storage -> (module, True if the module is a norm)
         self._writes: list[tuple[int, int, int | None]] = []  # (tick, storage, call) of in-place writes in forward
 
@@ -212,6 +215,9 @@ class Recorder(TorchDispatchMode):
                 draws_random_numbers=draws_random_numbers(op, args, kwargs),
             )
         )
+        if phase is Phase.FORWARD:
+            numbers = [repr(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, (int, float, complex))]
+            self._forwards[self.step] = hash((self._forwards.get(self.step), str(op), *numbers))
         # 2. Its storages, in the order in which the kernel allocates them: the simulated allocator depends on it.
         if not self._in_setup:
             self.table.birth_op = index
@@ -219,6 +225,9 @@ class Recorder(TorchDispatchMode):
         record.inputs = tuple(i for t in read if (i := storage_of(t)) is not None)
         record.outputs = tuple(i for t in written if (i := storage_of(t)) is not None)
         record.shapes = tuple(tuple(t.shape) for t in written)
+        if traits.writes:
+            targets = nested_tensors(traits.written_arguments(args, kwargs))
+            record.written = tuple(i for t in targets if watches(t) and (i := storage_of(t)) is not None)
         # 3. Notes for later: the last op that made a storage, reads after an update in backward, in-place writes.
         if record.makes_or_changes:
             self.sequence = torch.autograd._get_sequence_nr()
@@ -346,6 +355,7 @@ class Recorder(TorchDispatchMode):
             update_tick=self.updates.tick,
             trained=self.updates.trained,
             assumptions=tuple(self.data_dependence.assumptions),
+            forwards_differ=len(set(self._forwards.values())) > 1,
         )
         classify(graph)
         return graph

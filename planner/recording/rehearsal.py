@@ -16,6 +16,7 @@ import torch
 from planner.errors import PlannerError, WorkloadError
 from planner.plan_types.quantized import is_quantized
 from planner.recording.hook_errors import HookErrors
+from planner.recording.module_state import changed_state, host_random_state, plain_state
 from planner.recording.recorder import Recorder
 from planner.recording.step_graph import Category, StepGraph
 from planner.virtual_gpu import backend, fake_tensor_cache, kernels, quantized_weights, rnn
@@ -59,6 +60,8 @@ class Rehearsal:
     trained: tuple[str, ...] | None = None
     """Names of the parameters that have a gradient, for a step without a backward. None for a step with
     a backward, in which they are recorded."""
+    loss_fn: Callable | None = None
+    """The loss function, whose state is compared before and after the last step; None if it is part of the model."""
 
     def start(self) -> Child:
         """Starts the rehearsal in a child process. `Child.result` waits for it and returns its `StepGraph`."""
@@ -127,6 +130,7 @@ def _rehearse(rehearsal: Rehearsal, refuse: Refuse) -> tuple[StepGraph, bytes]:
             primed=rehearsal.primed,
             micro_batch_sizes=rehearsal.micro_batch_sizes,
             trained=rehearsal.trained,
+            loss_fn=rehearsal.loss_fn,
         )
         return graph, fake_tensor_cache.fresh(since=known_calls)
 
@@ -141,6 +145,7 @@ def record_steps(
     primed: bool,
     micro_batch_sizes: tuple[int, ...],
     trained: tuple[str, ...] | None = None,
+    loss_fn: Callable | None = None,
 ) -> StepGraph:
     """Runs training steps under the recorder, and returns the recording.
 
@@ -149,7 +154,7 @@ def record_steps(
     Args:
         recorder: a recorder for the virtual GPU or for a real device.
         model, batch: the model and its batch, on the recorder's device.
-        prepare, steps, primed, micro_batch_sizes, trained: as in `Rehearsal`.
+        prepare, steps, primed, micro_batch_sizes, trained, loss_fn: as in `Rehearsal`.
 
     Raises:
         WorkloadError: the training step raised an error, or exits; the message names the module and the line.
@@ -172,11 +177,22 @@ def record_steps(
             if primed:
                 _run_step(lambda _: _prime(model, optimizer), batch, model, hook_errors)
             recorder.setup_ends()
+            before: dict[str, object] = {}
+            random_before = host_random_state()
             for number in range(steps):
+                if number and number == steps - 1:
+                    before = plain_state(model, loss_fn)
                 recorder.starts_step(number)
                 _run_step(step, batch, model, hook_errors)
                 gc.collect()
-        return recorder.finish(steps=steps, primed=primed, micro_batch_sizes=micro_batch_sizes)
+            after = plain_state(model, loss_fn) if before else {}
+        graph = recorder.finish(steps=steps, primed=primed, micro_batch_sizes=micro_batch_sizes)
+        drew_on_host = host_random_state() != random_before  # which may be why the forwards differ
+        return dataclasses.replace(
+            graph,
+            changed_state=changed_state(before, after),
+            forwards_differ=graph.forwards_differ and not drew_on_host,
+        )
 
 
 def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module, hook_errors: HookErrors) -> None:

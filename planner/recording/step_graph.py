@@ -84,6 +84,8 @@ class Op:
     """True if the op's scratch memory is known: by a formula, or because the op takes none."""
     writes: bool = False
     """True if the op changes an argument in place."""
+    written: tuple[int, ...] = ()
+    """Indices of the storages that the op changes in place."""
     draws_random_numbers: bool = False
     """True if the op advances the random generator; dropout and attention with dropout do."""
 
@@ -186,6 +188,12 @@ class StepGraph:
     """Names of the parameters that received a gradient."""
     assumptions: tuple[str, ...] = ()
     """Assumptions about tensor values that the step reads and a rehearsal does not have, each with module and line."""
+
+    changed_state: str | None = None
+    """Python state of the model or the loss function that the last step changed; None if it changed none, or if only
+    one step was recorded."""
+    forwards_differ: bool = False
+    """True if the forwards of the steps ran different ops, or ops with different numbers as arguments."""
 
     def enclosing(self, call: int | None) -> list[int]:
         """Returns the indices of a call and of the calls in which it is nested, innermost first; empty for None."""

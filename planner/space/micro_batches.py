@@ -38,6 +38,7 @@ def batch_splits(
     workload: Workload,
     constraints: Constraints,
     batch_statistics: tuple[str, ...],
+    carried: str | None,
     why_no_samples: str | None,
     notes: list[str],
 ) -> tuple[MicroBatching, ...]:
@@ -47,6 +48,7 @@ def batch_splits(
 
     Args:
         batch_statistics: names of modules that normalize over the samples of a batch.
+        carried: what a forward changes and the next one uses; None if nothing was found.
         why_no_samples: the reason why it is not known which tensors of the batch have a row for each sample; None if it
             is known.
         notes: a note is added if the batch cannot be split, or if the gradients of its splits differ.
@@ -61,6 +63,11 @@ def batch_splits(
         why_not = "the batch is a single sample"
     elif why_no_samples:
         why_not = why_no_samples
+    elif carried:
+        why_not = (
+            f"the forward changes {carried}: every micro-batch would change it, as if it were a batch of its own (if "
+            "results do not depend on it, force accumulation)"
+        )
     elif changed := _changed_gradient(workload.model):
         why_not = f"{changed}, which is not linear in the gradients of micro-batches"
     elif _balances_experts(workload):

@@ -102,8 +102,18 @@ def why_no_kernel(kernel: str, optimizer: object, model: torch.nn.Module) -> str
             if group.get("differentiable"):
                 return f"{kind.__name__} was created with differentiable=True"
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if kernel == "fused" and not issubclass(kind, torch.optim.Adam) and any(map(_is_sharded, parameters)):
+        return f"the fused kernel of {kind.__name__} does not take sharded parameters (DTensor)"
     unsupported = sorted({str(p.dtype).removeprefix("torch.") for p in parameters if not p.is_floating_point()})
     return f"a parameter is {unsupported[0]}, not floating point" if unsupported else None
+
+
+def _is_sharded(parameter: torch.Tensor) -> bool:
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(parameter, DTensor)
 
 
 def sparse_lookups(model: torch.nn.Module) -> dict[str, torch.Tensor]:

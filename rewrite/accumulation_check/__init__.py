@@ -61,7 +61,8 @@ class AccumulationCheck(StepObserver):
     over labels and the weights do not count labels, because the number of labels may change from batch to batch.
 
     Give it to a `TrainingStep` as an observer. Code with a loop of its own (the Trainer's hooks) calls `watch_part` and
-    `after_loss` for each micro-batch, and then `refuse_other_weights` and `refuse_coupled_samples`.
+    `after_loss` for each micro-batch, and then `refuse_other_weights` and `refuse_coupled_samples`; before the first
+    micro-batch it calls `refuse_dependence_on_calls`.
 
     Args:
         model: the model itself, without wrappers such as DistributedDataParallel.
@@ -108,6 +109,9 @@ class AccumulationCheck(StepObserver):
         self._watches_next_step, self._later_watcher, self._watcher = False, None, None
 
     # ---- as an observer of a `TrainingStep` --------------------------------------------------------------------------
+
+    def before_step(self, batch: Any) -> None:
+        self.refuse_dependence_on_calls(batch)
 
     def before_forward(self, weight: torch.Tensor | float | None) -> None:
         if weight is not None:  # the batch is split
@@ -165,6 +169,18 @@ class AccumulationCheck(StepObserver):
         watcher, self._watcher = self._watcher, None
         if watcher is not None and weights:
             self._check_weights(watcher, batch, weights)
+
+    def refuse_dependence_on_calls(self, batch: Any, *, is_part: bool = False) -> None:
+        """Compute a result for a few samples twice, before the first forward of a step.
+
+        Raises `DecisionError` if the results differ, because forward or loss function change a state that they use.
+
+        Args:
+            batch: the batch that will be split, or its first micro-batch.
+            is_part: True if `batch` is only a micro-batch.
+        """
+        if self.coupling is not None:
+            self.coupling.refuse_dependence_on_calls(self._model, batch, self._loss_of, is_part=is_part)
 
     def refuse_coupled_samples(self, batch: Any, *, is_part: bool = False) -> None:
         """Compare the gradient of a few samples with the weighted sum of the gradients of two halves of them.

@@ -10,6 +10,9 @@ of these samples (`gradient_probe`). Do so for several choices of samples (`samp
 compare pairs of whole micro-batches: a loss may compare samples only within groups, and is split correctly if no group
 is cut by the split. The step is refused only if micro-batches differ too.
 
+Before the first micro-batch of a batch, a result for the same samples is computed twice: if the two differ, forward or
+loss function change a state that they use, and every micro-batch would change it.
+
 Of the batches that are split, numbers 1, 2, 4, 8 and 16 are checked. No more samples are taken than a micro-batch has,
 so that the check takes no more memory than the training step. If that leaves fewer than four samples, values of the
 loss on more samples are compared too, which take less memory than gradients. Pairs of whole micro-batches take more
@@ -97,17 +100,15 @@ class CouplingCheck:
         if not self._can_probe(model, batch):
             return
         samples = count_samples(batch, self.batch_size, self.not_by_sample)
-        if samples <= self.micro_batch_size < self.batch_size and not is_part:  # it was not split
+        if not self._is_split(samples, is_part):
             return
-        if self._batches + 1 in _CHECKED_BATCHES:
-            new_probe = self._probe_factory(model, batch, samples, loss_of)
+        guard = self._guard(model) if self._batches + 1 in _CHECKED_BATCHES else None
+        if guard is not None and self._lost_iterator(guard) is None:
+            new_probe = self._probe_factory(model, batch, samples, loss_of, guard)
             difference, why_not = self._difference_in_samples(new_probe, batch, samples)
             agrees = (difference is None and why_not is None) or self._micro_batches_agree(new_probe, batch, samples)
             if why_not is not None and not agrees:
-                message = f"it could not be checked that micro-batches train like the whole batch: {why_not}"
-                if not self.has_stated_weights:
-                    raise DecisionError(f"{message}; {self.unchecked_way_out}")
-                self._warn_once("not checked", message)
+                self._refuse_unchecked(why_not)
             if difference is not None and not agrees:
                 if not self.has_stated_weights and not difference.is_slight:
                     raise DecisionError(f"{difference}; {self.way_out}")
@@ -118,6 +119,48 @@ class CouplingCheck:
                 )
                 self._warn_once("difference", f"{difference}. {remark}")
         self._batches += 1
+
+    def refuse_dependence_on_calls(
+        self, model: torch.nn.Module, batch: Any, loss_of: Callable[[Any], torch.Tensor], *, is_part: bool = False
+    ) -> None:
+        """Compute a result for a few samples twice. Call this before the first forward of a step.
+
+        Raises `DecisionError` if the two results differ, because forward or loss function change a state that they use,
+        or if they advance an iterator, whose position cannot be restored. A change of less than 1 % is only logged.
+
+        Args:
+            batch: the batch that will be split, or its first micro-batch.
+            loss_of: computes the loss of a batch with the model.
+            is_part: True if `batch` is only a micro-batch.
+        """
+        if self._batches + 1 not in _CHECKED_BATCHES or not self._can_probe(model, batch):
+            return
+        samples = count_samples(batch, self.batch_size, self.not_by_sample)
+        if not self._is_split(samples, is_part):
+            return
+        guard = self._guard(model)
+        if self._lost_iterator(guard) is not None:
+            self._refuse_iterator(guard)
+            return
+        new_probe = self._probe_factory(model, batch, samples, loss_of, guard)
+        try:
+            halves, with_gradients = next(self._choices(batch, samples), (None, False))
+        except Exception as error:  # the comparison of samples reports it
+            logger.info("samples could not be chosen (%s: %s)", type(error).__name__, error)
+            return
+        if halves is None:
+            return
+        for in_training_mode in (True, False):
+            probe = new_probe(in_training_mode=in_training_mode)
+            try:
+                change = probe.change_by_calls(torch.cat(halves), with_gradients=with_gradients)
+            except Exception as error:  # raised by the model or its loss; the comparison of samples reports it
+                logger.info("two calls could not be compared (%s: %s)", type(error).__name__, error)
+                continue
+            if change is not None:
+                self._refuse_change(change, with_gradients)
+            break
+        self._refuse_iterator(guard)
 
     def agrees(
         self,
@@ -144,13 +187,12 @@ class CouplingCheck:
         blocks = torch.arange(samples).split(self.micro_batch_size)
         if count != len(blocks):
             return False
-        probe = self._probe_factory(model, batch, samples, loss_of)()
-        return _all_agree(probe, [(blocks[parts[0]], blocks[parts[1]])])
+        guard = self._guard(model)
+        probe = self._probe_factory(model, batch, samples, loss_of, guard)()
+        return self._lost_iterator(guard) is None and _all_agree(probe, [(blocks[parts[0]], blocks[parts[1]])])
 
-    def _probe_factory(
-        self, model: torch.nn.Module, batch: Any, samples: int, loss_of: Callable[[Any], torch.Tensor]
-    ) -> Callable[..., GradientProbe]:
-        """Return a function that creates probes, each of which keeps the model in the state that it has now."""
+    def _guard(self, model: torch.nn.Module) -> SideEffectGuard:
+        """Return an object that keeps the model and the loss function in the state that they have now."""
         guard = SideEffectGuard(model, self.loss_fn)
         if not guard.is_complete:
             self._warn_once(
@@ -158,6 +200,17 @@ class CouplingCheck:
                 "model and loss function hold more objects than a snapshot takes: changes that the check of "
                 "micro-batches makes to some of them may stay",
             )
+        return guard
+
+    def _probe_factory(
+        self,
+        model: torch.nn.Module,
+        batch: Any,
+        samples: int,
+        loss_of: Callable[[Any], torch.Tensor],
+        guard: SideEffectGuard,
+    ) -> Callable[..., GradientProbe]:
+        """Return a function that creates probes."""
         return functools.partial(
             GradientProbe, model, batch, samples, loss_of, self.terms_of, guard,
             not_by_sample=self.not_by_sample, chunked_head=self.chunked_head,
@@ -227,8 +280,6 @@ class CouplingCheck:
                 if result is not None and result.is_off:
                     return result, None
                 compared += result is not None
-                if number == 0:
-                    self._refuse_dependence_on_calls(probe, torch.cat(halves), with_gradients)
                 break
         if differs_by_draws is not None:
             self._warn_once("random numbers", f"with random numbers of its own for each sample, {differs_by_draws}")
@@ -236,18 +287,8 @@ class CouplingCheck:
             self._warn_once("nothing", "the loss could not be compared on parts of a batch: it is zero, or not finite")
         return None, None if compared else reason
 
-    def _refuse_dependence_on_calls(self, probe: GradientProbe, samples: torch.Tensor, with_gradients: bool) -> None:
-        """Raise `DecisionError` if results for some samples depend on how often forward and loss were called before.
-
-        A change of less than 1 % is only logged.
-        """
-        try:
-            change = probe.change_by_calls(samples, with_gradients=with_gradients)
-        except Exception as error:  # raised by the model or its loss, which may need gradients
-            logger.info("two calls could not be compared (%s: %s)", type(error).__name__, error)
-            return
-        if change is None:
-            return
+    def _refuse_change(self, change: float, with_gradients: bool) -> None:
+        """Raise `DecisionError`, or log a warning, for a relative change of a result from one call to the next."""
         message = (
             f"the {'gradient' if with_gradients else 'loss'} of the same samples changes by {change:.2%} from one call "
             "to the next, because the forward or the loss function changes a state that it uses (a counter of calls, a "
@@ -258,6 +299,27 @@ class CouplingCheck:
                 f"{message}; forbid accumulation, or change the state once per batch in your training loop"
             )
         self._warn_once("calls", message)
+
+    def _lost_iterator(self, guard: SideEffectGuard) -> str | None:
+        """Name of the type of an iterator whose position the check would lose or has lost; None if there is none.
+
+        If the user stated the weights, training goes on after the check, so that no iterator may move.
+        """
+        return guard.iterator if self.has_stated_weights else guard.lost_iterator
+
+    def _refuse_iterator(self, guard: SideEffectGuard) -> None:
+        if (name := self._lost_iterator(guard)) is not None:
+            self._refuse_unchecked(f"the model or the loss function holds a {name}, whose position cannot be restored")
+
+    def _refuse_unchecked(self, why_not: str) -> None:
+        """Raise `DecisionError`, or log a warning if the user stated the weights, because nothing can be compared."""
+        message = f"it could not be checked that micro-batches train like the whole batch: {why_not}"
+        if not self.has_stated_weights:
+            raise DecisionError(f"{message}; {self.unchecked_way_out}")
+        self._warn_once("not checked", message)
+
+    def _is_split(self, samples: int, is_part: bool) -> bool:
+        return is_part or not samples <= self.micro_batch_size < self.batch_size
 
     def _micro_batches_agree(self, new_probe: Callable[..., GradientProbe], batch: Any, samples: int) -> bool:
         """True if, for several pairs of whole micro-batches, the weighted gradients add up to that of both joined.

@@ -98,6 +98,8 @@ class ObjectSnapshot:
     def __init__(self, roots: Sequence[Any]) -> None:
         self.is_complete = True
         self.iterator: str | None = None
+        self._positions: list[tuple[Any, str | None]] = []
+        """The iterators that were found, with the position of each; None if it cannot be read."""
         self._restores: list[_Restore] = []
         self._hashed: list[_Restore] = []
         """How to restore sets and mappings with keys whose hash may depend on their state. This is done last."""
@@ -141,6 +143,12 @@ class ObjectSnapshot:
         if interrupted is not None:
             raise interrupted
         return has_drawn
+
+    @property
+    def lost_iterator(self) -> str | None:
+        """Name of the type of an iterator that has moved since the snapshot, or may have; None if there is none."""
+        lost = (value for value, position in self._positions if position is None or position != _position_of(value))
+        return next((type(value).__name__ for value in lost), None)
 
     def _outside_of(self, roots: list[Any]) -> list[Any]:
         """Note plain values in classes and global variables that the code of the roots names; return the objects."""
@@ -188,6 +196,7 @@ class ObjectSnapshot:
             seen[id(value)] = value  # keeps it alive, so that its id is not reused
             if hasattr(info.type, "__next__"):
                 self.iterator = info.type.__name__
+                self._positions.append((value, _position_of(value)))
             try:
                 held = list(info.held_by(value))
                 if issubclass(info.type, torch.nn.Module) or not self._are_shared(held):
@@ -309,6 +318,11 @@ class _TypeInfo:
 
 # ---- reading state ---------------------------------------------------------------------------------------------------
 # Containers and attributes are read by the methods of their builtin type, since a subclass may override them.
+
+
+def _position_of(iterator: Any) -> str | None:
+    """Return text that tells the position of an iterator; None for types that do not show it."""
+    return repr(iterator) if isinstance(iterator, (itertools.count, itertools.repeat)) else None
 
 
 def _can_copy(array: Any) -> bool:

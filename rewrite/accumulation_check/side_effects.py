@@ -41,6 +41,11 @@ class SideEffectGuard:
         self.iterator = self._snapshot.iterator
         self.drew_on_host = False
 
+    @property
+    def lost_iterator(self) -> str | None:
+        """Name of the type of an iterator that has moved since the model was in that state, or may have; or None."""
+        return self._snapshot.lost_iterator
+
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:
         """Context that restores everything at its end. Run the model, its backward and its loss function inside."""

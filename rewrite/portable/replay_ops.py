@@ -83,6 +83,34 @@ class StorageView:
         return torch._neg_view(tensor) if self.is_neg else tensor
 
 
+def may_overlap(view, other):
+    """Return False if it is certain that two views of one storage have no byte in common, such as two chunks."""
+    if view.dtype != other.dtype:
+        return True
+    (sizes, strides, start), (other_sizes, other_strides, other_start) = view.layout, other.layout
+    stop, other_stop = (
+        offset + sum((n - 1) * stride for n, stride in zip(size, step, strict=True)) + 1
+        for size, step, offset in (view.layout, other.layout)
+    )
+    if stop <= other_start or other_stop <= start:
+        return False
+    if strides != other_strides:
+        return True
+    # With equal strides, both are boxes in one grid, unless a row of one goes on in the next row of the grid.
+    outer = None
+    for stride, n, other_n in sorted(zip(strides, sizes, other_sizes, strict=True), reverse=True):
+        if stride == 0:
+            return True
+        first, other_first = start // stride, other_start // stride
+        start, other_start = start % stride, other_start % stride
+        if outer is not None and max(first + n, other_first + other_n) * stride > outer:
+            return True
+        if first + n <= other_first or other_first + other_n <= first:
+            return False
+        outer = stride
+    return True
+
+
 class KeptTensor:
     """A saved tensor that stays in memory, as autograd would keep it."""
 

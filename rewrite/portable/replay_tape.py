@@ -38,7 +38,7 @@ import contextlib
 import functools
 import itertools
 from bisect import bisect
-from collections import Counter
+from collections import Counter, defaultdict
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -54,6 +54,7 @@ from planner.rewrite.portable.replay_ops import (
     copy_of,
     key_of,
     map_args,
+    may_overlap,
     random_numbers,
     refuse_change,
     tensors_in,
@@ -109,11 +110,12 @@ class Tape(TorchDispatchMode):
         only_views, written_at, draws, statistics = traits_of(op)
         if only_views or self.is_paused:
             return op(*args, **kwargs)
-        segment, written, entry = self.segment_at(self.count), {}, None
+        segment, targets, written, entry = self.segment_at(self.count), [], {}, None
         is_kept = self.count in self.kept_ops and not written_at
         # Before the op runs: segments copy the tensors that they will need and that the op is about to overwrite.
         if written_at:
-            written = self.storages([args[n] if n < len(args) else kwargs.get(name) for n, name in written_at])
+            targets = [args[n] if n < len(args) else kwargs.get(name) for n, name in written_at]
+            written = self.storages(targets)
             for key, tensor in written.items():
                 for other in self.segments:
                     other.before_write(key, tensor)
@@ -132,6 +134,7 @@ class Tape(TorchDispatchMode):
                     segment.start_from(key, detached(tensor))
             elif segment:
                 segment.add(entry, result, created, written, bisect(self.split_points, self.count))
+                segment.note_writes(targets)
             self.count += 1
             self.sequence = torch.autograd._get_sequence_nr()
         return result
@@ -215,7 +218,7 @@ class Segment:
         # Recording: entries by part; numbers of the storages that the segment created, and of those not yet written.
         self.ops, self.created, self.unwritten = [[] for _ in range(parts)], set(), set()
         self.starts = {}  # storage number -> (tensor, version), for tensors that are read here but were created before
-        self.writes = Counter()  # storage number -> number of in-place writes
+        self.writes = defaultdict(list)  # storage number -> the views that were written in place
         self.wanted = [Counter() for _ in range(parts)]  # by part: storage number -> number of saved tensors in it
         # By part: ops that lead to its saved tensors, ops that later parts need, storages needed from earlier parts.
         self.to_make, self.to_pass, self.needed_from_before = [], [], []
@@ -241,14 +244,18 @@ class Segment:
         for key, tensor in created.items():
             self.tape.know(key, tensor)
             self.created.add(key)
-        for key in written:
-            self.writes[key] += 1
         if entry.op.__name__.startswith(("empty", "new_empty")):
             self.unwritten.update(created)
         entry.outputs.extend(key_of(tensor) for tensor in tensors_in(result))
         entry.created.update(created)
         entry.changed.update(created, written)
         self.ops[part].append(entry)
+
+    def note_writes(self, targets):
+        """Note the tensors that an op has written in place."""
+        for tensor in tensors_in(targets):
+            if (key := key_of(tensor)) is not None:
+                self.writes[key].append(StorageView(key, tensor))
 
     def views(self, values, read):
         """Replace the tensors in an op's arguments by references, and add the numbers of their storages to `read`."""
@@ -288,7 +295,7 @@ class Segment:
         if key not in self.created or key in self.unwritten:
             return None
         self.wanted[part][key] += 1
-        return DeferredTensor(self, part, StorageView(key, tensor), self.writes[key])
+        return DeferredTensor(self, part, StorageView(key, tensor), len(self.writes[key]))
 
     # ---- at its end
 
@@ -319,7 +326,8 @@ class Segment:
     def value(self, deferred):
         """Return a saved tensor. The first call for a tensor of a part recomputes all saved tensors of the part."""
         key = deferred.part, deferred.view.key
-        refuse_change(deferred.writes, self.writes[deferred.view.key])
+        later_writes = self.writes[deferred.view.key][deferred.writes :]
+        refuse_change(False, any(may_overlap(deferred.view, view) for view in later_writes))
         if key not in self.results:
             self.run(deferred.part)
         tensor = self.results[key]

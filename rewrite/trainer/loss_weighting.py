@@ -197,6 +197,8 @@ class LossWeighting:
         kwargs = {name: value for name, value in kwargs.items() if name != COUNT}
         computes_loss = self._count is None or kwargs.get("labels") is not None
         if computes_loss and _trains(model):
+            if not self.pending_micro_batches:
+                self._check.refuse_dependence_on_calls(kwargs, is_part=True)
             self._inputs.append(kwargs)
             self._check.watch_part(None)
         return args, kwargs

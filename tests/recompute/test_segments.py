@@ -76,6 +76,21 @@ class Wide(Flat):
         return logits, returned
 
 
+class Routed(Flat):
+    """Layers that take the largest entries: autograd releases their indices, and saves them again for the gather."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth=depth, mix=(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in range(self.depth):
+            (mix,) = self.of(number, "mix")
+            scores = torch.sigmoid(F.linear(x, mix))
+            chosen = scores.topk(2, dim=-1).indices
+            x = torch.tanh(x + scores.gather(1, chosen).sum(1, keepdim=True))
+        return F.linear(x, self.head)
+
+
 def first_cross_entropy(outputs: tuple[torch.Tensor, torch.Tensor], batch) -> torch.Tensor:
     return cross_entropy(outputs[0], batch)
 
@@ -164,7 +179,7 @@ def test_parts_that_start_from_each_other_go_below_one_level(build):
     assert held < (depth.bit_length() + 18) * bytes_of_layer
 
 
-@pytest.mark.parametrize(("build", "depth"), [(Skips, 2), (Wide, 4), (Stack, 9)])
+@pytest.mark.parametrize(("build", "depth"), [(Skips, 2), (Wide, 4), (Stack, 9), (Routed, 8)])
 def test_the_promise_for_every_division_is_what_its_rehearsal_takes(build, depth):
     work = work_of(build(depth), samples=64)
     found, curve = units(what_if(work))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 from typing import ClassVar
 
 import numpy as np
@@ -231,14 +232,34 @@ class Hook:
         self.calls += 1
 
 
-@pytest.mark.parametrize("kind", ["method", "closure"])
+class Observed(nn.Sequential):
+    """A model whose method is the forward hook of the modules in its blocks."""
+
+    calls = 0
+
+    def count(self, *_: object) -> None:
+        self.calls += 1
+
+
+def count_into(seen: list[int], *_: object) -> None:
+    seen[0] += 1
+
+
+@pytest.mark.parametrize("kind", ["method", "closure", "object", "partial", "method of the model"])
 def test_a_module_with_a_hook_that_counts_is_not_recomputed(kind):
-    model, seen = nn.Sequential(*(Counting("") for _ in range(4))), [0]
+    model, seen = Observed(*(Counting("") for _ in range(4))), [0]
 
     def counting(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
         seen[0] += 1
 
+    hooks = {
+        "method": lambda: Hook().count,
+        "closure": lambda: counting,
+        "object": Hook,
+        "partial": lambda: functools.partial(count_into, seen),
+        "method of the model": lambda: model.count,
+    }
     for block in model:
-        block.layer.register_forward_hook(Hook().count if kind == "method" else counting)
+        block.layer.register_forward_hook(hooks[kind]())
     modules = [name for decision in plan_of(model).decisions for name in decision.modules]
     assert not modules

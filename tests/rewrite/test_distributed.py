@@ -22,7 +22,7 @@ import planner
 import planner.space.search_space
 from planner import rewrite
 from planner.errors import DecisionError
-from planner.plan_types.decisions import Accumulation, Checkpoint, ChunkedLoss, StepInBackward
+from planner.plan_types.decisions import Accumulation, Checkpoint, ChunkedLoss, OptimizerKernel, StepInBackward
 from tests.support.training import plan_for, seeded
 
 pytestmark = pytest.mark.slow
@@ -191,6 +191,14 @@ REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
     "a step in backward": (
         lambda rank: (result := applied(StepInBackward())).step.wrap_with(DistributedDataParallel(result.module)),
         "DecisionError: step-in-backward uses each gradient before DistributedDataParallel has added up those of all",
+    ),
+    "a step in backward of a sharded model": (
+        lambda rank: sharded(rank, StepInBackward()),
+        "DecisionError: step-in-backward would update parameters before their gradients are summed over the processes",
+    ),
+    "a fused kernel of SGD for a sharded model": (
+        lambda rank: sharded(rank, OptimizerKernel(kernel="fused")),
+        "DecisionError: optimizer-kernel fused cannot be set: the fused kernel of SGD does not take sharded parameters",
     ),
     "FSDP2 after the plan": (
         sharded_afterwards,

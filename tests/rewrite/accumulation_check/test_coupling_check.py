@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import functools
+import itertools
 import logging
 import random
 
@@ -928,6 +929,38 @@ class WarmingUp(Speaker):
 def test_a_loss_that_counts_its_calls_is_refused(into):
     result = step_of(each_sample, 4, 4, build=lambda: WarmingUp(10, into))
     with pytest.raises(DecisionError, match="from one call to the next"):
+        result.step(padded())
+
+
+def test_a_counter_that_reaches_its_limit_within_the_first_step_is_refused_before_it_counts():
+    result = step_of(each_sample, 4, 4, build=lambda: WarmingUp(3, "attribute"))
+    with pytest.raises(DecisionError, match="from one call to the next"):
+        result.step(padded())
+    assert result.module.calls == 0
+
+
+@pytest.mark.parametrize("stated", [False, True])
+def test_a_loss_that_advances_an_iterator_is_refused_unless_weights_are_stated(stated, caplog):
+    calls = itertools.count(1)
+
+    def warming_up(output: torch.Tensor, batch: tuple) -> torch.Tensor:
+        return each_sample(output, batch) * min(1.0, next(calls) / 3)
+
+    result = step_of(warming_up, 4, 4, **({"loss_weight": lambda batch: len(batch[0])} if stated else {}))
+    if stated:
+        result.step(padded())
+        assert "holds a count" in caplog.text and next(calls) == 5  # once for each micro-batch, and none by the check
+    else:
+        with pytest.raises(DecisionError, match="from one call to the next"):
+            result.step(padded())
+
+
+def test_an_iterator_that_a_saturated_loss_advances_is_refused_and_one_that_rests_is_not():
+    calls = itertools.count(1)
+    step_of(lambda output, batch: each_sample(output, batch) * calls.__sizeof__(), 4, 4).step(padded())
+    assert next(calls) == 1
+    result = step_of(lambda output, batch: each_sample(output, batch) * min(1.0, next(calls)), 4, 4)
+    with pytest.raises(DecisionError, match="holds a count, whose position cannot be restored"):
         result.step(padded())
 
 

@@ -16,6 +16,7 @@ from planner.errors import DecisionError
 from planner.plan_types.decisions import Accumulation, Precision, Replay
 from planner.plan_types.techniques import decision_from_json
 from planner.rewrite.portable import replay_tape
+from planner.rewrite.portable.replay_ops import StorageView, may_overlap
 from planner.workload.workload import workload
 from tests.support.flat_models import (
     Attention,
@@ -245,6 +246,47 @@ def test_what_is_saved_must_not_change_in_the_forward():
         else:
             with pytest.raises(RuntimeError, match=r"inplace operation|changed in place"):
                 result.step(batch)
+
+
+def test_a_chunk_may_be_saved_and_another_chunk_be_written():
+    """Recurrent cells compute their gates in place, in chunks of one tensor that count their writes separately."""
+
+    class Cell(Flat):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(3):
+                first, second = nn.functional.linear(x, self.weight0).unsafe_chunk(2, 1)
+                x = x + first.sigmoid_() * second.tanh_()
+            return nn.functional.linear(x, self.head)
+
+    model, batches = seeded(Cell, depth=1, weight=(32, 16)), [vectors()]
+    ops = op_count(model, vectors())
+    expected = trained(copy.deepcopy(model), batches=batches)
+    for stops in ((), (6,)):
+        found = trained(copy.deepcopy(model), Replay(
+            modules=("",), stretches=((0, ops),), kept=((),), stops=(stops,)), batches=batches)  # fmt: skip
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_views_are_told_apart_only_if_they_share_nothing(seed):
+    chance, whole, told = random.Random(seed), torch.arange(120).reshape(4, 6, 5), 0
+
+    def view() -> torch.Tensor:
+        found = whole
+        for _ in range(chance.randint(1, 3)):
+            dim = chance.randrange(3)
+            start = chance.randrange(found.shape[dim])
+            found = found.narrow(dim, start, chance.randint(1, found.shape[dim] - start))
+            found = found.transpose(0, 2) if chance.random() < 0.2 else found
+            found = found[::2] if chance.random() < 0.1 else found
+        return found
+
+    for _ in range(500):
+        one, other = view(), view()
+        if not may_overlap(StorageView(0, one), StorageView(0, other)):
+            told += 1
+            assert not set(one.flatten().tolist()) & set(other.flatten().tolist())
+    assert told > 50
 
 
 def test_nothing_outlives_its_use():

@@ -1,0 +1,119 @@
+"""Finds state that one forward leaves behind and the next one uses, in a recording of two training steps.
+
+With accumulation every micro-batch runs a forward, and so changes such state: a queue of earlier samples, a moving
+average of weights, a counter that warms up the loss. Training would then differ from that with whole batches.
+
+Tensors: a storage that a forward of the first step made or wrote, and from which values flow into the backward of the
+second step. Writes that only advance the storage itself (a count of batches that nothing reads) do not matter, nor do
+caches: tensors that depend on neither the batch nor a trained parameter, and that the second step does not change.
+
+Python: numbers and containers that the second step changed (`module_state.plain_state`), if its forward also ran other
+ops than that of the first step, or ops with other numbers.
+
+What it cannot see: state that first matters in a later step, and numbers that an op reads from its caller's memory.
+"""
+
+from __future__ import annotations
+
+import math
+
+from planner.recording.op_schema import WRITE_STATISTICS
+from planner.recording.step_graph import Category, Op, Phase, StepGraph
+
+_OVERWRITE = ("aten.zero_.", "aten.fill_.", "aten.copy_.", "aten.normal_.", "aten.uniform_.", "aten.bernoulli_.")
+"""Ops that overwrite what they write to without reading it."""
+_IDEMPOTENT = ("aten.clamp_", "aten.clamp_min_", "aten.clamp_max_", "aten.relu_.", "aten.abs_.", "aten.renorm_.",
+               "aten.masked_fill_.", "aten.embedding_renorm_.")  # fmt: skip
+"""Ops that change nothing if they run a second time. Forwards use them to constrain trained parameters."""
+_READ_SHAPES = ("_like.", ".new_", "sym_size", "sym_numel")
+"""Parts of the names of ops that read only shapes of their arguments."""
+_ITEM_BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
+
+
+def carried_state(graph: StepGraph) -> str | None:
+    """Returns what a forward changes and the next one uses, for a note; None if nothing was found.
+
+    Args:
+        graph: a recording of two steps, each with one forward.
+    """
+    if graph.steps < 2:
+        return None
+    left = _left_behind(graph)
+    if (storage := _reaching_backward(graph, left)) is not None:
+        source = left[storage].source or "in its own code"
+        return f"a tensor that its next call reads ({left[storage].name.split('.')[1]}, {source})"
+    return graph.changed_state if graph.forwards_differ else None
+
+
+def _left_behind(graph: StepGraph) -> dict[int, Op]:
+    """Returns the storages in which the forward of the first step leaves values, with the op that made or wrote each.
+
+    Without storages of the batch and caches.
+    """
+    updated = {s for op in graph.ops if op.phase is Phase.OPTIMIZER for s in _written(op)}
+    trained = {s for s in updated if graph.storages[s].category is Category.PARAMETER}
+    inputs = {s for s, storage in enumerate(graph.storages) if storage.category is Category.INPUT}
+    derived, left, again = trained | inputs, {}, set[int]()
+    for index, op in enumerate(graph.ops):
+        if op.phase is not Phase.FORWARD or op.is_view:
+            continue
+        written = _written(op)
+        if op.step:
+            again |= written
+            continue
+        made = {s for s in op.outputs if graph.storages[s].op == index}
+        if not derived.isdisjoint(op.inputs) and not any(part in op.name for part in _READ_SHAPES):
+            derived |= made | written
+        for storage in made | written:
+            if not (storage in trained and op.name.startswith(_IDEMPOTENT)):
+                left[storage] = op
+    return {
+        storage: op
+        for storage, op in left.items()
+        if storage not in inputs and (storage in derived or storage in again or _dies(graph, storage))
+    }
+
+
+def _reaching_backward(graph: StepGraph, left: dict[int, Op]) -> int | None:
+    """Returns a storage in `left` from which values flow into the backward of the second step; None if there is none.
+
+    Values flow from the tensors that an op reads to those that it writes.
+    """
+    origin = {storage: storage for storage in left}
+    for op in graph.ops:
+        if op.step == 0 or op.phase not in (Phase.FORWARD, Phase.BACKWARD):
+            continue
+        written = _written(op)
+        if op.phase is Phase.FORWARD and op.name.startswith(_OVERWRITE):
+            for storage in written:
+                if _covers(graph, op, storage):
+                    origin.pop(storage, None)
+        read = op.inputs[:-2] if op.name in WRITE_STATISTICS else op.inputs
+        found = next((origin[s] for s in read if s in origin and not (s in written and len(set(read)) == 1)), None)
+        if found is None:
+            continue
+        if op.phase is Phase.BACKWARD:
+            if "batch_norm" in op.name:  # takes running statistics, and uses them in evaluation mode only
+                continue
+            return found
+        if not any(part in op.name for part in _READ_SHAPES):
+            for storage in {*op.outputs, *written}:
+                origin.setdefault(storage, found)
+    return None
+
+
+def _written(op: Op) -> set[int]:
+    """Returns the storages that the op changes in place, without running statistics of a norm."""
+    return set() if op.name in WRITE_STATISTICS else set(op.written)
+
+
+def _covers(graph: StepGraph, op: Op, storage: int) -> bool:
+    """True if the op writes the whole storage, and not only a part of it."""
+    numel = math.prod(op.shapes[0]) if op.shapes else 0
+    return bool(numel) and graph.storages[storage].size_bytes == numel * _ITEM_BYTES.get(op.dtype, 8)
+
+
+def _dies(graph: StepGraph, storage: int) -> bool:
+    """True if the storage is freed before the recording ends."""
+    lives = graph.storages[storage].lives
+    return bool(lives) and lives[-1][1] < graph.ticks
