@@ -40,8 +40,9 @@ class Rerun:
     """The cost of one call if it is recomputed (or offloaded) by one unit."""
 
     backs: dict[int, int] | int
-    """Tick at which saved tensors are made again (or copied back): one tick for all saves of the call, or
-    a dict with one tick for each save; its keys are the `Save.pack` of the saves."""
+    """Tick at which saved tensors are made again (or copied back): one tick for all saves of the call, or a dict with
+    one tick for each save of a storage in `frees`; its keys are the `Save.pack` of the saves. The tick is the end of the
+    recording if a tensor is not made again."""
     frees: frozenset[int] | None
     """Storages saved in the call that are freed until they are made again; None for all storages except `kept`."""
     kept: frozenset[int]
@@ -60,9 +61,7 @@ class Rerun:
         return self.backs if isinstance(self.backs, int) else self.backs[save.pack]
 
     def keeps(self, save: Save) -> bool:
-        """True if the unit leaves a saved tensor alive, such as one that autograd releases before a segment ends."""
-        if isinstance(self.backs, dict) and save.pack not in self.backs:
-            return True
+        """True if the unit leaves a saved tensor alive until backward reads it."""
         return save.storage in self.kept if self.frees is None else save.storage not in self.frees
 
     def gives_away(self, storage: int) -> bool:
@@ -182,16 +181,13 @@ class Replays:
             The cost; None if the replay would free nothing, or if a tensor that the ops read is overwritten later.
         """
         graph, numbered = self._graph, self.ops_of(index)
-        # 1. The tensors that the segment makes and saves. A tensor released before the segment ends is not made again.
+        # 1. The tensors that the segment makes and saves. None of them is held in the forward. A save that autograd
+        #    releases before the segment ends is not made again, although other saves of its storage may be.
         ops = [op for op in numbered if op not in kept.ops]
         made = self._made(ops)
         end = graph.calls[index].end
-        saves = [
-            (storage, save)
-            for storage, save in self._saves[index]
-            if storage in made and (save.release is None or save.release > end)
-        ]
-        wanted = frozenset(storage for storage, _ in saves)
+        made_saves = [(storage, save) for storage, save in self._saves[index] if storage in made]
+        saves = [(storage, save) for storage, save in made_saves if save.release is None or save.release > end]
         # 2. The parts, each with its ops and the tensors that autograd saved for these ops.
         first = self._segments[index][0]
         bounds = [0, *(point - first for point in split_points), len(numbered)]
@@ -226,9 +222,10 @@ class Replays:
         ]
         # 5. Time, peaks and further holds, found by simulating the replays.
         run = _Run(self, parts, release)
+        backs = {save.pack: parts[part_of[save.pack]].back for _, save in saves}
         return Rerun(
-            backs={save.pack: graph.ticks if (b := parts[part_of[save.pack]].back) is None else b for _, save in saves},
-            frees=wanted,
+            backs={save.pack: graph.ticks if (b := backs.get(save.pack)) is None else b for _, save in made_saves},
+            frees=frozenset(storage for storage, _ in made_saves),
             kept=kept.storages,
             holds=(*held, *run.holds),
             cost_ns=run.cost_ns,

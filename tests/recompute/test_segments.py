@@ -91,6 +91,34 @@ class Routed(Flat):
         return F.linear(x, self.head)
 
 
+class DetachedScale(Flat):
+    """Layers that divide by a detached scale: autograd saves their tensors and releases some of them at once."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth=depth, up=(64, 16), down=(16, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in range(self.depth):
+            up, down = self.of(number, "up", "down")
+            hidden = torch.exp(torch.tanh(F.linear(x, up)))
+            scale = (hidden * hidden).mean().detach()
+            x = x + torch.tanh(F.linear(hidden / scale, down))
+        return F.linear(x, self.head)
+
+
+class NearestCode(DetachedScale):
+    """Replaces each vector by the nearest vector of a codebook, with a straight-through gradient, as in a VQ-VAE."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in range(self.depth):
+            up, down = self.of(number, "up", "down")
+            hidden = torch.tanh(F.linear(x, up))
+            distances = (hidden.square().sum(1, keepdim=True) - 2 * F.linear(hidden, down) + down.square().sum(1)).softmax(1)
+            codes = F.embedding(distances.argmin(1), down)
+            x = x + torch.tanh(F.linear(hidden + (codes - hidden).detach(), down))
+        return F.linear(x, self.head)
+
+
 def first_cross_entropy(outputs: tuple[torch.Tensor, torch.Tensor], batch) -> torch.Tensor:
     return cross_entropy(outputs[0], batch)
 
@@ -188,6 +216,18 @@ def test_the_promise_for_every_division_is_what_its_rehearsal_takes(build, depth
     for number in divided:
         rehearsed = plain(work, found.decisions((number,)), card=BARE).live_bytes().max()
         assert curve.peak((number,)) == rehearsed, found.units[number]
+
+
+@pytest.mark.parametrize("build", [DetachedScale, NearestCode])
+def test_saved_tensors_that_are_released_in_the_forward_are_promised_as_rehearsed(build):
+    work = work_of(build(6), samples=64)
+    graph = what_if(work)
+    assert any(save.release is not None and save.unpack is None for save in graph.saves)
+    found, curve = units(graph, kinds=(Replay,))
+    assert found.units
+    for number, unit in enumerate(found.units):
+        rehearsed = plain(work, found.decisions((number,)), card=BARE).live_bytes().max()
+        assert curve.peak((number,)) == rehearsed, unit
 
 
 def test_a_plan_says_so_and_keeps_its_promise():
