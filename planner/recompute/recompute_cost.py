@@ -371,21 +371,22 @@ class _Run:
         between = (number for number in range(at + 1, wanted) if number not in self._parts_run)
         to_hold = _midpoints([number for number in between if parts[number].can_be_read(back)])
         self._parts_run.add(wanted)
-        # Run the parts on the way. `counted` has the live storages that are not part of `held_bytes`.
-        counted: set[int] = set()
+        # Run the parts on the way. `counted` has the live storages that are not part of `held_bytes`. The inputs that
+        # were kept for this part itself are among them: each is freed after its last use.
+        counted = self._starting_points.pop(wanted, set())
         held_bytes = highest = 0
         for number in range(at, wanted):
             counted, peak = replays.run(parts[number].to_pass, counted, parts[number + 1].crossing)
             highest = max(highest, held_bytes + peak)
             self.cost_ns += replays.ns_of(parts[number].to_pass)
             if number + 1 in to_hold:
-                crossing, until = parts[number + 1].crossing, parts[number + 1].back or self._release
+                crossing, back_then = parts[number + 1].crossing, parts[number + 1].back
+                until = self._release if back_then is None else back_then - 1
                 self._starting_points[number + 1] = set(crossing)
                 self.holds += [(storage, back, until) for storage in crossing]
                 held_bytes += replays.bytes_of(counted)
                 counted = set()
-        # Run the part itself. Its inputs are not needed after that.
-        self._starting_points.pop(wanted, None)
+        # Run the part itself.
         _, peak = replays.run(parts[wanted].to_make, counted, parts[wanted].wanted)
         self.cost_ns += replays.ns_of(parts[wanted].to_make)
         self.peaks.append((back - 1, max(highest, held_bytes + peak)))
