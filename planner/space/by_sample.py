@@ -5,7 +5,11 @@ the planner takes the tensors whose dimension 0 has the size of the batch. A mas
 features has that size too if T or D happens to equal the batch size. In micro-batches of one sample it would be cut to
 one row, which broadcasts, and the step would train something else without any error.
 
-So forward and loss are rehearsed with twice the samples. A tensor that was taken wrongly then gets twice its rows,
+A tensor with another number of rows, such as the edges [2, E] of a graph with N nodes, may be the same for all samples
+or may refer to them. No rehearsal can tell: indices have no values in it. So the batch is not split unless the user
+names the tensors.
+
+Otherwise forward and loss are rehearsed with twice the samples. A tensor that was taken wrongly then gets twice its rows,
 which do not broadcast, so that the model raises an error. A right guess can fail too, if the model has a maximum batch
 size. So if twice the samples fail, the model is rehearsed with half of them, and the guess counts as right if that
 works.
@@ -38,12 +42,19 @@ class BySampleCheck:
 
     def __init__(self, workload: Workload, start: StartForward) -> None:
         self._workload, self._start = workload, start
-        needed = not workload.is_by_sample_stated and workload.batch_size > 1
+        needed = not workload.is_by_sample_stated and workload.batch_size > 1 and not workload.with_other_rows
         self._child = start(workload, 2 * workload.batch_size) if needed else None
 
     @functools.cached_property
     def why_not(self) -> str | None:
         """The reason why it is not known which tensors of the batch have a row for each sample; None if it is known."""
+        if other := self._workload.with_other_rows:
+            return (
+                f"the batch has {self._workload.batch_size} samples, but {other} has another dimension 0, and nothing "
+                "says whether it is the same for all samples: if it is, name the other tensors with --by-sample "
+                "(by_sample=[...] in Python); if it refers to samples, like the edges of a graph, the batch cannot be "
+                "split"
+            )
         child, self._child = self._child, None
         if child is None or (error := _error(child)) is None:
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -58,6 +59,28 @@ class Workload:
     def batch_bytes(self) -> int:
         """Sum of the bytes of all tensors of the batch. A storage that two tensors share counts twice."""
         return sum(tensor.numel() * tensor.itemsize for _, tensor in tensors_of(self.batch))
+
+    @functools.cached_property
+    def with_other_rows(self) -> str | None:
+        """Describes the first tensor whose rows may belong to the samples in a way that nobody stated; None if none is.
+
+        Such a tensor has a dimension 0 that is neither the batch size nor 1, like the edges [2, E] of a graph. A tensor
+        in a list with one mapping for each sample belongs to its sample.
+        """
+        if self.is_by_sample_stated:
+            return None
+        in_mappings: set[int] = set()
+
+        def note(mappings: list[Any]) -> list[Any]:
+            if len(mappings) == self.batch_size:
+                in_mappings.update(id(tensor) for _, tensor in tensors_of(mappings))
+            return mappings
+
+        map_batch(lambda tensor: tensor, self.batch, of_mappings=note)
+        for path, tensor in tensors_of(self.batch):
+            if tensor.dim() and tensor.shape[0] not in (1, self.batch_size) and id(tensor) not in in_mappings:
+                return f"'{path}' {list(tensor.shape)}"
+        return None
 
     def model_facts(self) -> ModelFacts:
         """Returns the facts of the model that a plan stores."""

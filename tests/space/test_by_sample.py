@@ -55,12 +55,28 @@ class Bounded(nn.Module):
         return self.layer(x)
 
 
+class Graph(nn.Module):
+    """One layer of messages along the edges of a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.Linear(16, 16), nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        sums = torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]])
+        return self.out(torch.relu(self.layer(sums)))
+
+
 def squares(output: torch.Tensor, batch: dict) -> torch.Tensor:
     return output.pow(2).mean()
 
 
 def with_mask() -> dict[str, torch.Tensor]:
     return {"x": torch.randn(SIZE, SIZE, 16), "mask": torch.ones(SIZE, SIZE).tril()}
+
+
+def with_edges() -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(20, 16), "edge_index": torch.randint(0, 20, (2, 80))}
 
 
 def with_weight() -> dict[str, torch.Tensor]:
@@ -99,6 +115,29 @@ def test_with_the_names_stated_a_batch_trains_the_same_in_parts(make, batch, tmp
     assert "NOT_BY_SAMPLE = (" in (tmp_path / "emitted.py").read_text()
 
 
+def test_a_graph_is_not_split_between_its_nodes():
+    with pytest.raises(DecisionError, match=r"'edge_index' \[2, 80\] has another dimension 0.*by_sample="):
+        planner.plan(Graph(), with_edges(), loss_fn=squares, **FORCED)
+    free = planner.plan(Graph(), with_edges(), loss_fn=squares, vram="16KiB", gpu="bare", optimizer="sgd")
+    assert micro_batches_of(free.decisions) == 1
+    assert "'edge_index' [2, 80]" in " ".join(free.notes)
+
+
+def test_a_tensor_with_other_rows_is_shared_once_the_names_are_stated():
+    batch = {"x": torch.randn(6, SIZE, 16), "mask": torch.ones(SIZE, SIZE).tril()}
+    with pytest.raises(DecisionError, match=r"'mask' \[8, 8\]"):
+        planner.plan(Attention(), batch, loss_fn=squares, **FORCED)
+    plan = planner.plan(Attention(), batch, loss_fn=squares, by_sample=["x"], **FORCED)
+    assert micro_batches_of(plan.decisions) > 1
+
+
+@pytest.mark.parametrize("rows", [1, None])
+def test_tensors_that_are_surely_not_by_sample_need_no_names(rows):
+    weight = torch.rand(1, SIZE) if rows else torch.tensor(0.5)
+    plan = planner.plan(Weighted(), {"x": torch.randn(6, SIZE), "weight": weight}, loss_fn=squares, **FORCED)
+    assert micro_batches_of(plan.decisions) > 1
+
+
 def test_a_model_that_takes_half_of_the_batch_need_not_take_twice_as_much():
     plan = planner.plan(Bounded(), torch.randn(SIZE, SIZE), loss_fn=squares, **FORCED)
     assert micro_batches_of(plan.decisions) == 2
@@ -133,3 +172,13 @@ def test_the_command_takes_names_too(tmp_path, capsys, monkeypatch):
     assert "--by-sample" in capsys.readouterr().err
     assert main([*words, "--batch-size", "16", "--by-sample", "x", "--json"]) == 0
     assert '"not_by_sample": [\n' in capsys.readouterr().out
+
+
+def test_the_command_does_not_resize_a_graph_by_its_nodes(tmp_path, capsys, monkeypatch):
+    (tmp_path / "user_graph.py").write_text(
+        "from tests.space.test_by_sample import Graph, squares, with_edges\n"
+        "def build():\n    return Graph(), with_edges(), squares\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main("user_graph.py:build --gpu bare --batch-size 40".split()) == 2
+    assert "'edge_index' [2, 80] has another dimension 0" in capsys.readouterr().err
