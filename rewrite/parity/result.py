@@ -13,6 +13,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+MAY_BE_INFINITE = ("buffer", "parameter")
+"""Kinds of quantities that may have entries that are not finite, if these are the same on both sides: a mask of -inf is
+often a buffer. A loss or a gradient that is not finite shows nothing about the plan, so it does not pass."""
+
 TERMS = 4096
 """Maximum number of rounding errors by which two orders of the same sum may differ.
 
@@ -90,13 +94,17 @@ def _summary(rows: list[Row]) -> str:
 
 
 def largest(tensor: torch.Tensor) -> float:
-    """Return the largest absolute value, 0.0 for an empty tensor."""
-    return tensor.abs().max().item() if tensor.numel() else 0.0
+    """Return the largest absolute value of the finite entries, 0.0 if there are none."""
+    return _finite_part(tensor).abs().max().item() if tensor.numel() else 0.0
 
 
 def norm(tensor: torch.Tensor) -> float:
-    """Return the Euclidean norm."""
-    return torch.linalg.vector_norm(tensor).item()
+    """Return the Euclidean norm of the finite entries."""
+    return torch.linalg.vector_norm(_finite_part(tensor)).item()
+
+
+def _finite_part(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.where(tensor.isfinite(), tensor, 0)
 
 
 def compare(
@@ -120,7 +128,9 @@ def compare(
     if bound == 0.0:
         scales = {name: size(_wide(value)) for name, value in plain.items()}
     elif scales is None:
-        scales = module_scales({name: size(_wide(value)) for name, value in plain.items()})
+        # A buffer that is the same on both sides, such as a mask of -1e38, does not make other buffers look alike.
+        same = {name for name in plain if kind == "buffer" and name in planned and _equal(plain[name], planned[name])}
+        scales = module_scales({name: 0.0 if name in same else size(_wide(value)) for name, value in plain.items()})
     rows = []
     for name in dict.fromkeys([*plain, *planned]):
         limit = bound if isinstance(bound, float) else bound.get(name, 0.0)
@@ -184,8 +194,12 @@ def _compared(
             return failed(comparison, kind, name, f"{attribute} is {actual} instead of {expected}", bound=bound)
     plain, planned = dense(plain), dense(planned)
     if not (torch.isfinite(plain).all() and torch.isfinite(planned).all()):
-        return failed(comparison, kind, name, "is not finite", bound=bound)
-    equal = torch.equal(plain, planned)
+        if kind not in MAY_BE_INFINITE:
+            return failed(comparison, kind, name, "is not finite", bound=bound)
+        where, planned_where = ~plain.isfinite(), ~planned.isfinite()
+        if not torch.equal(where, planned_where) or not _equal(plain[where], planned[where]):
+            return failed(comparison, kind, name, "is not finite in the same entries on both sides", bound=bound)
+    equal = _equal(plain, planned)
     difference = 0.0 if equal else size(_wide(planned) - _wide(plain))
     measured = difference / scale if scale else (0.0 if not difference else math.inf)
     exact = bound == 0.0 or not (plain.is_floating_point() or plain.is_complex())
@@ -193,6 +207,14 @@ def _compared(
         comparison=comparison, kind=kind, name=name, bound=0.0 if exact else bound, measured=measured, bit_equal=equal,
         passed=equal if exact else measured <= bound,
     )  # fmt: skip
+
+
+def _equal(plain: object, planned: object) -> bool:
+    """True if two quantities have the same dtype, shape and values. NaN equals NaN."""
+    first, second = dense(_tensor(plain)), dense(_tensor(planned))
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    return bool(((first == second) | ((first != first) & (second != second))).all())
 
 
 def _tensor(value: object) -> torch.Tensor:
