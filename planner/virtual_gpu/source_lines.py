@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import pathlib
 import sys
 import sysconfig
@@ -20,10 +21,11 @@ def frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+# The separator at the end keeps packages whose names begin in the same way, such as torch_geometric, apart from torch.
+_STANDARD_LIBRARY = os.path.join(sysconfig.get_path("stdlib"), "")
 _NOT_MODEL_CODE = (
-    str(pathlib.Path(torch.__file__).parent),
-    str(pathlib.Path(__file__).parents[1]),
+    os.path.join(pathlib.Path(torch.__file__).parent, ""),
+    os.path.join(pathlib.Path(__file__).parents[1], ""),
     "<",
 )
 
