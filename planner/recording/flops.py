@@ -13,15 +13,19 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
+from planner.virtual_gpu.sparse_tensors import has_elements, parts_of
+
 _aten = torch.ops.aten
 
 
-def flops_of(op: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
+def flops_of(op: torch._ops.OpOverload, args: tuple | None, kwargs: dict[str, Any], out: Any) -> int:
     """Returns the FLOPs of an op; 0 if it is not a matrix product, convolution, attention or recurrent layer.
 
     The formulas of recurrent layers are registered with torch by `planner.virtual_gpu.rnn`.
     """
     packet = op.overloadpacket
+    if (elements := _elements_of_sparse(args)) is not None:
+        return 2 * elements * out.shape[-1] if packet in _PRODUCTS and isinstance(out, torch.Tensor) else 0
     name = packet.__name__
     if name.endswith(("mm_", "mv_")):  # in place
         packet = getattr(_aten, name[:-1])
@@ -29,6 +33,15 @@ def flops_of(op: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], out
         return formula(*args, **kwargs)
     counter = flop_registry.get(packet)
     return counter(*args, **kwargs, out_val=out) if counter else 0
+
+
+def _elements_of_sparse(args: tuple | None) -> int | None:
+    """Returns the number of elements of a sparse matrix among the arguments; None if there is none."""
+    for tensor in args or ():
+        if isinstance(tensor, torch.Tensor) and tensor.is_sparse:
+            _, *values = parts_of(tensor) if has_elements(tensor) else (None,)
+            return values[0].numel() if values else None
+    return None
 
 
 def _convolution_backward(
@@ -59,6 +72,9 @@ def _added_matrix_times_vector(x, matrix, vector, **options: Any) -> int:
 def _sum_of_products(x, batch1, batch2, **options: Any) -> int:
     return 2 * batch1.numel() * batch2.shape[-1]
 
+
+_PRODUCTS = (_aten.mm, _aten.addmm, _aten._sparse_addmm)
+"""Products that may have one sparse matrix among their arguments."""
 
 _FORMULAS: dict[Any, Callable[..., int]] = {
     _aten.convolution_backward: _convolution_backward,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from planner.virtual_gpu import sparse_tensors
 from planner.workspaces import is_known
 from planner.workspaces.registry import KernelCall, Layout
 
@@ -189,7 +190,7 @@ def host_bytes(op: torch._ops.OpOverload, on_device: Sequence[torch.Tensor], ten
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.itemsize if not tensor.is_sparse else 0
+    return sparse_tensors.stored_bytes(tensor) if tensor.is_sparse else tensor.numel() * tensor.itemsize
 
 
 def dtype_name(read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> str:

@@ -49,7 +49,7 @@ from planner.recording.op_schema import (
 from planner.recording.saved_tensors import SavedTensors
 from planner.recording.step_graph import Category, Op, Phase, StepGraph
 from planner.recording.storage_table import StorageTable
-from planner.virtual_gpu import sparse_gradients
+from planner.virtual_gpu import sparse_tensors
 from planner.virtual_gpu.data_dependence import DataDependence
 from planner.virtual_gpu.data_dependent_ops import run_data_dependent_op
 from planner.virtual_gpu.in_place import InPlaceRule
@@ -145,18 +145,24 @@ class Recorder(TorchDispatchMode):
                 f"the result of {op} depends on values of tensors, which a rehearsal does not compute"
             ) from None
         except UnsupportedOperatorException:
-            raise self.data_dependence.refusal(
-                f"{op} has no fake kernel, so a rehearsal cannot run it",
-                "register a fake kernel with torch.library.register_fake",
-            ) from None
+            if not any(map(sparse_tensors.has_elements, nested_tensors((args, kwargs)))):
+                raise self.data_dependence.refusal(
+                    f"{op} has no fake kernel, so a rehearsal cannot run it",
+                    "register a fake kernel with torch.library.register_fake",
+                ) from None
+            with self.pause():
+                out, scratch = sparse_tensors.run(self.data_dependence, op, args, kwargs)
         # 3. Carry known values on to the result. A view shares its argument's storage, whose values are known already.
         if not ran and not (traits.is_view and isinstance(args[0], FakeTensor)):
             self.data_dependence.known.follow(op, args, kwargs, out, traits.written_arguments(args, kwargs))
         if isinstance(out, torch.Tensor) and out.is_sparse:
-            sparse_gradients.hold_parts(out, nested_tensors((args, kwargs)))
-            self.data_dependence.assume((sparse_gradients.ASSUMED_TEMPORARIES,))
+            with self.pause():
+                out = sparse_tensors.with_parts(self.data_dependence, op, out, args, kwargs)
         # 4. Record the op. Scratch memory is registered after the outputs: the kernel allocates it after them.
         self._note_op(op, traits, args, kwargs, out, tick)
+        if isinstance(out, torch.Tensor) and sparse_tensors.has_elements(out):
+            for tensor in sparse_tensors.parts_of(out):
+                self.table.storage_of(tensor)
         if self.table.device != "cpu":  # the scratch tensors are those that CUDA's kernels allocate
             for tensor in scratch:
                 self.table.storage_of(tensor)

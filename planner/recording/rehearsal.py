@@ -24,7 +24,7 @@ from planner.virtual_gpu.forked_process import Child, Refuse
 from planner.virtual_gpu.in_place import InPlaceRule
 from planner.virtual_gpu.shadow_values import ShadowValues, assume_full, learn_buffer
 from planner.virtual_gpu.source_lines import is_model_code
-from planner.virtual_gpu.sparse_gradients import no_rows_of
+from planner.virtual_gpu.sparse_tensors import no_rows_of, virtual_sparse
 from planner.workload.torch_optimizers import sparse_lookups
 from planner.workload.workload import map_batch, tensors_of
 
@@ -206,8 +206,27 @@ def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module, ho
         message = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
         raise WorkloadError(
             f"the training step failed with this batch: {type(error).__name__}: {message} ({_location(error, model)}): "
-            "check that it runs without the planner"
+            + _way_out(error)
         ) from error
+
+
+def _way_out(error: BaseException) -> str:
+    """Returns what the user can do about an error of the training step, as an imperative."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for part, way_out in _WAYS_OUT.items():
+            if part in frame.f_code.co_filename:
+                return way_out
+    return "check that it runs without the planner"
+
+
+_WAYS_OUT = {
+    "torch/nn/attention/flex_attention.py": (
+        "a rehearsal cannot run FlexAttention, whose kernel torch.compile makes; plan the model with "
+        "torch.nn.functional.scaled_dot_product_attention"
+    ),
+    "torch/nested/": "a rehearsal cannot run nested or jagged tensors; plan the model with padded tensors and a mask",
+}
+"""What the user can do about an error that comes from a part of torch which a rehearsal cannot run, by file."""
 
 
 def _failure_in_backward(error: Exception, model: torch.nn.Module) -> PlannerError:
@@ -258,6 +277,8 @@ def make_virtual(model: torch.nn.Module, device: str, known: ShadowValues | None
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in memo and is_quantized(tensor):
             memo[id(tensor)] = quantized_weights.fake_parameter(tensor, device)
+        elif id(tensor) not in memo and tensor.is_sparse:
+            memo[id(tensor)] = virtual_sparse(tensor, device)
         elif id(tensor) not in memo:
             empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
             if isinstance(tensor, torch.nn.Parameter):
@@ -304,12 +325,14 @@ def virtual_batch(
 ) -> Any:
     """Returns a batch of the same structure with fake tensors on a device. Call it while a `FakeTensorMode` is active.
 
-    Dimension 0 of a tensor becomes `wanted_size` if it is `batch_size`; other sizes stay the same, and so do tensors
-    whose paths `not_by_sample` names.
+    Dimension 0 of a tensor becomes `wanted_size` if it is `batch_size`; other sizes stay the same, and so do sparse
+    tensors and those whose paths `not_by_sample` names.
     """
     unchanged = {id(tensor) for path, tensor in tensors_of(batch) if path in not_by_sample}
 
     def fake(leaf: torch.Tensor) -> torch.Tensor:
+        if leaf.is_sparse:
+            return virtual_sparse(leaf, device)
         shape = list(leaf.shape)
         if shape and shape[0] == batch_size and id(leaf) not in unchanged:
             shape[0] = wanted_size

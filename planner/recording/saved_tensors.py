@@ -18,6 +18,7 @@ import torch
 from planner.recording.module_calls import TAKES_GRADIENTS, TRANSFORMED, ModuleCalls
 from planner.recording.step_graph import Save
 from planner.recording.storage_table import StorageTable
+from planner.virtual_gpu import sparse_tensors
 from planner.virtual_gpu.shadow_values import ShadowValues
 
 
@@ -110,7 +111,8 @@ class SavedTensors:
         self.all.append(save)
         if is_permanent:
             with self._recorder.pause():
-                return _KeptTensor(self._table, tensor.detach(), save)
+                kept = sparse_tensors.detached(tensor) if tensor.is_sparse else tensor.detach()
+                return _KeptTensor(self._table, kept, save)
         return _SavedPlaceholder(self._table, self._known, tensor, save)
 
     def unpack(self, packed: _SavedPlaceholder | _KeptTensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.recording.step_graph import Category, Storage
-from planner.virtual_gpu import sparse_gradients
+from planner.virtual_gpu import sparse_tensors
 
 
 class StorageTable:
@@ -82,8 +82,10 @@ class StorageTable:
     def mark(self, tensor: torch.Tensor | None, category: Category) -> None:
         """Sets the category of a tensor's storage; for a sparse tensor, of the storages of its indices and values."""
         if tensor is not None and tensor.is_sparse:
-            for part in sparse_gradients.parts_of(tensor):
-                if (index := self.storage_of(part)) is not None and self.storages[index].op is not None:
+            of_model = sparse_tensors.has_elements(tensor)
+            for part in sparse_tensors.parts_of(tensor):
+                index = self.storage_of(part)
+                if index is not None and (of_model or self.storages[index].op is not None):
                     self.storages[index].category = category
         elif tensor is not None and (index := self.storage_of(tensor)) is not None:
             self.storages[index].category = category

@@ -50,10 +50,9 @@ class BySampleCheck:
         """The reason why it is not known which tensors of the batch have a row for each sample; None if it is known."""
         if other := self._workload.with_other_rows:
             return (
-                f"the batch has {self._workload.batch_size} samples, but {other} has another dimension 0, and nothing "
-                "says whether it is the same for all samples: if it is, name the other tensors with --by-sample "
-                "(by_sample=[...] in Python); if it refers to samples, like the edges of a graph, the batch cannot be "
-                "split"
+                f"the batch has {self._workload.batch_size} samples, and {other}, and nothing says whether this tensor is "
+                "the same for all samples: if it is, name the other tensors with --by-sample (by_sample=[...] in "
+                "Python); if it refers to samples, like the edges of a graph, the batch cannot be split"
             )
         child, self._child = self._child, None
         if child is None or (error := _error(child)) is None:

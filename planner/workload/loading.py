@@ -181,9 +181,8 @@ def _from_callable(reference: str, request: _Request) -> Workload:
     if other := result.with_other_rows:
         raise WorkloadError(
             f"'{reference}' returns a batch of {result.batch_size} samples, which cannot be changed to "
-            f"{request.batch_size}: {other} has another dimension 0, and nothing says whether it is the same for all "
-            f"samples; give the function an argument batch_size, or, if it is the same, name the other tensors with "
-            "--by-sample"
+            f"{request.batch_size}: {other}, and nothing says whether it is the same for all samples; "
+            "give the function an argument batch_size, or, if it is the same, name the other tensors with --by-sample"
         )
     batch = resized(
         batch, request.batch_size, device=request.device, present=result.batch_size, not_by_sample=result.not_by_sample

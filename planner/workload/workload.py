@@ -20,6 +20,7 @@ from planner.plan_types.quantized import element_count
 from planner.workload.call_convention import Calling, LossFn
 from planner.workload.model_loss import own_loss
 from planner.workload.torch_optimizers import sparse_lookups
+from planner.workload.unsupported import refuse_unsupported
 
 OptimizerSpec = str | torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 """A name such as 'adamw', an optimizer over the model's parameters, or a function from parameters to an optimizer."""
@@ -58,15 +59,20 @@ class Workload:
     @property
     def batch_bytes(self) -> int:
         """Sum of the bytes of all tensors of the batch. A storage that two tensors share counts twice."""
-        return sum(tensor.numel() * tensor.itemsize for _, tensor in tensors_of(self.batch))
+        tensors = (tensor for _, tensor in tensors_of(self.batch))
+        return sum(part.numel() * part.itemsize for tensor in tensors for part in stored_parts(tensor))
 
     @functools.cached_property
     def with_other_rows(self) -> str | None:
-        """Describes the first tensor whose rows may belong to the samples in a way that nobody stated; None if none is.
+        """Says which tensor may belong to the samples in a way that nobody stated, and why; None if there is none.
 
-        Such a tensor has a dimension 0 that is neither the batch size nor 1, like the edges [2, E] of a graph. A tensor
-        in a list with one mapping for each sample belongs to its sample.
+        Such a tensor has a dimension 0 that is neither the batch size nor 1, like the edges [2, E] of a graph, or it is
+        sparse, so that its rows cannot be sliced. A tensor in a list with one mapping for each sample belongs to its
+        sample.
         """
+        for path, tensor in tensors_of(self.batch):
+            if tensor.is_sparse and not (self.is_by_sample_stated and path in self.not_by_sample):
+                return f"'{path}' {list(tensor.shape)} is sparse"
         if self.is_by_sample_stated:
             return None
         in_mappings: set[int] = set()
@@ -79,7 +85,7 @@ class Workload:
         map_batch(lambda tensor: tensor, self.batch, of_mappings=note)
         for path, tensor in tensors_of(self.batch):
             if tensor.dim() and tensor.shape[0] not in (1, self.batch_size) and id(tensor) not in in_mappings:
-                return f"'{path}' {list(tensor.shape)}"
+                return f"'{path}' {list(tensor.shape)} has another dimension 0"
         return None
 
     def model_facts(self) -> ModelFacts:
@@ -142,8 +148,8 @@ def workload(
         is_synthetic: True if the planner made the batch, so that the guess is right.
 
     Raises:
-        WorkloadError: the model is not a module or has no parameter to train, the batch has an unsupported type or no
-            tensors, `by_sample` does not match the batch, or `gradients_alive` is set for a model with sparse
+        WorkloadError: the model is not a module, is TorchScript or has no parameter to train, the batch has an
+            unsupported type or no tensors, a tensor has an unsupported layout, `by_sample` does not match the batch, or `gradients_alive` is set for a model with sparse
             gradients.
     """
     if not isinstance(model, torch.nn.Module):
@@ -151,6 +157,7 @@ def workload(
             f"the model is of type {type(model).__name__}, not torch.nn.Module: give a module, or a function that "
             "returns one"
         )
+    refuse_unsupported(model, tensors_of(batch))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise WorkloadError(
             f"{type(model).__name__} has no parameter that requires a gradient, so there is nothing to train: set "
@@ -309,6 +316,11 @@ def map_batch(
         items = [map_item(item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
+
+
+def stored_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns the tensors that hold the elements of a tensor: itself, or the indices and values of a sparse one."""
+    return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
 
 
 def tensors_of(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:

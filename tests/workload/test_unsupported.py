@@ -1,0 +1,83 @@
+"""What cannot be rehearsed is refused in words that name it and a way out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner.errors import WorkloadError
+
+pytestmark = pytest.mark.slow
+
+
+class Flexible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+        return flex_attention(q, k, v)
+
+
+class Jagged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        offsets = torch.tensor([0, 3, 8], device=x.device)
+        return torch.nested.nested_tensor_from_jagged(self.project(x), offsets).values()
+
+
+def squares(output: torch.Tensor, batch: object) -> torch.Tensor:
+    return output.pow(2).mean()
+
+
+def planned(model: nn.Module, batch: object) -> None:
+    planner.plan(model, batch, vram=None, gpu="bare", loss_fn=squares)
+
+
+def scripted() -> nn.Module:
+    return torch.jit.script(nn.Linear(16, 16))
+
+
+def traced() -> nn.Module:
+    return torch.jit.trace(nn.Linear(16, 16), torch.randn(8, 16))
+
+
+@pytest.mark.parametrize("make", [scripted, traced])
+def test_torchscript_is_refused(make):
+    x = torch.randn(8, 16)
+    with pytest.raises(WorkloadError, match=r"the model is a TorchScript module .* give the module from which it was"):
+        planned(make(), (x,))
+    with pytest.raises(WorkloadError, match="module '1' is a TorchScript module"):
+        planned(nn.Sequential(nn.Linear(16, 16), make()), (x,))
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_of_the_batch_are_refused(layout):
+    batch = {"x": torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)], layout=layout)}
+    with pytest.raises(WorkloadError, match=r"'x' of the batch has layout torch.jagged.*a padded tensor and a mask"):
+        planned(Jagged(), batch)
+
+
+def test_nested_tensors_in_the_forward_are_refused():
+    with pytest.raises(WorkloadError, match="a rehearsal cannot run nested or jagged tensors; plan the model with padded"):
+        planned(Jagged(), (torch.randn(8, 16),))
+
+
+def test_flex_attention_is_refused():
+    with pytest.raises(WorkloadError, match="a rehearsal cannot run FlexAttention.*scaled_dot_product_attention"):
+        planned(Flexible(), (torch.randn(2, 128, 16),))
+
+
+def test_a_sparse_parameter_is_refused():
+    model = nn.Linear(16, 16)
+    model.weight = nn.Parameter(torch.eye(16).to_sparse())
+    with pytest.raises(WorkloadError, match="parameter 'weight' is a sparse tensor"):
+        planned(model, (torch.randn(8, 16),))
