@@ -6,10 +6,13 @@ import importlib.metadata
 import platform
 import time
 
+import torch
+
 from planner.choose.pareto_front import Front, total_bytes
 from planner.choose.planning_session import Certified, PlanningSession
 from planner.estimate.add_workspaces import unknown_ops
 from planner.plan_types.constraints import Constraints
+from planner.plan_types.decision_base import Decision, frozen_modules_of
 from planner.plan_types.plan import Plan, Shortfall, SolverFacts
 from planner.plan_types.sizes import format_size
 from planner.plan_types.tradeoff import Tradeoff
@@ -71,6 +74,7 @@ def assemble_plan(
             *notes,
             *session.dropped(constraints),
             *certified.graph.assumptions,
+            *tied_to_frozen(session.workload.model, certified.choice.decisions),
             *_host_memory_notes(certified),
             *_workspace_notes(certified, session.card),
         ),
@@ -113,6 +117,23 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[package] = "not installed"
     return found
+
+
+def tied_to_frozen(model: torch.nn.Module, decisions: tuple[Decision, ...]) -> tuple[str, ...]:
+    """Return notes on modules that are not frozen themselves but share parameters with frozen modules.
+
+    An output layer that is tied to the embedding is an example.
+    """
+    modules = frozen_modules_of(decisions)
+    frozen: dict[int, str] = {}
+    others: list[tuple[str, torch.nn.Parameter]] = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if any(not module or name.startswith(f"{module}.") for module in modules):
+            frozen.setdefault(id(parameter), name)
+        elif parameter.requires_grad:
+            others.append((name, parameter))
+    tied = ((name, frozen[id(parameter)]) for name, parameter in others if id(parameter) in frozen)
+    return tuple(f"'{name}' is frozen too: it is the same parameter as '{other}'" for name, other in tied)
 
 
 def _host_memory_notes(certified: Certified) -> tuple[str, ...]:

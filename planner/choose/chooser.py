@@ -176,11 +176,11 @@ class Chooser:
                 for soon, least_soon in window
                 if least_soon < smallest_bytes()
             )
-            for split in self._splits_to_the_smallest(config):
-                if least_bytes >= smallest_bytes():
-                    continue
-                candidate = self._candidate(config, split)
-                if candidate is not None and candidate.lower_bound_bytes < smallest_bytes():
+            tried: set[MicroBatching] = set()
+            while least_bytes < smallest_bytes() and (rest := set(self._splits_to_the_smallest(config)) - tried):
+                split = max(rest, key=lambda split: split.micro_batches)
+                tried.add(split)
+                if (candidate := self._candidate(config, split)) and candidate.lower_bound_bytes < smallest_bytes():
                     found.append(dataclasses.replace(self._smallest_of(candidate), config=config))
         if not found:
             impossible = DecisionError(f"no plan is possible: {self._clash()}; force only one of the two techniques")
@@ -193,12 +193,12 @@ class Chooser:
         return min(found, key=lambda choice: (choice.peak_bytes, choice.step_ns))
 
     def _splits_to_the_smallest(self, config: Config) -> tuple[MicroBatching, ...]:
-        """Returns the splits to try for the smallest peak of a configuration, the most micro-batches first.
+        """Returns the splits to try for the smallest peak of a configuration, without those that cannot be rehearsed.
 
         With recompute the splits with the most and the fewest micro-batches are enough. Without it all are tried:
         accumulation keeps gradients alive but reduces activations, so a split between the two may be the best.
         """
-        splits = self._splits(config)
+        splits = tuple(s for s in self._splits(config) if (*config, *s.decisions()) not in self.dropped)
         return tuple(dict.fromkeys(splits[-1:] + splits[:1])) if self._space.recompute else splits[::-1]
 
     def _candidate(self, config: Config, split: MicroBatching) -> Candidate | None:

@@ -16,14 +16,15 @@ import torch
 from planner.choose.bounds import Bounds, LeastUpdate
 from planner.choose.candidates import Candidates, ChunkedCandidates, optimizer_ns
 from planner.choose.certificates import Certificates
-from planner.choose.choice import Choice
+from planner.choose.choice import Choice, Config
 from planner.choose.chooser import Chooser
 from planner.choose.recordings import Recordings
+from planner.errors import PlannerError
 from planner.estimate import roofline
 from planner.estimate.add_workspaces import with_workspaces
 from planner.estimate.footprint import Measured, measure, smallest_capacity_bytes
 from planner.plan_types.constraints import Constraints
-from planner.plan_types.decision_base import Decision, Role, has_role, micro_batches_of
+from planner.plan_types.decision_base import Decision, Role, has_role, micro_batches_of, without_roles
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import Category, Op, Phase, StepGraph
 from planner.space.by_sample import BySampleCheck, StartForward
@@ -265,11 +266,16 @@ class PlanningSession:
         """Returns notes on configurations that these constraints allow but that could not be rehearsed."""
         choosers = [chooser for allowed, chooser in self._choosers if allowed == constraints]
         errors = {config: error for chooser in choosers for config, error in chooser.dropped.items()}
-        return tuple(
-            f"left out ({', '.join(decision.describe() for decision in config) or 'the step without decisions'}): "
-            f"{error}"
-            for config, error in errors.items()
-        )
+        notes: list[str] = []
+        # One note for all micro-batch sizes of a configuration: a model that needs groups of samples fails with many.
+        by_config: dict[Config, list[tuple[Config, PlannerError]]] = {}
+        for decisions, error in errors.items():
+            by_config.setdefault(without_roles(decisions, Role.MICRO_BATCHING), []).append((decisions, error))
+        for (decisions, error), *others in by_config.values():
+            names = ", ".join(decision.describe() for decision in decisions) or "the step without decisions"
+            more = f", and {len(others)} other numbers of micro-batches" if others else ""
+            notes.append(f"left out ({names}{more}): {error}")
+        return tuple(notes)
 
     def _slowest_ns(self, constraints: Constraints) -> float:
         allowed = constraints.max_slowdown

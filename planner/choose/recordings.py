@@ -1,15 +1,17 @@
 """What-if recordings: recordings of one step as if decisions were applied, made in child processes on demand.
 
 Each step is recorded once, and many steps need no recording of their own. For splits into several micro-batches,
-recordings with micro-batches of two small sizes are extrapolated to the size asked for. For a configuration with
-another optimizer, only the update is recorded, and it replaces the update in the recording of the step
-(`graft_update`), unless the update is part of the backward.
+recordings with micro-batches of two small sizes are extrapolated to the size asked for. A model that cannot run them,
+because it needs groups of samples, is recorded at each size that is asked for. For a configuration with another
+optimizer, only the update is recorded, and it replaces the update in the recording of the step (`graft_update`), unless
+the update is part of the backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from planner.errors import PlannerError, WorkloadError
 from planner.plan_types.decision_base import Decision, Role, has_role, without_roles
 from planner.recording.extrapolate import BASE_SIZES, extrapolate
 from planner.recording.graft_optimizer import can_be_grafted, graft_update
@@ -44,6 +46,10 @@ class Recordings:
         self._running: dict[_Key, Child] = {}
         self._irregular: set[tuple[Decision, ...]] = set()
         """Configurations whose recordings cannot be extrapolated."""
+        self._failed: dict[_Key, PlannerError] = {}
+        """Errors of the recordings that failed."""
+        self._refused: dict[int, PlannerError] = {}
+        """Errors of micro-batch sizes with which the model failed in a configuration that runs the whole batch."""
 
     def prefetch(self, config: tuple[Decision, ...], splits: Iterable[MicroBatching]) -> None:
         """Start the recordings that `of()` will need for these splits."""
@@ -65,14 +71,37 @@ class Recordings:
         if split.micro_batches == 1:
             return self._get((config, (split.size,)))
         if split.last is not None:
-            return self._get(_accumulated(config, split.size, split.last))
+            return self._in_parts(config, split.size, split.last)
         if split.size >= BASE_SIZES[0] and config not in self._irregular:
-            two, three = (self._get(_accumulated(config, size)) for size in BASE_SIZES)
-            predicted = extrapolate(two, three, split.size)
+            predicted = self._predicted(config, split.size)
             if predicted is not None:
                 return predicted
             self._irregular.add(config)
-        return self._get(_accumulated(config, split.size))
+        return self._in_parts(config, split.size)
+
+    def _predicted(self, config: tuple[Decision, ...], size: int) -> StepGraph | None:
+        """Returns the recording that is extrapolated from the base sizes; None if it cannot be."""
+        try:
+            two, three = (self._in_parts(config, base) for base in BASE_SIZES)
+        except WorkloadError:  # the model may need groups of samples
+            return None
+        return extrapolate(two, three, size)
+
+    def _in_parts(self, config: tuple[Decision, ...], size: int, last: int | None = None) -> StepGraph:
+        """Returns the recording of a step with two micro-batches.
+
+        Raises:
+            WorkloadError: the model fails with so few samples. The message names the size.
+        """
+        if size in self._refused:
+            raise self._refused[size]
+        try:
+            return self._get(_accumulated(config, size, last))
+        except WorkloadError as error:
+            refused = WorkloadError(f"micro-batches of {size if last is None else f'{size} and {last}'}: {error}")
+            if last is None and any(decisions == config and len(sizes) == 1 for decisions, sizes in self._finished):
+                self._refused[size] = refused
+            raise refused from error
 
     def close(self) -> None:
         """End the recordings that are still running."""
@@ -98,13 +127,19 @@ class Recordings:
         return self._finished[key]
 
     def _begin(self, part: _Key) -> None:
-        if part not in self._recorded and part not in self._running:
+        if part not in self._recorded and part not in self._running and part not in self._failed:
             self._running[part] = self._start(*part) if part[1] else self._start_update(part[0])
 
     def _result(self, part: _Key) -> StepGraph:
+        if part in self._failed:
+            raise self._failed[part]
         if part not in self._recorded:
             self._begin(part)
-            self._recorded[part] = self._running.pop(part).result()
+            try:
+                self._recorded[part] = self._running.pop(part).result()
+            except PlannerError as error:
+                self._failed[part] = error
+                raise
         return self._recorded[part]
 
 

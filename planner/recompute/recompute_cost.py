@@ -41,8 +41,8 @@ class Rerun:
 
     backs: dict[int, int] | int
     """Tick at which saved tensors are made again (or copied back): one tick for all saves of the call, or a dict with
-    one tick for each save of a storage in `frees`; its keys are the `Save.pack` of the saves. The tick is the end of the
-    recording if a tensor is not made again."""
+    one tick for each save of a storage in `frees`; its keys are the `Save.pack` of the saves. If a tensor is not made
+    again, the tick is the end of the recording."""
     frees: frozenset[int] | None
     """Storages saved in the call that are freed until they are made again; None for all storages except `kept`."""
     kept: frozenset[int]

@@ -29,6 +29,7 @@ def flops_of(op: torch._ops.OpOverload, args: tuple | None, kwargs: dict[str, An
     name = packet.__name__
     if name.endswith(("mm_", "mv_")):  # in place
         packet = getattr(_aten, name[:-1])
+    args = args or ()
     if (formula := _FORMULAS.get(packet)) is not None:
         return formula(*args, **kwargs)
     counter = flop_registry.get(packet)
@@ -39,8 +40,7 @@ def _elements_of_sparse(args: tuple | None) -> int | None:
     """Returns the number of elements of a sparse matrix among the arguments; None if there is none."""
     for tensor in args or ():
         if isinstance(tensor, torch.Tensor) and tensor.is_sparse:
-            _, *values = parts_of(tensor) if has_elements(tensor) else (None,)
-            return values[0].numel() if values else None
+            return parts_of(tensor)[1].numel() if has_elements(tensor) else None
     return None
 
 

@@ -23,7 +23,7 @@ from planner.virtual_gpu import backend, fake_tensor_cache, kernels, quantized_w
 from planner.virtual_gpu.forked_process import Child, Refuse
 from planner.virtual_gpu.in_place import InPlaceRule
 from planner.virtual_gpu.shadow_values import ShadowValues, assume_full, learn_buffer
-from planner.virtual_gpu.source_lines import is_model_code
+from planner.virtual_gpu.source_lines import is_model_code, optimizer_in
 from planner.virtual_gpu.sparse_tensors import no_rows_of, virtual_sparse
 from planner.workload.torch_optimizers import sparse_lookups
 from planner.workload.workload import map_batch, tensors_of
@@ -204,19 +204,34 @@ def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module, ho
         raise
     except (Exception, SystemExit) as error:
         message = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
-        raise WorkloadError(
-            f"the training step failed with this batch: {type(error).__name__}: {message} ({_location(error, model)}): "
-            + _way_out(error)
-        ) from error
+        raise WorkloadError(_failure(error, message, model)) from error
 
 
-def _way_out(error: BaseException) -> str:
-    """Returns what the user can do about an error of the training step, as an imperative."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        for part, way_out in _WAYS_OUT.items():
-            if part in frame.f_code.co_filename:
-                return way_out
-    return "check that it runs without the planner"
+def _failure(error: BaseException, message: str, model: torch.nn.Module) -> str:
+    """Returns the text for an error of the training step: what failed, where, and what the user can do.
+
+    Args:
+        error: the error.
+        message: the first line of its message.
+        model: the model that is trained.
+    """
+    running = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    what, way_out = "the training step failed with this batch", "check that it runs without the planner"
+    where = _location(error, model)
+    if (optimizer := optimizer_in(running)) is not None:
+        name = type(optimizer).__name__
+        what = f"the step of the optimizer {name} failed in a rehearsal"
+        way_out = f"if {name} runs without the planner, a rehearsal cannot run it: give another optimizer"
+        own = [frame for frame in running if is_model_code(frame.f_code.co_filename)]
+        if own and own[-1].f_locals.get("closure", running) is None:
+            way_out = (
+                f"check that {name} steps without a closure outside of the planner; a step that needs one, because it "
+                "runs the model again, cannot be planned: give the optimizer that it wraps, or another one"
+            )
+    for frame in running:
+        for part, advice in _WAYS_OUT.items():
+            way_out = advice if part in frame.f_code.co_filename else way_out
+    return f"{what}: {type(error).__name__}: {message} ({where}): {way_out}"
 
 
 _WAYS_OUT = {
@@ -226,7 +241,7 @@ _WAYS_OUT = {
     ),
     "torch/nested/": "a rehearsal cannot run nested or jagged tensors; plan the model with padded tensors and a mask",
 }
-"""What the user can do about an error that comes from a part of torch which a rehearsal cannot run, by file."""
+"""Advice on errors in files of torch that a rehearsal cannot run, by a part of the file's path."""
 
 
 def _failure_in_backward(error: Exception, model: torch.nn.Module) -> PlannerError:

@@ -9,10 +9,10 @@ A tensor with another number of rows, such as the edges [2, E] of a graph with N
 or may refer to them. No rehearsal can tell: indices have no values in it. So the batch is not split unless the user
 names the tensors.
 
-Otherwise forward and loss are rehearsed with twice the samples. A tensor that was taken wrongly then gets twice its rows,
-which do not broadcast, so that the model raises an error. A right guess can fail too, if the model has a maximum batch
-size. So if twice the samples fail, the model is rehearsed with half of them, and the guess counts as right if that
-works.
+Otherwise forward and loss are rehearsed with twice the samples. A tensor that was taken wrongly then gets twice its
+rows, which do not broadcast, so that the model raises an error. A right guess can fail too, if the model has a maximum
+batch size. So if twice the samples fail, the model is rehearsed with half of them, and the guess counts as right if
+that works.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class BySampleCheck:
         """The reason why it is not known which tensors of the batch have a row for each sample; None if it is known."""
         if other := self._workload.with_other_rows:
             return (
-                f"the batch has {self._workload.batch_size} samples, and {other}, and nothing says whether this tensor is "
-                "the same for all samples: if it is, name the other tensors with --by-sample (by_sample=[...] in "
+                f"the batch has {self._workload.batch_size} samples, and {other}, and nothing says whether this tensor "
+                "is the same for all samples: if it is, name the other tensors with --by-sample (by_sample=[...] in "
                 "Python); if it refers to samples, like the edges of a graph, the batch cannot be split"
             )
         child, self._child = self._child, None

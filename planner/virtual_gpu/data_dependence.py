@@ -23,7 +23,7 @@ from planner.virtual_gpu import backend
 from planner.virtual_gpu.assertion_checks import assertion_outcome
 from planner.virtual_gpu.shadow_ops import ASSUMED_FINITE
 from planner.virtual_gpu.shadow_values import ShadowValues
-from planner.virtual_gpu.source_lines import frames, source_line
+from planner.virtual_gpu.source_lines import frames, optimizer_in, source_line
 
 ASSUMED_CHECKS = "every check on tensor values (assert, or `if ...: raise`) passes"
 ASSUMED_MATCHING = (
@@ -34,15 +34,17 @@ _SCALING_FACTORS = {
     "torch/amp/grad_scaler.py": 0.0,  # The number of gradients that are not finite.
     "torch/optim/_adafactor.py": 1.0,  # Norms of parameters and updates.
     "torch/nn/modules/batchnorm.py": 1.0,  # The number of batches so far, for a cumulative average.
+    "transformers/optimization.py": 1.0,  # Adafactor: whether the size of a parameter is above a minimum.
 }
-"""Files of torch that ask for a number on which no allocation depends, and the number that they get."""
+"""Files that ask for a number on which no allocation depends, and the number that they get."""
 _PACKAGE = pathlib.Path(__file__).parents[1]
 _OURS, _REWRITE = str(_PACKAGE), str(_PACKAGE / "rewrite")
 _DISPATCH_WRAPPERS = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")
 """Files of torch whose frames are on the stack between the frame that asks and `Recorder.__torch_dispatch__`."""
 
 _WITHOUT_VALUES = "rewrite that line so that shapes and control flow do not depend on tensor values"
-_ASKS = "the model asks for the value of a tensor (.item(), bool() or an index), but a rehearsal computes no values"
+_OTHER_OPTIMIZER = "give an optimizer whose step does not depend on tensor values"
+_ASKS = "the step asks for the value of a tensor (.item(), bool() or an index), but a rehearsal computes no values"
 
 
 class DataDependence:
@@ -83,7 +85,10 @@ class DataDependence:
             what: the reason why the rehearsal cannot continue, as a sentence.
             way_out: what the user can change, as an imperative.
         """
-        error = RehearsalError(f"{what}: {self._where()} at {source_line() or 'unknown line'}; {way_out}")
+        where = self._where()
+        if (optimizer := optimizer_in(frames())) is not None:
+            where, way_out = f"in the step of {type(optimizer).__name__}", _OTHER_OPTIMIZER
+        error = RehearsalError(f"{what}: {where} at {source_line() or 'unknown line'}; {way_out}")
         if torch._C._current_autograd_node() is not None:
             self.on_refusal_in_backward(error)
         return error
@@ -137,7 +142,7 @@ class DataDependence:
         value = self.known_value(tensor)
         if value is None:
             raise self.refusal(
-                "the model asks for the values of a tensor (.tolist() or .numpy()), but a rehearsal computes no values"
+                "the step asks for the values of a tensor (.tolist() or .numpy()), but a rehearsal computes no values"
             )
         return value
 

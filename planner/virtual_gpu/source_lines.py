@@ -7,7 +7,7 @@ import os
 import pathlib
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType
 
 import torch
@@ -35,6 +35,12 @@ def is_model_code(filename: str) -> bool:
     """True if a file does not belong to PyTorch, the planner or Python's standard library."""
     standard = filename.startswith(_STANDARD_LIBRARY) and "-packages" not in filename
     return not standard and not filename.startswith(_NOT_MODEL_CODE)
+
+
+def optimizer_in(running: Iterable[FrameType]) -> torch.optim.Optimizer | None:
+    """Returns the optimizer of which one of these frames runs a method; None if there is none."""
+    owners = (frame.f_locals.get("self") for frame in running)
+    return next((owner for owner in owners if isinstance(owner, torch.optim.Optimizer)), None)
 
 
 def source_line() -> str:

@@ -124,9 +124,7 @@ def run(dependence: DataDependence, op: torch._ops.OpOverload, args: tuple, kwar
     )
 
 
-def _scratch_of_product(
-    op: torch._ops.OpOverload, matrix: torch.Tensor, result: torch.Tensor
-) -> list[torch.Tensor]:
+def _scratch_of_product(op: torch._ops.OpOverload, matrix: torch.Tensor, result: torch.Tensor) -> list[torch.Tensor]:
     """Returns what the product of a sparse and a dense matrix allocates in addition to its result.
 
     These are the start of each row and the row and column numbers as int32, the result in column-major order
@@ -144,12 +142,14 @@ def _with_dense(arguments: Any) -> Any:
     """Returns the arguments of an op with a dense tensor in place of each sparse one."""
     return tree_map_only(
         torch.Tensor,
-        lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if tensor.is_sparse else tensor,
+        lambda tensor: (
+            torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if tensor.is_sparse else tensor
+        ),
         arguments,
     )
 
 
-def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, **options: bool) -> torch.Tensor:
+def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, **options: Any) -> torch.Tensor:
     """Returns a fake sparse tensor with elements."""
     result = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False, **options)
     setattr(result, _PARTS, [indices, values])
@@ -165,7 +165,8 @@ def has_elements(tensor: torch.Tensor) -> bool:
 def detached(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a sparse tensor that is not part of autograd's graph and has the same indices and values."""
     if has_elements(tensor):
-        return _sparse(*parts_of(tensor), tensor.shape, is_coalesced=tensor.is_coalesced())
+        indices, values = parts_of(tensor)
+        return _sparse(indices, values, tensor.shape, is_coalesced=tensor.is_coalesced())
     result = tensor.detach()
     setattr(result, _PARTS, parts_of(tensor))
     return result

@@ -16,7 +16,7 @@ _WAYS_OUT = {
     torch.sparse_bsc: "convert it with .to_sparse_coo()",
     torch.jagged: "give its values and offsets, or a padded tensor and a mask",
 }
-"""What the user can give instead of a tensor, by its layout."""
+"""Advice on tensors that cannot be rehearsed, by layout."""
 
 
 def refuse_unsupported(model: torch.nn.Module, batch_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -149,8 +149,8 @@ def workload(
 
     Raises:
         WorkloadError: the model is not a module, is TorchScript or has no parameter to train, the batch has an
-            unsupported type or no tensors, a tensor has an unsupported layout, `by_sample` does not match the batch, or `gradients_alive` is set for a model with sparse
-            gradients.
+            unsupported type or no tensors, a tensor has an unsupported layout, `by_sample` does not
+            match the batch, or `gradients_alive` is set for a model with sparse gradients.
     """
     if not isinstance(model, torch.nn.Module):
         raise WorkloadError(

@@ -113,7 +113,9 @@ class NearestCode(DetachedScale):
         for number in range(self.depth):
             up, down = self.of(number, "up", "down")
             hidden = torch.tanh(F.linear(x, up))
-            distances = (hidden.square().sum(1, keepdim=True) - 2 * F.linear(hidden, down) + down.square().sum(1)).softmax(1)
+            distances = (
+                hidden.square().sum(1, keepdim=True) - 2 * F.linear(hidden, down) + down.square().sum(1)
+            ).softmax(1)
             codes = F.embedding(distances.argmin(1), down)
             x = x + torch.tanh(F.linear(hidden + (codes - hidden).detach(), down))
         return F.linear(x, self.head)

@@ -69,13 +69,16 @@ def test_a_sparse_tensor_of_the_batch_counts_with_its_indices_and_values():
 
 def test_a_batch_with_a_sparse_tensor_is_not_split():
     batch = {"x": torch.randn(NODES, WIDTH), "adjacency": adjacency()}
-    with pytest.raises(DecisionError, match="'adjacency' .* is sparse"):
+    with pytest.raises(DecisionError, match=r"'adjacency' .* is sparse"):
         planned(WithArgument(), batch, vram="1GiB", only=["accumulation"], force=["accumulation"])
 
 
 def test_flops_of_a_product_are_those_of_its_elements():
     batch = (torch.randn(NODES, WIDTH),)
-    sparse, dense = planned(WithBuffer(), batch), planned(WithBuffer(matrix=adjacency().to_dense(), use=torch.mm), batch)
+    sparse, dense = (
+        planned(WithBuffer(), batch),
+        planned(WithBuffer(matrix=adjacency().to_dense(), use=torch.mm), batch),
+    )
     # A product in the forward and one in the backward.
     assert dense.peak.flops - sparse.peak.flops == 2 * 2 * (NODES * NODES - EDGES) * WIDTH
 

@@ -67,12 +67,14 @@ def test_nested_tensors_of_the_batch_are_refused(layout):
 
 
 def test_nested_tensors_in_the_forward_are_refused():
-    with pytest.raises(WorkloadError, match="a rehearsal cannot run nested or jagged tensors; plan the model with padded"):
+    with pytest.raises(
+        WorkloadError, match="a rehearsal cannot run nested or jagged tensors; plan the model with padded"
+    ):
         planned(Jagged(), (torch.randn(8, 16),))
 
 
 def test_flex_attention_is_refused():
-    with pytest.raises(WorkloadError, match="a rehearsal cannot run FlexAttention.*scaled_dot_product_attention"):
+    with pytest.raises(WorkloadError, match=r"a rehearsal cannot run FlexAttention.*scaled_dot_product_attention"):
         planned(Flexible(), (torch.randn(2, 128, 16),))
 
 
