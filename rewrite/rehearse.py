@@ -138,6 +138,7 @@ def start_forward(workload: Workload, card: DeviceProfile, samples: int) -> Chil
     return Rehearsal(
         model=workload.model,
         batch=batch,
+        values_from=workload.batch,
         batch_size=samples,
         prepare=prepare,
         target=Target.of(card),

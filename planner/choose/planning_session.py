@@ -33,6 +33,7 @@ from planner.space.lm_head import loss_in_chunks
 from planner.space.lower_bounds import TrainedParameters, lower_bound_bytes
 from planner.space.search_space import SearchSpace, search_space
 from planner.virtual_gpu.forked_process import Child
+from planner.virtual_gpu.shadow_ops import ASSUMED_VALUES
 from planner.workload.budget import Budget
 from planner.workload.eight_bit import least_state_bytes
 from planner.workload.torch_optimizers import kind_of, moves_all_its_state
@@ -102,6 +103,7 @@ class PlanningSession:
             constraints,
             batch_statistics=graph.batch_statistics,
             carried=self._carried if constraints.allow(Role.MICRO_BATCHING) else None,
+            values_needed=next((text for text in graph.assumptions if ASSUMED_VALUES in text), None),
             why_no_samples=self._by_sample_check.why_not if constraints.allow(Role.MICRO_BATCHING) else None,
             chunks=loss_in_chunks(graph, self.workload.model, vram_bytes=self.budget.usable_bytes),
         )

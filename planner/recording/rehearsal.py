@@ -17,12 +17,13 @@ from planner.errors import PlannerError, WorkloadError
 from planner.plan_types.quantized import is_quantized
 from planner.recording.hook_errors import HookErrors
 from planner.recording.module_state import changed_state, host_random_state, plain_state
+from planner.recording.initial_values import assume_full, learn_batch, learn_buffer
 from planner.recording.recorder import Recorder
 from planner.recording.step_graph import Category, StepGraph
 from planner.virtual_gpu import backend, fake_tensor_cache, kernels, quantized_weights, rnn
 from planner.virtual_gpu.forked_process import Child, Refuse
 from planner.virtual_gpu.in_place import InPlaceRule
-from planner.virtual_gpu.shadow_values import ShadowValues, assume_full, learn_buffer
+from planner.virtual_gpu.shadow_values import ShadowValues
 from planner.virtual_gpu.source_lines import is_model_code, optimizer_in
 from planner.virtual_gpu.sparse_tensors import no_rows_of, virtual_sparse
 from planner.workload.torch_optimizers import sparse_lookups
@@ -46,6 +47,8 @@ class Rehearsal:
     """Number of samples in `batch`. A tensor whose dimension 0 has another size is not resized for the rehearsal."""
     not_by_sample: tuple[str, ...] = ()
     """Paths of the tensors of `batch` that are the same for all samples; they are not resized either."""
+    values_from: Any = None
+    """The batch that the user gave, if `batch` is a copy without values; None if it is `batch` itself."""
     prepare: Prepare
     target: backend.Target
     micro_batch_sizes: tuple[int, ...]
@@ -119,8 +122,12 @@ def _rehearse(rehearsal: Rehearsal, refuse: Refuse) -> tuple[StepGraph, bytes]:
         batch = virtual_batch(
             rehearsal.batch, rehearsal.batch_size, wanted_size, device, not_by_sample=rehearsal.not_by_sample
         )
+        known = recorder.data_dependence.known
+        given = dict(tensors_of(rehearsal.batch if rehearsal.values_from is None else rehearsal.values_from))
         for path, tensor in tensors_of(batch):
-            assume_full(recorder.data_dependence.known, path, tensor)
+            assume_full(known, path, tensor)
+            if path in given:
+                learn_batch(known, path, tensor, given[path])
         graph = record_steps(
             recorder,
             rehearsal.model,

@@ -40,6 +40,7 @@ def batch_splits(
     batch_statistics: tuple[str, ...],
     carried: str | None,
     why_no_samples: str | None,
+    values_needed: str | None,
     notes: list[str],
 ) -> tuple[MicroBatching, ...]:
     """Returns the whole batch, and its splits if they are allowed and give the same gradients as the whole batch.
@@ -51,12 +52,15 @@ def batch_splits(
         carried: what a forward changes and the next one uses; None if nothing was found.
         why_no_samples: the reason why it is not known which tensors of the batch have a row for each sample; None if it
             is known.
+        values_needed: says where the step needs values of the batch, as an assumption of the recording; None if it does
+            not.
         notes: a note is added if the batch cannot be split, or if the gradients of its splits differ.
 
     Raises:
         DecisionError: accumulation is forced, and the batch is a single sample, or it is not known how to split it.
     """
     why_not = None
+    of_values = f"what a micro-batch allocates may depend on its values ({values_needed})"
     if batch_statistics:
         why_not = f"'{batch_statistics[0]}' normalises over the micro-batch, so that results differ from the full batch"
     elif workload.batch_size < 2:
@@ -68,6 +72,8 @@ def batch_splits(
             f"the forward changes {carried}: every micro-batch would change it, as if it were a batch of its own (if "
             "results do not depend on it, force accumulation)"
         )
+    elif values_needed:
+        why_not = of_values
     elif changed := _changed_gradient(workload.model):
         why_not = f"{changed}, which is not linear in the gradients of micro-batches"
     elif _balances_experts(workload):
@@ -84,7 +90,8 @@ def batch_splits(
         if why_not and workload.batch_size < 2:
             raise DecisionError(f"accumulation is forced, but {why_not}: do not force accumulation")
         if why_not:
-            notes.append(f"accumulation is forced although {why_not}: results differ from the full batch")
+            result = "it may take more memory" if why_not == of_values else "results differ from the full batch"
+            notes.append(f"accumulation is forced although {why_not}: {result}")
         return several
     if why_not:
         if constraints.allow(Accumulation):

@@ -121,6 +121,7 @@ def search_space(
     chunks: ChunkedLossOption | None,
     carried: str | None = None,
     why_no_samples: str | None = None,
+    values_needed: str | None = None,
 ) -> SearchSpace:
     """Returns the alternatives that the user allows and that the workload and the card permit.
 
@@ -129,6 +130,8 @@ def search_space(
         carried: what a forward changes and the next one uses (`carried_state`), from the same recording.
         why_no_samples: the reason why it is not known which tensors of the batch have a row for each sample; None if it
             is known.
+        values_needed: says where the step needs values of the batch, as an assumption of the recording; None if it does
+            not.
         chunks: how the loss can be computed in chunks, from the same recording; None if it cannot.
 
     Raises:
@@ -141,7 +144,7 @@ def search_space(
         optimizers=_optimizers(workload, constraints, notes),
         losses=_losses(constraints, chunks),
         updates=_updates(workload, constraints, notes),
-        splits=batch_splits(workload, constraints, batch_statistics, carried, why_no_samples, notes),
+        splits=batch_splits(workload, constraints, batch_statistics, carried, why_no_samples, values_needed, notes),
         recompute=_recompute(constraints),
         chunks=None if chunks is None else dataclasses.replace(chunks, always=constraints.force(Role.LOSS)),
         notes=tuple(notes),

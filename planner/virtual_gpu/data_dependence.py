@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from planner.errors import PlannerError, RehearsalError
 from planner.virtual_gpu import backend
 from planner.virtual_gpu.assertion_checks import assertion_outcome
-from planner.virtual_gpu.shadow_ops import ASSUMED_FINITE
+from planner.virtual_gpu.shadow_ops import ASSUMED_FINITE, ASSUMED_VALUES
 from planner.virtual_gpu.shadow_values import ShadowValues
 from planner.virtual_gpu.source_lines import frames, optimizer_in, source_line
 
@@ -43,6 +43,10 @@ _DISPATCH_WRAPPERS = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")
 """Files of torch whose frames are on the stack between the frame that asks and `Recorder.__torch_dispatch__`."""
 
 _WITHOUT_VALUES = "rewrite that line so that shapes and control flow do not depend on tensor values"
+_IN_A_PACKAGE = (
+    "that line belongs to an installed package: set an option or replace the module, so that shapes and control flow "
+    "do not depend on tensor values"
+)
 _OTHER_OPTIMIZER = "give an optimizer whose step does not depend on tensor values"
 _ASKS = "the step asks for the value of a tensor (.item(), bool() or an index), but a rehearsal computes no values"
 
@@ -86,6 +90,8 @@ class DataDependence:
             way_out: what the user can change, as an imperative.
         """
         where = self._where()
+        if way_out is _WITHOUT_VALUES and "-packages" in source_line():
+            way_out = _IN_A_PACKAGE
         if (optimizer := optimizer_in(frames())) is not None:
             where, way_out = f"in the step of {type(optimizer).__name__}", _OTHER_OPTIMIZER
         error = RehearsalError(f"{what}: {where} at {source_line() or 'unknown line'}; {way_out}")
@@ -105,6 +111,8 @@ class DataDependence:
 
     def scalar(self, tensor: torch.Tensor) -> float | int | bool | None:
         """Returns the known or assumed value of a tensor with one element; None if the value is neither."""
+        if self._is_of_batch(tensor) and (outcome := self._assertion_outcome(tensor)) is not None:
+            return outcome  # A check passes with any batch: it does not make the plan one for this batch.
         value = self.known_value(tensor)
         if value is not None:
             with unset_fake_temporarily():
@@ -117,6 +125,10 @@ class DataDependence:
             if frame.f_code.co_name == "warn_if_padding_and_no_attention_mask":
                 return False  # transformers asks whether to log a warning; nothing else depends on the answer.
         return self._assertion_outcome(tensor)
+
+    def _is_of_batch(self, tensor: torch.Tensor) -> bool:
+        """True if the known values of a tensor follow from values of the batch that the user gave."""
+        return any(assumption.startswith(ASSUMED_VALUES) for assumption in self.known.assumptions((tensor,)))
 
     def _assertion_outcome(self, tensor: torch.Tensor) -> bool | None:
         """Returns the boolean that passes the check for which the running code asks for this value.

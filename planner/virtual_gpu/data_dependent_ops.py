@@ -10,6 +10,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from planner.virtual_gpu.data_dependence import DataDependence
 
+WAYS_OUT: dict[Any, tuple[str]] = {
+    torch.ops.aten._pack_padded_sequence.default: ("plan the model with padded sequences instead of packed ones",),
+}
+"""Advice on data-dependent ops that a rehearsal cannot run even if the values are known, by op."""
+
 
 def run_data_dependent_op(
     dependence: DataDependence, run: Callable[..., Any], op: Any, args: tuple, kwargs: dict

@@ -27,8 +27,6 @@ from planner.virtual_gpu.shadow_ops import (
     ASSUMED_CHOICES,
     ASSUMED_DRAWS,
     ASSUMED_FINITE,
-    ASSUMED_LABELS,
-    ASSUMED_MASK,
     ASSUMED_RANDOM,
     CHOICES,
     CONSTANT_ARGUMENTS,
@@ -210,7 +208,7 @@ class ShadowValues:
                 with unset_fake_temporarily():
                     value = value.reshape(-1)[:1].reshape(())
                 self._put(results[0], _ShadowValue(value=value, assumed=assumed))
-        elif all(_is_tracked(tensor) for tensor in results):
+        elif all(is_tracked(tensor) for tensor in results):
             for fake, value in zip(results, nested_tensors(self.compute(op, args, kwargs)), strict=False):
                 if fake not in self:  # A view of an argument shares its shadow already.
                     self.learn(fake, value, assumed)
@@ -271,7 +269,7 @@ class ShadowValues:
 
     def _follow_draw(self, result: torch.Tensor, low: int, high: int) -> None:
         """Assumes that an op that draws random integers returned low, low + 1, ..., high - 1, low, low + 1, ..."""
-        if _is_tracked(result):
+        if is_tracked(result):
             with unset_fake_temporarily():
                 real = (low + torch.arange(result.numel()) % (high - low)).reshape(result.shape).to(result.dtype)
             self.learn(result, real, frozenset((ASSUMED_DRAWS,)))
@@ -345,26 +343,7 @@ class ShadowValues:
         return value
 
 
-def learn_buffer(known: ShadowValues, fake: torch.Tensor, real: torch.Tensor) -> None:
-    """Sets the values of a fake buffer to those of `real`, if `real` is small, on the CPU, and integer or boolean."""
-    if real.device.type == "cpu" and not real.is_floating_point() and not real.is_complex() and _is_tracked(real):
-        known.learn(fake, real)
-
-
-def assume_full(known: ShadowValues, name: str, tensor: torch.Tensor) -> None:
-    """Assumes that a tensor of the batch is 1 everywhere if it is a mask or has labels, so that none is ignored.
-
-    Args:
-        name: path of the tensor in the batch. A mask has "mask" in it, labels have "label" in the last name.
-    """
-    last = name.rsplit(".", 1)[-1].lower()
-    if "mask" in name.lower():
-        known.assume(tensor, 1, ASSUMED_MASK)
-    elif "label" in last and not tensor.is_floating_point():
-        known.assume(tensor, 1, ASSUMED_LABELS)
-
-
-def _is_tracked(tensor: torch.Tensor) -> bool:
+def is_tracked(tensor: torch.Tensor) -> bool:
     """True if a tensor is small enough to compute every value of it."""
     on_card = tensor.device.type != "cpu"
     most = MOST_FLOATS if on_card and tensor.is_floating_point() else MOST_ELEMENTS

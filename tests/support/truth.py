@@ -11,6 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Precision
+from planner.recording.initial_values import learn_batch
 from planner.recording.recorder import Recorder
 from planner.recording.rehearsal import make_virtual, record_steps, virtual_batch
 from planner.recording.step_graph import StepGraph
@@ -18,7 +19,7 @@ from planner.rewrite.application import apply_decisions
 from planner.virtual_gpu.backend import VirtualGpuMode, let_libraries_take_fakes_for_real
 from planner.virtual_gpu.forked_process import run_in_child
 from planner.workload.call_convention import LossFn
-from planner.workload.workload import OptimizerSpec, Workload, workload
+from planner.workload.workload import OptimizerSpec, Workload, tensors_of, workload
 from tests.support.workloads import example
 
 STEPS = 2
@@ -84,6 +85,8 @@ def _recorded(case: Case, work: Workload, batch: object, *, virtual: bool) -> St
     recorder = Recorder("cpu", virtual=virtual, what_if=False, in_place=None)
     if virtual:
         recorder.data_dependence.install("AutogradCPU")
+        for (path, fake), (_, given) in zip(tensors_of(batch), tensors_of(work.batch), strict=True):
+            learn_batch(recorder.data_dependence.known, path, fake, given)
     return record_steps(
         recorder, work.model, batch, prepare, steps=STEPS, primed=False, micro_batch_sizes=(work.batch_size,)
     )
