@@ -12,18 +12,19 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from planner.errors import PlannerError, WorkloadError
 from planner.plan_types.quantized import is_quantized
 from planner.recording.hook_errors import HookErrors
 from planner.recording.module_state import changed_state, host_random_state, plain_state
-from planner.recording.initial_values import assume_full, learn_batch, learn_buffer
 from planner.recording.recorder import Recorder
 from planner.recording.step_graph import Category, StepGraph
 from planner.virtual_gpu import backend, fake_tensor_cache, kernels, quantized_weights, rnn
 from planner.virtual_gpu.forked_process import Child, Refuse
 from planner.virtual_gpu.in_place import InPlaceRule
-from planner.virtual_gpu.shadow_values import ShadowValues
+from planner.virtual_gpu.shadow_ops import ASSUMED_LABELS, ASSUMED_MASK, ASSUMED_VALUES
+from planner.virtual_gpu.shadow_values import ShadowValues, is_tracked
 from planner.virtual_gpu.source_lines import is_model_code, optimizer_in
 from planner.virtual_gpu.sparse_tensors import no_rows_of, virtual_sparse
 from planner.workload.torch_optimizers import sparse_lookups
@@ -361,3 +362,40 @@ def virtual_batch(
         return torch.empty(shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
 
     return map_batch(fake, batch)
+
+
+def learn_buffer(known: ShadowValues, fake: torch.Tensor, real: torch.Tensor) -> None:
+    """Sets the values of a fake buffer to those of `real`, if `real` is small, on the CPU, and integer or boolean."""
+    if real.device.type == "cpu" and not real.is_floating_point() and not real.is_complex() and is_tracked(real):
+        known.learn(fake, real)
+
+
+def assume_full(known: ShadowValues, name: str, tensor: torch.Tensor) -> None:
+    """Assumes that a tensor of the batch is 1 everywhere if it is a mask or has labels, so that none is ignored.
+
+    Args:
+        name: path of the tensor in the batch. A mask has "mask" in it, labels have "label" in the last name.
+    """
+    last = name.rsplit(".", 1)[-1].lower()
+    if "mask" in name.lower():
+        known.assume(tensor, 1, ASSUMED_MASK)
+    elif "label" in last and not tensor.is_floating_point():
+        known.assume(tensor, 1, ASSUMED_LABELS)
+
+
+def learn_batch(known: ShadowValues, name: str, fake: torch.Tensor, real: torch.Tensor) -> None:
+    """Sets the values of a fake tensor of the batch to those that the user gave, if it is small and has no floats.
+
+    If more samples are rehearsed than the batch has, its samples are repeated.
+
+    Args:
+        name: path of the tensor in the batch, for the assumption that is noted where the values are needed.
+        real: the tensor that the user gave. Its values are known if it is on the CPU.
+    """
+    has_values = real.device.type == "cpu" and not isinstance(real, FakeTensor) and real.layout is torch.strided
+    if not has_values or fake in known or real.is_floating_point() or real.is_complex() or not is_tracked(fake):
+        return
+    with unset_fake_temporarily():
+        if fake.dim() and len(fake) != len(real):
+            real = real[torch.arange(len(fake)) % max(len(real), 1)]
+    known.learn(fake, real, frozenset((f"{ASSUMED_VALUES} '{name}'",)))

@@ -35,7 +35,8 @@ def run_data_dependent_op(
     """
     known = dependence.known
     if op is torch.ops.aten.masked_select.default:
-        return True, run(torch.ops.aten.index.Tensor, torch.broadcast_tensors(*args)[0], [args[1]]), None
+        table, mask = torch.broadcast_tensors(*args)
+        return True, run(torch.ops.aten.index.Tensor, table, [mask]), None
     if op is torch.ops.aten.index.Tensor:
         indices = []
         for index in args[1]:

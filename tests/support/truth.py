@@ -11,9 +11,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Precision
-from planner.recording.initial_values import learn_batch
 from planner.recording.recorder import Recorder
-from planner.recording.rehearsal import make_virtual, record_steps, virtual_batch
+from planner.recording.rehearsal import learn_batch, make_virtual, record_steps, virtual_batch
 from planner.recording.step_graph import StepGraph
 from planner.rewrite.application import apply_decisions
 from planner.virtual_gpu.backend import VirtualGpuMode, let_libraries_take_fakes_for_real
