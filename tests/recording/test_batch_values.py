@@ -128,7 +128,8 @@ def test_what_follows_from_values_of_the_batch_is_rehearsed_as_it_really_happens
     real, rehearsed = truth(case), rehearsal(case)
     assert any("every batch has the values of" in assumption for assumption in rehearsed.assumptions)
     if use in OTHER_KERNELS:
-        assert abs(int(rehearsed.live_bytes().max()) - int(real.live_bytes().max())) <= 2 * 8 * SAMPLES * TOKENS
+        losses = [[op.shapes for op in graph.ops if "pow" in op.name] for graph in (real, rehearsed)]
+        assert losses[0] == losses[1]
     else:
         assert kernels(real) == kernels(rehearsed)
 
