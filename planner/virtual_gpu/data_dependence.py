@@ -167,9 +167,10 @@ class DataDependence:
         """Returns the values of a tensor with one dimension as a list; `value` for each if they are not known.
 
         Args:
-            assumption: text of the assumption that is noted if the values are not known.
+            value: the largest possible value. It also stands for values of the batch: the plan then holds for others.
+            assumption: text of the assumption that is noted if `value` is used.
         """
-        known = self.known_value(tensor)
+        known = None if self._is_of_batch(tensor) else self.known_value(tensor)
         if known is None:
             self.assume((assumption,))
             return [value] * tensor.numel()
