@@ -397,5 +397,5 @@ def learn_batch(known: ShadowValues, name: str, fake: torch.Tensor, real: torch.
         return
     with unset_fake_temporarily():
         if fake.dim() and len(fake) != len(real):
-            real = real[torch.arange(len(fake)) % max(len(real), 1)]
+            real = real[torch.arange(len(fake), device="cpu") % max(len(real), 1)]
     known.learn(fake, real, frozenset((f"{ASSUMED_VALUES} '{name}'",)))

@@ -111,12 +111,22 @@ class DataDependence:
 
     def scalar(self, tensor: torch.Tensor) -> float | int | bool | None:
         """Returns the known or assumed value of a tensor with one element; None if the value is neither."""
-        if self._is_of_batch(tensor) and (outcome := self._assertion_outcome(tensor)) is not None:
-            return outcome  # A check passes with any batch: it does not make the plan one for this batch.
+        # Where an answer does not depend on the values, values of the batch are not used: the plan holds for others too.
+        if not self._is_of_batch(tensor) and (value := self._number(tensor)) is not None:
+            return value
+        answer = self._answer_of_place(tensor)
+        return self._number(tensor) if answer is None else answer
+
+    def _number(self, tensor: torch.Tensor) -> float | int | bool | None:
+        """Returns the known value of a tensor with one element; None if it is not known."""
         value = self.known_value(tensor)
-        if value is not None:
-            with unset_fake_temporarily():
-                return value.item()
+        if value is None:
+            return None
+        with unset_fake_temporarily():
+            return value.item()
+
+    def _answer_of_place(self, tensor: torch.Tensor) -> float | bool | None:
+        """Returns the answer that the running code gets whatever the values are; None if there is none."""
         for frame in frames():
             filename = frame.f_code.co_filename
             answer = next((factor for file, factor in _SCALING_FACTORS.items() if filename.endswith(file)), None)

@@ -68,11 +68,11 @@ class _ShadowValue:
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the values of a fake tensor on this storage; None if `value` has another dtype than the tensor."""
         if not tensor.numel():
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         if self.value is not None:
             return self.value.expand(tensor.shape) if tensor.dtype == self.value.dtype else None
         assert self.storage is not None  # Only `_NOTHING` has neither, and its tensors have no elements.
-        real = torch.empty(0, dtype=tensor.dtype)
+        real = torch.empty(0, dtype=tensor.dtype, device="cpu")
         return real.set_(self.storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
@@ -130,7 +130,7 @@ class ShadowValues:
     def assume(self, tensor: torch.Tensor, value: bool | int | float, assumption: str) -> None:
         """Assumes that every element of the fake tensor's storage is `value`."""
         with unset_fake_temporarily():
-            scalar = torch.tensor(value, dtype=tensor.dtype)
+            scalar = torch.tensor(value, dtype=tensor.dtype, device="cpu")
         self._put(tensor, _ShadowValue(value=scalar, assumed=frozenset((assumption,))))
 
     def shadow(self, tensor: torch.Tensor) -> _ShadowValue | None:
@@ -234,7 +234,7 @@ class ShadowValues:
         with unset_fake_temporarily():
             storage = torch.UntypedStorage(tensor.untyped_storage().nbytes())
             if shadow.value is not None:
-                whole = torch.empty(0, dtype=shadow.value.dtype).set_(storage)
+                whole = torch.empty(0, dtype=shadow.value.dtype, device="cpu").set_(storage)
                 whole.fill_(shadow.value)
         return _ShadowValue(storage=storage, assumed=shadow.assumed)
 
@@ -248,7 +248,7 @@ class ShadowValues:
         if isinstance(value, torch.Tensor) or not results or not covers_its_storage(results[0]):
             return False
         with unset_fake_temporarily():
-            self._put(results[0], _ShadowValue(value=torch.tensor(value, dtype=results[0].dtype)))
+            self._put(results[0], _ShadowValue(value=torch.tensor(value, dtype=results[0].dtype, device="cpu")))
         return True
 
     def _follow_random(self, results: list[torch.Tensor]) -> None:
@@ -271,7 +271,11 @@ class ShadowValues:
         """Assumes that an op that draws random integers returned low, low + 1, ..., high - 1, low, low + 1, ..."""
         if is_tracked(result):
             with unset_fake_temporarily():
-                real = (low + torch.arange(result.numel()) % (high - low)).reshape(result.shape).to(result.dtype)
+                real = (
+                    (low + torch.arange(result.numel(), device="cpu") % (high - low))
+                    .reshape(result.shape)
+                    .to(result.dtype)
+                )
             self.learn(result, real, frozenset((ASSUMED_DRAWS,)))
 
     def _follow_choice(self, op: Any, args: tuple, kwargs: dict, out: Any) -> None:
@@ -282,7 +286,7 @@ class ShadowValues:
         if dim is None or not args[0].dim() or positions.numel() > MOST_ELEMENTS:
             return
         with unset_fake_temporarily():
-            spread = torch.arange(positions.numel()) % args[0].shape[dim]
+            spread = torch.arange(positions.numel(), device="cpu") % args[0].shape[dim]
             if op is _aten.topk.default:
                 moved = positions.movedim(dim, -1).shape
                 spread = spread.reshape(moved).movedim(-1, dim)
