@@ -111,7 +111,7 @@ class DataDependence:
 
     def scalar(self, tensor: torch.Tensor) -> float | int | bool | None:
         """Returns the known or assumed value of a tensor with one element; None if the value is neither."""
-        # Where an answer does not depend on the values, values of the batch are not used: the plan holds for others too.
+        # If an answer does not depend on values, those of the batch are not used: the plan then holds for others too.
         if not self._is_of_batch(tensor) and (value := self._number(tensor)) is not None:
             return value
         answer = self._answer_of_place(tensor)
