@@ -216,13 +216,7 @@ def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module, ho
 
 
 def _failure(error: BaseException, message: str, model: torch.nn.Module) -> str:
-    """Returns the text for an error of the training step: what failed, where, and what the user can do.
-
-    Args:
-        error: the error.
-        message: the first line of its message.
-        model: the model that is trained.
-    """
+    """Returns the text for an error of the training step (`message` is its first line): what failed, where, a way out."""
     running = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     what, way_out = "the training step failed with this batch", "check that it runs without the planner"
     where = _location(error, model)
@@ -393,7 +387,7 @@ def learn_batch(known: ShadowValues, name: str, fake: torch.Tensor, real: torch.
         real: the tensor that the user gave. Its values are known if it is on the CPU.
     """
     has_values = real.device.type == "cpu" and not isinstance(real, FakeTensor) and real.layout is torch.strided
-    if not has_values or fake in known or real.is_floating_point() or real.is_complex() or not is_tracked(fake):
+    if not has_values or fake in known or real.dtype.is_floating_point or real.is_complex() or not is_tracked(fake):
         return
     with unset_fake_temporarily():
         if fake.dim() and len(fake) != len(real):
