@@ -216,7 +216,7 @@ def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module, ho
 
 
 def _failure(error: BaseException, message: str, model: torch.nn.Module) -> str:
-    """Returns the text for an error of the training step (`message` is its first line): what failed, where, a way out."""
+    """Returns the text for an error of the training step (`message` is its first line): what, where, a way out."""
     running = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     what, way_out = "the training step failed with this batch", "check that it runs without the planner"
     where = _location(error, model)
