@@ -53,7 +53,7 @@ class RecomputeObserver(StepObserver):
                 raise
             logger.warning(
                 "recomputed values differ from those of the forward. %s is a nondeterministic kernel, which returns "
-                "different results for the same inputs. Training goes on: its gradients are as reproducible as those of "
+                "different results for the same inputs. Training goes on: gradients are as reproducible as those of "
                 "the baseline. The difference: %s", op, error
             )  # fmt: skip
 
