@@ -60,7 +60,7 @@ def batch_splits(
         DecisionError: accumulation is forced, and the batch is a single sample, or it is not known how to split it.
     """
     why_not, way_out = None, ""
-    of_values = f"what a micro-batch allocates may depend on its values ({values_needed})"
+    of_values = f"the memory of a micro-batch may depend on the values of its samples ({values_needed})"
     if batch_statistics:
         why_not = f"'{batch_statistics[0]}' normalises over the micro-batch, so that results differ from the full batch"
     elif workload.batch_size < 2:
