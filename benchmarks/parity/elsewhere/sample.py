@@ -115,9 +115,8 @@ def outcome_of(
         return outcome
     if size <= allowed(job.case, job.technique):
         return dataclasses.replace(outcome, result=ROUNDED, size=size, note=where)
-    warned = [
-        message for message in heard if "promise" not in message
-    ]  # the Trainer's callback warns if a peak exceeds it
+    # The Trainer's callback may warn about a promised peak, which does not explain a difference.
+    warned = [message for message in heard if "promise" not in message]
     result = WARNED if warned else DIFFERENT
     return dataclasses.replace(outcome, result=result, size=size, note="; ".join([where, *warned[:1]]))
 
