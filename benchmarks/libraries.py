@@ -2,14 +2,17 @@
 
     python -m benchmarks.libraries
 
-Each row is one forward and backward on the CPU: peak bytes of all allocations by ops (PyTorch's allocator, as in
-`planner.rewrite.on_cpu.allocations`), CPU seconds (smallest of 5 runs) divided by those of the plain way, and the
-largest relative difference of a gradient from the gradient in float64 (norm of the difference divided by the norm).
+Each row measures one forward and backward on the CPU. The columns are the peak bytes of all allocations by ops
+(PyTorch's allocator, as in `planner.rewrite.on_cpu.allocations`), the CPU seconds (smallest of 5 runs) divided by those
+without a technique, and the largest relative difference of a gradient from its reference (norm of the difference
+divided by the norm). The tables are:
 
-- loss: logits of a language-model head and their cross entropy; `chunked_loss` against `F.linear_cross_entropy`.
-- selective: a stack of blocks that keeps some products; `checkpoint` against `create_selective_checkpoint_contexts`.
-- offload: the same stack with saved tensors in host memory; `offload` against `torch.autograd.graph.save_on_cpu`. Here
-  nothing runs: the step is rehearsed on a virtual RTX 3060, and the columns are the rehearsed peak and step time.
+- loss: compares `chunked_loss` with `F.linear_cross_entropy`, for the logits of a language-model head and their cross
+  entropy. The reference is the gradient in float64.
+- selective: compares `checkpoint` with `create_selective_checkpoint_contexts`, for a stack of blocks that keeps some
+  products. The reference is the gradient without a technique.
+- offload: compares `offload` with `torch.autograd.graph.save_on_cpu`, for the same stack. The step does not run, but is
+  rehearsed on a virtual RTX 3060. The columns are the rehearsed peak and step time.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from planner.rewrite.rules import offload as own_offload
 from planner.rewrite.rules.chunked_loss import logits_in_chunks
 
 Run = Callable[[], list[Tensor]]
-"""Forward and backward; returns the gradients."""
+"""A function that runs a forward and a backward, and returns the gradients."""
 TOKENS, HIDDEN, VOCABULARY, CHUNKS = 2048, 256, 16384, 16
 BLOCKS, BATCH, WIDTH = 8, 512, 512
 OFFLOAD_BATCH, OFFLOAD_CARD = 32768, "rtx-3060-12gb"
@@ -169,7 +172,7 @@ def show(console: Console, title: str, ways: list[tuple[str, Run]], reference: l
     """Measure each way and print a table."""
     table = Table("way", "peak MiB", "CPU time, plain = 1", "error of gradients", title=title)
     seconds: list[float] = [float("inf")] * len(ways)
-    for _ in range(REPEATS):  # by turns, so that a busy machine slows all of them down
+    for _ in range(REPEATS):  # the ways take turns, so that a busy machine slows all of them down
         for number, (_, run) in enumerate(ways):
             began = time.process_time()
             run()

@@ -17,9 +17,9 @@ class EmittedCode:
     imports: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
     functions: tuple[str, ...] = ()
-    """Functions and classes that the file's main functions use. They stand at its end."""
+    """Sources of functions and classes that the other functions use. They come at the end of the file."""
     defaults: tuple[str, ...] = ()
-    """Functions that are default values of parameters of the step, and so stand before it."""
+    """Sources of functions that are default values of parameters of the step, and so are defined before it."""
     rewriting: tuple[str, ...] = ()
     """Statements on `model`, in the body of `rewrite(model)`."""
     is_watched: bool = False

@@ -92,7 +92,8 @@ class FirstStepCheck(StepObserver):
         why_not = "the gradient is zero, or not finite"
         guard = SideEffectGuard(rewriting.model, rewriting.loss_fn)
         if guard.iterator is not None:
-            return f"the model or the loss function holds a {guard.iterator}, whose position cannot be restored"
+            held = guard.iterator
+            return f"the model or the loss function holds an iterator ({held}), whose position cannot be restored"
         for in_training_mode in (True, False):  # BatchNorm refuses a single sample in training mode
             probe = GradientProbe(
                 rewriting.model, batch, total, self._loss_of, lambda part, count: count, guard,

@@ -1,11 +1,11 @@
-"""Tell nondeterministic kernels apart from state that changes, when a recompute differs from its forward.
+"""Finds out whether a nondeterministic kernel explains that recomputed values differ from those of the forward.
 
-Two runs of a forward may differ although nothing that it reads has changed: some kernels add with atomic operations, in
-another order each time. Then a recompute differs from its forward as well, and nothing is wrong. Two findings are
-needed for this conclusion:
+Two runs of a forward may differ although nothing that it reads has changed, because some kernels add with atomic
+operations, in a different order each time. A recompute then differs from its forward as well, which is no error. Two
+findings are needed for this conclusion:
 
-1. The forward is run twice from the same state, and saves different values in modules that are watched.
-2. An op returns different bits when it is run twice in a row on the same inputs, with the same random numbers.
+1. The forward, run twice from the same state, saves different values in the watched modules.
+2. An op, run twice in a row on the same inputs and with the same random numbers, returns different bits.
 
 The first finding alone could come from state that was not restored, such as the position of an iterator. The second
 one does not depend on Python state.
@@ -32,9 +32,9 @@ def nondeterministic_op(
     """Return the name of an op that makes the forward differ between two runs; None if it does not differ.
 
     Args:
-        check: samples what autograd saves in watched modules. It must not be inside of a step.
+        check: samples what autograd saves in watched modules. No step may be running.
         guard: restores what the forward changes.
-        forward: runs the forward with the check's modules, and returns the loss.
+        forward: runs the forward of the model that has these modules, and returns the loss.
     """
 
     def sampled() -> list[SavedSample]:
@@ -86,7 +86,7 @@ class _RepeatedOps(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _generators_restored(arguments: list[object]):
-    """Context after which generators of random numbers are in the state in which they were before."""
+    """Context that restores the states of random generators at its end."""
     own = [value for value in arguments if isinstance(value, torch.Generator)]
     states = [generator.get_state() for generator in own]
     cards = {value.device for value in arguments if isinstance(value, torch.Tensor) and value.is_cuda}

@@ -52,8 +52,9 @@ class RecomputeObserver(StepObserver):
             if op is None:
                 raise
             logger.warning(
-                "a recompute differs from its forward, and %s is a nondeterministic kernel: it gives different results "
-                "for the same inputs. Gradients are as reproducible as without the plan. The difference: %s", op, error
+                "recomputed values differ from those of the forward. %s is a nondeterministic kernel, which returns "
+                "different results for the same inputs. Training goes on: gradients are as reproducible as those of "
+                "the baseline. The difference: %s", op, error
             )  # fmt: skip
 
     def after_error(self) -> None:

@@ -194,7 +194,7 @@ FAULTS = (
         path="planner/space/carried_state.py",
         old="    return graph.changed_state if graph.forwards_differ else None",
         new="    return graph.changed_state",
-        tests=("tests/space/test_carried_state.py::test_state_that_the_next_forward_does_not_use_is_left_alone",),
+        tests=("tests/space/test_carried_state.py::test_state_that_the_next_forward_does_not_use_is_not_reported",),
         why="a model that counts its calls for a log is not accumulated",
     ),
     Fault(
@@ -202,7 +202,7 @@ FAULTS = (
         path="planner/space/carried_state.py",
         old="        if storage not in inputs and (storage in derived or storage in again or _dies(graph, storage))\n",
         new="        if storage not in inputs\n",
-        tests=("tests/space/test_carried_state.py::test_state_that_the_next_forward_does_not_use_is_left_alone",),
+        tests=("tests/space/test_carried_state.py::test_state_that_the_next_forward_does_not_use_is_not_reported",),
         why="a model that keeps a mask is not accumulated",
     ),
 )

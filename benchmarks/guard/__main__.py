@@ -2,16 +2,18 @@
 
     python -m benchmarks.guard [losses | gradients | zoo | cost] [--seeds 3] [--limit-s 1200] [--form whole]
 
-losses: small models with losses that people write. The error of the accumulated gradient against the whole batch's is
-measured in fp64, and compared with the check's verdict in the first 16 batches. gradients: the same for models and
-losses whose samples are coupled in the backward only. zoo: the same for the transformers
-models of the tests, one batch each, with their own losses. cost: peak memory and time of steps with a check, relative
-to steps without.
+The parts are:
 
---form measures what a simpler check would find: `weights` only watches the calls of loss functions, `coupling` does not
-watch them, `values` compares values of the loss instead of gradients, `first` compares in the first batch only,
-`unperturbed` compares values of the loss with the model's own parameters only, and `classless` chooses samples without
-regard to classes.
+- losses: trains small models with common losses. The error of the accumulated gradient relative to that of the whole
+  batch is measured in fp64, and compared with the result of the check in the first 16 batches.
+- gradients: does the same for models and losses whose samples are coupled in the backward only.
+- zoo: does the same for the transformers models of the tests, for one batch each, with their own losses.
+- cost: measures the peak memory and the time of steps with a check, relative to steps without.
+
+--form measures what a simpler check would find. `weights` only watches the calls of loss functions, and `coupling` does
+not watch them. `values` compares values of the loss instead of gradients. `first` compares in the first batch only.
+`unperturbed` compares values of the loss for the unchanged parameters only. `classless` chooses samples without regard
+to their classes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Small models and losses whose samples are coupled in the backward only: values of the loss add up, gradients do not.
 
-Some change the gradient of an activation by numbers of the whole batch, some have a loss whose value says nothing about
-its gradient. Each kind also has cases that look alike but are right.
+In some cases, the gradient of an activation is changed by numbers that depend on the whole batch. In others, the value
+of the loss does not show what its gradient is. Each kind also has similar cases whose samples are not coupled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GradientOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Backward(nn.Module):
-    """The identity, with another backward."""
+    """A module that returns its input unchanged and has another backward."""
 
     def __init__(self, gradient_of: GradientOf) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class _Changed(torch.autograd.Function):
 
 
 class Hooked(nn.Module):
-    """The identity, whose result has a gradient hook."""
+    """A module that returns a copy of its input with a gradient hook."""
 
     def __init__(self, hook: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()

@@ -89,7 +89,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="dtype of the weights of a transformers model (default: that of the saved weights, as from_pretrained)",
+        help="dtype of the weights of a transformers model (default: the dtype that from_pretrained loads)",
     )
     adapters = group.add_mutually_exclusive_group()
     for name, weights in (("--lora", "frozen weights"), ("--qlora", "frozen 4-bit weights (bitsandbytes NF4)")):
@@ -98,8 +98,8 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
             nargs="?",
             const="16",
             metavar="RANK[:LAYERS]",
-            help=f"train LoRA adapters on {weights}, by peft: a rank, and perhaps the names of the layers, such as "
-            "16:q_proj,v_proj or 16:all-linear (default: rank 16, peft's choice of layers)",
+            help=f"train LoRA adapters of peft on {weights}; give the rank, and optionally the layers, as in "
+            "16:q_proj,v_proj or 16:all-linear (default: rank 16, on the layers that peft chooses)",
         )
     group.add_argument("--dora", action="store_true", help="with --lora or --qlora: train DoRA adapters")
     group.add_argument(

@@ -7,7 +7,7 @@ import dataclasses
 from planner.errors import WorkloadError
 
 ALL_LINEAR = "all-linear"
-"""Stands for all linear layers but the output layer (peft's `target_modules="all-linear"`)."""
+"""The name that stands for all linear layers except the output layer (peft's `target_modules="all-linear"`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,8 @@ class Adapter:
         targets = tuple(name.strip() for name in names.split(",") if name.strip())
         if not rank.strip().isdigit() or int(rank) < 1 or (":" in text and not targets):
             raise WorkloadError(
-                f"'{text}' is not a LoRA rank with layers: give RANK, RANK:{ALL_LINEAR} or RANK:NAME,NAME, such as "
-                "16:q_proj,v_proj"
+                f"'{text}' is not a value of {'--qlora' if is_quantized else '--lora'}: give a positive rank, and "
+                f"optionally the layers, as in 16, 16:{ALL_LINEAR} or 16:q_proj,v_proj"
             )
         return cls(rank=int(rank), targets=targets, is_quantized=is_quantized, is_dora=is_dora)
 
@@ -67,7 +67,7 @@ class Adapter:
 
 
 QUANTIZATION = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-"""The arguments of `transformers.BitsAndBytesConfig` for 4-bit weights, but for `bnb_4bit_compute_dtype`."""
+"""The arguments of `transformers.BitsAndBytesConfig` for 4-bit weights, except `bnb_4bit_compute_dtype`."""
 
 
 def compute_dtype(dtype: str) -> str:

@@ -31,7 +31,7 @@ def stored_bytes(parameter: Any) -> int:
 
 
 def element_count(parameter: Any) -> int:
-    """Returns the number of weights in a parameter; packed weights count one by one."""
+    """Returns the number of weights in a parameter; each packed weight counts as one."""
     state = getattr(parameter, "quant_state", None)
     return math.prod(parameter.shape if state is None else state.shape)
 

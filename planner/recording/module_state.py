@@ -23,7 +23,7 @@ _MOST_LEVELS, _MOST_ENTRIES, _MOST_BYTES = 3, 1000, 1 << 20
 
 
 Identity = Callable[[object], int | None]
-"""A function that returns what stands for the identity of an object: `id`, or `_no_identity`."""
+"""A function that returns the identity of an object: `id`, or `_no_identity` where identities do not matter."""
 
 
 def module_state(module: torch.nn.Module) -> dict[str, object]:
@@ -50,7 +50,7 @@ def attributes_of(module: torch.nn.Module) -> dict[str, object]:
 
 
 def plain_state(model: torch.nn.Module, loss_fn: object = None) -> dict[str, object]:
-    """Returns numbers and text in the attributes of all modules and of the loss function, by a description.
+    """Returns the numbers and text that modules and the loss function hold in attributes, by a description of each.
 
     Tensors and the identities of objects are left out, because a forward may make new ones without any consequence.
     """
@@ -59,7 +59,7 @@ def plain_state(model: torch.nn.Module, loss_fn: object = None) -> dict[str, obj
         for path, module in model.named_modules()
         for name, value in _attributes_of(module, _no_identity).items()
     }
-    return state | ({} if loss_fn is None else {"what the loss function holds": _plain_content_of(loss_fn)})
+    return state | ({} if loss_fn is None else {"the state of the loss function": _plain_content_of(loss_fn)})
 
 
 def host_random_state() -> tuple[object, object]:
@@ -78,7 +78,7 @@ def _plain_content_of(function: object) -> object:
 
 
 def _no_identity(value: object) -> None:
-    """Stands in for `id` where it does not matter which object a value is."""
+    """Returns None for every object, so that two objects with equal content compare as equal."""
 
 
 def _attributes_of(module: torch.nn.Module, identity: Identity) -> dict[str, object]:
@@ -102,7 +102,7 @@ def _attributes_of(module: torch.nn.Module, identity: Identity) -> dict[str, obj
 
 
 def _content_of_hook(hook: object, identity: Identity) -> object:
-    """Returns what a hook can change: the attributes of its object, or the arguments of a `functools.partial`.
+    """Returns the state that a hook can change: attributes of its object, or arguments of a `functools.partial`.
 
     The object may be another module, whose attributes are not compared when the hook's module is called.
     """
@@ -144,7 +144,7 @@ def _content(value: object, levels: int, identity: Identity) -> object:
 
     Args:
         levels: number of nested containers and objects to look into.
-        identity: `id`, or `_no_identity` to leave out tensors and which object a value is.
+        identity: `id`, or `_no_identity` to leave out tensors and the identities of objects.
     """
     if isinstance(value, _PLAIN):
         return value

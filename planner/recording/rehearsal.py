@@ -195,7 +195,7 @@ def record_steps(
                 gc.collect()
             after = plain_state(model, loss_fn) if before else {}
         graph = recorder.finish(steps=steps, primed=primed, micro_batch_sizes=micro_batch_sizes)
-        drew_on_host = host_random_state() != random_before  # which may be why the forwards differ
+        drew_on_host = host_random_state() != random_before  # the forwards may differ for this reason only
         return dataclasses.replace(
             graph,
             changed_state=changed_state(before, after),

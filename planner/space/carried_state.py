@@ -3,14 +3,15 @@
 With accumulation every micro-batch runs a forward, and so changes such state: a queue of earlier samples, a moving
 average of weights, a counter that warms up the loss. Training would then differ from that with whole batches.
 
-Tensors: a storage that a forward of the first step made or wrote, and from which values flow into the backward of the
-second step. Writes that only advance the storage itself (a count of batches that nothing reads) do not matter, nor do
-caches: tensors that depend on neither the batch nor a trained parameter, and that the second step does not change.
+A tensor counts as such state if a forward of the first step made or wrote it, and if values flow from it into the
+backward of the second step. Writes that read only the tensor itself (a count of batches that nothing else reads) do not
+count. Neither do caches: tensors that depend on neither the batch nor a trained parameter, and that the second step
+does not change.
 
-Python: numbers and containers that the second step changed (`module_state.plain_state`), if its forward also ran other
-ops than that of the first step, or ops with other numbers.
+Numbers and containers of Python count if the second step changed them (`module_state.plain_state`), and if its forward
+ran other ops than the forward of the first step, or ops with other numbers as arguments.
 
-What it cannot see: state that first matters in a later step, and numbers that an op reads from its caller's memory.
+State that first matters in a later step is not found, nor are numbers that an op reads from its caller's memory.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _ITEM_BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
 
 
 def carried_state(graph: StepGraph) -> str | None:
-    """Returns what a forward changes and the next one uses, for a note; None if nothing was found.
+    """Returns a description of the state that a forward changes and the next one uses; None if none was found.
+
+    The description goes into a note, as in 'the forward changes ..., which the next forward uses'.
 
     Args:
         graph: a recording of two steps, each with one forward.
@@ -40,15 +43,16 @@ def carried_state(graph: StepGraph) -> str | None:
         return None
     left = _left_behind(graph)
     if (storage := _reaching_backward(graph, left)) is not None:
-        source = left[storage].source or "in its own code"
-        return f"a tensor that its next call reads ({left[storage].name.split('.')[1]}, {source})"
+        op = left[storage]
+        line = f" at {op.source}" if op.source else ""
+        return f"a tensor (the result of {op.name.split('.')[1]}{line})"
     return graph.changed_state if graph.forwards_differ else None
 
 
 def _left_behind(graph: StepGraph) -> dict[int, Op]:
     """Returns the storages in which the forward of the first step leaves values, with the op that made or wrote each.
 
-    Without storages of the batch and caches.
+    Storages of the batch and caches are left out.
     """
     updated = {s for op in graph.ops if op.phase is Phase.OPTIMIZER for s in _written(op)}
     trained = {s for s in updated if graph.storages[s].category is Category.PARAMETER}
@@ -103,7 +107,7 @@ def _reaching_backward(graph: StepGraph, left: dict[int, Op]) -> int | None:
 
 
 def _written(op: Op) -> set[int]:
-    """Returns the storages that the op changes in place, without running statistics of a norm."""
+    """Returns the storages that the op changes in place, except running statistics of a norm."""
     return set() if op.name in WRITE_STATISTICS else set(op.written)
 
 

@@ -59,8 +59,8 @@ def batch_splits(
     Raises:
         DecisionError: accumulation is forced, and the batch is a single sample, or it is not known how to split it.
     """
-    why_not = None
-    of_values = f"what a micro-batch allocates may depend on its values ({values_needed})"
+    why_not, way_out = None, ""
+    of_values = f"the memory of a micro-batch may depend on the values of its samples ({values_needed})"
     if batch_statistics:
         why_not = f"'{batch_statistics[0]}' normalises over the micro-batch, so that results differ from the full batch"
     elif workload.batch_size < 2:
@@ -68,10 +68,8 @@ def batch_splits(
     elif why_no_samples:
         why_not = why_no_samples
     elif carried:
-        why_not = (
-            f"the forward changes {carried}: every micro-batch would change it, as if it were a batch of its own (if "
-            "results do not depend on it, force accumulation)"
-        )
+        why_not = f"the forward changes {carried}, which the next forward uses, so every micro-batch would change it"
+        way_out = "; if your results do not depend on this state, force accumulation"
     elif values_needed:
         why_not = of_values
     elif changed := _changed_gradient(workload.model):
@@ -95,7 +93,7 @@ def batch_splits(
         return several
     if why_not:
         if constraints.allow(Accumulation):
-            notes.append(f"no accumulation: {why_not}")
+            notes.append(f"no accumulation: {why_not}{way_out}")
         return (single,)
     return (single, *several) if constraints.allow(Accumulation) else (single,)
 

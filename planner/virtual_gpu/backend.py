@@ -88,7 +88,7 @@ class Target:
 
     @classmethod
     def of(cls, card: DeviceProfile | None) -> Target:
-        """Returns the target for a card; for None, the CPU."""
+        """Returns the target for a card, or for the CPU if `card` is None."""
         if card is None:
             return cls(compute_capability=None)
         return cls(compute_capability=card.compute_capability, sm_count=card.sm_count)

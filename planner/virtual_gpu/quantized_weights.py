@@ -8,8 +8,8 @@ On a card bitsandbytes quantizes a weight when the model is moved there. A weigh
 here in the same way, on fake tensors.
 
 `bitsandbytes::gemm_4bit` runs one kernel, or dequantizes the weight and multiplies with it, which allocates the
-dequantized weight. bitsandbytes decides by the shapes and the card (backends/cuda/ops.py), and its own function is
-asked here too.
+dequantized weight. bitsandbytes chooses by the shapes and the card (backends/cuda/ops.py). This module calls the same
+function to choose.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PARTS = ("absmax", "code", "offset")
 
 
 def fake_parameter(parameter: Any, device: str) -> torch.nn.Parameter:
-    """Returns a fake parameter on a device, quantized, with its quantization state. Call it in a `FakeTensorMode`.
+    """Returns a quantized fake parameter on a device, with its quantization state. Call it in a `FakeTensorMode`.
 
     Args:
         parameter: a weight (`planner.plan_types.quantized`), perhaps on the meta device. It is not changed.
@@ -57,7 +57,7 @@ def fake_parameter(parameter: Any, device: str) -> torch.nn.Parameter:
 
 
 def move_module_state(module: Any, device: str) -> None:
-    """Replaces the quantization state that a module of bitsandbytes holds by that of its weight, in place."""
+    """Makes a module of bitsandbytes refer to the quantization state of its fake weight, in place."""
     if not type(module).__module__.startswith("bitsandbytes"):
         return
     if "quant_state" in vars(module):
@@ -139,7 +139,8 @@ def register(capability: tuple[int, int], sm_count: int, library: Callable[[str]
 def _runs_one_kernel(capability: tuple[int, int], sm_count: int) -> Callable[..., bool]:
     """Returns bitsandbytes' function that chooses between its kernel and a product with the dequantized weight.
 
-    The module that defines it can be imported without CUDA if one function of torch exists, which is not called here.
+    The module that defines it imports a function of torch that exists only with CUDA. The function is not called here,
+    so None takes its place.
     """
     torch_c: Any = torch._C
     name = "_cuda_getCurrentRawStream"
@@ -178,7 +179,7 @@ def _gemm_4bit(
                 A, B, shapeB, absmax, blocksize, quant_type, bias, absmax_8bit, absmax_code, absmax_offset
             )
     if absmax_8bit is not None:
-        # bitsandbytes keeps this tensor until the product has run.
+        # The variable stays, because bitsandbytes also keeps this tensor until the product has run.
         dequantized = ops.dequantize_blockwise.default(absmax_8bit, absmax, absmax_code, 256, torch.float32)
         absmax = dequantized + absmax_offset
     weight = ops.dequantize_4bit.default(B, absmax, blocksize, quant_type, shapeB, A.dtype)

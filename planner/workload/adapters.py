@@ -1,4 +1,4 @@
-"""Adds LoRA adapters to a transformers model by peft, and quantizes its weights by bitsandbytes."""
+"""Adds LoRA adapters to a transformers model with peft, and quantizes its weights with bitsandbytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def adapted(model: Any, adapter: Adapter, *, dtype: str) -> torch.nn.Module:
         dtype: name of the dtype of its weights.
 
     Raises:
-        WorkloadError: peft or bitsandbytes is not installed, or the model has no layers of these names.
+        WorkloadError: peft or bitsandbytes is not installed, or the model has no layers with these names.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft uses names that transformers has deprecated
@@ -43,9 +43,9 @@ def _adapted(model: Any, adapter: Adapter, dtype: str) -> torch.nn.Module:
     except ValueError as error:
         layers = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if _is_linear(part)})
         raise WorkloadError(
-            f"{adapter} cannot be added to {type(model).__name__}: {str(error).splitlines()[0]}; name the layers that "
-            f"get adapters, as in {adapter.rank}:{','.join(layers[:2])}, or all of them: {adapter.rank}:all-linear "
-            f"(its linear layers are {', '.join(layers)})"
+            f"{adapter} cannot be added to {type(model).__name__}: {str(error).splitlines()[0]}; give the names of "
+            f"its layers, as in {adapter.rank}:{','.join(layers[:2])}, or {adapter.rank}:all-linear for all linear "
+            f"layers (the model has {', '.join(layers)})"
         ) from error
 
 
@@ -62,7 +62,7 @@ def _quantize(model: Any, dtype: str) -> None:
     skipped = quantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
     integrations.replace_with_bnb_linear(model, modules_to_not_convert=skipped, quantization_config=settings)
     for name, layer in model.named_modules():
-        if isinstance(layer, bitsandbytes.nn.Linear4bit):  # its weight has no values yet
+        if isinstance(layer, bitsandbytes.nn.Linear4bit):  # it was created without values
             layer.weight = bitsandbytes.nn.Params4bit(
                 weights[name].data,
                 requires_grad=False,
@@ -70,7 +70,7 @@ def _quantize(model: Any, dtype: str) -> None:
                 quant_type=settings.bnb_4bit_quant_type,
                 module=layer,
             )
-            layer.weight = layer.weight.to(layer.weight.device)  # quantizes, but not on the meta device
+            layer.weight = layer.weight.to(layer.weight.device)  # this quantizes the weight, except on the meta device
 
 
 def _is_linear(module: torch.nn.Module) -> bool:

@@ -81,7 +81,7 @@ def load_workload(
         if adapter is not None:
             raise WorkloadError(
                 f"'{reference}' builds the model itself, so --lora and --qlora do not apply: add the adapters "
-                "there, by peft.get_peft_model"
+                "there, with peft.get_peft_model"
             )
         return _from_callable(reference, request)
     path = pathlib.Path(reference)

@@ -32,7 +32,7 @@ def transformers_model(
         device: device on which the weights are created.
 
     Raises:
-        WorkloadError: the class of the model is unknown or fails, or the dtype is unknown.
+        WorkloadError: the class of the model is unknown or raises an error, or weights cannot have this dtype.
     """
     model_class: Any = _model_class(config, reference)
     chosen = _dtype(dtype)
@@ -49,7 +49,7 @@ def transformers_model(
 
 
 def length_limit(config: Any) -> int | None:
-    """Returns the maximum number of tokens in a sample, if the config says one."""
+    """Returns the maximum number of tokens in a sample that the config states; None if it states none."""
     return next((limit for name in _LENGTH_LIMITS if (limit := getattr(config, name, None))), None)
 
 
@@ -70,7 +70,7 @@ def stored_dtype(config: Any, reference: str) -> str | None:
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise WorkloadError(f"dtype '{name}' is unknown: choose float32, bfloat16 or float16")
+        raise WorkloadError(f"weights cannot have dtype '{name}': choose float32, bfloat16 or float16")
     return dtype
 
 
@@ -79,7 +79,7 @@ def transformers_config(reference: str, forms: str) -> Any:
 
     Args:
         reference: the path or the hub id.
-        forms: the list in error messages of what MODEL may be on the command line.
+        forms: the forms that MODEL can have on the command line, for error messages.
 
     Raises:
         WorkloadError: there is no such config, or transformers is not installed.

@@ -145,7 +145,7 @@ def workload(
     Args:
         by_sample: paths of the tensors whose dimension 0 is the batch dimension; a path such as 'targets' stands for
             all tensors below it. If it is None, they are guessed from the shapes of all tensors.
-        dtype, adapter: how the planner loaded a transformers model, for a plan that loads it again.
+        dtype, adapter: dtype and adapters with which the planner built a transformers model; a plan stores them.
         is_synthetic: True if the planner made the batch, so that the guess is right.
 
     Raises:

@@ -165,7 +165,7 @@ _BITSANDBYTES = (
     "int8_linear_matmul.default",
     "int8_mm_dequant.default",
 )
-"""Kernels of bitsandbytes 0.50 (bitsandbytes/backends/cuda/ops.py). They get all memory from Python, or need none."""
+"""Kernels of bitsandbytes 0.50 (bitsandbytes/backends/cuda/ops.py). Python allocates all memory that they use."""
 
 
 _FACTORIES = ("empty", "full", "ones", "rand", "randn", "zeros")

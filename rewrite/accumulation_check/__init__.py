@@ -12,13 +12,13 @@ A training step uses `AccumulationCheck`, which makes two checks:
 Neither check is a proof: the first knows only some loss functions, the second tries only some samples.
 `rewrite.verify` compares whole steps.
 
-Why gradients are compared, and not only values of the loss: of the trainings in `benchmarks.guard` whose gradient is
-wrong by 1 % or more, values find 240 of 370, and gradients 331. The table shows how many are refused + warned;
-no form refuses one of the 220 right ones, or warns.
-(`python -m benchmarks.guard losses gradients --seeds 1 --form FORM`, two CPU cores,
-Python 3.11.7, torch 2.13.0+cpu, 23 November 2026.)
+The second check compares gradients, because values of the loss find fewer errors. `benchmarks.guard` has 370 trainings
+whose gradient is wrong by 1 % or more: comparing values finds 240 of them, and comparing gradients 331. The table shows
+how many trainings each form of the checks refuses, and after the plus sign how many get a warning. No form refuses one
+of the 220 right trainings or warns about it. (`python -m benchmarks.guard losses gradients --seeds 1 --form FORM`, two
+CPU cores, Python 3.11.7, torch 2.13.0+cpu, 23 November 2026.)
 
-| form | losses that people write (220 wrong) | samples coupled in the backward only (150 wrong) |
+| form | common losses (220 wrong) | samples coupled in the backward only (150 wrong) |
 |---|---|---|
 | `whole` | 212 + 8 | 109 + 2 |
 | `values` (values of the loss instead of gradients) | 212 + 8 | 20 |
@@ -26,9 +26,9 @@ Python 3.11.7, torch 2.13.0+cpu, 23 November 2026.)
 | `weights` (check 1 only) | 10 | 0 |
 | `coupling` (check 2 only) | 212 + 8 | 109 + 2 |
 
-The 39 that pass have micro-batches of one sample, or two in bf16: gradients of two samples would take more memory than
-the training step. Check 1 finds no more in 16 batches than check 2 does, but it checks weights in every later step, and
-models with tensors that check 2 cannot restore.
+The 39 wrong trainings that pass have micro-batches of one sample, or of two in bf16. There, the gradient of two samples
+would take more memory than the training step. In 16 batches check 1 finds no more than check 2. It is still needed: it
+checks the weights in every later step, and in models with tensors that check 2 cannot restore.
 """
 
 from __future__ import annotations
@@ -171,9 +171,10 @@ class AccumulationCheck(StepObserver):
             self._check_weights(watcher, batch, weights)
 
     def refuse_dependence_on_calls(self, batch: Any, *, is_part: bool = False) -> None:
-        """Compute a result for a few samples twice, before the first forward of a step.
+        """Compute the gradient or loss of a few samples twice, before the first forward of a step.
 
-        Raises `DecisionError` if the results differ, because forward or loss function change a state that they use.
+        Raises `DecisionError` if the results differ, because the forward or the loss function changes a state that it
+        uses.
 
         Args:
             batch: the batch that will be split, or its first micro-batch.

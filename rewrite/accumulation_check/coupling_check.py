@@ -10,8 +10,8 @@ of these samples (`gradient_probe`). Do so for several choices of samples (`samp
 compare pairs of whole micro-batches: a loss may compare samples only within groups, and is split correctly if no group
 is cut by the split. The step is refused only if micro-batches differ too.
 
-Before the first micro-batch of a batch, a result for the same samples is computed twice: if the two differ, forward or
-loss function change a state that they use, and every micro-batch would change it.
+Before the first micro-batch of a batch, the gradient or loss of the same samples is computed twice. If the two results
+differ, the forward or the loss function changes a state that it uses, and every micro-batch would change it.
 
 Of the batches that are split, numbers 1, 2, 4, 8 and 16 are checked. No more samples are taken than a micro-batch has,
 so that the check takes no more memory than the training step. If that leaves fewer than four samples, values of the
@@ -123,10 +123,11 @@ class CouplingCheck:
     def refuse_dependence_on_calls(
         self, model: torch.nn.Module, batch: Any, loss_of: Callable[[Any], torch.Tensor], *, is_part: bool = False
     ) -> None:
-        """Compute a result for a few samples twice. Call this before the first forward of a step.
+        """Compute the gradient or loss of a few samples twice. Call this before the first forward of a step.
 
-        Raises `DecisionError` if the two results differ, because forward or loss function change a state that they use,
-        or if they advance an iterator, whose position cannot be restored. A change of less than 1 % is only logged.
+        Raises `DecisionError` if the two results differ, because the forward or the loss function changes a state that
+        it uses, or if one of them advances an iterator, whose position cannot be restored. A change of less than 1 % is
+        only logged.
 
         Args:
             batch: the batch that will be split, or its first micro-batch.
@@ -192,7 +193,7 @@ class CouplingCheck:
         return self._lost_iterator(guard) is None and _all_agree(probe, [(blocks[parts[0]], blocks[parts[1]])])
 
     def _guard(self, model: torch.nn.Module) -> SideEffectGuard:
-        """Return an object that keeps the model and the loss function in the state that they have now."""
+        """Return an object that restores the state that the model and the loss function have now."""
         guard = SideEffectGuard(model, self.loss_fn)
         if not guard.is_complete:
             self._warn_once(
@@ -303,13 +304,16 @@ class CouplingCheck:
     def _lost_iterator(self, guard: SideEffectGuard) -> str | None:
         """Name of the type of an iterator whose position the check would lose or has lost; None if there is none.
 
-        If the user stated the weights, training goes on after the check, so that no iterator may move.
+        If the user stated the weights, training goes on after the check. The check is then not made if there is any
+        iterator, because its position would be lost.
         """
         return guard.iterator if self.has_stated_weights else guard.lost_iterator
 
     def _refuse_iterator(self, guard: SideEffectGuard) -> None:
         if (name := self._lost_iterator(guard)) is not None:
-            self._refuse_unchecked(f"the model or the loss function holds a {name}, whose position cannot be restored")
+            self._refuse_unchecked(
+                f"the model or the loss function holds an iterator ({name}), whose position cannot be restored"
+            )
 
     def _refuse_unchecked(self, why_not: str) -> None:
         """Raise `DecisionError`, or log a warning if the user stated the weights, because nothing can be compared."""

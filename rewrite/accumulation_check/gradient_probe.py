@@ -156,7 +156,7 @@ class GradientProbe:
         def gradient_of(part: Any, share: float) -> torch.Tensor:
             loss = self.loss_of(part).reshape(())
             losses.append(abs(float(loss.detach())))
-            # As in training, the loss is weighted: a backward may depend on the size of the gradient that it gets.
+            # The loss is weighted as in training, because a backward may depend on the size of its gradient.
             return sampled_gradient(loss * share, self._trained)
 
         try:
@@ -243,7 +243,7 @@ class GradientProbe:
         halves: Halves,
         own_draws: bool,
     ) -> ProbeResult | None:
-        """Compare what `compute(samples, weight)` returns for all samples with the sum of that for the weighted halves.
+        """Compare `compute(samples, 1)` for all samples with the sum of `compute(half, weight)` over the two halves.
 
         Returns None if there are no loss terms, all results are zero, or the result for all samples is not finite.
 
@@ -350,7 +350,7 @@ def _graph_without_saved_tensors() -> Iterator[None]:
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the norm of the difference; infinity if it is not a number."""
+    """Return the norm of the difference; infinity if the norm is NaN."""
     distance = float((a - b).norm())
     return math.inf if math.isnan(distance) else distance
 

@@ -146,7 +146,7 @@ class ObjectSnapshot:
 
     @property
     def lost_iterator(self) -> str | None:
-        """Name of the type of an iterator that has moved since the snapshot, or may have; None if there is none."""
+        """Name of the type of an iterator that has moved since the snapshot or may have moved; None if none has."""
         lost = (value for value, position in self._positions if position is None or position != _position_of(value))
         return next((type(value).__name__ for value in lost), None)
 
@@ -321,7 +321,7 @@ class _TypeInfo:
 
 
 def _position_of(iterator: Any) -> str | None:
-    """Return text that tells the position of an iterator; None for types that do not show it."""
+    """Return text that contains the position of an iterator; None if its type does not show the position."""
     return repr(iterator) if isinstance(iterator, (itertools.count, itertools.repeat)) else None
 
 

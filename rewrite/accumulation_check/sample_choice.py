@@ -135,7 +135,11 @@ def pairs_of_micro_batches(batch: Any, samples: int, size: int) -> list[tuple[to
 
 
 def tensors_of(batch: Any, leaves_out: Callable[[list[Any]], bool] = lambda mappings: False) -> list[torch.Tensor]:
-    """Returns the tensors of a batch, except those in the lists of mappings that are left out."""
+    """Returns the tensors of a batch.
+
+    Args:
+        leaves_out: given a list of mappings in the batch, returns True if its tensors are left out.
+    """
     tensors: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ class SideEffectGuard:
 
     @property
     def lost_iterator(self) -> str | None:
-        """Name of the type of an iterator that has moved since the model was in that state, or may have; or None."""
+        """Name of the type of an iterator that has moved since this object was created, or may have; else None."""
         return self._snapshot.lost_iterator
 
     @contextlib.contextmanager

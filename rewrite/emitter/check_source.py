@@ -84,9 +84,9 @@ def check_source(plan: Plan, fragments: list[EmittedCode], loss: str) -> CheckSo
 
 def _docstring(*, is_cast: bool, is_split: bool) -> str:
     text = (
-        "Give a model that is not rewritten, and the options of `training_step`. Copies of it run in double"
-        + (", where autocast has no effect" if is_cast else "")
-        + ", so that only the order of sums may differ."
+        "Pass a model that `rewrite` has not changed, and the options of `training_step`. Both steps run on copies in "
+        + ("double, where autocast has no effect" if is_cast else "double")
+        + ", so that their results differ only by the order of sums."
     )
     if is_split:
         text += (
@@ -99,11 +99,11 @@ def _docstring(*, is_cast: bool, is_split: bool) -> str:
 
 _SUMMARY = "Compare a step by the plan with a plain step, and raise RuntimeError if they differ by more than rounding."
 
-_REMARK = ''', "; does it draw random numbers other than for dropout?"'''
+_REMARK = ''', " (random numbers other than those of dropout also cause this)"'''
 
 _REFUSAL = """\
 if any(getattr(vars(module).get("forward"), "__globals__", None) is globals() for module in model.modules()):
-    raise RuntimeError("not compared: this model is rewritten already, so call check before rewrite")
+    raise RuntimeError("check needs the original model, but this one is rewritten: call check before rewrite")
 """
 
 _COPIES = """\
@@ -135,6 +135,6 @@ try:
         expected = result_of(plain_step, plain, torch.optim.SGD(trained))
 except torch.OutOfMemoryError as error:
     raise RuntimeError(
-        "not compared: a step in double needs more memory than there is. Compare fewer samples, or on the CPU"
+        "check ran out of memory, because both steps run in double: pass fewer samples, or run on the CPU"
     ) from error
 """

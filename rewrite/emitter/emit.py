@@ -308,7 +308,7 @@ def _main(plan: Plan, model: ModelSource, fragments: list[EmittedCode], scaled: 
         '    parser = argparse.ArgumentParser(description="Train a few steps on random data.")',
         '    parser.add_argument("--steps", type=int, default=3)',
         '    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")',
-        '    parser.add_argument("--check", action="store_true", help="compare a step with a plain one, and end")',
+        '    parser.add_argument("--check", action="store_true", help="compare a step with a plain step, and exit")',
         *(f"    {line}" for line in model.arguments),
         "    arguments = parser.parse_args()",
         "    torch.manual_seed(0)",

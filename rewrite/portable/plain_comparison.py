@@ -1,4 +1,4 @@
-"""The comparison that an emitted file makes with `--check`: a step by the plan with a plain step.
+"""The functions by which an emitted file compares a step by the plan with a plain step (`--check`).
 
 The bounds are those of `planner.rewrite.verify` (comparisons 'in double' and '8-bit state'). `verify` compares more:
 several steps, lower precision and the state of the optimizer. Only emitted files call these functions.
@@ -33,13 +33,17 @@ def result_of(step, model, optimizer):
 def compare(plain, planned, eps, remark=""):
     """Print how far two results differ, and raise RuntimeError if 4096 rounding errors of size `eps` do not explain it.
 
-    A difference is divided by the largest entry in its module, because some gradients cancel except for rounding.
+    A difference is divided by the largest entry in its module, because some gradients are zero except for rounding.
     """
     if eps > 1e-6:
-        raise RuntimeError(f"not compared: the plain step rounds to a lower precision than float32, with eps {eps:.2g}")
+        raise RuntimeError(
+            "check cannot compare the steps, because an op of the plain step rounds to a lower precision than float32 "
+            f"(eps {eps:.2g}): run that op in float32 for the check"
+        )
     for kind, expected in plain.items():
         for name in expected.keys() ^ planned[kind].keys():
-            raise RuntimeError(f"only the {'plain' if name in expected else 'planned'} step has the {kind} of {name}")
+            which = "plain" if name in expected else "planned"
+            raise RuntimeError(f"the steps differ: only the {which} step has the {kind} of {name}")
         sizes, worst, where = {}, 0.0, "all are equal"
         for name, value in expected.items():
             module = name.rpartition(".")[0]
@@ -56,12 +60,12 @@ def compare(plain, planned, eps, remark=""):
 
 
 def largest(tensor):
-    """Return the largest absolute value, 0.0 for an empty tensor."""
+    """Return the largest absolute value of a tensor; 0.0 if it is empty."""
     return tensor.double().abs().max().item() if tensor.numel() else 0.0
 
 
 class Rounding(TorchDispatchMode):
-    """Notes as `eps` the lowest precision to which an op rounds double tensors."""
+    """Records in `eps` the lowest precision to which an op rounds double tensors."""
 
     eps = torch.finfo(torch.float64).eps
 
@@ -87,7 +91,7 @@ def without_dropout(model):
 
 
 def compare_updates(model, gradients, make_optimizer):
-    """Compare the first update by 8-bit AdamW with that by torch's: its state is not quantized before the second."""
+    """Compare the first update by 8-bit AdamW, which does not use quantized state yet, with that by torch's AdamW."""
     updates = []
     for is_plain in (True, False):
         trained = copy.deepcopy(model)

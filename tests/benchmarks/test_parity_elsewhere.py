@@ -1,4 +1,4 @@
-"""The judge in processes, under trainers and with 8-bit state passes right trainings, and sees a wrong one."""
+"""`benchmarks.parity.elsewhere` accepts right trainings in processes, under trainers and with 8-bit state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_sample_takes_every_technique():
     assert {each.technique.name for each in jobs(NAMES, 3)} == set(SINGLE)
 
 
-def test_a_training_by_another_optimizer_is_seen():
+def test_a_training_by_another_optimizer_is_found():
     right = job("perceptron", "checkpoint")
     case = right.case
 
@@ -45,14 +45,14 @@ def test_a_training_by_another_optimizer_is_seen():
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="transformers' Trainer needs accelerate")
 @pytest.mark.parametrize("way", ["Trainer", "Trainer, resumed"])
 @pytest.mark.parametrize("technique", ["checkpoint", "accumulation 7x1"])
-def test_the_trainer_trains_like_itself(technique, way):
+def test_the_trainer_with_a_plan_trains_like_the_trainer_without(technique, way):
     found = trainers._outcome(job("transformers: bert", technique), way)
     assert found.result in (judge.EQUAL, judge.ROUNDED), found
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 @pytest.mark.parametrize("way", ["8-bit, live", "8-bit, emitted"])
-def test_8_bit_state_trains_like_that_of_bitsandbytes(way):
+def test_8_bit_state_trains_like_the_optimizer_of_bitsandbytes(way):
     case = eight_bit.CASES[0]
     alone = Technique("8-bit state", (Optimizer(),))
     assert eight_bit._outcome(eight_bit.EightBitJob(case.name, offer(case), alone), way).result == judge.EQUAL

@@ -152,7 +152,10 @@ def test_fewer_tokens_take_fewer_bytes():
 def test_accumulation_is_not_offered_where_memory_may_depend_on_values():
     plan = planned(selected, vram="16KiB")
     assert micro_batches_of(plan.decisions) == 1
-    assert any("no accumulation: what a micro-batch allocates may depend on its values" in note for note in plan.notes)
+    assert any(
+        "no accumulation: the memory of a micro-batch may depend on the values of its samples" in note
+        for note in plan.notes
+    )
     forced = planned(selected, force=["accumulation"])
     assert any("it may take more memory" in note for note in forced.notes)
 

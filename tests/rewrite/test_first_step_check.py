@@ -140,7 +140,7 @@ def test_what_counts_outside_of_the_model_counts_steps_only(place, caplog):
     step = rewrite.apply(plan_of(model, CHUNKS), model).step
     losses = [float(step(rows())) for _ in range(2)]
     assert losses[1] / losses[0] == pytest.approx(2.0, rel=1e-2)
-    assert ("holds a count, whose position cannot be restored" in caplog.text) is (place == "iterator")
+    assert ("holds an iterator (count), whose position cannot be restored" in caplog.text) is (place == "iterator")
 
 
 def test_a_plan_that_replaces_no_forward_is_not_compared():

@@ -490,7 +490,7 @@ def test_small_integers_and_bytes_that_the_module_holds_are_compared(kind):
 
 @torch.library.custom_op("planner_tests::noisy", mutates_args=())
 def noisy(x: torch.Tensor) -> torch.Tensor:
-    """Stands for a kernel that adds in another order each time: its result does not follow from its inputs."""
+    """Simulates a nondeterministic kernel: its result differs between calls with the same input."""
     return x * (1 + int.from_bytes(os.urandom(8), "big") / 2**64)
 
 

@@ -53,7 +53,7 @@ class MovingAverage(Layer):
 
 
 class MovingAverageOfAll(Layer):
-    """By an op that takes lists of tensors, and returns nothing."""
+    """Updates its moving average with an op that takes lists of tensors and returns nothing."""
 
     def before(self, x):
         with torch.no_grad():
@@ -75,7 +75,7 @@ class Counting(Layer):
 
 
 class Bank(Layer):
-    """Keeps the last four outputs, which a recording of two steps does not fill."""
+    """Keeps the means of the last four inputs. A recording of two steps does not fill the queue."""
 
     def __init__(self):
         super().__init__()
@@ -125,7 +125,7 @@ def test_state_that_the_next_forward_uses_is_found(kind):
 
 
 class Logging(Layer):
-    """Counts calls and keeps its output, of which nothing is read."""
+    """Counts calls and keeps an activation, but reads neither."""
 
     def before(self, x):
         self.calls += 1
@@ -160,7 +160,7 @@ class Scratch(Layer):
 
 
 class Skipped(Layer):
-    """Counts its calls, and draws if it computes anything."""
+    """Counts its calls, and draws a random number that decides whether it applies tanh."""
 
     def before(self, x):
         self.calls += 1
@@ -179,7 +179,7 @@ class Normalised(Layer):
 
 
 @pytest.mark.parametrize("kind", [Layer, Logging, Caching, Clamped, Scratch, Skipped, Normalised])
-def test_state_that_the_next_forward_does_not_use_is_left_alone(kind):
+def test_state_that_the_next_forward_does_not_use_is_not_reported(kind):
     assert found_in(kind()) is None
 
 

@@ -95,7 +95,7 @@ def test_4_bit_weights_count_packed(folder):
 @pytest.mark.parametrize(
     ("adapter", "message"),
     [
-        (Adapter(rank=8, targets=("nope",)), "name the layers that get adapters, as in 8:"),
+        (Adapter(rank=8, targets=("nope",)), "give the names of its layers, as in 8:"),
     ],
 )
 def test_unknown_layers_are_refused_with_the_names_that_exist(folder, adapter, message):
@@ -106,7 +106,7 @@ def test_unknown_layers_are_refused_with_the_names_that_exist(folder, adapter, m
 
 @pytest.mark.parametrize("text", ["", "x", "0", "-4", "8:", "8:,", "1.5"])
 def test_a_rank_is_a_positive_number(text):
-    with pytest.raises(WorkloadError, match="is not a LoRA rank with layers"):
+    with pytest.raises(WorkloadError, match="is not a value of --lora: give a positive rank"):
         Adapter.parsed(text, is_quantized=False, is_dora=False)
 
 

@@ -1,4 +1,4 @@
-"""Models that are built from a config have the dtypes and the lengths that `from_pretrained` would give them."""
+"""Models that are built from a config have the dtypes of `from_pretrained`, and batches that are not too long."""
 
 from __future__ import annotations
 
@@ -63,5 +63,5 @@ def test_the_length_of_whisper_is_limited_by_its_decoder(tmp_path):
 def test_a_function_builds_its_model_in_its_own_dtype():
     with pytest.raises(WorkloadError, match=r"convert the model there, as in model\.to\(torch\.bfloat16\)"):
         loaded("tests.fixtures.models:flat", dtype="bfloat16")
-    with pytest.raises(WorkloadError, match="dtype 'int8' is unknown: choose float32, bfloat16 or float16"):
+    with pytest.raises(WorkloadError, match="weights cannot have dtype 'int8': choose float32, bfloat16 or float16"):
         loaded("tests/fixtures/roberta", dtype="int8")

@@ -1,1 +1,1 @@
-"""The judge, where something else runs the loop or the model is wrapped: processes, trainers, 8-bit state."""
+"""Compares trainings with plain loops under DistributedDataParallel, FSDP2, trainers and 8-bit optimizer state."""

@@ -1,11 +1,11 @@
-"""Judge a sample of the cases in processes, under trainers and with 8-bit state.
+"""Compare trainings by plans with plain loops, in several processes, under trainers and with 8-bit optimizer state.
 
     python -m benchmarks.parity.elsewhere [--only processes | trainers | eight_bit ...] [--json FILE]
 
-Each is compared with a plain loop: DistributedDataParallel and FSDP2 (sharded before the plan is applied, and
-afterwards) with a loop around the same wrapper, transformers' Trainer and Lightning with the plain loop of the judge,
-8-bit state with bitsandbytes' own optimizer. The exit code is 1 if a training differs without an error, or fails with
-an error that is not the planner's.
+DistributedDataParallel and FSDP2 (sharded before the plan is applied, or afterwards) are compared with a plain loop
+around the same wrapper, transformers' Trainer with the same Trainer without the plan, Lightning with the plain loop of
+the judge, and 8-bit state with a plain loop that uses the optimizer of bitsandbytes. The exit code is 1 if a training
+differs without an error, or fails with an error that is not the planner's.
 """
 
 from __future__ import annotations

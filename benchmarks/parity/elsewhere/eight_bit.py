@@ -27,7 +27,7 @@ from planner.rewrite.rules import offload
 SKIPPED: list[str] = []
 """The reason why nothing is trained, if bitsandbytes is not installed."""
 WIDTH = 96
-"""Width of the layers: their weights have more than 4096 elements, below which bitsandbytes keeps 32-bit state."""
+"""Width of the layers. bitsandbytes keeps 32-bit state for weights with fewer than 4096 elements."""
 HYPERPARAMETERS = OPTIMIZERS["adamw"].hyperparameters
 WITHOUT = ("fused kernel", "for-loop kernel", "step in backward")
 """Techniques that cannot be combined with 8-bit state."""
@@ -69,7 +69,7 @@ CASES = tuple(
         ("perceptron", perceptron, features, cross_entropy, {}),
     )
 )  # fmt: skip
-"""Quantized state turns rounding into steps of its code, so that more rounding is allowed than elsewhere."""
+"""More rounding is allowed than elsewhere, because a small difference may change a quantized value by a whole step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _by_hand(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     import bitsandbytes
 
     manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
-    manager.initialize()  # it knows parameters by their addresses, and those of earlier models are used again
+    manager.initialize()  # it identifies parameters by their addresses, which earlier models may have used
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             manager.register_module_override(module, "weight", {"optim_bits": 32})

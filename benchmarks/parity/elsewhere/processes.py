@@ -32,7 +32,7 @@ PROCESSES = 2
 
 
 def outcomes() -> Iterator[Outcome]:
-    """Yields the outcomes of all ways. Those of both processes have to be the same."""
+    """Yields the outcomes of all ways. If the outcomes of the two processes differ, the outcome is an error."""
     sample = list(jobs(NAMES, 3))
     for way in WAYS:
         with tempfile.TemporaryDirectory() as folder:

@@ -64,7 +64,7 @@ def case_of(name: str) -> Case:
 
 
 def jobs(names: Sequence[str], each: int, *, without: Sequence[str] = ()) -> Iterator[Job]:
-    """Yields the techniques of each case that were least often taken before, so that every technique is taken.
+    """Yields jobs with each case. For each case, the techniques that earlier cases used least are chosen.
 
     Args:
         each: number of techniques for a case.
@@ -96,7 +96,7 @@ def outcome_of(
         with listening() as heard:
             try:
                 found = train()
-            except Exception as why:  # whatever it is, the table lists it
+            except Exception as why:  # the table lists every error
                 refuses = isinstance(why, PlannerError) or type(why).__name__ == "RecomputeDifference"
                 note = f"{type(why).__name__}: {first_line(why)}"
                 if not refuses:
@@ -115,7 +115,8 @@ def outcome_of(
         return outcome
     if size <= allowed(job.case, job.technique):
         return dataclasses.replace(outcome, result=ROUNDED, size=size, note=where)
-    warned = [message for message in heard if "promise" not in message]  # which the Trainer's callback measures
+    # The Trainer's callback may warn about a promised peak, which does not explain a difference.
+    warned = [message for message in heard if "promise" not in message]
     result = WARNED if warned else DIFFERENT
     return dataclasses.replace(outcome, result=result, size=size, note="; ".join([where, *warned[:1]]))
 

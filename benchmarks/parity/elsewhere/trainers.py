@@ -1,4 +1,4 @@
-"""transformers' Trainer, also resumed in the middle of an epoch, and Lightning."""
+"""Trains with transformers' Trainer, also resumed in the middle of an epoch, and with Lightning."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _outcome(job: Job, way: str) -> Outcome:
             return _by_trainer(job, folder, planned, resumed=f"{folder}/checkpoint-{_SAVED_AFTER}")
 
     def truth() -> Trained:
-        if way != "Lightning":  # the Trainer has a mean over labels of its own
+        if way != "Lightning":  # the Trainer takes the mean over labels in its own way
             return train(planned=False)
         technique = job.technique
         return trained_plainly(
@@ -115,7 +115,7 @@ def _by_trainer(job: Job, folder: str, planned: bool, *, resumed: str | None = N
 
 
 def _for_dtype(plan: Plan, dtype: torch.dtype) -> Plan:
-    """Returns the plan for batches whose numbers are in fp32, if the training is."""
+    """Returns the plan for batches in fp32 if the training is in fp32, and the plan itself otherwise."""
     if dtype is not torch.float32:
         return plan
     batch = tuple((path, shape, kind.replace("float64", "float32")) for path, shape, kind in plan.workload.batch)

@@ -16,7 +16,7 @@ from tests.support.training import cross_entropy, plan_for, seeded, vectors
 
 
 class Hooked(nn.Module):
-    """The identity, whose result has a gradient hook."""
+    """A module that returns a copy of its input with a gradient hook."""
 
     def __init__(self, hook: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()

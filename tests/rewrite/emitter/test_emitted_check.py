@@ -60,7 +60,7 @@ def checked(name: str, emitted) -> None:
 @each_case
 def test_the_step_of_each_plan_agrees_with_a_plain_step(name, monkeypatch, capsys):
     emitted = imported(FOLDER / f"{name}.py")
-    if name == "offload":  # on a processor all lies in the host's memory already
+    if name == "offload":  # on the CPU all tensors are in host memory already
         for module in (emitted, offload):
             monkeypatch.setattr(module, "is_on_host", lambda tensor: False)
     checked(name, emitted)
@@ -94,7 +94,7 @@ class Layered(nn.Module):
 
 
 def emitted_check(tmp_path: pathlib.Path, model: nn.Module, *decisions):
-    """Return the `check` of the file of a plan for a live model, with the arguments that it needs except the model."""
+    """Return the emitted file of a plan for a live model, and a function that calls its `check` on a model."""
     batch = vectors(6)
     emit(plan_for(model, batch, *decisions, loss_fn=cross_entropy, optimizer="sgd"), tmp_path / "step.py")
     emitted = imported(tmp_path / "step.py")
@@ -107,21 +107,21 @@ IN_BODY = (Precision(dtype="bf16"), Checkpoint(modules=("body",)))
 
 
 @pytest.mark.parametrize("decisions", [SPLIT, IN_BODY], ids=["micro-batches", "bf16 and checkpoint"])
-def test_random_numbers_make_no_difference_that_the_plan_does_not_make(tmp_path, decisions):
+def test_steps_with_random_numbers_are_compared_unless_micro_batches_draw_them_separately(tmp_path, decisions):
     model = seeded(Layered)
     emitted_check(tmp_path, model, *decisions)[1](model)
     noisy = seeded(lambda: Layered(noise=0.1))
     if decisions != SPLIT:
         emitted_check(tmp_path, noisy, *decisions)[1](noisy)
         return
-    with pytest.raises(RuntimeError, match="does it draw random numbers other than for dropout"):
+    with pytest.raises(RuntimeError, match="random numbers other than those of dropout also cause this"):
         emitted_check(tmp_path, noisy, *decisions)[1](noisy)
 
 
 def test_a_model_that_is_rewritten_already_is_not_compared_with_itself(tmp_path):
     model = seeded(Layered)
     emitted, check = emitted_check(tmp_path, model, *IN_BODY)
-    with pytest.raises(RuntimeError, match="this model is rewritten already, so call check before rewrite"):
+    with pytest.raises(RuntimeError, match="but this one is rewritten: call check before rewrite"):
         check(emitted.rewrite(model))
 
 
@@ -130,7 +130,7 @@ def test_the_bound_is_that_of_the_lowest_precision_of_the_model(tmp_path, capsys
     emitted_check(tmp_path, model)[1](model)
     assert "allowed 0.00049" in capsys.readouterr().out
     model = seeded(lambda: Layered(dtype=torch.bfloat16))
-    with pytest.raises(RuntimeError, match="not compared: the plain step rounds to a lower precision"):
+    with pytest.raises(RuntimeError, match="an op of the plain step rounds to a lower precision than float32"):
         emitted_check(tmp_path, model)[1](model)
 
 
@@ -142,11 +142,11 @@ def test_a_plain_step_that_does_not_fit_says_what_to_do(tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(emitted, "result_of", result_of)
-    with pytest.raises(RuntimeError, match=r"needs more memory than there is\. Compare fewer samples, or on the CPU"):
+    with pytest.raises(RuntimeError, match=r"ran out of memory.*: pass fewer samples, or run on the CPU"):
         check(model)
 
 
-def test_results_that_are_not_numbers_or_vanish_on_one_side_differ(tmp_path):
+def test_results_that_are_nan_or_missing_on_one_side_differ(tmp_path):
     emitted, _ = emitted_check(tmp_path, seeded(Layered))
     zeros, ones = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
     emitted.compare({"gradient": {"a": zeros, "b": zeros[:0]}}, {"gradient": {"a": zeros, "b": zeros[:0]}}, 1e-16)

@@ -268,8 +268,8 @@ def test_a_chunk_may_be_saved_and_another_chunk_be_written():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_views_are_told_apart_only_if_they_share_nothing(seed):
-    chance, whole, told = random.Random(seed), torch.arange(120).reshape(4, 6, 5), 0
+def test_views_are_reported_as_disjoint_only_if_they_share_no_element(seed):
+    chance, whole, disjoint = random.Random(seed), torch.arange(120).reshape(4, 6, 5), 0
 
     def view() -> torch.Tensor:
         found = whole
@@ -284,9 +284,9 @@ def test_views_are_told_apart_only_if_they_share_nothing(seed):
     for _ in range(500):
         one, other = view(), view()
         if not may_overlap(StorageView(0, one), StorageView(0, other)):
-            told += 1
+            disjoint += 1
             assert not set(one.flatten().tolist()) & set(other.flatten().tolist())
-    assert told > 50
+    assert disjoint > 50
 
 
 def test_nothing_outlives_its_use():
