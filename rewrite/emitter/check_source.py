@@ -30,13 +30,14 @@ class CheckSource:
     """Sources of functions; the last is `check`."""
 
 
-def check_source(plan: Plan, fragments: list[EmittedCode], loss: str) -> CheckSource:
+def check_source(plan: Plan, fragments: list[EmittedCode], loss: str, clipped: str | None) -> CheckSource:
     """Return the source of `check` and of the functions that it calls.
 
     Args:
         plan: the plan.
         fragments: the code that the plan's decisions contribute to the file.
         loss: expression that computes the loss of `batch` with `model`.
+        clipped: expression that clips the gradients of `model` to `max_grad_norm`; None if the step clips nothing.
     """
     is_split = any(fragment.split for fragment in fragments)
     is_scaled = any(fragment.scaled for fragment in fragments)
@@ -46,6 +47,7 @@ def check_source(plan: Plan, fragments: list[EmittedCode], loss: str) -> CheckSo
     named = [
         *(["scaler=scaler"] if is_scaled else []),
         *(["loss_fn=loss_fn"] if plan.workload.has_loss_fn else []),
+        *(["max_grad_norm=max_grad_norm"] if clipped else []),
         "**options",
     ]
     statements = [
@@ -55,13 +57,17 @@ def check_source(plan: Plan, fragments: list[EmittedCode], loss: str) -> CheckSo
         _COPIES,
         "without_dropout(planned)\nwithout_dropout(plain)\n" if is_split else "",
         _IN_DOUBLE if has_floats else "",
-        _STEPS.format(options=", ".join(named), loss=loss),
+        _STEPS.format(planned=_call(named), loss=loss, clip=_CLIP.format(clipped=clipped) if clipped else ""),
         f"compare(expected, found, rounding.eps{_REMARK if is_split else ''})\n",
         'compare_updates(model, expected["gradient"], make_optimizer)\n' if has_8_bit_state else "",
         'print("the step by the plan agrees with a plain step")\n',
     ]
-    options = "*, loss_fn, **options" if plan.workload.has_loss_fn else "**options"
-    check = f"def check(model, batch, {options}):\n{textwrap.indent(''.join(statements), '    ')}"
+    keywords = [
+        *(["loss_fn"] if plan.workload.has_loss_fn else []),
+        *(["max_grad_norm=None"] if clipped else []),
+    ]
+    parameters = ", ".join(["model", "batch", *(["*", *keywords] if keywords else []), "**options"])
+    check = f"def check({parameters}):\n{textwrap.indent(''.join(statements), '    ')}"
     functions: list[Callable[..., Any]] = [
         *([map_tensors] if has_floats else []),
         result_of,
@@ -80,6 +86,18 @@ def check_source(plan: Plan, fragments: list[EmittedCode], loss: str) -> CheckSo
         ),
         functions=(*(inspect.getsource(function) for function in functions), check),
     )
+
+
+def _call(named: list[str]) -> str:
+    """Return the call of the step by the plan with these keyword arguments, formatted as `ruff format` does."""
+    positional = "model, optimizer, copy.deepcopy(batch)"
+    call = f"training_step({', '.join([positional, *named])})"
+    if len(f"        return {call}") <= WIDTH:
+        return call
+    arguments = ", ".join([positional, *named])
+    if len(arguments) + 12 > WIDTH:
+        arguments = "".join(f"{argument},\n" for argument in [*positional.split(", "), *named]).rstrip("\n")
+    return f"training_step(\n{textwrap.indent(arguments, ' ' * 8)}\n    )"
 
 
 def _docstring(*, is_cast: bool, is_split: bool) -> str:
@@ -117,15 +135,20 @@ _IN_DOUBLE = """\
 batch = map_tensors(lambda tensor: tensor.detach().double() if tensor.is_floating_point() else tensor, batch)
 """
 
+_CLIP = """\
+    if max_grad_norm is not None:
+        {clipped}
+"""
+
 _STEPS = """\
 
 def planned_step(model, optimizer):
-    return training_step(model, optimizer, copy.deepcopy(batch), {options})
+    return {planned}
 
 def plain_step(model, optimizer):
     loss = {loss}
     loss.backward()
-    optimizer.step()
+{clip}    optimizer.step()
     return loss
 
 trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]

@@ -56,7 +56,7 @@ def source(plan: Plan, *, file_name: str = "train_step.py") -> str:
     fragments = [emitted(plan, by_kind[kind]) for kind, emitted in SOURCES.items() if kind in by_kind]
     model = model_source(plan)
     scaled = any(fragment.scaled for fragment in fragments)
-    check = check_source(plan, fragments, _loss(plan, model, "batch"))
+    check = check_source(plan, fragments, _loss(plan, model, "batch"), _clipping(plan, fragments))
     constants = ["\n".join(group) for group in (model.constants, *(code.constants for code in fragments)) if group]
     # Several rules may need the same function: it is written once, where it is first needed.
     functions = tuple(dict.fromkeys(function for fragment in fragments for function in fragment.functions))
@@ -221,14 +221,13 @@ def _training_step(plan: Plan, fragments: list[EmittedCode], model: ModelSource)
     # Update: unscale and clip gradients, step, advance the scheduler, clear gradients. With step-in-backward, only the
     # scheduler and clearing gradients remain.
     unscale = "    scaler.unscale_(optimizer)\n" if scaled else ""
-    clipped = "clip_gradients(model, max_grad_norm)"
-    if not _clips_sparse(plan, fragments):
-        clipped = "torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)"
-    clip = f"if max_grad_norm is not None:\n{unscale}    {clipped}\n"
+    clipping = _clipping(plan, fragments)
+    clip = f"if max_grad_norm is not None:\n{unscale}    {clipping}\n" if clipping else ""
     step = _SCALED_STEP if scaled else "optimizer.step()\n"
     skipped = " and scaler.get_scale() >= scale" if scaled else ""
     update = (
-        ("" if stepping else clip + step)
+        clip
+        + ("" if stepping else step)
         + f"if scheduler is not None{skipped}:\n    scheduler.step()\n"
         + "optimizer.zero_grad(set_to_none=True)\n"
         + ("return total\n" if split else "return loss.detach()\n")
@@ -239,7 +238,7 @@ def _training_step(plan: Plan, fragments: list[EmittedCode], model: ModelSource)
         *(["scaler"] if scaled else []),
         *(["loss_fn"] if plan.workload.has_loss_fn else []),
         *(option for option in options if "=" not in option),
-        *([] if stepping else ["max_grad_norm=None"]),
+        *(["max_grad_norm=None"] if clipping else []),
         "scheduler=None",
         *(option for option in options if "=" in option),
     ]
@@ -255,6 +254,15 @@ def _training_step(plan: Plan, fragments: list[EmittedCode], model: ModelSource)
         + '"""\n'
         + textwrap.indent(compute + update, "    ")
     )
+
+
+def _clipping(plan: Plan, fragments: list[EmittedCode]) -> str | None:
+    """Return an expression that clips the gradients; None if the step never has all of them at once."""
+    if any(fragment.backward for fragment in fragments):
+        return None
+    if _clips_sparse(plan, fragments):
+        return "clip_gradients(model, max_grad_norm)"
+    return "torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)"
 
 
 def _clips_sparse(plan: Plan, fragments: list[EmittedCode]) -> bool:

@@ -93,12 +93,12 @@ class Layered(nn.Module):
         return self.head(hidden + self.noise * torch.randn_like(hidden) if self.noise else hidden)
 
 
-def emitted_check(tmp_path: pathlib.Path, model: nn.Module, *decisions):
+def emitted_check(tmp_path: pathlib.Path, model: nn.Module, *decisions, **options):
     """Return the emitted file of a plan for a live model, and a function that calls its `check` on a model."""
     batch = vectors(6)
     emit(plan_for(model, batch, *decisions, loss_fn=cross_entropy, optimizer="sgd"), tmp_path / "step.py")
     emitted = imported(tmp_path / "step.py")
-    options = {"loss_terms": emitted.samples_only} if decisions == SPLIT else {}
+    options |= {"loss_terms": emitted.samples_only} if decisions == SPLIT else {}
     return emitted, lambda model: emitted.check(model, batch, loss_fn=cross_entropy, **options)
 
 
@@ -116,6 +116,19 @@ def test_steps_with_random_numbers_are_compared_unless_micro_batches_draw_them_s
         return
     with pytest.raises(RuntimeError, match="random numbers other than those of dropout also cause this"):
         emitted_check(tmp_path, noisy, *decisions)[1](noisy)
+
+
+@pytest.mark.parametrize("decisions", [(), SPLIT, IN_BODY], ids=["as it is", "micro-batches", "bf16 and checkpoint"])
+def test_gradients_are_clipped_in_both_steps(tmp_path, decisions):
+    model = seeded(Layered)
+    emitted_check(tmp_path, model, *decisions, max_grad_norm=0.01)[1](model)
+    text = (tmp_path / "step.py").read_text()
+    right = "    if max_grad_norm is not None:\n"  # first in the step by the plan
+    (tmp_path / "faulty.py").write_text(text.replace(right, "    if False:\n", 1))
+    emitted = imported(tmp_path / "faulty.py")
+    options = {"loss_terms": emitted.samples_only} if decisions == SPLIT else {}
+    with pytest.raises(RuntimeError, match="the step by the plan differs from a plain step in the gradient"):
+        emitted.check(model, vectors(6), loss_fn=cross_entropy, max_grad_norm=0.01, **options)
 
 
 def test_a_model_that_is_rewritten_already_is_not_compared_with_itself(tmp_path):
