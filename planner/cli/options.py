@@ -101,7 +101,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
             help=f"train LoRA adapters of peft on {weights}; give the rank, and optionally the layers, as in "
             "16:q_proj,v_proj or 16:all-linear (default: rank 16, on the layers that peft chooses)",
         )
-    group.add_argument("--dora", action="store_true", help="with --lora or --qlora: train DoRA adapters")
+    group.add_argument("--dora", action="store_true", help="with --lora: train DoRA adapters")
     group.add_argument(
         "--optimizer", default=None, metavar="NAME", help="adamw, adam, sgd, sgd-momentum, ... (default: adamw)"
     )

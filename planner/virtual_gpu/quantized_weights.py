@@ -53,7 +53,15 @@ def fake_parameter(parameter: Any, device: str) -> torch.nn.Parameter:
         fake = torch.nn.Parameter(empty, requires_grad=False)
         attributes |= {"quant_state": state, "bnb_quantized": True}
     vars(fake).update(attributes)
+    # peft and bitsandbytes look at the name of the class to see whether a weight is quantized.
+    fake.__class__ = _named(type(fake), type(parameter).__name__)
     return fake
+
+
+@functools.cache
+def _named(kind: type, name: str) -> type:
+    """Returns a subclass of `kind` with this name."""
+    return type(name, (kind,), {})
 
 
 def move_module_state(module: Any, device: str) -> None:

@@ -24,7 +24,8 @@ def adapted(model: Any, adapter: Adapter, *, dtype: str) -> torch.nn.Module:
         dtype: name of the dtype of its weights.
 
     Raises:
-        WorkloadError: peft or bitsandbytes is not installed, or the model has no layers with these names.
+        WorkloadError: peft or bitsandbytes is not installed, the model has no layers of these names, or it is on the
+            meta device and the adapter is DoRA on 4-bit weights.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft uses names that transformers has deprecated
@@ -34,6 +35,11 @@ def adapted(model: Any, adapter: Adapter, *, dtype: str) -> torch.nn.Module:
 def _adapted(model: Any, adapter: Adapter, dtype: str) -> torch.nn.Module:
     peft = _library("peft", "LoRA")
     if adapter.is_quantized:
+        if adapter.is_dora and any(parameter.is_meta for parameter in model.parameters()):
+            raise WorkloadError(
+                "DoRA on 4-bit weights needs the values of the weights, from which peft computes magnitudes: plan "
+                "your loaded model by planner.plan(model, batch, ...) in Python, or leave out --dora"
+            )
         _quantize(model, dtype)
         model.is_loaded_in_4bit = True
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)

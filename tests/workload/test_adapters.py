@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+import planner
 from planner import cli, rewrite
 from planner.errors import WorkloadError
 from planner.plan_types.adapter import Adapter
@@ -83,6 +84,15 @@ def test_the_command_plans_and_the_files_it_writes_build_the_same_model(folder, 
     step(batch | {"labels": batch["input_ids"]})
     changed = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
     assert changed and all("lora" in name for name in changed)
+
+
+def test_dora_on_4_bit_weights_is_planned_for_a_model_with_values(folder):
+    adapter = Adapter(rank=4, is_quantized=True, is_dora=True)
+    with pytest.raises(WorkloadError, match="plan your loaded model"):
+        loaded(folder, adapter)
+    task = loaded(folder, adapter, with_weights=True)
+    batch = {name: value.cpu() for name, value in task.batch.items()}
+    assert planner.plan(task.model, batch, vram="100MiB", gpu="bare").fits
 
 
 def test_4_bit_weights_count_packed(folder):
