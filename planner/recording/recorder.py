@@ -98,8 +98,8 @@ class Recorder(TorchDispatchMode):
         self._setup_tick = 0
         self._op_of_sequence: dict[int, int] = {}  # autograd's node number -> the forward op that made the node
         self._batch_statistics: dict[str, None] = {}
-        self._forwards: dict[int, int] = {}
-        """For each step: a hash of the ops of its forward and of the numbers among their arguments."""
+        self._forwards: dict[int, tuple[int, int]] = {}
+        """For each step: a hash of the ops of its forward, and one that includes the numbers among their arguments."""
         self._buffers: dict[int, tuple[str, bool]] = {}  # storage -> (module, True if the module is a norm)
         self._writes: list[tuple[int, int, int | None]] = []  # (tick, storage, call) of in-place writes in forward
 
@@ -224,7 +224,8 @@ class Recorder(TorchDispatchMode):
         )
         if phase is Phase.FORWARD:
             numbers = [repr(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, (int, float, complex))]
-            self._forwards[self.step] = hash((self._forwards.get(self.step), str(op), *numbers))
+            ops, with_numbers = self._forwards.get(self.step, (0, 0))
+            self._forwards[self.step] = hash((ops, str(op))), hash((with_numbers, str(op), *numbers))
         # 2. Its storages, in the order in which the kernel allocates them: the simulated allocator depends on it.
         if not self._in_setup:
             self.table.birth_op = index
@@ -363,6 +364,7 @@ class Recorder(TorchDispatchMode):
             trained=self.updates.trained,
             assumptions=tuple(self.data_dependence.assumptions),
             forwards_differ=len(set(self._forwards.values())) > 1,
+            ops_differ=len({ops for ops, _ in self._forwards.values()}) > 1,
         )
         classify(graph)
         return graph

@@ -194,6 +194,8 @@ class StepGraph:
     one step was recorded."""
     forwards_differ: bool = False
     """True if the forwards of the steps ran different ops, or ops with different numbers as arguments."""
+    ops_differ: bool = False
+    """True if the forwards of the steps ran different ops, such as those that fill a cache in the first forward."""
 
     def enclosing(self, call: int | None) -> list[int]:
         """Returns the indices of a call and of the calls in which it is nested, innermost first; empty for None."""

@@ -10,6 +10,8 @@ does not change.
 
 Numbers and containers of Python count if the second step changed them (`module_state.plain_state`), and if its forward
 ran other ops than the forward of the first step, or ops with other numbers as arguments.
+If the same ops ran with other numbers, there is such state even if it was not found: in an object that a helper function
+changes, in an iterator, or in a generator of random numbers.
 
 State that first matters in a later step is not found, nor are numbers that an op reads from its caller's memory.
 """
@@ -46,7 +48,10 @@ def carried_state(graph: StepGraph) -> str | None:
         op = left[storage]
         line = f" at {op.source}" if op.source else ""
         return f"a tensor (the result of {op.name.split('.')[1]}{line})"
-    return graph.changed_state if graph.forwards_differ else None
+    if not graph.forwards_differ:
+        return None
+    # Other ops may come from a cache that the first forward fills. The same ops with other numbers come from state.
+    return graph.changed_state or (None if graph.ops_differ else "numbers outside of the model")
 
 
 def _left_behind(graph: StepGraph) -> dict[int, Op]:

@@ -106,6 +106,32 @@ class Alternating(Layer):
         return torch.tanh(x) if self.calls % 2 else x
 
 
+_CALLS = [0]
+
+
+def warmed_up(x):
+    _CALLS[0] += 1
+    return x * min(1.0, _CALLS[0] / 1000)
+
+
+class WarmingUpElsewhere(Layer):
+    """Counts its calls in a global of a function that it calls."""
+
+    def before(self, x):
+        return warmed_up(x)
+
+
+class Cycling(Layer):
+    """Keeps its state in an iterator, whose position cannot be read."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = itertools.cycle([1.0, 2.0, 3.0])
+
+    def before(self, x):
+        return x * next(self.scales)
+
+
 @pytest.mark.parametrize(
     "kind",
     [
@@ -118,6 +144,8 @@ class Alternating(Layer):
         InitialisedByData,
         WarmingUp,
         Alternating,
+        WarmingUpElsewhere,
+        Cycling,
     ],
 )
 def test_state_that_the_next_forward_uses_is_found(kind):
@@ -178,7 +206,23 @@ class Normalised(Layer):
         return self.norm(x.unsqueeze(2).expand(-1, -1, 4)).mean(2)
 
 
-@pytest.mark.parametrize("kind", [Layer, Logging, Caching, Clamped, Scratch, Skipped, Normalised])
+_TABLES = {}
+
+
+def table(device):
+    if not _TABLES:
+        _TABLES[0] = torch.linspace(0, 1, SIZE, device=device)
+    return _TABLES[0]
+
+
+class CachingElsewhere(Layer):
+    """Calls a function that keeps its result in a global, so that the first forward runs other ops."""
+
+    def before(self, x):
+        return x + table(x.device)
+
+
+@pytest.mark.parametrize("kind", [Layer, Logging, Caching, CachingElsewhere, Clamped, Scratch, Skipped, Normalised])
 def test_state_that_the_next_forward_does_not_use_is_not_reported(kind):
     assert found_in(kind()) is None
 
