@@ -508,3 +508,26 @@ def test_a_nondeterministic_kernel_is_named_and_training_goes_on(caplog):
     result.step(vectors())
     assert "planner_tests.noisy.default is a nondeterministic kernel" in caplog.text
     assert not torch.equal(before["0.first.weight"], result.module.state_dict()["0.first.weight"])
+
+
+def test_a_nondeterministic_kernel_does_not_excuse_a_state_that_changes(caplog):
+    class Noisy(Blocks):
+        class block(Block):
+            def factor(self):
+                return noisy(torch.ones(1)).detach() * 0 + next_factor()
+
+    result = rewritten(seeded(Noisy), Checkpoint(modules=("0",)), batch=vectors(), loss_fn=cross_entropy)
+    before = copy.deepcopy(result.module.state_dict())
+    with pytest.raises(DecisionError, match="backward computed with other values than the forward in module '0'"):
+        result.step(vectors())
+    assert "nondeterministic kernel" not in caplog.text
+    torch.testing.assert_close(result.module.state_dict(), before, rtol=0, atol=0)
+
+
+_CALLS = [0]
+
+
+def next_factor() -> float:
+    """Returns another number each time. Its state is not restored, because no module reads it."""
+    _CALLS[0] += 1
+    return 1 + 0.1 * (_CALLS[0] % 7)
