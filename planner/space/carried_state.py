@@ -10,8 +10,8 @@ does not change.
 
 Numbers and containers of Python count if the second step changed them (`module_state.plain_state`), and if its forward
 ran other ops than the forward of the first step, or ops with other numbers as arguments.
-If the same ops ran with other numbers, there is such state even if it was not found: in an object that a helper function
-changes, in an iterator, or in a generator of random numbers.
+If the same ops ran with other numbers, there is such state even if it was not found. It may lie in an object that a
+helper function changes, in an iterator, or in a generator of random numbers.
 
 State that first matters in a later step is not found, nor are numbers that an op reads from its caller's memory.
 """
