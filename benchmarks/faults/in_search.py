@@ -184,7 +184,7 @@ FAULTS = (
     Fault(
         name="accumulation-over-counters",
         path="planner/space/carried_state.py",
-        old="    return graph.changed_state if graph.forwards_differ else None",
+        old='    return graph.changed_state or (None if graph.ops_differ else "numbers outside of the model")',
         new="    return None",
         tests=("tests/space/test_carried_state.py::test_a_loss_function_that_counts_is_found",),
         why="emitted files warm the loss up with every micro-batch",
@@ -192,8 +192,8 @@ FAULTS = (
     Fault(
         name="no-accumulation-over-logged-counters",
         path="planner/space/carried_state.py",
-        old="    return graph.changed_state if graph.forwards_differ else None",
-        new="    return graph.changed_state",
+        old="    if not graph.forwards_differ:\n        return None",
+        new="    if not graph.forwards_differ:\n        return graph.changed_state",
         tests=("tests/space/test_carried_state.py::test_state_that_the_next_forward_does_not_use_is_not_reported",),
         why="a model that counts its calls for a log is not accumulated",
     ),
