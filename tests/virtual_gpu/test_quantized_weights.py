@@ -83,6 +83,7 @@ def test_planning_does_not_quantize_the_users_weights():
     assert weight.dtype == torch.float32 and weight.quant_state is None
 
 
+@pytest.mark.slow
 def test_a_budget_below_the_bytes_before_quantization_is_met():
     layers = [bnb.nn.Linear4bit(WIDTH, WIDTH, bias=False, quant_type="nf4") for _ in range(32)]
     model = nn.Sequential(*layers, nn.Linear(WIDTH, 4))

@@ -64,6 +64,7 @@ def test_a_config_is_planned_as_the_users_model(folder, is_quantized, targets):
     assert loss.isfinite()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["--lora=8", "--qlora=8:q_proj,v_proj", "--lora=4 --dora"])
 def test_the_command_plans_and_the_files_it_writes_build_the_same_model(folder, option, tmp_path, capsys):
     plan_path, emitted = tmp_path / "plan.json", tmp_path / "step.py"
