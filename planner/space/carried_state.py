@@ -8,6 +8,9 @@ backward of the second step. Writes that read only the tensor itself (a count of
 count. Neither do caches: tensors that depend on neither the batch nor a trained parameter, and that the second step
 does not change.
 
+A tensor also counts if the second forward computes its new value from the old one and from the batch or a trained
+parameter, even if no backward uses it: running statistics and averages of weights, which only evaluation reads.
+
 Numbers and containers of Python count if the second step changed them (`module_state.plain_state`), and if its forward
 ran other ops than the forward of the first step, or ops with other numbers as arguments.
 If the same ops ran with other numbers, there is such state even if it was not found. It may lie in an object that a
@@ -44,7 +47,10 @@ def carried_state(graph: StepGraph) -> str | None:
     if graph.steps < 2:
         return None
     left = _left_behind(graph)
-    if (storage := _reaching_backward(graph, left)) is not None:
+    storage = _reaching_backward(graph, left)
+    if storage is None:
+        storage = _updated_further(graph, left)
+    if storage is not None:
         op = left[storage]
         line = f" at {op.source}" if op.source else ""
         return f"a tensor (the result of {op.name.split('.')[1]}{line})"
@@ -59,9 +65,7 @@ def _left_behind(graph: StepGraph) -> dict[int, Op]:
 
     Storages of the batch and caches are left out.
     """
-    updated = {s for op in graph.ops if op.phase is Phase.OPTIMIZER for s in _written(op)}
-    trained = {s for s in updated if graph.storages[s].category is Category.PARAMETER}
-    inputs = {s for s, storage in enumerate(graph.storages) if storage.category is Category.INPUT}
+    trained, inputs = _trained(graph), _inputs(graph)
     derived, left, again = trained | inputs, {}, set[int]()
     for index, op in enumerate(graph.ops):
         if op.phase is not Phase.FORWARD or op.is_view:
@@ -109,6 +113,49 @@ def _reaching_backward(graph: StepGraph, left: dict[int, Op]) -> int | None:
             for storage in {*op.outputs, *written}:
                 origin.setdefault(storage, found)
     return None
+
+
+def _updated_further(graph: StepGraph, left: dict[int, Op]) -> int | None:
+    """Returns a storage in `left` that the second forward updates with the batch or a trained parameter; None if none.
+
+    The update is in place, or the storage is freed and its values have gone into one that takes its place.
+    """
+    trained = _trained(graph)
+    origins = {storage: {storage} for storage in left}
+    derived = trained | _inputs(graph)
+    for op in graph.ops:
+        if op.step == 0 or op.phase is not Phase.FORWARD or any(part in op.name for part in _READ_SHAPES):
+            continue
+        changed = {*op.outputs, *op.written}
+        if op.name in WRITE_STATISTICS:
+            changed |= set(op.inputs[-2:])
+        read = set(op.inputs)
+        if op.name.startswith(_OVERWRITE):
+            read -= {storage for storage in op.written if _covers(graph, op, storage)}
+            for storage in set(op.written) - read:
+                origins.pop(storage, None)
+        before = set().union(*(origins.get(storage, ()) for storage in read))
+        for storage in changed - trained:
+            if before:
+                origins[storage] = origins.get(storage, set()) | before
+            if not derived.isdisjoint(read):
+                derived.add(storage)
+    for storage, earlier in origins.items():
+        if storage not in derived or storage in trained or _dies(graph, storage):
+            continue
+        for source in earlier:
+            if source == storage or _dies(graph, source):
+                return source
+    return None
+
+
+def _trained(graph: StepGraph) -> set[int]:
+    updated = {s for op in graph.ops if op.phase is Phase.OPTIMIZER for s in _written(op)}
+    return {s for s in updated if graph.storages[s].category is Category.PARAMETER}
+
+
+def _inputs(graph: StepGraph) -> set[int]:
+    return {s for s, storage in enumerate(graph.storages) if storage.category is Category.INPUT}
 
 
 def _written(op: Op) -> set[int]:
