@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     import networkx
     import torch
 
+    from planner.profiles.device import DeviceProfile
     from planner.workload.call_convention import LossFn
+    from planner.workload.workload import Workload
 
 __all__ = ["Footprint", "Plan", "Tradeoff", "plan", "record", "to_networkx", "tradeoff"]
 
@@ -51,7 +53,9 @@ def plan(
     Args:
         model: any module; its weights may be on the CPU or on the meta device. It is not changed.
         batch: a dict of keyword arguments, a dataclass, a tuple, or a tensor. Dimension 0 of its tensors counts the
-            samples.
+            samples. It may also be a `torch.utils.data.DataLoader`, or an iterator over batches such as
+            `iter([first, second])`: the plan is then for the batch whose step needs the most memory, among the first
+            200.
         vram: the memory budget of the process: a size such as "6GiB", a percentage of the card's memory such as "80%",
             or a number of bytes. If None, the step is only rehearsed, and the plan changes nothing.
         loss_fn: called as `loss_fn(output, batch)`; None if the model returns a loss.
@@ -83,18 +87,18 @@ def plan(
     from planner import pipeline
     from planner.plan_types.constraints import parse_constraints
     from planner.workload.budget import card_and_budget
-    from planner.workload.workload import workload
 
     constraints = parse_constraints(fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown)
-    step = workload(
+    card, vram_bytes = card_and_budget(gpu, vram)
+    step = _largest_step(
         model,
         batch,
+        card,
         loss_fn=loss_fn,
         optimizer=optimizer,
         gradients_alive=gradients_alive,
         by_sample=by_sample,
     )
-    card, vram_bytes = card_and_budget(gpu, vram)
     return pipeline.plan_workload(step, card, vram_bytes=vram_bytes, constraints=constraints)
 
 
@@ -132,18 +136,18 @@ def tradeoff(
     from planner import pipeline
     from planner.plan_types.constraints import parse_constraints
     from planner.workload.budget import card_and_budget
-    from planner.workload.workload import workload
 
     constraints = parse_constraints(fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown)
-    step = workload(
+    card, vram_bytes = card_and_budget(gpu, vram)
+    step = _largest_step(
         model,
         batch,
+        card,
         loss_fn=loss_fn,
         optimizer=optimizer,
         gradients_alive=gradients_alive,
         by_sample=by_sample,
     )
-    card, vram_bytes = card_and_budget(gpu, vram)
     return pipeline.tradeoff_workload(step, card, vram_bytes=vram_bytes, constraints=constraints, seconds=seconds)
 
 
@@ -167,10 +171,20 @@ def record(
     from planner import pipeline
     from planner.recording.fx_graph import to_fx
     from planner.workload.cards import resolve_card
+
+    card = resolve_card(gpu, None)
+    step = _largest_step(model, batch, card, loss_fn=loss_fn, optimizer=optimizer)
+    return to_fx(pipeline.record_step(step, card))
+
+
+def _largest_step(model: torch.nn.Module, batch: Any, card: DeviceProfile, **options: Any) -> Workload:
+    """Return the workload of one batch; if `batch` is a source of batches, of the one whose step needs most memory."""
+    from planner import pipeline
+    from planner.workload.batch_source import candidate_batches
     from planner.workload.workload import workload
 
-    step = workload(model, batch, loss_fn=loss_fn, optimizer=optimizer)
-    return to_fx(pipeline.record_step(step, resolve_card(gpu, None)))
+    batches, notes = candidate_batches(batch)
+    return pipeline.largest_step([workload(model, one, notes=notes, **options) for one in batches], card)
 
 
 def to_networkx(graph: torch.fx.Graph, *, storages: bool = False) -> networkx.DiGraph[str]:

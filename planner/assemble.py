@@ -71,6 +71,7 @@ def assemble_plan(
         ),
         shortfall=shortfall,
         notes=(
+            *session.workload.notes,
             *notes,
             *session.dropped(constraints),
             *certified.graph.assumptions,

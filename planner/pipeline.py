@@ -24,6 +24,7 @@ from planner.choose.certificates import Certificates
 from planner.choose.pareto_front import front
 from planner.choose.planning_session import PlanningSession
 from planner.choose.relaxations import relaxations
+from planner.estimate.footprint import smallest_capacity_bytes
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision
 from planner.plan_types.plan import Plan
@@ -74,6 +75,13 @@ def tradeoff_workload(
         usable_bytes = None if budget is None else budget.usable_bytes
         found = front(session, constraints, vram_bytes=usable_bytes, seconds=seconds)
         return assemble_tradeoff(session, found, constraints, budget, began=began)
+
+
+def largest_step(workloads: Sequence[Workload], card: DeviceProfile) -> Workload:
+    """Return the workload whose training step needs the most memory on the card, by a rehearsal of each."""
+    if len(workloads) == 1:
+        return workloads[0]
+    return max(workloads, key=lambda workload: smallest_capacity_bytes(record_step(workload, card), card))
 
 
 def record_step(workload: Workload, card: DeviceProfile, decisions: Sequence[Decision] = ()) -> StepGraph:

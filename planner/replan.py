@@ -71,6 +71,8 @@ def _load(saved: Plan) -> Workload:
         gradients_alive=saved.workload.gradients_alive,
         dtype=None if ":" in saved.model.reference else saved.model.dtype,
         adapter=saved.model.adapter,
+        input_shapes=saved.workload.input_shapes,
+        choose=lambda workloads: next((w for w in workloads if w.facts().batch == saved.workload.batch), workloads[0]),
     )
     if workload.model_facts().fingerprint != saved.model.fingerprint:
         raise PlanFileError(

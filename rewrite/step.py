@@ -15,8 +15,7 @@ from planner.rewrite import step_state
 from planner.rewrite.portable.loss_and_clipping import clip_gradients, weighted
 from planner.rewrite.step_observer import StepObserver
 from planner.workload.call_convention import Calling, LossFn, loss_of
-from planner.workload.torch_optimizers import why_not_dense, why_not_sparse
-from planner.workload.workload import several_processes
+from planner.workload.torch_optimizers import several_processes, why_not_dense, why_not_sparse
 
 BatchSplitter = Callable[[Any], Iterator[tuple[Any, "torch.Tensor | float | None"]]]
 """Function that splits a batch: yields micro-batches with the weights of their losses (None if there is only one)."""

@@ -15,12 +15,13 @@ from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.plan import Plan
 from planner.plan_types.tradeoff import DEFAULT_SECONDS, Tradeoff
 from planner.replan import replan
+from planner.workload.batch_source import read_shapes
 from planner.workload.budget import card_and_budget
 from planner.workload.loading import load_workload
 
 _FIXED_BY_A_PLAN = (
     "batch_size seq_len dtype lora qlora dora optimizer fidelity force forbid only max_slowdown gradients_alive "
-    "by_sample tradeoff largest_batch smallest_card".split()
+    "by_sample input_shapes tradeoff largest_batch smallest_card".split()
 )
 """Options that cannot be combined with a saved plan, because the plan already fixes their values."""
 
@@ -53,10 +54,12 @@ def answer(options: argparse.Namespace) -> Plan | Tradeoff:
         optimizer=options.optimizer or "adamw",
         gradients_alive=options.gradients_alive,
         by_sample=names(options.by_sample) if options.by_sample else None,
+        input_shapes=None if options.input_shapes is None else read_shapes(options.input_shapes),
     )
     if options.smallest_card:
         return questions.smallest_card(load(batch_size=options.batch_size), constraints)
     card, vram_bytes = card_and_budget(options.gpu, options.vram)
+    load = functools.partial(load, choose=lambda workloads: pipeline.largest_step(workloads, card))
     if options.largest_batch:
         assert vram_bytes is not None, "checked with the options"
         return questions.largest_batch(

@@ -87,6 +87,13 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         help="tokens in one sample of a transformers model (default: 512, or the model's limit if that is lower)",
     )
     group.add_argument(
+        "--input-shapes",
+        type=pathlib.Path,
+        metavar="shapes.json",
+        help="make the batch from a JSON file of shapes, such as "
+        '{"x": [8, 3, 224, 224], "labels": {"shape": [8], "dtype": "int64", "below": 1000}}',
+    )
+    group.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         help="dtype of the weights of a transformers model (default: the dtype that from_pretrained loads)",
@@ -246,6 +253,8 @@ def refuse_what_does_not_go_together(options: argparse.Namespace) -> None:
         if question is not None and name in _QUESTIONS[question]:
             reason = _QUESTIONS[question][name]
             raise WorkloadError(f"{option(name)} cannot be combined with {option(question)}: {reason}")
+    if {"input_shapes", "seq_len"} <= used:
+        raise WorkloadError("--seq-len cannot be combined with --input-shapes, which states all sizes: leave it out")
     if question == "largest_batch" and "vram" not in used:
         raise WorkloadError("--largest-batch needs a budget: give --vram, such as --vram 6GiB")
 

@@ -131,6 +131,8 @@ class WorkloadFacts:
     not_by_sample: tuple[str, ...] = ()
     """Paths of the tensors of the batch that are the same for all samples. In all others, dimension 0 is the batch
     dimension if it has the size of the batch."""
+    input_shapes: Any = None
+    """JSON data from which the batch was made (`--input-shapes`); None for other batches."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ import torch
 
 from planner.errors import WorkloadError
 from planner.plan_types.adapter import Adapter
+from planner.workload.batch_source import batch_of_shapes, candidate_batches
 from planner.workload.synthetic_batch import synthetic_batch
 from planner.workload.transformers_models import (
     first_line,
@@ -43,6 +44,8 @@ def load_workload(
     dtype: str | None = None,
     adapter: Adapter | None = None,
     with_weights: bool = False,
+    input_shapes: Any = None,
+    choose: Callable[[Sequence[Workload]], Workload] | None = None,
 ) -> Workload:
     """Returns the workload that `reference` names. The model is built on the meta device if its code can run there.
 
@@ -58,6 +61,10 @@ def load_workload(
         adapter: LoRA adapters to add to a transformers model; None to train its weights.
         with_weights: if True, the model is built on the CPU with random weights, and the batch has random values, so
             that the model can be trained.
+        input_shapes: JSON data from which the batch is made (`batch_of_shapes`); None for the function's own batch, or
+            a synthetic one.
+        choose: chooses from the workloads with the batches of a data loader that may need the most memory; None for the
+            one with the most bytes in its batch.
 
     Raises:
         WorkloadError: `reference` does not exist, or the model's code fails; the message quotes the error.
@@ -71,6 +78,8 @@ def load_workload(
         dtype=dtype,
         adapter=adapter,
         device="cpu" if with_weights else "meta",
+        input_shapes=input_shapes,
+        choose=choose or (lambda workloads: max(workloads, key=lambda workload: workload.batch_bytes)),
     )
     if ":" in reference and not pathlib.Path(reference).exists():
         if dtype is not None:
@@ -108,6 +117,14 @@ class _Request:
     adapter: Adapter | None
     device: str
     """Device on which the model and the batch are created."""
+    input_shapes: Any
+    choose: Callable[[Sequence[Workload]], Workload]
+
+    def batch(self, model: torch.nn.Module, seq_len: int) -> Any:
+        """Returns a batch of the stated shapes, or a synthetic one for a transformers model."""
+        if self.input_shapes is not None:
+            return batch_of_shapes(self.input_shapes, self.device)
+        return synthetic_batch(model, batch_size=self.batch_size or 1, seq_len=seq_len, device=self.device)
 
 
 # ---- transformers --------------------------------------------------------------------------------------------------
@@ -121,9 +138,11 @@ def _from_transformers(reference: str, request: _Request) -> Workload:
     dtype = request.dtype or stored_dtype(config, reference) or "float32"
     model = transformers_model(config, reference, dtype=dtype, adapter=request.adapter, device=request.device)
     seq_len = request.seq_len or min(DEFAULT_SEQ_LEN, length_limit(config) or DEFAULT_SEQ_LEN)
-    batch = synthetic_batch(model, batch_size=request.batch_size or 1, seq_len=seq_len, device=request.device)
-    takes_tokens = "input_ids" in batch or ("labels" in batch and batch["labels"].dim() == 2)
-    return workload(
+    batch = request.batch(model, seq_len)
+    takes_tokens = request.input_shapes is None and (
+        "input_ids" in batch or ("labels" in batch and batch["labels"].dim() == 2)
+    )
+    result = workload(
         model,
         batch,
         optimizer=request.optimizer,
@@ -131,10 +150,12 @@ def _from_transformers(reference: str, request: _Request) -> Workload:
         reference=reference,
         gradients_alive=request.gradients_alive,
         by_sample=request.by_sample,
-        is_synthetic=True,
+        is_synthetic=request.input_shapes is None,
+        input_shapes=request.input_shapes,
         dtype=dtype,
         adapter=request.adapter,
     )
+    return _resized(result, request)
 
 
 # ---- Python callables ----------------------------------------------------------------------------------------------
@@ -159,33 +180,50 @@ def _from_callable(reference: str, request: _Request) -> Workload:
             f"'{reference}' returned {len(returned)} values: return model, (model, batch) or (model, batch, loss_fn)"
         )
     model, batch, loss_fn = (*returned, None, None)[:3] if isinstance(returned, tuple) else (returned, None, None)
-    is_synthetic = batch is None
-    if batch is None and hasattr(model, "main_input_name"):
-        seq_len = request.seq_len or DEFAULT_SEQ_LEN
-        batch = synthetic_batch(model, batch_size=request.batch_size or 1, seq_len=seq_len, device=request.device)
+    is_synthetic = batch is None and request.input_shapes is None
+    if request.input_shapes is not None or (batch is None and hasattr(model, "main_input_name")):
+        batch = request.batch(model, request.seq_len or DEFAULT_SEQ_LEN)
     if batch is None:
-        raise WorkloadError(f"'{reference}' returned no batch: return (model, batch) or (model, batch, loss_fn)")
-    result = workload(
-        model,
-        batch,
-        loss_fn=loss_fn,
-        optimizer=request.optimizer,
-        seq_len=request.seq_len if "seq_len" in accepted else None,
-        reference=reference,
-        gradients_alive=request.gradients_alive,
-        by_sample=request.by_sample,
-        is_synthetic=is_synthetic,
-    )
+        raise WorkloadError(
+            f"'{reference}' returned no batch: return (model, batch) or (model, batch, loss_fn), or describe the batch "
+            "with --input-shapes"
+        )
+    batches, notes = candidate_batches(batch)
+    workloads = [
+        workload(
+            model,
+            batch,
+            loss_fn=loss_fn,
+            optimizer=request.optimizer,
+            seq_len=request.seq_len if "seq_len" in accepted else None,
+            reference=reference,
+            gradients_alive=request.gradients_alive,
+            by_sample=request.by_sample,
+            is_synthetic=is_synthetic,
+            input_shapes=request.input_shapes,
+            notes=notes,
+        )
+        for batch in batches
+    ]
+    return request.choose([_resized(workload, request) for workload in workloads])
+
+
+def _resized(result: Workload, request: _Request) -> Workload:
+    """Returns the workload with a batch of `request.batch_size` samples."""
     if request.batch_size in (None, result.batch_size):
         return result
     if other := result.with_other_rows:
         raise WorkloadError(
-            f"'{reference}' returns a batch of {result.batch_size} samples, which cannot be changed to "
+            f"'{result.reference}' returns a batch of {result.batch_size} samples, which cannot be changed to "
             f"{request.batch_size}: {other}, and nothing says whether it is the same for all samples; "
             "give the function an argument batch_size, or, if it is the same, name the other tensors with --by-sample"
         )
     batch = resized(
-        batch, request.batch_size, device=request.device, present=result.batch_size, not_by_sample=result.not_by_sample
+        result.batch,
+        request.batch_size,
+        device=request.device,
+        present=result.batch_size,
+        not_by_sample=result.not_by_sample,
     )
     return dataclasses.replace(result, batch=batch, batch_size=request.batch_size)
 

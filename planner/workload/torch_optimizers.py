@@ -166,3 +166,9 @@ _TAKING_SPARSE = ("Adagrad", "SGD", "SparseAdam")
 
 _LOOKUPS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 """Modules that can produce sparse gradients (`sparse=True`)."""
+
+
+def several_processes() -> bool:
+    """True if this process is in a `torch.distributed` process group with at least one other process."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

@@ -54,6 +54,10 @@ class Workload:
     """Name of the dtype in which a transformers model is loaded, such as 'bfloat16'; None for other models."""
     adapter: Adapter | None = None
     """LoRA adapters that the planner added to the model."""
+    notes: tuple[str, ...] = ()
+    """Notes for the plan."""
+    input_shapes: Any = None
+    """JSON data from which the batch was made; None for other batches."""
     is_by_sample_stated: bool = True
     """False if `not_by_sample` was only guessed from the shapes of the tensors."""
 
@@ -68,8 +72,7 @@ class Workload:
         """Says which tensor may belong to the samples in a way that nobody stated, and why; None if there is none.
 
         Such a tensor has a dimension 0 that is neither the batch size nor 1, like the edges [2, E] of a graph, or it is
-        sparse, so that its rows cannot be sliced. A tensor in a list with one mapping for each sample belongs to its
-        sample.
+        sparse, so that its rows cannot be sliced. Tensors in a list with one mapping for each sample belong to samples.
         """
         for path, tensor in tensors_of(self.batch):
             if tensor.is_sparse and not (self.is_by_sample_stated and path in self.not_by_sample):
@@ -114,6 +117,7 @@ class Workload:
             gradients_alive=self.gradients_alive,
             own_loss=own_loss(self.model, self.calling, self.loss_fn),
             not_by_sample=self.not_by_sample,
+            input_shapes=self.input_shapes,
         )
 
 
@@ -139,19 +143,22 @@ def workload(
     is_synthetic: bool = False,
     dtype: str | None = None,
     adapter: Adapter | None = None,
+    input_shapes: Any = None,
+    notes: tuple[str, ...] = (),
 ) -> Workload:
     """Returns a `Workload`, after checking that the model can be trained on the batch.
 
     Args:
         by_sample: paths of the tensors whose dimension 0 is the batch dimension; a path such as 'targets' stands for
             all tensors below it. If it is None, they are guessed from the shapes of all tensors.
-        dtype, adapter: dtype and adapters with which the planner built a transformers model; a plan stores them.
+        input_shapes, notes: see `Workload`.
         is_synthetic: True if the planner made the batch, so that the guess is right.
+        dtype, adapter: dtype and adapters with which the planner built a transformers model; a plan stores them.
 
     Raises:
         WorkloadError: the model is not a module, is TorchScript or has no parameter to train, the batch has an
-            unsupported type or no tensors, a tensor has an unsupported layout, `by_sample` does not
-            match the batch, or `gradients_alive` is set for a model with sparse gradients.
+            unsupported type or no tensors, a tensor has an unsupported layout, `by_sample` does not match the batch, or
+            `gradients_alive` is set for a model with sparse gradients.
     """
     if not isinstance(model, torch.nn.Module):
         raise WorkloadError(
@@ -188,6 +195,8 @@ def workload(
         is_by_sample_stated=is_synthetic or by_sample is not None,
         dtype=dtype,
         adapter=adapter,
+        input_shapes=input_shapes,
+        notes=notes,
     )
 
 
@@ -358,8 +367,7 @@ def optimizer_name(optimizer: OptimizerSpec) -> str:
 class OptimizerBlueprint:
     """Class, defaults and parameter groups of an optimizer object, without the parameters.
 
-    With a blueprint the same optimizer can be created for another copy of the model, such as the fake copy that is
-    rehearsed.
+    With a blueprint the same optimizer can be created for another copy of the model, such as a fake one to rehearse.
     """
 
     kind: type[torch.optim.Optimizer]
@@ -390,9 +398,3 @@ class OptimizerBlueprint:
         groups = [{**group, "params": [parameters[number] for number in group["params"]]} for group in self.groups]
         accepted = inspect.signature(self.kind).parameters
         return self.kind(groups, **{name: value for name, value in self.defaults.items() if name in accepted})
-
-
-def several_processes() -> bool:
-    """True if this process is in a `torch.distributed` process group with at least one other process."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

@@ -1,0 +1,155 @@
+"""Batches of a data loader, of which a plan needs the largest, and batches that a file of shapes describes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pathlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from planner.errors import WorkloadError
+from planner.virtual_gpu.forked_process import run_in_child
+from planner.workload.workload import described, map_batch
+
+MOST_BATCHES = 200
+"""Maximum number of batches that are taken from a source of batches."""
+_MOST_CANDIDATES = 8
+"""Maximum number of batches that are rehearsed to find the largest step."""
+
+_Shapes = tuple[tuple[str, tuple[int, ...], str], ...]
+"""Path, shape and dtype of every tensor of a batch."""
+
+
+def candidate_batches(batch: Any) -> tuple[list[Any], tuple[str, ...]]:
+    """Returns the batches of a source whose training step may be the largest, and a note for the plan.
+
+    A batch is left out if another batch has the same tensors with sizes that are at least as large. Anything that is
+    neither a `torch.utils.data.DataLoader` nor an iterator is a batch, and is returned as the only one.
+
+    The source is read in a forked process, so that neither the position of an iterator nor the state of random number
+    generators changes here.
+
+    Raises:
+        WorkloadError: the source raises an error, or has no batches.
+    """
+    if not isinstance(batch, (torch.utils.data.DataLoader, Iterator)):
+        return [batch], ()
+    kept, seen = run_in_child(lambda: _largest(_batches(batch)))
+    if not kept:
+        raise WorkloadError("the source of batches is empty: give a data loader with at least one batch")
+    first = "first " if seen == MOST_BATCHES else ""
+    note = f"the plan is for the largest step of the {first}{seen} batches"
+    kept.sort(key=_elements, reverse=True)
+    if len(kept) > _MOST_CANDIDATES:
+        note += f"; only the {_MOST_CANDIDATES} with the most elements, of {len(kept)} shapes, were rehearsed"
+    return kept[:_MOST_CANDIDATES], (note,)
+
+
+def _batches(source: Iterable[Any]) -> Iterator[Any]:
+    """Yields the first batches of a source as plain dicts, tuples and tensors."""
+    batches = itertools.islice(source, MOST_BATCHES)
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except Exception as error:  # the user's code
+            text = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise WorkloadError(
+                f"the data loader raised {type(error).__name__}: {text}; iterate over it on its own and fix it"
+            ) from error
+        yield map_batch(lambda tensor: tensor, batch)
+
+
+def _largest(batches: Iterable[Any]) -> tuple[list[Any], int]:
+    """Returns the batches that no other batch covers (`_covers`), and the number of all batches."""
+    kept: dict[_Shapes, Any] = {}
+    count = 0
+    for batch in batches:
+        count += 1
+        shapes = tuple(described(batch))
+        if any(_covers(other, shapes) for other in kept):
+            continue
+        kept = {other: value for other, value in kept.items() if not _covers(shapes, other)}
+        kept[shapes] = batch
+    return list(kept.values()), count
+
+
+def _covers(larger: _Shapes, smaller: _Shapes) -> bool:
+    """True if two batches have the same tensors, and no dimension is larger in `smaller`."""
+    if [(path, len(shape), dtype) for path, shape, dtype in larger] != [
+        (path, len(shape), dtype) for path, shape, dtype in smaller
+    ]:
+        return False
+    pairs = (zip(a[1], b[1], strict=True) for a, b in zip(larger, smaller, strict=True))
+    return all(size >= other for pair in pairs for size, other in pair)
+
+
+def _elements(batch: Any) -> int:
+    sizes: list[int] = []
+    map_batch(lambda tensor: sizes.append(tensor.numel()), batch)
+    return sum(sizes)
+
+
+def read_shapes(path: pathlib.Path) -> Any:
+    """Returns the content of a file that describes a batch, for `batch_of_shapes`.
+
+    Raises:
+        WorkloadError: the file cannot be read or is not JSON.
+    """
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise WorkloadError(f"'{path}' cannot be read as JSON: {error}") from error
+
+
+def batch_of_shapes(shapes: Any, device: str) -> Any:
+    """Returns a batch with tensors of the stated shapes, filled with random values unless `device` is 'meta'.
+
+    Args:
+        shapes: JSON data that is nested like the batch: objects become dicts of keyword arguments, and lists become
+            tuples of positional arguments. A tensor is a list of integers, its shape; or an object with `shape`,
+            optionally `dtype` (float32 by default) and `below`, the limit of random integers (2 by default).
+
+    Raises:
+        WorkloadError: the data does not describe a batch.
+    """
+    if isinstance(shapes, dict) and "shape" in shapes:
+        return _tensor(shapes, device)
+    if isinstance(shapes, dict) and shapes:
+        return {name: batch_of_shapes(inner, device) for name, inner in shapes.items()}
+    if isinstance(shapes, list) and all(type(size) is int for size in shapes):
+        return _tensor({"shape": shapes}, device)
+    if isinstance(shapes, list):
+        return tuple(batch_of_shapes(inner, device) for inner in shapes)
+    raise WorkloadError(
+        f"the input shapes contain {json.dumps(shapes)[:80]}, which is neither a shape such as [8, 512] nor an object "
+        'such as {"shape": [8, 512], "dtype": "int64", "below": 50257}'
+    )
+
+
+def _tensor(stated: dict[str, Any], device: str) -> torch.Tensor:
+    """Returns the tensor that an object with the keys `shape`, `dtype` and `below` describes."""
+    if unknown := set(stated) - {"shape", "dtype", "below"}:
+        raise WorkloadError(
+            f"a tensor of the input shapes has the unknown key '{min(unknown)}': use shape, dtype and below"
+        )
+    shape, dtype, below = (
+        stated["shape"],
+        getattr(torch, str(stated.get("dtype", "float32")), None),
+        stated.get("below", 2),
+    )
+    if not isinstance(dtype, torch.dtype):
+        raise WorkloadError(f"the input shapes have the unknown dtype '{stated['dtype']}': use a name such as int64")
+    if (
+        not isinstance(shape, list)
+        or not all(type(size) is int and size >= 0 for size in shape)
+        or type(below) is not int
+    ):
+        raise WorkloadError(f"the input shapes contain {json.dumps(stated)[:80]}: shape and below have to be integers")
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, device=device).to(dtype)
+    return torch.randint(max(below, 1), shape, device=device).to(dtype)

@@ -1,0 +1,135 @@
+"""Batches from data loaders, and batches from a file of shapes."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner.cli.command import main
+from planner.errors import WorkloadError
+from planner.workload.batch_source import batch_of_shapes, candidate_batches
+
+SOURCE = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+def build():
+    batches = [(torch.randn(rows, 8), torch.randn(rows, 1)) for rows in (4, 32, 16)]
+    loader = torch.utils.data.DataLoader(batches, batch_size=None)
+    return model(), loader, lambda output, batch: (output - batch[1]).square().mean()
+"""
+
+
+def texts(*shapes):
+    return [{"input_ids": torch.zeros(shape, dtype=torch.int64), "mask": torch.ones(shape)} for shape in shapes]
+
+
+def shapes_of(batches):
+    return [tuple(batch["input_ids"].shape) for batch in batches]
+
+
+def test_a_batch_that_another_batch_covers_is_left_out():
+    loader = torch.utils.data.DataLoader(texts((4, 8), (2, 8), (8, 2), (4, 8)), batch_size=None)
+    kept, notes = candidate_batches(loader)
+    assert shapes_of(kept) == [(4, 8), (8, 2)]
+    assert notes == ("the plan is for the largest step of the 4 batches",)
+
+
+def test_a_batch_with_a_smaller_and_a_larger_tensor_is_kept():
+    wide, long = {"a": torch.zeros(2, 9), "b": torch.zeros(2, 3)}, {"a": torch.zeros(2, 3), "b": torch.zeros(2, 9)}
+    assert len(candidate_batches(iter([wide, long]))[0]) == 2
+
+
+def test_one_batch_is_returned_unchanged():
+    batch = texts((2, 2))[0]
+    kept, notes = candidate_batches(batch)
+    assert kept[0] is batch and len(kept) == 1 and notes == ()
+
+
+def test_reading_a_source_changes_nothing_here():
+    loader = torch.utils.data.DataLoader(torch.randn(6, 4), batch_size=2, shuffle=True)
+    iterator, torch_state, python_state = iter(texts((1, 2), (2, 2))), torch.get_rng_state(), random.getstate()
+    candidate_batches(loader)
+    candidate_batches(iterator)
+    assert len(list(iterator)) == 2
+    assert torch.equal(torch.get_rng_state(), torch_state) and random.getstate() == python_state
+
+
+def test_an_endless_source_is_read_in_part():
+    def endless():
+        while True:
+            yield torch.zeros(2, 2)
+
+    assert "the first 200 batches" in candidate_batches(endless())[1][0]
+
+
+@pytest.mark.parametrize("source, words", [(iter([]), "is empty"), ((1 / 0 for _ in range(2)), "ZeroDivisionError")])
+def test_a_source_that_gives_no_batch_is_refused(source, words):
+    with pytest.raises(WorkloadError, match=words):
+        candidate_batches(source)
+
+
+def test_the_plan_is_for_the_step_that_needs_the_most_memory():
+    """The batch with fewer elements needs more memory, because its sequences are longer."""
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    many, long = torch.randn(40, 16, 8), torch.randn(2, 256, 8)
+
+    def peak(batch):
+        options = {"loss_fn": lambda output, batch: output.mean(), "gpu": "bare", "vram": None}
+        return planner.plan(model, batch, **options)
+
+    plan = peak(iter([many, long]))
+    assert plan.peak == max(peak(many).peak, peak(long).peak, key=lambda footprint: footprint.total_bytes)
+    assert "the plan is for the largest step of the 2 batches" in plan.notes
+
+
+def test_a_file_of_shapes_describes_a_nested_batch():
+    stated = {"x": [2, 3], "target": {"ids": {"shape": [2], "dtype": "int64", "below": 5}}, "weight": {"shape": []}}
+    batch = batch_of_shapes(stated, "cpu")
+    assert batch["x"].shape == (2, 3) and batch["x"].dtype is torch.float32
+    assert batch["target"]["ids"].dtype is torch.int64 and int(batch["target"]["ids"].max()) < 5
+    assert batch["weight"].shape == ()
+    assert [tensor.shape for tensor in batch_of_shapes([[2, 3], [2]], "meta")] == [(2, 3), (2,)]
+
+
+@pytest.mark.parametrize(
+    "stated", [{"x": "8x3"}, {"x": {"shape": [2], "size": 3}}, {"x": {"shape": [2], "dtype": "i"}}, {}]
+)
+def test_other_data_is_refused(stated):
+    with pytest.raises(WorkloadError, match="input shapes"):
+        batch_of_shapes(stated, "meta")
+
+
+def test_the_command_plans_the_largest_batch_of_a_data_loader(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(SOURCE)
+    assert main(["net.py:build", "--gpu", "bare", "--vram", "1GiB", "--save", "plan.json", "--emit", "step.py"]) == 0
+    assert json.loads((tmp_path / "plan.json").read_text())["workload"]["batch_size"] == 32
+    assert main(["plan.json"]) == 0
+    assert "32" in capsys.readouterr().out
+
+
+def test_the_command_plans_a_model_without_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(
+        "import torch\nclass Net(torch.nn.Linear):\n"
+        "    def __init__(self): super().__init__(8, 1)\n"
+        "    def forward(self, x, y): return (super().forward(x) - y).square().mean()\n"
+    )
+    (tmp_path / "shapes.json").write_text('{"x": [6, 8], "y": [6, 1]}')
+    shapes = ["--input-shapes", "shapes.json"]
+    assert main(["net.py:Net", "--gpu", "bare", "--vram", "1GiB", "--save", "plan.json", *shapes]) == 0
+    saved = json.loads((tmp_path / "plan.json").read_text())["workload"]
+    assert saved["batch_size"] == 6 and saved["input_shapes"] == {"x": [6, 8], "y": [6, 1]}
+    assert main(["plan.json"]) == 0
+    assert main(["net.py:Net", "--batch-size", "12", "--save", "plan.json", *shapes]) == 0
+    assert json.loads((tmp_path / "plan.json").read_text())["workload"]["batch_size"] == 12
+    assert main(["net.py:Net", "--seq-len", "12", *shapes]) == 2
