@@ -29,7 +29,8 @@ from benchmarks.main_job import EXAMPLES, MIB, proportional_bytes
 from planner import profiles
 from planner.assemble import versions
 from planner.recording.recorder import Recorder
-from planner.recording.rehearsal import make_virtual, record_steps, virtual_batch
+from planner.recording.rehearsal import make_virtual, record_steps
+from planner.recording.virtual_batch import virtual_batch
 from planner.rewrite.application import apply_decisions
 from planner.rewrite.rehearse import start_rehearsal
 from planner.virtual_gpu import backend

@@ -13,7 +13,7 @@ from planner.plan_types.plan import Footprint, Plan
 from planner.plan_types.tradeoff import DEFAULT_SECONDS, Tradeoff
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import networkx
     import torch
@@ -47,6 +47,8 @@ def plan(
     max_slowdown: float | None = None,
     gradients_alive: bool = False,
     by_sample: Sequence[str] | None = None,
+    values: Mapping[str, float] | None = None,
+    worst_case: bool = True,
 ) -> Plan:
     """Plan one optimizer step of `model` on `batch` so that its memory stays inside `vram`.
 
@@ -76,6 +78,10 @@ def plan(
             Only these are split into micro-batches. If None, the planner takes the tensors whose dimension 0 has the
             size of the batch, and rehearses the model with twice or half the samples; if both fail, the batch is not
             split.
+        values: numbers by line of code, such as {"model.py:42": 100}, for lines that ask for the value of a tensor
+            (`.item()`, a condition), or that select elements: the largest number of elements.
+        worst_case: True to take the masks of the batch as full and its lengths as the longest one, so that the plan
+            holds for batches of this shape; False to take their own values, if the batch is on the CPU.
 
     Returns:
         A certified plan. `Plan.fits` is True if it is inside the budget and respects `max_slowdown`; if not,
@@ -85,6 +91,7 @@ def plan(
         planner.errors.PlannerError: an argument cannot be used; the message says what to change.
     """
     from planner import pipeline
+    from planner.plan_types.answers import Answers
     from planner.plan_types.constraints import parse_constraints
     from planner.workload.budget import card_and_budget
 
@@ -98,6 +105,7 @@ def plan(
         optimizer=optimizer,
         gradients_alive=gradients_alive,
         by_sample=by_sample,
+        answers=Answers(values=values or {}, worst_case=worst_case),
     )
     return pipeline.plan_workload(step, card, vram_bytes=vram_bytes, constraints=constraints)
 
@@ -117,6 +125,8 @@ def tradeoff(
     max_slowdown: float | None = None,
     gradients_alive: bool = False,
     by_sample: Sequence[str] | None = None,
+    values: Mapping[str, float] | None = None,
+    worst_case: bool = True,
     seconds: float = DEFAULT_SECONDS,
 ) -> Tradeoff:
     """Compute the trade-off between memory and step time: certified plans, the fastest plan first.
@@ -134,6 +144,7 @@ def tradeoff(
         planner.errors.PlannerError: an argument cannot be used; the message says what to change.
     """
     from planner import pipeline
+    from planner.plan_types.answers import Answers
     from planner.plan_types.constraints import parse_constraints
     from planner.workload.budget import card_and_budget
 
@@ -147,6 +158,7 @@ def tradeoff(
         optimizer=optimizer,
         gradients_alive=gradients_alive,
         by_sample=by_sample,
+        answers=Answers(values=values or {}, worst_case=worst_case),
     )
     return pipeline.tradeoff_workload(step, card, vram_bytes=vram_bytes, constraints=constraints, seconds=seconds)
 

@@ -10,6 +10,7 @@ from planner.assemble import assemble_plan
 from planner.choose import fitting
 from planner.choose.choice import Choice
 from planner.errors import PlanFileError
+from planner.plan_types.answers import Answers
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Fidelity, micro_batch_size_of, micro_batches_of
 from planner.plan_types.plan import Plan
@@ -72,6 +73,7 @@ def _load(saved: Plan) -> Workload:
         dtype=None if ":" in saved.model.reference else saved.model.dtype,
         adapter=saved.model.adapter,
         input_shapes=saved.workload.input_shapes,
+        answers=Answers(values=saved.workload.values, worst_case=saved.workload.worst_case),
         choose=lambda workloads: next((w for w in workloads if w.facts().batch == saved.workload.batch), workloads[0]),
     )
     if workload.model_facts().fingerprint != saved.model.fingerprint:

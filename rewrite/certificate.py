@@ -15,7 +15,7 @@ from planner.profiles.device import DeviceProfile
 from planner.rewrite.rehearse import certifying_graph, with_gradient_names
 from planner.workload.call_convention import LossFn
 from planner.workload.cards import resolve_card
-from planner.workload.workload import OptimizerSpec
+from planner.workload.torch_optimizers import OptimizerSpec
 from planner.workload.workload import workload as make_workload
 
 

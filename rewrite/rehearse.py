@@ -19,7 +19,8 @@ from planner.rewrite.application import Rewritten, apply_decisions
 from planner.virtual_gpu.backend import Target
 from planner.virtual_gpu.forked_process import Child
 from planner.workload.call_convention import loss_of
-from planner.workload.workload import OptimizerBlueprint, Workload, resized
+from planner.workload.torch_optimizers import OptimizerBlueprint
+from planner.workload.workload import Workload, resized
 
 
 def with_gradient_names(workload: Workload, card: DeviceProfile | None) -> Workload:
@@ -117,6 +118,7 @@ def start_rehearsal(
         not_by_sample=workload.not_by_sample,
         prepare=prepare,
         target=Target.of(card),
+        answers=workload.answers,
         micro_batch_sizes=sizes,
         steps=steps,
         primed=primed,
@@ -142,6 +144,7 @@ def start_forward(workload: Workload, card: DeviceProfile, samples: int) -> Chil
         batch_size=samples,
         prepare=prepare,
         target=Target.of(card),
+        answers=workload.answers,
         micro_batch_sizes=(samples,),
         steps=1,
         primed=False,
@@ -182,6 +185,7 @@ def start_update(
         not_by_sample=workload.not_by_sample,
         prepare=prepare,
         target=Target.of(card),
+        answers=workload.answers,
         micro_batch_sizes=(1,),
         steps=1,
         primed=True,

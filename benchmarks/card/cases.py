@@ -23,7 +23,8 @@ from planner.plan_types.decisions import (
     StepInBackward,
 )
 from planner.recompute.offload_cost import FROM_BYTES
-from planner.workload.workload import OptimizerSpec, Workload, workload
+from planner.workload.torch_optimizers import OptimizerSpec
+from planner.workload.workload import Workload, workload
 
 
 def adamw_fused(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:

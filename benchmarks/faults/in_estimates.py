@@ -354,11 +354,11 @@ FAULTS = (
     ),
     Fault(
         name="extrapolate-from-the-wrong-size",
-        path="planner/recording/extrapolate.py",
+        path="planner/estimate/extrapolate.py",
         old="    return at_two + (samples - BASE_SIZES[0]) * (at_three - at_two)",
         new="    return at_two + (samples - BASE_SIZES[1]) * (at_three - at_two)",
         tests=(
-            "tests/recording/test_extrapolate.py::test_the_predicted_recording_is_the_recorded_one[roberta-decisions0]",
+            "tests/estimate/test_extrapolate.py::test_the_predicted_recording_is_the_recorded_one[roberta-decisions0]",
         ),
         why="a recording is predicted for one sample fewer than planned",
     ),

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from planner.errors import PlannerError, WorkloadError
+from planner.estimate.extrapolate import BASE_SIZES, extrapolate
 from planner.plan_types.decision_base import Decision, Role, has_role, without_roles
-from planner.recording.extrapolate import BASE_SIZES, extrapolate
 from planner.recording.graft_optimizer import can_be_grafted, graft_update
 from planner.recording.step_graph import StepGraph
 from planner.space.micro_batches import MicroBatching

@@ -11,6 +11,7 @@ from planner import pipeline, questions
 from planner.cli.options import names, option
 from planner.errors import PlanFileError, WorkloadError
 from planner.plan_types.adapter import Adapter
+from planner.plan_types.answers import Answers, parse_answer
 from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.plan import Plan
 from planner.plan_types.tradeoff import DEFAULT_SECONDS, Tradeoff
@@ -21,7 +22,7 @@ from planner.workload.loading import load_workload
 
 _FIXED_BY_A_PLAN = (
     "batch_size seq_len dtype lora qlora dora optimizer fidelity force forbid only max_slowdown gradients_alive "
-    "by_sample input_shapes tradeoff largest_batch smallest_card".split()
+    "by_sample input_shapes value batch_values tradeoff largest_batch smallest_card".split()
 )
 """Options that cannot be combined with a saved plan, because the plan already fixes their values."""
 
@@ -54,6 +55,7 @@ def answer(options: argparse.Namespace) -> Plan | Tradeoff:
         optimizer=options.optimizer or "adamw",
         gradients_alive=options.gradients_alive,
         by_sample=names(options.by_sample) if options.by_sample else None,
+        answers=Answers(values=dict(map(parse_answer, options.value)), worst_case=not options.batch_values),
         input_shapes=None if options.input_shapes is None else read_shapes(options.input_shapes),
     )
     if options.smallest_card:

@@ -127,6 +127,20 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         "these (default: guessed from the shapes, and checked by rehearsing the model on twice the samples)",
     )
 
+    group.add_argument(
+        "--value",
+        action="append",
+        default=[],
+        metavar="LINE=N",
+        help="the value that a line of the model's code gets where it asks for one of a tensor, or the number of "
+        "elements that it selects, such as model.py:42=100",
+    )
+    group.add_argument(
+        "--batch-values",
+        action="store_true",
+        help="use the batch's own masks and lengths (default: full masks and the longest length)",
+    )
+
 
 def _add_budget(group: argparse._ArgumentGroup) -> None:
     group.add_argument(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from planner.errors import PlanFileError
@@ -133,6 +134,10 @@ class WorkloadFacts:
     dimension if it has the size of the batch."""
     input_shapes: Any = None
     """JSON data from which the batch was made (`--input-shapes`); None for other batches."""
+    values: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Values of tensors that the user stated, by line of code (`--value`)."""
+    worst_case: bool = True
+    """True if the masks of the batch were taken as full and its lengths as the longest one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,7 @@ from planner.recording.step_graph import Category, Op, Phase, StepGraph
 from planner.recording.storage_table import StorageTable
 from planner.virtual_gpu import sparse_tensors
 from planner.virtual_gpu.data_dependence import DataDependence
-from planner.virtual_gpu.data_dependent_ops import WAYS_OUT, run_data_dependent_op
+from planner.virtual_gpu.data_dependent_ops import run_data_dependent_op
 from planner.virtual_gpu.in_place import InPlaceRule
 from planner.virtual_gpu.kernels import kernels_of
 from planner.virtual_gpu.shadow_ops import nested_tensors
@@ -142,8 +142,7 @@ class Recorder(TorchDispatchMode):
                     out = op(*args, **kwargs)
         except _DATA_DEPENDENT:
             raise self.data_dependence.refusal(
-                f"the result of {op} depends on values of tensors, which a rehearsal does not compute",
-                *WAYS_OUT.get(op, ()),
+                f"the result of {op} depends on values of tensors, which a rehearsal does not compute"
             ) from None
         except UnsupportedOperatorException:
             if not any(map(sparse_tensors.has_elements, nested_tensors((args, kwargs)))):

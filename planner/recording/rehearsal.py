@@ -8,27 +8,27 @@ import gc
 import importlib
 import logging
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from planner.errors import PlannerError, WorkloadError
+from planner.plan_types.answers import NOTHING_STATED, Answers
 from planner.plan_types.quantized import is_quantized
 from planner.recording.hook_errors import HookErrors
 from planner.recording.module_state import changed_state, host_random_state, plain_state
 from planner.recording.recorder import Recorder
 from planner.recording.step_graph import Category, StepGraph
+from planner.recording.virtual_batch import learn_values, virtual_batch
 from planner.virtual_gpu import backend, fake_tensor_cache, kernels, quantized_weights, rnn
 from planner.virtual_gpu.forked_process import Child, Refuse
 from planner.virtual_gpu.in_place import InPlaceRule
-from planner.virtual_gpu.shadow_ops import ASSUMED_LABELS, ASSUMED_MASK, ASSUMED_VALUES
 from planner.virtual_gpu.shadow_values import ShadowValues, is_tracked
 from planner.virtual_gpu.source_lines import is_model_code, optimizer_in
 from planner.virtual_gpu.sparse_tensors import no_rows_of, virtual_sparse
 from planner.workload.torch_optimizers import sparse_lookups
-from planner.workload.workload import map_batch, tensors_of
+from planner.workload.workload import tensors_of
 
 Prepare = Callable[[torch.nn.Module], tuple[Callable[[Any], Any], torch.optim.Optimizer]]
 """A function that returns the training step, called as `step(batch)`, and the optimizer of the model that it gets.
@@ -64,6 +64,8 @@ class Rehearsal:
     trained: tuple[str, ...] | None = None
     """Names of the parameters that have a gradient, for a step without a backward. None for a step with
     a backward, in which they are recorded."""
+    answers: Answers = NOTHING_STATED
+    """The values of tensors that the user states."""
     loss_fn: Callable | None = None
     """The loss function, whose state is compared before and after the last step; None if it is part of the model."""
 
@@ -102,7 +104,7 @@ def on_virtual_gpu(target: backend.Target, refuse: Refuse, *, what_if: bool) -> 
         kernels.register_routes(recorder.data_dependence, target.autograd_key)
         if autocast is not None:
             autocast.on_cast = lambda tensor: recorder.mark(tensor, Category.AUTOCAST)
-            rnn.register()
+            rnn.register(recorder.data_dependence)
         yield recorder
 
 
@@ -123,12 +125,9 @@ def _rehearse(rehearsal: Rehearsal, refuse: Refuse) -> tuple[StepGraph, bytes]:
         batch = virtual_batch(
             rehearsal.batch, rehearsal.batch_size, wanted_size, device, not_by_sample=rehearsal.not_by_sample
         )
-        known = recorder.data_dependence.known
-        given = dict(tensors_of(rehearsal.batch if rehearsal.values_from is None else rehearsal.values_from))
-        for path, tensor in tensors_of(batch):
-            assume_full(known, path, tensor)
-            if path in given:
-                learn_batch(known, path, tensor, given[path])
+        given = rehearsal.batch if rehearsal.values_from is None else rehearsal.values_from
+        recorder.data_dependence.answers = rehearsal.answers
+        learn_values(recorder.data_dependence.known, batch, given, worst_case=rehearsal.answers.worst_case)
         graph = record_steps(
             recorder,
             rehearsal.model,
@@ -337,59 +336,7 @@ def _children_first(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     yield module
 
 
-def virtual_batch(
-    batch: Any, batch_size: int, wanted_size: int, device: str, *, not_by_sample: Collection[str] = ()
-) -> Any:
-    """Returns a batch of the same structure with fake tensors on a device. Call it while a `FakeTensorMode` is active.
-
-    Dimension 0 of a tensor becomes `wanted_size` if it is `batch_size`; other sizes stay the same, and so do sparse
-    tensors and those whose paths `not_by_sample` names.
-    """
-    unchanged = {id(tensor) for path, tensor in tensors_of(batch) if path in not_by_sample}
-
-    def fake(leaf: torch.Tensor) -> torch.Tensor:
-        if leaf.is_sparse:
-            return virtual_sparse(leaf, device)
-        shape = list(leaf.shape)
-        if shape and shape[0] == batch_size and id(leaf) not in unchanged:
-            shape[0] = wanted_size
-        return torch.empty(shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
-
-    return map_batch(fake, batch)
-
-
 def learn_buffer(known: ShadowValues, fake: torch.Tensor, real: torch.Tensor) -> None:
     """Sets the values of a fake buffer to those of `real`, if `real` is small, on the CPU, and integer or boolean."""
     if real.device.type == "cpu" and not real.is_floating_point() and not real.is_complex() and is_tracked(real):
         known.learn(fake, real)
-
-
-def assume_full(known: ShadowValues, name: str, tensor: torch.Tensor) -> None:
-    """Assumes that a tensor of the batch is 1 everywhere if it is a mask or has labels, so that none is ignored.
-
-    Args:
-        name: path of the tensor in the batch. A mask has "mask" in it, labels have "label" in the last name.
-    """
-    last = name.rsplit(".", 1)[-1].lower()
-    if "mask" in name.lower():
-        known.assume(tensor, 1, ASSUMED_MASK)
-    elif "label" in last and not tensor.is_floating_point():
-        known.assume(tensor, 1, ASSUMED_LABELS)
-
-
-def learn_batch(known: ShadowValues, name: str, fake: torch.Tensor, real: torch.Tensor) -> None:
-    """Sets the values of a fake tensor of the batch to those that the user gave, if it is small and has no floats.
-
-    If more samples are rehearsed than the batch has, its samples are repeated.
-
-    Args:
-        name: path of the tensor in the batch, for the assumption that is noted where the values are needed.
-        real: the tensor that the user gave. Its values are known if it is on the CPU.
-    """
-    has_values = real.device.type == "cpu" and not isinstance(real, FakeTensor) and real.layout is torch.strided
-    if not has_values or fake in known or real.dtype.is_floating_point or real.is_complex() or not is_tracked(fake):
-        return
-    with unset_fake_temporarily():
-        if fake.dim() and len(fake) != len(real):
-            real = real[torch.arange(len(fake), device="cpu") % max(len(real), 1)]
-    known.learn(fake, real, frozenset((f"{ASSUMED_VALUES} '{name}'",)))

@@ -26,10 +26,11 @@ from planner.workload.torch_optimizers import (
     has_step_hooks,
     kernel_beside_foreach,
     kind_of,
+    optimizer_name,
     several_processes,
     why_no_kernel,
 )
-from planner.workload.workload import Workload, optimizer_name
+from planner.workload.workload import Workload
 
 Alternatives = tuple[tuple[Decision, ...], ...]
 """Alternatives for one part of the step. Each is a tuple of decisions; () leaves that part as in the baseline."""

@@ -19,6 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from planner.errors import PlannerError, RehearsalError
+from planner.plan_types.answers import Answers
 from planner.virtual_gpu import backend
 from planner.virtual_gpu.assertion_checks import assertion_outcome
 from planner.virtual_gpu.shadow_ops import ASSUMED_FINITE, ASSUMED_VALUES
@@ -47,6 +48,7 @@ _IN_A_PACKAGE = (
     "that line belongs to an installed package: set an option or replace the module, so that shapes and control flow "
     "do not depend on tensor values"
 )
+_STATE_IT = "; or state the value there, as in --value {name}=1 (in Python: values={{'{name}': 1}})"
 _OTHER_OPTIMIZER = "give an optimizer whose step does not depend on tensor values"
 _ASKS = "the step asks for the value of a tensor (.item(), bool() or an index), but a rehearsal computes no values"
 
@@ -60,6 +62,7 @@ class DataDependence:
 
     def __init__(self, where: Callable[[], str]) -> None:
         self.known = ShadowValues()
+        self.answers = Answers()
         self.assumptions: dict[str, None] = {}
         """The assumptions, each with module and line, in the order in which they were first needed."""
         self._where = where
@@ -89,12 +92,13 @@ class DataDependence:
             what: the reason why the rehearsal cannot continue, as a sentence.
             way_out: what the user can change, as an imperative.
         """
-        where = self._where()
-        if way_out is _WITHOUT_VALUES and "-packages" in source_line():
-            way_out = _IN_A_PACKAGE
+        where, line = self._where(), source_line()
+        if way_out is _WITHOUT_VALUES:
+            way_out = _IN_A_PACKAGE if "-packages" in line else _WITHOUT_VALUES
+            way_out += _STATE_IT.format(name=pathlib.PurePath(line).name) if line else ""
         if (optimizer := optimizer_in(frames())) is not None:
             where, way_out = f"in the step of {type(optimizer).__name__}", _OTHER_OPTIMIZER
-        error = RehearsalError(f"{what}: {where} at {source_line() or 'unknown line'}; {way_out}")
+        error = RehearsalError(f"{what}: {where} at {line or 'unknown line'}; {way_out}")
         if torch._C._current_autograd_node() is not None:
             self.on_refusal_in_backward(error)
         return error
@@ -110,12 +114,21 @@ class DataDependence:
         return value
 
     def scalar(self, tensor: torch.Tensor) -> float | int | bool | None:
-        """Returns the known or assumed value of a tensor with one element; None if the value is neither."""
+        """Returns the stated, known or assumed value of a tensor with one element; None if it is none of these."""
+        if (stated := self.stated()) is not None:
+            return stated if tensor.is_floating_point() else bool(stated) if tensor.dtype == torch.bool else int(stated)
         # If an answer does not depend on values, those of the batch are not used: the plan then holds for others too.
         if not self._is_of_batch(tensor) and (value := self._number(tensor)) is not None:
             return value
         answer = self._answer_of_place(tensor)
         return self._number(tensor) if answer is None else answer
+
+    def stated(self) -> float | None:
+        """Returns the number that the user stated for the running line, and notes it; None if there is none."""
+        value = self.answers.at(source_line())
+        if value is not None:
+            self.assume((f"the value is {value:g}, as you stated",))
+        return value
 
     def _number(self, tensor: torch.Tensor) -> float | int | bool | None:
         """Returns the known value of a tensor with one element; None if it is not known."""
@@ -161,6 +174,9 @@ class DataDependence:
 
     def values_or_refuse(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the values of a tensor as a real tensor, or raises `RehearsalError`."""
+        if (stated := self.stated()) is not None:
+            with unset_fake_temporarily():
+                return torch.full(tensor.shape, stated, dtype=tensor.dtype, device="cpu")
         value = self.known_value(tensor)
         if value is None:
             raise self.refusal(

@@ -10,16 +10,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from planner.virtual_gpu.data_dependence import DataDependence
 
-WAYS_OUT: dict[Any, tuple[str]] = {
-    torch.ops.aten._pack_padded_sequence.default: ("plan the model with padded sequences instead of packed ones",),
-}
-"""Advice on data-dependent ops that a rehearsal cannot run even if the values are known, by op."""
+_aten = torch.ops.aten
+
+ASSUMED_SELECTED = "all elements are selected, which is an upper bound"
+ASSUMED_DISTINCT = "all values are distinct, which is an upper bound"
 
 
 def run_data_dependent_op(
     dependence: DataDependence, run: Callable[..., Any], op: Any, args: tuple, kwargs: dict
 ) -> tuple[bool, Any, Any]:
-    """Runs a data-dependent op if the values that it depends on are known.
+    """Runs a data-dependent op if the values that it depends on are known, or if its result has a bounded size.
+
+    A result of unknown size gets the size that the user stated for the line, or the largest size that is possible.
 
     Indexing with a boolean mask is converted as on CUDA: to `nonzero`, and then indexing with the positions
     (`expandTensors` in ATen/native/IndexingUtils.h).
@@ -34,21 +36,22 @@ def run_data_dependent_op(
         these positional arguments.
     """
     known = dependence.known
-    if op is torch.ops.aten.masked_select.default:
+    if op is _aten.masked_select.default:
         table, mask = torch.broadcast_tensors(*args)
-        return True, run(torch.ops.aten.index.Tensor, table, [mask]), None
-    if op is torch.ops.aten.index.Tensor:
+        return True, run(_aten.index.Tensor, table, [mask]), None
+    if op is _aten.index.Tensor:
         indices = []
         for index in args[1]:
-            if index is None or index.dtype not in (torch.bool, torch.uint8) or index not in known:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
                 indices.append(index)
                 continue
-            positions = run(torch.ops.aten.nonzero.default, index)
-            indices += [run(torch.ops.aten.select.int, positions, 1, dim) for dim in range(index.dim())]
+            positions = run(_aten.nonzero.default, index)
+            indices += [run(_aten.select.int, positions, 1, dim) for dim in range(index.dim())]
         return False, None, (args[0], indices)
     real_result = known.compute(op, args, kwargs)
     if real_result is None:
-        return False, None, args
+        bounded = _of_largest_size(dependence, op, args, kwargs)
+        return bounded is not None, bounded, args
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     assumed = known.assumptions(inputs)
     dependence.assume(assumed)
@@ -62,3 +65,75 @@ def run_data_dependent_op(
         return tensor
 
     return True, tree_map(fake, real_result), None
+
+
+def _of_largest_size(dependence: DataDependence, op: Any, args: tuple, kwargs: dict) -> Any:
+    """Returns the result of a data-dependent op, with unknown values, in the largest size that is possible.
+
+    Returns None if its size has no bound and the user stated none.
+    """
+    make = _BOUNDED.get(str(op))
+    given = {argument.name: value for argument, value in zip(op._schema.arguments, args, strict=False)}
+    return None if make is None else make(dependence, **given, **kwargs)
+
+
+def _nonzero(dependence: DataDependence, self: torch.Tensor) -> torch.Tensor:
+    count = _count(dependence, self.numel(), ASSUMED_SELECTED)
+    return self.new_empty((count, self.dim()), dtype=torch.int64)
+
+
+def _nms(dependence: DataDependence, dets: torch.Tensor, **_: Any) -> torch.Tensor:
+    return dets.new_empty(_count(dependence, len(dets), ASSUMED_SELECTED), dtype=torch.int64)
+
+
+def _unique(
+    dependence: DataDependence, self: torch.Tensor, dim: int | None = None, return_inverse: bool = False,
+    return_counts: bool = False, **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Returns the values of the largest size, the inverse and the counts, which are empty if they are not wanted."""
+    if dim is None:
+        count = _count(dependence, self.numel(), ASSUMED_DISTINCT)
+        shape, inverse_shape = [count], self.shape
+    else:
+        count = _count(dependence, self.shape[dim], ASSUMED_DISTINCT)
+        shape, inverse_shape = list(self.shape), self.shape[dim : dim + 1] if dim >= 0 else self.shape[dim:][:1]
+        shape[dim] = count
+    inverse = self.new_empty(inverse_shape if return_inverse else 0, dtype=torch.int64)
+    return self.new_empty(shape), inverse, self.new_empty(count if return_counts else 0, dtype=torch.int64)
+
+
+def _repeat_interleave(dependence: DataDependence, repeats: torch.Tensor, **_: Any) -> torch.Tensor | None:
+    count = dependence.stated()
+    return None if count is None else repeats.new_empty(int(count), dtype=torch.int64)
+
+
+def _bincount(
+    dependence: DataDependence, self: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0
+) -> torch.Tensor | None:
+    count = dependence.stated()
+    dtype = torch.int64 if weights is None else torch.float64 if weights.dtype != torch.float32 else torch.float32
+    return None if count is None else self.new_empty(max(int(count), minlength), dtype=dtype)
+
+
+def _count(dependence: DataDependence, most: int, assumption: str) -> int:
+    """Returns the number of elements that the user stated for the running line, but at most `most`.
+
+    If the user stated none, the assumption is noted under which there are `most`.
+    """
+    stated = dependence.stated()
+    if stated is None:
+        dependence.assume((assumption,))
+    return most if stated is None else min(int(stated), most)
+
+
+_BOUNDED: dict[str, Callable[..., Any]] = {
+    "aten.nonzero.default": _nonzero,
+    "torchvision.nms.default": _nms,
+    "aten._unique2.default": _unique,
+    "aten.unique_dim.default": _unique,
+    "aten.unique_consecutive.default": _unique,
+    "aten.unique_dim_consecutive.default": _unique,
+    "aten.repeat_interleave.Tensor": _repeat_interleave,
+    "aten.bincount.default": _bincount,
+}
+"""Functions that make the results of data-dependent ops of unknown size. They get the arguments by name."""

@@ -4,6 +4,9 @@ Sources, in aten/src/ATen: native/cudnn/RNN.cpp (`_cudnn_impl`, `_cudnn_rnn`, `_
 AutocastRNN.cpp (`_cudnn_rnn_cast_reflatten`: autocast casts to fp16, even if bf16 is asked for), and
 torch/nn/modules/rnn.py (`flatten_parameters`).
 
+Packed sequences have one row for each time step of each sample: the lengths of the sequences have to be known
+(ATen/native/PackedSequence.cpp).
+
 Two sizes are not exact. cuDNN's *reserve* (what the forward saves for backward) and its workspace have sizes that only
 the closed-source function `cudnnGetRNNTempSpaceSizes` knows. The reserve is assumed to be the minimum that backward
 needs (`_reserve_elements`), and the workspace is not counted. The plan's notes state this assumption.
@@ -11,10 +14,13 @@ needs (`_reserve_elements`), and the workspace is not counted. The plan's notes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from planner.virtual_gpu import backend
@@ -26,6 +32,8 @@ ASSUMED_RESERVE = (
     "cuDNN saves the gates, cells and outputs of recurrent layers for backward, and allocates no workspace (its real "
     "sizes are not public)"
 )
+
+ASSUMED_FULL = "all packed sequences have full length"
 
 _aten = torch.ops.aten
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
@@ -41,14 +49,19 @@ _CUDNN_DTYPES = (torch.float16, torch.float32, torch.float64)
 """Dtypes that run on cuDNN (`cudnn_is_acceptable` in native/Convolution.cpp). bf16 layers run without it."""
 
 
-def register() -> None:
-    """Makes `aten.lstm`, `aten.gru` and `aten.rnn_*` run cuDNN's ops on the virtual GPU, until this process ends."""
+def register(dependence: DataDependence) -> None:
+    """Makes `aten.lstm`, `aten.gru` and `aten.rnn_*` run cuDNN's ops on the virtual GPU, until this process ends.
+
+    Args:
+        dependence: knows the lengths of packed sequences.
+    """
     aten = backend.library("aten")
     for name, mode in _MODES.items():
-        for overload in ("input", "data"):
-            aten.impl(
-                f"{name}.{overload}", _route(getattr(getattr(_aten, name), overload), mode), "AutogradPrivateUse1"
-            )
+        packet = getattr(_aten, name)
+        aten.impl(f"{name}.input", _route(packet.input, mode), "AutogradPrivateUse1")
+        aten.impl(f"{name}.data", _packed_route(packet.input, mode, dependence), "AutogradPrivateUse1")
+    aten.impl("_pad_packed_sequence", functools.partial(_pad, dependence), "AutogradPrivateUse1")
+    aten.impl("_pack_padded_sequence_backward", functools.partial(_pack_backward, dependence), "AutogradPrivateUse1")
     aten.impl("_cudnn_rnn", _in_half_precision, "AutocastPrivateUse1")
     if _aten._cudnn_rnn not in flop_registry:
         register_flop_formula(_aten._cudnn_rnn, get_raw=True)(_forward_flops)
@@ -112,7 +125,7 @@ def _route(op: torch._ops.OpOverload, mode: int) -> Any:
 
     def run(
         input: Any, hidden: Any, weights: Any, has_biases: bool, layers: int, dropout: float, train: bool,
-        bidirectional: bool, batch_first: bool,
+        bidirectional: bool, batch_first: bool, batch_sizes: Sequence[int] = (),
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         if input.dtype not in _CUDNN_DTYPES:
             return op.decompose(input, hidden, weights, has_biases, layers, dropout, train, bidirectional, batch_first)
@@ -123,11 +136,87 @@ def _route(op: torch._ops.OpOverload, mode: int) -> Any:
         buffer = _flat_buffer(weights, _weight_elements(weights, stride, mode, hidden_size))
         output, hy, cy, *_ = _aten._cudnn_rnn(
             input, weights, stride, buffer, hx, cx, mode, hidden_size, projected, layers, batch_first, dropout, train,
-            bidirectional, [], None,
+            bidirectional, batch_sizes, None,
         )  # fmt: skip
         return (output, hy, cy) if mode == 2 else (output, hy)
 
     return run
+
+
+def _packed_route(op: torch._ops.OpOverload, mode: int, dependence: DataDependence) -> Any:
+    """Returns a kernel for packed sequences, where `op` is the overload for padded ones."""
+    padded = _route(op, mode)
+
+    def run(data: Any, batch_sizes: Any, hidden: Any, *rest: Any) -> tuple[torch.Tensor, ...]:
+        if data.dtype not in _CUDNN_DTYPES:
+            raise dependence.refusal(
+                f"{op.name()} runs on packed sequences without cuDNN in {data.dtype}, which a rehearsal cannot follow",
+                "use weights in float32 or float16, or padded sequences",
+            )
+        return padded(data, hidden, *rest, False, batch_sizes=dependence.list_or_refuse(batch_sizes))
+
+    return run
+
+
+@cuda_kernel(_aten._pack_padded_sequence.default)
+def _pack(dependence: DataDependence, op: Any, input: Any, lengths: Any, batch_first: bool) -> Made:
+    """Allocates the rows of a packed sequence, and the copies of its parts that are not contiguous."""
+    ordered = input.transpose(0, 1) if batch_first else input
+    if lengths in dependence.known:
+        known = dependence.list_or_refuse(lengths)
+    else:
+        known = dependence.list_or_assume(lengths, ordered.shape[0], ASSUMED_FULL)
+    present = [sum(length > time for length in known) for time in range(max(known, default=0))]
+    data = input.new_empty((sum(present), *ordered.shape[2:]))
+    batch_sizes = torch.empty(len(present), dtype=torch.int64, device="cpu")
+    _learn(dependence, batch_sizes, present, lengths)
+    parts = [ordered[begin:end, :samples] for begin, end, samples in _parts_of_equal_size(present)]
+    return (data, batch_sizes), [part.new_empty(part.shape) for part in parts if not part.is_contiguous()]
+
+
+def _pack_backward(
+    dependence: DataDependence, grad: Any, input_size: Sequence[int], batch_sizes: Any, batch_first: bool
+) -> torch.Tensor:
+    """Runs the ops of `_pack_padded_sequence_backward`."""
+    shape = [input_size[1], input_size[0], *input_size[2:]] if batch_first else list(input_size)
+    padded, offset = grad.new_zeros(shape), 0
+    for time, samples in enumerate(dependence.list_or_refuse(batch_sizes)):
+        padded[time, :samples].copy_(grad[offset : offset + samples])
+        offset += samples
+    return padded.transpose(0, 1) if batch_first else padded
+
+
+def _pad(
+    dependence: DataDependence, data: Any, batch_sizes: Any, batch_first: bool, padding: float, total_length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs the ops of `_pad_packed_sequence`."""
+    present = dependence.list_or_refuse(batch_sizes)
+    steps = max(total_length, len(present))
+    padded, offset = data.new_full((steps, present[0], *data.shape[1:]), padding), 0
+    for begin, end, samples in _parts_of_equal_size(present):
+        rows = (end - begin) * samples
+        padded[begin:end, :samples].copy_(data[offset : offset + rows].view(end - begin, samples, *data.shape[1:]))
+        offset += rows
+    lengths = torch.empty(present[0], dtype=torch.int64, device="cpu")
+    known = [sum(samples > sample for samples in present) for sample in range(present[0])]
+    _learn(dependence, lengths, known, batch_sizes)
+    return padded.transpose(0, 1) if batch_first else padded, lengths
+
+
+def _parts_of_equal_size(present: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yields (first step, last step + 1, samples) for each run of time steps with the same number of samples."""
+    begin = 0
+    for samples, run in itertools.groupby(present):
+        end = begin + len(list(run))
+        yield begin, end, samples
+        begin = end
+
+
+def _learn(dependence: DataDependence, fake: torch.Tensor, values: Sequence[int], origin: torch.Tensor) -> None:
+    """Sets the values of a fake tensor, which depend on the assumptions of the tensor `origin`."""
+    with unset_fake_temporarily():
+        real = torch.tensor(values, dtype=fake.dtype, device="cpu")
+    dependence.known.learn(fake, real, dependence.known.assumptions((origin,)))
 
 
 def _in_half_precision(input: Any, weight: Any, stride: int, buffer: Any, hx: Any, cx: Any, mode: int, *rest: Any):

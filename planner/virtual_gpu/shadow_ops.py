@@ -14,6 +14,7 @@ ASSUMED_CHOICES = (
 )
 
 ASSUMED_MASK = "all masks of the batch are true everywhere, so that sequences have full length"
+ASSUMED_LONGEST = "all lengths of the batch are the longest of them"
 ASSUMED_LABELS = "no label of the batch is ignored"
 ASSUMED_VALUES = "every batch has the values of"
 """Followed by the name of a tensor of the batch that the user gave."""

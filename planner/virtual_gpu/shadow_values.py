@@ -129,9 +129,7 @@ class ShadowValues:
 
     def assume(self, tensor: torch.Tensor, value: bool | int | float, assumption: str) -> None:
         """Assumes that every element of the fake tensor's storage is `value`."""
-        with unset_fake_temporarily():
-            scalar = torch.tensor(value, dtype=tensor.dtype, device="cpu")
-        self._put(tensor, _ShadowValue(value=scalar, assumed=frozenset((assumption,))))
+        self._put(tensor, self._constant(value, tensor.dtype, frozenset((assumption,))))
 
     def shadow(self, tensor: torch.Tensor) -> _ShadowValue | None:
         """Returns what is known about the values of a tensor's storage, for `take_over`; None if nothing is known."""
@@ -151,7 +149,9 @@ class ShadowValues:
             out: result of the op on the fake tensors.
             written: arguments that the op changes in place; they lose their shadows if their new values are not known.
         """
-        if op in UNINITIALISED:
+        if op in UNINITIALISED:  # integers get their values in place, as in `empty_like(order).scatter_(...)`
+            if not out.is_floating_point() and not out.is_complex() and is_tracked(out) and covers_its_storage(out):
+                self._put(out, self._constant(0, out.dtype))
             return
         # The order matters: a constant is known even if its arguments are not, a random result is unknown even if they
         # are known. All other ops are run on the values of their arguments.
@@ -247,9 +247,15 @@ class ShadowValues:
             value = args[position] if position < len(args) else kwargs[names[position]]
         if isinstance(value, torch.Tensor) or not results or not covers_its_storage(results[0]):
             return False
-        with unset_fake_temporarily():
-            self._put(results[0], _ShadowValue(value=torch.tensor(value, dtype=results[0].dtype, device="cpu")))
+        self._put(results[0], self._constant(value, results[0].dtype))
         return True
+
+    def _constant(
+        self, value: bool | int | float, dtype: torch.dtype, assumed: frozenset[str] = frozenset()
+    ) -> _ShadowValue:
+        """Returns the shadow of a tensor that has one value everywhere."""
+        with unset_fake_temporarily():
+            return _ShadowValue(value=torch.tensor(value, dtype=dtype, device="cpu"), assumed=assumed)
 
     def _follow_random(self, results: list[torch.Tensor]) -> None:
         """Assumes that uniform random numbers are 0.5 (stochastic depth, for example, compares them with a rate)."""

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
-from planner.workload.torch_optimizers import has_step_hooks, sparse_lookups
-from planner.workload.workload import Workload, optimizer_name
+from planner.workload.torch_optimizers import has_step_hooks, optimizer_name, sparse_lookups
+from planner.workload.workload import Workload
 
 _ADAM_NAMES = ("adam", "adamw")
 _SMALLEST_IN_8_BITS = 4096

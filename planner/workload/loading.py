@@ -15,6 +15,7 @@ import torch
 
 from planner.errors import WorkloadError
 from planner.plan_types.adapter import Adapter
+from planner.plan_types.answers import NOTHING_STATED, Answers
 from planner.workload.batch_source import batch_of_shapes, candidate_batches
 from planner.workload.synthetic_batch import synthetic_batch
 from planner.workload.transformers_models import (
@@ -45,6 +46,7 @@ def load_workload(
     adapter: Adapter | None = None,
     with_weights: bool = False,
     input_shapes: Any = None,
+    answers: Answers = NOTHING_STATED,
     choose: Callable[[Sequence[Workload]], Workload] | None = None,
 ) -> Workload:
     """Returns the workload that `reference` names. The model is built on the meta device if its code can run there.
@@ -63,6 +65,7 @@ def load_workload(
             that the model can be trained.
         input_shapes: JSON data from which the batch is made (`batch_of_shapes`); None for the function's own batch, or
             a synthetic one.
+        answers: what the user states about values of tensors.
         choose: chooses from the workloads with the batches of a data loader that may need the most memory; None for the
             one with the most bytes in its batch.
 
@@ -79,6 +82,7 @@ def load_workload(
         adapter=adapter,
         device="cpu" if with_weights else "meta",
         input_shapes=input_shapes,
+        answers=answers,
         choose=choose or (lambda workloads: max(workloads, key=lambda workload: workload.batch_bytes)),
     )
     if ":" in reference and not pathlib.Path(reference).exists():
@@ -118,6 +122,7 @@ class _Request:
     device: str
     """Device on which the model and the batch are created."""
     input_shapes: Any
+    answers: Answers
     choose: Callable[[Sequence[Workload]], Workload]
 
     def batch(self, model: torch.nn.Module, seq_len: int) -> Any:
@@ -152,6 +157,7 @@ def _from_transformers(reference: str, request: _Request) -> Workload:
         by_sample=request.by_sample,
         is_synthetic=request.input_shapes is None,
         input_shapes=request.input_shapes,
+        answers=request.answers,
         dtype=dtype,
         adapter=request.adapter,
     )
@@ -201,6 +207,7 @@ def _from_callable(reference: str, request: _Request) -> Workload:
             by_sample=request.by_sample,
             is_synthetic=is_synthetic,
             input_shapes=request.input_shapes,
+            answers=request.answers,
             notes=notes,
         )
         for batch in batches

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -14,16 +13,14 @@ import torch
 
 from planner.errors import WorkloadError
 from planner.plan_types.adapter import Adapter
+from planner.plan_types.answers import NOTHING_STATED, Answers
 from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import ModelFacts, WorkloadFacts
 from planner.plan_types.quantized import element_count
 from planner.workload.call_convention import Calling, LossFn
 from planner.workload.model_loss import own_loss
-from planner.workload.torch_optimizers import sparse_lookups
+from planner.workload.torch_optimizers import OptimizerSpec, optimizer_name, sparse_lookups
 from planner.workload.unsupported import refuse_unsupported
-
-OptimizerSpec = str | torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
-"""A name such as 'adamw', an optimizer over the model's parameters, or a function from parameters to an optimizer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +51,8 @@ class Workload:
     """Name of the dtype in which a transformers model is loaded, such as 'bfloat16'; None for other models."""
     adapter: Adapter | None = None
     """LoRA adapters that the planner added to the model."""
+    answers: Answers = NOTHING_STATED
+    """The values of tensors that the user states."""
     notes: tuple[str, ...] = ()
     """Notes for the plan."""
     input_shapes: Any = None
@@ -118,6 +117,8 @@ class Workload:
             own_loss=own_loss(self.model, self.calling, self.loss_fn),
             not_by_sample=self.not_by_sample,
             input_shapes=self.input_shapes,
+            values=dict(self.answers.values),
+            worst_case=self.answers.worst_case,
         )
 
 
@@ -144,6 +145,7 @@ def workload(
     dtype: str | None = None,
     adapter: Adapter | None = None,
     input_shapes: Any = None,
+    answers: Answers = NOTHING_STATED,
     notes: tuple[str, ...] = (),
 ) -> Workload:
     """Returns a `Workload`, after checking that the model can be trained on the batch.
@@ -151,7 +153,7 @@ def workload(
     Args:
         by_sample: paths of the tensors whose dimension 0 is the batch dimension; a path such as 'targets' stands for
             all tensors below it. If it is None, they are guessed from the shapes of all tensors.
-        input_shapes, notes: see `Workload`.
+        input_shapes, answers, notes: see `Workload`.
         is_synthetic: True if the planner made the batch, so that the guess is right.
         dtype, adapter: dtype and adapters with which the planner built a transformers model; a plan stores them.
 
@@ -196,6 +198,7 @@ def workload(
         dtype=dtype,
         adapter=adapter,
         input_shapes=input_shapes,
+        answers=answers,
         notes=notes,
     )
 
@@ -352,49 +355,3 @@ def described(batch: Any) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """Yields (path, shape, dtype) for every tensor of a nested batch, as a plan stores them."""
     for path, tensor in tensors_of(batch):
         yield path, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-
-
-def optimizer_name(optimizer: OptimizerSpec) -> str:
-    """Returns the name of an optimizer: the name that the user gave, or the qualified name of its class or function."""
-    if isinstance(optimizer, str):
-        return optimizer
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    return getattr(optimizer, "__qualname__", type(optimizer).__qualname__)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerBlueprint:
-    """Class, defaults and parameter groups of an optimizer object, without the parameters.
-
-    With a blueprint the same optimizer can be created for another copy of the model, such as a fake one to rehearse.
-    """
-
-    kind: type[torch.optim.Optimizer]
-    defaults: dict[str, Any]
-    groups: tuple[dict[str, Any], ...]
-    """The parameter groups; 'params' lists positions in `model.parameters()` instead of parameters."""
-
-    @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> OptimizerBlueprint:
-        """Returns the blueprint of an optimizer over parameters of `model`.
-
-        Raises:
-            WorkloadError: the optimizer has a parameter that does not belong to the model.
-        """
-        position = {id(parameter): number for number, parameter in enumerate(model.parameters())}
-        groups = []
-        for group in optimizer.param_groups:
-            if any(id(parameter) not in position for parameter in group["params"]):
-                raise WorkloadError(
-                    "the optimizer has a parameter that does not belong to the model: create it from model.parameters()"
-                )
-            groups.append({**group, "params": [position[id(parameter)] for parameter in group["params"]]})
-        return cls(kind=type(optimizer), defaults=dict(optimizer.defaults), groups=tuple(groups))
-
-    def over(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """Creates the same optimizer for the parameters of `model`, which is another copy of the model."""
-        parameters = list(model.parameters())
-        groups = [{**group, "params": [parameters[number] for number in group["params"]]} for group in self.groups]
-        accepted = inspect.signature(self.kind).parameters
-        return self.kind(groups, **{name: value for name, value in self.defaults.items() if name in accepted})

@@ -19,7 +19,7 @@ from planner.rewrite.parity.reference_step import ReferenceStep, StepTrace, trac
 from planner.rewrite.portable.batch_slicing import map_tensors
 from planner.rewrite.rewriting import LossWeight
 from planner.workload.call_convention import Calling, LossFn
-from planner.workload.workload import OptimizerBlueprint
+from planner.workload.torch_optimizers import OptimizerBlueprint
 
 OVERFLOWS = 24
 """Maximum number of steps that a gradient scaler may skip. Each skip halves its scale, from 2^16 to 2^-8 after 24."""

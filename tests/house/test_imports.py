@@ -15,7 +15,8 @@ PACKAGES = {"planner": "planner", "rewrite": "planner.rewrite", "profiles": "pla
 FLOORS = (
     # what everything may use
     ("planner.errors", "planner.profiles"),
-    ("planner.plan_types", "planner.virtual_gpu", "planner.workspaces", "planner.search"),
+    ("planner.plan_types",),
+    ("planner.virtual_gpu", "planner.workspaces", "planner.search"),
     ("planner.allocator",),
     ("planner.workload", "planner.snapshot"),
     # planning: from a running step to a certified configuration

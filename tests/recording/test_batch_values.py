@@ -8,10 +8,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from planner import rewrite
+from planner import pipeline, rewrite
 from planner.errors import RehearsalError
+from planner.plan_types.answers import Answers
 from planner.plan_types.decision_base import micro_batches_of
 from planner.recording.step_graph import StepGraph
+from planner.workload.cards import resolve_card
+from planner.workload.workload import workload
 from tests.support.truth import Case, rehearsal, truth
 
 pytestmark = pytest.mark.slow
@@ -179,11 +182,98 @@ def test_floats_of_the_batch_and_tensors_without_values_stay_unknown():
         planned(logged, {name: tensor.to("meta") for name, tensor in batch().items()})
 
 
-def test_packed_sequences_are_refused_with_a_way_out():
-    def packed(model, tokens, lengths, **rest):
-        embedded = model.embedding(tokens)
-        sequence = nn.utils.rnn.pack_padded_sequence(embedded, lengths.cpu(), batch_first=True)
-        return nn.utils.rnn.pad_packed_sequence(model.recurrent(sequence)[0], batch_first=True)[0]
+def packed(model, tokens, lengths, **rest):
+    sequence = nn.utils.rnn.pack_padded_sequence(
+        model.embedding(tokens), lengths.cpu(), batch_first=True, enforce_sorted=False
+    )
+    output, (hidden, _) = model.recurrent(sequence)
+    padded, ends = nn.utils.rnn.pad_packed_sequence(output, batch_first=True, total_length=TOKENS)
+    assert padded.shape[:2] == tokens.shape
+    assert ends.tolist() == lengths.tolist()
+    return padded.sum(1) + hidden[0]
 
-    with pytest.raises(RehearsalError, match=r"_pack_padded_sequence.*plan the model with padded sequences"):
-        planned(packed)
+
+def test_packed_sequences_have_a_row_for_each_token():
+    """The reserve of cuDNN, which has gates, cells and outputs (6 tensors), shows how many rows the layer ran."""
+    shuffled = {name: tensor[torch.tensor([3, 0, 7, 1, 2, 5, 6, 4])] for name, tensor in batch().items()}
+    tokens = int(batch()["lengths"].sum())
+    for worst_case, rows in ((False, tokens), (True, SAMPLES * TOKENS)):
+        answers = Answers(worst_case=worst_case)
+        work = workload(Encoder(packed), shuffled, loss_fn=squares, optimizer="sgd", answers=answers)
+        graph = pipeline.record_step(work, resolve_card("rtx-2060", None))
+        reserve = next(op for op in graph.ops if op.name == "aten._cudnn_rnn.default").shapes[3]
+        assert reserve == (rows * 6 * WIDTH * 4,)
+        assert any(op.name == "aten._cudnn_rnn_backward.default" for op in graph.ops)
+
+
+def test_lengths_are_the_longest_one_unless_the_batch_is_to_be_taken_exactly():
+    def padded_to(model, tokens, lengths, **rest):
+        return torch.cat([model.hidden(tokens)[i, :length] for i, length in enumerate(lengths.tolist())])
+
+    worst, exact = planned(padded_to, vram=None), planned(padded_to, vram=None, worst_case=False)
+    assert exact.peak.allocated_bytes < worst.peak.allocated_bytes
+    assert any("all lengths of the batch are the longest" in note for note in worst.notes)
+    assert any("the values of 'lengths'" in note for note in exact.notes)
+
+
+def test_lengths_that_cut_another_tensor_keep_their_values():
+    def cut_by_lengths(model, flat, lengths):
+        return torch.stack([part.sum(0) for part in model.layer(flat).split(lengths.tolist())])
+
+    lengths = torch.tensor([3, 2, 5])
+    planned(cut_by_lengths, {"flat": torch.randn(10, WIDTH), "lengths": lengths}, vram=None)
+
+
+def test_masks_have_their_own_values_if_the_batch_is_to_be_taken_exactly():
+    def masked_out(model, tokens, mask):
+        return model.hidden(tokens)[mask]
+
+    given = {"tokens": batch()["tokens"], "mask": batch()["present"]}
+    worst, exact = planned(masked_out, given, vram=None), planned(masked_out, given, vram=None, worst_case=False)
+    assert exact.peak.allocated_bytes < worst.peak.allocated_bytes
+
+
+def chosen(model, tokens, **rest):
+    hidden = model.hidden(tokens)
+    return hidden[hidden.mean(-1) > 0]
+
+
+def repeated_by_activations(model, tokens, **rest):
+    hidden = model.hidden(tokens)
+    return hidden.flatten(0, 1).repeat_interleave((hidden.sum(-1) > 0).long().flatten(), dim=0)
+
+
+def branched_on_activations(model, tokens, **rest):
+    hidden = model.hidden(tokens)
+    return torch.cat([hidden, hidden]) if hidden.mean() > 0 else hidden
+
+
+def line_of(function, number: int) -> str:
+    return f"test_batch_values.py:{function.__code__.co_firstlineno + number}"
+
+
+def test_a_selection_by_activations_is_rehearsed_at_its_bound():
+    bound = planned(chosen, vram=None)
+    assert any("all elements are selected, which is an upper bound" in note for note in bound.notes)
+    stated = planned(chosen, vram=None, values={line_of(chosen, 2): 5})
+    assert stated.peak.allocated_bytes < bound.peak.allocated_bytes
+    assert any("the value is 5, as you stated" in note for note in stated.notes)
+    assert planned(chosen, vram=None, values={line_of(chosen, 2): SAMPLES * TOKENS + 1}).peak == bound.peak
+
+
+def test_distinct_values_are_bounded_by_the_number_of_elements():
+    def distinct(model, tokens, **rest):
+        values, inverse, counts = model.hidden(tokens).detach().unique(return_inverse=True, return_counts=True)
+        rows = model.hidden(tokens).detach().flatten(0, 1).unique(dim=0)
+        assert values.numel() == counts.numel() == tokens.numel() * WIDTH
+        return model.hidden(tokens) + values[inverse] + rows.sum()
+
+    assert any("all values are distinct" in note for note in planned(distinct, vram=None).notes)
+
+
+@pytest.mark.parametrize("use", [repeated_by_activations, branched_on_activations])
+def test_what_has_no_bound_is_refused_until_the_user_states_a_value(use):
+    with pytest.raises(RehearsalError, match=rf"state the value there, as in --value {line_of(use, 2)}=1"):
+        planned(use)
+    few, many = (planned(use, vram=None, values={line_of(use, 2): n}).peak.allocated_bytes for n in (0, 640))
+    assert few < many

@@ -14,8 +14,9 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from planner.errors import PlannerError
 from planner.plan_types.decisions import Checkpoint, Precision
-from planner.recording.rehearsal import make_virtual, on_virtual_gpu, record_steps, virtual_batch
+from planner.recording.rehearsal import make_virtual, on_virtual_gpu, record_steps
 from planner.recording.step_graph import Category, Phase, StepGraph, Storage
+from planner.recording.virtual_batch import virtual_batch
 from planner.rewrite.application import apply_decisions
 from planner.virtual_gpu import backend
 from planner.virtual_gpu.forked_process import run_in_child

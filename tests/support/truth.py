@@ -12,13 +12,15 @@ from torch.utils.checkpoint import checkpoint
 
 from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Precision
 from planner.recording.recorder import Recorder
-from planner.recording.rehearsal import learn_batch, make_virtual, record_steps, virtual_batch
+from planner.recording.rehearsal import make_virtual, record_steps
 from planner.recording.step_graph import StepGraph
+from planner.recording.virtual_batch import learn_batch, virtual_batch
 from planner.rewrite.application import apply_decisions
 from planner.virtual_gpu.backend import VirtualGpuMode, let_libraries_take_fakes_for_real
 from planner.virtual_gpu.forked_process import run_in_child
 from planner.workload.call_convention import LossFn
-from planner.workload.workload import OptimizerSpec, Workload, tensors_of, workload
+from planner.workload.torch_optimizers import OptimizerSpec
+from planner.workload.workload import Workload, tensors_of, workload
 from tests.support.workloads import example
 
 STEPS = 2

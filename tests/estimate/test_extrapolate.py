@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from planner.estimate.extrapolate import BASE_SIZES, extrapolate
 from planner.plan_types.decisions import Accumulation, Checkpoint, Precision
-from planner.recording.extrapolate import BASE_SIZES, extrapolate
 from planner.recording.step_graph import Phase
 from planner.workload.workload import workload
 from tests.support.workloads import example, transformer, what_if

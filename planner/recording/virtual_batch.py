@@ -1,0 +1,100 @@
+"""Makes a batch of fake tensors, and sets those of its values that a rehearsal knows or assumes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from planner.virtual_gpu.shadow_ops import ASSUMED_LABELS, ASSUMED_LONGEST, ASSUMED_MASK, ASSUMED_VALUES
+from planner.virtual_gpu.shadow_values import ShadowValues, is_tracked
+from planner.virtual_gpu.sparse_tensors import virtual_sparse
+from planner.workload.workload import map_batch, tensors_of
+
+
+def virtual_batch(
+    batch: Any, batch_size: int, wanted_size: int, device: str, *, not_by_sample: Collection[str] = ()
+) -> Any:
+    """Returns a batch of the same structure with fake tensors on a device. Call it while a `FakeTensorMode` is active.
+
+    Dimension 0 of a tensor becomes `wanted_size` if it is `batch_size`; other sizes stay the same, and so do sparse
+    tensors and those whose paths `not_by_sample` names.
+    """
+    unchanged = {id(tensor) for path, tensor in tensors_of(batch) if path in not_by_sample}
+
+    def fake(leaf: torch.Tensor) -> torch.Tensor:
+        if leaf.is_sparse:
+            return virtual_sparse(leaf, device)
+        shape = list(leaf.shape)
+        if shape and shape[0] == batch_size and id(leaf) not in unchanged:
+            shape[0] = wanted_size
+        return torch.empty(shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
+
+    return map_batch(fake, batch)
+
+
+def learn_values(known: ShadowValues, batch: Any, given: Any, *, worst_case: bool) -> None:
+    """Sets the values of the tensors of a batch, as far as they are known or assumed.
+
+    Args:
+        batch: the batch in the rehearsal, with fake tensors.
+        given: the batch that the user gave.
+        worst_case: True to take masks as full and lengths as the longest one. Lengths that sum up to the size of
+            another tensor stay, because that tensor is cut by them.
+    """
+    real = dict(tensors_of(given))
+    sizes = {size for tensor in real.values() for size in tensor.shape}
+    for path, fake in tensors_of(batch):
+        if worst_case:
+            assume_full(known, path, fake)
+        if path in real:
+            if worst_case and _is_length(path, real[path]) and sum(lengths := _numbers(real[path])) not in sizes:
+                known.assume(fake, max(lengths), ASSUMED_LONGEST)
+            learn_batch(known, path, fake, real[path])
+        if fake not in known:
+            assume_full(known, path, fake)
+
+
+def assume_full(known: ShadowValues, name: str, tensor: torch.Tensor) -> None:
+    """Assumes that a tensor of the batch is 1 everywhere if it is a mask or has labels, so that none is ignored.
+
+    Args:
+        name: path of the tensor in the batch. A mask has "mask" in it, labels have "label" in the last name.
+    """
+    last = name.rsplit(".", 1)[-1].lower()
+    if "mask" in name.lower():
+        known.assume(tensor, 1, ASSUMED_MASK)
+    elif "label" in last and not tensor.is_floating_point():
+        known.assume(tensor, 1, ASSUMED_LABELS)
+
+
+def _is_length(name: str, tensor: torch.Tensor) -> bool:
+    """True if a tensor of the batch has lengths: integers with values, one for each sample, and "len" in their name."""
+    has_values = tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor) and tensor.numel() > 0
+    is_named = "len" in name.rsplit(".", 1)[-1].lower()
+    return is_named and has_values and tensor.dim() == 1 and tensor.dtype in (torch.int32, torch.int64)
+
+
+def _numbers(tensor: torch.Tensor) -> list[int]:
+    with unset_fake_temporarily():
+        return tensor.tolist()
+
+
+def learn_batch(known: ShadowValues, name: str, fake: torch.Tensor, real: torch.Tensor) -> None:
+    """Sets the values of a fake tensor of the batch to those that the user gave, if it is small and has no floats.
+
+    If more samples are rehearsed than the batch has, its samples are repeated.
+
+    Args:
+        name: path of the tensor in the batch, for the assumption that is noted where the values are needed.
+        real: the tensor that the user gave. Its values are known if it is on the CPU.
+    """
+    has_values = real.device.type == "cpu" and not isinstance(real, FakeTensor) and real.layout is torch.strided
+    if not has_values or fake in known or real.dtype.is_floating_point or real.is_complex() or not is_tracked(fake):
+        return
+    with unset_fake_temporarily():
+        if fake.dim() and len(fake) != len(real):
+            real = real[torch.arange(len(fake), device="cpu") % max(len(real), 1)]
+    known.learn(fake, real, frozenset((f"{ASSUMED_VALUES} '{name}'",)))
