@@ -221,6 +221,14 @@ def test_a_compiled_module_and_what_runs_inside_of_it_are_no_units():
     assert {"plain", "plain.0", "plain.1", "plain.1.linear"} <= set(found.modules)
 
 
+def test_the_plan_of_a_compiled_model_says_that_it_is_for_the_eager_step():
+    layer = torch.nn.Linear(WIDTH, 1)
+    options = {"loss_fn": lambda output, batch: output.mean(), "gpu": "bare", "vram": None}
+    for model, expected in ((layer, False), (torch.compile(layer, backend="eager"), True)):
+        plan = planner.plan(model, torch.randn(2, WIDTH), **options)
+        assert any("the step without torch.compile" in note for note in plan.notes) == expected
+
+
 def test_a_model_that_is_compiled_as_a_whole_has_no_units():
     model = torch.compile(torch.nn.Sequential(Plain(), Plain(), torch.nn.Linear(WIDTH, 1)), backend="eager")
     work = workload(model, (torch.zeros(64, WIDTH), torch.zeros(64, 1)), loss_fn=lambda output, _: output.mean())
