@@ -4,8 +4,8 @@
 
 Each model runs one forward and backward on the CPU, eagerly and compiled by AOTAutograd with the min-cut partitioner
 that `torch.compile` uses, with `activation_memory_budget` 1.0, 0.5 and 0.0. The table shows the bytes of the tensors
-that autograd saves, without parameters and inputs, as a share of the eager step's. Inductor's kernels and their temporary
-buffers need a card and are not measured.
+that autograd saves, without parameters and inputs, as a share of the eager step's. The kernels of inductor and their
+temporary buffers need a card and are not measured.
 """
 
 from __future__ import annotations
