@@ -30,7 +30,8 @@ def load(name: str) -> DeviceProfile:
     """Returns the profile of a card.
 
     Args:
-        name: the name of a known card, 'bare', or the path of a profile file, which ends in '.toml'.
+        name: the name of a known card, also as people write it, such as 'RTX 3060' or '4090'; 'bare'; or the path of a
+            profile file, which ends in '.toml'.
 
     Raises:
         ProfileError: the name is unknown (the message suggests similar names), or the file is not well formed.
@@ -41,15 +42,41 @@ def load(name: str) -> DeviceProfile:
         return bare()
     if name in known():
         return read(_DEVICES / f"{name}.toml")
+    if len(meant := _meant(name)) == 1:
+        return read(_DEVICES / f"{meant[0]}.toml")
     choices = (*known(), "bare")
     slug = re.sub(r"[\s_]+", "-", name.strip().casefold())
-    containing = [choice for choice in choices if slug in choice]
+    containing = meant or [choice for choice in choices if slug in choice]
     similar = containing[:3] or difflib.get_close_matches(slug, choices, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(similar)}? The known cards are" if similar else "the known cards are"
     raise ProfileError(
         f"card '{name}' is unknown: {hint} {', '.join(choices)}; or give the path of a .toml file like those in "
         "profiles/devices, or leave the card out for a generic Ampere GPU with as much memory as the budget"
     )
+
+
+def _meant(name: str) -> list[str]:
+    """Returns the known cards that a name such as 'NVIDIA GeForce RTX 3060' or 'a100 80 gb' means.
+
+    A card is meant if the name has all words of the card's name, except that memory and family may be missing, and if
+    the card's name has all words of the name. A name without 'ti', 'super' or 'laptop' does not mean such a card.
+    """
+    text = re.sub(r"(\d+)\s*g(i?b)?\b", r"\1gb", name.casefold())
+    text = re.sub(r"(?<=rtx|gtx)(?=\d)|(?<=\d)(?=ti\b|super\b)", " ", text)
+    asked = set(re.findall(r"[a-z0-9]+", text)) - _VENDOR_WORDS
+    return [
+        card
+        for card in known()
+        if asked
+        and asked <= (parts := set(card.split("-")))
+        and all(part in _FAMILIES or part.endswith("gb") for part in parts - asked)
+        and not asked <= _FAMILIES
+    ]
+
+
+_VENDOR_WORDS = {"nvidia", "geforce", "tesla", "quadro", "gpu", "generation", "blackwell", "sxm", "pcie"}
+"""Words in names of cards that the names of profiles leave out."""
+_FAMILIES = {"rtx", "gtx"}
 
 
 def own_folder() -> Path:

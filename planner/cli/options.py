@@ -10,8 +10,10 @@ import pathlib
 import textwrap
 from typing import NoReturn
 
+from planner import profiles
 from planner.errors import PlanFileError, WorkloadError
 from planner.plan_types.decisions import Fidelity
+from planner.plan_types.sizes import format_size
 from planner.plan_types.techniques import KINDS
 
 _USAGE = "plan MODEL [--vram SIZE] [options]"
@@ -40,6 +42,18 @@ class _Arguments(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise WorkloadError(f"{message}; see plan --help")
+
+
+class _ListGpus(argparse.Action):
+    """Prints the known cards with their memory, from the smallest to the largest, and exits."""
+
+    def __init__(self, option_strings: list[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, *_: object) -> NoReturn:
+        for card in sorted(map(profiles.load, profiles.known()), key=lambda card: (card.vram_bytes, card.name)):
+            print(f"{card.name:18} {format_size(card.vram_bytes):>10}  {card.title}")
+        raise SystemExit(0)
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -154,6 +168,7 @@ def _add_budget(group: argparse._ArgumentGroup) -> None:
         help="a known card such as rtx-2060, the path of a profile's TOML file, or bare, which counts only the bytes "
         "of tensors (default: this machine's CUDA card if there is one, else a generic Ampere GPU as large as --vram)",
     )
+    group.add_argument("--list-gpus", action=_ListGpus, help="list the known cards and their memory, and exit")
     group.add_argument(
         "--max-slowdown",
         type=_ratio,
