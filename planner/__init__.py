@@ -6,6 +6,7 @@ This module imports torch only when a plan is computed, so that plan files and t
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
 __all__ = ["Footprint", "Plan", "Tradeoff", "plan", "record", "to_networkx", "tradeoff"]
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> ModuleType | str:
     """Import `planner.rewrite` and `planner.profiles` when they are first used: the rewriter needs torch."""
+    if name == "__version__":
+        return importlib.metadata.version("torch-planner")
     if name in ("rewrite", "profiles"):
         return importlib.import_module(f"planner.{name}")
     raise AttributeError(f"module 'planner' has no attribute {name!r}")

@@ -47,6 +47,9 @@ class Rewritten:
         self.optimizer = step.optimizer
         self._rewriting = rewriting
 
+    def __repr__(self) -> str:
+        return f"<Rewritten {type(self.module).__name__} with {type(self.optimizer).__name__}: step(batch) trains it>"
+
     def undo(self) -> None:
         """Restore forwards, flags and configuration to what they were. Trained weights stay. May be called again.
 

@@ -60,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         measured = {} if verification is None else {"verification": verification.to_json()}
         print(json.dumps({**answer.to_json(), **measured}, indent=2), file=out)
+    elif options.quiet and not isinstance(answer, Tradeoff):
+        print(answer.summary(), file=out)
     else:
         _print(answer, verification, out)
         for path in (options.save, options.emit, options.report, options.svg):

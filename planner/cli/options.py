@@ -221,6 +221,7 @@ def _add_questions(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_outputs(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("-q", "--quiet", action="store_true", help="print one line, for logs and scripts")
     group.add_argument("--json", action="store_true", help="print one JSON object on standard output, errors included")
     group.add_argument("--save", type=pathlib.Path, metavar="plan.json", help="save the plan")
     group.add_argument(

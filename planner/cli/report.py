@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.plan_types.plan import Footprint, ModelFacts, Plan, Shortfall
+from planner.plan_types.plan_summary import speed_text
 from planner.plan_types.sizes import MIB, format_size
 from planner.recording.step_graph import Category
 
@@ -153,13 +154,8 @@ def _verdict(plan: Plan) -> RenderableType:
             return Text(f"does not fit: {fastest}, and at most {plan.max_slowdown:g} x is allowed", style="bold red")
         missing = format_size(plan.shortfall.missing_bytes)
         return Text(f"does not fit: the smallest allowed plan is {missing} over the budget", style="bold red")
-    ratio = plan.slowdown
-    speed = (
-        "the same as the baseline's"
-        if abs(ratio - 1) < 0.005
-        else f"{_factor(ratio)} {'slower' if ratio > 1 else 'faster'} than the baseline"
-    )
     fits = f"fits: {format_size(plan.peak.total_bytes)} of {format_size(plan.vram_bytes)}, certified by rehearsal"
+    speed = speed_text(plan.slowdown)
     return Group(Text(fits, style="bold green"), Text(f"step time: {speed}, predicted from the card's {_rates(plan)}"))
 
 
@@ -229,11 +225,6 @@ def _count(number: int) -> str:
         if number >= size:
             return f"{number / size:.1f} {unit}"
     return f"{number:,}"
-
-
-def _factor(ratio: float) -> str:
-    """Formats a speed-up or slowdown as a factor of at least 1."""
-    return f"{ratio:.2f} x" if ratio > 1 else f"{1 / ratio:.2f} x"
 
 
 def _size(size_bytes: int) -> str:

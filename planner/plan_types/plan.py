@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from planner.errors import PlanFileError
+from planner.plan_types import plan_summary
 from planner.plan_types.adapter import Adapter
 from planner.plan_types.decisions import Decision
 from planner.plan_types.techniques import canonical_kind, decision_from_json
@@ -203,7 +204,7 @@ class Shortfall:
     helps."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """The decisions with which one training step is rewritten, with the certified memory and the predicted time.
 
@@ -241,6 +242,16 @@ class Plan:
     def slowdown(self) -> float:
         """Step time with the plan, divided by the step time of the baseline."""
         return self.peak.step_ns / max(self.baseline.step_ns, 1)
+
+    def summary(self) -> str:
+        """One line that says whether the plan fits, with memory, step time and techniques."""
+        return plan_summary.summary(self)
+
+    def __repr__(self) -> str:
+        return f"<Plan: {self.summary()}>"
+
+    def _repr_html_(self) -> str:
+        return plan_summary.html_table(self)
 
     def decision(self, kind: type[DecisionT]) -> DecisionT | None:
         """The plan's decision of class `kind`; None if the plan has no such decision."""
