@@ -9,6 +9,7 @@ import pathlib
 
 from planner import pipeline, questions
 from planner.cli.options import names, option
+from planner.cli.training_lines import LOOPS
 from planner.errors import PlanFileError, WorkloadError
 from planner.plan_types.adapter import Adapter
 from planner.plan_types.answers import Answers, parse_answer
@@ -42,7 +43,7 @@ def answer(options: argparse.Namespace) -> Plan | Tradeoff:
     constraints = parse_constraints(
         fidelity=options.fidelity or "rounded",
         force=names(options.force),
-        forbid=names(options.forbid),
+        forbid=(*names(options.forbid), *(LOOPS[options.loop] if options.loop else ())),
         only=names(options.only) if options.only else None,
         max_slowdown=options.max_slowdown,
     )

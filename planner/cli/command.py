@@ -64,6 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(answer.summary(), file=out)
     else:
         _print(answer, verification, out)
+        if options.loop is not None and not isinstance(answer, Tradeoff):
+            from planner.cli.training_lines import training_lines
+
+            print(f"\npaste into your script:\n\n{training_lines(answer, options.loop, options.save)}", file=out)
         for path in (options.save, options.emit, options.report, options.svg):
             if path is not None:
                 print(f"wrote {path}", file=sys.stderr)

@@ -221,6 +221,12 @@ def _add_questions(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_outputs(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--for",
+        dest="loop",
+        choices=("loop", "trainer", "lightning", "accelerate"),
+        help="use only techniques that this training loop can do, and print the lines to paste into your script",
+    )
     group.add_argument("-q", "--quiet", action="store_true", help="print one line, for logs and scripts")
     group.add_argument("--json", action="store_true", help="print one JSON object on standard output, errors included")
     group.add_argument("--save", type=pathlib.Path, metavar="plan.json", help="save the plan")
@@ -291,7 +297,7 @@ def refuse_what_does_not_go_together(options: argparse.Namespace) -> None:
 
 _MANY_PLANS = "--tradeoff returns several plans; choose one, and plan again with its memory as --vram"
 _QUESTIONS = {
-    "tradeoff": dict.fromkeys(("save", "emit", "report", "verify"), _MANY_PLANS),
+    "tradeoff": dict.fromkeys(("save", "emit", "report", "verify", "loop"), _MANY_PLANS),
     "largest_batch": {
         "batch_size": "the batch size is the answer; leave it out",
         "max_slowdown": "the search for the largest batch ignores the step time; leave the limit out",
@@ -304,7 +310,7 @@ _QUESTIONS = {
 """For each option of the group 'questions': the options that cannot be combined with it, each with the reason."""
 _BELONGS_TO = {"svg": "tradeoff", "seconds": "tradeoff"}
 """Options that work only together with another option, and that other option."""
-_SPELLINGS = {"gradients_alive": "--accumulating-loop (--gradients-alive)"}
+_SPELLINGS = {"gradients_alive": "--accumulating-loop (--gradients-alive)", "loop": "--for"}
 """Options that have two names on the command line, and how messages write them."""
 
 

@@ -1,0 +1,122 @@
+"""The lines that apply a plan in a training loop of some kind, for the user to paste."""
+
+from __future__ import annotations
+
+import pathlib
+
+from planner.plan_types.plan import Plan
+from planner.rewrite.trainer.arguments import training_arguments
+
+LOOPS: dict[str, tuple[str, ...]] = {
+    "loop": (),
+    "trainer": ("step-in-backward",),
+    "lightning": (),
+    "accelerate": (),
+}
+"""Kinds of training loops, and the techniques that each cannot do."""
+
+
+def training_lines(plan: Plan, loop: str, path: pathlib.Path | None) -> str:
+    """Returns Python lines that train with the plan.
+
+    Args:
+        loop: a key of `LOOPS`.
+        path: the file of the saved plan; None if it was not saved.
+
+    Raises:
+        PlannerError: the Trainer cannot follow the plan.
+    """
+    saved = str(path or "plan.json")
+    text = _LINES[loop](plan)
+    comment = "" if path else "  # add --save plan.json to the command"
+    return f'plan = planner.Plan.load("{saved}"){comment}\n{_model_line(plan)}\n{text}'
+
+
+def _model_line(plan: Plan) -> str:
+    """Returns the line that builds the model, as far as the plan says how."""
+    reference, kind = plan.model.reference, plan.model.name
+    if reference is None or plan.model.adapter is not None:
+        return f"model = ...  # the {kind} that you planned"
+    if ":" in reference:
+        return f"model = ...  # the model that {reference} returns"
+    folder = pathlib.Path(reference)
+    name = str(folder.parent if folder.suffix == ".json" else folder)
+    return f'model = transformers.{kind}.from_pretrained("{name}", dtype=torch.{plan.model.dtype})'
+
+
+def _loss(plan: Plan) -> str:
+    return ", loss_fn=loss_fn" if plan.workload.has_loss_fn else ""
+
+
+def _for_trainer(plan: Plan) -> str:
+    arguments = "".join(
+        f"    {name}={value!r},\n" for name, value in training_arguments(plan, output_dir="out").items()
+    )
+    return f"""\
+rewritten = planner.rewrite.apply_for_trainer(plan, model)
+arguments = transformers.TrainingArguments(
+{arguments})
+trainer = transformers.Trainer(
+    model, arguments, train_dataset=dataset, callbacks=[planner.rewrite.trainer_callback(rewritten)]
+)
+trainer.train()
+"""
+
+
+def _for_loop(plan: Plan) -> str:
+    return f"""\
+model.to(device)
+optimizer = {_optimizer(plan)}
+rewritten = planner.rewrite.apply(plan, model, optimizer{_loss(plan)})
+for batch in loader:  # batches of {plan.workload.batch_size} samples on the device
+    loss = rewritten.step(batch)  # forward, backward, update and zero_grad
+"""
+
+
+def _for_accelerate(plan: Plan) -> str:
+    return f"""\
+accelerator = accelerate.Accelerator(mixed_precision="no")  # the plan sets precision and accumulation
+loader = accelerator.prepare(loader)  # batches of {plan.workload.batch_size} samples; leave model and optimizer out
+model.to(accelerator.device)
+optimizer = {_optimizer(plan)}
+rewritten = planner.rewrite.apply(plan, model, optimizer{_loss(plan)})
+for batch in loader:
+    loss = rewritten.step(batch)  # forward, backward, update and zero_grad
+"""
+
+
+def _for_lightning(plan: Plan) -> str:
+    return f"""\
+
+class Planned(lightning.LightningModule):  # precision and accumulation of the Trainer stay at their defaults
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.model = model
+
+    def configure_optimizers(self):
+        optimizer = {_optimizer(plan).replace("model.", "self.model.")}
+        self.rewritten = planner.rewrite.apply(plan, self.model, optimizer{_loss(plan)})
+        return self.rewritten.optimizer
+
+    def training_step(self, batch, _):  # batches of {plan.workload.batch_size} samples
+        self.log("loss", self.rewritten.step(batch))
+"""
+
+
+def _optimizer(plan: Plan) -> str:
+    """Returns the expression that creates the planned optimizer, before the plan changes its kernel or its state."""
+    name, more = _OPTIMIZERS.get(plan.workload.optimizer, (plan.workload.optimizer.rpartition(".")[2], ""))
+    return f"torch.optim.{name}(model.parameters(), lr=1e-4{more})"
+
+
+_OPTIMIZERS = {
+    "adamw": ("AdamW", ""),
+    "adam": ("Adam", ""),
+    "sgd": ("SGD", ""),
+    "sgd-momentum": ("SGD", ", momentum=0.9"),
+    "adagrad": ("Adagrad", ""),
+    "rmsprop": ("RMSprop", ""),
+}
+"""Class and further arguments of each optimizer that has a name on the command line."""
+_LINES = {"trainer": _for_trainer, "loop": _for_loop, "accelerate": _for_accelerate, "lightning": _for_lightning}

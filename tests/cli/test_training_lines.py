@@ -1,0 +1,69 @@
+"""`--for` prints lines that train with the plan: they are run here."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+import transformers
+
+import planner
+import planner.rewrite
+from planner.cli.command import main
+from planner.cli.training_lines import LOOPS, training_lines
+from planner.plan_types.plan import Plan
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the weights of a small language model."""
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+    )
+    path = tmp_path_factory.mktemp("model")
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def planned(folder, tmp_path, capsys, *arguments) -> str:
+    """Plans with --save, and returns what the command prints."""
+    options = ["--batch-size", "4", "--seq-len", "8", "--gpu", "bare", "--vram", "300KiB", "--save", "plan.json"]
+    assert main([str(folder), *options, *arguments]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("loop", sorted(LOOPS))
+def test_the_printed_lines_train(loop, folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    lines = planned(folder, tmp_path, capsys, "--for", loop).partition("paste into your script:\n")[2]
+    tokens = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": tokens, "labels": tokens}
+    names = {"planner": planner, "transformers": transformers, "torch": torch, "device": "cpu"}
+    names |= {"loader": [batch, batch], "dataset": [{name: value[0] for name, value in batch.items()}] * 8}
+    if loop == "accelerate":
+        names["accelerate"] = importlib.import_module("accelerate")
+        names["loader"] = torch.utils.data.DataLoader([batch, batch], batch_size=None)
+    if loop == "lightning":
+        names["lightning"] = pytest.importorskip("lightning")
+    if loop == "trainer":  # the test machine has no card
+        lines = lines.replace("output_dir='out'", "output_dir='out', use_cpu=True, max_steps=2, report_to='none'")
+    exec(lines, names)
+    trained = names["model"].state_dict()
+    untrained = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
+    if loop != "lightning":  # its lines end with a class
+        assert any(not torch.equal(trained[name], untrained[name]) for name in trained)
+
+
+def test_techniques_that_the_loop_cannot_do_are_not_used(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    planned(folder, tmp_path, capsys, "--for", "trainer")
+    assert "step-in-backward" in Plan.load(tmp_path / "plan.json").forbidden
+
+
+def test_without_a_saved_plan_the_lines_say_what_is_missing(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    planned(folder, tmp_path, capsys)
+    assert "add --save plan.json" in training_lines(Plan.load(tmp_path / "plan.json"), "loop", None)
