@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 
-from planner.cli.options import parser, refuse_to_overwrite, refuse_what_does_not_go_together
+from planner.cli.options import parser, refuse_to_overwrite, refuse_unknown_values, refuse_what_does_not_go_together
 from planner.errors import PlannerError, WorkloadError
 from planner.plan_types.plan import SCHEMA_VERSION, write_text_atomically
 from planner.plan_types.tradeoff import Tradeoff
@@ -74,16 +74,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return FITS if answer.fits and (verification is None or verification.kept) else DOES_NOT_FIT
 
 
+def _console(out: TextIO) -> Console:
+    """Return a console for the answer. Without a terminal it has 200 columns, so that lines in logs stay whole."""
+    return Console(file=out, width=None if out.isatty() or "COLUMNS" in os.environ else 200)
+
+
 def _print(answer: Plan | Tradeoff, verification: Verification | CpuVerification | None, out: TextIO) -> None:
     """Print the report as text (not JSON)."""
     if isinstance(answer, Tradeoff):
         from planner.cli.tradeoff_report import render_tradeoff
 
-        Console(file=out).print(render_tradeoff(answer))
+        _console(out).print(render_tradeoff(answer))
     else:
         from planner.cli.report import render
 
-        Console(file=out).print(render(answer, verified=verification is not None))
+        _console(out).print(render(answer, verified=verification is not None))
     if verification is None:
         return
     from planner.rewrite.on_cpu.report import render_cpu_verification
@@ -91,15 +96,16 @@ def _print(answer: Plan | Tradeoff, verification: Verification | CpuVerification
     from planner.rewrite.on_gpu.report import render_verification
 
     if isinstance(verification, CpuVerification):
-        Console(file=out).print(render_cpu_verification(verification))
+        _console(out).print(render_cpu_verification(verification))
     else:
-        Console(file=out).print(render_verification(verification))
+        _console(out).print(render_verification(verification))
 
 
 def _answer(options: argparse.Namespace) -> Plan | Tradeoff:
     """Check the options, then import torch and plan. The check comes first, since importing torch takes seconds."""
     refuse_to_overwrite(options)
     refuse_what_does_not_go_together(options)
+    refuse_unknown_values(options)
     for library in ("bitsandbytes", "transformers"):
         logging.getLogger(library).setLevel(logging.ERROR)
     with _working("loading torch"):

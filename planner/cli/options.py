@@ -11,9 +11,9 @@ import textwrap
 from typing import NoReturn
 
 from planner import profiles
-from planner.errors import PlanFileError, WorkloadError
+from planner.errors import DeviceProfileError, PlanFileError, WorkloadError
 from planner.plan_types.decisions import Fidelity
-from planner.plan_types.sizes import format_size
+from planner.plan_types.sizes import format_size, parse_size
 from planner.plan_types.techniques import KINDS
 
 _USAGE = "plan MODEL [--vram SIZE] [options]"
@@ -295,6 +295,24 @@ def refuse_what_does_not_go_together(options: argparse.Namespace) -> None:
         raise WorkloadError("--largest-batch needs a budget: give --vram, such as --vram 6GiB")
 
 
+def refuse_unknown_values(options: argparse.Namespace) -> None:
+    """Refuse a budget that cannot be read and a card that is not known, before torch is imported.
+
+    Raises:
+        SizeError: --vram is not a size.
+        DeviceProfileError: --gpu is not a known card.
+    """
+    if options.vram is not None:
+        parse_size(options.vram, device_bytes=1 << 40)
+    if options.gpu is not None and options.gpu not in _STAND_INS:
+        try:
+            profiles.load(options.gpu)
+        except profiles.ProfileError as error:
+            raise DeviceProfileError(str(error)) from error
+
+
+_STAND_INS = ("generic", "unlisted")
+"""Names in plans that stand for a card which has no profile file."""
 _MANY_PLANS = "--tradeoff returns several plans; choose one, and plan again with its memory as --vram"
 _QUESTIONS = {
     "tradeoff": dict.fromkeys(("save", "emit", "report", "verify", "loop"), _MANY_PLANS),

@@ -219,6 +219,11 @@ def _failure(error: BaseException, message: str, model: torch.nn.Module) -> str:
     running = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     what, way_out = "the training step failed with this batch", "check that it runs without the planner"
     where = _location(error, model)
+    if isinstance(error, TypeError) and "positional argument" in message and ".forward()" in message:
+        way_out = (
+            "if the last member of the batch is the target, give the loss function (loss_fn=), so that the model gets "
+            "only the other members"
+        )
     if (optimizer := optimizer_in(running)) is not None:
         name = type(optimizer).__name__
         what = f"the step of the optimizer {name} failed in a rehearsal"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import pathlib
@@ -93,12 +94,16 @@ def transformers_config(reference: str, forms: str) -> Any:
     transformers.utils.logging.set_verbosity_error()
     path = pathlib.Path(reference)
     file = path / "config.json" if path.is_dir() else path
+    if path.is_dir() and (other := _other_library(path)) is not None:
+        raise WorkloadError(other)
     if path.exists() and not file.is_file():
         raise WorkloadError(f"folder '{reference}' has no config.json: give a transformers model folder, or {forms}")
     try:
         if file.is_file():
             settings = json.loads(file.read_text())
             if not isinstance(settings, dict) or "model_type" not in settings:
+                if (other := _other_library(file.parent)) is not None:
+                    raise WorkloadError(other)
                 raise WorkloadError(f"'{file}' has no model_type: give a transformers config.json, or {forms}")
             return transformers.AutoConfig.for_model(**settings)
         return transformers.AutoConfig.from_pretrained(reference)
@@ -109,6 +114,36 @@ def transformers_config(reference: str, forms: str) -> Any:
             "" if file.exists() else f"there is no such file or folder in {pathlib.Path.cwd()}, and no such hub id: "
         )
         raise WorkloadError(f"model '{reference}' is unknown: {missing}{first_line(error)}; give {forms}") from error
+
+
+def _other_library(folder: pathlib.Path) -> str | None:
+    """Returns an error message for the folder of an adapter, or of a model of diffusers or timm; None for others."""
+    found = {}
+    for name in ("config.json", "adapter_config.json", "model_index.json"):
+        with contextlib.suppress(OSError, ValueError):
+            found[name] = json.loads((folder / name).read_text())
+    function = "give a Python function that returns (model, batch, loss_fn), as path/file.py:name"
+    if "adapter_config.json" in found and "config.json" not in found:
+        adapter = found["adapter_config.json"]
+        layers = adapter.get("target_modules")
+        targets = "" if not layers else f":{layers if isinstance(layers, str) else ','.join(sorted(layers))}"
+        base = adapter.get("base_model_name_or_path") or "the base model"
+        return (
+            f"'{folder}' holds an adapter of peft for '{base}': plan that model with adapters of the same size, as in "
+            f"plan {base} --lora {adapter.get('r', 16)}{targets}"
+        )
+    if "model_index.json" in found or "_diffusers_version" in found.get("config.json", {}):
+        name = found.get("config.json", {}).get("_class_name", "UNet2DConditionModel")
+        return (
+            f"'{folder}' holds a model of diffusers, whose training step the planner does not know: {function}; build "
+            f"the model there with diffusers.{name}.from_config (examples/unet.py shows such a function)"
+        )
+    if "architecture" in (config := found.get("config.json", {})) and "model_type" not in config:
+        return (
+            f"'{folder}' holds a model of timm: {function}; build the model there with "
+            f"timm.create_model({config['architecture']!r})"
+        )
+    return None
 
 
 def _model_class(config: Any, reference: str) -> type[torch.nn.Module]:

@@ -10,9 +10,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+import planner
 from planner import pipeline
 from planner.cli import main
+from planner.errors import WorkloadError
 from planner.plan_types.decisions import Accumulation, Checkpoint
 from planner.plan_types.plan import Plan
 from planner.workload import cards
@@ -296,3 +299,52 @@ def test_a_saved_plan_that_was_edited_until_it_contradicts_itself_is_refused(fol
     place[last] = value
     (folder / "p.json").write_text(json.dumps(data))
     assert message in refused("p.json", capsys=capsys)
+
+
+@pytest.mark.parametrize("arguments", [("--vram", "12"), ("--vram", "6GiB", "--gpu", "rtx-9999")])
+def test_a_wrong_size_or_card_is_refused_before_torch_is_imported(arguments):
+    code = (
+        "import sys; from planner.cli.command import main\n"
+        f"code = main(['nets.py:build', *{arguments!r}]); print(code, 'torch' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["2", "False"]
+
+
+ADAPTER = {"base_model_name_or_path": "base", "r": 8, "target_modules": ["v_proj", "q_proj"]}
+
+
+@pytest.mark.parametrize(
+    "file, content, words",
+    [
+        ("adapter_config.json", ADAPTER, "plan base --lora 8:q_proj,v_proj"),
+        (
+            "config.json",
+            {"_class_name": "UNet2DModel", "_diffusers_version": "0.3"},
+            "diffusers.UNet2DModel.from_config",
+        ),
+        ("model_index.json", {"_class_name": "StableDiffusionPipeline"}, "a model of diffusers"),
+        ("config.json", {"architecture": "resnet18"}, "timm.create_model('resnet18')"),
+    ],
+)
+def test_folders_of_other_libraries_are_refused_with_what_to_do(file, content, words, tmp_path):
+    (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(WorkloadError) as refusal:
+        load_workload(str(tmp_path), batch_size=None, seq_len=None, optimizer="adamw")
+    assert words in str(refusal.value)
+
+
+def test_a_forgotten_loss_function_is_named():
+    with pytest.raises(WorkloadError, match=r"give the loss function \(loss_fn=\)"):
+        planner.plan(torch.nn.Linear(4, 1), (torch.randn(2, 4), torch.randn(2, 1)), vram=None, gpu="bare")
+
+
+def test_lines_in_a_log_stay_whole(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(
+        "import torch\ndef build():\n"
+        "    return torch.nn.Linear(4, 1), torch.randn(2, 4), lambda output, batch: output.mean()\n"
+    )
+    assert main(["net.py:build", "--gpu", "bare", "--vram", "1GiB"]) == 0
+    assert any("solver: " in line and "torch " in line for line in capsys.readouterr().out.splitlines())
