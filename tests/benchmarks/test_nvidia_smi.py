@@ -25,6 +25,7 @@ def table() -> list[Run]:
     return read(path)
 
 
+@pytest.mark.thorough
 def test_most_of_a_sample_is_exact_and_all_of_it_is_near():
     runs = random.Random(20).sample(table(), 10)
     misses = [CONSTANT_MIB + reserved_mib(run) - run.measured_mib for run in runs]

@@ -58,6 +58,7 @@ def test_8_bit_state_trains_like_the_optimizer_of_bitsandbytes(way):
     assert eight_bit._outcome(eight_bit.EightBitJob(case.name, offer(case), alone), way).result == judge.EQUAL
 
 
+@pytest.mark.thorough
 def test_processes_train_like_loops_around_the_same_wrapper(monkeypatch):
     sample = [job("perceptron", "checkpoint"), job("perceptron", "accumulation 4+3")]
     monkeypatch.setattr(processes, "jobs", lambda *_: sample)

@@ -47,6 +47,7 @@ def plans() -> dict[int, planner.Plan]:
     return {budget: planner.plan(model, batch, vram=budget * MIB, **options) for budget in (90, 100, 114)}
 
 
+@pytest.mark.thorough
 def test_what_fits_a_budget_fits_every_larger_one(plans):
     fits = [plan.fits for _, plan in sorted(plans.items())]
     assert fits == sorted(fits) and not fits[0] and fits[-1]

@@ -220,6 +220,7 @@ def test_the_promise_for_every_division_is_what_its_rehearsal_takes(build, depth
         assert curve.peak((number,)) == rehearsed, found.units[number]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("build", [DetachedScale, NearestCode])
 def test_saved_tensors_that_are_released_in_the_forward_are_promised_as_rehearsed(build):
     work = work_of(build(6), samples=64)
