@@ -43,6 +43,7 @@ OPTIMIZERS: dict[str, OptimizerByName] = {
     "sgd-momentum": OptimizerByName(class_name="SGD", hyperparameters={"lr": 1e-3, "momentum": 0.9}),
     "adagrad": OptimizerByName(class_name="Adagrad", hyperparameters={"lr": 1e-2}),
     "rmsprop": OptimizerByName(class_name="RMSprop", hyperparameters={"lr": 1e-2}),
+    "adafactor": OptimizerByName(class_name="Adafactor", hyperparameters={"lr": 1e-2}),
 }
 
 

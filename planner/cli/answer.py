@@ -26,6 +26,13 @@ _FIXED_BY_A_PLAN = (
     "by_sample input_shapes value batch_values tradeoff largest_batch smallest_card".split()
 )
 """Options that cannot be combined with a saved plan, because the plan already fixes their values."""
+_TRAINER_OPTIMIZERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "adamw_torch": ("adamw", ()),
+    "adamw_torch_fused": ("adamw", ("optimizer-kernel",)),
+    "adamw_8bit": ("adamw", ("8bit-optimizer",)),
+    "adamw_bnb_8bit": ("adamw", ("8bit-optimizer",)),
+}
+"""Names of optimizers in the Trainer (`optim`): the name here, and the techniques that the name asks for."""
 
 
 def answer(options: argparse.Namespace) -> Plan | Tradeoff:
@@ -40,9 +47,10 @@ def answer(options: argparse.Namespace) -> Plan | Tradeoff:
     saved = _saved_plan(options.model)
     if saved is not None:
         return _replan(saved, options)
+    optimizer, kinds = _TRAINER_OPTIMIZERS.get(options.optimizer, (options.optimizer or "adamw", ()))
     constraints = parse_constraints(
         fidelity=options.fidelity or "rounded",
-        force=names(options.force),
+        force=(*names(options.force), *kinds),
         forbid=(*names(options.forbid), *(LOOPS[options.loop] if options.loop else ())),
         only=names(options.only) if options.only else None,
         max_slowdown=options.max_slowdown,
@@ -53,7 +61,7 @@ def answer(options: argparse.Namespace) -> Plan | Tradeoff:
         seq_len=options.seq_len,
         dtype=options.dtype,
         adapter=_adapter(options),
-        optimizer=options.optimizer or "adamw",
+        optimizer=optimizer,
         gradients_alive=options.gradients_alive,
         by_sample=names(options.by_sample) if options.by_sample else None,
         answers=Answers(values=dict(map(parse_answer, options.value)), worst_case=not options.batch_values),

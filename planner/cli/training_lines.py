@@ -117,6 +117,7 @@ _OPTIMIZERS = {
     "sgd-momentum": ("SGD", ", momentum=0.9"),
     "adagrad": ("Adagrad", ""),
     "rmsprop": ("RMSprop", ""),
+    "adafactor": ("Adafactor", ""),
 }
 """Class and further arguments of each optimizer that has a name on the command line."""
 _LINES = {"trainer": _for_trainer, "loop": _for_loop, "accelerate": _for_accelerate, "lightning": _for_lightning}

@@ -53,6 +53,7 @@ _CLASSES = {
     "sgd-momentum": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
     "rmsprop": torch.optim.RMSprop,
+    "adafactor": torch.optim.Adafactor,
 }
 """Optimizer classes by the names that users can give instead of an optimizer object."""
 

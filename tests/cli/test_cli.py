@@ -222,6 +222,16 @@ def test_an_accumulating_loop_is_the_same_as_gradients_alive(folder, capsys):
     assert plans[0]["workload"] == plans[1]["workload"] and plans[0]["baseline"] == plans[1]["baseline"]
 
 
+@pytest.mark.parametrize(
+    "name, optimizer, technique",
+    [("adamw_torch", "adamw", None), ("adamw_bnb_8bit", "adamw", "8bit-optimizer"), ("adafactor", "adafactor", None)],
+)
+def test_the_names_of_optimizers_in_the_trainer_are_known(folder, capsys, name, optimizer, technique):
+    _, plan, _ = run("net.py:build", "--optimizer", name, "--vram", "1GiB", "--json", capsys=capsys)
+    assert plan["workload"]["optimizer"] == optimizer
+    assert technique is None or technique in [decision["kind"] for decision in plan["decisions"]]
+
+
 def test_the_command_is_installed_under_its_name():
     found = subprocess.run(
         [sys.executable, "-m", "planner.cli", "--help"], capture_output=True, text=True, cwd=ROOT, check=False
