@@ -334,14 +334,19 @@ class Plan:
 
 
 def write_text_atomically(path: pathlib.Path, text: str) -> None:
-    """Write a text file at once: to a temporary file in the same folder, which is then renamed to `path`.
+    """Write a text file at once, as `write_atomically`."""
+    write_atomically(path, text.encode())
+
+
+def write_atomically(path: pathlib.Path, data: bytes) -> None:
+    """Write a file at once: to a temporary file in the same folder, which is then renamed to `path`.
 
     Raises:
         PlanFileError: the file cannot be written.
     """
     neighbour = path.with_name(f".{path.name}.part")
     try:
-        neighbour.write_text(text)
+        neighbour.write_bytes(data)
         neighbour.replace(path)
     except OSError as error:
         neighbour.unlink(missing_ok=True)
