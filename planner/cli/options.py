@@ -233,7 +233,19 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--emit", type=pathlib.Path, metavar="train_step.py", help="write the training step as a Python file"
     )
-    group.add_argument("--report", type=pathlib.Path, metavar="report.html", help="write the report as an HTML page")
+    group.add_argument(
+        "--report",
+        type=pathlib.Path,
+        metavar="report.html",
+        help="write an HTML page: memory over the training step, the tensors in it, and the price of each technique",
+    )
+    group.add_argument(
+        "--snapshot",
+        type=pathlib.Path,
+        metavar="step.pickle",
+        help="write the allocations of the rehearsed step for PyTorch's memory visualizer (pytorch.org/memory_viz), "
+        "without the plan (step.baseline.pickle) and with it (step.pickle)",
+    )
     group.add_argument("--svg", type=pathlib.Path, metavar="front.svg", help="draw the result of --tradeoff")
     group.add_argument(
         "--verify",
@@ -291,6 +303,10 @@ def refuse_what_does_not_go_together(options: argparse.Namespace) -> None:
             raise WorkloadError(f"{option(name)} cannot be combined with {option(question)}: {reason}")
     if {"input_shapes", "seq_len"} <= used:
         raise WorkloadError("--seq-len cannot be combined with --input-shapes, which states all sizes: leave it out")
+    if options.snapshot is not None and options.gpu == "bare":
+        raise WorkloadError(
+            "--snapshot cannot be combined with --gpu bare, which has no allocator: name another card, or leave --gpu out"
+        )
     if question == "largest_batch" and "vram" not in used:
         raise WorkloadError("--largest-batch needs a budget: give --vram, such as --vram 6GiB")
 
@@ -315,7 +331,7 @@ _STAND_INS = ("generic", "unlisted")
 """Names in plans that stand for a card which has no profile file."""
 _MANY_PLANS = "--tradeoff returns several plans; choose one, and plan again with its memory as --vram"
 _QUESTIONS = {
-    "tradeoff": dict.fromkeys(("save", "emit", "report", "verify", "loop"), _MANY_PLANS),
+    "tradeoff": dict.fromkeys(("save", "emit", "snapshot", "verify", "loop"), _MANY_PLANS),
     "largest_batch": {
         "batch_size": "the batch size is the answer; leave it out",
         "max_slowdown": "the search for the largest batch ignores the step time; leave the limit out",
@@ -353,16 +369,19 @@ def refuse_to_overwrite(options: argparse.Namespace) -> None:
     Raises:
         PlanFileError: an output file is refused; the message names it.
     """
-    targets = [path.resolve() for path in (options.save, options.emit, options.report, options.svg) if path is not None]
+    snapshots = (None, None) if options.snapshot is None else (options.snapshot, baseline_path(options.snapshot))
+    given = (options.save, options.emit, options.report, options.svg, *snapshots)
+    targets = [path.resolve() for path in given if path is not None]
     if len(set(targets)) < len(targets):
         raise PlanFileError(
-            "two of --save, --emit, --report and --svg name the same file: give each option its own file"
+            "two of --save, --emit, --report, --svg and --snapshot name the same file: give each option its own file"
         )
     for path, kind, is_ours in (
         (options.save, "a saved plan", _is_plan),
         (options.emit, "an emitted training step", lambda text: "One training step of " in text[:200]),
         (options.svg, "a picture", lambda text: text.startswith("<svg")),
         (options.report, "a report", lambda text: text.lstrip().lower().startswith("<!doctype html")),
+        *((path, "a memory snapshot", lambda text: "device_traces" in text) for path in snapshots),
     ):
         if path is None:
             continue
@@ -377,6 +396,11 @@ def refuse_to_overwrite(options: argparse.Namespace) -> None:
             )
         if path.exists() and not is_ours(path.read_text(errors="replace")):
             raise PlanFileError(f"'{path}' exists and is not {kind}, so it is not overwritten: choose another name")
+
+
+def baseline_path(path: pathlib.Path) -> pathlib.Path:
+    """Returns the file of the baseline's snapshot: 'step.baseline.pickle' for 'step.pickle'."""
+    return path.with_name(f"{path.stem}.baseline{path.suffix}")
 
 
 def _is_plan(text: str) -> bool:

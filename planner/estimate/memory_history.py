@@ -43,20 +43,21 @@ class MemoryHistory:
         return most
 
 
-def memory_history(graph: StepGraph, card: DeviceProfile, *, reserved_bytes: int) -> MemoryHistory:
+def memory_history(graph: StepGraph, card: DeviceProfile, *, capacity_bytes: int | None) -> MemoryHistory:
     """Simulates the allocator on a recording to which workspaces have been added.
 
     Args:
         card: a card with a caching allocator.
-        reserved_bytes: the peak of the reserved bytes in the footprint of the step (`Footprint.reserved_bytes`). With
-            it as the limit, the allocator answers every request as under the budget with which the step was measured.
+        capacity_bytes: maximum number of bytes that the allocator may reserve; None for no limit. With the peak of the
+            reserved bytes of a measured step (`Footprint.reserved_bytes`) as the limit, the allocator answers every
+            request as under the budget with which the step was measured.
 
     Raises:
-        OutOfMemory: the recording does not run in `reserved_bytes`, so it is not the one that was measured.
+        OutOfMemory: the recording does not run in `capacity_bytes`.
     """
     ids, sizes, ticks = (column.tolist() for column in allocation_stream(graph))
     histories = [
-        simulate(zip(ids, sizes, strict=True), reserved_bytes, descending=descending)
+        simulate(zip(ids, sizes, strict=True), capacity_bytes, descending=descending)
         for descending in SEGMENT_ADDRESSES[card.segment_addresses]
     ]
     storage_of_block = [index for index, spans in enumerate(graph.spans()) for _ in spans]

@@ -25,6 +25,8 @@ class SimulatedHistory:
     """For each block that is allocated at the end: its address, and the index of the request that allocated it."""
     peak_reserved_bytes: int
     """Maximum of the memory that was taken from the driver."""
+    peak_allocated_request: int
+    """Index of the first request after which the allocated blocks had their largest total size."""
 
 
 def simulate(
@@ -53,6 +55,7 @@ def simulate(
 
     allocator = CachingAllocator(settings, capacity_bytes, place=place)
     alive: dict[int, tuple[Block, int]] = {}
+    peak_bytes = peak_request = 0
     reserved: dict[int, int] = {}
     events: list[Event] = []
     causes: list[int] = []
@@ -60,6 +63,8 @@ def simulate(
         if size_bytes:
             block = allocator.malloc(size_bytes)
             alive[storage] = block, index
+            if allocator.allocated_bytes > peak_bytes:
+                peak_bytes, peak_request = allocator.allocated_bytes, index
             new = placed[:]
             placed.clear()
             if allocator.reserved_bytes != sum(reserved.values()) + sum(size for _, size in new):
@@ -82,4 +87,5 @@ def simulate(
         requests=tuple(causes),
         live={block.address: index for block, index in alive.values()},
         peak_reserved_bytes=allocator.peak_reserved_bytes,
+        peak_allocated_request=peak_request,
     )
