@@ -186,6 +186,7 @@ class Driver:
         """Releases `size_bytes` of physical memory."""
         self.reserved_bytes -= size_bytes
 
+
 def rising_addresses() -> Callable[[int], int]:
     """Returns a function for `Driver.place` that puts each new segment at the end of the one placed before it."""
     next_address = FIRST_ADDRESS

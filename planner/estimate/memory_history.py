@@ -1,4 +1,4 @@
-"""What the caching allocator does during a recorded step, event by event: for the report's picture, and for snapshots."""
+"""Simulates what the allocator does during a recorded step, event by event, for the report and for memory snapshots."""
 
 from __future__ import annotations
 
@@ -71,23 +71,27 @@ def memory_history(graph: StepGraph, card: DeviceProfile, *, capacity_bytes: int
 def tick_times_ns(graph: StepGraph, card: DeviceProfile, *, micro_batches: int) -> np.ndarray:
     """Returns int64[ticks + 1]: the predicted time at which each tick begins, from the first recorded step on.
 
-    An op of a micro-batch that stands for several takes the time of all of them. The ticks between two kernels divide
-    the time of the first of them.
+    An op of a micro-batch that stands for several takes the time of all of them. The ticks between two kernels of a
+    step divide the time of the first of them.
 
     Args:
         micro_batches: number of micro-batches of the real step; the recording may hold fewer.
     """
     repeats = roofline.repetitions(graph, micro_batches)
-    kernels = [op for op in graph.ops if op.phase is not Phase.SETUP and not op.is_view]
+    ops = [op for op in graph.ops if op.phase is not Phase.SETUP]
+    kernels = [
+        op for op, before in zip(ops, [None, *ops], strict=False)
+        if not op.is_view or before is None or op.step != before.step
+    ]  # fmt: skip
     durations = [
         roofline.op_ns(op, card)
         * (1 if op.phase is Phase.OPTIMIZER else repeats[min(op.micro_batch, len(repeats) - 1)])
         for op in kernels
     ]
     ticks = [op.tick for op in kernels]
-    return np.interp(
-        np.arange(graph.ticks + 1), [*ticks, graph.ticks], [0, *itertools.accumulate(durations)]
-    ).astype(np.int64)
+    return np.interp(np.arange(graph.ticks + 1), [*ticks, graph.ticks], [0, *itertools.accumulate(durations)]).astype(
+        np.int64
+    )
 
 
 def snapshot_origins(graph: StepGraph, history: MemoryHistory, times_ns: np.ndarray) -> list[Origin]:

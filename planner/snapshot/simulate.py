@@ -1,6 +1,6 @@
 """Simulates the allocator on requests, and returns the history that PyTorch would record: each event with its address.
 
-Such a history is like that of a real card: `planner.snapshot.write` writes it to a file, and `replay_history` replays it.
+`planner.snapshot.write` writes such a history to a file, and `replay_history` replays it like that of a real card.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from planner.snapshot.file import Action, Event, History
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimulatedHistory:
-    """What the simulated allocator did for a sequence of requests on stream 0, from an empty allocator on."""
+    """The history of a simulated allocator that starts empty and gets a sequence of requests on stream 0."""
 
     history: History
     requests: tuple[int, ...]

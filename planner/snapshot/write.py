@@ -27,7 +27,7 @@ class Frame(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where a request came from."""
+    """The place in the program that made a request, and its time."""
 
     frames: tuple[Frame, ...]
     """Stack trace, innermost frame first."""

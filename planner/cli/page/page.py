@@ -113,11 +113,11 @@ def _chart(plan: Plan, name: str) -> str:
     footprint = plan.baseline if name == "baseline" else plan.peak
     zoom = "".join(
         f'<button type="button" data-chart="{name}" data-zoom="{factor}" aria-label="{label}">{sign}</button> '
-        for factor, label, sign in (("2", "zoom in", "+"), ("0.5", "zoom out", "−"))
+        for factor, label, sign in (("2", "zoom in", "+"), ("0.5", "zoom out", "&minus;"))
     )
     label = f"{_TITLES[name]}: memory over the training step, peak {format_size(footprint.total_bytes)}"
     return (
-        f'<figure><figcaption><h3>{_TITLES[name]}: peak {format_size(footprint.total_bytes)}, '
+        f"<figure><figcaption><h3>{_TITLES[name]}: peak {format_size(footprint.total_bytes)}, "
         f"step {footprint.step_ns / 1e6:,.1f} ms</h3><span>{zoom}</span></figcaption>"
         f'<div class="chart" id="chart-{name}" tabindex="0" role="group" aria-label="{label}"></div></figure>'
     )

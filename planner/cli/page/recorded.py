@@ -32,7 +32,7 @@ class Recorded:
 
     @functools.cached_property
     def history(self) -> MemoryHistory | None:
-        """What the allocator does during the recording; None for a card without an allocator."""
+        """The events of the allocator during the recording; None for a card without an allocator."""
         if not self.card.allocator:
             return None
         try:
@@ -128,8 +128,6 @@ def rehearse_stages(plan: Plan, recordings: PlanRecordings) -> tuple[Stage, ...]
         stages.append(Stage(kinds=tuple(waiting), total_bytes=measured.total_bytes, step_ns=measured.step_ns))
         waiting = []
     if kinds:
-        last = Stage(
-            kinds=(*waiting, kinds[-1]), total_bytes=plan.peak.total_bytes, step_ns=plan.peak.step_ns
-        )
+        last = Stage(kinds=(*waiting, kinds[-1]), total_bytes=plan.peak.total_bytes, step_ns=plan.peak.step_ns)
         stages.append(last)
     return tuple(stages)

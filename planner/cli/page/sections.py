@@ -17,12 +17,12 @@ _MOST_LISTED = 6
 
 def verdict(plan: Plan) -> str:
     """Returns the title of the page: whether the plan fits, its peak, and its speed."""
+    peak = format_size(plan.peak.total_bytes)
     if plan.vram_bytes is None:
-        peak = format_size(plan.peak.total_bytes)
         return f"Peak {peak}, {speed(plan.slowdown)}" if plan.decisions else f"Needs {peak}"
+    budget = format_size(plan.vram_bytes)
     if not plan.fits and plan.shortfall is None:
-        return f"Does not fit in {format_size(plan.vram_bytes)}: the smallest plan peaks at {format_size(plan.peak.total_bytes)}"
-    budget, peak = format_size(plan.vram_bytes), format_size(plan.peak.total_bytes)
+        return f"Does not fit in {budget}: the smallest plan peaks at {peak}"
     if plan.shortfall is not None and plan.shortfall.missing_bytes:
         missing = format_size(plan.shortfall.missing_bytes)
         return f"Does not fit in {budget}: the smallest allowed plan peaks at {peak}, {missing} over the budget"
@@ -65,7 +65,9 @@ def _before(changed: bool, value: str) -> str:
 
 
 def plan_section(plan: Plan, stages: Sequence[Stage]) -> str:
-    """Returns the table of the plan's techniques with what each saves and costs."""
+    """Returns the table of the plan's techniques with what each saves and costs; empty if nothing was asked for."""
+    if plan.vram_bytes is None and not plan.decisions:
+        return ""
     if not plan.decisions:
         return _section("plan", "The plan", "<p>Nothing needs to change.</p>")
     rows = [("baseline", "", "", format_size(plan.baseline.total_bytes), _ms(plan.baseline.step_ns))]
@@ -165,9 +167,7 @@ def tradeoff_section(tradeoff: Tradeoff | None, drawing: str) -> str:
     table = _table(("plan", "memory", "step time", "x baseline"), rows, numbers=3)
     more = "" if tradeoff.complete else " The time ran out: there may be more plans between these."
     lead = f"Certified plans from the fastest to the smallest: every plan that needs less memory is slower.{more}"
-    return _section(
-        "tradeoff", "Memory against step time", f'<p>{lead}</p><div class="front">{drawing}</div>{table}'
-    )
+    return _section("tradeoff", "Memory against step time", f'<p>{lead}</p><div class="front">{drawing}</div>{table}')
 
 
 def notes_list(notes: Iterable[str]) -> str:
@@ -211,9 +211,9 @@ def _ms(time_ns: int) -> str:
 
 
 def _size(size_bytes: int) -> str:
-    return format_size(size_bytes) if size_bytes else "–"
+    return format_size(size_bytes) if size_bytes else "-"
 
 
 def _signed(text: str, is_plus: bool) -> str:
     """Writes a difference with its sign."""
-    return f"+{text}" if is_plus else text.replace("-", "−")
+    return f"+{text}" if is_plus else text

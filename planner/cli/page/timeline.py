@@ -37,9 +37,9 @@ def recording_data(recorded: Recorded, *, most_moments: int = MOST_MOMENTS) -> d
     - `moments`: columns of differences `tick`, `time_ns`, `reserved` (the allocator's memory, in units) and `op` (row
       of `ops`, -1 before the first op); `end`: tick and time_ns of the end; `peak`: the moment of the reported peak
     - `steps`: for each recorded training step [first moment, moment after the last]
-    - `storages`: columns `size` (in units), `category` (index in `STACK`), `birth` (differences) and `life` (the storage
-      is alive in the moments from birth to birth + life - 1), `op` (row of `ops`, -1 if it existed before), and indices
-      into `strings`: `name`, `shape`, `dtype`
+    - `storages`: columns `size` (in units), `category` (index in `STACK`), `birth` (differences), `life` (the number of
+      moments in which it is alive), `op` (row of `ops`, -1 if it existed before), and indices into `strings`: `name`,
+      `shape`, `dtype`
     - `ops`: columns of indices into `strings`: `name`, `phase`, `module`, `source`; and `micro_batch`
     - `micro_batches`: for each recorded micro-batch the numbers [first, last] of those that it stands for
 

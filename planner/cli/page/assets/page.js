@@ -91,7 +91,8 @@ function buildLegend() {
     }
     return created;
   };
-  for (const category of [...page.stack].reverse()) {
+  const isUsed = (_, index) => names.some((name) => recordings[name].bytes[index].some((bytes) => bytes > 0));
+  for (const category of page.stack.filter(isUsed).reverse()) {
     const swatch = element("span", { className: `swatch ${colorName(category)}` });
     swatch.style.backgroundColor = `var(--${colorName(category)})`;
     body.append(row(category, category, swatch));
@@ -110,7 +111,9 @@ function showBytes(name, moment) {
     cell.title = `${bytes.toLocaleString("en")} bytes`;
     cell.dataset.bytes = bytes;
   };
-  page.stack.forEach((category, index) => write(category, recording.bytes[index][moment]));
+  page.stack.forEach((category, index) => {
+    if (`${name}/${category}` in cells) write(category, recording.bytes[index][moment]);
+  });
   write("total", recording.total(moment));
   const { name: op, phase, module, source } = recording.describeOp(recording.op[moment]);
   find(`#where-${name}`).textContent = [
@@ -143,7 +146,7 @@ function tensorRow(recording, row) {
   const { bytes, category, name, shape, dtype, op, birth, death } = recording.describeStorage(row);
   const swatch = element("span", { className: `swatch ${colorName(category)}` });
   swatch.style.backgroundColor = `var(--${colorName(category)})`;
-  const title = name || op.module || (op.name ? "outside of modules" : "");
+  const title = name || op.module || (op.name ? `${op.phase}, outside of modules` : "");
   const origin = [op.name, op.source].filter(Boolean).join(" at ");
   const isWhole = recording.stepOf(birth) === 0 && death >= recording.op.length;
   const until = death < recording.op.length ? `${recording.milliseconds(death).toFixed(2)} ms` : "the end";

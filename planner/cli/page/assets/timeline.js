@@ -10,6 +10,17 @@ function colorName(category) {
   return category.toLowerCase().replaceAll(" ", "-");
 }
 
+/** Calls a function in the next frame whenever the width of an element has changed. */
+function onNewWidth(element, call) {
+  let width = element.clientWidth;
+  const check = () => {
+    if (element.clientWidth === width) return;
+    width = element.clientWidth;
+    call();
+  };
+  new ResizeObserver(() => requestAnimationFrame(check)).observe(element);
+}
+
 const PHASE_ROW = 22;
 const MODULE_ROW = 18;
 const MODULE_DEPTHS = 3;
@@ -30,7 +41,7 @@ class Timeline {
     this.strip.onmousemove = (event) => this.#hover(this.#momentAt(this.#stripValue(event)));
     this.strip.onmouseleave = () => this.#hover(null);
     this.strip.onclick = (event) => options.onSelect(this.#momentAt(this.#stripValue(event)));
-    new ResizeObserver(() => this.#resize()).observe(container);
+    onNewWidth(container, () => this.plot?.setSize({ width: container.clientWidth, height: this.#height() }));
   }
 
   /**
@@ -157,12 +168,6 @@ class Timeline {
 
   #height() {
     return this.container.clientWidth < 560 ? 230 : 270;
-  }
-
-  #resize() {
-    if (this.plot && this.container.clientWidth !== this.plot.width) {
-      this.plot.setSize({ width: this.container.clientWidth, height: this.#height() });
-    }
   }
 
   #showAll(plot) {

@@ -65,7 +65,7 @@ class Treemap {
   constructor(container, crumbs) {
     this.container = container;
     this.crumbs = crumbs;
-    new ResizeObserver(() => this.root && this.#draw()).observe(container);
+    onNewWidth(container, () => this.#draw());
   }
 
   /** Shows a tree from its root on. `color` is that of the rectangles. */
