@@ -148,11 +148,9 @@ function tensorRow(recording, row) {
   swatch.style.backgroundColor = `var(--${colorName(category)})`;
   const title = name || op.module || (op.name ? `${op.phase}, outside of modules` : "");
   const origin = [op.name, op.source].filter(Boolean).join(" at ");
-  const isWhole = recording.stepOf(birth) === 0 && death >= recording.op.length;
-  const until = death < recording.op.length ? `${recording.milliseconds(death).toFixed(2)} ms` : "the end";
-  const life = isWhole
-    ? `from ${recording.milliseconds(birth).toFixed(2)} ms of step 1 on`
-    : `step ${recording.stepOf(birth) + 1}, ${recording.milliseconds(birth).toFixed(2)} ms to ${until}`;
+  const time = (moment) => `${recording.milliseconds(moment).toFixed(2)} ms of step ${recording.stepOf(moment) + 1}`;
+  const until = death < recording.op.length ? `to ${time(death)}` : "on";
+  const life = birth <= recording.steps[0][0] && until === "on" ? "always" : `from ${time(birth)} ${until}`;
   return element(
     "tr",
     {},
@@ -165,7 +163,7 @@ function tensorRow(recording, row) {
       element("div", { className: "fine", textContent: origin }),
     ),
     element("td", { className: "wide" }, element("span", { textContent: [shape, dtype].filter(Boolean).join(" ") })),
-    element("td", { className: "fine", textContent: birth === 0 && isWhole ? "always" : life }),
+    element("td", { className: "fine", textContent: life }),
   );
 }
 
