@@ -305,7 +305,8 @@ def refuse_what_does_not_go_together(options: argparse.Namespace) -> None:
         raise WorkloadError("--seq-len cannot be combined with --input-shapes, which states all sizes: leave it out")
     if options.snapshot is not None and options.gpu == "bare":
         raise WorkloadError(
-            "--snapshot cannot be combined with --gpu bare, which has no allocator: give another card, or none"
+            "--snapshot cannot be combined with --gpu bare, which has no allocator: name another card, or leave "
+            "--gpu out"
         )
     if question == "largest_batch" and "vram" not in used:
         raise WorkloadError("--largest-batch needs a budget: give --vram, such as --vram 6GiB")
