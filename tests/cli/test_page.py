@@ -137,6 +137,16 @@ def test_fewer_moments_keep_the_peaks_and_stay_exact(plan_and_recordings):
     assert peaks[0] == peaks[1]
 
 
+def test_fewer_moments_keep_the_largest_of_each_group(plan_and_recordings):
+    recording, most = plan_and_recordings[1].baseline, 20
+    whole, few = (recording_data(recording, most_moments=count) for count in (10**6, most))
+    ticks = np.array(list(accumulate(whole["moments"]["tick"])))
+    kept = set(accumulate(few["moments"]["tick"]))
+    live = recording.graph.live_bytes(granularity_bytes=512)
+    for group in np.array_split(ticks, most):
+        assert max(live[tick] for tick in group if tick in kept) == live[group].max()
+
+
 def test_tensors_have_their_module_line_shape_and_dtype(plan_and_recordings):
     data = recording_data(plan_and_recordings[1].baseline)
     strings, storages, ops = data["strings"], data["storages"], data["ops"]

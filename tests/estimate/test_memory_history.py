@@ -96,6 +96,21 @@ def test_storages_know_the_parameter_that_they_belong_to(graph):
     ]
 
 
+def test_tied_weights_have_their_first_name():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
+    model[1].weight = model[0].weight
+    tied = workload(model, (torch.zeros(2, 8), torch.zeros(2, 8)), loss_fn=mean_square)
+    named = {(storage.category, storage.name) for storage in pipeline.record_step(tied, CARD).storages if storage.name}
+    assert named == {
+        (Category.PARAMETER, "0.weight"),
+        (Category.GRADIENT, "0.weight"),
+        (Category.OPTIMIZER_STATE, "0.weight (exp_avg)"),
+        (Category.OPTIMIZER_STATE, "0.weight (exp_avg_sq)"),
+        (Category.INPUT, "0"),
+        (Category.INPUT, "1"),
+    }
+
+
 def test_ops_of_the_step_itself_have_no_source_line_of_the_program_that_plans(graph):
     optimizer = [op for op in graph.ops if op.phase is Phase.OPTIMIZER]
     assert optimizer and not any(op.source for op in optimizer)
