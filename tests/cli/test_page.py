@@ -244,6 +244,7 @@ console.error = (...parts) => errors.push(parts.join(" "));
 """
 REPORT = """
 <script>
+setTimeout(() => frameElement.width = NEW_WIDTH, 200);  // as when a phone is turned
 setTimeout(() => {
   const over = document.querySelector("#chart-plan .u-over").getBoundingClientRect();
   const at = (type) => document.querySelector("#chart-plan .u-over").dispatchEvent(new MouseEvent(type, {
@@ -261,16 +262,17 @@ setTimeout(() => {
     report.errors = errors;
     parent.postMessage(JSON.stringify(report), "*");
   }, 200);
-}, 300);
+}, 800);
 </script>
 """
 
 
 def in_browser(html: str, folder, *, width: int, dark: bool) -> dict:
-    """Opens the page in a frame of some width, moves the pointer over the plan's chart, and returns what it shows."""
-    probed = html.replace("<head>", f"<head>{PROBE}", 1).replace("</body>", f"{REPORT}</body>", 1)
+    """Opens the page in a frame that then gets another width, moves the pointer over the plan's chart, and returns what it shows."""
+    report = REPORT.replace("NEW_WIDTH", str(width))
+    probed = html.replace("<head>", f"<head>{PROBE}", 1).replace("</body>", f"{report}</body>", 1)
     (folder / "frame.html").write_text(
-        f'<!doctype html><meta name="color-scheme" content="light dark"><body><iframe width="{width}" height="800" '
+        f'<!doctype html><meta name="color-scheme" content="light dark"><body><iframe width="1000" height="800" '
         f'srcdoc="{escape(probed)}"></iframe><pre id="answer"></pre><script>onmessage = (event) => '
         "document.getElementById('answer').textContent = event.data;</script>"
     )
