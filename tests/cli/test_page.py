@@ -268,7 +268,7 @@ setTimeout(() => {
 
 
 def in_browser(html: str, folder, *, width: int, dark: bool) -> dict:
-    """Opens the page in a frame that then gets another width, moves the pointer over the plan's chart, and returns what it shows."""
+    """Opens the page in a frame, changes its width, moves the pointer over a chart, and returns what the page shows."""
     report = REPORT.replace("NEW_WIDTH", str(width))
     probed = html.replace("<head>", f"<head>{PROBE}", 1).replace("</body>", f"{report}</body>", 1)
     (folder / "frame.html").write_text(
