@@ -235,6 +235,17 @@ def test_title_and_tables_need_no_script(html, plan_and_recordings):
         assert text in html
 
 
+def test_a_chart_whose_peak_is_not_the_plans_says_so(html, plan_and_recordings):
+    plan, recordings = plan_and_recordings
+    baseline = recordings.baseline
+    larger = dataclasses.replace(baseline.footprint, reserved_bytes=1 << 30, total_bytes=2 << 30)
+    smaller = dataclasses.replace(baseline.footprint, reserved_bytes=512, total_bytes=512)
+    for footprint in (larger, smaller):  # in the smaller one the recording does not run
+        other = dataclasses.replace(recordings, baseline=dataclasses.replace(baseline, footprint=footprint))
+        assert "the chart of the baseline peaks at" in page(plan, other, (), "")
+    assert "peaks at" not in html.partition("<footer>")[2].partition("</footer>")[0]
+
+
 PROBE = """
 <script>
 const errors = [];

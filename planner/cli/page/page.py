@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.resources
 import json
 import string
+from collections.abc import Iterator
 from html import escape
 from typing import Any
 
@@ -57,7 +58,7 @@ def page(
     """
     data = json.dumps(page_data(plan, recordings), separators=(",", ":"))
     verdict = sections.verdict(plan)
-    notes = (*plan.notes, *((UNCHECKED,) if plan.fits and plan.decisions else ()))
+    notes = (*plan.notes, *((UNCHECKED,) if plan.fits and plan.decisions else ()), *_differences(recordings))
     return string.Template(_asset("page.html")).substitute(
         title=escape(f"{plan.model.name}: {verdict}"),
         mood=_mood(plan),
@@ -107,6 +108,17 @@ def _lead(plan: Plan, recordings: PlanRecordings) -> str:
             "together take."
         )
     return text
+
+
+def _differences(recordings: PlanRecordings) -> Iterator[str]:
+    """Yields a note for each recording whose peak is not that of the plan."""
+    for name, recorded in recordings.named.items():
+        if recorded.total_bytes != recorded.footprint.total_bytes:
+            drawn, planned = format_size(recorded.total_bytes), format_size(recorded.footprint.total_bytes)
+            yield (
+                f"the chart of the {name} peaks at {drawn} and not at {planned}: rehearsals of this step run different "
+                "ops, as with random numbers from the host"
+            )
 
 
 def _chart(plan: Plan, name: str) -> str:

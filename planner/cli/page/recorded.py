@@ -17,6 +17,7 @@ from planner.plan_types.plan import Footprint, Plan
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import StepGraph
 from planner.replan import load_planned
+from planner.workload.budget import Budget
 from planner.workload.cards import resolve_card
 from planner.workload.workload import Workload
 
@@ -54,6 +55,11 @@ class Recorded:
     def reserved_bytes(self) -> np.ndarray:
         """Returns int64[ticks]: bytes that the allocator holds in each tick."""
         return self.live_bytes if self.history is None else self.history.reserved_bytes(self.graph.ticks)
+
+    @property
+    def total_bytes(self) -> int:
+        """The largest total of the process; `footprint.total_bytes`, unless two rehearsals of the step differ."""
+        return int(self.reserved_bytes.max()) + self.card.context_bytes
 
     @property
     def peak_tick(self) -> int:
@@ -114,6 +120,7 @@ def rehearse_stages(plan: Plan, recordings: PlanRecordings) -> tuple[Stage, ...]
     If a technique cannot be rehearsed without the next one, both are one stage.
     """
     kinds = tuple(dict.fromkeys(decision.kind for decision in plan.decisions))
+    vram_bytes = None if plan.vram_bytes is None else Budget.on(recordings.card, plan.vram_bytes).usable_bytes
     stages, waiting = [], []
     for number, kind in enumerate(kinds[:-1], start=1):
         waiting.append(kind)
@@ -122,9 +129,8 @@ def rehearse_stages(plan: Plan, recordings: PlanRecordings) -> tuple[Stage, ...]
             graph = pipeline.record_step(recordings.workload, recordings.card, decisions)
         except PlannerError:
             continue
-        measured = measure(
-            graph, recordings.card, vram_bytes=plan.vram_bytes, micro_batches=micro_batches_of(decisions)
-        ).footprint
+        count = micro_batches_of(decisions)
+        measured = measure(graph, recordings.card, vram_bytes=vram_bytes, micro_batches=count).footprint
         stages.append(Stage(kinds=tuple(waiting), total_bytes=measured.total_bytes, step_ns=measured.step_ns))
         waiting = []
     if kinds:
