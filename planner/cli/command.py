@@ -21,7 +21,7 @@ from rich.console import Console
 
 from planner.cli.options import parser, refuse_to_overwrite, refuse_unknown_values, refuse_what_does_not_go_together
 from planner.errors import PlannerError, WorkloadError
-from planner.plan_types.plan import SCHEMA_VERSION, write_text_atomically
+from planner.plan_types.plan import SCHEMA_VERSION, write_atomically
 from planner.plan_types.tradeoff import Tradeoff
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def _write(answer: Plan | Tradeoff, options: argparse.Namespace) -> list[pathlib
         if options.svg is not None:
             from planner.cli.tradeoff_svg import front_svg
 
-            write_text_atomically(options.svg, front_svg(answer))
+            write_atomically(options.svg, front_svg(answer))
     else:
         if options.save is not None:
             answer.save(options.save)

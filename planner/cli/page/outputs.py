@@ -11,7 +11,7 @@ from planner.cli.page.page import page
 from planner.cli.page.recorded import PlanRecordings, Recorded, rehearse_plan, rehearse_stages
 from planner.errors import WorkloadError
 from planner.estimate.memory_history import snapshot_origins
-from planner.plan_types.plan import Plan, write_text_atomically
+from planner.plan_types.plan import Plan, write_atomically
 from planner.plan_types.tradeoff import Tradeoff
 from planner.rewrite.emitter.emit import source
 from planner.snapshot.write import write_snapshot
@@ -31,7 +31,7 @@ def write_recordings(answer: Plan | Tradeoff, options: argparse.Namespace) -> li
     written = []
     if options.report is not None:
         stages = rehearse_stages(plan, recordings)
-        write_text_atomically(options.report, page(plan, recordings, stages, source(plan), tradeoff))
+        write_atomically(options.report, page(plan, recordings, stages, source(plan), tradeoff))
         written.append(options.report)
     if options.snapshot is not None:
         written += write_snapshots(recordings, options.snapshot)
