@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 
-from planner.cli.options import parser, refuse_to_overwrite, refuse_unknown_values, refuse_what_does_not_go_together
+from planner.cli.options import parser, refuse_unknown_values, refuse_what_does_not_go_together
+from planner.cli.output_files import refuse_to_overwrite
 from planner.errors import PlannerError, WorkloadError
 from planner.plan_types.plan import SCHEMA_VERSION, write_atomically
 from planner.plan_types.tradeoff import Tradeoff

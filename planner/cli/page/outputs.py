@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import pathlib
 
-from planner.cli.options import baseline_path
+from planner.cli.output_files import baseline_path
 from planner.cli.page.page import page
 from planner.cli.page.recorded import PlanRecordings, Recorded, rehearse_plan, rehearse_stages
 from planner.errors import WorkloadError
