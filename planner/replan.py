@@ -30,7 +30,7 @@ def replan(saved: Plan, *, vram: str | None, gpu: str | None) -> Plan:
     Raises:
         PlanFileError: the plan was made for a live model, which cannot be loaded, or its model has changed since.
     """
-    workload = _load(saved)
+    workload = load_planned(saved)
     began = time.perf_counter()
     if vram is None:
         card, vram_bytes = resolve_card(gpu or saved.card, saved.vram_bytes), saved.vram_bytes
@@ -57,8 +57,12 @@ def replan(saved: Plan, *, vram: str | None, gpu: str | None) -> Plan:
         return assemble_plan(session, certified, constraints, vram_bytes, shortfall=shortfall, notes=notes, began=began)
 
 
-def _load(saved: Plan) -> Workload:
-    """Load the workload that the plan was made for, and check that model and batch size still match the plan."""
+def load_planned(saved: Plan) -> Workload:
+    """Load the workload that the plan was made for, and check that model and batch size still match the plan.
+
+    Raises:
+        PlanFileError: the plan was made for a live model, which cannot be loaded, or its model has changed since.
+    """
     if saved.model.reference is None:
         raise PlanFileError(
             "the plan was made in Python for a live model, which cannot be loaded by name: use "

@@ -44,8 +44,8 @@ FAULTS = (
     Fault(
         name="plan-written-in-place",
         path="planner/plan_types/plan.py",
-        old="        neighbour.write_text(text)\n        neighbour.replace(path)",
-        new="        path.write_text(text)",
+        old="        neighbour.write_bytes(",
+        new="        neighbour = path\n        neighbour.write_bytes(",
         tests=("tests/plan_types/test_plan.py::test_a_failed_write_leaves_the_old_file_whole_and_nothing_else",),
         why="an interrupted save destroys the plan that was there",
     ),

@@ -278,8 +278,8 @@ FAULTS = (
     Fault(
         name="recording-loses-state-of-the-second-step",
         path="planner/recording/gradients.py",
-        old="            for value in optimizer.state.get(parameter, {}).values():",
-        new="            for value in list(optimizer.state.get(parameter, {}).values())[:2]:",
+        old="            for key, value in optimizer.state.get(parameter, {}).items():",
+        new="            for key, value in list(optimizer.state.get(parameter, {}).items())[:2]:",
         tests=(
             "tests/recording/test_recorder.py::test_parameters_gradients_and_optimizer_state_are_counted_to_the_byte",
         ),
@@ -288,7 +288,7 @@ FAULTS = (
     Fault(
         name="recording-gradients-as-temporaries",
         path="planner/recording/gradients.py",
-        old="        self._table.mark(gradient, Category.GRADIENT)\n",
+        old="        self._table.mark(gradient, Category.GRADIENT, name=name)\n",
         new="",
         tests=(
             "tests/recording/test_recorder.py::test_parameters_gradients_and_optimizer_state_are_counted_to_the_byte",

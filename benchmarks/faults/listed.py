@@ -9,6 +9,7 @@ from benchmarks.faults import (
     in_estimates,
     in_first_step,
     in_losses,
+    in_page,
     in_recompute,
     in_search,
     in_step,
@@ -19,6 +20,7 @@ from benchmarks.faults.fault import Fault
 _LISTS = (
     in_step,
     in_losses,
+    in_page,
     in_updates,
     in_recompute,
     in_emitter,

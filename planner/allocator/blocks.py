@@ -170,8 +170,7 @@ class Driver:
         self.capacity_bytes = capacity_bytes
         self.reserved_bytes = 0
         self.peak_reserved_bytes = 0
-        self._next_address = FIRST_ADDRESS
-        self.place = self._place_next if place is None else place
+        self.place = rising_addresses() if place is None else place
         """Function that takes the size of a new segment in bytes and returns its address."""
 
     def take(self, size_bytes: int) -> bool:
@@ -187,11 +186,17 @@ class Driver:
         """Releases `size_bytes` of physical memory."""
         self.reserved_bytes -= size_bytes
 
-    def _place_next(self, size_bytes: int) -> int:
-        """Returns the address of a new segment: the end of the segment that was placed before it."""
-        address = self._next_address
-        self._next_address += size_bytes
-        return address
+
+def rising_addresses() -> Callable[[int], int]:
+    """Returns a function for `Driver.place` that puts each new segment at the end of the one placed before it."""
+    next_address = FIRST_ADDRESS
+
+    def place(size_bytes: int) -> int:
+        nonlocal next_address
+        next_address += size_bytes
+        return next_address - size_bytes
+
+    return place
 
 
 def falling_addresses() -> Callable[[int], int]:

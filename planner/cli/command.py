@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import pathlib
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -18,9 +19,10 @@ from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 
-from planner.cli.options import parser, refuse_to_overwrite, refuse_unknown_values, refuse_what_does_not_go_together
+from planner.cli.options import parser, refuse_unknown_values, refuse_what_does_not_go_together
+from planner.cli.output_files import refuse_to_overwrite
 from planner.errors import PlannerError, WorkloadError
-from planner.plan_types.plan import SCHEMA_VERSION, write_text_atomically
+from planner.plan_types.plan import SCHEMA_VERSION, write_atomically
 from planner.plan_types.tradeoff import Tradeoff
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _standard_output_to_error():  # the model's code may print, and must not mix with the answer
             answer = _answer(options)
-            _write(answer, options)
+            written = _write(answer, options)
             verification = _verify(answer, options)
     except PlannerError as error:
         return _refuse(error, as_json=options.json, out=out)
@@ -68,9 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from planner.cli.training_lines import training_lines
 
             print(f"\npaste into your script:\n\n{training_lines(answer, options.loop, options.save)}", file=out)
-        for path in (options.save, options.emit, options.report, options.svg):
-            if path is not None:
-                print(f"wrote {path}", file=sys.stderr)
+        for path in written:
+            print(f"wrote {path}", file=sys.stderr)
     return FITS if answer.fits and (verification is None or verification.kept) else DOES_NOT_FIT
 
 
@@ -134,24 +135,27 @@ def _verify(answer: Plan | Tradeoff, options: argparse.Namespace) -> Verificatio
         return cpu_verification(answer)
 
 
-def _write(answer: Plan | Tradeoff, options: argparse.Namespace) -> None:
-    """Write the files that the options name: --svg for a trade-off; --save, --emit and --report for a plan."""
+def _write(answer: Plan | Tradeoff, options: argparse.Namespace) -> list[pathlib.Path]:
+    """Write the files that the options name, and return their paths."""
+    written = [path for path in (options.save, options.emit, options.svg) if path is not None]
     if isinstance(answer, Tradeoff):
         if options.svg is not None:
             from planner.cli.tradeoff_svg import front_svg
 
-            write_text_atomically(options.svg, front_svg(answer))
-        return
-    if options.save is not None:
-        answer.save(options.save)
-    if options.emit is not None:
-        from planner.rewrite.emitter.emit import emit
+            write_atomically(options.svg, front_svg(answer))
+    else:
+        if options.save is not None:
+            answer.save(options.save)
+        if options.emit is not None:
+            from planner.rewrite.emitter.emit import emit
 
-        emit(answer, options.emit)
-    if options.report is not None:
-        from planner.cli.report import html
+            emit(answer, options.emit)
+    if options.report is not None or options.snapshot is not None:
+        from planner.cli.page.outputs import write_recordings
 
-        write_text_atomically(options.report, html(answer))
+        with _working("rehearsing the plan for the report"):
+            written += write_recordings(answer, options)
+    return written
 
 
 # ---- output -------------------------------------------------------------------------------------------------------

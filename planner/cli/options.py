@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import math
 import pathlib
 import textwrap
 from typing import NoReturn
 
 from planner import profiles
-from planner.errors import DeviceProfileError, PlanFileError, WorkloadError
+from planner.errors import DeviceProfileError, WorkloadError
 from planner.plan_types.decisions import Fidelity
 from planner.plan_types.sizes import format_size, parse_size
 from planner.plan_types.techniques import KINDS
@@ -233,7 +232,19 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--emit", type=pathlib.Path, metavar="train_step.py", help="write the training step as a Python file"
     )
-    group.add_argument("--report", type=pathlib.Path, metavar="report.html", help="write the report as an HTML page")
+    group.add_argument(
+        "--report",
+        type=pathlib.Path,
+        metavar="report.html",
+        help="write an HTML page: memory over the training step, the tensors in it, and the price of each technique",
+    )
+    group.add_argument(
+        "--snapshot",
+        type=pathlib.Path,
+        metavar="step.pickle",
+        help="write the allocations of the rehearsed step for PyTorch's memory visualizer (pytorch.org/memory_viz), "
+        "without the plan (step.baseline.pickle) and with it (step.pickle)",
+    )
     group.add_argument("--svg", type=pathlib.Path, metavar="front.svg", help="draw the result of --tradeoff")
     group.add_argument(
         "--verify",
@@ -291,6 +302,11 @@ def refuse_what_does_not_go_together(options: argparse.Namespace) -> None:
             raise WorkloadError(f"{option(name)} cannot be combined with {option(question)}: {reason}")
     if {"input_shapes", "seq_len"} <= used:
         raise WorkloadError("--seq-len cannot be combined with --input-shapes, which states all sizes: leave it out")
+    if options.snapshot is not None and options.gpu == "bare":
+        raise WorkloadError(
+            "--snapshot cannot be combined with --gpu bare, which has no allocator: name another card, or leave "
+            "--gpu out"
+        )
     if question == "largest_batch" and "vram" not in used:
         raise WorkloadError("--largest-batch needs a budget: give --vram, such as --vram 6GiB")
 
@@ -315,7 +331,7 @@ _STAND_INS = ("generic", "unlisted")
 """Names in plans that stand for a card which has no profile file."""
 _MANY_PLANS = "--tradeoff returns several plans; choose one, and plan again with its memory as --vram"
 _QUESTIONS = {
-    "tradeoff": dict.fromkeys(("save", "emit", "report", "verify", "loop"), _MANY_PLANS),
+    "tradeoff": dict.fromkeys(("save", "emit", "snapshot", "verify", "loop"), _MANY_PLANS),
     "largest_batch": {
         "batch_size": "the batch size is the answer; leave it out",
         "max_slowdown": "the search for the largest batch ignores the step time; leave the limit out",
@@ -340,48 +356,3 @@ def option(name: str) -> str:
 def names(texts: list[str]) -> tuple[str, ...]:
     """Returns all names in the values of a repeated option: ['a,b', 'c'] gives ('a', 'b', 'c')."""
     return tuple(name.strip() for text in texts for name in text.split(",") if name.strip())
-
-
-# ---- files --------------------------------------------------------------------------------------------------------
-
-
-def refuse_to_overwrite(options: argparse.Namespace) -> None:
-    """Refuse output files that cannot be written, or that exist and were not written by the same option.
-
-    This check comes before anything is computed.
-
-    Raises:
-        PlanFileError: an output file is refused; the message names it.
-    """
-    targets = [path.resolve() for path in (options.save, options.emit, options.report, options.svg) if path is not None]
-    if len(set(targets)) < len(targets):
-        raise PlanFileError(
-            "two of --save, --emit, --report and --svg name the same file: give each option its own file"
-        )
-    for path, kind, is_ours in (
-        (options.save, "a saved plan", _is_plan),
-        (options.emit, "an emitted training step", lambda text: "One training step of " in text[:200]),
-        (options.svg, "a picture", lambda text: text.startswith("<svg")),
-        (options.report, "a report", lambda text: text.lstrip().lower().startswith("<!doctype html")),
-    ):
-        if path is None:
-            continue
-        if path.is_dir() or not path.resolve().parent.is_dir():
-            raise PlanFileError(
-                f"'{path}' cannot be written: "
-                + (
-                    "it is a folder; name a file in it"
-                    if path.is_dir()
-                    else "its folder does not exist; create it first"
-                )
-            )
-        if path.exists() and not is_ours(path.read_text(errors="replace")):
-            raise PlanFileError(f"'{path}' exists and is not {kind}, so it is not overwritten: choose another name")
-
-
-def _is_plan(text: str) -> bool:
-    try:
-        data = json.loads(text)
-    except ValueError:
-        return False
-    return isinstance(data, dict) and {"schema_version", "decisions"} <= set(data)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
-from html import escape
-
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -43,16 +40,8 @@ def render(plan: Plan, *, verified: bool = False) -> RenderableType:
         parts += _shortfall(plan, plan.shortfall)
     if plan.notes:
         parts += [Text(), *(Text(f"note: {note}", style="dim") for note in plan.notes)]
-    parts += [Text(), _provenance(plan)]
+    parts += [Text(), provenance(plan)]
     return Group(*parts)
-
-
-def html(plan: Plan) -> str:
-    """Returns the same report as an HTML page."""
-    console = Console(record=True, width=110, file=io.StringIO(), force_terminal=True)
-    console.print(render(plan))
-    page = console.export_html(inline_styles=True)
-    return page.replace("<head>", f"<head>\n<title>{escape(plan.model.name)}: memory plan</title>", 1)
 
 
 def headline(plan: Plan) -> Text:
@@ -207,7 +196,7 @@ def _relaxations(shortfall: Shortfall) -> Table:
     return table
 
 
-def _provenance(plan: Plan) -> Text:
+def provenance(plan: Plan) -> Text:
     """Returns the last lines of the report: the solver's result, the planning time and the versions of packages."""
     versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
     solver = plan.solver

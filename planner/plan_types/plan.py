@@ -319,7 +319,7 @@ class Plan:
         Raises:
             PlanFileError: the file cannot be written.
         """
-        write_text_atomically(pathlib.Path(path), json.dumps(self.to_json(), indent=2) + "\n")
+        write_atomically(pathlib.Path(path), json.dumps(self.to_json(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | pathlib.Path) -> Plan:
@@ -333,15 +333,15 @@ class Plan:
         return cls.from_json(data)
 
 
-def write_text_atomically(path: pathlib.Path, text: str) -> None:
-    """Write a text file at once: to a temporary file in the same folder, which is then renamed to `path`.
+def write_atomically(path: pathlib.Path, data: bytes | str) -> None:
+    """Write a file at once: to a temporary file in the same folder, which is then renamed to `path`.
 
     Raises:
         PlanFileError: the file cannot be written.
     """
     neighbour = path.with_name(f".{path.name}.part")
     try:
-        neighbour.write_text(text)
+        neighbour.write_bytes(data.encode() if isinstance(data, str) else data)
         neighbour.replace(path)
     except OSError as error:
         neighbour.unlink(missing_ok=True)

@@ -103,8 +103,9 @@ class Updates:
         """Hook of a parameter, which autograd calls after it has accumulated into `parameter.grad`."""
         gradient = parameter.grad
         assert isinstance(parameter, torch.nn.Parameter) and gradient is not None  # autograd has just set it
-        self._table.mark(gradient, Category.GRADIENT)
-        self._is_sparse[self._names[id(parameter)]] = gradient.is_sparse
+        name = self._names[id(parameter)]
+        self._table.mark(gradient, Category.GRADIENT, name=name)
+        self._is_sparse[name] = gradient.is_sparse
         if id(parameter) in self._optimized:
             self._waiting.append(parameter)
 
@@ -126,6 +127,7 @@ class Updates:
         # An update inside of backward uses the gradients of the waiting parameters; a later update uses all.
         parameters: Iterable[torch.Tensor] = updated if self._in_backward else tuple(optimizer.state)
         for parameter in parameters:
-            for value in optimizer.state.get(parameter, {}).values():
+            owner = self._names.get(id(parameter), "")
+            for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    self._table.mark(value, Category.OPTIMIZER_STATE)
+                    self._table.mark(value, Category.OPTIMIZER_STATE, name=f"{owner} ({key})" if owner else str(key))

@@ -103,9 +103,9 @@ class Recorder(TorchDispatchMode):
         self._buffers: dict[int, tuple[str, bool]] = {}  # storage -> (module, True if the module is a norm)
         self._writes: list[tuple[int, int, int | None]] = []  # (tick, storage, call) of in-place writes in forward
 
-    def mark(self, tensor: torch.Tensor | None, category: Category) -> None:
-        """Sets the category of a tensor's storage."""
-        self.table.mark(tensor, category)
+    def mark(self, tensor: torch.Tensor | None, category: Category, *, name: str = "") -> None:
+        """Sets the category and the name of a tensor's storage."""
+        self.table.mark(tensor, category, name=name)
 
     # ---- ops --------------------------------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class Recorder(TorchDispatchMode):
                 phase=phase,
                 module=module,
                 call=call,
-                source=source_line() if phase is Phase.FORWARD else "",
+                source=source_line() if phase in (Phase.FORWARD, Phase.RECOMPUTE) else "",
                 flops=flops_of(op, args, kwargs, out),
                 moved_bytes=0 if traits.is_view else moved_bytes(op, read, (*written, *changed)),
                 host_bytes=host_bytes(op, (*read, *written), nested_tensors((args, out))) if self.virtual else 0,

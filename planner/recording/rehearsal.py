@@ -173,10 +173,10 @@ def record_steps(
     if recorder.virtual:
         hook_errors.install(model)
     with recorder:
-        for tensor in _in_order_of_arrival(model):
-            recorder.mark(tensor, Category.PARAMETER)
-        for _, tensor in tensors_of(batch):
-            recorder.mark(tensor, Category.INPUT)
+        for name, tensor in _in_order_of_arrival(model):
+            recorder.mark(tensor, Category.PARAMETER, name=name)
+        for path, tensor in tensors_of(batch):
+            recorder.mark(tensor, Category.INPUT, name=path)
         step, optimizer = prepare(model)
         with recorder.watching(model, optimizer):
             if trained is not None:
@@ -323,16 +323,18 @@ def make_virtual(model: torch.nn.Module, device: str, known: ShadowValues | None
                 rnn.flatten_weights(module)
 
 
-def _in_order_of_arrival(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yields parameters and buffers in the order in which `torch.nn.Module.to` moves them.
+def _in_order_of_arrival(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields parameters and buffers with their names in the order in which `torch.nn.Module.to` moves them.
 
     The tensors of a module's children come before those of the module, and a quantized weight before its state.
     """
+    paths = {module: f"{path}." if path else "" for path, module in model.named_modules()}
     for module in dict.fromkeys(_children_first(model)):
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
-                yield tensor
-                yield from quantized_weights.state_tensors(tensor)
+                name = paths[module] + name
+                yield name, tensor
+                yield from ((name, part) for part in quantized_weights.state_tensors(tensor))
 
 
 def _children_first(module: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -106,6 +106,13 @@ class Storage:
     category: Category
     op: int | None
     """Index of the op that made the storage; None if the storage existed before the recorded steps."""
+    name: str = ""
+    """Name of the parameter or buffer that the storage holds, or of whose gradient or optimizer state it holds; path in
+    the batch for an input. Empty for other storages."""
+    shape: tuple[int, ...] = ()
+    """Shape of the first tensor that was seen on the storage; empty for memory that belongs to no tensor."""
+    dtype: str = ""
+    """Dtype of that tensor, such as 'float32'; empty for memory that belongs to no tensor."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

@@ -68,7 +68,16 @@ class StorageTable:
         birth = self.next_tick()
         if adopt is None:
             index = len(self.storages)
-            self.storages.append(Storage(size_bytes=size_bytes, lives=[], category=category, op=self.birth_op))
+            self.storages.append(
+                Storage(
+                    size_bytes=size_bytes,
+                    lives=[],
+                    category=category,
+                    op=self.birth_op,
+                    shape=tuple(tensor.shape),
+                    dtype=str(tensor.dtype).removeprefix("torch."),
+                )
+            )
         else:
             index = adopt
 
@@ -79,16 +88,21 @@ class StorageTable:
         self._alive[pointer] = (index, birth, weakref.ref(untyped, died))
         return index
 
-    def mark(self, tensor: torch.Tensor | None, category: Category) -> None:
-        """Sets the category of a tensor's storage; for a sparse tensor, of the storages of its indices and values."""
+    def mark(self, tensor: torch.Tensor | None, category: Category, *, name: str = "") -> None:
+        """Sets category and name of a tensor's storage; for a sparse tensor, of the storages of indices and values."""
         if tensor is not None and tensor.is_sparse:
             of_model = sparse_tensors.has_elements(tensor)
             for part in sparse_tensors.parts_of(tensor):
                 index = self.storage_of(part)
                 if index is not None and (of_model or self.storages[index].op is not None):
-                    self.storages[index].category = category
+                    self._describe(index, category, name)
         elif tensor is not None and (index := self.storage_of(tensor)) is not None:
-            self.storages[index].category = category
+            self._describe(index, category, name)
+
+    def _describe(self, index: int, category: Category, name: str) -> None:
+        """Sets the category of a storage, and its name if it has none: of tied weights, the first name is kept."""
+        storage = self.storages[index]
+        storage.category, storage.name = category, storage.name or name
 
     def close(self, ticks: int) -> None:
         """Ends the recording: the lives of storages that are still alive end at tick `ticks`."""

@@ -6,5 +6,22 @@ from planner.snapshot.command import main
 from planner.snapshot.file import Action, Event, History, load
 from planner.snapshot.replay import recorded_stream, replay_history
 from planner.snapshot.result import ReplayResult
+from planner.snapshot.simulate import SimulatedHistory, simulate
+from planner.snapshot.write import Frame, Origin, snapshot_data, write_snapshot
 
-__all__ = ["Action", "Event", "History", "ReplayResult", "load", "main", "recorded_stream", "replay_history"]
+__all__ = [
+    "Action",
+    "Event",
+    "Frame",
+    "History",
+    "Origin",
+    "ReplayResult",
+    "SimulatedHistory",
+    "load",
+    "main",
+    "recorded_stream",
+    "replay_history",
+    "simulate",
+    "snapshot_data",
+    "write_snapshot",
+]

@@ -29,6 +29,9 @@ _NOT_MODEL_CODE = (
     "<",
 )
 
+_RECORDING = ("record_steps", os.path.join(pathlib.Path(__file__).parents[1], "recording", "rehearsal.py"))
+"""Name and file of the function that runs the training steps: the frames around it are not those of a model."""
+
 
 @functools.cache
 def is_model_code(filename: str) -> bool:
@@ -44,8 +47,13 @@ def optimizer_in(running: Iterable[FrameType]) -> torch.optim.Optimizer | None:
 
 
 def source_line() -> str:
-    """Returns 'file.py:line' of the innermost frame of model code, or '' if there is none."""
+    """Returns 'file.py:line' of the innermost frame of model code, or '' if there is none.
+
+    The program that asked for the recording is not model code.
+    """
     for frame in frames():
+        if (frame.f_code.co_name, frame.f_code.co_filename) == _RECORDING:
+            return ""
         if is_model_code(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
     return ""

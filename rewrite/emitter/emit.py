@@ -10,7 +10,7 @@ import inspect
 import pathlib
 import textwrap
 
-from planner.plan_types.plan import Plan, write_text_atomically
+from planner.plan_types.plan import Plan, write_atomically
 from planner.rewrite.application import one_of_each_kind, turns_cache_off
 from planner.rewrite.emitted_code import WIDTH, EmittedCode, literal
 from planner.rewrite.emitter.check_source import check_source
@@ -34,7 +34,7 @@ def emit(plan: Plan, path: str | pathlib.Path) -> None:
         PlanFileError: if the file cannot be written, or if the configuration file of the model cannot be read.
     """
     path = pathlib.Path(path)
-    write_text_atomically(path, source(plan, file_name=path.name))
+    write_atomically(path, source(plan, file_name=path.name))
 
 
 def source(plan: Plan, *, file_name: str = "train_step.py") -> str:

@@ -287,12 +287,12 @@ def test_a_failed_write_leaves_the_old_file_whole_and_nothing_else(tmp_path, mon
     example().save(path)
     before = path.read_bytes()
 
-    def full(self, text, *arguments, **options):
-        with self.open("w") as file:
-            file.write(text[: len(text) // 2])
+    def full(self, data):
+        with self.open("wb") as file:
+            file.write(data[: len(data) // 2])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(pathlib.Path, "write_text", full)
+    monkeypatch.setattr(pathlib.Path, "write_bytes", full)
     with pytest.raises(PlanFileError, match=r"plan.json' cannot be written: No space left"):
         example(Optimizer()).save(path)
     assert path.read_bytes() == before

@@ -1,0 +1,67 @@
+"""Planted faults: the page of `--report`, and memory snapshots."""
+
+from __future__ import annotations
+
+from benchmarks.faults.fault import Fault
+
+FAULTS = (
+    Fault(
+        name="page-loses-the-peak",
+        path="planner/cli/page/timeline.py",
+        old="        kept.add(int(group[live[group].argmax()]))\n",
+        new="        kept.add(int(group[0]))\n",
+        tests=("tests/cli/test_page.py::test_fewer_moments_keep_the_largest_of_each_group",),
+        why="the page of a long step shows lower peaks between the largest ones",
+    ),
+    Fault(
+        name="page-storages-live-too-long",
+        path="planner/cli/page/timeline.py",
+        old='        "life": [death - birth for birth, death, _ in rows],',
+        new='        "life": [death - birth + 1 for birth, death, _ in rows],',
+        tests=("tests/cli/test_page.py::test_the_pages_bytes_are_those_of_the_recording_in_every_moment",),
+        why="the page counts tensors that have died",
+    ),
+    Fault(
+        name="page-forgets-reserved-memory",
+        path="planner/estimate/memory_history.py",
+        old="            most[tick] = max(most[tick], reserved)\n",
+        new="",
+        tests=("tests/estimate/test_memory_history.py::test_the_history_has_the_peaks_of_the_footprint",),
+        why="the page shows too little slack in the moments in which the allocator takes memory",
+    ),
+    Fault(
+        name="page-stretches-no-micro-batch",
+        path="planner/estimate/memory_history.py",
+        old="repeats[min(op.micro_batch, len(repeats) - 1)])",
+        new="1)",
+        tests=("tests/estimate/test_memory_history.py::test_the_time_of_the_last_step_is_that_of_the_footprint",),
+        why="the page draws a step with many micro-batches as shorter than it is",
+    ),
+    Fault(
+        name="page-prices-of-another-step",
+        path="planner/cli/page/recorded.py",
+        old="if decision.kind in kinds[:number])",
+        new="if decision.kind in kinds)",
+        tests=("tests/cli/test_page.py::test_each_stage_adds_a_technique_and_the_last_is_the_plan",),
+        why="the first technique gets the price of the whole plan",
+    ),
+    Fault(
+        name="snapshot-without-released-segments",
+        path="planner/snapshot/simulate.py",
+        old="                for address in [address for address in reserved if address not in present]:\n",
+        new="                for address in ():\n",
+        tests=(
+            "tests/snapshot/test_write.py::"
+            "test_segments_that_a_full_card_releases_are_events_of_the_request_that_needs_them",
+        ),
+        why="a snapshot of a full card reserves more memory than the card has",
+    ),
+    Fault(
+        name="recording-names-of-tied-weights",
+        path="planner/recording/storage_table.py",
+        old="storage.name or name",
+        new="name or storage.name",
+        tests=("tests/estimate/test_memory_history.py::test_tied_weights_have_their_first_name",),
+        why="a tied weight has another name than in named_parameters",
+    ),
+)

@@ -1,0 +1,59 @@
+"""The files that the `plan` command writes: their names, and the check that none of them replaces another file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+
+from planner.errors import PlanFileError
+
+
+def refuse_to_overwrite(options: argparse.Namespace) -> None:
+    """Refuse output files that cannot be written, or that exist and were not written by the same option.
+
+    This check comes before anything is computed.
+
+    Raises:
+        PlanFileError: an output file is refused; the message names it.
+    """
+    snapshots = (None, None) if options.snapshot is None else (options.snapshot, baseline_path(options.snapshot))
+    given = (options.save, options.emit, options.report, options.svg, *snapshots)
+    targets = [path.resolve() for path in given if path is not None]
+    if len(set(targets)) < len(targets):
+        raise PlanFileError(
+            "two of --save, --emit, --report, --svg and --snapshot name the same file: give each option its own file"
+        )
+    for path, kind, is_ours in (
+        (options.save, "a saved plan", _is_plan),
+        (options.emit, "an emitted training step", lambda text: "One training step of " in text[:200]),
+        (options.svg, "a picture", lambda text: text.startswith("<svg")),
+        (options.report, "a report", lambda text: text.lstrip().lower().startswith("<!doctype html")),
+        *((path, "a memory snapshot", lambda text: "device_traces" in text) for path in snapshots),
+    ):
+        if path is None:
+            continue
+        if path.is_dir() or not path.resolve().parent.is_dir():
+            raise PlanFileError(
+                f"'{path}' cannot be written: "
+                + (
+                    "it is a folder; name a file in it"
+                    if path.is_dir()
+                    else "its folder does not exist; create it first"
+                )
+            )
+        if path.exists() and not is_ours(path.read_text(errors="replace")):
+            raise PlanFileError(f"'{path}' exists and is not {kind}, so it is not overwritten: choose another name")
+
+
+def baseline_path(path: pathlib.Path) -> pathlib.Path:
+    """Returns the file of the baseline's snapshot: 'step.baseline.pickle' for 'step.pickle'."""
+    return path.with_name(f"{path.stem}.baseline{path.suffix}")
+
+
+def _is_plan(text: str) -> bool:
+    try:
+        data = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(data, dict) and {"schema_version", "decisions"} <= set(data)

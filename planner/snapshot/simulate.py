@@ -1,0 +1,91 @@
+"""Simulates the allocator on requests, and returns the history that PyTorch would record: each event with its address.
+
+`planner.snapshot.write` writes such a history to a file, and `replay_history` replays it like that of a real card.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from planner.allocator.blocks import Block, falling_addresses, rising_addresses
+from planner.allocator.caching_allocator import CachingAllocator
+from planner.allocator.settings import AllocatorSettings
+from planner.snapshot.file import Action, Event, History
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SimulatedHistory:
+    """The history of a simulated allocator that starts empty and gets a sequence of requests on stream 0."""
+
+    history: History
+    requests: tuple[int, ...]
+    """For each event: index of the allocation or the free that caused it."""
+    live: dict[int, int]
+    """For each block that is allocated at the end: its address, and the index of the request that allocated it."""
+    peak_reserved_bytes: int
+    """Maximum of the memory that was taken from the driver."""
+    peak_allocated_request: int
+    """Index of the first request after which the allocated blocks had their largest total size."""
+
+
+def simulate(
+    requests: Iterable[tuple[int, int]],
+    capacity_bytes: int | None,
+    *,
+    descending: bool = False,
+) -> SimulatedHistory:
+    """Runs allocations and frees through an empty simulated allocator with PyTorch's default options.
+
+    Args:
+        requests: Pairs (number of a storage, size in bytes). A size above 0 allocates the storage, 0 frees it.
+        capacity_bytes: Maximum memory of all segments together. None means no limit.
+        descending: True if each new segment lies below the segment before it, False if above.
+
+    Raises:
+        OutOfMemory: a request does not fit in the capacity.
+    """
+    settings = AllocatorSettings()
+    placed: list[tuple[int, int]] = []
+    next_address = falling_addresses() if descending else rising_addresses()
+
+    def place(size_bytes: int) -> int:
+        placed.append((next_address(size_bytes), size_bytes))
+        return placed[-1][0]
+
+    allocator = CachingAllocator(settings, capacity_bytes, place=place)
+    alive: dict[int, tuple[Block, int]] = {}
+    peak_bytes = peak_request = 0
+    reserved: dict[int, int] = {}
+    events: list[Event] = []
+    causes: list[int] = []
+    for index, (storage, size_bytes) in enumerate(requests):
+        if size_bytes:
+            block = allocator.malloc(size_bytes)
+            alive[storage] = block, index
+            if allocator.allocated_bytes > peak_bytes:
+                peak_bytes, peak_request = allocator.allocated_bytes, index
+            new = placed[:]
+            placed.clear()
+            if allocator.reserved_bytes != sum(reserved.values()) + sum(size for _, size in new):
+                # The request found the capacity exhausted, so the allocator released segments before it took new ones.
+                present = {segment.address for segment in allocator.segments()}
+                for address in [address for address in reserved if address not in present]:
+                    events.append(Event(Action.SEGMENT_FREE, address, reserved.pop(address), 0))
+            reserved.update(new)
+            events += [Event(Action.SEGMENT_ALLOC, address, size, 0) for address, size in new]
+            events.append(Event(Action.ALLOC, block.address, size_bytes, 0))
+        else:
+            block, _ = alive.pop(storage)
+            freed = block.requested_bytes
+            events.append(Event(Action.FREE_REQUESTED, block.address, freed, 0))
+            events.append(Event(Action.FREE_COMPLETED, block.address, freed, 0))
+            allocator.free(block)
+        causes += [index] * (len(events) - len(causes))
+    return SimulatedHistory(
+        history=History(events=tuple(events), segments=allocator.segments(), settings=settings),
+        requests=tuple(causes),
+        live={block.address: index for block, index in alive.values()},
+        peak_reserved_bytes=allocator.peak_reserved_bytes,
+        peak_allocated_request=peak_request,
+    )
