@@ -26,7 +26,7 @@ from planner.rewrite.step import TrainingStep
 from planner.rewrite.step_observer import StepObserver
 from planner.workload.call_convention import Calling, LossFn, StepFn, loss_of
 from planner.workload.optimizer_choice import Optimizers, arranged
-from planner.workload.workload import as_module
+from planner.workload.own_step import as_module
 
 logger = logging.getLogger(__name__)
 

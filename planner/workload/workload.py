@@ -20,6 +20,7 @@ from planner.plan_types.quantized import element_count
 from planner.workload.call_convention import Calling, LossFn, StepFn
 from planner.workload.model_loss import own_loss
 from planner.workload.optimizer_choice import Optimizers, by_name, optimizer_name
+from planner.workload.own_step import as_module, refuse_with_step
 from planner.workload.torch_optimizers import sparse_lookups
 from planner.workload.unsupported import refuse_unsupported
 
@@ -175,7 +176,7 @@ def workload(
     """
     if step is not None:
         model = as_module(model)
-        _refuse_with_step(step, loss_fn, gradients_alive=gradients_alive)
+        refuse_with_step(step, loss_fn, gradients_alive=gradients_alive)
     elif len(by_name(optimizer)) > 1:
         raise WorkloadError(
             "several optimizers were given, and only a step of your own says when each of them steps: give step=..., "
@@ -221,39 +222,6 @@ def workload(
         answers=answers,
         notes=notes,
     )
-
-
-def as_module(model: torch.nn.Module | Mapping[str, torch.nn.Module]) -> torch.nn.Module:
-    """Returns the model of a step of the user's own: a module, or a dict of modules as one `torch.nn.ModuleDict`.
-
-    Raises:
-        WorkloadError: a key or a value of the dict cannot be in a `ModuleDict`.
-    """
-    if not isinstance(model, Mapping):
-        return model
-    try:
-        return torch.nn.ModuleDict(model)
-    except (TypeError, KeyError) as error:
-        raise WorkloadError(
-            f"the dict of modules cannot become a torch.nn.ModuleDict ({error.args[0]}): give modules by names that "
-            "are no attributes of ModuleDict and have no dot"
-        ) from error
-
-
-def _refuse_with_step(step: StepFn, loss_fn: LossFn | None, *, gradients_alive: bool) -> None:
-    """Raises `WorkloadError` for arguments that say what the user's own step does itself."""
-    if not callable(step):
-        raise WorkloadError(
-            f"step is of type {type(step).__name__}: give a function that takes (model, optimizer, batch) and runs one "
-            "training step"
-        )
-    if loss_fn is not None:
-        raise WorkloadError("the step function computes the loss itself: leave loss_fn out")
-    if gradients_alive:
-        raise WorkloadError(
-            "gradients_alive (--accumulating-loop) is not for a step of your own: write all backwards of one optimizer "
-            "step into the function"
-        )
 
 
 def _is_below(path: str, prefixes: Iterable[str]) -> bool:

@@ -46,8 +46,9 @@ from planner.rewrite.portable.batch_slicing import map_tensors
 from planner.rewrite.rewriting import LossWeight
 from planner.workload.call_convention import LossFn, StepFn
 from planner.workload.optimizer_choice import Optimizers
+from planner.workload.own_step import as_module
 from planner.workload.torch_optimizers import has_step_hooks
-from planner.workload.workload import as_module, batch_size_of
+from planner.workload.workload import batch_size_of
 
 
 def verify(
