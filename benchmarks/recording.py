@@ -110,7 +110,7 @@ def _timed(work: Workload, watched: Callable) -> tuple[float, int]:
         step = apply_decisions(
             (), model, optimizer="adamw", calling=work.calling, batch_size=work.batch_size, loss_fn=work.loss_fn
         )
-        return step.step, step.optimizer
+        return step.step, (step.optimizer,)
 
     def run() -> tuple[float, int]:
         warnings.simplefilter("ignore")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from planner.profiles.device import DeviceProfile
-    from planner.workload.call_convention import LossFn
+    from planner.workload.call_convention import LossFn, StepFn
     from planner.workload.workload import Workload
 
 __all__ = ["Footprint", "Plan", "Tradeoff", "plan", "record", "to_networkx", "tradeoff"]
@@ -36,11 +36,12 @@ def __getattr__(name: str) -> ModuleType | str:
 
 
 def plan(
-    model: torch.nn.Module,
+    model: torch.nn.Module | Mapping[str, torch.nn.Module],
     batch: Any,
     *,
     vram: str | int | None,
     loss_fn: LossFn | None = None,
+    step: StepFn | None = None,
     gpu: str | None = None,
     fidelity: str = "rounded",
     optimizer: Any = "adamw",
@@ -64,12 +65,16 @@ def plan(
         vram: the memory budget of the process: a size such as "6GiB", a percentage of the card's memory such as "80%",
             or a number of bytes. If None, the step is only rehearsed, and the plan changes nothing.
         loss_fn: called as `loss_fn(output, batch)`; None if the model returns a loss.
+        step: your own training step, called as `step(model, optimizer, batch)`, if one call is not forward, loss,
+            backward and update: several forwards, backwards or optimizers. `model` may then be a dict of modules, which
+            the step gets as a `torch.nn.ModuleDict`, and has to hold everything with tensors, such as a frozen teacher.
         gpu: a profile's name such as "rtx-2060", the path of a profile's TOML file, or "bare". If None, the CUDA card
             of this machine, or a generic Ampere GPU if there is none.
         fidelity: how closely training must match the original: "exact" (same math), "rounded" (lower precision) or
             "partial" (freeze layers).
         optimizer: a name such as "adamw", a torch optimizer, or a function that takes parameters and returns an
-            optimizer.
+            optimizer. With `step`, it may be a dict or tuple of these, which the step gets in this form; a name or
+            function in a dict gets the parameters of the submodule of its key, else those of the whole model.
         force: names of techniques that the plan must use, such as "checkpoint" or "offload"
             (`planner.plan_types.techniques.KINDS` lists the names).
         forbid: names of techniques that the plan must not use.
@@ -100,25 +105,27 @@ def plan(
 
     constraints = parse_constraints(fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown)
     card, vram_bytes = card_and_budget(gpu, vram)
-    step = _largest_step(
+    work = _largest_step(
         model,
         batch,
         card,
         loss_fn=loss_fn,
+        step=step,
         optimizer=optimizer,
         gradients_alive=gradients_alive,
         by_sample=by_sample,
         answers=Answers(values=values or {}, worst_case=worst_case),
     )
-    return pipeline.plan_workload(step, card, vram_bytes=vram_bytes, constraints=constraints)
+    return pipeline.plan_workload(work, card, vram_bytes=vram_bytes, constraints=constraints)
 
 
 def tradeoff(
-    model: torch.nn.Module,
+    model: torch.nn.Module | Mapping[str, torch.nn.Module],
     batch: Any,
     *,
     vram: str | int | None = None,
     loss_fn: LossFn | None = None,
+    step: StepFn | None = None,
     gpu: str | None = None,
     fidelity: str = "rounded",
     optimizer: Any = "adamw",
@@ -153,24 +160,26 @@ def tradeoff(
 
     constraints = parse_constraints(fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown)
     card, vram_bytes = card_and_budget(gpu, vram)
-    step = _largest_step(
+    work = _largest_step(
         model,
         batch,
         card,
         loss_fn=loss_fn,
+        step=step,
         optimizer=optimizer,
         gradients_alive=gradients_alive,
         by_sample=by_sample,
         answers=Answers(values=values or {}, worst_case=worst_case),
     )
-    return pipeline.tradeoff_workload(step, card, vram_bytes=vram_bytes, constraints=constraints, seconds=seconds)
+    return pipeline.tradeoff_workload(work, card, vram_bytes=vram_bytes, constraints=constraints, seconds=seconds)
 
 
 def record(
-    model: torch.nn.Module,
+    model: torch.nn.Module | Mapping[str, torch.nn.Module],
     batch: Any,
     *,
     loss_fn: LossFn | None = None,
+    step: StepFn | None = None,
     gpu: str | None = None,
     optimizer: Any = "adamw",
 ) -> torch.fx.Graph:
@@ -188,11 +197,13 @@ def record(
     from planner.workload.cards import resolve_card
 
     card = resolve_card(gpu, None)
-    step = _largest_step(model, batch, card, loss_fn=loss_fn, optimizer=optimizer)
-    return to_fx(pipeline.record_step(step, card))
+    work = _largest_step(model, batch, card, loss_fn=loss_fn, step=step, optimizer=optimizer)
+    return to_fx(pipeline.record_step(work, card))
 
 
-def _largest_step(model: torch.nn.Module, batch: Any, card: DeviceProfile, **options: Any) -> Workload:
+def _largest_step(
+    model: torch.nn.Module | Mapping[str, torch.nn.Module], batch: Any, card: DeviceProfile, **options: Any
+) -> Workload:
     """Return the workload of one batch; if `batch` is a source of batches, of the one whose step needs most memory."""
     from planner import pipeline
     from planner.workload.batch_source import candidate_batches

@@ -76,6 +76,7 @@ def assemble_plan(
             *notes,
             *session.dropped(constraints),
             *certified.graph.assumptions,
+            *_later_calls_notes(session, certified),
             *tied_to_frozen(session.workload.model, certified.choice.decisions),
             *_compile_notes(session.workload.model),
             *_host_memory_notes(certified),
@@ -146,6 +147,17 @@ def _compile_notes(model: torch.nn.Module) -> tuple[str, ...]:
     return (
         "the plan is for the step without torch.compile; a compiled step usually saves less for backward (0.6 to 1.0 "
         "of the bytes in six models), but what its kernels allocate is not known without a card",
+    )
+
+
+def _later_calls_notes(session: PlanningSession, certified: Certified) -> tuple[str, ...]:
+    """Return a note if a step of the user's own may do something else in later calls than in those rehearsed."""
+    changed = certified.graph.changed_state
+    if session.workload.step is None or changed is None:
+        return ()
+    return (
+        f"each step changes {changed}, and the plan covers two calls: if a later call does more, such as a penalty in "
+        "each 16th step, plan a step function that always does it",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, final
@@ -9,20 +10,25 @@ from typing import Any, Literal, final
 import torch
 
 from planner.errors import DecisionError, PlanFileError, WorkloadError
-from planner.plan_types.decision_base import Decision, conflict, micro_batch_size_of, micro_batches_of
+from planner.plan_types.decision_base import Decision, conflict, has_role, micro_batch_size_of, micro_batches_of
 from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import Plan
 from planner.rewrite.accumulation_check import AccumulationCheck, CouplingCheck
 from planner.rewrite.accumulation_check.side_effects import SideEffectGuard
-from planner.rewrite.first_step_check import FirstStepCheck
+from planner.rewrite.first_step_check import REPLACE_FORWARDS, FirstStepCheck
 from planner.rewrite.nondeterminism import nondeterministic_op
-from planner.rewrite.optimizers import OPTIMIZERS, OptimizerChoice, SchedulerChoice, make_scheduler, refuse_closure
+from planner.rewrite.optimizers import OPTIMIZERS, SchedulerChoice, make_scheduler, refuse_closure
+from planner.rewrite.own_step import OwnStep
 from planner.rewrite.recompute_observer import RecomputeObserver
 from planner.rewrite.rewriting import LossWeight, Rewriting
 from planner.rewrite.rules import RULES
 from planner.rewrite.step import TrainingStep
 from planner.rewrite.step_observer import StepObserver
-from planner.workload.call_convention import Calling, LossFn, loss_of
+from planner.workload.call_convention import Calling, LossFn, StepFn, loss_of
+from planner.workload.optimizer_choice import Optimizers, arranged
+from planner.workload.own_step import as_module
+
+logger = logging.getLogger(__name__)
 
 DOES_NOT_FIT = (
     "the plan does not fit its budget (plan.fits is False), so that training may run out of memory: make the plan with "
@@ -36,15 +42,16 @@ class Rewritten:
     """A rewritten model.
 
     Attributes:
-        module: the model that was passed to `apply`, the same object.
-        step: `step(batch)` trains it by one optimizer step and returns the loss.
-        optimizer: the optimizer of the step.
+        module: the model that was passed to `apply`, the same object; a `ModuleDict` of them for a dict of modules.
+        step: `step(batch)` trains it by one optimizer step and returns the loss, or what the user's own step returns.
+        optimizer: the optimizer of the step; for a step of the user's own in the form in which they were given.
     """
 
-    def __init__(self, rewriting: Rewriting, step: TrainingStep) -> None:
+    def __init__(self, rewriting: Rewriting, step: TrainingStep | OwnStep) -> None:
         self.module = rewriting.model
         self.step = step
         self.optimizer = step.optimizer
+        self.optimizers = tuple(rewriting.optimizers.values())
         self._rewriting = rewriting
 
     def __repr__(self) -> str:
@@ -63,10 +70,11 @@ class Rewritten:
 
 def apply(
     plan: Plan,
-    model: torch.nn.Module,
-    optimizer: OptimizerChoice | None = None,
+    model: torch.nn.Module | Mapping[str, torch.nn.Module],
+    optimizer: Optimizers | None = None,
     *,
     loss_fn: LossFn | None = None,
+    step: StepFn | None = None,
     max_grad_norm: float | None = None,
     loss_weight: LossWeight | None = None,
     scheduler: SchedulerChoice | None = None,
@@ -85,6 +93,8 @@ def apply(
             from the parameter groups of this one: create learning-rate schedulers for `Rewritten.optimizer`, or pass a
             function as `scheduler`.
         loss_fn: `loss_fn(output, batch)`, if the plan was made with a loss function.
+        step: `step(model, optimizer, batch)`, if the plan was made with a step of your own. `model` may then be a dict
+            of modules, and `optimizer` a dict or tuple of optimizers. Clip, weight losses and step schedulers there.
         max_grad_norm: clip the norm of all gradients to this before the optimizer steps; None to clip nothing.
         loss_weight: `loss_weight(batch)` returns the number of terms over which the loss of a batch or micro-batch is a
             mean, or 1 if the loss is a sum. Accumulation needs it for means over anything but samples or `labels`. If
@@ -105,7 +115,13 @@ def apply(
         DecisionError: if a decision cannot be applied. The model is unchanged then.
     """
     makes_checks = is_check_on(check)
-    optimizer = matched(plan, model, optimizer, loss_fn)
+    model = as_module(model)
+    optimizer = matched(plan, model, optimizer, loss_fn, step)
+    if step is not None and (max_grad_norm, loss_weight, scheduler) != (None, None, None):
+        raise WorkloadError(
+            "the step function clips gradients, weights losses and steps schedulers itself: leave max_grad_norm, "
+            "loss_weight and scheduler out"
+        )
     if not plan.fits:
         warnings.warn(DOES_NOT_FIT, stacklevel=2)
     rewritten = apply_decisions(
@@ -118,11 +134,19 @@ def apply(
         max_grad_norm=max_grad_norm,
         loss_weight=loss_weight,
         scheduler=scheduler,
+        step=step,
         not_by_sample=plan.workload.not_by_sample,
     )
-    rewritten.step.require_wrapper()
-    observers = rewritten.step.observers
-    rewritten.step.observers = (*observers, *_checks(plan, rewritten._rewriting)) if makes_checks else ()
+    if isinstance(rewritten.step, TrainingStep):
+        rewritten.step.require_wrapper()
+        rewritten.step.observers += _checks(plan, rewritten._rewriting)
+    elif makes_checks and has_role(plan.decisions, *REPLACE_FORWARDS):
+        logger.warning(
+            "the first step is not compared with the original modules, because only the step function knows the loss; "
+            "what backward recomputes is compared with the forward in steps 1, 2, 4, 8 and 16"
+        )
+    if not makes_checks:
+        rewritten.step.observers = ()
     if turns_cache_off(plan):
         rewritten._rewriting.turn_cache_off()
     return rewritten
@@ -140,10 +164,13 @@ def _recompute_checks(rewriting: Rewriting) -> tuple[RecomputeObserver, ...]:
     if rewriting.recompute_check is None:
         return ()
     check = rewriting.recompute_check
-    check.at_once = rewriting.backward is not None
+    is_own = rewriting.calling is Calling.STEP
+    check.at_once = rewriting.backward is not None or is_own  # an update may follow each backward
 
     def op_in_forward(batch: Any) -> str | None:
         """Returns a nondeterministic op in the forward of the first micro-batch."""
+        if is_own:
+            return None
         part = batch if rewriting.split is None else next(rewriting.split(batch))[0]
 
         def forward() -> torch.Tensor:
@@ -185,15 +212,25 @@ def _checks(plan: Plan, rewriting: Rewriting) -> tuple[StepObserver, ...]:
 
 
 def matched(
-    plan: Plan, model: torch.nn.Module, optimizer: OptimizerChoice | None, loss_fn: LossFn | None
-) -> OptimizerChoice:
+    plan: Plan,
+    model: torch.nn.Module,
+    optimizer: Optimizers | None,
+    loss_fn: LossFn | None,
+    step: StepFn | None = None,
+) -> Optimizers:
     """Returns the optimizer to use: `optimizer`, or that of the plan if `optimizer` is None.
 
     Raises:
         PlanFileError: if the plan was made for another model.
-        WorkloadError: if the plan was made with a loss function and `loss_fn` is None or the other way around, or if
-            the plan's optimizer cannot be created by its name.
+        WorkloadError: if the plan was made with a loss function and `loss_fn` is None or the other way around, if the
+            same holds for `step`, or if the plan's optimizer cannot be created by its name.
     """
+    if (plan.workload.calling == Calling.STEP.name) != (step is not None):
+        raise WorkloadError(
+            "the plan was made with a step function of your own: pass it as step=..."
+            if step is None
+            else "the plan was made without a step function: leave step out, or make the plan again with it"
+        )
     refuse_another_model(plan, model)
     if plan.workload.has_loss_fn != (loss_fn is not None):
         raise WorkloadError(
@@ -222,10 +259,11 @@ def apply_decisions(
     decisions: Sequence[Decision],
     model: torch.nn.Module,
     *,
-    optimizer: OptimizerChoice,
+    optimizer: Optimizers,
     calling: Calling,
     batch_size: int,
     loss_fn: LossFn | None = None,
+    step: StepFn | None = None,
     max_grad_norm: float | None = None,
     loss_weight: LossWeight | None = None,
     scheduler: SchedulerChoice | None = None,
@@ -253,8 +291,15 @@ def apply_decisions(
     )
     try:
         change_by_rules(rewriting, by_kind)
+        if step is not None:
+            own = arranged(optimizer, rewriting.optimizers)
+            observers = _recompute_checks(rewriting)
+            return Rewritten(
+                rewriting,
+                OwnStep(step, model, own, rewriting.optimizers, decisions=tuple(by_kind.values()), observers=observers),
+            )
         refuse_closure(rewriting.optimizer)
-        step = TrainingStep(
+        training_step = TrainingStep(
             model,
             rewriting.optimizer,
             calling=calling,
@@ -271,7 +316,7 @@ def apply_decisions(
     except BaseException:
         rewriting.restore()
         raise
-    return Rewritten(rewriting, step)
+    return Rewritten(rewriting, training_step)
 
 
 def change_by_rules(rewriting: Rewriting, by_kind: Mapping[type[Decision], Decision]) -> None:

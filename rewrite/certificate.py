@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from planner.plan_types.decisions import micro_batches_of
 from planner.plan_types.plan import Footprint, Plan
 from planner.profiles.device import DeviceProfile
 from planner.rewrite.rehearse import certifying_graph, with_gradient_names
-from planner.workload.call_convention import LossFn
+from planner.workload.call_convention import LossFn, StepFn
 from planner.workload.cards import resolve_card
-from planner.workload.torch_optimizers import OptimizerSpec
+from planner.workload.optimizer_choice import Optimizers
 from planner.workload.workload import workload as make_workload
 
 
@@ -32,11 +33,12 @@ class Certificate:
 
 def certify(
     plan: Plan,
-    model: torch.nn.Module,
+    model: torch.nn.Module | Mapping[str, torch.nn.Module],
     batch: Any,
     *,
     loss_fn: LossFn | None = None,
-    optimizer: OptimizerSpec | None = None,
+    step: StepFn | None = None,
+    optimizer: Optimizers | None = None,
     card: DeviceProfile | None = None,
 ) -> Certificate:
     """Rehearse the training step that results from applying `plan` to `model`. Needs no GPU, and changes nothing.
@@ -46,6 +48,7 @@ def certify(
         model: the model. It is not changed.
         batch: a batch with the planned shapes.
         loss_fn: the loss function that the plan was made with; None if the model returns its loss.
+        step: the step function that the plan was made with; None if it was made without one.
         optimizer: the optimizer that the plan was made with; None for the optimizer that the plan names.
         card: the card to rehearse on; None for the plan's card.
 
@@ -59,6 +62,7 @@ def certify(
         model,
         batch,
         loss_fn=loss_fn,
+        step=step,
         optimizer=optimizer or plan.workload.optimizer,
         gradients_alive=plan.workload.gradients_alive,
     )

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_SAMPLES = 4
 """Maximum number of samples that are compared."""
-_REPLACE_FORWARDS = (Role.RECOMPUTE, Role.LOSS)
+REPLACE_FORWARDS = (Role.RECOMPUTE, Role.LOSS)
 """Roles of the decisions that replace forwards."""
 
 
@@ -58,7 +58,7 @@ class FirstStepCheck(StepObserver):
         loss_of: Callable[[Any], torch.Tensor],
     ) -> None:
         self._plan, self._rewriting, self._optimizer, self._loss_of = plan, rewriting, optimizer, loss_of
-        self._kinds = [decision.kind for decision in plan.decisions if decision.role in _REPLACE_FORWARDS]
+        self._kinds = [decision.kind for decision in plan.decisions if decision.role in REPLACE_FORWARDS]
         self.is_due = bool(self._kinds)
         """True until the first step was compared, or the comparison was found to be impossible."""
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from planner.errors import DecisionError, WorkloadError
+from planner.workload.optimizer_choice import Optimizers, by_name
 
 OptimizerChoice = torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer] | str
 """A torch optimizer of the model; a function that takes parameters and returns an optimizer; or a name in
@@ -83,13 +84,26 @@ def make_optimizer(choice: OptimizerChoice, model: torch.nn.Module) -> torch.opt
     return optimizer
 
 
+def make_optimizers(choices: Optimizers, model: torch.nn.Module) -> dict[str, torch.optim.Optimizer]:
+    """Returns the optimizers by name (`by_name`); a single optimizer has the name ''.
+
+    A name or function in a dict gets the parameters of the submodule that has its key as path, or those of the whole
+    model if there is no such submodule. Raises what `make_optimizer` raises.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False)) if isinstance(choices, Mapping) else {}
+    return {
+        name: make_optimizer(spec, model if isinstance(spec, torch.optim.Optimizer) else modules.get(name, model))
+        for name, spec in by_name(choices).items()
+    }
+
+
 def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
     """Raise `WorkloadError` for an optimizer whose step needs a closure that runs the model again."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise WorkloadError(
             f"{type(optimizer).__name__} runs the model again inside its own step (closure), and the plan does not "
-            "include that: use an optimizer whose step needs gradients only"
+            "include that: use an optimizer whose step needs gradients only, or plan a step of your own (step=...)"
         )
 
 

@@ -14,6 +14,7 @@ from planner.plan_types.plan import Plan
 from planner.rewrite.portable import recompute_check
 from planner.rewrite.portable.module_forward import forward_function
 from planner.rewrite.step_observer import StepObserver
+from planner.workload.call_convention import Calling
 
 logger = logging.getLogger(__name__)
 
@@ -91,5 +92,6 @@ def check_source(plan: Plan) -> tuple[str, ...]:
         recompute_check.random_run,
         recompute_check.attributes_of,
     )
-    at_once = "at_once=True" if any(decision.steps_in_backward for decision in plan.decisions) else ""
+    is_own = plan.workload.calling == Calling.STEP.name
+    at_once = "at_once=True" if is_own or any(decision.steps_in_backward for decision in plan.decisions) else ""
     return *(inspect.getsource(part) for part in parts), f"RECOMPUTE_CHECK = RecomputeCheck({at_once})\n"

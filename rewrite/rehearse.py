@@ -16,10 +16,11 @@ from planner.profiles.device import DeviceProfile
 from planner.recording.rehearsal import Rehearsal
 from planner.recording.step_graph import StepGraph
 from planner.rewrite.application import Rewritten, apply_decisions
+from planner.rewrite.step import TrainingStep
 from planner.virtual_gpu.backend import Target
 from planner.virtual_gpu.forked_process import Child
 from planner.workload.call_convention import loss_of
-from planner.workload.torch_optimizers import OptimizerBlueprint
+from planner.workload.optimizer_choice import for_copies
 from planner.workload.workload import Workload, resized
 
 
@@ -108,8 +109,8 @@ def start_rehearsal(
                     config.use_cache = False
         rewritten = rewrite(model, sum(sizes))
         if workload.gradient_names is None:
-            return rewritten.step, rewritten.optimizer
-        return _adding_to_gradients(rewritten.step, model, workload.gradient_names), rewritten.optimizer
+            return rewritten.step, rewritten.optimizers
+        return _adding_to_gradients(rewritten.step, model, workload.gradient_names), rewritten.optimizers
 
     return Rehearsal(
         model=workload.model,
@@ -124,6 +125,7 @@ def start_rehearsal(
         primed=primed,
         what_if=what_if,
         loss_fn=workload.loss_fn,
+        own_step=workload.step,
     ).start()
 
 
@@ -135,7 +137,7 @@ def start_forward(workload: Workload, card: DeviceProfile, samples: int) -> Chil
         def forward(batch: Any) -> None:
             loss_of(workload.calling.call(model, batch), batch, workload.loss_fn)
 
-        return forward, torch.optim.SGD(model.parameters())
+        return forward, (torch.optim.SGD(model.parameters()),)
 
     return Rehearsal(
         model=workload.model,
@@ -167,6 +169,7 @@ def start_update(
     def prepare(model: torch.nn.Module):
         rewritten = rewrite(model, workload.batch_size)
         step, parameters = rewritten.step, dict(model.named_parameters())
+        assert isinstance(step, TrainingStep)  # the update is never recorded alone for a step of the user's own
 
         def update(_: Any) -> None:
             for name in trained:
@@ -176,7 +179,7 @@ def start_update(
                 step.scaler.scale(torch.zeros((), device=next(iter(parameters.values())).device))
             step.update()
 
-        return update, rewritten.optimizer
+        return update, rewritten.optimizers
 
     return Rehearsal(
         model=workload.model,
@@ -214,17 +217,17 @@ def _adding_to_gradients(
 
 def _rewriter(workload: Workload, decisions: Sequence[Decision]) -> Callable[[torch.nn.Module, int], Rewritten]:
     """Return a function that takes a virtual model and its batch size, and returns the rewritten model."""
-    spec = workload.optimizer
-    blueprint = OptimizerBlueprint.of(spec, workload.model) if isinstance(spec, torch.optim.Optimizer) else None
+    optimizers = for_copies(workload.optimizer, workload.model)
 
     def rewrite(model: torch.nn.Module, batch_size: int) -> Rewritten:
         rewritten = apply_decisions(
             decisions,
             model,
-            optimizer=blueprint.over(model) if blueprint else spec,
+            optimizer=optimizers(model),
             calling=workload.calling,
             batch_size=batch_size,
             loss_fn=workload.loss_fn,
+            step=workload.step,
             not_by_sample=workload.not_by_sample,
         )
         rewritten.step.observers = ()  # they compare values, and virtual tensors have none

@@ -11,10 +11,11 @@ from typing import Any, final
 import torch
 
 from planner.errors import DecisionError
-from planner.rewrite.optimizers import OptimizerChoice, make_optimizer
+from planner.rewrite.optimizers import make_optimizers
 from planner.rewrite.portable.module_forward import forward_function
 from planner.rewrite.portable.recompute_check import RecomputeCheck
 from planner.workload.call_convention import Calling, LossFn
+from planner.workload.optimizer_choice import Optimizers
 
 LossWeight = Callable[[Any], torch.Tensor | float]
 """`loss_weight(batch)` returns the number of terms over which the loss of a batch or micro-batch is a mean."""
@@ -56,7 +57,7 @@ class Rewriting:
         self,
         model: torch.nn.Module,
         *,
-        optimizer: OptimizerChoice,
+        optimizer: Optimizers,
         calling: Calling,
         batch_size: int,
         loss_fn: LossFn | None,
@@ -81,18 +82,34 @@ class Rewriting:
         """(id of an object, name of an attribute) -> the last value to which a rule set the attribute."""
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._choice = optimizer
-        self._optimizer: torch.optim.Optimizer | None = None
+
+    @functools.cached_property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """The optimizers by name; '' names the only one. They are made on first use, after rules that freeze."""
+        return make_optimizers(self._choice, self.model)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer. It is made on first use, so that rules that freeze parameters run before."""
-        if self._optimizer is None:
-            self._optimizer = make_optimizer(self._choice, self.model)
-        return self._optimizer
+        """The only optimizer of the planner's own step."""
+        return self.optimizers[""]
 
-    @optimizer.setter
-    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+    def chosen_optimizers(self, names: Sequence[str], kind: str) -> dict[str, torch.optim.Optimizer]:
+        """Return the optimizers that a decision names; without names, the only one.
+
+        Args:
+            kind: kind of the decision, for the error message.
+
+        Raises:
+            DecisionError: if there is no optimizer of such a name.
+        """
+        for name in names or ("",):
+            if name not in self.optimizers:
+                present = ", ".join(map(repr, self.optimizers)) if any(self.optimizers) else "only one, without a name"
+                raise DecisionError(
+                    f"{kind} is planned for {f'optimizer {name!r}' if name else 'the only optimizer'}, and the step "
+                    f"has {present}: give the optimizers that the plan was made with"
+                )
+        return {name: self.optimizers[name] for name in names or ("",)}
 
     def module(self, name: str, kind: str) -> torch.nn.Module:
         """Return the submodule `name`. Raises `DecisionError` if there is none.

@@ -43,7 +43,26 @@ def load(
     decisions: Sequence[Decision],
 ) -> None:
     """Load what `saved` returned. Raises `PlanFileError`, and changes nothing, if the state does not fit this step."""
-    # Refuse a state that does not fit before anything is changed.
+    refuse_mismatch(state, module, optimizer, scheduler, decisions)
+    optimizer_state, schedule = state["optimizer"], state.get("scheduler")
+    # Free the present state first, or the card would hold the optimizer state twice.
+    optimizer.state.clear()
+    optimizer.load_state_dict(optimizer_state)
+    _copy_shared_tensors(optimizer_state, optimizer)
+    if scaler is not None:
+        scaler.load_state_dict(state["scaler"])
+    if scheduler is not None and schedule is not None:
+        scheduler.load_state_dict(schedule)
+
+
+def refuse_mismatch(
+    state: Mapping[str, Any],
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: LRScheduler | None,
+    decisions: Sequence[Decision],
+) -> None:
+    """Raise `PlanFileError` if what `saved` returned does not fit this step."""
     if not isinstance(state, Mapping) or not state.keys() >= _KEYS:
         raise PlanFileError("this is not the state of a training step: give what its state_dict() returned")
     if state["plan"] != plan_fingerprint(decisions, module):
@@ -71,14 +90,6 @@ def load(
             f"the state is of a step with {has} scheduler, but this step has {wants}: pass the same to apply as when "
             "the state was saved"
         )
-    # Free the present state first, or the card would hold the optimizer state twice.
-    optimizer.state.clear()
-    optimizer.load_state_dict(optimizer_state)
-    _copy_shared_tensors(optimizer_state, optimizer)
-    if scaler is not None:
-        scaler.load_state_dict(state["scaler"])
-    if scheduler is not None and schedule is not None:
-        scheduler.load_state_dict(schedule)
 
 
 def _copy_shared_tensors(optimizer_state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:

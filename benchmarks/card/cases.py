@@ -23,7 +23,7 @@ from planner.plan_types.decisions import (
     StepInBackward,
 )
 from planner.recompute.offload_cost import FROM_BYTES
-from planner.workload.torch_optimizers import OptimizerSpec
+from planner.workload.optimizer_choice import OptimizerSpec
 from planner.workload.workload import Workload, workload
 
 

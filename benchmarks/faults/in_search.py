@@ -43,8 +43,8 @@ FAULTS = (
     Fault(
         name="units-with-obstacles",
         path="planner/recompute/units.py",
-        old="        if call.segment is None and not (call.module and call.obstacle is None and keeps_something):",
-        new="        if call.segment is None and not (call.module and keeps_something):",
+        old="        if call.segment is None and not (call.module and call.obstacle is None and index in windows):",
+        new="        if call.segment is None and not (call.module and index in windows):",
         tests=(
             "tests/recompute/test_pitfalls.py"
             "::test_a_module_that_changes_state_in_its_forward_is_no_unit_but_what_it_holds_is[FunctionalNorm]",

@@ -86,7 +86,7 @@ class PlanningSession:
         self._certificates = certificates
         self._recordings = Recordings(
             start_what_if,
-            lambda decisions: start_update(decisions, self.baseline_graph.trained),
+            None if workload.step else lambda decisions: start_update(decisions, self.baseline_graph.trained),
             self._with_workspaces,
         )
         self._candidates = Candidates(self._recordings, card, batch_bytes=workload.batch_bytes)
@@ -97,6 +97,8 @@ class PlanningSession:
     def search_space(self, constraints: Constraints) -> SearchSpace:
         """Return the search space of the plan. Raises `DecisionError` if a forced technique cannot be used."""
         graph = self.baseline_graph
+        if self.workload.step is not None:
+            return search_space(self.workload, self.card, constraints, batch_statistics=(), chunks=None)
         return search_space(
             self.workload,
             self.card,
@@ -116,7 +118,7 @@ class PlanningSession:
         """Start the recording that the search will probably need first, while the baseline is still being recorded."""
         if constraints.force(Role.LOSS) or constraints.force(Role.UPDATE_TIME):
             return  # a forced loss in chunks follows from the baseline; a step in backward excludes some configurations
-        if constraints.allow(Role.MICRO_BATCHING):
+        if constraints.allow(Role.MICRO_BATCHING) and self.workload.step is None:
             _ = self._by_sample_check  # the first access starts its rehearsal
         space = search_space(self.workload, self.card, constraints, batch_statistics=(), chunks=None)
         self._candidates.prefetch(space.precisions[-1], space.splits[:1])
@@ -130,7 +132,9 @@ class PlanningSession:
 
     def with_budget(self, total_bytes: int) -> PlanningSession:
         """Returns a session with `total_bytes` as the budget. It shares recordings, candidates and certificates."""
-        _ = self.baseline_graph, self._by_sample_check  # made before the copy, so that both have them
+        _ = self.baseline_graph  # made before the copy, so that both have it
+        if self.workload.step is None:
+            _ = self._by_sample_check
         other = copy.copy(self)
         other._budget = Budget.of_total(self.card, total_bytes)
         other.__dict__.pop("baseline", None)
@@ -194,9 +198,10 @@ class PlanningSession:
     def _least_updates(self, frozen: bool) -> dict[bool, LeastUpdate]:
         """Return `Bounds.updates`: lower bounds on updates with 8-bit state (True) and with another kernel (False).
 
-        With a frozen prefix the bounds are 0, since the number of trained parameters differs between prefixes.
+        With a frozen prefix the bounds are 0, since the number of trained parameters differs between prefixes. So are
+        they for a step of the user's own, whose optimizers may differ and step several times.
         """
-        if frozen:
+        if frozen or self.workload.step is not None:
             return {True: LeastUpdate(ns=0, state_bytes=0), False: LeastUpdate(ns=0, state_bytes=None)}
         eight_bit_bytes = least_state_bytes(self.workload.model, self._trained.with_state)
         moves_all = moves_all_its_state(kind_of(self.workload.optimizer))

@@ -32,11 +32,13 @@ _Key = tuple[tuple[Decision, ...], tuple[int, ...]]
 class Recordings:
     """What-if recordings of a workload, by configuration and split."""
 
-    def __init__(self, start: Start, start_update: StartUpdate, finish: Callable[[StepGraph], StepGraph]) -> None:
+    def __init__(
+        self, start: Start, start_update: StartUpdate | None, finish: Callable[[StepGraph], StepGraph]
+    ) -> None:
         """
         Args:
             start: starts the recording of a step.
-            start_update: starts the recording of an optimizer update.
+            start_update: starts the recording of an optimizer update; None if a step cannot be recorded without it.
             finish: adds the workspaces of kernels to a recording, which does not contain them.
         """
         self._start, self._start_update = start, start_update
@@ -110,7 +112,7 @@ class Recordings:
         self._running.clear()
 
     def _prefetch(self, key: _Key) -> None:
-        step, update = _parts(key)
+        step, update = self._parts(key)
         if step in self._recorded and not can_be_grafted(self._recorded[step]):
             step, update = key, None
         for part in (step, update):
@@ -119,7 +121,7 @@ class Recordings:
 
     def _get(self, key: _Key) -> StepGraph:
         if key not in self._finished:
-            step, update = _parts(key)
+            step, update = self._parts(key)
             graph = self._result(step)
             if update is not None:
                 graph = graft_update(graph, self._result(update)) if can_be_grafted(graph) else self._result(key)
@@ -128,7 +130,13 @@ class Recordings:
 
     def _begin(self, part: _Key) -> None:
         if part not in self._recorded and part not in self._running and part not in self._failed:
-            self._running[part] = self._start(*part) if part[1] else self._start_update(part[0])
+            if part[1] or self._start_update is None:
+                self._running[part] = self._start(*part)
+            else:
+                self._running[part] = self._start_update(part[0])
+
+    def _parts(self, key: _Key) -> tuple[_Key, _Key | None]:
+        return (key, None) if self._start_update is None else _parts(key)
 
     def _result(self, part: _Key) -> StepGraph:
         if part in self._failed:

@@ -85,7 +85,8 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         "model",
         metavar="MODEL",
         help="a transformers config.json, model folder or hub id; path/file.py:name or package.module:name, a "
-        "function or class that returns a model, (model, batch) or (model, batch, loss_fn); or a saved plan",
+        "function or class that returns a model, (model, batch), (model, batch, loss_fn), or a dict with a step; or a "
+        "saved plan",
     )
     group.add_argument(
         "--batch-size",

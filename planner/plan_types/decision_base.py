@@ -80,6 +80,8 @@ class Decision:
     """True if the optimizer updates each parameter during the backward, and then frees its gradient."""
     disables_kv_cache: ClassVar[bool] = False
     """True if the model must not keep a cache of keys and values (`config.use_cache`)."""
+    left_out_if_empty: ClassVar[tuple[str, ...]] = ()
+    """Fields that JSON has only if they are not empty: fields that older versions did not have."""
     required_packages: ClassVar[tuple[str, ...]] = ()
     """Packages that the rewritten step imports, beyond torch."""
 
@@ -107,6 +109,11 @@ class Decision:
     def optimizer_kernel(self) -> str | None:
         """Implementation of the update by torch's optimizer ('fused', 'for-loop'); None if torch chooses it."""
         return None
+
+    @property
+    def optimizer_names(self) -> tuple[str, ...]:
+        """Names of the optimizers that the decision is about, if the step has several; else empty."""
+        return getattr(self, "optimizers", ())
 
     @property
     def frozen_modules(self) -> tuple[str, ...]:
@@ -141,7 +148,8 @@ class Decision:
     def to_json(self) -> dict[str, object]:
         """The decision as a dict for JSON: the kind and all fields, with lists instead of tuples."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {"kind": self.kind, **{name: _as_lists(value) for name, value in fields.items()}}
+        written = {name: value for name, value in fields.items() if value or name not in self.left_out_if_empty}
+        return {"kind": self.kind, **{name: _as_lists(value) for name, value in written.items()}}
 
 
 class HasRole(Protocol):
@@ -199,6 +207,11 @@ def optimizer_kernel_of(decisions: Iterable[Decision]) -> str | None:
 def frozen_modules_of(decisions: Iterable[Decision]) -> tuple[str, ...]:
     """Names of the modules whose parameters are not trained."""
     return tuple(name for decision in decisions for name in decision.frozen_modules)
+
+
+def of_optimizers(names: tuple[str, ...]) -> str:
+    """Words that name the optimizers that a decision is about; empty for the only optimizer of a step."""
+    return f" of {' and '.join(map(repr, names))}" if names else ""
 
 
 def _as_lists(value: object) -> object:

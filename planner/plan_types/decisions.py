@@ -11,7 +11,7 @@ import itertools
 from typing import ClassVar
 
 from planner.errors import DecisionError
-from planner.plan_types.decision_base import Decision, Fidelity, Role, conflict, micro_batches_of
+from planner.plan_types.decision_base import Decision, Fidelity, Role, conflict, micro_batches_of, of_optimizers
 from planner.plan_types.decision_text import counted, module_listing, op_ranges
 
 __all__ = [
@@ -86,14 +86,18 @@ class Optimizer(Decision):
     role: ClassVar[Role] = Role.OPTIMIZER
     eight_bit_state: ClassVar[bool] = True
     required_packages: ClassVar[tuple[str, ...]] = ("bitsandbytes",)
+    left_out_if_empty: ClassVar[tuple[str, ...]] = ("optimizers",)
     name: str = "adamw8bit"
+    optimizers: tuple[str, ...] = ()
+    """Names of the optimizers that are replaced, if the step has several; empty for its only optimizer."""
 
     def __post_init__(self) -> None:
         if self.name != "adamw8bit":
             raise DecisionError(f"8-bit optimizer '{self.name}' is unknown: the only supported name is adamw8bit")
 
     def describe(self) -> str:
-        return "8-bit optimizer state (bitsandbytes AdamW); embeddings and small tensors keep 32-bit state"
+        of = of_optimizers(self.optimizers)
+        return f"8-bit optimizer state{of} (bitsandbytes AdamW); embeddings and small tensors keep 32-bit state"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,8 +111,11 @@ class OptimizerKernel(Decision):
     kind: ClassVar[str] = "optimizer-kernel"
     fidelity: ClassVar[Fidelity] = Fidelity.EXACT
     role: ClassVar[Role] = Role.OPTIMIZER
+    left_out_if_empty: ClassVar[tuple[str, ...]] = ("optimizers",)
     kernel: str
     """'fused' or 'for-loop'."""
+    optimizers: tuple[str, ...] = ()
+    """Names of the optimizers whose kernel is set, if the step has several; empty for its only optimizer."""
 
     def __post_init__(self) -> None:
         if self.kernel not in ("fused", "for-loop"):
@@ -128,9 +135,10 @@ class OptimizerKernel(Decision):
         return None
 
     def describe(self) -> str:
+        of = of_optimizers(self.optimizers)
         if self.kernel == "fused":
-            return "fused optimizer kernel: updates parameters in place, without temporaries"
-        return "for-loop optimizer kernel: temporaries of one parameter at a time"
+            return f"fused optimizer kernel{of}: updates parameters in place, without temporaries"
+        return f"for-loop optimizer kernel{of}: temporaries of one parameter at a time"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -48,11 +48,14 @@ class Offloads:
     def of_saved(self, call: int) -> Rerun | None:
         """Returns the cost of offloading the tensors that the call makes and saves.
 
-        Returns None if none of their storages is as large as `FROM_BYTES`, or if another call holds one of them longer.
+        Returns None if none of their storages is as large as `FROM_BYTES`, if another call holds one of them longer, or
+        if two backwards read one of them.
         """
         inputs = set(self._graph.calls[call].inputs)
         saves = {storage: saves for storage, saves in self._saves[call].items() if storage not in inputs}
         reads = {storage: self._reads(saves[storage]) for storage in saves}
+        if any(save.again is not None for of_storage in saves.values() for save in of_storage):
+            return None
         if not saves or any(self._is_held_elsewhere(storage, saves[storage], reads[storage][0]) for storage in saves):
             return None
         return Rerun(
@@ -72,9 +75,13 @@ class Offloads:
         """
         graph = self._graph
         copied = {s for s in graph.calls[call].made_inputs if graph.storages[s].size_bytes >= FROM_BYTES}
-        back = rerun.peaks[0][0]
+        back = rerun.peaks[0][0] if rerun.peaks else graph.ticks
         saves = self._saves[call]
-        if not copied or any(self._is_held_elsewhere(storage, saves.get(storage, []), back) for storage in copied):
+        if (
+            not copied
+            or not rerun.releases
+            or any(self._is_held_elsewhere(storage, saves.get(storage, []), back) for storage in copied)
+        ):
             return None
         size_bytes = sum(self._sizes[storage] for storage in copied)
         return dataclasses.replace(

@@ -19,20 +19,9 @@ import numpy as np
 
 from planner.recompute.kept_products import Kept
 from planner.recompute.segments import ops_in, position_of
+from planner.recompute.windows import Window
 from planner.recording.op_schema import WRITE_STATISTICS
 from planner.recording.step_graph import Save, StepGraph
-
-
-@dataclasses.dataclass(slots=True)
-class Window:
-    """Ticks that describe how long the tensors saved in one call are needed."""
-
-    back: float
-    """Tick at which backward first reads a saved tensor; infinite if it reads none."""
-    last_pack: int
-    """Tick of the last save in the call."""
-    release: int
-    """Tick at which autograd releases the last tensor saved in the call."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +36,9 @@ class Rerun:
     """Storages saved in the call that are freed until they are made again; None for all storages except `kept`."""
     kept: frozenset[int]
     """Storages of the outputs that selective checkpointing keeps."""
+    releases: bool = True
+    """True if a saved tensor is freed as soon as backward has read it; autograd would hold it longer, until the node is
+    released. False if a second backward reads it."""
     holds: tuple[tuple[int, int, int], ...]
     """(storage, first tick, tick after the last) of storages that are kept alive because the unit is selected: inputs
     that the recompute needs, tensors from which later replays start, or offloaded tensors that were copied back."""
@@ -65,11 +57,8 @@ class Rerun:
         return save.storage in self.kept if self.frees is None else save.storage not in self.frees
 
     def gives_away(self, storage: int) -> bool:
-        """True if a saved storage is freed as soon as backward has read it.
-
-        Without the unit, autograd would hold it longer, until the node is released.
-        """
-        return self.frees is None or storage in self.frees
+        """True if a saved storage is freed as soon as backward has read it."""
+        return self.releases and (self.frees is None or storage in self.frees)
 
 
 class Reruns:
@@ -95,11 +84,18 @@ class Reruns:
         self._ordered_sizes = np.array(sizes, dtype=np.int64)[self._order]
 
     def of_module(self, index: int, window: Window, kept: Kept) -> Rerun:
-        """Returns the cost of running the whole forward of call `index` again, except for the products in `kept`."""
+        """Returns the cost of running the whole forward of call `index` again, except for the products in `kept`.
+
+        If no backward reads what the call saved, it does not run again. If a second backward reads it, the forward runs
+        again for it, too, and the saved tensors are counted as held between the two.
+        """
         graph, call = self._graph, self._graph.calls[index]
         # Held: the inputs until the last saved tensor is released, the kept outputs until the recompute takes them.
+        taken = int(window.back) - 1 if window.is_read else window.release
         holds = [(s, call.start, window.release) for s in call.inputs if graph.storages[s].op is not None]
-        holds += [(s, graph.storages[s].lives[0][0], int(window.back) - 1) for s in kept.storages]
+        holds += [(s, graph.storages[s].lives[0][0], taken) for s in kept.storages]
+        if not window.is_read:
+            return Rerun(backs=graph.ticks, frees=None, kept=kept.storages, holds=tuple(holds), cost_ns=0, peaks=())
         # The recompute ends at the last save (early stop). Its memory repeats the recorded lives inside of the call.
         first_op, last_op = np.searchsorted(self._op_ticks, [call.start, window.last_pack])
         inside = slice(*np.searchsorted(self._births, [call.start, window.last_pack]))
@@ -110,13 +106,17 @@ class Reruns:
             is_kept = np.array([storage in kept.storages for storage in numbers])
             is_saved = np.array([storage in self._saved for storage in numbers])
             born, held = np.where(is_kept, call.start, born), np.where(is_kept & is_saved, 0, held)
+        forward_ns = int(self._elapsed[last_op] - self._elapsed[first_op])
+        highest_bytes = _highest(born, np.minimum(self._deaths[inside], window.last_pack), held)
+        backs = (window.back, *([window.again] if window.is_read_twice else []))
         return Rerun(
             backs=int(window.back),
             frees=None,
             kept=kept.storages,
+            releases=not window.is_read_twice,
             holds=tuple(holds),
-            cost_ns=int(self._elapsed[last_op] - self._elapsed[first_op]) - sum(self._op_ns[op] for op in kept.ops),
-            peaks=((int(window.back) - 1, _highest(born, np.minimum(self._deaths[inside], window.last_pack), held)),),
+            cost_ns=len(backs) * forward_ns - sum(self._op_ns[op] for op in kept.ops),
+            peaks=tuple((int(back) - 1, highest_bytes) for back in backs),
         )
 
 
@@ -200,7 +200,7 @@ class Replays:
             )
             for number, (start, stop) in enumerate(itertools.pairwise(bounds))
         ]
-        if all(part.back is None for part in parts):
+        if not saves or any(save.again is not None for _, save in saves):  # a tape replays for one backward only
             return None
         # 3. The ops that have to run again. A replay is wrong if a tensor that they read is overwritten after the first
         #    read, or if a tensor that one part hands to another is overwritten at all.

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.recording.module_calls import COMPILED, NO_REPLAY
+from planner.recording.module_calls import COMPILED, NO_REPLAY, WITHOUT_GRADIENTS
 from planner.recording.step_graph import Call, Phase, Save, StepGraph
 
 _MIN_OWN_SHARE = 0.1
@@ -76,7 +76,11 @@ def with_segments(graph: StepGraph) -> StepGraph:
         by_module[graph.calls[call].module].append(call)
     segments: dict[int, tuple[Segment, ...]] = {}
     for module, usable in by_module.items():
-        calls = [index for index, call in enumerate(graph.calls) if call.module == module]
+        calls = [
+            index
+            for index, call in enumerate(graph.calls)
+            if call.module == module and call.obstacle != WITHOUT_GRADIENTS
+        ]
         if calls == sorted(usable) and len({len(ops_of[call]) for call in calls}) == 1:
             cuts = _Cuts(graph, calls[0], ops_of[calls[0]])
             segments |= dict.fromkeys(calls, cuts.segments() if calls[0] in long else cuts.divided_segments())

@@ -41,9 +41,10 @@ from planner.estimate.roofline import HostCopies
 from planner.plan_types.decisions import Checkpoint, Decision, Offload, Replay
 from planner.recompute.kept_products import NOTHING, Keepable, Kept
 from planner.recompute.offload_cost import FROM_BYTES, Offloads
-from planner.recompute.recompute_cost import Replays, Rerun, Reruns, Window
+from planner.recompute.recompute_cost import Replays, Rerun, Reruns
 from planner.recompute.segments import with_segments
-from planner.recording.module_calls import NO_REPLAY
+from planner.recompute.windows import Window, windows_of
+from planner.recording.module_calls import NO_REPLAY, WITHOUT_GRADIENTS
 from planner.recording.step_graph import StepGraph, round_up
 from planner.search.problem import CheckpointProblem, Hold, Recompute
 
@@ -149,7 +150,7 @@ def units_of(
     # 1. Long forwards are cut into segments, which become calls: then every unit is a set of calls.
     if Replay in kinds:
         graph = with_segments(graph)
-    windows = _windows(graph)
+    windows = windows_of(graph)
     sizes = [round_up(storage.size_bytes, granularity_bytes) for storage in graph.storages]
     # 2. The units, each with its cost in every call of its module.
     offloads = None if host_copies is None or Offload not in kinds else Offloads(graph, host_copies, sizes)
@@ -171,40 +172,33 @@ def units_of(
     return Units(units=units, problem=problem)
 
 
-def _windows(graph: StepGraph) -> dict[int, Window]:
-    """Returns, for each call, how long its saved tensors are needed."""
-    windows: dict[int, Window] = defaultdict(lambda: Window(back=math.inf, last_pack=0, release=0))
-    for save in graph.saves:
-        for call in graph.enclosing(save.call):
-            window = windows[call]
-            window.back = min(window.back, math.inf if save.unpack is None else save.unpack)
-            window.last_pack = max(window.last_pack, save.pack)
-            window.release = max(window.release, graph.ticks if save.release is None else save.release)
-    return windows
-
-
 def _candidates(
     graph: StepGraph, windows: dict[int, Window], kinds: Container[type[Decision]]
 ) -> dict[tuple[str, tuple[int, int] | None], list[int]]:
     """Returns the modules and segments that may be recomputed, each with its calls.
 
-    A module or segment may be recomputed if its type of decision is in `kinds` and all its calls may run twice.
+    A module or segment may be recomputed if its type of decision is in `kinds`, all its calls may run twice, and
+    backward reads what at least one of them saved. Calls without gradients do not count: they save nothing, and run as
+    without the decision.
 
     Returns:
         Indices of the calls, by (module path, op numbers of the segment or None).
     """
     calls_of: dict[tuple[str, tuple[int, int] | None], list[int]] = defaultdict(list)
-    unusable = set()
+    unusable, read = set(), set()
     for index, call in enumerate(graph.calls):
         key = call.module, call.segment
+        if call.obstacle == WITHOUT_GRADIENTS:
+            continue
         calls_of[key].append(index)
-        keeps_something = index in windows and math.isfinite(windows[index].back)
-        if call.segment is None and not (call.module and call.obstacle is None and keeps_something):
+        if index in windows and windows[index].is_read:
+            read.add(key)
+        if call.segment is None and not (call.module and call.obstacle is None and index in windows):
             unusable.add(key)
         if (Checkpoint if call.segment is None else Replay) not in kinds:
             unusable.add(key)
     ordered = sorted(calls_of, key=lambda key: (key[0], key[1] or ()))
-    return {key: calls_of[key] for key in ordered if key not in unusable}
+    return {key: calls_of[key] for key in ordered if key in read and key not in unusable}
 
 
 def _offloadable(graph: StepGraph) -> dict[str, list[int]]:
@@ -214,7 +208,7 @@ def _offloadable(graph: StepGraph) -> dict[str, list[int]]:
     """
     calls_of: dict[str, list[int]] = defaultdict(list)
     for index, call in enumerate(graph.calls):
-        if call.segment is None:
+        if call.segment is None and call.obstacle != WITHOUT_GRADIENTS:
             calls_of[call.module].append(index)
     return {
         module: calls

@@ -58,10 +58,12 @@ def classify(graph: StepGraph) -> None:
         if record.op is None or record.category is not Category.TEMPORARY:
             continue
         op = graph.ops[record.op]
-        outlives_forward = spans[storage][-1][1] > backward_begins.get((op.step, op.micro_batch), math.inf)
+        # A backward that builds a graph of itself (create_graph) saves tensors for the next one.
+        following = op.micro_batch + (op.phase is Phase.BACKWARD)
+        outlives_forward = spans[storage][-1][1] > backward_begins.get((op.step, following), math.inf)
         if record.op in loss_ops:
             record.category = Category.LOGITS
-        elif op.phase is Phase.RECOMPUTE or (op.phase is Phase.FORWARD and outlives_forward):
+        elif op.phase is Phase.RECOMPUTE or (op.phase is not Phase.OPTIMIZER and outlives_forward):
             record.category = Category.ACTIVATION
     for index in loss_ops:
         for storage in graph.ops[index].inputs:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from planner.errors import WorkloadError
 from planner.recording.step_graph import Category, Op
 from planner.recording.storage_table import StorageTable
 from planner.virtual_gpu.data_dependence import DataDependence
@@ -24,20 +26,25 @@ class Updates:
     """
 
     def __init__(self, table: StorageTable, data_dependence: DataDependence) -> None:
-        self.running = False
-        """True while `optimizer.step` runs."""
+        self.in_backward = False
+        """True if the update that runs, or ran last, began inside of a backward."""
         self.in_setup = True
         """True before the first recorded step. Updates then only create optimizer state, and are not noted."""
         self._table = table
         self._data_dependence = data_dependence
-        self._state: Mapping[torch.Tensor, Any] = {}
+        self._depth = 0  # of nested calls of `optimizer.step`: an optimizer may wrap another one
+        self._optimizers: Sequence[torch.optim.Optimizer] = ()
         self._names: dict[int, str] = {}
         self._optimized: set[int] = set()  # ids of the parameters that the optimizer updates
         self._is_sparse: dict[str, bool] = {}  # by name of each parameter that received a gradient
         self._waiting: list[torch.nn.Parameter] = []  # parameters with a gradient that no update has used yet
         self._updated: dict[int, str] = {}  # storage -> name of the parameters updated inside this step's backward
         self._began: int | None = None
-        self._in_backward = False
+
+    @property
+    def running(self) -> bool:
+        """True while `optimizer.step` runs."""
+        return self._depth > 0
 
     @property
     def trained(self) -> tuple[str, ...]:
@@ -53,18 +60,23 @@ class Updates:
         return None if any(self._is_sparse.values()) else self._began
 
     def hooks(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+        self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, own_step: bool
     ) -> list[torch.utils.hooks.RemovableHandle]:
-        """Registers the hooks on the model's parameters and on all optimizers, and returns the handles of the hooks."""
-        self._state = optimizer.state
+        """Registers the hooks on the model's parameters and on all optimizers, and returns the handles of the hooks.
+
+        A step of the user's own may train a parameter that does not require a gradient yet, so it gets a hook, too.
+        """
+        self._optimizers = optimizers
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self._optimized = {id(parameter) for optimizer in optimizers for parameter in _parameters_of(optimizer)}
+        handles = []
+        for parameter in model.parameters():
+            trained = parameter.requires_grad
+            if trained or (own_step and parameter.is_floating_point()):
+                handles.append(parameter.requires_grad_().register_post_accumulate_grad_hook(self._got_gradient))
+                parameter.requires_grad_(trained)
         return [
-            *(
-                parameter.register_post_accumulate_grad_hook(self._got_gradient)
-                for parameter in model.parameters()
-                if parameter.requires_grad
-            ),
+            *handles,
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
         ]
@@ -95,7 +107,8 @@ class Updates:
 
         Priming creates state for every parameter; a real step creates none for these parameters.
         """
-        states = (state for p, state in self._state.items() if self._names.get(id(p)) not in self._is_sparse)
+        known = (pair for optimizer in self._optimizers for pair in optimizer.state.items())
+        states = (state for p, state in known if self._names.get(id(p)) not in self._is_sparse)
         tensors = (value for state in states for value in state.values() if isinstance(value, torch.Tensor))
         return {index for tensor in tensors if (index := self._table.storage_of(tensor)) is not None}
 
@@ -111,23 +124,77 @@ class Updates:
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """Hook that runs before every `optimizer.step`."""
-        self.running = True
+        self._depth += 1
+        if not any(map(self._table.watches, _parameters_of(optimizer))):
+            raise WorkloadError(
+                f"the step calls step() of {type(optimizer).__name__}, which has no parameter of the model: give this "
+                "optimizer as optimizer=..., and use the one that the step function gets"
+            )
         if not self.in_setup:
-            self._in_backward = torch._C._current_autograd_node() is not None
-            self._began = None if self._in_backward else self._table.next_tick()
+            self.in_backward = torch._C._current_autograd_node() is not None
+            self._began = None if self.in_backward else self._table.next_tick()
+            for parameter in _parameters_of(
+                optimizer
+            ):  # a step may set gradients itself, as `torch.autograd.grad` does
+                if parameter.grad is not None and id(parameter) in self._names:
+                    self._table.mark(parameter.grad, Category.GRADIENT)
+                    self._is_sparse.setdefault(self._names[id(parameter)], parameter.grad.is_sparse)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """Hook that runs after every `optimizer.step`."""
-        self.running = False
+        self._depth -= 1
         updated, self._waiting = self._waiting, []
-        if self._in_backward:
+        if self.in_backward:
             for weight in updated:
                 if (storage := self._table.storage_of(weight)) is not None:
                     self._updated[storage] = self._names[id(weight)]
         # An update inside of backward uses the gradients of the waiting parameters; a later update uses all.
-        parameters: Iterable[torch.Tensor] = updated if self._in_backward else tuple(optimizer.state)
+        parameters: Iterable[torch.Tensor] = updated if self.in_backward else tuple(optimizer.state)
         for parameter in parameters:
             owner = self._names.get(id(parameter), "")
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
                     self._table.mark(value, Category.OPTIMIZER_STATE, name=f"{owner} ({key})" if owner else str(key))
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.nn.Parameter]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+class Backwards:
+    """Notes of each backward that runs whether it builds a graph of itself (`create_graph=True`)."""
+
+    def __init__(self) -> None:
+        self._build_graphs: list[bool] = []
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Returns a context manager that notes the backwards which begin in it."""
+        run = torch.autograd._engine_run_backward
+
+        @functools.wraps(run)
+        def noting(tensors, gradients, retain_graph, create_graph, *args, **kwargs):
+            self._build_graphs.append(create_graph)
+            try:
+                return run(tensors, gradients, retain_graph, create_graph, *args, **kwargs)
+            finally:
+                self._build_graphs.pop()
+
+        torch.autograd._engine_run_backward = noting  # type: ignore[assignment]  # a patch
+        try:
+            yield
+        finally:
+            torch.autograd._engine_run_backward = run
+
+    def recompute(self, *, in_module: bool) -> bool:
+        """True if the op that runs inside of a backward belongs to a recomputed forward.
+
+        A recomputed forward builds nodes. So does a backward that builds a graph of itself.
+
+        Args:
+            in_module: True if the forward of a module is running.
+        """
+        if not torch.is_grad_enabled() or in_module or not (self._build_graphs and self._build_graphs[-1]):
+            return torch.is_grad_enabled()
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"

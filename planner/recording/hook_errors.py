@@ -1,18 +1,23 @@
-"""Handles errors of Python code that autograd calls in backward, where an exception would abort the process (signal 6).
+"""Describes errors of the step, and handles those of Python code that autograd calls in backward.
 
-The exception would unwind through the C++ code of the autograd engine, where the device guard of a Python backend calls
-into Python from a destructor while the exception is still set. An error of a backward hook is stored, backward
-continues, and the first error is raised after the step. Backward cannot continue after an error of a recomputed module
-(in a hook for saved tensors) or of the backward of a `torch.autograd.Function`: these are reported at once.
+An exception in backward would abort the process (signal 6): it would unwind through the C++ code of the autograd
+engine, where the device guard of a Python backend calls into Python from a destructor while the exception is still set.
+An error of a backward hook is stored, backward continues, and the first error is raised after the step. Backward cannot
+continue after an error of a recomputed module (in a hook for saved tensors) or of the backward of a
+`torch.autograd.Function`: these are reported at once.
 """
 
 from __future__ import annotations
 
 import functools
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from planner.errors import PlannerError, WorkloadError
+from planner.virtual_gpu.source_lines import is_model_code, optimizer_in
 
 
 class HookErrors:
@@ -91,3 +96,69 @@ class HookErrors:
             return register(owner, self._storing_errors(hook), *args, **kwargs)
 
         return wrapping
+
+
+def failure(error: BaseException, message: str, model: torch.nn.Module) -> str:
+    """Returns the text for an error of the training step (`message` is its first line): what, where, a way out."""
+    running = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    what, way_out = "the training step failed with this batch", "check that it runs without the planner"
+    where = _location(error, model)
+    if isinstance(error, TypeError) and "positional argument" in message and ".forward()" in message:
+        way_out = (
+            "if the last member of the batch is the target, give the loss function (loss_fn=), so that the model gets "
+            "only the other members"
+        )
+    if (optimizer := optimizer_in(running)) is not None:
+        name = type(optimizer).__name__
+        what = f"the step of the optimizer {name} failed in a rehearsal"
+        way_out = f"if {name} runs without the planner, a rehearsal cannot run it: give another optimizer"
+        own = [frame for frame in running if is_model_code(frame.f_code.co_filename)]
+        if own and own[-1].f_locals.get("closure", running) is None:
+            way_out = (
+                f"check that {name} steps without a closure outside of the planner; a step that needs one, because it "
+                "runs the model again, cannot be planned: give the optimizer that it wraps, or another one"
+            )
+    if "same device" in message:
+        way_out = _ON_HOST
+    for frame in running:
+        for part, advice in _WAYS_OUT.items():
+            way_out = advice if part in frame.f_code.co_filename else way_out
+    return f"{what}: {type(error).__name__}: {message} ({where}): {way_out}"
+
+
+_ON_HOST = (
+    "put every module that the step uses, such as a frozen teacher, into the model (with step=..., a dict of modules), "
+    "and tensors into the batch or the buffers of a module, or make them in the step on the device of the batch"
+)
+"""Advice on an op that mixes tensors of the rehearsal with tensors that the rehearsal did not replace."""
+_WAYS_OUT = {
+    "torch/nn/attention/flex_attention.py": (
+        "a rehearsal cannot run FlexAttention, whose kernel torch.compile makes; plan the model with "
+        "torch.nn.functional.scaled_dot_product_attention"
+    ),
+    "torch/nested/": "a rehearsal cannot run nested or jagged tensors; plan the model with padded tensors and a mask",
+}
+"""Advice on errors in files of torch that a rehearsal cannot run, by a part of the file's path."""
+
+
+def failure_in_backward(error: Exception, model: torch.nn.Module) -> PlannerError:
+    """Returns the error to report for an exception of Python code that autograd called in backward."""
+    if isinstance(error, PlannerError):
+        return error
+    message = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+    return WorkloadError(
+        f"backward failed with this batch: {type(error).__name__}: {message} ({_location(error, model)}). If the step "
+        "runs without the planner, the module cannot be recomputed: forbid the technique that recomputes it, such as "
+        "checkpoint"
+    )
+
+
+def _location(error: BaseException, model: torch.nn.Module) -> str:
+    """Returns text for an error message: the innermost module and the innermost line of model code in a traceback."""
+    names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
+    module, line = "", ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        module = names.get(id(frame.f_locals.get("self")), module)
+        if is_model_code(frame.f_code.co_filename):
+            line = f"{frame.f_code.co_filename}:{number}"
+    return f"in '{module or 'the step'}' at {line or 'unknown line'}"

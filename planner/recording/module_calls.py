@@ -15,11 +15,12 @@ from planner.recording.storage_table import StorageTable
 # Obstacles: reasons why a call must not be run twice. "It" is the module.
 COMPILED = "it runs compiled, or inside of a compiled module"
 _WITHOUT_FORWARD = "its class does not define a forward"
-_WITHOUT_GRADIENTS = "it runs without gradients"
+WITHOUT_GRADIENTS = "it runs without gradients"
 OWN_GENERATOR = "it draws from its own random generator, whose state would differ in a second run"
 TAKES_GRADIENTS = "its backward runs already during the model's forward"
+REPLACED = "its parameters are replaced for this call, as torch.func.functional_call does"
 TRANSFORMED = "it runs inside of a transform of torch.func, or calls one that takes gradients"
-NO_REPLAY = frozenset({COMPILED, _WITHOUT_FORWARD, _WITHOUT_GRADIENTS, TAKES_GRADIENTS, TRANSFORMED})
+NO_REPLAY = frozenset({COMPILED, _WITHOUT_FORWARD, WITHOUT_GRADIENTS, TAKES_GRADIENTS, TRANSFORMED})
 """Obstacles that also forbid a replay, which runs the recorded ops of the forward again but no Python code."""
 
 
@@ -39,6 +40,8 @@ class ModuleCalls:
         self._table = table
         self._enters_model = enters_model
         self._stack: list[tuple[str, int | None]] = []
+        self._parameters: dict[torch.nn.Module, list[int]] = {}
+        """Identities of the parameters that each module has itself, when its hooks were set."""
         self._states: list[dict[str, object]] = []
         self._before: list[tuple[int, torch.nn.Module, dict[str, object]]] = []
         """Calls in the running forward of the model: index of the call, module, and its attributes before the call."""
@@ -62,6 +65,7 @@ class ModuleCalls:
 
     def hooks(self, name: str, module: torch.nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
         """Registers the hooks on one module and returns their handles."""
+        self._parameters[module] = [id(parameter) for parameter in module._parameters.values()]
         return [
             module.register_forward_pre_hook(self._entering(name), with_kwargs=True, prepend=True),
             module.register_forward_hook(self._leaving, always_call=True),
@@ -118,7 +122,13 @@ class ModuleCalls:
             return _WITHOUT_FORWARD
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return TRANSFORMED
-        return None if torch.is_grad_enabled() else _WITHOUT_GRADIENTS
+        if not torch.is_grad_enabled():
+            return WITHOUT_GRADIENTS
+        known = ((part, self._parameters.get(part)) for part in module.modules())
+        replaced = any(
+            ids is not None and ids != [id(parameter) for parameter in part._parameters.values()] for part, ids in known
+        )
+        return REPLACED if replaced else None
 
     def _leaving(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
         """Hook that runs after the forward of every module, even if the forward raises; it ends the `Call`."""

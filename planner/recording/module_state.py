@@ -49,8 +49,8 @@ def attributes_of(module: torch.nn.Module) -> dict[str, object]:
     return _attributes_of(module, id)
 
 
-def plain_state(model: torch.nn.Module, loss_fn: object = None) -> dict[str, object]:
-    """Returns the numbers and text that modules and the loss function hold in attributes, by a description of each.
+def plain_state(model: torch.nn.Module, function: object = None, name: str = "loss function") -> dict[str, object]:
+    """Returns the numbers and text that modules and a function hold in attributes, by a description of each.
 
     Tensors and the identities of objects are left out, because a forward may make new ones without any consequence.
     """
@@ -59,7 +59,7 @@ def plain_state(model: torch.nn.Module, loss_fn: object = None) -> dict[str, obj
         for path, module in model.named_modules()
         for name, value in _attributes_of(module, _no_identity).items()
     }
-    return state | ({} if loss_fn is None else {"the state of the loss function": _plain_content_of(loss_fn)})
+    return state | ({} if function is None else {f"the state of the {name}": _plain_content_of(function)})
 
 
 def host_random_state() -> tuple[object, object]:

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from planner.recording.categories import classify, note_obstacles
 from planner.recording.flops import flops_of
-from planner.recording.gradients import Updates
+from planner.recording.gradients import Backwards, Updates
 from planner.recording.module_calls import OWN_GENERATOR, ModuleCalls
 from planner.recording.op_schema import (
     OpTraits,
@@ -93,6 +93,8 @@ class Recorder(TorchDispatchMode):
         self._paused = False
         self._kernels = kernels_of(device)
         self._saved = SavedTensors(self, self.table, self.calls, self.data_dependence.known)
+        self._own_step = False
+        self._backwards = Backwards()
         self._seen_backward = False
         self._in_setup = True
         self._setup_tick = 0
@@ -258,18 +260,21 @@ class Recorder(TorchDispatchMode):
         module, call = self.calls.innermost
         if self._in_setup:
             return Phase.SETUP, "", None, None
-        if self.updates.running:
-            return Phase.OPTIMIZER, "", None, None
         node = torch._C._current_autograd_node()
+        runs_model = node is not None or self.calls.are_running  # inside of an update: a closure does
+        if self.updates.running and (self.updates.in_backward or not runs_model):
+            return Phase.OPTIMIZER, "", None, None
         if node is None or call is not None:  # a backward inside of a module's forward is part of the forward
+            if self._own_step and self._seen_backward and torch.is_grad_enabled():
+                self.enters_model()  # a step of the user's own goes on after a backward, outside of modules
             phase = Phase.OPTIMIZER if self._seen_backward and not self.calls.are_running else Phase.FORWARD
-            if phase is Phase.FORWARD:
+            if phase is Phase.FORWARD and torch.is_grad_enabled():
                 # Autograd numbers its nodes: this op's node, if it makes one, is the one counted last.
                 self._op_of_sequence[torch.autograd._get_sequence_nr() - 1] = index
             return phase, module, call, None
         self._seen_backward = True
         forward_op = self._op_of_sequence.get(node._sequence_nr())
-        if torch.is_grad_enabled():  # a forward that runs inside of backward and builds nodes: a recomputation
+        if self._backwards.recompute(in_module=self.calls.are_running):
             self._op_of_sequence[torch.autograd._get_sequence_nr() - 1] = index
             where = (
                 module if self.calls.are_running else (self.ops[forward_op].module if forward_op is not None else "")
@@ -292,8 +297,15 @@ class Recorder(TorchDispatchMode):
     # ---- modules and phases -----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def watching(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Returns a context manager that sets the hooks on modules, optimizers and gradients, and for saved tensors."""
+    def watching(
+        self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, own_step: bool = False
+    ) -> Iterator[None]:
+        """Returns a context manager that sets the hooks on modules, optimizers and gradients, and for saved tensors.
+
+        Args:
+            own_step: True if the step is a function of the user's own, which may run several forwards and backwards.
+        """
+        self._own_step = self.data_dependence.numbers_are_for_logging = own_step
         self.module_types = {name: type(module).__name__ for name, module in model.named_modules()}
         for name, module in model.named_modules():
             is_norm = isinstance(module, torch.nn.modules.batchnorm._NormBase)
@@ -305,21 +317,23 @@ class Recorder(TorchDispatchMode):
         handles = []
         for name, module in model.named_modules(remove_duplicate=True):
             handles += self.calls.hooks(name, module)
-        handles += self.updates.hooks(model, optimizer)
+        handles += self.updates.hooks(model, optimizers, own_step=own_step)
         hooks = (
             torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._saved.unpack)
             if self.what_if
             else contextlib.nullcontext()
         )
         try:
-            with hooks:
+            with hooks, self._backwards.watching():
                 yield
         finally:
             for handle in handles:
                 handle.remove()
 
     def setup_ends(self) -> None:
-        """Ends the setup: all later events belong to the recorded steps."""
+        """Ends the setup: all later events belong to the recorded steps. The setup may have been a whole step."""
+        self.calls.all.clear()
+        self._saved.all.clear()
         self._in_setup, self._setup_tick = False, self.table.tick
         self.updates.in_setup = False
         self.table.birth_op = len(self.ops) - 1 if self.ops else None
@@ -359,7 +373,7 @@ class Recorder(TorchDispatchMode):
             micro_batch_sizes=micro_batch_sizes,
             module_types=self.module_types,
             batch_statistics=tuple(self._batch_statistics),
-            update_tick=self.updates.tick,
+            update_tick=None if self._own_step else self.updates.tick,
             trained=self.updates.trained,
             assumptions=tuple(self.data_dependence.assumptions),
             forwards_differ=len(set(self._forwards.values())) > 1,

@@ -7,8 +7,7 @@ import dataclasses
 import gc
 import importlib
 import logging
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import torch
 from planner.errors import PlannerError, WorkloadError
 from planner.plan_types.answers import NOTHING_STATED, Answers
 from planner.plan_types.quantized import is_quantized
-from planner.recording.hook_errors import HookErrors
+from planner.recording.hook_errors import HookErrors, failure, failure_in_backward
 from planner.recording.module_state import changed_state, host_random_state, plain_state
 from planner.recording.recorder import Recorder
 from planner.recording.step_graph import Category, StepGraph
@@ -25,13 +24,12 @@ from planner.virtual_gpu import backend, fake_tensor_cache, kernels, quantized_w
 from planner.virtual_gpu.forked_process import Child, Refuse
 from planner.virtual_gpu.in_place import InPlaceRule
 from planner.virtual_gpu.shadow_values import ShadowValues, is_tracked
-from planner.virtual_gpu.source_lines import is_model_code, optimizer_in
 from planner.virtual_gpu.sparse_tensors import no_rows_of, virtual_sparse
 from planner.workload.torch_optimizers import sparse_lookups
 from planner.workload.workload import tensors_of
 
-Prepare = Callable[[torch.nn.Module], tuple[Callable[[Any], Any], torch.optim.Optimizer]]
-"""A function that returns the training step, called as `step(batch)`, and the optimizer of the model that it gets.
+Prepare = Callable[[torch.nn.Module], tuple[Callable[[Any], Any], Sequence[torch.optim.Optimizer]]]
+"""A function that returns the training step, called as `step(batch)`, and the optimizers of the model that it gets.
 
 It is called in the child process, with the virtual model.
 """
@@ -68,6 +66,8 @@ class Rehearsal:
     """The values of tensors that the user states."""
     loss_fn: Callable | None = None
     """The loss function, whose state is compared before and after the last step; None if it is part of the model."""
+    own_step: Callable | None = None
+    """The user's own training step; None for the planner's step."""
 
     def start(self) -> Child:
         """Starts the rehearsal in a child process. `Child.result` waits for it and returns its `StepGraph`."""
@@ -138,6 +138,7 @@ def _rehearse(rehearsal: Rehearsal, refuse: Refuse) -> tuple[StepGraph, bytes]:
             micro_batch_sizes=rehearsal.micro_batch_sizes,
             trained=rehearsal.trained,
             loss_fn=rehearsal.loss_fn,
+            own_step=rehearsal.own_step,
         )
         return graph, fake_tensor_cache.fresh(since=known_calls)
 
@@ -153,22 +154,23 @@ def record_steps(
     micro_batch_sizes: tuple[int, ...],
     trained: tuple[str, ...] | None = None,
     loss_fn: Callable | None = None,
+    own_step: Callable | None = None,
 ) -> StepGraph:
     """Runs training steps under the recorder, and returns the recording.
 
-    The caller has to switch Python's garbage collector off; this function runs it after each step.
+    The caller has to switch Python's garbage collector off; it runs here after each step.
 
     Args:
         recorder: a recorder for the virtual GPU or for a real device.
         model, batch: the model and its batch, on the recorder's device.
-        prepare, steps, primed, micro_batch_sizes, trained, loss_fn: as in `Rehearsal`.
+        prepare, steps, primed, micro_batch_sizes, trained, loss_fn, own_step: as in `Rehearsal`.
 
     Raises:
         WorkloadError: the training step raised an error, or exits; the message names the module and the line.
         RehearsalError: the virtual GPU cannot run an op of the step.
     """
     hook_errors = HookErrors(
-        lambda error: recorder.data_dependence.on_refusal_in_backward(_failure_in_backward(error, model))
+        lambda error: recorder.data_dependence.on_refusal_in_backward(failure_in_backward(error, model))
     )
     if recorder.virtual:
         hook_errors.install(model)
@@ -177,22 +179,28 @@ def record_steps(
             recorder.mark(tensor, Category.PARAMETER, name=name)
         for path, tensor in tensors_of(batch):
             recorder.mark(tensor, Category.INPUT, name=path)
-        step, optimizer = prepare(model)
-        with recorder.watching(model, optimizer):
+        step, optimizers = prepare(model)
+        with recorder.watching(model, optimizers, own_step=own_step is not None):
             if trained is not None:
                 recorder.updates.note_trained(trained)
             if primed:
-                _run_step(lambda _: _prime(model, optimizer), batch, model, hook_errors)
+                priming = (lambda _: _prime(model, optimizers)) if own_step is None else step
+                _run_step(priming, batch, model, hook_errors)
             recorder.setup_ends()
+            function = (loss_fn, "loss function") if own_step is None else (own_step, "step function")
             before: dict[str, object] = {}
             random_before = host_random_state()
             for number in range(steps):
                 if number and number == steps - 1:
-                    before = plain_state(model, loss_fn)
+                    before = plain_state(model, *function)
                 recorder.starts_step(number)
                 _run_step(step, batch, model, hook_errors)
                 gc.collect()
-            after = plain_state(model, loss_fn) if before else {}
+            if not recorder.ops:
+                raise WorkloadError(
+                    "the step runs no op on the model's parameters or the batch: nothing can be planned"
+                )
+            after = plain_state(model, *function) if before else {}
         graph = recorder.finish(steps=steps, primed=primed, micro_batch_sizes=micro_batch_sizes)
         drew_on_host = host_random_state() != random_before  # the forwards may differ for this reason only
         return dataclasses.replace(
@@ -211,76 +219,18 @@ def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module, ho
         raise
     except (Exception, SystemExit) as error:
         message = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
-        raise WorkloadError(_failure(error, message, model)) from error
+        raise WorkloadError(failure(error, message, model)) from error
 
 
-def _failure(error: BaseException, message: str, model: torch.nn.Module) -> str:
-    """Returns the text for an error of the training step (`message` is its first line): what, where, a way out."""
-    running = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    what, way_out = "the training step failed with this batch", "check that it runs without the planner"
-    where = _location(error, model)
-    if isinstance(error, TypeError) and "positional argument" in message and ".forward()" in message:
-        way_out = (
-            "if the last member of the batch is the target, give the loss function (loss_fn=), so that the model gets "
-            "only the other members"
-        )
-    if (optimizer := optimizer_in(running)) is not None:
-        name = type(optimizer).__name__
-        what = f"the step of the optimizer {name} failed in a rehearsal"
-        way_out = f"if {name} runs without the planner, a rehearsal cannot run it: give another optimizer"
-        own = [frame for frame in running if is_model_code(frame.f_code.co_filename)]
-        if own and own[-1].f_locals.get("closure", running) is None:
-            way_out = (
-                f"check that {name} steps without a closure outside of the planner; a step that needs one, because it "
-                "runs the model again, cannot be planned: give the optimizer that it wraps, or another one"
-            )
-    for frame in running:
-        for part, advice in _WAYS_OUT.items():
-            way_out = advice if part in frame.f_code.co_filename else way_out
-    return f"{what}: {type(error).__name__}: {message} ({where}): {way_out}"
-
-
-_WAYS_OUT = {
-    "torch/nn/attention/flex_attention.py": (
-        "a rehearsal cannot run FlexAttention, whose kernel torch.compile makes; plan the model with "
-        "torch.nn.functional.scaled_dot_product_attention"
-    ),
-    "torch/nested/": "a rehearsal cannot run nested or jagged tensors; plan the model with padded tensors and a mask",
-}
-"""Advice on errors in files of torch that a rehearsal cannot run, by a part of the file's path."""
-
-
-def _failure_in_backward(error: Exception, model: torch.nn.Module) -> PlannerError:
-    """Returns the error to report for an exception of Python code that autograd called in backward."""
-    if isinstance(error, PlannerError):
-        return error
-    message = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
-    return WorkloadError(
-        f"backward failed with this batch: {type(error).__name__}: {message} ({_location(error, model)}). If the step "
-        "runs without the planner, the module cannot be recomputed: forbid the technique that recomputes it, such as "
-        "checkpoint"
-    )
-
-
-def _location(error: BaseException, model: torch.nn.Module) -> str:
-    """Returns text for an error message: the innermost module and the innermost line of model code in a traceback."""
-    names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
-    module, line = "", ""
-    for frame, number in traceback.walk_tb(error.__traceback__):
-        module = names.get(id(frame.f_locals.get("self")), module)
-        if is_model_code(frame.f_code.co_filename):
-            line = f"{frame.f_code.co_filename}:{number}"
-    return f"in '{module or 'the step'}' at {line or 'unknown line'}"
-
-
-def _prime(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Makes the optimizer create its state, by an update with empty gradients."""
+def _prime(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Makes the optimizers create their state, by an update with empty gradients."""
     with_rows = {id(weight) for weight in sparse_lookups(model).values()}
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = no_rows_of(parameter) if id(parameter) in with_rows else torch.empty_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
 
 def make_virtual(model: torch.nn.Module, device: str, known: ShadowValues | None = None) -> None:

@@ -35,10 +35,10 @@ class OpRecorder(Protocol):
 class _SavedPlaceholder:
     """Takes the place of a saved tensor. It has the dtype, layout and known values, to make an equal fake tensor."""
 
-    __slots__ = ("dtype", "offset", "save", "shadow", "shape", "stride", "table")
+    __slots__ = ("dtype", "offset", "read_in", "save", "shadow", "shape", "stride", "table")
 
     def __init__(self, table: StorageTable, known: ShadowValues, tensor: torch.Tensor, save: Save) -> None:
-        self.table, self.save = table, save
+        self.table, self.save, self.read_in = table, save, -1
         self.shadow = known.shadow(tensor)
         self.shape, self.stride, self.offset, self.dtype = (
             tensor.shape,
@@ -54,10 +54,10 @@ class _SavedPlaceholder:
 class _KeptTensor:
     """A saved tensor that is kept and not replaced (parameter, input or host tensor). Its ticks are recorded too."""
 
-    __slots__ = ("save", "table", "tensor")
+    __slots__ = ("read_in", "save", "table", "tensor")
 
     def __init__(self, table: StorageTable, tensor: torch.Tensor, save: Save) -> None:
-        self.table, self.tensor, self.save = table, tensor, save
+        self.table, self.tensor, self.save, self.read_in = table, tensor, save, -1
 
     def __del__(self) -> None:
         self.save.release = self.table.next_tick()
@@ -120,8 +120,11 @@ class SavedTensors:
         save = packed.save
         if self._calls.innermost[1] is not None:
             self._calls.note_obstacle(save.call, TAKES_GRADIENTS)
+        graph_task = torch._C._current_graph_task_id()
         if save.unpack is None:
-            save.unpack = self._table.next_tick()
+            save.unpack, packed.read_in = self._table.next_tick(), graph_task
+        elif save.again is None and packed.read_in != graph_task:
+            save.again = self._table.next_tick()
         if isinstance(packed, _KeptTensor):
             return packed.tensor
         assert save.storage is not None  # `pack` keeps tensors without one

@@ -129,6 +129,8 @@ class Save:
     """Tick at which autograd releases the tensor; None if it holds the tensor to the end of the recording."""
     call: int | None
     """Index of the innermost call in which the tensor was saved; None if it was saved outside of the model."""
+    again: int | None = None
+    """Tick at which a second backward first reads the tensor, as with `retain_graph`; None if there is none."""
     is_of_next_op: bool = False
     """True if autograd saved the tensor for an op that had not run yet. False if it saved the tensor for the last op
     before that made or changed a storage."""

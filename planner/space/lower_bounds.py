@@ -69,6 +69,8 @@ def lower_bound_bytes(
         state_bytes: size of the baseline's optimizer state.
     """
     parameter_bytes = sum(map(stored_bytes, workload.model.parameters()))
+    if workload.step is not None:  # while one of its optimizers steps, activations may be alive and gradients be freed
+        return parameter_bytes
     frozen = {id(p) for name in set(frozen_modules_of(config)) for p in workload.model.get_submodule(name).parameters()}
     still_trained = trained.without(frozen)
     eight_bit = any(decision.eight_bit_state for decision in config)

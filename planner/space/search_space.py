@@ -15,18 +15,25 @@ import torch
 from planner.errors import DecisionError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, conflict
-from planner.plan_types.decisions import ChunkedLoss, Optimizer, OptimizerKernel, Precision, StepInBackward
+from planner.plan_types.decisions import (
+    Accumulation,
+    ChunkedLoss,
+    Optimizer,
+    OptimizerKernel,
+    Precision,
+    StepInBackward,
+)
 from planner.plan_types.techniques import KINDS
 from planner.profiles.device import DeviceProfile
 from planner.space.lm_head import ChunkedLossOption
 from planner.space.micro_batches import MicroBatching, batch_splits
 from planner.workload.eight_bit import why_not_eight_bit
+from planner.workload.optimizer_choice import by_name, optimizer_name
 from planner.workload.torch_optimizers import (
     by_parameter,
     has_step_hooks,
     kernel_beside_foreach,
     kind_of,
-    optimizer_name,
     several_processes,
     why_no_kernel,
 )
@@ -141,6 +148,19 @@ def search_space(
     """
     notes: list[str] = []
     _refuse_forced_conflict(card, constraints)
+    if workload.step is not None:
+        refuse = {kind: _alternatives(constraints, kind, None, why) for kind, why in _OF_THE_STEP.items()}
+        notes += [f"no {kind.kind}: {why}" for kind, why in _OF_THE_STEP.items() if constraints.allow(kind)]
+        return SearchSpace(
+            precisions=refuse[Precision],
+            optimizers=_optimizers(workload, constraints, notes),
+            losses=refuse[ChunkedLoss],
+            updates=refuse[StepInBackward],
+            splits=(MicroBatching(micro_batches=1, size=workload.batch_size),),
+            recompute=_recompute(constraints),
+            chunks=None,
+            notes=tuple(notes),
+        )
     return SearchSpace(
         precisions=_precisions(workload, card, constraints, notes),
         optimizers=_optimizers(workload, constraints, notes),
@@ -151,6 +171,15 @@ def search_space(
         chunks=None if chunks is None else dataclasses.replace(chunks, always=constraints.force(Role.LOSS)),
         notes=tuple(notes),
     )
+
+
+_OF_THE_STEP: dict[type[Decision], str] = {
+    Accumulation: "your step function runs forward and backward itself, so split the batch there",
+    Precision: "your step function runs the forwards itself, so write torch.autocast there",
+    ChunkedLoss: "your step function computes the loss itself",
+    StepInBackward: "your step function says itself when an optimizer steps",
+}
+"""Techniques that change the planner's own step, and why a step of the user's own cannot use them."""
 
 
 def _precisions(workload: Workload, card: DeviceProfile, constraints: Constraints, notes: list[str]) -> Alternatives:
@@ -173,16 +202,26 @@ def _losses(constraints: Constraints, chunks: ChunkedLossOption | None) -> Alter
 
 
 def _optimizers(workload: Workload, constraints: Constraints, notes: list[str]) -> Alternatives:
-    """Returns the alternatives for the optimizer: the user's optimizer, with another kernel, or with 8-bit state."""
-    why_not = why_not_eight_bit(workload)
-    if why_not and constraints.allow(Optimizer):
-        notes.append(f"no 8-bit optimizer state: {why_not}")
-    eight_bit = _alternatives(constraints, Optimizer, None if why_not else (Optimizer(),), why_not)
-    kind = kind_of(workload.optimizer)
-    kernel = (kernel_beside_foreach(kind) if kind else None) or "fused"
-    why_not = why_no_kernel(kernel, workload.optimizer, workload.model)
-    decisions = None if why_not else (OptimizerKernel(kernel=kernel),)
-    kernels = _alternatives(constraints, OptimizerKernel, decisions, why_not)
+    """Returns the alternatives for the optimizer: the user's optimizer, with another kernel, or with 8-bit state.
+
+    If the step has several optimizers, a decision names those for which it is possible.
+    """
+    named = by_name(workload.optimizer)
+    reasons = {name: why_not_eight_bit(spec, workload.model) for name, spec in named.items()}
+    able, why_not = tuple(name for name in named if reasons[name] is None), next(iter(reasons.values()))
+    for name, reason in reasons.items():
+        if reason and constraints.allow(Optimizer):
+            notes.append(f"no 8-bit optimizer state{f' for {name!r}' if name else ''}: {reason}")
+    decisions = (Optimizer(optimizers=tuple(filter(None, able))),) if able else None
+    eight_bit = _alternatives(constraints, Optimizer, decisions, why_not)
+    kernel_of = {name: kernel_beside_foreach(kind) or "fused" if (kind := kind_of(spec)) else "fused"
+                 for name, spec in named.items()}  # fmt: skip
+    reasons = {name: why_no_kernel(kernel_of[name], spec, workload.model) for name, spec in named.items()}
+    able, why_not = tuple(name for name in named if reasons[name] is None), next(iter(reasons.values()))
+    kernel = "fused" if any(kernel_of[name] == "fused" for name in able) else "for-loop"
+    able = tuple(name for name in able if kernel_of[name] == kernel)
+    chosen = (OptimizerKernel(kernel=kernel, optimizers=tuple(filter(None, able))),) if able else None
+    kernels = _alternatives(constraints, OptimizerKernel, chosen, why_not)
     if constraints.force(Optimizer) or constraints.force(OptimizerKernel):
         return eight_bit if constraints.force(Optimizer) else kernels
     return tuple(dict.fromkeys((*kernels, *eight_bit)))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import pathlib
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
@@ -63,6 +63,8 @@ class DataDependence:
     def __init__(self, where: Callable[[], str]) -> None:
         self.known = ShadowValues()
         self.answers = Answers()
+        self.numbers_are_for_logging = False
+        """True if `.item()` of an unknown value returns an `UnknownNumber` instead of a refusal."""
         self.assumptions: dict[str, None] = {}
         """The assumptions, each with module and line, in the order in which they were first needed."""
         self._where = where
@@ -220,11 +222,24 @@ class DataDependence:
             with unset_fake_temporarily():
                 return dependence.values_or_refuse(self).clone().numpy()
 
+        real_item = torch.Tensor.item
+
+        def item(self: FakeTensor) -> Any:
+            try:
+                return real_item(self)
+            except RehearsalError:
+                if not dependence.numbers_are_for_logging:
+                    raise
+                return UnknownNumber(dependence)
+
         def formatted(self: FakeTensor, spec: str) -> str:
             value = dependence.scalar(self) if self.numel() == 1 and not self.dim() else None
+            if value is None and self.numel() == 1 and dependence.numbers_are_for_logging:
+                value = 1.0
             return object.__format__(self, spec) if value is None else format(value, spec)
 
         fake_tensor: Any = FakeTensor  # mypy does not allow to patch methods of a class.
+        fake_tensor.item = item
         fake_tensor.tolist = tolist
         fake_tensor.numpy = numpy
         fake_tensor.__format__ = formatted
@@ -268,6 +283,37 @@ class DataDependence:
             return finite
 
         backend.library("aten").impl("isfinite", isfinite, autograd_key)
+
+
+class UnknownNumber(float):
+    """The number that `.item()` returns to a step of the user's own, where most numbers are logged and nothing else.
+
+    Arithmetic returns another such number, and tensors are computed with 1.0: no memory depends on it. What control
+    flow needs, such as a comparison, is refused.
+    """
+
+    _dependence: DataDependence
+
+    def __new__(cls, dependence: DataDependence) -> UnknownNumber:
+        number = super().__new__(cls, 1.0)
+        number._dependence = dependence
+        return number
+
+    __hash__ = float.__hash__
+
+
+def _unknown(self: UnknownNumber, *_: object) -> UnknownNumber:
+    return UnknownNumber(self._dependence)
+
+
+def _refused(self: UnknownNumber, *_: object) -> NoReturn:
+    raise self._dependence.refusal(_ASKS)
+
+
+for _name in "add radd sub rsub mul rmul truediv rtruediv pow rpow floordiv rfloordiv mod rmod neg abs round".split():
+    setattr(UnknownNumber, f"__{_name}__", _unknown)
+for _name in "lt le gt ge eq ne bool int floor ceil trunc".split():
+    setattr(UnknownNumber, f"__{_name}__", _refused)
 
 
 def _may_ask(filename: str) -> bool:

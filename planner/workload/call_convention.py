@@ -18,8 +18,16 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 """The user's loss function: `loss_fn(output, batch)` returns the loss as a scalar tensor."""
 
 
+StepFn = Callable[[Any, Any, Any], Any]
+"""The user's own training step: `step(model, optimizer, batch)` runs forwards, backwards and updates itself.
+
+It may return anything. `model` is the module (a `torch.nn.ModuleDict` if a dict of modules was given), `optimizer` has
+the form in which the optimizers were given: one optimizer, a dict or a tuple.
+"""
+
+
 class Calling(enum.Enum):
-    """The four ways to call a model with a batch. The value of each member is the call as a Python expression."""
+    """The ways to call a model with a batch. The value of each member is the call as a Python expression."""
 
     KEYWORDS = "model(**batch)"
     """The batch is a mapping of keyword arguments, as transformers models take it."""
@@ -29,6 +37,8 @@ class Calling(enum.Enum):
     """The batch is a tuple whose last item is the targets, and a loss function is given."""
     SINGLE = "model(batch)"
     """The batch is one tensor, or a dataclass that the model takes as its only argument."""
+    STEP = "step(model, optimizer, batch)"
+    """A step of the user's own calls the model."""
 
     @classmethod
     def of(cls, batch: Any, loss_fn: LossFn | None) -> Calling:
@@ -59,6 +69,8 @@ class Calling(enum.Enum):
                 return model(*batch[:-1])
             case Calling.SINGLE:
                 return model(batch)
+            case Calling.STEP:
+                raise WorkloadError("only the step function of the user says how the model is called")
 
 
 def loss_of(output: Any, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:

@@ -7,23 +7,22 @@ from collections.abc import Iterable
 
 import torch
 
-from planner.workload.torch_optimizers import has_step_hooks, optimizer_name, sparse_lookups
-from planner.workload.workload import Workload
+from planner.workload.optimizer_choice import OptimizerSpec, optimizer_name
+from planner.workload.torch_optimizers import has_step_hooks, sparse_lookups
 
 _ADAM_NAMES = ("adam", "adamw")
 _SMALLEST_IN_8_BITS = 4096
 """bitsandbytes keeps the state of parameters with fewer elements in 32 bits (`min_8bit_size`)."""
 
 
-def why_not_eight_bit(workload: Workload) -> str | None:
-    """Returns the reason why bitsandbytes' AdamW cannot replace the workload's optimizer; None if it can."""
+def why_not_eight_bit(optimizer: OptimizerSpec, model: torch.nn.Module) -> str | None:
+    """Returns the reason why bitsandbytes' AdamW cannot replace an optimizer of `model`; None if it can."""
     if importlib.util.find_spec("bitsandbytes") is None:
         return "bitsandbytes is not installed (pip install bitsandbytes)"
-    if any(p.dtype == torch.float64 for p in workload.model.parameters() if p.requires_grad):
+    if any(p.dtype == torch.float64 for p in model.parameters() if p.requires_grad):
         return "trained parameters are float64"
-    if sparse_lookups(workload.model):
+    if sparse_lookups(model):
         return "an embedding produces sparse gradients"
-    optimizer = workload.optimizer
     if isinstance(optimizer, str):
         return None if optimizer in _ADAM_NAMES else f"{optimizer} has no 8-bit counterpart here"
     if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):

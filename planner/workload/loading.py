@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -181,9 +181,14 @@ def _from_callable(reference: str, request: _Request) -> Workload:
         if value is not None and name in accepted
     }
     returned = _call(function, arguments, reference, request.device)
+    own_step: dict[str, Any] = {}
+    if isinstance(returned, Mapping):
+        own_step = _of_own_step(returned, reference)
+        returned = returned["model"], returned["batch"]
     if isinstance(returned, tuple) and not 1 <= len(returned) <= 3:
         raise WorkloadError(
-            f"'{reference}' returned {len(returned)} values: return model, (model, batch) or (model, batch, loss_fn)"
+            f"'{reference}' returned {len(returned)} values: return model, (model, batch), "
+            "(model, batch, loss_fn), or a dict with model, batch, step and optimizer"
         )
     model, batch, loss_fn = (*returned, None, None)[:3] if isinstance(returned, tuple) else (returned, None, None)
     is_synthetic = batch is None and request.input_shapes is None
@@ -200,7 +205,8 @@ def _from_callable(reference: str, request: _Request) -> Workload:
             model,
             batch,
             loss_fn=loss_fn,
-            optimizer=request.optimizer,
+            optimizer=own_step.get("optimizer", request.optimizer),
+            step=own_step.get("step"),
             seq_len=request.seq_len if "seq_len" in accepted else None,
             reference=reference,
             gradients_alive=request.gradients_alive,
@@ -233,6 +239,17 @@ def _resized(result: Workload, request: _Request) -> Workload:
         not_by_sample=result.not_by_sample,
     )
     return dataclasses.replace(result, batch=batch, batch_size=request.batch_size)
+
+
+def _of_own_step(returned: Mapping[str, Any], reference: str) -> dict[str, Any]:
+    """Returns the step and the optimizers among what a function returned as a dict."""
+    required, allowed = {"model", "batch", "step"}, {"model", "batch", "step", "optimizer"}
+    if not required <= returned.keys() <= allowed:
+        raise WorkloadError(
+            f"'{reference}' returned a dict with {', '.join(map(str, returned)) or 'nothing'}: for a step of your own "
+            "return a dict with model, batch, step and optimizer, as planner.plan takes them"
+        )
+    return {name: returned[name] for name in ("step", "optimizer") if name in returned}
 
 
 def _call(function: Callable[..., Any], arguments: dict[str, int], reference: str, device: str) -> Any:

@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-from collections.abc import Callable, Iterable
-from typing import Any
-
 import torch
-
-from planner.errors import WorkloadError
-
-OptimizerSpec = str | torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
-"""A name such as 'adamw', an optimizer over the model's parameters, or a function from parameters to an optimizer."""
 
 _BY_PARAMETER = (
     "ASGD",
@@ -183,49 +173,3 @@ def several_processes() -> bool:
     """True if this process is in a `torch.distributed` process group with at least one other process."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
-def optimizer_name(optimizer: OptimizerSpec) -> str:
-    """Returns the name of an optimizer: the name that the user gave, or the qualified name of its class or function."""
-    if isinstance(optimizer, str):
-        return optimizer
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    return getattr(optimizer, "__qualname__", type(optimizer).__qualname__)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerBlueprint:
-    """Class, defaults and parameter groups of an optimizer object, without the parameters.
-
-    With a blueprint the same optimizer can be created for another copy of the model, such as a fake one to rehearse.
-    """
-
-    kind: type[torch.optim.Optimizer]
-    defaults: dict[str, Any]
-    groups: tuple[dict[str, Any], ...]
-    """The parameter groups; 'params' lists positions in `model.parameters()` instead of parameters."""
-
-    @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> OptimizerBlueprint:
-        """Returns the blueprint of an optimizer over parameters of `model`.
-
-        Raises:
-            WorkloadError: the optimizer has a parameter that does not belong to the model.
-        """
-        position = {id(parameter): number for number, parameter in enumerate(model.parameters())}
-        groups = []
-        for group in optimizer.param_groups:
-            if any(id(parameter) not in position for parameter in group["params"]):
-                raise WorkloadError(
-                    "the optimizer has a parameter that does not belong to the model: create it from model.parameters()"
-                )
-            groups.append({**group, "params": [position[id(parameter)] for parameter in group["params"]]})
-        return cls(kind=type(optimizer), defaults=dict(optimizer.defaults), groups=tuple(groups))
-
-    def over(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """Creates the same optimizer for the parameters of `model`, which is another copy of the model."""
-        parameters = list(model.parameters())
-        groups = [{**group, "params": [parameters[number] for number in group["params"]]} for group in self.groups]
-        accepted = inspect.signature(self.kind).parameters
-        return self.kind(groups, **{name: value for name, value in self.defaults.items() if name in accepted})

@@ -17,9 +17,11 @@ from planner.plan_types.answers import NOTHING_STATED, Answers
 from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import ModelFacts, WorkloadFacts
 from planner.plan_types.quantized import element_count
-from planner.workload.call_convention import Calling, LossFn
+from planner.workload.call_convention import Calling, LossFn, StepFn
 from planner.workload.model_loss import own_loss
-from planner.workload.torch_optimizers import OptimizerSpec, optimizer_name, sparse_lookups
+from planner.workload.optimizer_choice import Optimizers, by_name, optimizer_name
+from planner.workload.own_step import as_module, refuse_with_step
+from planner.workload.torch_optimizers import sparse_lookups
 from planner.workload.unsupported import refuse_unsupported
 
 
@@ -32,7 +34,8 @@ class Workload:
     """The full batch of one optimizer step. Its tensors may be on any device: their shapes and dtypes are used, and the
     values of integer and boolean tensors on the CPU where the step depends on them."""
     loss_fn: LossFn | None
-    optimizer: OptimizerSpec
+    optimizer: Optimizers
+    """One optimizer; several of them only with `step`."""
     batch_size: int
     seq_len: int | None
     calling: Calling
@@ -57,6 +60,8 @@ class Workload:
     """Notes for the plan."""
     input_shapes: Any = None
     """JSON data from which the batch was made; None for other batches."""
+    step: StepFn | None = None
+    """The user's own training step, which takes the place of forward, loss, backward and update; None for these."""
     is_by_sample_stated: bool = True
     """False if `not_by_sample` was only guessed from the shapes of the tensors."""
 
@@ -65,6 +70,11 @@ class Workload:
         """Sum of the bytes of all tensors of the batch. A storage that two tensors share counts twice."""
         tensors = (tensor for _, tensor in tensors_of(self.batch))
         return sum(part.numel() * part.itemsize for tensor in tensors for part in stored_parts(tensor))
+
+    @property
+    def given_optimizer(self) -> Optimizers | None:
+        """The optimizers that came with a step of the user's own; None if the plan names the optimizer."""
+        return None if self.step is None else self.optimizer
 
     @functools.cached_property
     def with_other_rows(self) -> str | None:
@@ -132,11 +142,12 @@ def _main_dtype(model: torch.nn.Module) -> str:
 
 
 def workload(
-    model: torch.nn.Module,
+    model: torch.nn.Module | Mapping[str, torch.nn.Module],
     batch: Any,
     *,
     loss_fn: LossFn | None = None,
-    optimizer: OptimizerSpec = "adamw",
+    optimizer: Optimizers = "adamw",
+    step: StepFn | None = None,
     seq_len: int | None = None,
     reference: str | None = None,
     gradients_alive: bool = False,
@@ -151,6 +162,7 @@ def workload(
     """Returns a `Workload`, after checking that the model can be trained on the batch.
 
     Args:
+        step: the user's own training step. `model` may then be a dict of modules, and `optimizer` a dict or tuple.
         by_sample: paths of the tensors whose dimension 0 is the batch dimension; a path such as 'targets' stands for
             all tensors below it. If it is None, they are guessed from the shapes of all tensors.
         input_shapes, answers, notes: see `Workload`.
@@ -162,6 +174,14 @@ def workload(
             unsupported type or no tensors, a tensor has an unsupported layout, `by_sample` does not match the batch, or
             `gradients_alive` is set for a model with sparse gradients.
     """
+    if step is not None:
+        model = as_module(model)
+        refuse_with_step(step, loss_fn, gradients_alive=gradients_alive)
+    elif len(by_name(optimizer)) > 1:
+        raise WorkloadError(
+            "several optimizers were given, and only a step of your own says when each of them steps: give step=..., "
+            "a function that takes (model, optimizer, batch) and runs one training step"
+        )
     if not isinstance(model, torch.nn.Module):
         raise WorkloadError(
             f"the model is of type {type(model).__name__}, not torch.nn.Module: give a module, or a function that "
@@ -184,9 +204,10 @@ def workload(
         batch=batch,
         loss_fn=loss_fn,
         optimizer=optimizer,
+        step=step,
         batch_size=batch_size,
         seq_len=seq_len,
-        calling=Calling.of(batch, loss_fn),
+        calling=Calling.of(batch, loss_fn) if step is None else Calling.STEP,
         reference=reference,
         gradients_alive=gradients_alive,
         not_by_sample=tuple(

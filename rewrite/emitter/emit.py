@@ -13,7 +13,8 @@ import textwrap
 from planner.plan_types.plan import Plan, write_atomically
 from planner.rewrite.application import one_of_each_kind, turns_cache_off
 from planner.rewrite.emitted_code import WIDTH, EmittedCode, literal
-from planner.rewrite.emitter.check_source import check_source
+from planner.rewrite.emitter import own_step_source
+from planner.rewrite.emitter.check_source import CheckSource, check_source
 from planner.rewrite.emitter.header import header
 from planner.rewrite.emitter.model_source import ModelSource, batch_source, model_source
 from planner.rewrite.optimizers import OPTIMIZERS
@@ -51,12 +52,18 @@ def source(plan: Plan, *, file_name: str = "train_step.py") -> str:
 
     Raises:
         PlanFileError: if the configuration file of the model cannot be read.
+        DecisionError: if the plan is for a step of the user's own and has 8-bit optimizer state.
     """
     by_kind = one_of_each_kind(plan.decisions)
     fragments = [emitted(plan, by_kind[kind]) for kind, emitted in SOURCES.items() if kind in by_kind]
     model = model_source(plan)
     scaled = any(fragment.scaled for fragment in fragments)
-    check = check_source(plan, fragments, _loss(plan, model, "batch"), _clipping(plan, fragments))
+    is_own = plan.workload.calling == Calling.STEP.name
+    if is_own:
+        own_step_source.refuse_replaced_optimizers(fragments)
+        check = CheckSource(imports=own_step_source.IMPORTS, functions=(own_step_source.CHECK,))
+    else:
+        check = check_source(plan, fragments, _loss(plan, model, "batch"), _clipping(plan, fragments))
     constants = ["\n".join(group) for group in (model.constants, *(code.constants for code in fragments)) if group]
     # Several rules may need the same function: it is written once, where it is first needed.
     functions = tuple(dict.fromkeys(function for fragment in fragments for function in fragment.functions))
@@ -71,19 +78,39 @@ def source(plan: Plan, *, file_name: str = "train_step.py") -> str:
         + ("\n\n" + "\n\n".join(constants) if constants else ""),
         *([model.build] if model.build else []),
         _rewrite(plan, fragments),
-        next((fragment.optimizer for fragment in fragments if fragment.optimizer), _optimizer(plan, fragments)),
-        *(function for fragment in fragments for function in fragment.defaults),
-        _training_step(plan, fragments, model),
+        *(_own_step(plan, fragments) if is_own else _planners_step(plan, fragments, model)),
         *(
-            [batch_source(plan, model), _main(plan, model, fragments, scaled=scaled)]
+            [
+                batch_source(plan, model),
+                own_step_source.MAIN if is_own else _main(plan, model, fragments, scaled=scaled),
+            ]
             if model.build
-            else [_guidance(file_name)]
+            else [_guidance(file_name, "make_optimizers" if is_own else "make_optimizer")]
         ),
         *([_HELPERS] if helpers else []),
         *helpers,
     ]
     body = "\n\n\n".join(section.strip("\n") for section in sections)
     return f'{header(plan, file_name)}\n\n{body}\n\n\nif __name__ == "__main__":\n    main()\n'
+
+
+def _planners_step(plan: Plan, fragments: list[EmittedCode], model: ModelSource) -> list[str]:
+    """Return the sources of `make_optimizer`, of defaults of the step's parameters, and of `training_step`."""
+    return [
+        next((fragment.optimizer for fragment in fragments if fragment.optimizer), _optimizer(plan, fragments)),
+        *(function for fragment in fragments for function in fragment.defaults),
+        _training_step(plan, fragments, model),
+    ]
+
+
+def _own_step(plan: Plan, fragments: list[EmittedCode]) -> list[str]:
+    """Return the sources of `make_optimizers` and `training_step` for a step of the user's own."""
+    names = tuple(name for decision in plan.decisions for name in decision.optimizer_names)
+    is_watched = any(fragment.is_watched for fragment in fragments)
+    return [
+        own_step_source.optimizers_source(plan, names),
+        own_step_source.training_step_source(is_watched=is_watched),
+    ]
 
 
 _HELPERS = "# ---- Functions and classes that the functions above use."
@@ -335,13 +362,13 @@ def _main(plan: Plan, model: ModelSource, fragments: list[EmittedCode], scaled: 
     return "\n".join(lines) + "\n"
 
 
-def _guidance(file_name: str) -> str:
+def _guidance(file_name: str, make_optimizer: str) -> str:
     """Return the source of `main` for a plan of a live model. It only says how to import the file's functions."""
     module = pathlib.Path(file_name).stem
     return (
         "def main():\n"
         "    raise SystemExit(\n"
         '        "The plan was made for a live model, which this file cannot build. Where yours is built:\\n"\n'
-        f'        "    from {module} import check, make_optimizer, rewrite, training_step"\n'
+        f'        "    from {module} import check, {make_optimizer}, rewrite, training_step"\n'
         "    )\n"
     )

@@ -7,6 +7,7 @@ import textwrap
 
 from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import WIDTH
+from planner.workload.call_convention import Calling
 
 MIB = 2**20
 
@@ -42,13 +43,14 @@ def _made_with(plan: Plan) -> str:
 
 def _command(plan: Plan, file_name: str) -> str:
     """Return the command that makes the plan again: a call in Python for a live model, else a shell command."""
+    is_own = plan.workload.calling == Calling.STEP.name  # the function that MODEL names also returns the optimizers
     if plan.model.reference is None:
         call = (
             f"vram={plan.vram_bytes if plan.vram_bytes is None else repr(_size(plan.vram_bytes))}",
             *(["loss_fn=loss_fn"] if plan.workload.has_loss_fn else []),
             f"gpu={plan.card!r}",
             f"fidelity={plan.fidelity!r}",
-            f"optimizer={plan.workload.optimizer!r}",
+            *(["step=step", "optimizer=optimizer"] if is_own else [f"optimizer={plan.workload.optimizer!r}"]),
             *([f"force={plan.forced!r}"] if plan.forced else []),
             *([f"forbid={plan.forbidden!r}"] if plan.forbidden else []),
             *([f"max_slowdown={plan.max_slowdown!r}"] if plan.max_slowdown is not None else []),
@@ -59,7 +61,7 @@ def _command(plan: Plan, file_name: str) -> str:
         *([("--vram", _size(plan.vram_bytes))] if plan.vram_bytes is not None else []),
         ("--batch-size", str(plan.workload.batch_size)),
         *([("--seq-len", str(plan.workload.seq_len))] if plan.workload.seq_len is not None else []),
-        ("--optimizer", plan.workload.optimizer),
+        *([] if is_own else [("--optimizer", plan.workload.optimizer)]),
         ("--gpu", plan.card),
         ("--fidelity", plan.fidelity),
         *(("--force", kind) for kind in plan.forced),

@@ -17,6 +17,7 @@ from planner.errors import PlanFileError
 from planner.plan_types.adapter import QUANTIZATION, compute_dtype
 from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import assignment, literal
+from planner.rewrite.optimizers import OPTIMIZERS
 from planner.workload.call_convention import Calling
 
 
@@ -168,6 +169,13 @@ def _callable_source(plan: Plan, location: str, name: str) -> ModelSource:
     else:
         load = f"    built = {location}.{name}({arguments})\n"
         own_imports = frozenset({f"import {location}"})
+    if plan.workload.calling == Calling.STEP.name:
+        return ModelSource(
+            build=f'def build():\n    """Call {location}:{name}, which returns a dict. Return its model, step and '
+            f'optimizers."""\n{load}{_own_step_built(plan)}',
+            imports=imports,
+            own_imports=own_imports,
+        )
     loss_fn = plan.workload.has_loss_fn
     returned = "(model, batch, loss function)" if loss_fn else "the model or a tuple that starts with it"
     result = "built[0], built[2]" if loss_fn else "built[0] if isinstance(built, tuple) else built"
@@ -262,12 +270,28 @@ def _tensor(name: str, shape: tuple[int, ...], dtype: str, plan: Plan, model: Mo
     return f"torch.zeros({size}, dtype=torch.{dtype}, device=device)"
 
 
+def _needs_loss_of(plan: Plan) -> bool:
+    return not plan.workload.has_loss_fn and plan.workload.calling != Calling.STEP.name
+
+
 def _loss_functions(plan: Plan) -> tuple[str, ...]:
-    return () if plan.workload.has_loss_fn else (_LOSS_OF,)
+    return (_LOSS_OF,) if _needs_loss_of(plan) else ()
 
 
 def _loss_imports(plan: Plan) -> tuple[str, ...]:
-    return () if plan.workload.has_loss_fn else ("from collections.abc import Mapping",)
+    return () if not _needs_loss_of(plan) else ("from collections.abc import Mapping",)
+
+
+def _own_step_built(plan: Plan) -> str:
+    """Return the statements that return model, step and optimizers, given the dict `built`."""
+    name = plan.workload.optimizer
+    optimizer = f'built.get("optimizer", {literal(name)})' if name in OPTIMIZERS else 'built["optimizer"]'
+    return (
+        '    model = built["model"]\n'
+        "    if not isinstance(model, torch.nn.Module):\n"
+        "        model = torch.nn.ModuleDict(model)\n"
+        f'    return model, built["step"], {optimizer}\n'
+    )
 
 
 _LOSS_OF = '''\

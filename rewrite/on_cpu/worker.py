@@ -57,7 +57,10 @@ def run(plan: Plan, load: Load) -> CpuRun:
     parity: Parity | None = None
     if plan.decisions:
         workload = load(True)
-        parity = verify(plan, workload.model, workload.batch, loss_fn=workload.loss_fn, device="cpu")
+        parity = verify(
+            plan, workload.model, workload.batch, loss_fn=workload.loss_fn, step=workload.step,
+            optimizer=workload.given_optimizer, device="cpu",
+        )  # fmt: skip
     expected = (prediction.first, *[prediction.later] * (len(measured) - 1))
     notes = ((WITHOUT_ONEDNN, has_lstm), (WITHOUT_GRADIENTS, plan.workload.gradients_alive))
     return CpuRun(
@@ -74,7 +77,9 @@ def _measured(plan: Plan, load: Load, prediction: Prediction) -> list[MeasuredPe
         workload = load(True)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="the plan does not fit its budget")
-            rewritten = apply(plan, workload.model, loss_fn=workload.loss_fn)
+            rewritten = apply(
+                plan, workload.model, workload.given_optimizer, loss_fn=workload.loss_fn, step=workload.step
+            )
         rewritten.step.observers = ()  # they allocate memory, which would be counted as memory of the step
         steps = Steps(plan, rewritten, workload.batch)
         while steps.trained < STEPS:

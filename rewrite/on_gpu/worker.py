@@ -143,7 +143,7 @@ def _trained(plan: Plan, workload: Workload, device: Device, *, find_op: bool) -
     batch = map_batch(lambda tensor: tensor.to(device.name), workload.batch)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="the plan does not fit its budget")  # this run finds out
-        rewritten = apply(plan, model, loss_fn=workload.loss_fn)
+        rewritten = apply(plan, model, workload.given_optimizer, loss_fn=workload.loss_fn, step=workload.step)
     steps = Steps(plan, rewritten, batch, locate_on=device if find_op else None)
     peaks = [device.peaks()]
     while steps.trained < STEPS:
@@ -192,9 +192,10 @@ class Steps:
         Raises:
             MeasurementError: if the scaler has skipped more than `MOST_SKIPPED` steps.
         """
-        scaler = self._rewritten.step.scaler
+        scaler = getattr(self._rewritten.step, "scaler", None)  # a step of the user's own has none
         scale = 0.0 if scaler is None else scaler.get_scale()
-        self.losses.append(float(self._step()))
+        result = self._step()
+        self.losses.append(float(result) if isinstance(result, (torch.Tensor, float)) else float("nan"))
         self.skipped += scaler is not None and scaler.get_scale() < scale
         if self.skipped > MOST_SKIPPED:
             raise MeasurementError(
@@ -250,7 +251,10 @@ def compared(plan: Plan, device: Device) -> Parity:
     """
     workload = workload_of(plan)
     device.begin()
-    return verify(plan, workload.model, workload.batch, loss_fn=workload.loss_fn, device=device.name)
+    return verify(
+        plan, workload.model, workload.batch, loss_fn=workload.loss_fn, step=workload.step,
+        optimizer=workload.given_optimizer, device=device.name,
+    )  # fmt: skip
 
 
 Outcome = Ran | RanOut | Parity

@@ -18,8 +18,9 @@ from planner.rewrite.optimizers import OptimizerChoice
 from planner.rewrite.parity.reference_step import ReferenceStep, StepTrace, trace_steps
 from planner.rewrite.portable.batch_slicing import map_tensors
 from planner.rewrite.rewriting import LossWeight
+from planner.rewrite.step import TrainingStep
 from planner.workload.call_convention import Calling, LossFn
-from planner.workload.torch_optimizers import OptimizerBlueprint
+from planner.workload.optimizer_choice import OptimizerBlueprint
 
 OVERFLOWS = 24
 """Maximum number of steps that a gradient scaler may skip. Each skip halves its scale, from 2^16 to 2^-8 after 24."""
@@ -109,6 +110,7 @@ class VerifyInputs:
         model = self.copied(double=double)
         rewritten = self.rewritten(model, decisions)
         _decouple_samples(model, split)
+        assert isinstance(rewritten.step, TrainingStep)  # `verify` refuses a step of the user's own
         scaler = rewritten.step.scaler
         return self._traced(rewritten.step, model, rewritten.optimizer, scaler, scale, double=double, updates=updates)
 
@@ -135,6 +137,7 @@ class VerifyInputs:
         rewritten = self.rewritten(model, decisions)
         _decouple_samples(model, split)
         scaler = torch.amp.GradScaler(self.device.type) if precision == "fp16" else None
+        assert isinstance(rewritten.step, TrainingStep)
         step = ReferenceStep(
             model=model, optimizer=rewritten.optimizer, calling=Calling[self.plan.workload.calling],
             loss_fn=self.loss_fn, max_grad_norm=self.max_grad_norm, scaler=scaler, parts=rewritten.step._split,

@@ -27,8 +27,8 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -38,23 +38,27 @@ from planner.plan_types.plan import Plan
 from planner.rewrite.application import matched
 from planner.rewrite.optimizers import OptimizerChoice
 from planner.rewrite.parity.comparisons import comparisons, first_line
+from planner.rewrite.parity.own_step import own_step_rows
 from planner.rewrite.parity.reference_step import deterministic, random_state_kept
 from planner.rewrite.parity.result import Parity, Row, failed
 from planner.rewrite.parity.runs import VerifyInputs
 from planner.rewrite.portable.batch_slicing import map_tensors
 from planner.rewrite.rewriting import LossWeight
-from planner.workload.call_convention import LossFn
+from planner.workload.call_convention import LossFn, StepFn
+from planner.workload.optimizer_choice import Optimizers
+from planner.workload.own_step import as_module
 from planner.workload.torch_optimizers import has_step_hooks
 from planner.workload.workload import batch_size_of
 
 
 def verify(
     plan: Plan,
-    model: torch.nn.Module,
+    model: torch.nn.Module | Mapping[str, torch.nn.Module],
     batch: Any,
     *,
     loss_fn: LossFn | None = None,
-    optimizer: OptimizerChoice | None = None,
+    step: StepFn | None = None,
+    optimizer: Optimizers | None = None,
     max_grad_norm: float | None = None,
     loss_weight: LossWeight | None = None,
     scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
@@ -74,7 +78,8 @@ def verify(
     Args:
         plan: a plan that was made for a model with the same names, shapes and dtypes of parameters.
         batch: a batch with the planned number of samples.
-        loss_fn, optimizer, max_grad_norm, loss_weight: as for `apply`.
+        loss_fn, step, optimizer, max_grad_norm, loss_weight: as for `apply`. A step of your own is compared with the
+            same step on the original modules, with the plan's optimizers and frozen modules.
         scheduler: a function that takes an optimizer and returns a scheduler, since each run has its own optimizer.
         device: the device to run on; None: the model's device.
         steps: number of updates to compare.
@@ -85,10 +90,11 @@ def verify(
 
     Raises:
         PlanFileError: if the plan is for another model or another batch size.
-        WorkloadError: if loss function or optimizer are not those of the plan, or the model has no weights.
+        WorkloadError: if step, loss function or optimizer are not those of the plan, or the model has no weights.
         DecisionError: if the model is rewritten already, or `steps` is not positive.
     """
-    optimizer = matched(plan, model, optimizer, loss_fn)
+    model = as_module(model)
+    choice = matched(plan, model, optimizer, loss_fn, step)
     if steps < 1:
         raise DecisionError(f"steps={steps}: there is nothing to compare without a step; give at least 1")
     if batch_size_of(batch) != plan.workload.batch_size:
@@ -105,10 +111,18 @@ def verify(
             "takes an optimizer and returns a scheduler, such as scheduler=lambda optimizer: ..."
         )
     target, device = device, next(model.parameters()).device if device is None else torch.device(device)
+    if step is not None:
+        if (max_grad_norm, loss_weight, scheduler) != (None, None, None):
+            raise WorkloadError("your step does that itself: leave max_grad_norm, loss_weight and scheduler out")
+        own_rows: list[Row] = []
+        batch = map_tensors(lambda t: t.to(device), batch)
+        with random_state_kept(device), deterministic(device), _gradients_kept(model, own_rows):
+            own_rows += own_step_rows(plan, model, batch, step=step, optimizer=choice, device=device, steps=steps)
+        return Parity(rows=tuple(own_rows), notes=(NOT_COMPARED,))
     inputs = VerifyInputs(
         plan=plan, model=model, batch=map_tensors(lambda t: t.to(device), batch), device=device, loss_fn=loss_fn,
-        is_moved=target is not None, optimizer=optimizer, max_grad_norm=max_grad_norm, loss_weight=loss_weight,
-        scheduler=scheduler, steps=steps,
+        is_moved=target is not None, optimizer=cast(OptimizerChoice, choice), max_grad_norm=max_grad_norm,
+        loss_weight=loss_weight, scheduler=scheduler, steps=steps,
     )  # fmt: skip
     rows: list[Row] = []
     notes: list[str] = []
@@ -121,6 +135,10 @@ def verify(
             except Exception as error:  # whatever the reason, what was not compared has not passed
                 rows.append(failed(name, "run", "comparison", f"could not run: {first_line(error)}"))
     return Parity(rows=tuple(rows), notes=tuple(dict.fromkeys(notes)))
+
+
+NOT_COMPARED = "the step is your own: both trainings had the plan's optimizers, and losses were not compared"
+"""Note for a step of the user's own."""
 
 
 @contextlib.contextmanager

@@ -31,18 +31,20 @@ def eight_bit_optimizer(rewriting: Rewriting, decision: Optimizer) -> None:
             Adam, has step hooks, uses options that 8-bit AdamW does not have, or has taken a step already, so that its
             state would be lost.
     """
-    replaced = rewriting.optimizer
     for lookup in sparse_lookups(rewriting.model):
         raise DecisionError(
             f"optimizer adamw8bit does not support sparse gradients, which '{lookup}' produces: create that layer with "
             "sparse=False, or forbid 8bit-optimizer"
         )
-    _refuse_what_cannot_be_taken_over(replaced)
+    chosen = rewriting.chosen_optimizers(decision.optimizers, decision.kind)
+    for replaced in chosen.values():
+        _refuse_what_cannot_be_taken_over(replaced)
     bitsandbytes = _bitsandbytes()
-    groups = [_group(group, replaced.defaults) for group in replaced.param_groups]
-    replacement = bitsandbytes.optim.AdamW8bit(groups, lr=float(replaced.defaults["lr"]))
-    keep_embeddings_in_32_bits(replacement, rewriting.model)
-    rewriting.optimizer = replacement
+    for name, replaced in chosen.items():
+        groups = [_group(group, replaced.defaults) for group in replaced.param_groups]
+        replacement = bitsandbytes.optim.AdamW8bit(groups, lr=float(replaced.defaults["lr"]))
+        keep_embeddings_in_32_bits(replacement, rewriting.model)
+        rewriting.optimizers[name] = replacement
 
 
 def _bitsandbytes() -> Any:

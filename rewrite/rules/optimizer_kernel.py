@@ -34,11 +34,18 @@ def optimizer_kernel(rewriting: Rewriting, decision: OptimizerKernel) -> None:
     Raises:
         DecisionError: if the optimizer has no such kernel, or if its user has already chosen a kernel.
     """
-    optimizer = rewriting.optimizer
-    why_not = why_no_kernel(decision.kernel, optimizer, rewriting.model)
-    if why_not is not None:
-        raise DecisionError(f"optimizer-kernel {decision.kernel} cannot be set: {why_not}; or forbid optimizer-kernel")
-    option, value = OPTIONS[decision.kernel]
+    chosen = rewriting.chosen_optimizers(decision.optimizers, decision.kind).values()
+    for optimizer in chosen:
+        if (why_not := why_no_kernel(decision.kernel, optimizer, rewriting.model)) is not None:
+            raise DecisionError(
+                f"optimizer-kernel {decision.kernel} cannot be set: {why_not}; or forbid optimizer-kernel"
+            )
+    for optimizer in chosen:
+        _choose(rewriting, optimizer, *OPTIONS[decision.kernel])
+
+
+def _choose(rewriting: Rewriting, optimizer: torch.optim.Optimizer, option: str, value: bool) -> None:
+    """Set an option of one optimizer, now and after each `load_state_dict`, until the rewriting is undone."""
     before = optimizer.defaults.get(option)
 
     def choose(_: torch.optim.Optimizer) -> None:

@@ -121,7 +121,7 @@ class RewrittenForTrainer:
             return
         option, value = OPTIONS[decision.kernel]
         if not all(group.get(option) is value for group in optimizer.param_groups):
-            self._rewriting.optimizer = optimizer
+            self._rewriting.optimizers = {"": optimizer}
             optimizer_kernel(self._rewriting, decision)
 
 

@@ -19,7 +19,7 @@ from planner.rewrite.recompute_observer import refuse_difference
 from planner.rewrite.trainer.apply import RewrittenForTrainer
 from planner.rewrite.trainer.arguments import arguments_of, micro_batches, refuse_contradictions
 from planner.rewrite.trainer.loss_weighting import COUNT, uneven_micro_batches
-from planner.workload.torch_optimizers import optimizer_name
+from planner.workload.optimizer_choice import optimizer_name
 from planner.workload.workload import described
 
 logger = logging.getLogger(__name__)

@@ -34,6 +34,7 @@ FLOORS = (
     ("planner.rewrite.rewriting", "planner.rewrite.step_state", "planner.rewrite.accumulation_check"),
     (
         "planner.rewrite.step",
+        "planner.rewrite.own_step",
         "planner.rewrite.recomputed_modules",
         "planner.rewrite.recompute_observer",
         "planner.rewrite.first_step_check",

@@ -147,7 +147,7 @@ def rehearsed(case: Case, work: Workload) -> StepGraph:
             batch_size=work.batch_size,
             loss_fn=work.loss_fn,
         )
-        return rewritten.step, rewritten.optimizer
+        return rewritten.step, (rewritten.optimizer,)
 
     def refuse(error: PlannerError) -> NoReturn:
         raise error

@@ -18,8 +18,8 @@ from planner.recording.virtual_batch import learn_batch, virtual_batch
 from planner.rewrite.application import apply_decisions
 from planner.virtual_gpu.backend import VirtualGpuMode, let_libraries_take_fakes_for_real
 from planner.virtual_gpu.forked_process import run_in_child
-from planner.workload.call_convention import LossFn
-from planner.workload.torch_optimizers import OptimizerSpec
+from planner.workload.call_convention import LossFn, StepFn
+from planner.workload.optimizer_choice import Optimizers, for_copies
 from planner.workload.workload import Workload, tensors_of, workload
 from tests.support.workloads import example
 
@@ -32,20 +32,22 @@ class Case:
 
     build: Callable[[], tuple[torch.nn.Module, object, LossFn | None]]
     """Returns the model, the batch and the loss function, with real tensors on the CPU."""
-    optimizer: OptimizerSpec = "adamw"
+    optimizer: Optimizers = "adamw"
     decisions: tuple[Decision, ...] = ()
     max_grad_norm: float | None = None
+    step: StepFn | None = None
 
     def workload(self) -> Workload:
         model, batch, loss_fn = self.build()
-        return workload(model.train(), batch, loss_fn=loss_fn, optimizer=self.optimizer)
+        return workload(model.train(), batch, loss_fn=loss_fn, optimizer=self.optimizer, step=self.step)
 
 
 def truth(case: Case) -> StepGraph:
     """Returns the record of two steps that really run on the CPU."""
 
     work = case.workload()
-    return _in_child(lambda: _recorded(case, work, work.batch, virtual=False))
+    optimizers = for_copies(work.optimizer, work.model)
+    return _in_child(lambda: _recorded(case, work, work.batch, optimizers, virtual=False))
 
 
 def rehearsal(case: Case) -> StepGraph:
@@ -56,6 +58,7 @@ def rehearsal(case: Case) -> StepGraph:
     """
 
     work = case.workload()
+    optimizers = for_copies(work.optimizer, work.model)
 
     def run() -> StepGraph:
         mode = VirtualGpuMode()
@@ -63,24 +66,27 @@ def rehearsal(case: Case) -> StepGraph:
         with mode:
             make_virtual(work.model, "cpu")
             batch = virtual_batch(work.batch, work.batch_size, work.batch_size, "cpu")
-            return _recorded(case, work, batch, virtual=True)
+            return _recorded(case, work, batch, optimizers, virtual=True)
 
     return _in_child(run)
 
 
-def _recorded(case: Case, work: Workload, batch: object, *, virtual: bool) -> StepGraph:
+def _recorded(
+    case: Case, work: Workload, batch: object, optimizers: Callable[[torch.nn.Module], Optimizers], *, virtual: bool
+) -> StepGraph:
     def prepare(model: torch.nn.Module):
         rewritten = apply_decisions(
             case.decisions,
             model,
-            optimizer=work.optimizer,
+            optimizer=optimizers(model),
             calling=work.calling,
             batch_size=work.batch_size,
             loss_fn=work.loss_fn,
+            step=work.step,
             max_grad_norm=case.max_grad_norm,
         )
         rewritten.step.observers = ()  # on the CPU their copies to the host would be counted as the device's
-        return rewritten.step, rewritten.optimizer
+        return rewritten.step, rewritten.optimizers
 
     # Under any dispatch mode the engine adds gradients out of place, real ones too (`isTensorSubclassLike`).
     recorder = Recorder("cpu", virtual=virtual, what_if=False, in_place=None)
@@ -89,7 +95,14 @@ def _recorded(case: Case, work: Workload, batch: object, *, virtual: bool) -> St
         for (path, fake), (_, given) in zip(tensors_of(batch), tensors_of(work.batch), strict=True):
             learn_batch(recorder.data_dependence.known, path, fake, given)
     return record_steps(
-        recorder, work.model, batch, prepare, steps=STEPS, primed=False, micro_batch_sizes=(work.batch_size,)
+        recorder,
+        work.model,
+        batch,
+        prepare,
+        steps=STEPS,
+        primed=False,
+        micro_batch_sizes=(work.batch_size,),
+        own_step=work.step,
     )
 
 

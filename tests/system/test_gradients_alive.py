@@ -81,7 +81,7 @@ def test_what_is_promised_is_what_a_loop_that_accumulates_holds_at_its_peak(buil
             optimizer.step()
             optimizer.zero_grad()
 
-        return two_batches, optimizer
+        return two_batches, (optimizer,)
 
     loop = Rehearsal(
         model=model,

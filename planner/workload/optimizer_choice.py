@@ -1,0 +1,135 @@
+"""The ways to say which optimizers train a model: by name, as an object, by a function, and several of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from planner.errors import WorkloadError
+
+OptimizerSpec = str | torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+"""A name such as 'adamw', an optimizer over the model's parameters, or a function from parameters to an optimizer."""
+
+Optimizers = OptimizerSpec | Mapping[str, OptimizerSpec] | Sequence[OptimizerSpec]
+"""One optimizer or, for a step of the user's own, a dict or tuple of optimizers."""
+
+T = TypeVar("T")
+
+
+def by_name(optimizers: Optimizers) -> dict[str, OptimizerSpec]:
+    """Returns the optimizers by name: keys of a dict, '[0]', '[1]' ... for a tuple, '' for a single optimizer.
+
+    Raises:
+        WorkloadError: the dict or tuple is empty, or has an entry that gives no optimizer.
+    """
+    if isinstance(optimizers, (str, torch.optim.Optimizer)) or not isinstance(optimizers, (Mapping, Sequence)):
+        return {"": optimizers}
+    if isinstance(optimizers, Mapping):
+        named = {str(name): spec for name, spec in optimizers.items()}
+    else:
+        named = {f"[{number}]": spec for number, spec in enumerate(optimizers)}
+    if not named:
+        raise WorkloadError("no optimizer was given: give at least one")
+    for name, spec in named.items():
+        if not (isinstance(spec, (str, torch.optim.Optimizer)) or callable(spec)):
+            raise WorkloadError(
+                f"optimizer '{name}' is of type {type(spec).__name__}: give a torch optimizer, a name, or a function "
+                "that takes parameters and returns an optimizer"
+            )
+    return named
+
+
+def arranged(like: Optimizers, named: Mapping[str, T]) -> T | dict[Any, T] | tuple[T, ...]:
+    """Returns values by name, as `by_name` names them, in the form of `like`: one value, a dict or a tuple."""
+    if isinstance(like, Mapping):
+        return {key: named[str(key)] for key in like}
+    return named[""] if "" in named else tuple(named.values())
+
+
+def optimizer_name(optimizers: Optimizers) -> str:
+    """Returns the name of an optimizer: the name that the user gave, or the qualified name of its class or function.
+
+    Several optimizers are listed with their names, as in 'generator: adamw, discriminator: adamw'.
+    """
+    named = by_name(optimizers)
+    return ", ".join(f"{name}: {_name_of(spec)}" if name else _name_of(spec) for name, spec in named.items())
+
+
+def _name_of(optimizer: OptimizerSpec) -> str:
+    if isinstance(optimizer, str):
+        return optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    return getattr(optimizer, "__qualname__", type(optimizer).__qualname__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerBlueprint:
+    """Class, defaults and parameter groups of an optimizer object, without the parameters.
+
+    With a blueprint the same optimizer can be created for another copy of the model, such as the fake copy that is
+    rehearsed.
+    """
+
+    kind: type[torch.optim.Optimizer]
+    defaults: dict[str, Any]
+    groups: tuple[dict[str, Any], ...]
+    """The parameter groups; 'params' lists positions in `model.parameters()` instead of parameters."""
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> OptimizerBlueprint:
+        """Returns the blueprint of an optimizer over parameters of `model`.
+
+        Raises:
+            WorkloadError: the optimizer has a parameter that does not belong to the model.
+        """
+        position = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+        groups = []
+        for group in optimizer.param_groups:
+            if any(id(parameter) not in position for parameter in group["params"]):
+                raise WorkloadError(
+                    "the optimizer has a parameter that does not belong to the model: create it from model.parameters()"
+                )
+            groups.append({**group, "params": [position[id(parameter)] for parameter in group["params"]]})
+        return cls(kind=type(optimizer), defaults=dict(optimizer.defaults), groups=tuple(groups))
+
+    def over(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        """Creates the same optimizer for the parameters of `model`, which is another copy of the model.
+
+        Raises:
+            WorkloadError: the class needs arguments that are not in the optimizer's `defaults`.
+        """
+        parameters = list(model.parameters())
+        groups = [{**group, "params": [parameters[number] for number in group["params"]]} for group in self.groups]
+        accepted = inspect.signature(self.kind).parameters
+        try:
+            return self.kind(groups, **{name: value for name, value in self.defaults.items() if name in accepted})
+        except TypeError as error:
+            raise WorkloadError(
+                f"another {self.kind.__name__} like yours cannot be made ({error}): give a function that takes "
+                "parameters and returns the optimizer"
+            ) from error
+
+
+def for_copies(optimizers: Optimizers, model: torch.nn.Module) -> Callable[[torch.nn.Module], Optimizers]:
+    """Returns a function that gives the same optimizers for a copy of `model`. Objects are created anew, without state.
+
+    Raises:
+        WorkloadError: an optimizer has a parameter that does not belong to the model.
+    """
+    blueprints = {
+        name: OptimizerBlueprint.of(spec, model) if isinstance(spec, torch.optim.Optimizer) else spec
+        for name, spec in by_name(optimizers).items()
+    }
+
+    def over(copy: torch.nn.Module) -> Optimizers:
+        made = {
+            name: spec.over(copy) if isinstance(spec, OptimizerBlueprint) else spec for name, spec in blueprints.items()
+        }
+        return arranged(optimizers, made)
+
+    return over

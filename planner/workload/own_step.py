@@ -1,0 +1,43 @@
+"""The arguments that a training step of the user's own takes in place of model, loss function and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from planner.errors import WorkloadError
+from planner.workload.call_convention import LossFn, StepFn
+
+
+def as_module(model: torch.nn.Module | Mapping[str, torch.nn.Module]) -> torch.nn.Module:
+    """Returns the model of a step of the user's own: a module, or a dict of modules as one `torch.nn.ModuleDict`.
+
+    Raises:
+        WorkloadError: a key or a value of the dict cannot be in a `ModuleDict`.
+    """
+    if not isinstance(model, Mapping):
+        return model
+    try:
+        return torch.nn.ModuleDict(model)
+    except (TypeError, KeyError) as error:
+        raise WorkloadError(
+            f"the dict of modules cannot become a torch.nn.ModuleDict ({error.args[0]}): give modules by names that "
+            "are no attributes of ModuleDict and have no dot"
+        ) from error
+
+
+def refuse_with_step(step: StepFn, loss_fn: LossFn | None, *, gradients_alive: bool) -> None:
+    """Raises `WorkloadError` for arguments that say what the user's own step does itself."""
+    if not callable(step):
+        raise WorkloadError(
+            f"step is of type {type(step).__name__}: give a function that takes (model, optimizer, batch) and runs one "
+            "training step"
+        )
+    if loss_fn is not None:
+        raise WorkloadError("the step function computes the loss itself: leave loss_fn out")
+    if gradients_alive:
+        raise WorkloadError(
+            "gradients_alive (--accumulating-loop) is not for a step of your own: write all backwards of one optimizer "
+            "step into the function"
+        )
