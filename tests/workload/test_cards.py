@@ -28,14 +28,14 @@ def test_a_known_card_has_the_memory_that_the_driver_says(at_hand):
 
 
 def test_an_unknown_card_is_planned_as_one_like_it_and_has_shares(at_hand):
-    at_hand("NVIDIA GeForce RTX 4070")
+    at_hand("NVIDIA GeForce RTX 4070 Ti")
     card, vram_bytes = card_and_budget(None, "50%")
-    assert card.title == "NVIDIA GeForce RTX 4070" and "scaled" in card.source
+    assert card.title == "NVIDIA GeForce RTX 4070 Ti" and "scaled" in card.source
     assert vram_bytes == 6 << 30
 
 
 def test_a_named_card_is_that_one_whatever_is_at_hand(at_hand):
-    at_hand("NVIDIA GeForce RTX 4070")
+    at_hand("NVIDIA GeForce RTX 4070 Ti")
     assert cards.resolve_card("t4", None).name == "t4"
     assert cards.resolve_card("generic", 6 << 30) == profiles.generic(6 << 30)
 
@@ -49,7 +49,7 @@ def test_an_own_profile_that_cannot_be_read_is_reported_with_its_file(at_hand, t
 
 
 def test_a_plan_for_an_unlisted_card_is_made_again_on_it_alone(at_hand, monkeypatch):
-    at_hand("NVIDIA GeForce RTX 4070")
+    at_hand("NVIDIA GeForce RTX 4070 Ti")
     card = cards.resolve_card(None, None)
     assert cards.resolve_card(card.name, None) == card
     monkeypatch.setattr(cards, "_present_card_facts", lambda: None)
