@@ -115,7 +115,9 @@ class Updates:
     def _got_gradient(self, parameter: torch.Tensor) -> None:
         """Hook of a parameter, which autograd calls after it has accumulated into `parameter.grad`."""
         gradient = parameter.grad
-        assert isinstance(parameter, torch.nn.Parameter) and gradient is not None  # autograd has just set it
+        assert isinstance(parameter, torch.nn.Parameter)
+        if gradient is None:  # a hook of the model has used it and set it to None
+            return
         name = self._names[id(parameter)]
         self._table.mark(gradient, Category.GRADIENT, name=name)
         self._is_sparse[name] = gradient.is_sparse

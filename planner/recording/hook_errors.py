@@ -40,10 +40,13 @@ class HookErrors:
 
     def install(self, model: torch.nn.Module) -> None:
         """Wraps the hooks that the model has, and all hooks that are registered later."""
-        for module in model.modules():
-            for hooks in (module._backward_hooks, module._backward_pre_hooks):
-                for number, hook in hooks.items():
-                    hooks[number] = self._storing_errors(hook)
+        of_modules = [hooks for m in model.modules() for hooks in (m._backward_hooks, m._backward_pre_hooks)]
+        of_parameters: list[Any] = [
+            hooks for p in model.parameters() for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)
+        ]
+        for hooks in (*of_modules, *of_parameters):
+            for number, hook in (hooks or {}).items():
+                hooks[number] = self._storing_errors(hook)
         for kind, name in (
             (torch.Tensor, "register_hook"),
             (torch.Tensor, "register_post_accumulate_grad_hook"),

@@ -126,7 +126,7 @@ class Recorder(TorchDispatchMode):
         tick = self.table.next_tick()
         traits = op_traits(op)
         # 1. Ops that the real device runs in place: fakes return a copy, so the result is the argument itself.
-        if self.in_place is not None and self.in_place(op, args):
+        if self.in_place is not None and self.in_place(op, args, self._maker):
             self._note_op(op, traits, args, kwargs, args[0], tick)
             return args[0]
         # 2. Run the op: by a substitute for its kernel, by its known values, or by its fake kernel.
@@ -162,7 +162,7 @@ class Recorder(TorchDispatchMode):
                 out = sparse_tensors.with_parts(self.data_dependence, op, out, args, kwargs)
         # 4. Record the op. Scratch memory is registered after the outputs: the kernel allocates it after them.
         self._note_op(op, traits, args, kwargs, out, tick)
-        if isinstance(out, torch.Tensor) and sparse_tensors.has_elements(out):
+        if isinstance(out, torch.Tensor) and out.is_sparse:
             for tensor in sparse_tensors.parts_of(out):
                 self.table.storage_of(tensor)
         if self.table.device != "cpu":  # the scratch tensors are those that CUDA's kernels allocate
@@ -246,6 +246,12 @@ class Recorder(TorchDispatchMode):
         if uses_batch_statistics(op, args, kwargs):
             self._batch_statistics[module] = None
 
+    def _maker(self, tensor: torch.Tensor) -> str:
+        """Returns the name of the op that made the tensor's storage; empty if no recorded op has made it."""
+        storage = self.table.storage_of(tensor) if self.table.watches(tensor) else None
+        op = None if storage is None else self.table.storages[storage].op
+        return "" if op is None else self.ops[op].name
+
     def _note_writes(self, traits: OpTraits, args, kwargs, tick: int, call: int | None) -> None:
         """Records the storages that an op of the forward writes in place."""
         for target in nested_tensors(traits.written_arguments(args, kwargs)):
@@ -307,11 +313,7 @@ class Recorder(TorchDispatchMode):
         """
         self._own_step = self.data_dependence.numbers_are_for_logging = own_step
         self.module_types = {name: type(module).__name__ for name, module in model.named_modules()}
-        for name, module in model.named_modules():
-            is_norm = isinstance(module, torch.nn.modules.batchnorm._NormBase)
-            for _, buffer in module.named_buffers(recurse=False):
-                if (storage := self.table.storage_of(buffer)) is not None:
-                    self._buffers[storage] = (name, is_norm)
+        self._note_buffers(model)
         if self.virtual and self.what_if:
             self._saved.install()
         handles = []
@@ -329,6 +331,14 @@ class Recorder(TorchDispatchMode):
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _note_buffers(self, model: torch.nn.Module) -> None:
+        """Notes which storages are buffers of which modules. It keeps no buffer alive: a forward may replace it."""
+        for name, module in model.named_modules():
+            is_norm = isinstance(module, torch.nn.modules.batchnorm._NormBase)
+            for _, buffer in module.named_buffers(recurse=False):
+                if (storage := self.table.storage_of(buffer)) is not None:
+                    self._buffers[storage] = (name, is_norm)
 
     def setup_ends(self) -> None:
         """Ends the setup: all later events belong to the recorded steps. The setup may have been a whole step."""

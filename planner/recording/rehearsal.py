@@ -25,6 +25,7 @@ from planner.virtual_gpu.forked_process import Child, Refuse
 from planner.virtual_gpu.in_place import InPlaceRule
 from planner.virtual_gpu.shadow_values import ShadowValues, is_tracked
 from planner.virtual_gpu.sparse_tensors import no_rows_of, virtual_sparse
+from planner.workload.module_hooks import carry_gradient_hooks
 from planner.workload.torch_optimizers import sparse_lookups
 from planner.workload.workload import tensors_of
 
@@ -255,6 +256,7 @@ def make_virtual(model: torch.nn.Module, device: str, known: ShadowValues | None
             if isinstance(tensor, torch.nn.Parameter):
                 empty = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
                 vars(empty).update(vars(tensor))
+                carry_gradient_hooks(tensor, empty)
             elif known is not None:
                 learn_buffer(known, empty, tensor)
             memo[id(tensor)] = empty

@@ -70,6 +70,7 @@ class DataDependence:
         self._where = where
         self._noted: set[tuple[str, str]] = set()
         """(assumption, source line) of the assumptions that are noted already."""
+        self._in_istft = False
         self.on_refusal_in_backward: Callable[[PlannerError], None] = lambda error: None
         """Called with a refusal in a backward, where raising it would abort the process.
 
@@ -149,20 +150,23 @@ class DataDependence:
                 return answer
             if frame.f_code.co_name == "warn_if_padding_and_no_attention_mask":
                 return False  # transformers asks whether to log a warning; nothing else depends on the answer.
-        return self._assertion_outcome(tensor)
+        return self.check_outcome() if tensor.dtype == torch.bool else None
 
     def _is_of_batch(self, tensor: torch.Tensor) -> bool:
         """True if the known values of a tensor follow from values of the batch that the user gave."""
         return any(assumption.startswith(ASSUMED_VALUES) for assumption in self.known.assumptions((tensor,)))
 
-    def _assertion_outcome(self, tensor: torch.Tensor) -> bool | None:
-        """Returns the boolean that passes the check for which the running code asks for this value.
+    def check_outcome(self) -> bool | None:
+        """Returns the boolean that passes the check for which the running code asks for a value.
 
         Such a check is `if not mask.all(): raise ...`. The boolean is noted as an assumption. Returns None if the code
         needs the value for anything else (`assertion_checks`).
         """
+        if self._in_istft:
+            self.assume((ASSUMED_CHECKS,))
+            return False  # it asks whether the window is zero somewhere
         asker = next((frame for frame in frames() if _may_ask(frame.f_code.co_filename)), None)
-        answer = assertion_outcome(asker) if asker is not None and tensor.dtype == torch.bool else None
+        answer = None if asker is None else assertion_outcome(asker)
         if answer is not None:
             self.assume((ASSUMED_CHECKS,))
         return answer
@@ -245,6 +249,7 @@ class DataDependence:
         fake_tensor.__format__ = formatted
         self._let_matching_answer()
         self._let_finite_checks_pass(autograd_key)
+        self._let_istft_pass()
         _let_transformers_skip_what_a_real_run_skips()
 
     def _let_matching_answer(self) -> None:
@@ -269,6 +274,20 @@ class DataDependence:
         for module in list(sys.modules.values()):
             if getattr(module, "__dict__", {}).get("linear_sum_assignment") is match:
                 setattr(module, "linear_sum_assignment", linear_sum_assignment)  # noqa: B010
+
+    def _let_istft_pass(self) -> None:
+        """Patches `torch.istft`, which checks its window in C++, where no Python code shows what passes the check."""
+        istft = torch.istft
+
+        def checked(*args: Any, **kwargs: Any) -> torch.Tensor:
+            self._in_istft = True
+            try:
+                return istft(*args, **kwargs)
+            finally:
+                self._in_istft = False
+
+        functions: Any = torch  # mypy does not allow to patch functions of a module
+        functions.istft = checked
 
     def _let_finite_checks_pass(self, autograd_key: str) -> None:
         """Makes `isfinite` assume that all values are finite, unless its result is known.

@@ -49,6 +49,9 @@ def run_data_dependent_op(
             indices += [run(_aten.select.int, positions, 1, dim) for dim in range(index.dim())]
         return False, None, (args[0], indices)
     real_result = known.compute(op, args, kwargs)
+    if real_result is None and op is _aten.equal.default:
+        answer = dependence.check_outcome()
+        return answer is not None, answer, args
     if real_result is None:
         bounded = _of_largest_size(dependence, op, args, kwargs)
         return bounded is not None, bounded, args

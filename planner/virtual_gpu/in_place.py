@@ -14,6 +14,7 @@ If such an op ran out of place, the recording would have a gradient that a real 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import FrameType
 
 import torch
@@ -26,6 +27,7 @@ _INTO_FRESH_ZEROS = (
     torch.ops.aten._unsafe_index_put.default,
     torch.ops.aten.index_add.default,
 )
+_ZEROS = ("aten.new_zeros.default", "aten.zeros.default", "aten.zeros_like.default")
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _DISPATCH_FILES = ("torch/_compile.py", "torch/_dynamo/eval_frame.py", "torch/utils/_python_dispatch.py")
 """Files of PyTorch's wrappers around `__torch_dispatch__`."""
@@ -46,9 +48,13 @@ class InPlaceRule:
                 (y.sigmoid() * y.tanh()).sum().backward()
         self._engine_only = probe.seen
 
-    def __call__(self, op: torch._ops.OpOverload, args: tuple) -> bool:
-        """True if the engine would run the op in place. Call it in `__torch_dispatch__`, before the op runs."""
-        if op is not torch.ops.aten.add.Tensor and op not in _INTO_FRESH_ZEROS:
+    def __call__(self, op: torch._ops.OpOverload, args: tuple, maker: Callable[[torch.Tensor], str]) -> bool:
+        """True if the engine would run the op in place. Call it in `__torch_dispatch__`, before the op runs.
+
+        Args:
+            maker: returns the name of the op that made the storage of a tensor.
+        """
+        if op is not torch.ops.aten.add.Tensor and (op not in _INTO_FRESH_ZEROS or maker(args[0]) not in _ZEROS):
             return False
         if torch.is_grad_enabled() or not _called_by_the_engine():
             return False

@@ -33,6 +33,7 @@ from planner.virtual_gpu.shadow_ops import (
     CONSTANTS,
     DRAWS,
     PICKS,
+    PLACES,
     RANDOM,
     UNINITIALISED,
     covers_its_storage,
@@ -208,7 +209,7 @@ class ShadowValues:
                 with unset_fake_temporarily():
                     value = value.reshape(-1)[:1].reshape(())
                 self._put(results[0], _ShadowValue(value=value, assumed=assumed))
-        elif all(is_tracked(tensor) for tensor in results):
+        elif all(is_tracked(t) or (op in PLACES and t.numel() <= MOST_ELEMENTS) for t in results):
             for fake, value in zip(results, nested_tensors(self.compute(op, args, kwargs)), strict=False):
                 if fake not in self:  # A view of an argument shares its shadow already.
                     self.learn(fake, value, assumed)

@@ -85,7 +85,7 @@ def with_parts(
             elements too.
     """
     inputs = list(nested_tensors((args, kwargs)))
-    if has_elements(result):
+    if has_elements(result) or parts_of(result):
         return result
     if any(map(has_elements, inputs)):
         return detached(inputs[0]) if op in _SHARING else run(dependence, op, args, kwargs)[0]
@@ -197,6 +197,21 @@ def no_rows_of(table: torch.Tensor) -> torch.Tensor:
 def _sparse_mask(dependence: DataDependence, op: Any, table: torch.Tensor, mask: torch.Tensor) -> Made:
     """Stands for `sparse_mask`, with which optimizers select rows of a table. The selected rows are not counted."""
     return no_rows_of(table), []
+
+
+@cuda_kernel(_aten._embedding_bag_backward.default)
+def _embedding_bag_backward(
+    dependence: DataDependence, op: Any, grad: torch.Tensor, indices: torch.Tensor, *args: Any, **kwargs: Any
+) -> Made:
+    """Returns the gradient of a table. A sparse one has one row for each index (EmbeddingBag.cpp)."""
+    table_rows, is_sparse = args[4], args[7]
+    if not is_sparse:
+        return op(grad, indices, *args, **kwargs), []
+    dependence.assume((ASSUMED_TEMPORARIES,))
+    rows = grad.new_empty(indices.numel(), grad.shape[1])
+    result = no_rows_of(grad.new_empty(table_rows, grad.shape[1]))
+    setattr(result, _PARTS, [indices.reshape(1, -1), rows])
+    return result, []
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -333,6 +333,14 @@ class Frozen(torch.nn.Module):
         return self.model(x)
 
 
+def with_hooks_on_parameters() -> torch.nn.Module:
+    """A model that changes one gradient, and frees another as soon as it is there."""
+    model = deep()
+    model[0][0].weight.register_hook(lambda gradient: gradient.clamp(-1, 1) * 2)
+    model[1][0].weight.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    return model
+
+
 def transformer_of_torch() -> torch.nn.Module:
     """PyTorch's own encoder layers: multi-head attention calls the fused kernel from Python and C++."""
     layer = torch.nn.TransformerEncoderLayer(24, 4, 48, batch_first=True)
@@ -389,6 +397,7 @@ CASES = {
     "in-place, sliced": Case(build=with_loss(lambda: InPlace(sliced=True), 6, 24), optimizer="sgd"),
     "tied weights": Case(build=tied),
     "custom function": Case(build=with_loss(CustomFunction, 6, 24)),
+    "hooks on parameters": Case(build=with_loss(with_hooks_on_parameters, 6, 24)),
     "all losses": Case(build=with_all_losses, optimizer="sgd"),
     "frozen half": Case(build=with_loss(Frozen, 6, 24)),
     "dropout": Case(build=with_loss(deep, 6, 24)),
