@@ -171,8 +171,16 @@ def _walk(events: list[_Event], running: tuple[_Event, ...]) -> Iterator[tuple[_
 
 
 def _is_temporary(block: _Block, names: Collection[str]) -> bool:
-    """True if the block was allocated and freed while one of the named ops ran."""
-    return any(event.name in names and block.dies_ns <= event.end_time_ns for event in block.events)
+    """True if the block was allocated and freed while one of the named ops ran.
+
+    An op that calls another overload of itself, as `where` with a number does, is not recorded, but that overload is.
+    """
+    return any(
+        event.name in names
+        and block.dies_ns <= event.end_time_ns
+        and not any(child.name == event.name for child in event.children)
+        for event in block.events
+    )
 
 
 def _origin(block: _Block, names: Collection[str], first_step_ns: int) -> str:

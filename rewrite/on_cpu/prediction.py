@@ -37,7 +37,11 @@ def predicted(workload: Workload, decisions: Sequence[Decision]) -> Prediction:
     workload = with_gradient_names(workload, None)
     sizes = rehearsed_sizes(workload, decisions)
     child = start_rehearsal(workload, decisions, None, sizes=sizes, steps=2, primed=False, what_if=False)
-    graph = with_whole_batch(child.result(), workload.batch_bytes)
+    return prediction_of(with_whole_batch(child.result(), workload.batch_bytes))
+
+
+def prediction_of(graph: StepGraph) -> Prediction:
+    """Return the peaks of a rehearsal of two steps on the CPU."""
     return Prediction(
         first=_peak(graph, 0),
         later=_peak(graph, 1),
