@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
 from planner.virtual_gpu.data_dependence import DataDependence
+from planner.virtual_gpu.shadow_values import is_tracked
 
 _aten = torch.ops.aten
 
@@ -82,7 +84,12 @@ def _of_largest_size(dependence: DataDependence, op: Any, args: tuple, kwargs: d
 
 def _nonzero(dependence: DataDependence, self: torch.Tensor) -> torch.Tensor:
     count = _count(dependence, self.numel(), ASSUMED_SELECTED)
-    return self.new_empty((count, self.dim()), dtype=torch.int64)
+    positions = self.new_empty((count, self.dim()), dtype=torch.int64)
+    if count == self.numel() and is_tracked(positions):
+        with unset_fake_temporarily():
+            real = torch.ones(self.shape, device="cpu").nonzero()
+        dependence.known.learn(positions, real, frozenset((ASSUMED_SELECTED,)))
+    return positions
 
 
 def _nms(dependence: DataDependence, dets: torch.Tensor, **_: Any) -> torch.Tensor:
