@@ -63,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measured = {} if verification is None else {"verification": verification.to_json()}
         print(json.dumps({**answer.to_json(), **measured}, indent=2), file=out)
     elif options.quiet and not isinstance(answer, Tradeoff):
-        print(answer.summary(), file=out)
+        verdict = "" if verification is None else f"; verification: {'kept' if verification.kept else 'not kept'}"
+        print(f"{answer.summary()}{verdict}", file=out)
     else:
         _print(answer, verification, out)
         if options.loop is not None and not isinstance(answer, Tradeoff):

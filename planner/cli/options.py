@@ -332,7 +332,7 @@ _STAND_INS = ("generic", "unlisted")
 """Names in plans that stand for a card which has no profile file."""
 _MANY_PLANS = "--tradeoff returns several plans; choose one, and plan again with its memory as --vram"
 _QUESTIONS = {
-    "tradeoff": dict.fromkeys(("save", "emit", "snapshot", "verify", "loop"), _MANY_PLANS),
+    "tradeoff": dict.fromkeys(("save", "emit", "snapshot", "verify", "loop", "quiet"), _MANY_PLANS),
     "largest_batch": {
         "batch_size": "the batch size is the answer; leave it out",
         "max_slowdown": "the search for the largest batch ignores the step time; leave the limit out",

@@ -232,6 +232,13 @@ def test_the_names_of_optimizers_in_the_trainer_are_known(folder, capsys, name, 
     assert technique is None or technique in [decision["kind"] for decision in plan["decisions"]]
 
 
+def test_quiet_prints_one_line(folder, capsys):
+    assert main(["net.py:build", "--gpu", "bare", "--vram", "1GiB", "-q"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "fits 1.00 GiB with" in line
+    assert main(["net.py:build", "--gpu", "bare", "--tradeoff", "-q"]) == 2
+
+
 def test_the_command_is_installed_under_its_name():
     found = subprocess.run(
         [sys.executable, "-m", "planner.cli", "--help"], capture_output=True, text=True, cwd=ROOT, check=False
