@@ -4,8 +4,8 @@
 
 Each model runs one forward and backward on the CPU, eagerly and compiled by AOTAutograd with the min-cut partitioner
 that `torch.compile` uses, with `activation_memory_budget` 1.0, 0.5 and 0.0. The table shows the bytes of the tensors
-that autograd saves, without parameters and inputs, as a share of the eager step's. The kernels of inductor and their
-temporary buffers need a card and are not measured.
+that autograd saves, without parameters and inputs, as a share of the eager step's. The temporary buffers of
+inductor's kernels are not measured, because they need a card.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def saved_bytes(model: nn.Module, inputs: dict[str, torch.Tensor]) -> int:
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
-            alive.append(tensor)  # so that no address is used twice
+            alive.append(tensor)  # keeps the storage alive, so that no address is used twice
             sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 

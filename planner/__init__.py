@@ -65,16 +65,16 @@ def plan(
         vram: the memory budget of the process: a size such as "6GiB", a percentage of the card's memory such as "80%",
             or a number of bytes. If None, the step is only rehearsed, and the plan changes nothing.
         loss_fn: called as `loss_fn(output, batch)`; None if the model returns a loss.
-        step: your own training step, called as `step(model, optimizer, batch)`, if one call is not forward, loss,
-            backward and update: several forwards, backwards or optimizers. `model` may then be a dict of modules, which
-            the step gets as a `torch.nn.ModuleDict`, and has to hold everything with tensors, such as a frozen teacher.
+        step: your own training step, called as `step(model, optimizer, batch)`; None for one forward, loss, backward
+            and update. With `step`, `model` may be a dict of modules, which the step gets as a `torch.nn.ModuleDict`.
+            It has to contain everything that has tensors, such as a frozen teacher.
         gpu: a profile's name such as "rtx-2060", the path of a profile's TOML file, or "bare". If None, the CUDA card
             of this machine, or a generic Ampere GPU if there is none.
         fidelity: how closely training must match the original: "exact" (same math), "rounded" (lower precision) or
             "partial" (freeze layers).
         optimizer: a name such as "adamw", a torch optimizer, or a function that takes parameters and returns an
             optimizer. With `step`, it may be a dict or tuple of these, which the step gets in this form; a name or
-            function in a dict gets the parameters of the submodule of its key, else those of the whole model.
+            function in a dict gets the parameters of the submodule that its key names, or of the whole model.
         force: names of techniques that the plan must use, such as "checkpoint" or "offload"
             (`planner.plan_types.techniques.KINDS` lists the names).
         forbid: names of techniques that the plan must not use.
@@ -86,10 +86,10 @@ def plan(
             Only these are split into micro-batches. If None, the planner takes the tensors whose dimension 0 has the
             size of the batch, and rehearses the model with twice or half the samples; if both fail, the batch is not
             split.
-        values: numbers by line of code, such as {"model.py:42": 100}, for lines that ask for the value of a tensor
-            (`.item()`, a condition), or that select elements: the largest number of elements.
+        values: numbers by line of the model's code, such as {"model.py:42": 100}. The number is the value that the
+            line reads from a tensor (`.item()`, a condition), or the largest number of elements that it selects.
         worst_case: True to take the masks of the batch as full and its lengths as the longest one, so that the plan
-            holds for batches of this shape; False to take their own values, if the batch is on the CPU.
+            holds for all batches of this shape; False to use their own values, if the batch is on the CPU.
 
     Returns:
         A certified plan. `Plan.fits` is True if it is inside the budget and respects `max_slowdown`; if not,
@@ -204,7 +204,7 @@ def record(
 def _largest_step(
     model: torch.nn.Module | Mapping[str, torch.nn.Module], batch: Any, card: DeviceProfile, **options: Any
 ) -> Workload:
-    """Return the workload of one batch; if `batch` is a source of batches, of the one whose step needs most memory."""
+    """Return the workload of `batch`. From a source of batches, take the batch whose step needs the most memory."""
     from planner import pipeline
     from planner.workload.batch_source import candidate_batches
     from planner.workload.workload import workload

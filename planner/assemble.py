@@ -141,17 +141,17 @@ def tied_to_frozen(model: torch.nn.Module, decisions: tuple[Decision, ...]) -> t
 
 
 def _compile_notes(model: torch.nn.Module) -> tuple[str, ...]:
-    """Return a note that says what is known of the compiled step if `torch.compile` has compiled a module."""
+    """Return a note on the compiled step; empty if `torch.compile` has compiled no module."""
     if not any(map(is_compiled, model.modules())):
         return ()
     return (
-        "the plan is for the step without torch.compile; a compiled step usually saves less for backward (0.6 to 1.0 "
-        "of the bytes in six models), but what its kernels allocate is not known without a card",
+        "the plan is for the step without torch.compile; a compiled step usually saves less for backward (0.6 to "
+        "1.0 times as many bytes in six models), but it is not known without a card what its kernels allocate",
     )
 
 
 def _later_calls_notes(session: PlanningSession, certified: Certified) -> tuple[str, ...]:
-    """Return a note if a step of the user's own may do something else in later calls than in those rehearsed."""
+    """Return a note if the user's own step may do other work in later calls than in the rehearsed ones."""
     changed = certified.graph.changed_state
     if session.workload.step is None or changed is None:
         return ()

@@ -78,7 +78,7 @@ def tradeoff_workload(
 
 
 def largest_step(workloads: Sequence[Workload], card: DeviceProfile) -> Workload:
-    """Return the workload whose training step needs the most memory on the card, by a rehearsal of each."""
+    """Return the workload whose step needs the most memory on the card. Each is rehearsed, unless there is only one."""
     if len(workloads) == 1:
         return workloads[0]
     return max(workloads, key=lambda workload: smallest_capacity_bytes(record_step(workload, card), card))

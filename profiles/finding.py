@@ -30,8 +30,8 @@ def load(name: str) -> DeviceProfile:
     """Returns the profile of a card.
 
     Args:
-        name: the name of a known card, also as people write it, such as 'RTX 3060' or '4090'; 'bare'; or the path of a
-            profile file, which ends in '.toml'.
+        name: the name of a known card or a common spelling of it, such as 'RTX 3060' or '4090'; 'bare'; or the path of
+            a profile file, which ends in '.toml'.
 
     Raises:
         ProfileError: the name is unknown (the message suggests similar names), or the file is not well formed.
@@ -58,8 +58,8 @@ def load(name: str) -> DeviceProfile:
 def _meant(name: str) -> list[str]:
     """Returns the known cards that a name such as 'NVIDIA GeForce RTX 3060' or 'a100 80 gb' means.
 
-    A card is meant if the name has all words of the card's name, except that memory and family may be missing, and if
-    the card's name has all words of the name. A name without 'ti', 'super' or 'laptop' does not mean such a card.
+    A card is meant if the card's name has all words of `name`, and `name` has all words of the card's name. Only the
+    family ('rtx') and the memory ('12gb') may be missing in `name`, but not words such as 'ti', 'super' and 'laptop'.
     """
     text = re.sub(r"(\d+)\s*g(i?b)?\b", r"\1gb", name.casefold())
     text = re.sub(r"(?<=rtx|gtx)(?=\d)|(?<=\d)(?=ti\b|super\b)", " ", text)
@@ -75,7 +75,7 @@ def _meant(name: str) -> list[str]:
 
 
 _VENDOR_WORDS = {"nvidia", "geforce", "tesla", "quadro", "gpu", "generation", "blackwell", "sxm", "pcie"}
-"""Words in names of cards that the names of profiles leave out."""
+"""Words in names of cards that are not in the names of profiles."""
 _FAMILIES = {"rtx", "gtx"}
 
 

@@ -44,7 +44,7 @@ class Rewritten:
     Attributes:
         module: the model that was passed to `apply`, the same object; a `ModuleDict` of them for a dict of modules.
         step: `step(batch)` trains it by one optimizer step and returns the loss, or what the user's own step returns.
-        optimizer: the optimizer of the step; for a step of the user's own in the form in which they were given.
+        optimizer: the optimizer of the step; for a step of your own, a dict or tuple if you gave one.
     """
 
     def __init__(self, rewriting: Rewriting, step: TrainingStep | OwnStep) -> None:
@@ -94,7 +94,8 @@ def apply(
             function as `scheduler`.
         loss_fn: `loss_fn(output, batch)`, if the plan was made with a loss function.
         step: `step(model, optimizer, batch)`, if the plan was made with a step of your own. `model` may then be a dict
-            of modules, and `optimizer` a dict or tuple of optimizers. Clip, weight losses and step schedulers there.
+            of modules, and `optimizer` a dict or tuple of optimizers.
+            Your function also clips gradients, weights losses and steps schedulers.
         max_grad_norm: clip the norm of all gradients to this before the optimizer steps; None to clip nothing.
         loss_weight: `loss_weight(batch)` returns the number of terms over which the loss of a batch or micro-batch is a
             mean, or 1 if the loss is a sum. Accumulation needs it for means over anything but samples or `labels`. If

@@ -19,7 +19,7 @@ FAULTS = (
         old='        "life": [death - birth for birth, death, _ in rows],',
         new='        "life": [death - birth + 1 for birth, death, _ in rows],',
         tests=("tests/cli/test_page.py::test_the_pages_bytes_are_those_of_the_recording_in_every_moment",),
-        why="the page counts tensors that have died",
+        why="the page counts tensors that were already freed",
     ),
     Fault(
         name="page-forgets-reserved-memory",

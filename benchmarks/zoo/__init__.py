@@ -1,1 +1,1 @@
-"""Hundreds of small models of the libraries that people train: does a rehearsal give the bytes of a real step?"""
+"""Compares rehearsals with real training steps, for hundreds of small models of many libraries."""

@@ -86,7 +86,7 @@ def _judged(case: Case, options: argparse.Namespace) -> Verdict:
 
 
 def regressions(verdicts: Iterable[Verdict], before: Iterable[Verdict]) -> Iterator[str]:
-    """Yields text for each model that was exact before and is not any more, and for each plan that was and is none."""
+    """Yields text for each model that was exact before and is not now, and for each that was planned and is not now."""
     known = {verdict.key: verdict for verdict in before}
     for verdict in verdicts:
         old = known.get(verdict.key)

@@ -20,7 +20,7 @@ SLOW = "too slow"
 NOT_BUILT = "not buildable"
 SKIPPED = "skipped"
 RESULTS = (EXACT, ASSUMED, REFUSED, WRONG, ERROR, SLOW, NOT_BUILT, SKIPPED)
-"""The results, from good to bad. The last two are not about the planner."""
+"""The results, from good to bad. The last two say nothing about the planner."""
 
 FITS = "fits"
 NO_PLAN = "no plan fits"
@@ -30,7 +30,7 @@ PLANS = (FITS, NO_PLAN, REFUSED, ERROR)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One way to make a model small and to feed it. A case has several where it is not known which one trains."""
+    """One way to make a model small and to feed it. A case has several if it is not known which of them trains."""
 
     how: str
     """The settings in a few words."""
@@ -63,7 +63,7 @@ class Case:
     library: str
     name: str
     candidates: Callable[[], Iterator[Candidate]]
-    """Yields ways to build the model. The first with which a plain step trains is taken."""
+    """Yields ways to build the model. The first one with which a plain step runs is used."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,11 @@
-"""Judges one model: its plain training step on the CPU, with real tensors, against a rehearsal of that step.
+"""Judges one model: compares its plain training step on the CPU with a rehearsal of that step.
 
-A model is *exact* if all of these are equal, in both of two steps: the bytes of parameters and buffers, of gradients,
-of optimizer state, and of all tensors at the peak. The real bytes of the peak come from PyTorch's CPU allocator
-(`planner.rewrite.on_cpu.allocations`), the others from the tensors themselves.
+A model is *exact* if the rehearsed bytes equal the real bytes in both steps: those of parameters and buffers, of
+gradients, of optimizer state, and of all tensors at the peak. The real bytes of the peak come from PyTorch's CPU
+allocator (`planner.rewrite.on_cpu.allocations`), the others from the tensors themselves.
 
-The rehearsal that gives the peak stands for a CPU, because the kernels of a GPU allocate otherwise. The step is also
-rehearsed for a GPU; there only parameters, gradients and state can be compared with the real step.
+The rehearsal that gives the peak is for a CPU, because the kernels of a GPU allocate other tensors. The step is also
+rehearsed for a GPU; of that rehearsal, only parameters, gradients and state can be compared with the real step.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _limited(function: Callable[[], Verdict], limit_s: float) -> Verdict | str:
     receiver, sender = context.Pipe(duplex=False)
 
     def run() -> None:
-        os.setsid()  # its own children are ended with it
+        os.setsid()  # so that its own children can be ended with it
         sender.send(function())
 
     process = context.Process(target=run)
@@ -295,7 +295,7 @@ def planned(work: Workload, budget_bytes: int) -> dict[str, str]:
 
 
 def _kind(error: Exception) -> str:
-    """Returns whether an error is a refusal in words or a fault of the planner."""
+    """Returns `REFUSED` if an error is a refusal with a message, and `ERROR` if it is a fault of the planner."""
     return REFUSED if isinstance(error, PlannerError) and not isinstance(error, RehearsalProcessError) else ERROR
 
 

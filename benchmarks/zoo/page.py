@@ -28,17 +28,18 @@ _SHOWN = 230
 INTRODUCTION = """# Models of other libraries
 
 `python -m benchmarks.zoo` builds a small version of each model below with random weights, trains two plain steps on the
-CPU, and compares them with a rehearsal. A model is *exact* if these bytes are equal in both steps: parameters and
-buffers, gradients, optimizer state, and all tensors at the peak. The real peak is that of PyTorch's CPU allocator. The
-rehearsal of the peak stands for a CPU, because the kernels of a GPU allocate otherwise. The step is also rehearsed for
-a GPU; of that rehearsal, only parameters, gradients and optimizer state are compared.
+CPU, and compares them with a rehearsal. A model is *exact* if the rehearsed bytes equal the real bytes in both steps:
+those of parameters and buffers, of gradients, of optimizer state, and of all tensors at the peak. The real peak is read
+from PyTorch's CPU allocator. The rehearsal that gives the peak is for a CPU, because GPU kernels allocate other
+tensors. The step is also rehearsed for a GPU; of that rehearsal, only parameters, gradients and optimizer state are
+compared.
 
-A part of the models, drawn by a seed, was also planned. The budget was 60 % of what the peak adds to parameters and
-optimizer state.
+Some of the models, chosen at random with a seed, were also planned. Their budget was parameters, optimizer state, and
+60 % of what the baseline's peak adds to these.
 
-*Not buildable* are models that cannot be made small by the names of their settings, that need inputs which the
-benchmark does not know or a package that is not installed, or whose plain step fails. They say nothing about the
-planner.
+A model is *not buildable* if it cannot be made small by the names of its settings, if it needs inputs that the
+benchmark does not know or a package that is not installed, or if its plain step fails. Such models say nothing about
+the planner.
 """
 
 
@@ -64,8 +65,8 @@ def _totals(verdicts: Sequence[Verdict]) -> str:
         rows.append(f"| {library or 'all'} | {len(chosen)} | " + " | ".join(cells) + " |")
     plans = collections.Counter(verdict.plan for verdict in verdicts if verdict.plan)
     planned = (
-        f"Of {sum(plans.values())} models that were planned, a plan fits for {plans[FITS]}, and no plan for "
-        f"{plans[NO_PLAN]}; planning was refused for {plans[REFUSED]} and ended with an error of the "
+        f"Of {sum(plans.values())} models that were planned, a plan fits for {plans[FITS]}, and no plan fits for "
+        f"{plans[NO_PLAN]}. Planning was refused for {plans[REFUSED]}, and ended with an error of the "
         f"planner for {plans[ERROR]}."
     )
     return "\n".join([*rows, "", planned, ""])

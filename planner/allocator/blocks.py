@@ -188,7 +188,7 @@ class Driver:
 
 
 def rising_addresses() -> Callable[[int], int]:
-    """Returns a function for `Driver.place` that puts each new segment at the end of the one placed before it."""
+    """Returns a function for `Driver.place` that puts each new segment at the end of the segment before it."""
     next_address = FIRST_ADDRESS
 
     def place(size_bytes: int) -> int:

@@ -198,8 +198,8 @@ class PlanningSession:
     def _least_updates(self, frozen: bool) -> dict[bool, LeastUpdate]:
         """Return `Bounds.updates`: lower bounds on updates with 8-bit state (True) and with another kernel (False).
 
-        With a frozen prefix the bounds are 0, since the number of trained parameters differs between prefixes. So are
-        they for a step of the user's own, whose optimizers may differ and step several times.
+        With a frozen prefix the bounds are 0, since the number of trained parameters differs between prefixes. They
+        are also 0 for a step of the user's own, which may have several optimizers and update several times.
         """
         if frozen or self.workload.step is not None:
             return {True: LeastUpdate(ns=0, state_bytes=0), False: LeastUpdate(ns=0, state_bytes=None)}

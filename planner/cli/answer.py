@@ -32,7 +32,7 @@ _TRAINER_OPTIMIZERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "adamw_8bit": ("adamw", ("8bit-optimizer",)),
     "adamw_bnb_8bit": ("adamw", ("8bit-optimizer",)),
 }
-"""Names of optimizers in the Trainer (`optim`): the name here, and the techniques that the name asks for."""
+"""For each name of an optimizer in the Trainer (`optim`): the planner's name, and the techniques that are forced."""
 
 
 def answer(options: argparse.Namespace) -> Plan | Tradeoff:

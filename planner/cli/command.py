@@ -154,7 +154,7 @@ def _write(answer: Plan | Tradeoff, options: argparse.Namespace) -> list[pathlib
     if options.report is not None or options.snapshot is not None:
         from planner.cli.page.outputs import write_recordings
 
-        with _working("rehearsing the plan for the report"):
+        with _working("rehearsing the step without and with the plan"):
             written += write_recordings(answer, options)
     return written
 

@@ -146,13 +146,13 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="LINE=N",
-        help="the value that a line of the model's code gets where it asks for one of a tensor, or the number of "
-        "elements that it selects, such as model.py:42=100",
+        help="the value that a line of the model's code reads from a tensor, or the largest number of elements that it "
+        "selects, such as model.py:42=100; may be repeated",
     )
     group.add_argument(
         "--batch-values",
         action="store_true",
-        help="use the batch's own masks and lengths (default: full masks and the longest length)",
+        help="use the batch's own masks and lengths (default: masks are taken as full, lengths as the longest one)",
     )
 
 
@@ -225,9 +225,9 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
         "--for",
         dest="loop",
         choices=("loop", "trainer", "lightning", "accelerate"),
-        help="use only techniques that this training loop can do, and print the lines to paste into your script",
+        help="use only techniques that this kind of loop supports, and print the lines to paste into your script",
     )
-    group.add_argument("-q", "--quiet", action="store_true", help="print one line, for logs and scripts")
+    group.add_argument("-q", "--quiet", action="store_true", help="print the plan in one line, for logs and scripts")
     group.add_argument("--json", action="store_true", help="print one JSON object on standard output, errors included")
     group.add_argument("--save", type=pathlib.Path, metavar="plan.json", help="save the plan")
     group.add_argument(
@@ -302,7 +302,9 @@ def refuse_what_does_not_go_together(options: argparse.Namespace) -> None:
             reason = _QUESTIONS[question][name]
             raise WorkloadError(f"{option(name)} cannot be combined with {option(question)}: {reason}")
     if {"input_shapes", "seq_len"} <= used:
-        raise WorkloadError("--seq-len cannot be combined with --input-shapes, which states all sizes: leave it out")
+        raise WorkloadError(
+            "--seq-len cannot be combined with --input-shapes, which states all sizes: leave --seq-len out"
+        )
     if options.snapshot is not None and options.gpu == "bare":
         raise WorkloadError(
             "--snapshot cannot be combined with --gpu bare, which has no allocator: name another card, or leave "
@@ -329,7 +331,7 @@ def refuse_unknown_values(options: argparse.Namespace) -> None:
 
 
 _STAND_INS = ("generic", "unlisted")
-"""Names in plans that stand for a card which has no profile file."""
+"""Cards that a plan may name although they have no profile file."""
 _MANY_PLANS = "--tradeoff returns several plans; choose one, and plan again with its memory as --vram"
 _QUESTIONS = {
     "tradeoff": dict.fromkeys(("save", "emit", "snapshot", "verify", "loop", "quiet"), _MANY_PLANS),

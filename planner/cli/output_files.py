@@ -1,4 +1,4 @@
-"""The files that the `plan` command writes: their names, and the check that none of them replaces another file."""
+"""The files that the `plan` command writes: their names, and the check that no other file is overwritten."""
 
 from __future__ import annotations
 

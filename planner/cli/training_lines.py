@@ -1,4 +1,4 @@
-"""The lines that apply a plan in a training loop of some kind, for the user to paste."""
+"""Makes the lines that train with a plan in a kind of training loop, for the user to paste into a script."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOOPS: dict[str, tuple[str, ...]] = {
     "lightning": (),
     "accelerate": (),
 }
-"""Kinds of training loops, and the techniques that each cannot do."""
+"""Kinds of training loops, and the techniques that each does not support."""
 
 
 def training_lines(plan: Plan, loop: str, path: pathlib.Path | None) -> str:
@@ -33,7 +33,7 @@ def training_lines(plan: Plan, loop: str, path: pathlib.Path | None) -> str:
 
 
 def _model_line(plan: Plan) -> str:
-    """Returns the line that builds the model, as far as the plan says how."""
+    """Returns the line that builds the model, or one with `...` if the plan does not say how."""
     reference, kind = plan.model.reference, plan.model.name
     if reference is None or plan.model.adapter is not None:
         return f"model = ...  # the {kind} that you planned"
@@ -119,5 +119,5 @@ _OPTIMIZERS = {
     "rmsprop": ("RMSprop", ""),
     "adafactor": ("Adafactor", ""),
 }
-"""Class and further arguments of each optimizer that has a name on the command line."""
+"""Class and further arguments of each optimizer that can be named on the command line."""
 _LINES = {"trainer": _for_trainer, "loop": _for_loop, "accelerate": _for_accelerate, "lightning": _for_lightning}

@@ -49,8 +49,8 @@ def memory_history(graph: StepGraph, card: DeviceProfile, *, capacity_bytes: int
     Args:
         card: a card with a caching allocator.
         capacity_bytes: maximum number of bytes that the allocator may reserve; None for no limit. With the peak of the
-            reserved bytes of a measured step (`Footprint.reserved_bytes`) as the limit, the allocator answers every
-            request as under the budget with which the step was measured.
+            reserved bytes of a measured step (`Footprint.reserved_bytes`) as the limit, the allocator behaves
+            as it did under the budget with which the step was measured.
 
     Raises:
         OutOfMemory: the recording does not run in `capacity_bytes`.
@@ -71,8 +71,8 @@ def memory_history(graph: StepGraph, card: DeviceProfile, *, capacity_bytes: int
 def tick_times_ns(graph: StepGraph, card: DeviceProfile, *, micro_batches: int) -> np.ndarray:
     """Returns int64[ticks + 1]: the predicted time at which each tick begins, from the first recorded step on.
 
-    An op of a micro-batch that stands for several takes the time of all of them. The ticks between two kernels of a
-    step divide the time of the first of them.
+    If a recorded micro-batch stands for several real ones, each of its ops takes the time of all of them. The time of a
+    kernel is divided evenly between the ticks from its start to the start of the next kernel.
 
     Args:
         micro_batches: number of micro-batches of the real step; the recording may hold fewer.

@@ -1,4 +1,4 @@
-"""The answers of the user to questions for values of tensors, which a rehearsal does not compute."""
+"""Values of tensors that the user states, because a rehearsal does not compute them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from planner.errors import WorkloadError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answers:
-    """The user's answers to questions for values."""
+    """The values that the user states, and how the values of the batch are used."""
 
     values: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Numbers by line of code, such as {'model.py:42': 100}.
+    """Numbers by line of the model's code, such as {'model.py:42': 100}.
 
-    A number answers what the line asks for: the value of a tensor (`.item()`, a condition), or the largest number of
+    The number is the value that the line reads from a tensor (`.item()`, a condition), or the largest number of
     elements that it selects.
     """
     worst_case: bool = True
-    """True to take the masks of the batch as full and its lengths as the longest one; False for their own values."""
+    """True to take the masks of the batch as full and its lengths as the longest one; False to use their own values."""
 
     def at(self, line: str) -> float | None:
         """Returns the number for a line, given as 'path/to/model.py:42'; None if the user stated none."""

@@ -112,7 +112,7 @@ class Decision:
 
     @property
     def optimizer_names(self) -> tuple[str, ...]:
-        """Names of the optimizers that the decision is about, if the step has several; else empty."""
+        """Names of the optimizers that the decision applies to if the step has several, else empty."""
         return getattr(self, "optimizers", ())
 
     @property
@@ -210,7 +210,7 @@ def frozen_modules_of(decisions: Iterable[Decision]) -> tuple[str, ...]:
 
 
 def of_optimizers(names: tuple[str, ...]) -> str:
-    """Words that name the optimizers that a decision is about; empty for the only optimizer of a step."""
+    """Words that name the optimizers that a decision applies to; empty if the step has only one optimizer."""
     return f" of {' and '.join(map(repr, names))}" if names else ""
 
 

@@ -134,9 +134,9 @@ class WorkloadFacts:
     """Paths of the tensors of the batch that are the same for all samples. In all others, dimension 0 is the batch
     dimension if it has the size of the batch."""
     input_shapes: Any = None
-    """JSON data from which the batch was made (`--input-shapes`); None for other batches."""
+    """JSON data from which the batch was made (`--input-shapes`); None if it was not made from such data."""
     values: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Values of tensors that the user stated, by line of code (`--value`)."""
+    """Numbers that the user stated (`--value`), by line of code; see `Answers.values`."""
     worst_case: bool = True
     """True if the masks of the batch were taken as full and its lengths as the longest one."""
 

@@ -1,4 +1,4 @@
-"""One line that says what a plan does, and a table of it for notebooks."""
+"""Describes a plan in one line, and as an HTML table for notebooks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def speed_text(slowdown: float) -> str:
 
 
 def html_table(plan: Plan) -> str:
-    """Returns the summary and the memory by category as HTML, as notebooks show a plan."""
+    """Returns the summary and the memory by category as HTML, which notebooks show for a plan."""
     before, after = plan.baseline.breakdown, plan.peak.breakdown
     rows = [
         (category, before.get(category, 0), after.get(category, 0)) for category in dict.fromkeys((*before, *after))

@@ -164,14 +164,14 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.nn.Parame
 
 
 class Backwards:
-    """Notes of each backward that runs whether it builds a graph of itself (`create_graph=True`)."""
+    """Records for each running backward whether it builds a graph of itself (`create_graph=True`)."""
 
     def __init__(self) -> None:
         self._build_graphs: list[bool] = []
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Returns a context manager that notes the backwards which begin in it."""
+        """Returns a context manager that records the backwards that begin in it."""
         run = torch.autograd._engine_run_backward
 
         @functools.wraps(run)

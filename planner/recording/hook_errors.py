@@ -102,14 +102,14 @@ class HookErrors:
 
 
 def failure(error: BaseException, message: str, model: torch.nn.Module) -> str:
-    """Returns the text for an error of the training step (`message` is its first line): what, where, a way out."""
+    """Returns the message for an error of the training step: what failed, where, and what the user can change."""
     running = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     what, way_out = "the training step failed with this batch", "check that it runs without the planner"
     where = _location(error, model)
     if isinstance(error, TypeError) and "positional argument" in message and ".forward()" in message:
         way_out = (
-            "if the last member of the batch is the target, give the loss function (loss_fn=), so that the model gets "
-            "only the other members"
+            "if the last item of the batch is the target, give the loss function (loss_fn=), so that the model gets "
+            "only the other items"
         )
     if (optimizer := optimizer_in(running)) is not None:
         name = type(optimizer).__name__

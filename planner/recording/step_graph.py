@@ -107,8 +107,8 @@ class Storage:
     op: int | None
     """Index of the op that made the storage; None if the storage existed before the recorded steps."""
     name: str = ""
-    """Name of the parameter or buffer that the storage holds, or of whose gradient or optimizer state it holds; path in
-    the batch for an input. Empty for other storages."""
+    """Name of the parameter or buffer that the storage holds. A gradient has the name of its parameter. Optimizer state
+    has this name and its key, such as 'fc.weight (exp_avg)'. An input has its path in the batch. Empty for others."""
     shape: tuple[int, ...] = ()
     """Shape of the first tensor that was seen on the storage; empty for memory that belongs to no tensor."""
     dtype: str = ""

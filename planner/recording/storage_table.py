@@ -89,7 +89,7 @@ class StorageTable:
         return index
 
     def mark(self, tensor: torch.Tensor | None, category: Category, *, name: str = "") -> None:
-        """Sets category and name of a tensor's storage; for a sparse tensor, of the storages of indices and values."""
+        """Sets category and name of a tensor's storage. A sparse tensor has storages for its indices and its values."""
         if tensor is not None and tensor.is_sparse:
             of_model = sparse_tensors.has_elements(tensor)
             for part in sparse_tensors.parts_of(tensor):
@@ -100,7 +100,7 @@ class StorageTable:
             self._describe(index, category, name)
 
     def _describe(self, index: int, category: Category, name: str) -> None:
-        """Sets the category of a storage, and its name if it has none: of tied weights, the first name is kept."""
+        """Sets the category of a storage, and its name if it has none, so that tied weights keep their first name."""
         storage = self.storages[index]
         storage.category, storage.name = category, storage.name or name
 

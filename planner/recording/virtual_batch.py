@@ -1,4 +1,4 @@
-"""Makes a batch of fake tensors, and sets those of its values that a rehearsal knows or assumes."""
+"""Makes a batch of fake tensors, and sets those of their values that a rehearsal knows or assumes."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def virtual_batch(
 
 
 def learn_values(known: ShadowValues, batch: Any, given: Any, *, worst_case: bool) -> None:
-    """Sets the values of the tensors of a batch, as far as they are known or assumed.
+    """Sets the values of those tensors of a batch whose values are known or assumed.
 
     Args:
         batch: the batch in the rehearsal, with fake tensors.
         given: the batch that the user gave.
-        worst_case: True to take masks as full and lengths as the longest one. Lengths that sum up to the size of
-            another tensor stay, because that tensor is cut by them.
+        worst_case: True to take masks as full and lengths as the longest one. Lengths keep their own values if their
+            sum is the size of a dimension in the batch, because a tensor may be split by them.
     """
     real = dict(tensors_of(given))
     sizes = {size for tensor in real.values() for size in tensor.shape}

@@ -1,4 +1,4 @@
-"""Simulates the allocator on requests, and returns the history that PyTorch would record: each event with its address.
+"""Simulates the allocator on requests, and returns the history that PyTorch would record: events with their addresses.
 
 `planner.snapshot.write` writes such a history to a file, and `replay_history` replays it like that of a real card.
 """

@@ -52,7 +52,7 @@ def write_snapshot(path: pathlib.Path, simulated: SimulatedHistory, origins: Seq
 
 
 def snapshot_data(simulated: SimulatedHistory, origins: Sequence[Origin]) -> dict[str, Any]:
-    """Returns the snapshot as the value that `torch.cuda.memory._snapshot()` returns. Arguments as `write_snapshot`."""
+    """Returns the snapshot as the value that `torch.cuda.memory._snapshot()` returns. See `write_snapshot`."""
     # Frames are shared between entries, as in PyTorch's snapshots: the pickle then holds each of them once.
     known: dict[Frame, dict[str, object]] = {}
     traces: dict[tuple[Frame, ...], list[dict[str, object]]] = {}

@@ -116,9 +116,10 @@ def _reaching_backward(graph: StepGraph, left: dict[int, Op]) -> int | None:
 
 
 def _updated_further(graph: StepGraph, left: dict[int, Op]) -> int | None:
-    """Returns a storage in `left` that the second forward updates with the batch or a trained parameter; None if none.
+    """Returns a storage in `left` that the second forward updates with the batch or a trained parameter.
 
-    The update is in place, or the storage is freed and its values have gone into one that takes its place.
+    The storage is updated in place, or it is freed after a new storage was computed from it. Returns None if there is
+    no such storage.
     """
     trained = _trained(graph)
     origins = {storage: {storage} for storage in left}

@@ -130,7 +130,7 @@ class DataDependence:
         """Returns the number that the user stated for the running line, and notes it; None if there is none."""
         value = self.answers.at(source_line())
         if value is not None:
-            self.assume((f"the value is {value:g}, as you stated",))
+            self.assume((f"the value or the number of elements is {value:g}, as you stated",))
         return value
 
     def _number(self, tensor: torch.Tensor) -> float | int | bool | None:
@@ -276,7 +276,7 @@ class DataDependence:
                 setattr(module, "linear_sum_assignment", linear_sum_assignment)  # noqa: B010
 
     def _let_istft_pass(self) -> None:
-        """Patches `torch.istft`, which checks its window in C++, where no Python code shows what passes the check."""
+        """Patches `torch.istft`, whose window is checked in C++: no Python code shows what passes the check."""
         istft = torch.istft
 
         def checked(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -305,10 +305,10 @@ class DataDependence:
 
 
 class UnknownNumber(float):
-    """The number that `.item()` returns to a step of the user's own, where most numbers are logged and nothing else.
+    """The number that `.item()` returns in a step of the user's own, in which most numbers are only logged.
 
-    Arithmetic returns another such number, and tensors are computed with 1.0: no memory depends on it. What control
-    flow needs, such as a comparison, is refused.
+    Arithmetic returns another such number. Ops on tensors use the value 1.0, on which no memory depends. Operations
+    that control flow needs, such as comparisons, are refused.
     """
 
     _dependence: DataDependence

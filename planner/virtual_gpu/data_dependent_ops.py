@@ -73,9 +73,9 @@ def run_data_dependent_op(
 
 
 def _of_largest_size(dependence: DataDependence, op: Any, args: tuple, kwargs: dict) -> Any:
-    """Returns the result of a data-dependent op, with unknown values, in the largest size that is possible.
+    """Returns the result of a data-dependent op in the stated size or else the largest size that is possible.
 
-    Returns None if its size has no bound and the user stated none.
+    The values of the result are unknown. Returns None if its size has no bound and the user stated none.
     """
     make = _BOUNDED.get(str(op))
     given = {argument.name: value for argument, value in zip(op._schema.arguments, args, strict=False)}
@@ -100,7 +100,7 @@ def _unique(
     dependence: DataDependence, self: torch.Tensor, dim: int | None = None, return_inverse: bool = False,
     return_counts: bool = False, **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Returns the values of the largest size, the inverse and the counts, which are empty if they are not wanted."""
+    """Returns the values, the inverse and the counts; the last two are empty if they are not wanted."""
     if dim is None:
         count = _count(dependence, self.numel(), ASSUMED_DISTINCT)
         shape, inverse_shape = [count], self.shape
@@ -128,7 +128,7 @@ def _bincount(
 def _count(dependence: DataDependence, most: int, assumption: str) -> int:
     """Returns the number of elements that the user stated for the running line, but at most `most`.
 
-    If the user stated none, the assumption is noted under which there are `most`.
+    If the user stated none, returns `most`, and notes the assumption under which there are `most` elements.
     """
     stated = dependence.stated()
     if stated is None:

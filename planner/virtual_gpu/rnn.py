@@ -4,8 +4,8 @@ Sources, in aten/src/ATen: native/cudnn/RNN.cpp (`_cudnn_impl`, `_cudnn_rnn`, `_
 AutocastRNN.cpp (`_cudnn_rnn_cast_reflatten`: autocast casts to fp16, even if bf16 is asked for), and
 torch/nn/modules/rnn.py (`flatten_parameters`).
 
-Packed sequences have one row for each time step of each sample: the lengths of the sequences have to be known
-(ATen/native/PackedSequence.cpp).
+Packed sequences have one row for each time step of each sample, so the lengths of the sequences have to be known or
+assumed (ATen/native/PackedSequence.cpp).
 
 Two sizes are not exact. cuDNN's *reserve* (what the forward saves for backward) and its workspace have sizes that only
 the closed-source function `cudnnGetRNNTempSpaceSizes` knows. The reserve is assumed to be the minimum that backward
@@ -53,7 +53,7 @@ def register(dependence: DataDependence) -> None:
     """Makes `aten.lstm`, `aten.gru` and `aten.rnn_*` run cuDNN's ops on the virtual GPU, until this process ends.
 
     Args:
-        dependence: knows the lengths of packed sequences.
+        dependence: gives the lengths of packed sequences.
     """
     aten = backend.library("aten")
     for name, mode in _MODES.items():
@@ -144,7 +144,7 @@ def _route(op: torch._ops.OpOverload, mode: int) -> Any:
 
 
 def _packed_route(op: torch._ops.OpOverload, mode: int, dependence: DataDependence) -> Any:
-    """Returns a kernel for packed sequences, where `op` is the overload for padded ones."""
+    """Returns a kernel for packed sequences. `op` is the overload for padded sequences."""
     padded = _route(op, mode)
 
     def run(data: Any, batch_sizes: Any, hidden: Any, *rest: Any) -> tuple[torch.Tensor, ...]:

@@ -50,7 +50,7 @@ PICKS = {_aten.index.Tensor, _aten.index_select.default, _aten.gather.default, _
 PICKS |= {_aten.upsample_nearest1d.default, _aten.upsample_nearest2d.default, _aten.flip.default, _aten.roll.default}
 """Ops whose result has only elements of their first argument."""
 PLACES = {_aten.scatter.value, _aten.scatter.src}
-"""Ops that put elements at known positions, as a router of experts does. Their results are known for floats, too."""
+"""Ops that put elements at known positions, as a router of experts does. Their results are also known for floats."""
 
 
 def nested_tensors(value: object) -> Iterator[torch.Tensor]:

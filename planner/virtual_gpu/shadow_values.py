@@ -150,7 +150,8 @@ class ShadowValues:
             out: result of the op on the fake tensors.
             written: arguments that the op changes in place; they lose their shadows if their new values are not known.
         """
-        if op in UNINITIALISED:  # integers get their values in place, as in `empty_like(order).scatter_(...)`
+        if op in UNINITIALISED:
+            # Integers count as 0 until they are written in place, as in `empty_like(order).scatter_(...)`.
             if not out.is_floating_point() and not out.is_complex() and is_tracked(out) and covers_its_storage(out):
                 self._put(out, self._constant(0, out.dtype))
             return

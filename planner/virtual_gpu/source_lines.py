@@ -49,7 +49,7 @@ def optimizer_in(running: Iterable[FrameType]) -> torch.optim.Optimizer | None:
 def source_line() -> str:
     """Returns 'file.py:line' of the innermost frame of model code, or '' if there is none.
 
-    The program that asked for the recording is not model code.
+    The code that calls `record_steps` is not model code.
     """
     for frame in frames():
         if (frame.f_code.co_name, frame.f_code.co_filename) == _RECORDING:

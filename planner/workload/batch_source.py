@@ -1,4 +1,4 @@
-"""Batches of a data loader, of which a plan needs the largest, and batches that a file of shapes describes."""
+"""Finds the largest batches of a data loader, and makes batches from a description of their shapes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _Shapes = tuple[tuple[str, tuple[int, ...], str], ...]
 def candidate_batches(batch: Any) -> tuple[list[Any], tuple[str, ...]]:
     """Returns the batches of a source whose training step may be the largest, and a note for the plan.
 
-    A batch is left out if another batch has the same tensors with sizes that are at least as large. Anything that is
-    neither a `torch.utils.data.DataLoader` nor an iterator is a batch, and is returned as the only one.
+    A batch is left out if another batch has the same tensors and is at least as large in every dimension. If `batch` is
+    neither a `torch.utils.data.DataLoader` nor an iterator, it is the only batch that is returned.
 
     The source is read in a forked process, so that neither the position of an iterator nor the state of random number
     generators changes here.
@@ -41,10 +41,10 @@ def candidate_batches(batch: Any) -> tuple[list[Any], tuple[str, ...]]:
     if not kept:
         raise WorkloadError("the source of batches is empty: give a data loader with at least one batch")
     first = "first " if seen == MOST_BATCHES else ""
-    note = f"the plan is for the largest step of the {first}{seen} batches"
+    note = f"the plan is for the batch whose step needs the most memory, of the {first}{seen} batches"
     kept.sort(key=_elements, reverse=True)
     if len(kept) > _MOST_CANDIDATES:
-        note += f"; only the {_MOST_CANDIDATES} with the most elements, of {len(kept)} shapes, were rehearsed"
+        note += f"; of {len(kept)} different shapes, only the {_MOST_CANDIDATES} with the most elements were rehearsed"
     return kept[:_MOST_CANDIDATES], (note,)
 
 
@@ -59,7 +59,8 @@ def _batches(source: Iterable[Any]) -> Iterator[Any]:
         except Exception as error:  # the user's code
             text = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise WorkloadError(
-                f"the data loader raised {type(error).__name__}: {text}; iterate over it on its own and fix it"
+                f"the data loader raised {type(error).__name__}: {text}; iterate over it without the planner to find "
+                "the cause"
             ) from error
         yield map_batch(lambda tensor: tensor, batch)
 
@@ -111,8 +112,8 @@ def batch_of_shapes(shapes: Any, device: str) -> Any:
 
     Args:
         shapes: JSON data that is nested like the batch: objects become dicts of keyword arguments, and lists become
-            tuples of positional arguments. A tensor is a list of integers, its shape; or an object with `shape`,
-            optionally `dtype` (float32 by default) and `below`, the limit of random integers (2 by default).
+            tuples of positional arguments. A tensor is a list of integers, its shape; or an object with `shape` and
+            optionally `dtype` (float32 by default) and `below` (2 by default): random integers are smaller than it.
 
     Raises:
         WorkloadError: the data does not describe a batch.
@@ -149,7 +150,10 @@ def _tensor(stated: dict[str, Any], device: str) -> torch.Tensor:
         or not all(type(size) is int and size >= 0 for size in shape)
         or type(below) is not int
     ):
-        raise WorkloadError(f"the input shapes contain {json.dumps(stated)[:80]}: shape and below have to be integers")
+        raise WorkloadError(
+            f"the input shapes contain {json.dumps(stated)[:80]}: shape must be a list of integers, and below an "
+            "integer"
+        )
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(shape, device=device).to(dtype)
     return torch.randint(max(below, 1), shape, device=device).to(dtype)

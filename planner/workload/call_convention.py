@@ -38,7 +38,7 @@ class Calling(enum.Enum):
     SINGLE = "model(batch)"
     """The batch is one tensor, or a dataclass that the model takes as its only argument."""
     STEP = "step(model, optimizer, batch)"
-    """A step of the user's own calls the model."""
+    """The user's own training step calls the model."""
 
     @classmethod
     def of(cls, batch: Any, loss_fn: LossFn | None) -> Calling:

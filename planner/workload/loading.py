@@ -65,9 +65,9 @@ def load_workload(
             that the model can be trained.
         input_shapes: JSON data from which the batch is made (`batch_of_shapes`); None for the function's own batch, or
             a synthetic one.
-        answers: what the user states about values of tensors.
-        choose: chooses from the workloads with the batches of a data loader that may need the most memory; None for the
-            one with the most bytes in its batch.
+        answers: values of tensors that the user states.
+        choose: function that chooses one of several workloads, one for each candidate batch of a data loader; None to
+            choose the workload whose batch has the most bytes.
 
     Raises:
         WorkloadError: `reference` does not exist, or the model's code fails; the message quotes the error.
@@ -222,7 +222,7 @@ def _from_callable(reference: str, request: _Request) -> Workload:
 
 
 def _resized(result: Workload, request: _Request) -> Workload:
-    """Returns the workload with a batch of `request.batch_size` samples."""
+    """Returns the workload with a batch of `request.batch_size` samples; unchanged if that is None."""
     if request.batch_size in (None, result.batch_size):
         return result
     if other := result.with_other_rows:

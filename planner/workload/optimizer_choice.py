@@ -1,4 +1,4 @@
-"""The ways to say which optimizers train a model: by name, as an object, by a function, and several of them."""
+"""The ways to give the optimizers of a model: one or several, each as a name, an object or a function."""
 
 from __future__ import annotations
 

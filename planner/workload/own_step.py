@@ -1,4 +1,4 @@
-"""The arguments that a training step of the user's own takes in place of model, loss function and gradients."""
+"""Checks the arguments that are given with a training step of the user's own."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def as_module(model: torch.nn.Module | Mapping[str, torch.nn.Module]) -> torch.n
         return torch.nn.ModuleDict(model)
     except (TypeError, KeyError) as error:
         raise WorkloadError(
-            f"the dict of modules cannot become a torch.nn.ModuleDict ({error.args[0]}): give modules by names that "
-            "are no attributes of ModuleDict and have no dot"
+            f"the dict of modules cannot become a torch.nn.ModuleDict ({error.args[0]}): give modules, with "
+            "names that have no dot and are not attributes of ModuleDict"
         ) from error
 
 
 def refuse_with_step(step: StepFn, loss_fn: LossFn | None, *, gradients_alive: bool) -> None:
-    """Raises `WorkloadError` for arguments that say what the user's own step does itself."""
+    """Raises `WorkloadError` for arguments that set what the user's own step does itself."""
     if not callable(step):
         raise WorkloadError(
             f"step is of type {type(step).__name__}: give a function that takes (model, optimizer, batch) and runs one "

@@ -117,7 +117,7 @@ def transformers_config(reference: str, forms: str) -> Any:
 
 
 def _other_library(folder: pathlib.Path) -> str | None:
-    """Returns an error message for the folder of an adapter, or of a model of diffusers or timm; None for others."""
+    """Returns an error message if the folder holds a peft adapter or a model of diffusers or timm; None if not."""
     found = {}
     for name in ("config.json", "adapter_config.json", "model_index.json"):
         with contextlib.suppress(OSError, ValueError):

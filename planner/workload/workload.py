@@ -35,7 +35,7 @@ class Workload:
     values of integer and boolean tensors on the CPU where the step depends on them."""
     loss_fn: LossFn | None
     optimizer: Optimizers
-    """One optimizer; several of them only with `step`."""
+    """One optimizer. With `step`, also a dict or tuple of optimizers."""
     batch_size: int
     seq_len: int | None
     calling: Calling
@@ -57,11 +57,11 @@ class Workload:
     answers: Answers = NOTHING_STATED
     """The values of tensors that the user states."""
     notes: tuple[str, ...] = ()
-    """Notes for the plan."""
+    """Notes that the plan shows to the user, such as which batch of a data loader was chosen."""
     input_shapes: Any = None
-    """JSON data from which the batch was made; None for other batches."""
+    """JSON data from which the batch was made (`batch_of_shapes`); None if it was not made from such data."""
     step: StepFn | None = None
-    """The user's own training step, which takes the place of forward, loss, backward and update; None for these."""
+    """The user's own training step; None for the planner's step of forward, loss, backward and update."""
     is_by_sample_stated: bool = True
     """False if `not_by_sample` was only guessed from the shapes of the tensors."""
 

@@ -1,4 +1,4 @@
-"""Compare a step of the user's own with the rewritten modules and with the original ones, on copies."""
+"""Run a step of the user's own with rewritten and with original modules, on copies, and compare the results."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ def test_a_selection_by_activations_is_rehearsed_at_its_bound():
     assert any("all elements are selected, which is an upper bound" in note for note in bound.notes)
     stated = planned(chosen, vram=None, values={line_of(chosen, 2): 5})
     assert stated.peak.allocated_bytes < bound.peak.allocated_bytes
-    assert any("the value is 5, as you stated" in note for note in stated.notes)
+    assert any("the value or the number of elements is 5, as you stated" in note for note in stated.notes)
     assert planned(chosen, vram=None, values={line_of(chosen, 2): SAMPLES * TOKENS + 1}).peak == bound.peak
 
 

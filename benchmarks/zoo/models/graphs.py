@@ -118,7 +118,7 @@ class _Swapped(nn.Module):
 
 
 def _squared(build: Callable[[], tuple[nn.Module, tuple, None]]) -> Callable[[], tuple[nn.Module, tuple, Any]]:
-    """Returns the same with the mean square of the outputs as loss, and a last item of the batch that is not used."""
+    """Returns the model with the mean square of its outputs as the loss, and a batch whose last item is not used."""
 
     def built() -> tuple[nn.Module, tuple, Any]:
         model, batch, _ = build()

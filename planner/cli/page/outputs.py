@@ -18,7 +18,7 @@ from planner.snapshot.write import write_snapshot
 
 
 def write_recordings(answer: Plan | Tradeoff, options: argparse.Namespace) -> list[pathlib.Path]:
-    """Rehearse the plan once more, write the files that the options name, and return their paths.
+    """Rehearse the step without and with the plan, write the files that the options name, and return their paths.
 
     The page of a trade-off shows the fastest plan inside the budget, or the smallest plan if there is none.
 
@@ -39,7 +39,7 @@ def write_recordings(answer: Plan | Tradeoff, options: argparse.Namespace) -> li
 
 
 def shown_plan(tradeoff: Tradeoff) -> Plan:
-    """Returns the plan of a trade-off that its page shows, with the user's budget in place of its own size."""
+    """Returns the plan of a trade-off that the page shows. Its budget is the user's."""
     plan = tradeoff.chosen or (tradeoff.points[-1] if tradeoff.points else tradeoff.as_it_is)
     return dataclasses.replace(plan, vram_bytes=tradeoff.vram_bytes, fits=tradeoff.fits)
 

@@ -1,4 +1,4 @@
-"""Writes the page: one HTML file with its data, style, scripts and the chart library, which loads nothing."""
+"""Makes the page: one HTML file that contains its data, style, scripts and the chart library, and loads nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def page_data(plan: Plan, recordings: PlanRecordings) -> dict[str, Any]:
     """Returns the data that the page's scripts draw, as JSON data.
 
     Keys: `stack`, the categories from the bottom of the charts to the top; `budget_bytes`, None without a budget;
-    `recordings`, which has the result of `recording_data` for 'baseline' and, if the plan changes something, 'plan'.
+    `recordings`, the results of `recording_data` for 'baseline' and, if the plan changes something, for 'plan'.
     """
     return {
         "stack": [str(category) for category in STACK],
@@ -52,9 +52,9 @@ def page(
     Args:
         plan: the plan.
         recordings: its step without and with the decisions.
-        stages: the step with one technique after the other.
+        stages: the steps in which the techniques are added one by one.
         code: the emitted training step.
-        tradeoff: the trade-off that the plan is a point of; None if none was computed.
+        tradeoff: the trade-off from which the plan was taken; None if none was computed.
     """
     data = json.dumps(page_data(plan, recordings), separators=(",", ":"))
     verdict = sections.verdict(plan)
@@ -99,13 +99,13 @@ def _lead(plan: Plan, recordings: PlanRecordings) -> str:
     text = "Every byte that the process holds on the card, by category."
     if recordings.planned is not None:
         text += " Both charts have the same scales."
-    text += " Two steps were rehearsed: the first one creates the optimizer state, all later ones are like the second."
+    text += " Two steps were rehearsed. The first one creates the optimizer state, and later steps are like the second."
     shown = len(recordings.planned.graph.micro_batch_sizes) if recordings.planned else 1
     real = max((decision.micro_batch_count for decision in plan.decisions), default=1)
     if shown < real:
         text += (
-            f" Of the {real} micro-batches, those that allocate the same memory are drawn once, as long as all of them "
-            "together take."
+            f" The plan has {real} micro-batches. Those that allocate the same memory are drawn once, and take the "
+            "time of all of them together."
         )
     return text
 
@@ -116,8 +116,8 @@ def _differences(recordings: PlanRecordings) -> Iterator[str]:
         if recorded.total_bytes != recorded.footprint.total_bytes:
             drawn, planned = format_size(recorded.total_bytes), format_size(recorded.footprint.total_bytes)
             yield (
-                f"the chart of the {name} peaks at {drawn} and not at {planned}: rehearsals of this step run different "
-                "ops, as with random numbers from the host"
+                f"the chart of the {name} peaks at {drawn} and not at {planned}: two rehearsals of this step ran "
+                "different ops, for example because the step draws random numbers on the host"
             )
 
 
@@ -144,7 +144,7 @@ def _code(code: str) -> str:
     body = highlight(code, PythonLexer(), HtmlFormatter(nowrap=True))
     return (
         '<section aria-labelledby="code-title">\n<h2 id="code-title">The training step as code</h2>\n'
-        "<p>Plain PyTorch that runs without this package; <code>--emit</code> writes it to a file.</p>\n"
+        "<p>This file is plain PyTorch and runs without this package; <code>--emit</code> writes it.</p>\n"
         f'<button type="button" id="copy">Copy</button>\n<pre tabindex="0"><code id="code">{body}</code></pre>\n'
         "</section>"
     )

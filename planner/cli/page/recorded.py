@@ -1,4 +1,4 @@
-"""Rehearses the step of a plan once more, without and with its decisions: a plan does not hold the recordings."""
+"""Rehearses the step of a plan once more, without and with its decisions, because a plan does not hold recordings."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class Recorded:
 
     @property
     def total_bytes(self) -> int:
-        """The largest total of the process; `footprint.total_bytes`, unless two rehearsals of the step differ."""
+        """The largest total of the process: `footprint.total_bytes`, unless two rehearsals of the step differ."""
         return int(self.reserved_bytes.max()) + self.card.context_bytes
 
     @property
     def peak_tick(self) -> int:
-        """The tick of the peak that the plan reports: the allocated blocks are largest in it."""
+        """The tick of the peak that the plan reports, at which the allocated blocks are largest."""
         if self.history is None:
             return int(self.live_bytes.argmax())
         return self.history.ticks[self.history.simulated.peak_allocated_request]
@@ -91,7 +91,7 @@ class PlanRecordings:
 
     @property
     def named(self) -> dict[str, Recorded]:
-        """The recordings by the name that files and charts give them."""
+        """The recordings by their names on the page: 'baseline' and 'plan'."""
         return {"baseline": self.baseline} | ({"plan": self.planned} if self.planned else {})
 
 
@@ -116,8 +116,8 @@ def rehearse_plan(plan: Plan, *, gpu: str | None) -> PlanRecordings:
 def rehearse_stages(plan: Plan, recordings: PlanRecordings) -> tuple[Stage, ...]:
     """Rehearse the step with the first technique of the plan, with the first two, and so on.
 
-    The difference between two stages is what the technique between them saves and costs. The last stage is the plan.
-    If a technique cannot be rehearsed without the next one, both are one stage.
+    The difference between two stages is what the technique between them saves and costs. The last stage is
+    the whole plan. If a technique cannot be rehearsed without the next one, both are in one stage.
     """
     kinds = tuple(dict.fromkeys(decision.kind for decision in plan.decisions))
     vram_bytes = None if plan.vram_bytes is None else Budget.on(recordings.card, plan.vram_bytes).usable_bytes

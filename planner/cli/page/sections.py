@@ -27,14 +27,15 @@ def verdict(plan: Plan) -> str:
         missing = format_size(plan.shortfall.missing_bytes)
         return f"Does not fit in {budget}: the smallest allowed plan peaks at {peak}, {missing} over the budget"
     if plan.shortfall is not None:
-        return f"Too slow in {budget}: {plan.slowdown:.2f}x the baseline's step time, {plan.max_slowdown:g}x is allowed"
+        limit = f"at most {plan.max_slowdown:g}x is allowed"
+        return f"Too slow in {budget}: {plan.slowdown:.2f}x the baseline's step time, {limit}"
     if not plan.decisions:
         return f"Fits in {budget}: peak {peak}, nothing needs to change"
     return f"Fits in {budget}: peak {peak}, {speed(plan.slowdown)}"
 
 
 def speed(ratio: float) -> str:
-    """Describes a ratio of step times, such as '1.21x slower than the baseline'."""
+    """Describes a ratio of step times in words, such as '1.21x slower than the baseline'."""
     if abs(ratio - 1) < 0.005:
         return "as fast as the baseline"
     return f"{max(ratio, 1 / ratio):.2f}x {'slower' if ratio > 1 else 'faster'} than the baseline"
@@ -86,9 +87,9 @@ def plan_section(plan: Plan, stages: Sequence[Stage]) -> str:
         before_bytes, before_ns = stage.total_bytes, stage.step_ns
     table = _table(("technique", "memory", "step time", "total after it", "step time after it"), rows, numbers=4)
     lead = (
-        "Each row adds a technique to the rows above it. The step was rehearsed with every row, so the differences are "
-        "what a technique saves and costs at its place in this order; in another order they would be different. "
-        "Memory is the peak of the whole process, times are predicted."
+        "Each row adds a technique to those above it. The step was rehearsed for each row, so the differences are what "
+        "a technique saves and costs at its place in this order; in another order they would be different. Memory is "
+        "the peak of the whole process, and times are predicted."
     )
     return _section("plan", "The plan, and the price of each technique", f"<p>{lead}</p>{table}{_ways_out(plan)}")
 
@@ -110,7 +111,7 @@ def _techniques(plan: Plan, kinds: Sequence[str]) -> str:
 
 
 def _ways_out(plan: Plan) -> str:
-    """Returns a sentence on what would make a plan fit; empty if it fits or nothing helps."""
+    """Returns sentences that say what would make the plan fit; empty if it fits or nothing helps."""
     step = None if plan.shortfall is None else plan.shortfall.next_step
     if step is None:
         return ""
@@ -139,8 +140,8 @@ def peak_section(plan: Plan) -> str:
     heads = ("category", "baseline", "plan")[: 2 + changed]
     table = _table(heads, [*rows, *totals], numbers=1 + changed, totals=3)
     lead = (
-        "The moment at which the allocated blocks are largest. Slack is what the allocator holds at its own peak "
-        f"beyond the tensors. {escape('. '.join(moments))}."
+        "The table shows the moment at which the allocated blocks are largest. Allocator slack is the memory that "
+        f"the allocator holds at its own peak beyond the tensors. {escape('. '.join(moments))}."
     )
     return _section("peak", "Memory at the peak", f"<p>{lead}</p>{table}")
 
@@ -171,7 +172,7 @@ def tradeoff_section(tradeoff: Tradeoff | None, drawing: str) -> str:
 
 
 def notes_list(notes: Iterable[str]) -> str:
-    """Returns the remarks of the plan as a list; empty if there are none."""
+    """Returns the notes of the plan as a list; empty if there are none."""
     items = "".join(f"<li>{escape(note)}</li>" for note in notes)
     return f"<ul>{items}</ul>" if items else ""
 
@@ -184,8 +185,8 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int,
     """Returns a table whose first column is HTML, and whose last columns are numbers.
 
     Args:
-        numbers: number of the columns of numbers.
-        totals: number of the last rows that are totals.
+        numbers: how many of the last columns are numbers.
+        totals: how many of the last rows are totals.
     """
     rows = list(rows)
     first = len(heads) - numbers

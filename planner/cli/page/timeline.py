@@ -19,12 +19,12 @@ from planner.plan_types.decision_base import micro_batches_of
 from planner.recording.step_graph import Category, Op, Phase, StepGraph
 
 MOST_MOMENTS = 20_000
-"""Maximum number of moments on the page. Of more moments, equal groups are formed, and the largest of each is kept."""
+"""Maximum number of moments on the page. If there are more, each group of moments keeps the one with most memory."""
 STACK = (
     *(Category.CONTEXT, Category.PARAMETER, Category.OPTIMIZER_STATE, Category.GRADIENT, Category.INPUT),
     *(Category.WORKSPACE, Category.AUTOCAST, Category.ACTIVATION, Category.LOGITS, Category.TEMPORARY, Category.SLACK),
 )
-"""Categories from the bottom of the chart to its top: what lives longest comes first."""
+"""Categories from the bottom of the chart to its top. Those that live longest come first."""
 
 
 def recording_data(recorded: Recorded, *, most_moments: int = MOST_MOMENTS) -> dict[str, Any]:
@@ -41,10 +41,10 @@ def recording_data(recorded: Recorded, *, most_moments: int = MOST_MOMENTS) -> d
       moments in which it is alive), `op` (row of `ops`, -1 if it existed before), and indices into `strings`: `name`,
       `shape`, `dtype`
     - `ops`: columns of indices into `strings`: `name`, `phase`, `module`, `source`; and `micro_batch`
-    - `micro_batches`: for each recorded micro-batch the numbers [first, last] of those that it stands for
+    - `micro_batches`: for each recorded micro-batch [first, last]: numbers of the real ones that it stands for, from 1
 
     Args:
-        most_moments: maximum number of moments. Peaks of all totals are kept.
+        most_moments: maximum number of moments, to which the peaks of allocated and reserved memory may be added.
     """
     graph, unit = recorded.graph, granularity_bytes(recorded.card)
     ticks = _moments(recorded, most_moments)
@@ -77,7 +77,7 @@ def _differences(column: np.ndarray) -> list[int]:
 
 
 class _Numbered:
-    """Numbers distinct values in the order in which they come."""
+    """Numbers distinct values in the order in which they first appear."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
@@ -125,7 +125,7 @@ def _steps(graph: StepGraph, ticks: np.ndarray) -> list[list[int]]:
 
 
 def _ops_of_ticks(graph: StepGraph, ticks: np.ndarray) -> list[int]:
-    """Returns for each tick the index of the op that runs in it, or of the last one before; -1 before the first."""
+    """Returns for each tick the index of the op that runs in it or was the last to start; -1 before the first op."""
     starts = np.fromiter((op.tick for op in graph.ops), np.int64, len(graph.ops))
     return (np.searchsorted(starts, ticks, side="right") - 1).tolist()
 
@@ -133,7 +133,7 @@ def _ops_of_ticks(graph: StepGraph, ticks: np.ndarray) -> list[int]:
 def _storages(
     graph: StepGraph, ticks: np.ndarray, unit: int, strings: _Numbered, ops: _Numbered
 ) -> dict[str, list[int]]:
-    """Returns the columns of the storages that are alive in a moment, by moment of birth."""
+    """Returns the columns of the storages that are alive in some moment, in the order of their births."""
     rows = []
     for storage, spans in zip(graph.storages, graph.spans(), strict=True):
         for start, stop in spans:
@@ -170,7 +170,7 @@ def _op_columns(graph: StepGraph, indices: Iterable[int], strings: _Numbered) ->
 
 
 def _source(graph: StepGraph, op: Op) -> str:
-    """Returns the line of the model's code for an op, with a path from the package or the working directory on."""
+    """Returns 'path:line' of an op's model code. The path is relative to site-packages or to the working directory."""
     file, line = source_of(graph, op)
     if not file:
         return ""

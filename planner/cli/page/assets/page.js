@@ -133,7 +133,7 @@ function showTensors() {
   const where = [phase, module, name].filter(Boolean).join(" · ");
   const isPeak = moment === recording.peak ? " at the peak of" : " in";
   find("#tensors-where").textContent =
-    `${rows.length.toLocaleString("en")} are alive${isPeak} the ${TITLES[state.shown]}, ` +
+    `${rows.length.toLocaleString("en")} tensors are alive${isPeak} the ${TITLES[state.shown]}, ` +
     `${recording.milliseconds(moment).toFixed(2)} ms into step ${recording.stepOf(moment) + 1} (${where}).`;
   find("#tensors tbody").replaceChildren(...rows.slice(0, state.rows).map((row) => tensorRow(recording, row)));
   find("#tensors-more").hidden = rows.length <= state.rows;

@@ -1,12 +1,12 @@
 "use strict";
 
-/** Returns the values of a column of differences. */
+/** Returns the values of a column of differences: each value is the sum of the differences up to it. */
 function sums(differences) {
   let total = 0;
   return differences.map((difference) => (total += difference));
 }
 
-/** Formats a number with some decimals; of two that are equally near, it takes the even one, as Python does. */
+/** Formats a number with some decimals. A tie is rounded to the even digit, as in Python. */
 function rounded(value, decimals) {
   const scaled = value * 10 ** decimals;
   const below = Math.floor(scaled);
@@ -79,7 +79,7 @@ class Recording {
     return (this.timeNs[moment] - this.timeNs[this.steps[this.stepOf(moment)][0]]) / 1e6;
   }
 
-  /** Returns what ran in a row of the table of ops: name, phase, module, source line. */
+  /** Describes an op, given its row in the table of ops; -1 stands for the time before the first op. */
   describeOp(row) {
     if (row < 0) return { name: "", phase: "setup", module: "", source: "", microBatch: 0 };
     const text = (column) => this.strings[this.ops[column][row]];
@@ -114,7 +114,7 @@ class Recording {
     };
   }
 
-  /** Returns the moment in which the categories have most bytes together. */
+  /** Returns the moment at which the categories together have the most bytes. */
   momentOfMost(categories) {
     const chosen = categories.map((name) => this.bytes[this.stack.indexOf(name)]);
     let best = 0;
@@ -126,7 +126,7 @@ class Recording {
     return best;
   }
 
-  /** Returns Map(module path -> bytes) of the storages of these categories that are alive in a moment. */
+  /** Returns Map(path of a module -> bytes) for the storages of some categories that are alive in a moment. */
   bytesByModule(categories, moment) {
     const totals = new Map();
     for (const row of this.aliveAt(moment)) {
@@ -139,8 +139,8 @@ class Recording {
   }
 
   /**
-   * Returns the stretches of consecutive moments of a step with the same label, as [label, first moment, stop].
-   * @param label function from a description of an op to a text; no stretch is returned for an empty text
+   * Returns the stretches of consecutive moments of a step with the same label: [label, first moment, last + 1].
+   * @param label function that returns a text for the description of an op; moments with an empty text are left out
    */
   stretches(step, label) {
     const [start, stop] = this.steps[step];

@@ -1,6 +1,6 @@
 "use strict";
 
-/** Reads a color of the page's style sheet, which depends on light and dark mode. */
+/** Reads a color from the page's style sheet. It depends on light or dark mode. */
 function cssColor(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }
@@ -28,7 +28,7 @@ const MODULE_DEPTHS = 3;
 /** One chart: memory by category over a training step, with the phases and modules below it. */
 class Timeline {
   /**
-   * @param container element that the chart is put into
+   * @param container element that contains the chart
    * @param recording a `Recording`
    * @param options `budgetBytes` (null without a budget), `mostBytes` (end of the y axis), `onHover(moment or null)`,
    *   `onSelect(moment)`
@@ -48,7 +48,7 @@ class Timeline {
    * Shows a training step.
    * @param step number of the step, from 0
    * @param axis "time" or "events"
-   * @param end end of the x axis, so that charts of several recordings have one scale
+   * @param end end of the x axis; the charts of all recordings have the same end
    */
   show(step, axis, end) {
     Object.assign(this, { step, axis, end });
@@ -60,7 +60,7 @@ class Timeline {
       below = below.map((total, index) => total + bytes[Math.min(start + index, stop - 1)]);
       return below;
     });
-    // Drawn from the top of the stack to the bottom: each area covers the lower part of the one before.
+    // Areas are drawn from the top of the stack to the bottom: each covers the lower part of the area before it.
     this.data = [this.x, ...stacked.reverse().map((totals) => Array.from(totals, (bytes) => bytes / this.unit[0]))];
     this.labels = this.#labels();
     this.#draw();
@@ -72,7 +72,7 @@ class Timeline {
     return this.#position(this.recording.steps[step][1]);
   }
 
-  /** Marks a moment, and scrolls to it if it is not in view. */
+  /** Marks a moment with a vertical line. */
   mark(moment) {
     this.marked = moment;
     this.plot?.redraw(false);
@@ -204,7 +204,7 @@ class Timeline {
     this.tip.style.left = `${Math.max(0, Math.min(left + 12, room))}px`;
   }
 
-  /** Returns the fill of the slack: hatched, because no tensor uses these bytes. */
+  /** Returns the fill of allocator slack. It is hatched, because no tensor uses these bytes. */
   #hatched() {
     const tile = Object.assign(document.createElement("canvas"), { width: 8, height: 8 });
     const pen = tile.getContext("2d");
@@ -267,7 +267,7 @@ class Timeline {
     pen.restore();
   }
 
-  /** Returns the rows of the strip: [CSS color of a label, stretches]. */
+  /** Returns the rows of the strip, each a list of stretches: first the phases, then the modules by depth. */
   #labels() {
     const { recording, step } = this;
     const split = recording.microBatches.length > 1;

@@ -6,7 +6,7 @@ function moduleTree(bytesByModule) {
   for (const [path, bytes] of bytesByModule) {
     let node = root;
     node.bytes += bytes;
-    // The number of a list's item belongs to the name of the list: "h.0" is one level.
+    // The number of an item in a module list is not a level of its own: "h.0" is one level.
     const parts = path ? path.split(/\.(?!\d+(?:\.|$))/) : ["(outside of submodules)"];
     for (const [index, name] of parts.entries()) {
       if (!node.children.has(name)) {
@@ -68,7 +68,7 @@ class Treemap {
     onNewWidth(container, () => this.#draw());
   }
 
-  /** Shows a tree from its root on. `color` is that of the rectangles. */
+  /** Shows a tree from its root on. `color` is the color of the rectangles. */
   show(root, color) {
     Object.assign(this, { root, path: [root], color });
     this.#draw();
