@@ -185,6 +185,7 @@ def test_what_is_forced_and_leaves_nothing_to_choose_from_is_refused(vram):
         planner.plan(*layers(), vram=vram, force=("optimizer-kernel", "step-in-backward"), **options)
 
 
+@pytest.mark.thorough
 def test_a_loss_in_more_chunks_than_the_budget_asks_for_is_tried_before_nothing_fits():
     """The smallest plan has 64 chunks, and the budget that it needs asks for 32."""
     with torch.device("meta"):

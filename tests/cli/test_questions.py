@@ -91,6 +91,7 @@ def test_rules_that_contradict_each_other_are_refused(options, message):
 # ---- how slow ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_limit_of_the_slowdown_is_kept_or_said_to_be_impossible_with_the_numbers(folder, capsys):
     whole = planned(vram=None).baseline.total_bytes
     vram = int(0.6 * whole)
@@ -185,6 +186,7 @@ def test_a_model_that_refuses_a_single_sample_begins_at_two(folder, capsys):
     assert json.loads(capsys.readouterr().out)["workload"]["batch_size"] == 2
 
 
+@pytest.mark.thorough
 def test_a_card_that_is_smaller_than_the_budget_limits_the_batch(folder, capsys, monkeypatch):
     card = dataclasses.replace(profiles.load("rtx-2060"), vram_bytes=200 << 20)
     monkeypatch.setattr(profiles, "load", lambda name: card)

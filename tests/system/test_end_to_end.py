@@ -167,6 +167,7 @@ def test_batch_norm_forbids_accumulation_and_the_plan_says_so():
     assert any("normalises over the micro-batch" in note for note in plan.notes)
 
 
+@pytest.mark.thorough
 def test_a_frozen_prefix_is_the_last_resort_and_only_where_it_is_allowed(task):
     model, batch = task
     smallest = planner.plan(model, batch, vram="100KiB", loss_fn=mean_square, gpu="bare", fidelity="exact")

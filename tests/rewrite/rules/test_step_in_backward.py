@@ -283,6 +283,7 @@ def test_it_is_not_offered_where_it_cannot_be(monkeypatch):
         planner.plan(model, batch, force=["step-in-backward", "precision"], **{**options, "gpu": "rtx-2060"})
 
 
+@pytest.mark.thorough
 def test_what_is_pruned_before_it_is_recorded_would_not_have_been_chosen(monkeypatch):
     from planner.choose.candidates import Candidate
     from planner.pipeline import plan_workload
