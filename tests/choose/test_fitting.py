@@ -53,6 +53,7 @@ def test_what_fits_a_budget_fits_every_larger_one(plans):
     assert fits == sorted(fits) and not fits[0] and fits[-1]
 
 
+@pytest.mark.thorough
 def test_a_fitting_plan_is_inside_its_budget(plans):
     assert all(plan.peak.total_bytes <= budget * MIB for budget, plan in plans.items() if plan.fits)
 

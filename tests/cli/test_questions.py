@@ -113,6 +113,7 @@ def test_a_limit_of_the_slowdown_is_kept_or_said_to_be_impossible_with_the_numbe
 # ---- how large a batch -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_the_largest_batch_fits_and_one_sample_more_does_not(folder, capsys):
     arguments = ("--gpu", "bare", "--vram", "1MiB", "--fidelity", "exact")
     code, data = run(*arguments, "--largest-batch", capsys=capsys)
@@ -175,6 +176,7 @@ def test_a_single_number_that_needs_more_than_others_does_not_hide_them():
     assert (low, high) == (89, 90)
 
 
+@pytest.mark.thorough
 def test_a_model_that_refuses_a_single_sample_begins_at_two(folder, capsys):
     arguments = ("--gpu", "bare", "--vram", "200KiB", "--fidelity", "exact")
     assert main(["net.py:normed", *arguments, "--largest-batch", "--json"]) == 0

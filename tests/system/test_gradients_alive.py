@@ -137,6 +137,7 @@ def test_sparse_gradients_are_refused():
         planned(build, vram=None, optimizer="sgd")
 
 
+@pytest.mark.thorough
 def test_the_plan_says_so_and_is_checked_again_as_it_was_made(tmp_path, monkeypatch, capsys):
     (tmp_path / "net.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)

@@ -203,6 +203,7 @@ def test_without_a_card_there_is_nothing_to_measure_on(reference):
         verification(planned(reference, None))
 
 
+@pytest.mark.thorough
 def test_the_command_says_whether_the_promise_is_kept(reference, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(cards, "has_cuda_card", lambda: True)
     monkeypatch.setattr(verifying, "run_in_process", COUNTED)
