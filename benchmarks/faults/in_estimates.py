@@ -288,12 +288,10 @@ FAULTS = (
     Fault(
         name="recording-gradients-as-temporaries",
         path="planner/recording/gradients.py",
-        old="        self._table.mark(gradient, Category.GRADIENT, name=name)\n",
+        old="                    self._table.mark(parameter.grad, Category.GRADIENT)\n",
         new="",
-        tests=(
-            "tests/recording/test_recorder.py::test_parameters_gradients_and_optimizer_state_are_counted_to_the_byte",
-        ),
-        why="gradients do not appear in the breakdown",
+        tests=("tests/system/test_own_step.py::test_gradients_that_the_step_sets_itself_count_as_gradients",),
+        why="gradients that a step sets itself do not appear in the breakdown",
     ),
     Fault(
         name="recording-reads-after-update",

@@ -62,7 +62,7 @@ FAULTS = (
     Fault(
         name="eight-bit-embeddings",
         path="rewrite/rules/eight_bit_optimizer.py",
-        old="    keep_embeddings_in_32_bits(replacement, rewriting.model)\n",
+        old="        keep_embeddings_in_32_bits(replacement, rewriting.model)\n",
         new="",
         tests=("tests/rewrite/rules/test_eight_bit_optimizer.py::test_the_loss_falls_and_state_is_in_eight_bits",),
         why="embeddings are trained with 8-bit state, which is unstable",

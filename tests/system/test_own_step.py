@@ -6,8 +6,12 @@ import pytest
 import torch
 
 import planner
+from planner import pipeline
 from planner.errors import DecisionError, PlannerError, WorkloadError
+from planner.recording.step_graph import Category
+from planner.workload.workload import workload
 from tests.support.loops import LOOPS, WIDTH, closure, gan, network, two
+from tests.support.workloads import BARE
 
 BATCH = torch.randn(64, WIDTH)
 
@@ -151,3 +155,18 @@ def test_a_step_that_cannot_be_rehearsed_is_refused_with_the_way_out(step, optim
 def test_arguments_that_do_not_go_together_are_refused(arguments, message):
     with pytest.raises(WorkloadError, match=message):
         planner.plan(**{"model": network(), "batch": BATCH, "vram": None, "gpu": "bare", **arguments})
+
+
+def test_gradients_that_the_step_sets_itself_count_as_gradients():
+    def step(model, optimizer, batch):
+        parameters = tuple(model.parameters())
+        gradients = torch.autograd.grad(model(batch).square().mean(), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+
+    work = workload(torch.nn.Linear(64, 32), torch.randn(2, 64), step=step, optimizer="sgd")
+    graph = pipeline.record_step(work, BARE)
+    sizes = {storage.size_bytes for storage in graph.storages if storage.category is Category.GRADIENT}
+    assert sizes == {4 * 64 * 32, 4 * 32}
