@@ -119,7 +119,7 @@ def _judged(case: Case, with_plan: bool) -> Verdict:
             about["parameters"] = sum(parameter.numel() for parameter in work.model.parameters())
             on_cpu = rehearsed(work, None)
             on_gpu = rehearsed(work, profiles.bare())
-        except Exception as error:
+        except Exception as error:  # the row says whether it is a refusal or a fault of the planner
             return Verdict(**about, result=_kind(error), note=_text(error))
         if with_plan:
             about |= planned(work, budget_of(on_gpu))
@@ -134,7 +134,7 @@ def _judged(case: Case, with_plan: bool) -> Verdict:
     if not differing:
         return Verdict(**about, result=EXACT)
     result = ASSUMED if any("assumed" in assumption for assumption in assumptions) else WRONG
-    return Verdict(**about, result=result, note="; ".join([*differing[:3], *assumptions[:2]]))
+    return Verdict(**about, result=result, note="; ".join([*differing[:3], *map(_without_folders, assumptions[:2])]))
 
 
 # ---- the real step --------------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def planned(work: Workload, budget_bytes: int) -> dict[str, str]:
         plan = planner.plan(
             work.model, work.batch, vram=budget_bytes, loss_fn=work.loss_fn, gpu="bare", optimizer=work.optimizer
         )
-    except Exception as error:
+    except Exception as error:  # the row says whether it is a refusal or a fault of the planner
         return {"plan": _kind(error), "plan_note": _text(error)}
     return {
         "plan": FITS if plan.fits else NO_PLAN,
@@ -312,4 +312,5 @@ def _text(error: Exception) -> str:
 
 
 def _without_folders(text: str) -> str:
+    """Returns a text in which paths of files are shortened to their names."""
     return re.sub(r"(?:/[^\s/:;]+)+/", "", text)

@@ -1,4 +1,4 @@
-"""What a plan says in one line, and in a notebook."""
+"""A plan prints itself in one line, and as a table in a notebook."""
 
 from __future__ import annotations
 

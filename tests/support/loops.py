@@ -21,7 +21,7 @@ class Loop:
     model: Callable[[], nn.Module]
     step: Callable[[Any, Any, Any], Any]
     optimizer: Any = "adamw"
-    """What `planner.plan` takes; a function of the model is called with it first (`optimizer_of`)."""
+    """The `optimizer` argument of `planner.plan`; a `FromModel` makes it from the model."""
     batch: Callable[[int], Any] = lambda samples: torch.randn(samples, WIDTH)
 
     def optimizer_of(self, model: nn.Module) -> Any:

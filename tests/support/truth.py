@@ -334,7 +334,7 @@ class Frozen(torch.nn.Module):
 
 
 def with_hooks_on_parameters() -> torch.nn.Module:
-    """A model that changes one gradient, and frees another as soon as it is there."""
+    """A model that changes one gradient, and frees another as soon as autograd has computed it."""
     model = deep()
     model[0][0].weight.register_hook(lambda gradient: gradient.clamp(-1, 1) * 2)
     model[1][0].weight.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))

@@ -38,7 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def cases() -> Iterator[Case]:
     """Yields one language model for each variant, and other models of the library."""
     for name, settings in VARIANTS.items():
-        build = lambda settings=settings: (_language_model(settings), _tokens(), None)  # noqa: E731
+        build = lambda settings=settings: (_language_model(settings), _tokens(), None)
         yield Case(library="x_transformers", name=name, candidates=single(build))
     others = {"vision": _vision, "encoder and decoder": _translation, "continuous": _continuous}
     for name, build in others.items():

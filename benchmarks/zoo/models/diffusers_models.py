@@ -326,7 +326,7 @@ TABLE: tuple[tuple[str, dict[str, Any], Any], ...] = (
 def cases() -> Iterator[Case]:
     """Yields one case for each class in the table."""
     for name, settings, batch in TABLE:
-        build = lambda name=name, settings=settings, batch=batch: _built(name, settings, batch)  # noqa: E731
+        build = lambda name=name, settings=settings, batch=batch: _built(name, settings, batch)
         yield Case(library="diffusers", name=name, candidates=single(build))
 
 

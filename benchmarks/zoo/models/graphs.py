@@ -85,15 +85,15 @@ def cases() -> Iterator[Case]:
     }
     for name, model in models.items():
         loss_fn = classified
-        batch = lambda: (*_nodes(), torch.randint(CLASSES, (NODES,)))  # noqa: E731
+        batch = lambda: (*_nodes(), torch.randint(CLASSES, (NODES,)))
         if name == "LINKX":
-            batch = lambda: (_nodes()[0], _edges(), torch.randint(CLASSES, (NODES,)))  # noqa: E731
-            model = lambda model=model: _Swapped(model())  # noqa: E731
-        build = lambda model=model, batch=batch, loss_fn=loss_fn: (model(), batch(), loss_fn)  # noqa: E731
+            batch = lambda: (_nodes()[0], _edges(), torch.randint(CLASSES, (NODES,)))
+            model = lambda model=model: _Swapped(model())
+        build = lambda model=model, batch=batch, loss_fn=loss_fn: (model(), batch(), loss_fn)
         yield Case(library="torch_geometric", name=name, candidates=single(build))
     graph_of_node = torch.arange(NODES) // 6
     for name, pool in (("mean", geometric.global_mean_pool), ("max", geometric.global_max_pool)):
-        build = lambda pool=pool: (Pooled(pool), (*_nodes(), graph_of_node.clone()), None)  # noqa: E731
+        build = lambda pool=pool: (Pooled(pool), (*_nodes(), graph_of_node.clone()), None)
         yield Case(library="torch_geometric", name=f"graphs, {name}", candidates=single(_squared(build)))
     molecules = {
         "SchNet": lambda: geometric.SchNet(hidden_channels=16, num_filters=16, num_interactions=2, num_gaussians=8),
@@ -101,8 +101,8 @@ def cases() -> Iterator[Case]:
         "DimeNet++": lambda: geometric.DimeNetPlusPlus(16, 1, 1, 8, 8, 8, 3, 3),
     }
     for name, model in molecules.items():
-        batch = lambda: (torch.randint(1, 9, (NODES,)), torch.randn(NODES, 3), torch.arange(NODES) // 6)  # noqa: E731
-        build = lambda model=model, batch=batch: (model(), batch(), None)  # noqa: E731
+        batch = lambda: (torch.randint(1, 9, (NODES,)), torch.randn(NODES, 3), torch.arange(NODES) // 6)
+        build = lambda model=model, batch=batch: (model(), batch(), None)
         yield Case(library="torch_geometric", name=name, candidates=single(_squared(build)))
 
 

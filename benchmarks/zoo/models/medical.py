@@ -143,7 +143,7 @@ TABLE: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 def cases() -> Iterator[Case]:
     """Yields one case for each class in the table."""
     for name, (settings, shape) in TABLE.items():
-        build = lambda name=name, settings=settings, shape=shape: _built(name, settings, shape)  # noqa: E731
+        build = lambda name=name, settings=settings, shape=shape: _built(name, settings, shape)
         yield Case(library="monai", name=name, candidates=single(build))
 
 

@@ -277,5 +277,5 @@ def cases() -> Iterator[Case]:
         ("dpo", Preferences, lambda: (_actions(7, count=40), _actions(7, count=40)), None),
     )
     for name, model, batch, loss_fn in table:
-        build = lambda model=model, batch=batch, loss_fn=loss_fn: (model(), batch(), loss_fn)  # noqa: E731
+        build = lambda model=model, batch=batch, loss_fn=loss_fn: (model(), batch(), loss_fn)
         yield Case(library="reinforcement learning", name=name, candidates=single(build))

@@ -168,15 +168,15 @@ def _adagrad(parameters: Any) -> torch.optim.Optimizer:
 
 def cases() -> Iterator[Case]:
     """Yields models with dense gradients, and the same with sparse ones."""
-    bags = lambda: (_ids(ITEMS, HISTORY), torch.randn(BATCH, WIDTH), torch.rand(BATCH).round())  # noqa: E731
-    flat = lambda: (  # noqa: E731
+    bags = lambda: (_ids(ITEMS, HISTORY), torch.randn(BATCH, WIDTH), torch.rand(BATCH).round())
+    flat = lambda: (
         torch.arange(0, 3 * BATCH, 3),
         torch.randn(BATCH, WIDTH),
         torch.randint(ITEMS, (3 * BATCH,)),
         torch.rand(BATCH).round(),
     )
-    fields = lambda: (_ids(ITEMS, FIELDS), torch.rand(BATCH).round())  # noqa: E731
-    histories = lambda: (_ids(ITEMS, HISTORY), _ids(ITEMS))  # noqa: E731
+    fields = lambda: (_ids(ITEMS, FIELDS), torch.rand(BATCH).round())
+    histories = lambda: (_ids(ITEMS, HISTORY), _ids(ITEMS))
     table: tuple[tuple[str, Callable[[], nn.Module], Callable[[], Any], Any, Any], ...] = (
         ("matrix factorization", lambda: Factors(sparse=False), _pairs, clicked, "adamw"),
         ("matrix factorization, sparse, sgd", lambda: Factors(sparse=True), _pairs, clicked, _sgd),
@@ -197,5 +197,5 @@ def cases() -> Iterator[Case]:
         ("variational autoencoder", Autoencoder, lambda: torch.rand(BATCH, ITEMS).round(), None, "adamw"),
     )
     for name, model, batch, loss_fn, optimizer in table:
-        build = lambda model=model, batch=batch, loss_fn=loss_fn: (model(), batch(), loss_fn)  # noqa: E731
+        build = lambda model=model, batch=batch, loss_fn=loss_fn: (model(), batch(), loss_fn)
         yield Case(library="recommenders", name=name, candidates=single(build, optimizer=optimizer))

@@ -16,8 +16,8 @@ def cases() -> Iterator[Case]:
     """Yields one case for each architecture of torchaudio."""
     from torchaudio import models
 
-    lengths = lambda: torch.full((BATCH,), FRAMES)  # noqa: E731
-    frames = lambda: torch.randn(BATCH, FRAMES, MELS)  # noqa: E731
+    lengths = lambda: torch.full((BATCH,), FRAMES)
+    frames = lambda: torch.randn(BATCH, FRAMES, MELS)
     speech = {
         "extractor_mode": "group_norm",
         "extractor_conv_layer_config": [(16, 10, 5), (16, 3, 2)],
@@ -112,5 +112,5 @@ def cases() -> Iterator[Case]:
         ),
     }
     for name, (model, batch) in table.items():
-        build = lambda model=model, batch=batch: (model(), (*batch(), torch.zeros(BATCH)), mean_square)  # noqa: E731
+        build = lambda model=model, batch=batch: (model(), (*batch(), torch.zeros(BATCH)), mean_square)
         yield Case(library="torchaudio", name=name, candidates=single(build))

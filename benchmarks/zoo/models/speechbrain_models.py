@@ -173,7 +173,7 @@ TABLE: tuple[tuple[str, str, dict[str, Any], Any], ...] = (
 def cases() -> Iterator[Case]:
     """Yields one case for each row of the table."""
     for module, name, settings, batch in TABLE:
-        build = lambda m=module, n=name, s=settings, b=batch: _built(m, n.split(" ")[0], s, b)  # noqa: E731
+        build = lambda m=module, n=name, s=settings, b=batch: _built(m, n.split(" ")[0], s, b)
         yield Case(library="speechbrain", name=name, candidates=single(build))
 
 

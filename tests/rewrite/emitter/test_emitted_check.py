@@ -118,7 +118,9 @@ def test_steps_with_random_numbers_are_compared_unless_micro_batches_draw_them_s
         emitted_check(tmp_path, noisy, *decisions)[1](noisy)
 
 
-@pytest.mark.parametrize("decisions", [(), SPLIT, IN_BODY], ids=["as it is", "micro-batches", "bf16 and checkpoint"])
+@pytest.mark.parametrize(
+    "decisions", [(), SPLIT, IN_BODY], ids=["no decisions", "micro-batches", "bf16 and checkpoint"]
+)
 def test_gradients_are_clipped_in_both_steps(tmp_path, decisions):
     model = seeded(Layered)
     emitted_check(tmp_path, model, *decisions, max_grad_norm=0.01)[1](model)
