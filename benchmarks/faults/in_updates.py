@@ -161,4 +161,16 @@ FAULTS = (
         tests=("tests/rewrite/rules/test_step_in_backward.py::test_a_gradient_from_before_is_refused[False]",),
         why="gradients from before the step are added to those of the batch",
     ),
+    Fault(
+        name="kernel-fused-for-momentum",
+        path="planner/workload/torch_optimizers.py",
+        old='        return "for-loop" if kind is torch.optim.SGD and _keeps_momentum(optimizer) else "fused"',
+        new='        return "fused"',
+        tests=(
+            "tests/rewrite/rules/test_optimizer_kernel.py"
+            "::test_a_parameter_whose_first_gradient_comes_late_is_trained_by_the_kernel_that_is_offered"
+            "[sgd, nesterov]",
+        ),
+        why="training stops with a TypeError in the step in which a branch has its first gradient",
+    ),
 )

@@ -36,7 +36,7 @@ from planner.virtual_gpu.forked_process import Child
 from planner.virtual_gpu.shadow_ops import ASSUMED_VALUES
 from planner.workload.budget import Budget
 from planner.workload.eight_bit import least_state_bytes
-from planner.workload.torch_optimizers import kind_of, moves_all_its_state
+from planner.workload.torch_optimizers import moves_all_its_state
 from planner.workload.workload import Workload
 
 StartWhatIf = Callable[[tuple[Decision, ...], tuple[int, ...]], Child]
@@ -204,7 +204,7 @@ class PlanningSession:
         if frozen or self.workload.step is not None:
             return {True: LeastUpdate(ns=0, state_bytes=0), False: LeastUpdate(ns=0, state_bytes=None)}
         eight_bit_bytes = least_state_bytes(self.workload.model, self._trained.with_state)
-        moves_all = moves_all_its_state(kind_of(self.workload.optimizer))
+        moves_all = moves_all_its_state(self.workload.optimizer)
         moved_state_bytes = moves_all * self.baseline_graph.bytes_of(Category.OPTIMIZER_STATE)
         once = sum(3 * p.numel() * p.itemsize for p in self._trained.with_state)
 

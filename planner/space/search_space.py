@@ -32,8 +32,7 @@ from planner.workload.optimizer_choice import by_name, optimizer_name
 from planner.workload.torch_optimizers import (
     by_parameter,
     has_step_hooks,
-    kernel_beside_foreach,
-    kind_of,
+    kernel_instead_of_foreach,
     several_processes,
     why_no_kernel,
 )
@@ -214,8 +213,7 @@ def _optimizers(workload: Workload, constraints: Constraints, notes: list[str]) 
             notes.append(f"no 8-bit optimizer state{f' for {name!r}' if name else ''}: {reason}")
     decisions = (Optimizer(optimizers=tuple(filter(None, able))),) if able else None
     eight_bit = _alternatives(constraints, Optimizer, decisions, why_not)
-    kernel_of = {name: kernel_beside_foreach(kind) or "fused" if (kind := kind_of(spec)) else "fused"
-                 for name, spec in named.items()}  # fmt: skip
+    kernel_of = {name: kernel_instead_of_foreach(spec) or "fused" for name, spec in named.items()}
     reasons = {name: why_no_kernel(kernel_of[name], spec, workload.model) for name, spec in named.items()}
     able, why_not = tuple(name for name in named if reasons[name] is None), next(iter(reasons.values()))
     kernel = "fused" if any(kernel_of[name] == "fused" for name in able) else "for-loop"

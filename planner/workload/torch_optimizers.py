@@ -54,16 +54,29 @@ _FOREACH = tuple(name for name in _BY_PARAMETER if name != "SparseAdam")
 """Optimizers of `torch.optim` that use the foreach implementation on CUDA by default."""
 
 
-def kernel_beside_foreach(kind: type[torch.optim.Optimizer]) -> str | None:
+def kernel_instead_of_foreach(optimizer: object) -> str | None:
     """Returns the implementation that can replace foreach to save its temporaries.
 
-    It is 'fused' if the class has a fused kernel, else 'for-loop', or None if the implementations of the class are not
-    known. A for-loop is never better than a fused kernel: it moves more bytes and has temporaries of its own.
+    It is 'fused' if the optimizer's class has a fused kernel that trains the same, else 'for-loop', or None if the
+    implementations of the class are not known. A for-loop is never better than a fused kernel: it moves more bytes and
+    has temporaries of its own.
+
+    The fused kernel of SGD with momentum raises a TypeError in the step in which a parameter has its first gradient
+    after others had theirs (a branch that the first steps skip), so it is not used.
+
+    Args:
+        optimizer: an optimizer object, a name such as 'adamw', or a function that returns an optimizer.
     """
-    for names, kernel in ((_FUSED, "fused"), (_FOREACH, "for-loop")):
-        if any(kind is getattr(torch.optim, name, None) for name in names):
-            return kernel
-    return None
+    kind = kind_of(optimizer)
+    if any(kind is getattr(torch.optim, name, None) for name in _FUSED):
+        return "for-loop" if kind is torch.optim.SGD and _keeps_momentum(optimizer) else "fused"
+    return "for-loop" if any(kind is getattr(torch.optim, name, None) for name in _FOREACH) else None
+
+
+def _keeps_momentum(optimizer: object) -> bool:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return any(group["momentum"] != 0 for group in optimizer.param_groups)
+    return optimizer == "sgd-momentum"
 
 
 def kind_of(optimizer: object) -> type[torch.optim.Optimizer] | None:
@@ -86,10 +99,12 @@ def why_no_kernel(kernel: str, optimizer: object, model: torch.nn.Module) -> str
     kind = kind_of(optimizer)
     if kind is None:
         return "the class of an optimizer that a function returns is not known in advance: give the optimizer itself"
-    best = kernel_beside_foreach(kind)
+    best = kernel_instead_of_foreach(optimizer)
     if best is None:
         return f"{kind.__name__} is not known to have another implementation than its default"
     if kernel == "fused" and best != "fused":
+        if kind is torch.optim.SGD:
+            return "the fused kernel of SGD with momentum fails if a parameter has its first gradient after others"
         return f"{kind.__name__} has no fused kernel"
     if sparse_lookups(model):
         return "an embedding produces sparse gradients"
@@ -145,12 +160,12 @@ def why_not_sparse(optimizer: torch.optim.Optimizer, group: dict) -> str | None:
     return f"{name} does not support sparse gradients together with weight_decay" if decays else None
 
 
-def moves_all_its_state(kind: type[torch.optim.Optimizer] | None) -> bool:
-    """True if each update of an optimizer of this class is known to read and write all of its state.
+def moves_all_its_state(optimizer: object) -> bool:
+    """True if each update of this optimizer is known to read and write all of its state.
 
     This is not so for ASGD, which does not update its average until a given step.
     """
-    return kind is not None and kernel_beside_foreach(kind) is not None and kind is not torch.optim.ASGD
+    return kernel_instead_of_foreach(optimizer) is not None and kind_of(optimizer) is not torch.optim.ASGD
 
 
 def keeps_alike(kind: type[torch.optim.Optimizer] | None) -> bool:

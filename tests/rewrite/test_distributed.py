@@ -223,7 +223,7 @@ def train(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2,
-        timeout=datetime.timedelta(seconds=300),
+        timeout=datetime.timedelta(seconds=100),
     )  # fmt: skip
     cases = CASES | {name: case for name, (case, _) in REFUSED.items()}
     found = {name: outcome_on(case, rank) for name, case in cases.items()}

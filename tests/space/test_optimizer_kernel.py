@@ -21,7 +21,7 @@ from planner.plan_types.decisions import Accumulation, Fidelity, Optimizer, Opti
 from planner.recording.step_graph import Category, Phase, StepGraph
 from planner.rewrite.optimizers import OPTIMIZERS
 from planner.workload.cards import resolve_card
-from planner.workload.torch_optimizers import kernel_beside_foreach, kind_of
+from planner.workload.torch_optimizers import kernel_instead_of_foreach
 from planner.workload.workload import workload
 from tests.support.training import cross_entropy
 from tests.support.workloads import BARE, CARD, certifying_graph, example, plain, transformer
@@ -62,9 +62,7 @@ def update_peak(graph: StepGraph) -> int:
 # ---- what is recorded -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "copies"), [("adamw", 1), ("adam", 1), ("sgd-momentum", 0), ("sgd", 0), ("adagrad", 2)]
-)
+@pytest.mark.parametrize(("name", "copies"), [("adamw", 1), ("adam", 1), ("sgd", 0), ("adagrad", 2)])
 def test_a_fused_update_makes_nothing(name, copies):
     """The second step of each: state is there, and beside it foreach needs copies of all parameters, fused none."""
     work = work_of(name)
@@ -114,8 +112,7 @@ EVERY = (*OPTIMIZERS, "ASGD", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop")
 
 
 def decisions_for(name: str) -> list:
-    kind = kind_of(name) or getattr(torch.optim, name)
-    found = [OptimizerKernel(kernel=kernel_beside_foreach(kind))]
+    found = [OptimizerKernel(kernel=kernel_instead_of_foreach(made(name).optimizer))]
     if name in ("adam", "adamw") and importlib.util.find_spec("bitsandbytes"):
         found.append(Optimizer())
     return found

@@ -21,7 +21,7 @@ from planner.plan_types.decisions import (
 )
 from planner.rewrite import apply, source
 from planner.rewrite.optimizers import OPTIMIZERS
-from planner.workload.torch_optimizers import kernel_beside_foreach, kind_of
+from planner.workload.torch_optimizers import kernel_instead_of_foreach
 from tests.support.training import Perceptron, cross_entropy, plan_for, rewritten, seeded, vectors
 
 FUSED, LOOP = OptimizerKernel(kernel="fused"), OptimizerKernel(kernel="for-loop")
@@ -31,12 +31,13 @@ WITH_FUSED = {
     "adam, weight decay": (torch.optim.Adam, {"lr": 3e-3, "weight_decay": 0.1}),
     "adam, amsgrad, maximize": (torch.optim.Adam, {"lr": 3e-3, "amsgrad": True, "maximize": True}),
     "sgd": (torch.optim.SGD, {"lr": 0.05}),
-    "sgd, nesterov": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "weight_decay": 0.1}),
 }
 WITHOUT_FUSED = {
     name: (getattr(torch.optim, name), {"lr": 0.01})
     for name in ("ASGD", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adafactor")
+} | {
+    "sgd, nesterov": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
 }
 # fused kernels divide and take roots in another order: a few units in the last place, each step
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
@@ -69,6 +70,29 @@ def test_a_loop_trains_as_foreach_does_most_of_them_to_the_same_bits(name):
     foreach = trained(copy.deepcopy(model), THREE, optimizer=made_by(kind, settings, foreach=True))
     looped = trained(copy.deepcopy(model), THREE, LOOP, optimizer=made_by(kind, settings))
     assert_close(looped, foreach, **tolerance)
+
+
+class LateBranch(nn.Module):
+    """A network whose second branch takes part from the third call on: its parameters have their first gradient there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.calls = nn.Linear(16, 3), nn.Linear(16, 3), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.first(x) + self.second(x) if self.calls > 2 else self.first(x)
+
+
+@pytest.mark.parametrize("name", [*WITH_FUSED, *WITHOUT_FUSED])
+def test_a_parameter_whose_first_gradient_comes_late_is_trained_by_the_kernel_that_is_offered(name):
+    kind, settings = {**WITH_FUSED, **WITHOUT_FUSED}[name]
+    decision = OptimizerKernel(kernel=kernel_instead_of_foreach(kind(seeded(Perceptron).parameters(), **settings)))
+    foreach, found = (
+        trained(seeded(LateBranch), THREE, *decisions, optimizer=made_by(kind, settings))
+        for decisions in ((), (decision,))
+    )
+    assert_close(found, foreach, **CLOSE)
 
 
 @pytest.mark.parametrize("name", WITH_FUSED)
@@ -170,7 +194,7 @@ def test_step_counters_have_the_dtype_that_each_kernel_reads():
         torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adagrad", "sgd, nesterov"])
+@pytest.mark.parametrize("name", ["adamw", "adagrad"])
 def test_state_goes_from_one_kernel_to_the_other_and_back(name):
     """The kernel stays chosen after `load_state_dict`, whose groups do not contain the option."""
     make = made_by(*WITH_FUSED[name])
@@ -209,6 +233,12 @@ class Complex(nn.Module):
 
 REFUSED = {
     "no fused kernel": (FUSED, Perceptron, torch.optim.RMSprop, "RMSprop has no fused kernel"),
+    "momentum": (
+        FUSED,
+        Perceptron,
+        made_by(torch.optim.SGD, {}, momentum=0.9),
+        "SGD with momentum fails if a parameter",
+    ),
     "no such class": (LOOP, Perceptron, torch.optim.LBFGS, "LBFGS is not known"),
     "of one's own": (FUSED, Perceptron, Custom, "Custom is not known"),
     "fused already": (LOOP, Perceptron, made_by(torch.optim.AdamW, {}, fused=True), "fused=True, which is kept"),
@@ -240,7 +270,7 @@ def test_two_optimizers_are_not_put_into_one_place():
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_file_makes_the_optimizer_with_the_option_of_the_live_one(name):
-    kernel = kernel_beside_foreach(kind_of(name))
+    kernel = kernel_instead_of_foreach(name)
     plan = plan_for(
         seeded(Perceptron), vectors(), OptimizerKernel(kernel=kernel), loss_fn=cross_entropy, optimizer=name
     )
