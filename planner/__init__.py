@@ -70,8 +70,8 @@ def plan(
             It has to contain everything that has tensors, such as a frozen teacher.
         gpu: a profile's name such as "rtx-2060", the path of a profile's TOML file, or "bare". If None, the CUDA card
             of this machine, or a generic Ampere GPU if there is none.
-        fidelity: how closely training must match the original: "exact" (same math), "rounded" (lower precision) or
-            "partial" (freeze layers).
+        fidelity: how closely training must match the original: "exact" (same math), "rounded" (lower precision),
+            "adapted" (train LoRA adapters of a transformers model if nothing else fits) or "partial" (freeze layers).
         optimizer: a name such as "adamw", a torch optimizer, or a function that takes parameters and returns an
             optimizer. With `step`, it may be a dict or tuple of these, which the step gets in this form; a name or
             function in a dict gets the parameters of the submodule that its key names, or of the whole model.
@@ -98,7 +98,7 @@ def plan(
     Raises:
         planner.errors.PlannerError: an argument cannot be used; the message says what to change.
     """
-    from planner import pipeline
+    from planner.adapted import plan_or_adapt
     from planner.plan_types.answers import Answers
     from planner.plan_types.constraints import parse_constraints
     from planner.workload.budget import card_and_budget
@@ -116,7 +116,7 @@ def plan(
         by_sample=by_sample,
         answers=Answers(values=values or {}, worst_case=worst_case),
     )
-    return pipeline.plan_workload(work, card, vram_bytes=vram_bytes, constraints=constraints)
+    return plan_or_adapt(work, card, vram_bytes=vram_bytes, constraints=constraints)
 
 
 def tradeoff(

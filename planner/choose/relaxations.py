@@ -31,7 +31,9 @@ def relaxations(session: PlanningSession, constraints: Constraints) -> tuple[Rel
     until = time.perf_counter() + _SECONDS
     tried: list[Relaxation] = []
     for label, technique, relaxed in _single_relaxations(constraints):
-        if relaxed.fidelity > constraints.fidelity + 1 and any(relaxation.opens for relaxation in tried):
+        if relaxed.fidelity > next(_fidelities_below(constraints), relaxed.fidelity) and any(
+            relaxation.opens for relaxation in tried
+        ):
             break  # a lower fidelity is not tried if a higher one fits
         if time.perf_counter() > until and any(relaxation.opens for relaxation in tried):
             tried.append(_without_plan(label, None, "not looked at: it would take too long"))
@@ -46,9 +48,14 @@ def _single_relaxations(constraints: Constraints) -> Iterator[tuple[str, type[De
         if technique.kind in constraints.forbidden and technique.fidelity <= constraints.fidelity:
             forbidden = tuple(name for name in constraints.forbidden if name != technique.kind)
             yield f"allow {technique.kind}", technique, dataclasses.replace(constraints, forbidden=forbidden)
-    for fidelity in Fidelity:
-        if fidelity > constraints.fidelity:
-            yield f"--fidelity {fidelity.name.lower()}", None, dataclasses.replace(constraints, fidelity=fidelity)
+    for fidelity in _fidelities_below(constraints):
+        yield f"--fidelity {fidelity.name.lower()}", None, dataclasses.replace(constraints, fidelity=fidelity)
+
+
+def _fidelities_below(constraints: Constraints) -> Iterator[Fidelity]:
+    """Yields the fidelities that the constraints do not allow, from the nearest on, if techniques have them."""
+    of_techniques = {technique.fidelity for technique in KINDS.values()}
+    yield from (fidelity for fidelity in Fidelity if fidelity > constraints.fidelity and fidelity in of_techniques)
 
 
 def _try(
@@ -84,7 +91,7 @@ def _plan_within(
     # If freezing is all that is newly allowed, plans without it have been searched before.
     freezing_is_new = relaxed.allow(Role.FREEZING) and not before.allow(Role.FREEZING)
     is_freezing = technique is not None and technique.role is Role.FREEZING
-    if not is_freezing and not (freezing_is_new and before.fidelity + 1 == relaxed.fidelity):
+    if not is_freezing and not (freezing_is_new and relaxed.fidelity == next(_fidelities_below(before))):
         certified = fitting.roughly_fastest(session, space, relaxed)
     if certified is None and relaxed.allow(Role.FREEZING):
         certified = fitting.with_prefix(session, space, relaxed, roughly=True)

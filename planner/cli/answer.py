@@ -8,6 +8,7 @@ import json
 import pathlib
 
 from planner import pipeline, questions
+from planner.adapted import plan_or_adapt
 from planner.cli.options import names, option
 from planner.cli.training_lines import LOOPS
 from planner.errors import PlanFileError, WorkloadError
@@ -82,7 +83,7 @@ def answer(options: argparse.Namespace) -> Plan | Tradeoff:
         return pipeline.tradeoff_workload(
             workload, card, vram_bytes=vram_bytes, constraints=constraints, seconds=seconds
         )
-    return pipeline.plan_workload(workload, card, vram_bytes=vram_bytes, constraints=constraints)
+    return plan_or_adapt(workload, card, vram_bytes=vram_bytes, constraints=constraints)
 
 
 def _adapter(options: argparse.Namespace) -> Adapter | None:

@@ -120,7 +120,8 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
             const="16",
             metavar="RANK[:LAYERS]",
             help=f"train LoRA adapters of peft on {weights}; give the rank, and optionally the layers, as in "
-            "16:q_proj,v_proj or 16:all-linear (default: rank 16, on the layers that peft chooses)",
+            "16:q_proj,v_proj or 16:all-linear (default: rank 16, on the layers that peft chooses), or a folder of "
+            "saved adapters to train them further",
         )
     group.add_argument("--dora", action="store_true", help="with --lora: train DoRA adapters")
     group.add_argument(

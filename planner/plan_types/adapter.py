@@ -1,8 +1,11 @@
-"""LoRA adapters that the planner adds to a transformers model, as `--lora` and `--qlora` ask for."""
+"""Adapters that the planner adds to a transformers model, as `--lora` and `--qlora` ask for."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import pathlib
+from typing import Any
 
 from planner.errors import WorkloadError
 
@@ -15,6 +18,7 @@ class Adapter:
     """Low-rank adapters (Hu et al., LoRA, 2021) that are trained instead of the weights of the model."""
 
     rank: int
+    """Rank of the adapters; 0 for the adapters of a folder that have no rank, such as those of IA3."""
     targets: tuple[str, ...] = ()
     """Names of the layers that get adapters, such as 'q_proj', or `ALL_LINEAR`; empty for peft's choice."""
     is_quantized: bool = False
@@ -22,28 +26,59 @@ class Adapter:
     2023)."""
     is_dora: bool = False
     """True if the adapters also train the magnitudes of the weights (Liu et al., DoRA, 2024)."""
+    folder: str = ""
+    """Path of the folder of saved adapters that are trained further; empty for new adapters."""
+    method: str = "LoRA"
+    """The method of the saved adapters, as their `adapter_config.json` names it (`peft_type`)."""
 
     @classmethod
     def parsed(cls, text: str, *, is_quantized: bool, is_dora: bool) -> Adapter:
-        """Returns the adapter that an option describes, such as '16' or '16:q_proj,v_proj'.
+        """Returns the adapter that an option describes: '16', '16:q_proj,v_proj', or a folder of saved adapters.
 
         Raises:
             WorkloadError: the text is not of that form.
         """
+        if text and saved_config(text) is not None:
+            if is_dora:
+                raise WorkloadError(f"--dora cannot change the saved adapters in '{text}': leave --dora out")
+            return cls.saved(text, is_quantized=is_quantized)
         rank, _, names = text.partition(":")
         targets = tuple(name.strip() for name in names.split(",") if name.strip())
         if not rank.strip().isdigit() or int(rank) < 1 or (":" in text and not targets):
             raise WorkloadError(
                 f"'{text}' is not a value of {'--qlora' if is_quantized else '--lora'}: give a positive rank, and "
-                f"optionally the layers, as in 16, 16:{ALL_LINEAR} or 16:q_proj,v_proj"
+                f"optionally the layers, as in 16, 16:{ALL_LINEAR} or 16:q_proj,v_proj; or an existing folder of saved "
+                "adapters"
             )
         return cls(rank=int(rank), targets=targets, is_quantized=is_quantized, is_dora=is_dora)
 
+    @classmethod
+    def saved(cls, folder: str, *, is_quantized: bool = False) -> Adapter:
+        """Returns the adapters that peft saved in a folder, which has an `adapter_config.json`."""
+        config = saved_config(folder) or {}
+        method = config.get("peft_type", "LORA")
+        return cls(
+            rank=config.get("r") or 0,
+            is_quantized=is_quantized,
+            is_dora=bool(config.get("use_dora")),
+            folder=folder,
+            method={"LORA": "LoRA", "ADALORA": "AdaLoRA"}.get(method, method),
+        )
+
+    @property
+    def option(self) -> tuple[str, ...]:
+        """The options of the command that ask for this adapter, such as ('--qlora', '16:all-linear')."""
+        size = self.folder or ":".join([str(self.rank), *([",".join(self.targets)] if self.targets else [])])
+        is_new_dora = self.is_dora and not self.folder
+        return ("--qlora" if self.is_quantized else "--lora", size, *(["--dora"] if is_new_dora else []))
+
     def __str__(self) -> str:
         """Describes the adapter, such as 'LoRA of rank 16 on 4-bit weights'."""
-        kind = "DoRA" if self.is_dora else "LoRA"
+        kind = "DoRA" if self.is_dora else self.method
+        rank = f" of rank {self.rank}" if self.rank else ""
         layers = f" for {', '.join(self.targets)}" if self.targets else ""
-        return f"{kind} of rank {self.rank}{layers}" + (" on 4-bit weights" if self.is_quantized else "")
+        origin = f" from '{self.folder}'" if self.folder else ""
+        return f"{kind}{rank}{layers}{origin}" + (" on 4-bit weights" if self.is_quantized else "")
 
     def lora_options(self, model_name: str) -> dict[str, object]:
         """Returns the arguments of `peft.LoraConfig`. The scale `lora_alpha` is twice the rank, as usual.
@@ -64,6 +99,15 @@ class Adapter:
         if self.is_dora:
             options["use_dora"] = True
         return options | ({} if task is None else {"task_type": task})
+
+
+def saved_config(folder: str) -> dict[str, Any] | None:
+    """Returns the settings of the adapters that peft saved in a folder; None if it has no readable ones."""
+    try:
+        config = json.loads((pathlib.Path(folder) / "adapter_config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) else None
 
 
 QUANTIZATION = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}

@@ -16,13 +16,15 @@ from planner.errors import DecisionError
 
 
 class Fidelity(enum.IntEnum):
-    """How close the rewritten step is to the original one. Ordered: exact < rounded < partial."""
+    """How close the rewritten step is to the original one. Ordered: exact < rounded < adapted < partial."""
 
     EXACT = 0
     """The same mathematics; only the order of a sum may differ."""
     ROUNDED = 1
     """The same mathematics at a lower precision."""
-    PARTIAL = 2
+    ADAPTED = 2
+    """LoRA adapters are trained instead of the weights. No decision has this fidelity: see `planner.adapted`."""
+    PARTIAL = 3
     """Some parameters are not trained."""
 
     @classmethod

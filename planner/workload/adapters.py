@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import importlib
 import warnings
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 
 from planner.errors import WorkloadError
 from planner.plan_types.adapter import QUANTIZATION, Adapter, compute_dtype
+from planner.workload.workload import Workload
 
 
 def adapted(model: Any, adapter: Adapter, *, dtype: str) -> torch.nn.Module:
@@ -32,6 +35,48 @@ def adapted(model: Any, adapter: Adapter, *, dtype: str) -> torch.nn.Module:
         return _adapted(model, adapter, dtype)
 
 
+def adapted_workload(workload: Workload, adapter: Adapter) -> Workload:
+    """Returns the same training step for a copy of the model with adapters, on the meta device.
+
+    Raises:
+        WorkloadError: the model is not one of transformers or has adapters, the optimizer is an object, the step is the
+            user's own, or the adapters cannot be added (see `adapted`).
+    """
+    model = workload.model
+    refuse_other_models(model)
+    if workload.step is not None or not isinstance(workload.optimizer, str):
+        raise WorkloadError(
+            "an optimizer object holds the weights of the model: name the optimizer instead, such as 'adamw'"
+        )
+    dtype = workload.model_facts().dtype
+    return dataclasses.replace(
+        workload,
+        model=adapted(meta_copy(model), adapter, dtype=dtype),
+        dtype=dtype,
+        adapter=adapter,
+        gradient_names=None,
+    )
+
+
+def refuse_other_models(model: torch.nn.Module) -> None:
+    """Raises `WorkloadError` if the model is not one of transformers or has adapters, so that none can be added."""
+    if not hasattr(model, "get_input_embeddings") or not hasattr(model, "config"):
+        raise WorkloadError(
+            f"{type(model).__name__} is not a transformers model: add adapters yourself, with peft.get_peft_model, and "
+            "plan the model that it returns"
+        )
+    if hasattr(model, "peft_config"):
+        raise WorkloadError("the model has adapters already")
+
+
+def meta_copy(model: torch.nn.Module) -> torch.nn.Module:
+    """Returns a copy of the model whose parameters are on the meta device, so that they take no memory."""
+    copies: dict[int, Any] = {}
+    for parameter in model.parameters():
+        copies[id(parameter)] = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+    return copy.deepcopy(model, copies)
+
+
 def _adapted(model: Any, adapter: Adapter, dtype: str) -> torch.nn.Module:
     peft = _library("peft", "LoRA")
     if adapter.is_quantized:
@@ -43,10 +88,20 @@ def _adapted(model: Any, adapter: Adapter, dtype: str) -> torch.nn.Module:
         _quantize(model, dtype)
         model.is_loaded_in_4bit = True
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    options: dict[str, Any] = adapter.lora_options(type(model).__name__)
     try:
-        return peft.get_peft_model(model, peft.LoraConfig(**options)).train()
+        if adapter.folder:
+            config = peft.PeftConfig.from_pretrained(adapter.folder)
+            config.inference_mode = False
+            config.base_model_name_or_path = model.__dict__.get("name_or_path")  # else peft warns of a moved folder
+        else:
+            config = peft.LoraConfig(**adapter.lora_options(type(model).__name__))
+        return peft.get_peft_model(model, config).train()
     except ValueError as error:
+        if adapter.folder:
+            raise WorkloadError(
+                f"the adapters in '{adapter.folder}' cannot be added to {type(model).__name__}: "
+                f"{str(error).splitlines()[0]}; give the model for which they were made"
+            ) from error
         layers = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if _is_linear(part)})
         raise WorkloadError(
             f"{adapter} cannot be added to {type(model).__name__}: {str(error).splitlines()[0]}; give the names of "

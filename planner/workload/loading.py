@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from planner.errors import WorkloadError
-from planner.plan_types.adapter import Adapter
+from planner.plan_types.adapter import Adapter, saved_config
 from planner.plan_types.answers import NOTHING_STATED, Answers
+from planner.workload.adapters import adapted, refuse_other_models
 from planner.workload.batch_source import batch_of_shapes, candidate_batches
 from planner.workload.synthetic_batch import synthetic_batch
 from planner.workload.transformers_models import (
@@ -25,7 +26,7 @@ from planner.workload.transformers_models import (
     transformers_config,
     transformers_model,
 )
-from planner.workload.workload import Workload, resized, workload
+from planner.workload.workload import Workload, main_dtype, resized, workload
 
 DEFAULT_SEQ_LEN = 512
 """Default number of tokens in a sample. Models with a smaller maximum length use their maximum."""
@@ -60,7 +61,7 @@ def load_workload(
         by_sample: paths of the tensors of the batch whose dimension 0 is the batch dimension; None to guess them.
         dtype: name of the dtype of a transformers model's weights, such as 'bfloat16'. None means the one that
             `from_pretrained` chooses: that of the config, or else that of the weights in the folder, or else float32.
-        adapter: LoRA adapters to add to a transformers model; None to train its weights.
+        adapter: adapters to add to a transformers model; None to train its weights.
         with_weights: if True, the model is built on the CPU with random weights, and the batch has random values, so
             that the model can be trained.
         input_shapes: JSON data from which the batch is made (`batch_of_shapes`); None for the function's own batch, or
@@ -91,13 +92,15 @@ def load_workload(
                 f"'{reference}' builds the model itself, so --dtype does not apply: convert the model there, as in "
                 f"model.to(torch.{dtype})"
             )
-        if adapter is not None:
+        if adapter is not None and adapter.is_quantized:
             raise WorkloadError(
-                f"'{reference}' builds the model itself, so --lora and --qlora do not apply: add the adapters "
-                "there, with peft.get_peft_model"
+                f"'{reference}' builds the model itself, so --qlora does not apply: load the weights in 4 bits there, "
+                "with from_pretrained(..., quantization_config=...), and give --lora"
             )
         return _from_callable(reference, request)
     path = pathlib.Path(reference)
+    if not (path / "config.json").is_file() and (saved := saved_config(reference)) is not None:
+        return _from_adapter_folder(reference, saved, request)
     if not path.exists() and (path.suffix == ".json" or (path.parent != pathlib.Path() and path.parent.is_dir())):
         raise WorkloadError(f"'{reference}' does not exist: give {FORMS}")
     if path.suffix == ".py":
@@ -164,6 +167,24 @@ def _from_transformers(reference: str, request: _Request) -> Workload:
     return _resized(result, request)
 
 
+def _from_adapter_folder(folder: str, saved: dict[str, Any], request: _Request) -> Workload:
+    """Returns the workload that trains the adapters of a folder further, on the model for which they were made."""
+    base = saved.get("base_model_name_or_path")
+    if request.adapter is not None or not base:
+        why = "--lora and --qlora are for the base model" if base else "its adapter_config.json names no base model"
+        raise WorkloadError(
+            f"'{folder}' holds adapters of peft, and {why}: plan that model with these adapters, as in "
+            f"plan {base or 'BASE_MODEL'} --qlora {folder}"
+        )
+    try:
+        return _from_transformers(base, dataclasses.replace(request, adapter=Adapter.saved(folder)))
+    except WorkloadError as error:
+        raise WorkloadError(
+            f"the adapters in '{folder}' are for '{base}': {error}; if the model is elsewhere, give "
+            f"plan BASE_MODEL --lora {folder}"
+        ) from error
+
+
 # ---- Python callables ----------------------------------------------------------------------------------------------
 
 
@@ -191,6 +212,14 @@ def _from_callable(reference: str, request: _Request) -> Workload:
             "(model, batch, loss_fn), or a dict with model, batch, step and optimizer"
         )
     model, batch, loss_fn = (*returned, None, None)[:3] if isinstance(returned, tuple) else (returned, None, None)
+    if request.adapter is not None:
+        if own_step:
+            raise WorkloadError(
+                f"'{reference}' returns the optimizer, which holds the weights of the model: add the adapters there, "
+                "with peft.get_peft_model, and leave --lora out"
+            )
+        refuse_other_models(model)
+        model = adapted(model, request.adapter, dtype=main_dtype(model))
     is_synthetic = batch is None and request.input_shapes is None
     if request.input_shapes is not None or (batch is None and hasattr(model, "main_input_name")):
         batch = request.batch(model, request.seq_len or DEFAULT_SEQ_LEN)
@@ -214,6 +243,7 @@ def _from_callable(reference: str, request: _Request) -> Workload:
             is_synthetic=is_synthetic,
             input_shapes=request.input_shapes,
             answers=request.answers,
+            adapter=request.adapter,
             notes=notes,
         )
         for batch in batches

@@ -117,21 +117,12 @@ def transformers_config(reference: str, forms: str) -> Any:
 
 
 def _other_library(folder: pathlib.Path) -> str | None:
-    """Returns an error message if the folder holds a peft adapter or a model of diffusers or timm; None if not."""
+    """Returns an error message if the folder holds a model of diffusers or timm; None if not."""
     found = {}
-    for name in ("config.json", "adapter_config.json", "model_index.json"):
+    for name in ("config.json", "model_index.json"):
         with contextlib.suppress(OSError, ValueError):
             found[name] = json.loads((folder / name).read_text())
     function = "give a Python function that returns (model, batch, loss_fn), as path/file.py:name"
-    if "adapter_config.json" in found and "config.json" not in found:
-        adapter = found["adapter_config.json"]
-        layers = adapter.get("target_modules")
-        targets = "" if not layers else f":{layers if isinstance(layers, str) else ','.join(sorted(layers))}"
-        base = adapter.get("base_model_name_or_path") or "the base model"
-        return (
-            f"'{folder}' holds an adapter of peft for '{base}': plan that model with adapters of the same size, as in "
-            f"plan {base} --lora {adapter.get('r', 16)}{targets}"
-        )
     if "model_index.json" in found or "_diffusers_version" in found.get("config.json", {}):
         name = found.get("config.json", {}).get("_class_name", "UNet2DConditionModel")
         return (

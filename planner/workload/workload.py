@@ -53,7 +53,7 @@ class Workload:
     dtype: str | None = None
     """Name of the dtype in which a transformers model is loaded, such as 'bfloat16'; None for other models."""
     adapter: Adapter | None = None
-    """LoRA adapters that the planner added to the model."""
+    """Adapters that the planner added to the model."""
     answers: Answers = NOTHING_STATED
     """The values of tensors that the user states."""
     notes: tuple[str, ...] = ()
@@ -108,7 +108,7 @@ class Workload:
             name=type(self.model).__name__,
             parameters=sum(map(element_count, self.model.parameters())),
             fingerprint=fingerprint(self.model),
-            dtype=self.dtype or _main_dtype(self.model),
+            dtype=self.dtype or main_dtype(self.model),
             adapter=self.adapter,
             architecture=None if self.adapter is None else type(cast(Any, self.model).get_base_model()).__name__,
             trained_parameters=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
@@ -132,7 +132,7 @@ class Workload:
         )
 
 
-def _main_dtype(model: torch.nn.Module) -> str:
+def main_dtype(model: torch.nn.Module) -> str:
     """Returns the name of the dtype of most floating-point weights."""
     counts: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():

@@ -62,6 +62,8 @@ def _command(plan: Plan, file_name: str) -> str:
         ("--batch-size", str(plan.workload.batch_size)),
         *([("--seq-len", str(plan.workload.seq_len))] if plan.workload.seq_len is not None else []),
         *([] if is_own else [("--optimizer", plan.workload.optimizer)]),
+        *([plan.model.adapter.option] if plan.model.adapter is not None else []),
+        *([("--dtype", plan.model.dtype)] if ":" not in plan.model.reference else []),
         ("--gpu", plan.card),
         ("--fidelity", plan.fidelity),
         *(("--force", kind) for kind in plan.forced),

@@ -99,7 +99,7 @@ def build(weights=None):
 
 
 def _adapted_source(plan: Plan, config: dict[str, object], hub_id: str | None = None) -> ModelSource:
-    """Return the source that loads pretrained weights, perhaps in 4 bits, and adds LoRA adapters to them."""
+    """Return the source that loads pretrained weights, perhaps in 4 bits, and adds adapters to them."""
     kind, adapter, dtype = plan.model.architecture, plan.model.adapter, plan.model.dtype
     assert kind is not None and adapter is not None
     quantization = prepared = ""
@@ -112,18 +112,14 @@ def _adapted_source(plan: Plan, config: dict[str, object], hub_id: str | None = 
         options.append("quantization_config=quantization")
         prepared = "    model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)\n"
     source = "required=True" if hub_id is None else f"default={literal(hub_id)}"
-    lora = ", ".join(f"{name}={literal(value)}" for name, value in adapter.lora_options(kind).items())
     return ModelSource(
         build=f'''\
 def build(weights):
-    """Load pretrained weights from a folder, freeze them, and add LoRA adapters that are trained."""
+    """Load pretrained weights from a folder, freeze them, and add adapters that are trained."""
 {quantization}    model = transformers.{kind}.from_pretrained(
         weights, {", ".join(options)}
     )
-{prepared}    adapters = peft.LoraConfig(
-        {lora}
-    )
-    return peft.get_peft_model(model, adapters)
+{prepared}    return {_adapters(plan, "model")}
 ''',
         imports=("import peft", "import transformers"),
         build_arguments="arguments.weights",
@@ -131,6 +127,17 @@ def build(weights):
         returns_model_output=True,
         config=config,
     )
+
+
+def _adapters(plan: Plan, model: str) -> str:
+    """Return the expression that adds the planned adapters to the model that the expression `model` names."""
+    adapter, kind = plan.model.adapter, plan.model.architecture
+    assert adapter is not None and kind is not None
+    if adapter.folder:
+        folder = literal(str(pathlib.Path(adapter.folder).resolve()))
+        return f"peft.PeftModel.from_pretrained({model}, {folder}, is_trainable=True)"
+    options = "".join(f"        {name}={literal(value)},\n" for name, value in adapter.lora_options(kind).items())
+    return f"peft.get_peft_model({model}, peft.LoraConfig(\n{options}    ))"
 
 
 def _hub_source(kind: str, reference: str, dtype: str) -> ModelSource:
@@ -178,7 +185,11 @@ def _callable_source(plan: Plan, location: str, name: str) -> ModelSource:
         )
     loss_fn = plan.workload.has_loss_fn
     returned = "(model, batch, loss function)" if loss_fn else "the model or a tuple that starts with it"
-    result = "built[0], built[2]" if loss_fn else "built[0] if isinstance(built, tuple) else built"
+    model = "built[0] if isinstance(built, tuple) else built"
+    if plan.model.adapter is not None:
+        load += f"    model = {model}\n    model = {_adapters(plan, 'model')}\n"
+        model, imports = "model", (*imports, "import peft")
+    result = f"{model.partition(' if ')[0]}, built[2]" if loss_fn else model
     return ModelSource(
         build=f'def build():\n    """Call {location}:{name}, which returns {returned}."""\n{load}    return {result}\n',
         functions=_loss_functions(plan),

@@ -311,13 +311,9 @@ def test_a_wrong_size_or_card_is_refused_before_torch_is_imported(arguments):
     assert found.stdout.split() == ["2", "False"]
 
 
-ADAPTER = {"base_model_name_or_path": "base", "r": 8, "target_modules": ["v_proj", "q_proj"]}
-
-
 @pytest.mark.parametrize(
     "file, content, words",
     [
-        ("adapter_config.json", ADAPTER, "plan base --lora 8:q_proj,v_proj"),
         (
             "config.json",
             {"_class_name": "UNet2DModel", "_diffusers_version": "0.3"},

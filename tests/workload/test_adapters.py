@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import sys
 
 import pytest
@@ -35,6 +36,7 @@ def folder(tmp_path_factory):
 
 
 def loaded(folder, adapter, **options):
+    """Returns the workload of a folder, or of a function."""
     return load_workload(str(folder), batch_size=2, seq_len=32, optimizer="adamw", adapter=adapter, **options)
 
 
@@ -65,8 +67,9 @@ def test_a_config_is_planned_as_the_users_model(folder, is_quantized, targets):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", ["--lora=8", "--qlora=8:q_proj,v_proj", "--lora=4 --dora"])
-def test_the_command_plans_and_the_files_it_writes_build_the_same_model(folder, option, tmp_path, capsys):
+@pytest.mark.parametrize("option", ["--lora=8", "--qlora=8:q_proj,v_proj", "--lora=4 --dora", "--lora=SAVED"])
+def test_the_command_plans_and_the_files_it_writes_build_the_same_model(folder, saved, option, tmp_path, capsys):
+    option = option.replace("SAVED", str(saved))
     plan_path, emitted = tmp_path / "plan.json", tmp_path / "step.py"
     sizes = ["--batch-size", "2", "--seq-len", "32", "--gpu", "bare", "--vram", "100MiB"]
     files = ["--save", str(plan_path), "--emit", str(emitted)]
@@ -84,7 +87,7 @@ def test_the_command_plans_and_the_files_it_writes_build_the_same_model(folder, 
     before = {name: value.clone() for name, value in model.named_parameters()}
     step(batch | {"labels": batch["input_ids"]})
     changed = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
-    assert changed and all("lora" in name for name in changed)
+    assert changed and all("lora" in name or "modules_to_save" in name for name in changed)
 
 
 def test_dora_on_4_bit_weights_is_planned_for_a_model_with_values(folder):
@@ -127,6 +130,97 @@ def test_without_peft_the_message_says_what_to_install(folder, monkeypatch):
         loaded(folder, Adapter(rank=8))
 
 
-def test_adapters_need_a_transformers_model():
-    with pytest.raises(WorkloadError, match="--lora and --qlora do not apply"):
-        loaded("tests.fixtures.models:flat", Adapter(rank=8))
+def small_llama() -> torch.nn.Module:
+    return transformers.LlamaForCausalLM(CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("reference", "is_quantized", "message"),
+    [
+        ("tests.fixtures.models:flat", False, "is not a transformers model: add adapters yourself"),
+        (f"{__name__}:small_llama", True, "--qlora does not apply: load the weights in 4 bits there"),
+    ],
+)
+def test_a_function_of_the_users_can_be_given_adapters_if_it_returns_a_transformers_model(
+    reference, is_quantized, message
+):
+    with pytest.raises(WorkloadError, match=message):
+        loaded(reference, Adapter(rank=8, is_quantized=is_quantized))
+    assert loaded(f"{__name__}:small_llama", Adapter(rank=8)).model_facts().architecture == "LlamaForCausalLM"
+
+
+# ---- saved adapters ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(folder, tmp_path_factory):
+    """A folder of adapters whose settings the options of the command cannot state."""
+    path = tmp_path_factory.mktemp("adapter")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    config = peft.LoraConfig(r=8, lora_dropout=0.1, modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    peft.get_peft_model(model, config).save_pretrained(path)
+    return path
+
+
+def test_saved_adapters_are_planned_as_peft_loads_them(folder, saved):
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    users = peft.PeftModel.from_pretrained(base, saved, is_trainable=True)
+    trained = {name for name, p in users.named_parameters() if p.requires_grad}
+    for reference, adapter in ((saved, None), (folder, Adapter.parsed(str(saved), is_quantized=False, is_dora=False))):
+        task = loaded(reference, adapter)
+        assert fingerprint(task.model) == fingerprint(users)
+        assert {name for name, p in task.model.named_parameters() if p.requires_grad} == trained
+    assert loaded(folder, Adapter.saved(str(saved), is_quantized=True)).adapter.option == ("--qlora", str(saved))
+
+
+def test_saved_adapters_whose_model_is_not_found_are_refused(saved, tmp_path):
+    config = json.loads((saved / "adapter_config.json").read_text())
+    for base, message in (
+        ("./nowhere", "are for './nowhere': .* give plan BASE_MODEL --lora"),
+        ("", "plan BASE_MODEL"),
+    ):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": base}))
+        with pytest.raises(WorkloadError, match=message):
+            loaded(tmp_path, None)
+
+
+# ---- adapters that the planner chooses --------------------------------------------------------------------------
+
+WIDE = transformers.LlamaConfig(
+    hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
+    vocab_size=2000,
+)  # fmt: skip
+
+
+def wide_llama() -> torch.nn.Module:
+    return transformers.LlamaForCausalLM(WIDE)
+
+
+@pytest.mark.parametrize(("vram", "quantized"), [("26MiB", False), pytest.param("18MiB", True, marks=pytest.mark.slow)])
+def test_adapters_are_trained_if_nothing_else_fits(vram, quantized):
+    """The budget is below what all weights, their gradients and states need, and above what adapters need."""
+    batch = {"input_ids": torch.zeros(1, 8, dtype=torch.long), "labels": torch.zeros(1, 8, dtype=torch.long)}
+    options = {"vram": vram, "gpu": "bare", "only": ["checkpoint"]}
+    plan = planner.plan(wide_llama(), batch, fidelity="adapted", **options)
+    assert plan.fits and plan.fidelity == "adapted" and "adapters are trained instead" in plan.notes[0]
+    assert plan.model.adapter.is_quantized == quantized
+    if not quantized:
+        refused = planner.plan(wide_llama(), batch, **options)
+        step = refused.shortfall.next_step
+        assert not refused.fits and step.relax == "--fidelity adapted, with LoRA of rank 16 for all-linear"
+        assert step.total_bytes == plan.peak.total_bytes
+        config = peft.LoraConfig(**plan.model.adapter.lora_options("LlamaForCausalLM"))
+        users = peft.get_peft_model(wide_llama(), config)
+        assert fingerprint(users) == plan.model.fingerprint
+        rewrite.apply(plan, users).step(batch)
+
+
+def test_adapters_that_cannot_be_added_are_named_with_the_reason():
+    model = wide_llama()
+    batch = {"input_ids": torch.zeros(1, 8, dtype=torch.long), "labels": torch.zeros(1, 8, dtype=torch.long)}
+    plan = planner.plan(
+        model, batch, vram="30MiB", gpu="bare", only=["checkpoint"], optimizer=torch.optim.AdamW(model.parameters())
+    )
+    rows = [row for row in plan.shortfall.relaxations if "adapted" in row.relax]
+    assert [row.opens for row in rows] == [False, False]
+    assert all("name the optimizer instead" in row.why for row in rows)

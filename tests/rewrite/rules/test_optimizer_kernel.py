@@ -73,7 +73,7 @@ def test_a_loop_trains_as_foreach_does_most_of_them_to_the_same_bits(name):
 
 
 class LateBranch(nn.Module):
-    """A network whose second branch takes part from the third call on: its parameters have their first gradient there."""
+    """A network whose second branch is used from the third call on: its parameters get their first gradient there."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,0 +1,98 @@
+"""Plans the training of LoRA adapters if no plan that trains the weights fits (`--fidelity adapted`)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from planner import pipeline
+from planner.errors import PlannerError
+from planner.plan_types.adapter import ALL_LINEAR, Adapter
+from planner.plan_types.constraints import Constraints
+from planner.plan_types.decision_base import Fidelity, Role
+from planner.plan_types.plan import NextStep, Plan, Relaxation, Shortfall
+from planner.plan_types.sizes import format_size
+from planner.profiles.device import DeviceProfile
+from planner.questions import plan_that_fits
+from planner.workload.adapters import adapted_workload
+from planner.workload.workload import Workload
+
+_RANK = 16
+ADAPTERS = tuple(Adapter(rank=_RANK, targets=(ALL_LINEAR,), is_quantized=in_4_bits) for in_4_bits in (False, True))
+"""The adapters that are tried, in this order: the first with which a plan fits is taken."""
+
+
+def plan_or_adapt(workload: Workload, card: DeviceProfile, *, vram_bytes: int | None, constraints: Constraints) -> Plan:
+    """Return the plan of `pipeline.plan_workload`; if that does not fit, the plan that trains LoRA adapters instead.
+
+    Adapters come before frozen layers. If the constraints do not allow adapters, the shortfall of the plan says whether
+    they would make it fit.
+    """
+    if vram_bytes is None or workload.adapter is not None or constraints.force(Role.FREEZING):
+        return pipeline.plan_workload(workload, card, vram_bytes=vram_bytes, constraints=constraints)
+    rounded = dataclasses.replace(constraints, fidelity=min(constraints.fidelity, Fidelity.ROUNDED))
+    if constraints.fidelity < Fidelity.ADAPTED:
+        plan = pipeline.plan_workload(workload, card, vram_bytes=vram_bytes, constraints=constraints)
+        if plan.shortfall is None or _opens_without_freezing(plan.shortfall):
+            return plan
+        rounded = dataclasses.replace(constraints, fidelity=Fidelity.ROUNDED)
+        return _advised(plan, _tried(workload, card, vram_bytes=vram_bytes, constraints=rounded))
+    fitting = plan_that_fits(workload, card, vram_bytes=vram_bytes, constraints=rounded)
+    tried = [] if fitting else _tried(workload, card, vram_bytes=vram_bytes, constraints=rounded)
+    if fitting is None and isinstance(tried[-1][1], Plan):
+        why = f"no plan that trains the weights fits in {format_size(vram_bytes)}"
+        note = f"adapters are trained instead of the weights, because {why}; the baseline is the model with adapters"
+        fitting = dataclasses.replace(tried[-1][1], notes=(note, *tried[-1][1].notes))
+    if fitting is not None:
+        return dataclasses.replace(fitting, fidelity=constraints.fidelity.name.lower())
+    return _advised(pipeline.plan_workload(workload, card, vram_bytes=vram_bytes, constraints=constraints), tried)
+
+
+def _opens_without_freezing(shortfall: Shortfall) -> bool:
+    """True if a relaxation makes a plan fit that has no frozen layers."""
+    partial = Fidelity.PARTIAL.name.lower()
+    return any(relaxation.opens and relaxation.fidelity != partial for relaxation in shortfall.relaxations)
+
+
+def _tried(
+    workload: Workload, card: DeviceProfile, *, vram_bytes: int, constraints: Constraints
+) -> list[tuple[Adapter, Plan | str]]:
+    """Returns the adapters that were tried, each with the reason why no plan fits. The last one may have a plan."""
+    tried: list[tuple[Adapter, Plan | str]] = []
+    for adapter in ADAPTERS:
+        found: Plan | str | None
+        try:
+            adapted = adapted_workload(workload, adapter)
+            found = plan_that_fits(adapted, card, vram_bytes=vram_bytes, constraints=constraints)
+        except PlannerError as error:
+            found = str(error)
+        tried.append((adapter, found or "not enough on its own"))
+        if isinstance(found, Plan):
+            break
+    return tried
+
+
+def _advised(plan: Plan, tried: list[tuple[Adapter, Plan | str]]) -> Plan:
+    """Returns the plan with adapters among its relaxations. They are preferred to frozen layers."""
+    if plan.shortfall is None:
+        return plan
+    rows = tuple(_relaxation(adapter, found, plan) for adapter, found in tried)
+    steps = [row.next_step for row in rows if row.next_step is not None]
+    shortfall = dataclasses.replace(
+        plan.shortfall,
+        next_step=steps[0] if steps else plan.shortfall.next_step,
+        relaxations=(*rows, *plan.shortfall.relaxations),
+    )
+    return dataclasses.replace(plan, shortfall=shortfall)
+
+
+def _relaxation(adapter: Adapter, found: Plan | str, plan: Plan) -> Relaxation:
+    label = f"--fidelity adapted, with {adapter}"
+    if isinstance(found, str):
+        return Relaxation(relax=label, opens=False, why=found, fidelity=None, next_step=None)
+    step = NextStep(
+        relax=label,
+        decisions=found.decisions,
+        total_bytes=found.peak.total_bytes,
+        slowdown=found.peak.step_ns / max(plan.baseline.step_ns, 1),
+    )
+    return Relaxation(relax=label, opens=True, why="", fidelity=Fidelity.ADAPTED.name.lower(), next_step=step)
