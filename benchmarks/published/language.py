@@ -47,11 +47,12 @@ class Published:
 
 def lora(model: str, sizes: lit_gpt.Sizes, tokens: int, measured: dict[int, float], unknown: str) -> list[Published]:
     """Returns Lit-GPT's runs of one model, by micro-batch size."""
+    method = f"QLoRA {sizes.quantized}" if sizes.quantized else "LoRA"
     norm = {(True, False): ", bf16 norms", (True, True): ", fp32 norms"}.get((sizes.llama, sizes.wide_norm), "")
     return [
         Published(
             model=model,
-            setting=f"LoRA, {samples} x {tokens}{norm}",
+            setting=f"{method}, {samples} x {tokens}{norm}",
             measured=gigabytes,
             unit_bytes=GB,
             card="a100-40gb",
@@ -63,6 +64,13 @@ def lora(model: str, sizes: lit_gpt.Sizes, tokens: int, measured: dict[int, floa
     ]
 
 
+PACKED = (
+    ("phi-1.5", lit_gpt.PHI, 1044, {"nf4": 3.78, "nf4-dq": 3.72}, CACHE),
+    ("StableLM-3B", lit_gpt.STABLELM_3B, 1034, {"nf4": 6.35, "nf4-dq": 6.19}, CACHE),
+    ("Llama-2-7B", lit_gpt.LLAMA_7B, 1304, {"nf4": 14.14, "nf4-dq": 13.84}, NAMED_COMMIT),
+    ("Llama-2-13B", lit_gpt.LLAMA_13B, 1304, {"nf4": 23.14, "nf4-dq": 22.55}, NAMED_COMMIT),
+)
+"""The runs with 4-bit weights: micro-batches of one sample."""
 LLAMAS = (
     ("Llama-2-7B", lit_gpt.LLAMA_7B, {1: 21.30, 2: 29.07}),
     ("Llama-2-13B", lit_gpt.LLAMA_13B, {1: 38.12}),
@@ -75,6 +83,19 @@ ROWS = (
         row
         for name, sizes, measured in LLAMAS
         for row in lora(name, dataclasses.replace(sizes, wide_norm=True), 1304, measured, WIDE_NORM)
+    ),
+    *(
+        row
+        for name, sizes, tokens, measured, unknown in PACKED
+        for wide_norm in ((False, True) if sizes.llama else (False,))
+        for quantized, gigabytes in measured.items()
+        for row in lora(
+            name,
+            dataclasses.replace(sizes, quantized=quantized, wide_norm=wide_norm),
+            tokens,
+            {1: gigabytes},
+            WIDE_NORM if wide_norm else unknown,
+        )
     ),
     Published(
         model="Llama-3.2-3B",

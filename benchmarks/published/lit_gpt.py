@@ -3,6 +3,9 @@
 `finetune/lora.py` with `--precision bf16-true`: rank 8 on queries and values, dropout 0.05, everything else frozen, the
 head and the loss in chunks of 128 tokens. Lightning Fabric turns the bf16 logits into fp32; the rotary tables are fp32,
 so queries and keys are turned in fp32. RMSNorm is in bf16 at that commit and in fp32 from 6178c7cc (24 October) on.
+
+With `--quantize bnb.nf4` or `bnb.nf4-dq` all linear layers are 4-bit layers of bitsandbytes 0.41, which keep the input of
+each product until the backward has ended (`PackedProduct`).
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from torch.nn import functional as F
 from benchmarks.published.rehearsing import making
 
 RANK, ALPHA, DROPOUT, CHUNK = 8, 16, 0.05, 128
+BLOCK, OUTER_BLOCK = 64, 256
+"""Number of weights with one scale in 4-bit layers, and of scales with one scale if they are quantized, too."""
 SAMPLES_A_STEP = 128
 
 
@@ -34,6 +39,8 @@ class Sizes:
     shared_norm: bool = False
     head_bias: bool = False
     gelu: str = "none"
+    quantized: str = ""
+    """Empty, 'nf4', or 'nf4-dq' for quantized scales."""
 
 
 PHI = Sizes(
@@ -67,13 +74,60 @@ class RootMeanSquareNorm(nn.Module):
         return (self.weight * (x * torch.rsqrt(mean + 1e-5))).to(dtype)
 
 
+class PackedProduct(torch.autograd.Function):
+    """The product with a 4-bit weight in bitsandbytes 0.41 (`MatMul4Bit`): it holds its input outside of autograd."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, layer: PackedLinear) -> torch.Tensor:
+        ctx.layer, ctx.kept = layer, x
+        return F.linear(x, layer.unpacked(), layer.bias)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        return torch.matmul(gradient, ctx.layer.unpacked()), None
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight is stored in 4 bits with a scale for each block."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, quantized_scales: bool) -> None:
+        super().__init__()
+        self.shape, blocks = (outputs, inputs), outputs * inputs // BLOCK
+        self.out_features = outputs
+        self.register_buffer("packed", torch.zeros(outputs * inputs // 2, 1, dtype=torch.uint8))
+        self.register_buffer("code", torch.zeros(16, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
+        self.quantized_scales = quantized_scales
+        self.register_buffer("scales", torch.zeros(blocks, dtype=torch.uint8 if quantized_scales else torch.float32))
+        if quantized_scales:
+            self.register_buffer("outer_scales", torch.zeros(-(-blocks // OUTER_BLOCK), dtype=torch.float32))
+            self.register_buffer("outer_code", torch.zeros(256, dtype=torch.float32))
+
+    def unpacked(self) -> torch.Tensor:
+        """Returns the weight in bf16. It is unpacked in fp16, as `Params4bit.cuda` has packed it, and then converted."""
+        device = self.packed.device
+        scales = torch.empty_like(self.scales, dtype=torch.float32) if self.quantized_scales else self.scales
+        weight = torch.empty(self.shape, dtype=torch.float16, device=device)
+        del scales
+        return weight.to(torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return PackedProduct.apply(x, self) if x.requires_grad else F.linear(x, self.unpacked(), self.bias)
+
+
+def linear(sizes: Sizes, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
+    if not sizes.quantized:
+        return nn.Linear(inputs, outputs, bias=bias)
+    return PackedLinear(inputs, outputs, bias=bias, quantized_scales=sizes.quantized == "nf4-dq")
+
+
 class QueriesKeysValues(nn.Module):
     """One frozen projection; low-rank updates of queries and values, zeros where the keys are."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         width = sizes.width
-        self.linear = nn.Linear(width, 3 * width, bias=not sizes.llama)
+        self.linear = linear(sizes, width, 3 * width, bias=not sizes.llama)
         self.down = nn.Parameter(torch.zeros(2 * RANK, width))
         self.up = nn.Parameter(torch.zeros(2 * width, RANK))
         self.updated = [*range(width), *range(2 * width, 3 * width)]
@@ -116,7 +170,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = sizes.heads
         self.qkv = QueriesKeysValues(sizes)
-        self.proj = nn.Linear(sizes.width, sizes.width, bias=not sizes.llama)
+        self.proj = linear(sizes, sizes.width, sizes.width, bias=not sizes.llama)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         samples, tokens, width = x.shape
@@ -132,7 +186,8 @@ class Attention(nn.Module):
 class NeoxFeedForward(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(sizes.width, sizes.hidden), nn.Linear(sizes.hidden, sizes.width)
+        self.up = linear(sizes, sizes.width, sizes.hidden, bias=True)
+        self.down = linear(sizes, sizes.hidden, sizes.width, bias=True)
         self.gelu = sizes.gelu
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -142,8 +197,8 @@ class NeoxFeedForward(nn.Module):
 class LlamaFeedForward(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.gate, self.up = (nn.Linear(sizes.width, sizes.hidden, bias=False) for _ in range(2))
-        self.down = nn.Linear(sizes.hidden, sizes.width, bias=False)
+        self.gate, self.up = (linear(sizes, sizes.width, sizes.hidden, bias=False) for _ in range(2))
+        self.down = linear(sizes, sizes.hidden, sizes.width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate(x), self.up(x)
@@ -179,7 +234,7 @@ class LanguageModel(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=sizes.head_bias)
+        self.head = linear(sizes, sizes.width, sizes.vocabulary, bias=sizes.head_bias)
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
         self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
         self.norm = norm_of(sizes)

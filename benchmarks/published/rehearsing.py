@@ -13,13 +13,23 @@ from planner.estimate.add_workspaces import with_workspaces
 from planner.estimate.allocation_stream import allocation_stream
 from planner.estimate.footprint import replayed
 from planner.recording.program import Program, rehearse_program
+from planner.recording.step_graph import StepGraph
 from planner.virtual_gpu.backend import Target
 
 
 def outcome(program: Program, card_name: str, torch_version: str) -> AllocatorOutcome:
     """Returns the peaks of the program's memory."""
+    return outcome_of(graph_of(program, card_name), card_name, torch_version)
+
+
+def graph_of(program: Program, card_name: str) -> StepGraph:
+    """Returns the recording of the program on a card."""
+    return rehearse_program(program, Target(compute_capability=profiles.load(card_name).compute_capability))
+
+
+def outcome_of(graph: StepGraph, card_name: str, torch_version: str) -> AllocatorOutcome:
+    """Returns the peaks of memory of a recording, with the workspaces of the card's kernels."""
     card = profiles.load(card_name)
-    graph = rehearse_program(program, Target(compute_capability=card.compute_capability))
     ids, sizes, _ = allocation_stream(with_workspaces(graph, card, torch_version))
     return replayed((ids, sizes), card, None)
 
