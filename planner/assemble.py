@@ -20,6 +20,8 @@ from planner.profiles.device import DeviceProfile
 from planner.recording.module_state import is_compiled
 from planner.recording.step_graph import Phase
 from planner.workload.budget import Budget
+from planner.workload.optimizer_choice import by_name
+from planner.workload.workload import Workload
 
 _MOST_KERNELS_NAMED = 4
 """Maximum number of kernels that the note on unknown workspaces names."""
@@ -80,6 +82,7 @@ def assemble_plan(
             *tied_to_frozen(session.workload.model, certified.choice.decisions),
             *_compile_notes(session.workload.model),
             *_host_memory_notes(certified),
+            *_paged_state_notes(session.workload),
             *_workspace_notes(certified, session.card),
         ),
         versions=versions(),
@@ -172,6 +175,19 @@ def _host_memory_notes(certified: Certified) -> tuple[str, ...]:
             copied_bytes[op.micro_batch] = copied_bytes.get(op.micro_batch, 0) + op.host_bytes
     most_bytes = max(copied_bytes.values(), default=0)
     return (f"offloading keeps up to {format_size(most_bytes)} in pinned host memory",)
+
+
+def _paged_state_notes(workload: Workload) -> tuple[str, ...]:
+    """Return a note that the state of a paged optimizer is not counted; empty if no optimizer is known to be paged."""
+    specs = by_name(workload.optimizer).values()
+    if not any(
+        spec.startswith("paged_") if isinstance(spec, str) else getattr(spec, "is_paged", False) for spec in specs
+    ):
+        return ()
+    return (
+        "the paged optimizer state is in CUDA's unified memory and not counted: the driver moves it to host memory "
+        "when the card is full, which makes the step slower than predicted",
+    )
 
 
 def _workspace_notes(certified: Certified, card: DeviceProfile) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from planner.rewrite.accumulation_check import AccumulationCheck, CouplingCheck
 from planner.rewrite.accumulation_check.side_effects import SideEffectGuard
 from planner.rewrite.first_step_check import REPLACE_FORWARDS, FirstStepCheck
 from planner.rewrite.nondeterminism import nondeterministic_op
-from planner.rewrite.optimizers import OPTIMIZERS, SchedulerChoice, make_scheduler, refuse_closure
+from planner.rewrite.optimizers import SchedulerChoice, make_scheduler, refuse_closure
 from planner.rewrite.own_step import OwnStep
 from planner.rewrite.recompute_observer import RecomputeObserver
 from planner.rewrite.rewriting import LossWeight, Rewriting
@@ -25,7 +25,7 @@ from planner.rewrite.rules import RULES
 from planner.rewrite.step import TrainingStep
 from planner.rewrite.step_observer import StepObserver
 from planner.workload.call_convention import Calling, LossFn, StepFn, loss_of
-from planner.workload.optimizer_choice import Optimizers, arranged
+from planner.workload.optimizer_choice import OPTIMIZERS, Optimizers, arranged
 from planner.workload.own_step import as_module
 
 logger = logging.getLogger(__name__)

@@ -1,8 +1,7 @@
-"""Optimizers by name, with the hyperparameters that both the live step and the emitted file use."""
+"""Creates the optimizers and the learning-rate scheduler of a rewritten step."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 
@@ -10,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from planner.errors import DecisionError, WorkloadError
-from planner.workload.optimizer_choice import Optimizers, by_name
+from planner.workload.optimizer_choice import OPTIMIZERS, Optimizers, by_name
 
 OptimizerChoice = torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer] | str
 """A torch optimizer of the model; a function that takes parameters and returns an optimizer; or a name in
@@ -18,34 +17,6 @@ OptimizerChoice = torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]
 
 SchedulerChoice = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
 """A learning-rate scheduler of the step's optimizer, or a function that takes the optimizer and returns a scheduler."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerByName:
-    """An optimizer of `torch.optim`, by the name of its class.
-
-    Arguments of the class that are not in `hyperparameters` have torch's defaults.
-    """
-
-    class_name: str
-    hyperparameters: dict[str, float | tuple[float, float]]
-
-    def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """Create the optimizer over these parameters."""
-        return getattr(torch.optim, self.class_name)(parameters, **self.hyperparameters)
-
-
-_ADAM: dict[str, float | tuple[float, float]] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
-
-OPTIMIZERS: dict[str, OptimizerByName] = {
-    "adamw": OptimizerByName(class_name="AdamW", hyperparameters={**_ADAM, "weight_decay": 1e-2}),
-    "adam": OptimizerByName(class_name="Adam", hyperparameters={**_ADAM, "weight_decay": 0.0}),
-    "sgd": OptimizerByName(class_name="SGD", hyperparameters={"lr": 1e-3}),
-    "sgd-momentum": OptimizerByName(class_name="SGD", hyperparameters={"lr": 1e-3, "momentum": 0.9}),
-    "adagrad": OptimizerByName(class_name="Adagrad", hyperparameters={"lr": 1e-2}),
-    "rmsprop": OptimizerByName(class_name="RMSprop", hyperparameters={"lr": 1e-2}),
-    "adafactor": OptimizerByName(class_name="Adafactor", hyperparameters={"lr": 1e-2}),
-}
 
 
 def make_optimizer(choice: OptimizerChoice, model: torch.nn.Module) -> torch.optim.Optimizer:

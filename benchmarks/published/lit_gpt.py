@@ -4,8 +4,8 @@
 head and the loss in chunks of 128 tokens. Lightning Fabric turns the bf16 logits into fp32; the rotary tables are fp32,
 so queries and keys are turned in fp32. RMSNorm is in bf16 at that commit and in fp32 from 6178c7cc (24 October) on.
 
-With `--quantize bnb.nf4` or `bnb.nf4-dq` all linear layers are 4-bit layers of bitsandbytes 0.41, which keep the input of
-each product until the backward has ended (`PackedProduct`).
+With `--quantize bnb.nf4` or `bnb.nf4-dq` all linear layers are 4-bit layers of bitsandbytes 0.41, which keep the input
+of each product until the backward has ended (`PackedProduct`).
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class PackedLinear(nn.Module):
             self.register_buffer("outer_code", torch.zeros(256, dtype=torch.float32))
 
     def unpacked(self) -> torch.Tensor:
-        """Returns the weight in bf16. It is unpacked in fp16, as `Params4bit.cuda` has packed it, and then converted."""
+        """Returns the weight in bf16. It is unpacked in fp16, as `Params4bit.cuda` packed it, and then converted."""
         device = self.packed.device
         scales = torch.empty_like(self.scales, dtype=torch.float32) if self.quantized_scales else self.scales
         weight = torch.empty(self.shape, dtype=torch.float16, device=device)

@@ -3,13 +3,13 @@
     python -m benchmarks.published.peft_runs FOLDER [NAME ...]
 
 FOLDER holds the results of Llama-3.2-3B on MetaMathQA (github.com/huggingface/peft,
-`method_comparison/MetaMathQA/results/*.json`): an NVIDIA L40S, torch 2.13.0, transformers 5.13.1, bf16 weights, batches of
-4 samples in buckets of similar lengths, AdamW. Each result holds the settings of peft and two figures:
+`method_comparison/MetaMathQA/results/*.json`): an NVIDIA L40S, torch 2.13.0, transformers 5.13.1, bf16 weights, batches
+of 4 samples in buckets of similar lengths, AdamW. Each result holds the settings of peft and two figures:
 
 - `mem allocated avg`: bytes of tensors after a step, with the last output alive; the mean over 250 steps. It grows with
   the mean length of the batches, which is not published.
 - `accelerator_memory_max`: the largest number of bytes that the allocator reserved. It grows with the length of the
-  longest batch, which is not published, and depends on the order of the lengths and on the generation between the steps.
+  longest batch, which is not published, and depends on the order of the lengths and on the generation between steps.
 
 The lengths do not depend on the method. So both are taken from one run (`REFERENCE`), and all others are predicted.
 """

@@ -6,6 +6,7 @@ import pathlib
 
 from planner.plan_types.plan import Plan
 from planner.rewrite.trainer.arguments import training_arguments
+from planner.workload.optimizer_choice import OPTIMIZERS
 
 LOOPS: dict[str, tuple[str, ...]] = {
     "loop": (),
@@ -106,18 +107,10 @@ class Planned(lightning.LightningModule):  # precision and accumulation of the T
 
 def _optimizer(plan: Plan) -> str:
     """Returns the expression that creates the planned optimizer, before the plan changes its kernel or its state."""
-    name, more = _OPTIMIZERS.get(plan.workload.optimizer, (plan.workload.optimizer.rpartition(".")[2], ""))
-    return f"torch.optim.{name}(model.parameters(), lr=1e-4{more})"
+    known = OPTIMIZERS.get(plan.workload.optimizer)
+    path = known.path if known is not None else f"torch.optim.{plan.workload.optimizer.rpartition('.')[2]}"
+    momentum = known.hyperparameters.get("momentum") if known is not None else None
+    return f"{path}(model.parameters(), lr=1e-4{'' if momentum is None else f', momentum={momentum}'})"
 
 
-_OPTIMIZERS = {
-    "adamw": ("AdamW", ""),
-    "adam": ("Adam", ""),
-    "sgd": ("SGD", ""),
-    "sgd-momentum": ("SGD", ", momentum=0.9"),
-    "adagrad": ("Adagrad", ""),
-    "rmsprop": ("RMSprop", ""),
-    "adafactor": ("Adafactor", ""),
-}
-"""Class and further arguments of each optimizer that can be named on the command line."""
 _LINES = {"trainer": _for_trainer, "loop": _for_loop, "accelerate": _for_accelerate, "lightning": _for_lightning}

@@ -139,6 +139,10 @@ _WAYS_OUT = {
         "a rehearsal cannot run FlexAttention, whose kernel torch.compile makes; plan the model with "
         "torch.nn.functional.scaled_dot_product_attention"
     ),
+    "torchao/optim/": (
+        "a rehearsal cannot run torchao's optimizers, whose update torch.compile makes; plan with 8-bit AdamW of "
+        "bitsandbytes (--force 8bit-optimizer), whose state takes nearly as many bytes as torchao's AdamW8bit"
+    ),
     "torch/nested/": "a rehearsal cannot run nested or jagged tensors; plan the model with padded tensors and a mask",
 }
 """Advice on errors in files of torch that a rehearsal cannot run, by a part of the file's path."""

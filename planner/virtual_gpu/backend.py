@@ -265,6 +265,7 @@ def _let_bitsandbytes_make_its_tables(device: str) -> None:
     """
     if "bitsandbytes" not in sys.modules:  # An import would take longer than many rehearsals.
         return
+    _let_bitsandbytes_page_its_state()
     optimizer = importlib.import_module("bitsandbytes.optim.optimizer")
     fill_with_real_numbers = optimizer.Optimizer8bit.fill_qmap
 
@@ -276,6 +277,26 @@ def _let_bitsandbytes_make_its_tables(device: str) -> None:
             self.name2qmap = {name: torch.empty(table.shape, dtype=table.dtype) for name, table in tables}
 
     optimizer.Optimizer8bit.fill_qmap = fill_qmap
+
+
+def _let_bitsandbytes_page_its_state() -> None:
+    """Makes the state of paged optimizers tensors in host memory, as bitsandbytes does with CUDA's unified memory.
+
+    The driver moves such state to the card while it is read and back when the card is full, so it is not counted.
+    """
+    functional: Any = importlib.import_module("bitsandbytes.functional")
+
+    def get_paged(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        state = torch.empty(shape, dtype=dtype, device="cpu")
+        state.is_paged = True  # type: ignore[attr-defined]  # as in bitsandbytes
+        state.page_deviceid = device.index  # type: ignore[attr-defined]
+        return state
+
+    def in_place(state: torch.Tensor, *arguments: Any, **options: Any) -> None:
+        """Fills a tensor, or moves it between the memories."""
+
+    functional.get_paged = get_paged
+    functional.fill = functional.prefetch_tensor = in_place
 
 
 def _redirect_cuda_autocast() -> None:

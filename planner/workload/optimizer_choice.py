@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -18,6 +19,74 @@ Optimizers = OptimizerSpec | Mapping[str, OptimizerSpec] | Sequence[OptimizerSpe
 """One optimizer or, for a step of the user's own, a dict or tuple of optimizers."""
 
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerByName:
+    """An optimizer class that the user can name, with the hyperparameters of the live step and of emitted files."""
+
+    path: str
+    """Module and name of the class, such as 'torch.optim.AdamW'."""
+    hyperparameters: dict[str, Any]
+    """Arguments of the class, numbers and tuples of numbers. For others it has its own defaults."""
+    optim: str | None = None
+    """Its name in the Trainer (`TrainingArguments.optim`); None if it has none."""
+
+    @property
+    def library(self) -> str:
+        """Name of the package of the class, such as 'bitsandbytes'."""
+        return self.path.partition(".")[0]
+
+    @property
+    def kind(self) -> type[torch.optim.Optimizer]:
+        """The class. Raises `WorkloadError` if its package is not installed."""
+        module, _, name = self.path.rpartition(".")
+        try:
+            return getattr(importlib.import_module(module), name)
+        except ImportError:
+            raise WorkloadError(
+                f"{self.path} needs {self.library}, which is not installed: pip install {self.library}"
+            ) from None
+
+    def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """Creates the optimizer over these parameters."""
+        return self.kind(parameters, **self.hyperparameters)
+
+
+_ADAM: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
+_ADAMW: dict[str, Any] = {**_ADAM, "weight_decay": 1e-2}
+_LION: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0}
+
+
+def _of_library(module: str, hyperparameters: dict[str, Any], **names: str) -> dict[str, OptimizerByName]:
+    """Returns optimizers that have the same name here as in the Trainer, given their names and class names."""
+    return {
+        name: OptimizerByName(path=f"{module}.{kind}", hyperparameters=hyperparameters, optim=name)
+        for name, kind in names.items()
+    }
+
+
+OPTIMIZERS: dict[str, OptimizerByName] = {
+    "adamw": OptimizerByName(path="torch.optim.AdamW", hyperparameters=_ADAMW, optim="adamw_torch"),
+    "adam": OptimizerByName(
+        path="torch.optim.Adam", hyperparameters={**_ADAM, "weight_decay": 0.0}, optim="adamw_torch"
+    ),
+    "sgd": OptimizerByName(path="torch.optim.SGD", hyperparameters={"lr": 1e-3}, optim="sgd"),
+    "sgd-momentum": OptimizerByName(path="torch.optim.SGD", hyperparameters={"lr": 1e-3, "momentum": 0.9}, optim="sgd"),
+    "adagrad": OptimizerByName(path="torch.optim.Adagrad", hyperparameters={"lr": 1e-2}, optim="adagrad"),
+    "rmsprop": OptimizerByName(path="torch.optim.RMSprop", hyperparameters={"lr": 1e-2}, optim="rmsprop"),
+    "adafactor": OptimizerByName(path="torch.optim.Adafactor", hyperparameters={"lr": 1e-2}),
+    **_of_library("bitsandbytes.optim", _ADAMW, paged_adamw_32bit="PagedAdamW32bit", paged_adamw_8bit="PagedAdamW8bit"),
+    **_of_library(
+        "bitsandbytes.optim",
+        _LION,
+        lion_32bit="Lion32bit",
+        lion_8bit="Lion8bit",
+        paged_lion_32bit="PagedLion32bit",
+        paged_lion_8bit="PagedLion8bit",
+    ),
+}
+"""Optimizers by the names that users can give instead of an optimizer object."""
 
 
 def by_name(optimizers: Optimizers) -> dict[str, OptimizerSpec]:

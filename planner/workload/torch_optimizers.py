@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from planner.workload.optimizer_choice import OPTIMIZERS
+
 _BY_PARAMETER = (
     "ASGD",
     "Adadelta",
@@ -35,17 +37,6 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """True if the user registered a hook that runs before or after each step. Such a hook can read all gradients."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
-
-_CLASSES = {
-    "adamw": torch.optim.AdamW,
-    "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
-    "sgd-momentum": torch.optim.SGD,
-    "adagrad": torch.optim.Adagrad,
-    "rmsprop": torch.optim.RMSprop,
-    "adafactor": torch.optim.Adafactor,
-}
-"""Optimizer classes by the names that users can give instead of an optimizer object."""
 
 _FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
 """Optimizers of `torch.optim` that have a fused CUDA kernel: their classes take the argument `fused`."""
@@ -85,7 +76,7 @@ def kind_of(optimizer: object) -> type[torch.optim.Optimizer] | None:
     Returns None for an unknown name, and for a function, which may return any optimizer.
     """
     if isinstance(optimizer, str):
-        return _CLASSES.get(optimizer)
+        return OPTIMIZERS[optimizer].kind if optimizer in OPTIMIZERS else None
     return type(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
 
 
@@ -140,8 +131,8 @@ def sparse_lookups(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def may_take_sparse(name: str) -> bool:
     """True if the optimizer of this name ('sgd' or 'torch.optim.SGD') accepts sparse gradients."""
-    kind = _CLASSES.get(name)
-    return (name.removeprefix("torch.optim.") if kind is None else kind.__name__) in _TAKING_SPARSE
+    path = OPTIMIZERS[name].path if name in OPTIMIZERS else name
+    return path.removeprefix("torch.optim.") in _TAKING_SPARSE
 
 
 def why_not_dense(optimizer: torch.optim.Optimizer) -> str | None:

@@ -19,7 +19,7 @@ from planner.plan_types.plan import ModelFacts, WorkloadFacts
 from planner.plan_types.quantized import element_count
 from planner.workload.call_convention import Calling, LossFn, StepFn
 from planner.workload.model_loss import own_loss
-from planner.workload.optimizer_choice import Optimizers, by_name, optimizer_name
+from planner.workload.optimizer_choice import OPTIMIZERS, Optimizers, by_name, optimizer_name
 from planner.workload.own_step import as_module, refuse_with_step
 from planner.workload.torch_optimizers import sparse_lookups
 from planner.workload.unsupported import refuse_unsupported
@@ -182,6 +182,9 @@ def workload(
             "several optimizers were given, and only a step of your own says when each of them steps: give step=..., "
             "a function that takes (model, optimizer, batch) and runs one training step"
         )
+    for spec in by_name(optimizer).values():
+        if isinstance(spec, str) and spec in OPTIMIZERS:
+            _ = OPTIMIZERS[spec].kind  # a rehearsal patches only libraries that are imported before
     if not isinstance(model, torch.nn.Module):
         raise WorkloadError(
             f"the model is of type {type(model).__name__}, not torch.nn.Module: give a module, or a function that "

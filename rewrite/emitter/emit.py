@@ -17,10 +17,10 @@ from planner.rewrite.emitter import own_step_source
 from planner.rewrite.emitter.check_source import CheckSource, check_source
 from planner.rewrite.emitter.header import header
 from planner.rewrite.emitter.model_source import ModelSource, batch_source, model_source
-from planner.rewrite.optimizers import OPTIMIZERS
 from planner.rewrite.portable.loss_and_clipping import clip_gradients
 from planner.rewrite.rules import SOURCES
 from planner.workload.call_convention import Calling
+from planner.workload.optimizer_choice import OPTIMIZERS
 from planner.workload.torch_optimizers import may_take_sparse
 
 
@@ -74,7 +74,7 @@ def source(plan: Plan, *, file_name: str = "train_step.py") -> str:
         *(function for function in check.functions if function not in functions),
     ]
     sections = [
-        _imports((*check.imports, *(line for fragment in fragments for line in fragment.imports)), model)
+        _imports((*check.imports, *(line for fragment in fragments for line in fragment.imports)), model, plan)
         + ("\n\n" + "\n\n".join(constants) if constants else ""),
         *([model.build] if model.build else []),
         _rewrite(plan, fragments),
@@ -117,13 +117,16 @@ _HELPERS = "# ---- Functions and classes that the functions above use."
 _LIBRARIES = ("torch", "transformers", "bitsandbytes", "peft")
 
 
-def _imports(needed: tuple[str, ...], model: ModelSource) -> str:
+def _imports(needed: tuple[str, ...], model: ModelSource, plan: Plan) -> str:
     """Return the import statements of the file, in the order of isort, given those that its functions need.
 
     The standard library comes first, then libraries, then the user's own modules. In each block `import` statements
     come before `from` statements.
     """
-    lines = {"import torch", *model.imports, *needed}
+    named = {part.rpartition(": ")[2] for part in plan.workload.optimizer.split(", ")}
+    optimizers = {f"import {OPTIMIZERS[name].path.rpartition('.')[0]}" for name in named & OPTIMIZERS.keys()}
+    optimizers.discard("import torch.optim")
+    lines = {"import torch", *model.imports, *needed, *optimizers}
     if model.build:
         lines.add("import argparse")
     lines = _merged(lines)
@@ -194,8 +197,7 @@ def _optimizer(plan: Plan, fragments: list[EmittedCode]) -> str:
     return (
         "def make_optimizer(model):\n"
         '    """Set the hyperparameters that you train with here: the plan does not depend on them."""\n'
-        f"    parameters = {parameters}\n"
-        + _returned(f"torch.optim.{choice.class_name}(parameters, {arguments})", fragments)
+        f"    parameters = {parameters}\n" + _returned(f"{choice.path}(parameters, {arguments})", fragments)
     )
 
 

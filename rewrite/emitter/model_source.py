@@ -17,8 +17,8 @@ from planner.errors import PlanFileError
 from planner.plan_types.adapter import QUANTIZATION, compute_dtype
 from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import assignment, literal
-from planner.rewrite.optimizers import OPTIMIZERS
 from planner.workload.call_convention import Calling
+from planner.workload.optimizer_choice import OPTIMIZERS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

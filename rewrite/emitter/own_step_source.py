@@ -9,7 +9,7 @@ from planner.errors import DecisionError
 from planner.plan_types.decision_base import optimizer_kernel_of
 from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import EmittedCode, literal
-from planner.rewrite.optimizers import OPTIMIZERS
+from planner.workload.optimizer_choice import OPTIMIZERS
 
 IMPORTS = ("import copy",)
 
@@ -34,8 +34,7 @@ def optimizers_source(plan: Plan, names: Sequence[str]) -> str:
     make = "return each(parameters)"
     if by_name:
         arguments = "".join(
-            f"    {literal(name)}: (torch.optim.{OPTIMIZERS[name].class_name}, "
-            f"{literal(OPTIMIZERS[name].hyperparameters)}),\n"
+            f"    {literal(name)}: ({OPTIMIZERS[name].path}, {literal(OPTIMIZERS[name].hyperparameters)}),\n"
             for name in by_name
         )
         make = (

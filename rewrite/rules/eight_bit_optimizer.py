@@ -15,8 +15,8 @@ from planner.errors import DecisionError
 from planner.plan_types.decisions import Optimizer
 from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import EmittedCode
-from planner.rewrite.optimizers import OPTIMIZERS
 from planner.rewrite.rewriting import Rewriting
+from planner.workload.optimizer_choice import OPTIMIZERS
 from planner.workload.torch_optimizers import has_step_hooks, sparse_lookups
 
 _TAKEN_OVER = ("lr", "betas", "eps", "weight_decay")

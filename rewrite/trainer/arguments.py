@@ -17,6 +17,7 @@ from planner.plan_types.decision_base import (
 )
 from planner.plan_types.plan import Plan
 from planner.workload.call_convention import Calling
+from planner.workload.optimizer_choice import OPTIMIZERS
 
 _FORMER_NAMES = {
     "activation_checkpointing": "gradient_checkpointing",
@@ -37,10 +38,6 @@ _ANOTHER_STEP = {
     "use_liger_kernel": "it replaces parts of the model, its loss among them: plan with the patched model",
 }
 """Arguments of the Trainer that must be off, each with the reason, because they change the step that was planned."""
-
-_NAMES = {"adamw": "adamw_torch", "adam": "adamw_torch", "sgd": "sgd", "sgd-momentum": "sgd", "adagrad": "adagrad",
-          "rmsprop": "rmsprop"}  # fmt: skip
-"""Name of the optimizer in a plan -> its name in the Trainer (`optim`)."""
 
 _EIGHT_BIT = "adamw_bnb_8bit"
 _ALIASES = {"adamw_8bit": _EIGHT_BIT}
@@ -106,7 +103,8 @@ def planned_optim(plan: Plan) -> str | None:
     """Return the Trainer's name of the planned optimizer; None if it has none and the user passes `optimizers=`."""
     if any(decision.eight_bit_state for decision in plan.decisions):
         return _EIGHT_BIT
-    name = _NAMES.get(plan.workload.optimizer)
+    known = OPTIMIZERS.get(plan.workload.optimizer)
+    name = None if known is None else known.optim
     fused = optimizer_kernel_of(plan.decisions) == "fused"
     return "adamw_torch_fused" if fused and name == "adamw_torch" else name
 

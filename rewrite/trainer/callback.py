@@ -14,12 +14,11 @@ from planner.errors import DecisionError, PlanFileError, PromiseError, WorkloadE
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
 from planner.rewrite.first_step_check import FirstStepCheck
-from planner.rewrite.optimizers import OPTIMIZERS
 from planner.rewrite.recompute_observer import refuse_difference
 from planner.rewrite.trainer.apply import RewrittenForTrainer
 from planner.rewrite.trainer.arguments import arguments_of, micro_batches, refuse_contradictions
 from planner.rewrite.trainer.loss_weighting import COUNT, uneven_micro_batches
-from planner.workload.optimizer_choice import optimizer_name
+from planner.workload.optimizer_choice import OPTIMIZERS, optimizer_name
 from planner.workload.workload import described
 
 logger = logging.getLogger(__name__)
@@ -280,6 +279,20 @@ def larger_than_planned(plan: Plan, tensors: dict[str, tuple[tuple[int, ...], st
     return None
 
 
+def _keeps_state_like(optimizer: torch.optim.Optimizer, name: str) -> bool:
+    """True if an optimizer of bitsandbytes has the algorithm, the paging and the bits of a name like 'paged_lion_8bit'.
+
+    The Trainer takes one class for each algorithm, and sets the rest by arguments.
+    """
+    bits = getattr(getattr(optimizer, "args", None), "optim_bits", None)
+    algorithm = name.removeprefix("paged_").partition("_")[0]
+    return (
+        algorithm in type(optimizer).__name__.lower()
+        and getattr(optimizer, "is_paged", None) == name.startswith("paged_")
+        and f"_{bits}bit" in name
+    )
+
+
 def refuse_another_optimizer(plan: Plan, optimizer: torch.optim.Optimizer) -> None:
     """Raise `DecisionError` if the optimizer's class, the precision of its state or its momentum is not as planned."""
     planned = plan.workload.optimizer
@@ -292,9 +305,13 @@ def refuse_another_optimizer(plan: Plan, optimizer: torch.optim.Optimizer) -> No
             )
         return
     known = OPTIMIZERS.get(planned)
-    expected = f"torch.optim.{known.class_name}" if known is not None else planned
+    expected = known.path if known is not None else planned
     accepted = {expected.rpartition(".")[2], *(["AdamW"] if planned == "adam" else [])}
-    if type(optimizer).__name__ not in accepted:
+    if known is not None and known.library == "bitsandbytes":
+        is_planned = _keeps_state_like(optimizer, planned)
+    else:
+        is_planned = type(optimizer).__name__ in accepted
+    if not is_planned:
         raise DecisionError(
             f"the Trainer's optimizer is {optimizer_name(optimizer)}, and the plan was made with {planned}: give the "
             "Trainer the arguments of rewrite.training_arguments, or your own optimizer as optimizers=(optimizer, None)"

@@ -19,8 +19,8 @@ from planner.pipeline import plan_workload
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decisions import Accumulation, Fidelity, Optimizer, OptimizerKernel, Precision, StepInBackward
 from planner.recording.step_graph import Category, Phase, StepGraph
-from planner.rewrite.optimizers import OPTIMIZERS
 from planner.workload.cards import resolve_card
+from planner.workload.optimizer_choice import OPTIMIZERS as NAMED
 from planner.workload.torch_optimizers import kernel_instead_of_foreach
 from planner.workload.workload import workload
 from tests.support.training import cross_entropy
@@ -28,6 +28,7 @@ from tests.support.workloads import BARE, CARD, certifying_graph, example, plain
 
 pytestmark = pytest.mark.slow
 
+OPTIMIZERS = tuple(name for name, named in NAMED.items() if named.library == "torch")
 FUSED, LOOP = OptimizerKernel(kernel="fused"), OptimizerKernel(kernel="for-loop")
 EXACT = Constraints(fidelity=Fidelity.EXACT, forced=(), forbidden=())
 FP16 = Precision(dtype="fp16")

@@ -8,6 +8,7 @@ from torch import nn
 
 import planner
 from planner.errors import PlannerError
+from planner.rewrite.emitter.emit import source
 
 pytestmark = pytest.mark.slow
 
@@ -80,6 +81,45 @@ def test_an_optimizer_that_cannot_be_planned_is_refused_by_its_name(optimizer, e
     with pytest.raises(PlannerError, match=error) as refused:
         planned(optimizer)
     assert "with this batch" not in str(refused.value)
+
+
+ELEMENTS = 64 * 512
+"""Elements of each of the two matrices of the planned model."""
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "tables"),
+    [
+        ("lion_32bit", 4 * 2 * ELEMENTS, 0),
+        ("lion_8bit", 2 * ELEMENTS, 1),
+        ("paged_adamw_8bit", 4 * ELEMENTS, 2),
+        ("paged_lion_8bit", 2 * ELEMENTS, 1),
+    ],
+)
+def test_optimizers_of_bitsandbytes_are_planned_by_the_trainers_names(name, least, tables):
+    """State of matrices below 100,000 elements is never paged."""
+    pytest.importorskip("bitsandbytes", exc_type=ImportError)
+    plan = planned(name)
+    state = plan.peak.breakdown["optimizer state"]
+    assert least < state < 1.1 * least + tables * 1024 + 8192
+    assert ("unified memory" in " ".join(plan.notes)) == name.startswith("paged_")
+    scope: dict = {}
+    exec(source(plan), scope)
+    assert type(scope["make_optimizer"](nn.Linear(2, 2))).__name__.lower() == name.replace("_", "")
+
+
+def test_paged_state_of_large_matrices_is_not_counted():
+    pytest.importorskip("bitsandbytes", exc_type=ImportError)
+    model = nn.Linear(400, 400, bias=False)
+    plan = planner.plan(
+        model,
+        (torch.randn(2, 400),),
+        vram=None,
+        gpu="bare",
+        loss_fn=lambda o, _: o.sum(),
+        optimizer="paged_adamw_32bit",
+    )
+    assert plan.peak.breakdown.get("optimizer state", 0) == 0
 
 
 @pytest.mark.parametrize("name", ["LAMB", "LARS"])

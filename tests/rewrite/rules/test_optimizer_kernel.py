@@ -20,10 +20,11 @@ from planner.plan_types.decisions import (
     StepInBackward,
 )
 from planner.rewrite import apply, source
-from planner.rewrite.optimizers import OPTIMIZERS
+from planner.workload.optimizer_choice import OPTIMIZERS as NAMED
 from planner.workload.torch_optimizers import kernel_instead_of_foreach
 from tests.support.training import Perceptron, cross_entropy, plan_for, rewritten, seeded, vectors
 
+OPTIMIZERS = tuple(name for name, named in NAMED.items() if named.library == "torch")
 FUSED, LOOP = OptimizerKernel(kernel="fused"), OptimizerKernel(kernel="for-loop")
 
 WITH_FUSED = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import logging
@@ -426,6 +427,20 @@ def test_another_momentum_is_refused_when_training_begins(planned, momentum, mes
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     with pytest.raises(DecisionError, match=message):
         train_beside_the_plan(tmp_path, a_plan(optimizer=planned), model=model, optimizers=(optimizer, None))
+
+
+@pytest.mark.parametrize(
+    ("planned", "bits", "is_paged", "fits"),
+    [("paged_adamw_8bit", 8, True, True), ("paged_adamw_8bit", 8, False, False), ("paged_adamw_32bit", 8, True, False)],
+)
+def test_optimizers_of_bitsandbytes_are_known_by_their_bits_and_pages(planned, bits, is_paged, fits):
+    """The Trainer makes all of them with one class."""
+    bitsandbytes = pytest.importorskip("bitsandbytes", exc_type=ImportError)
+    optimizer = bitsandbytes.optim.AdamW(seeded(roberta).parameters(), optim_bits=bits, is_paged=is_paged)
+    plan = a_plan(optimizer=planned)
+    assert rewrite.training_arguments(plan, output_dir="out")["optim"] == planned
+    with contextlib.nullcontext() if fits else pytest.raises(DecisionError, match="the plan was made with paged"):
+        callback.refuse_another_optimizer(plan, optimizer)
 
 
 def test_several_devices_are_refused_when_training_begins(tmp_path):
