@@ -147,7 +147,12 @@ def _write(answer: Plan | Tradeoff, options: argparse.Namespace) -> list[pathlib
     else:
         if options.save is not None:
             answer.save(options.save)
-        if options.emit is not None:
+        if options.emit is not None and options.emit.suffix == ".json":
+            from planner.rewrite.trainer.arguments import training_arguments
+
+            settings = training_arguments(answer, output_dir="out")
+            write_atomically(options.emit, json.dumps(settings, indent=2) + "\n")
+        elif options.emit is not None:
             from planner.rewrite.emitter.emit import emit
 
             emit(answer, options.emit)

@@ -232,7 +232,10 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--json", action="store_true", help="print one JSON object on standard output, errors included")
     group.add_argument("--save", type=pathlib.Path, metavar="plan.json", help="save the plan")
     group.add_argument(
-        "--emit", type=pathlib.Path, metavar="train_step.py", help="write the training step as a Python file"
+        "--emit",
+        type=pathlib.Path,
+        metavar="train_step.py",
+        help="write the training step as a Python file; with --for trainer and a .json file, the Trainer's arguments",
     )
     group.add_argument(
         "--report",
@@ -311,6 +314,8 @@ def refuse_what_does_not_go_together(options: argparse.Namespace) -> None:
             "--snapshot cannot be combined with --gpu bare, which has no allocator: name another card, or leave "
             "--gpu out"
         )
+    if options.emit is not None and options.emit.suffix == ".json" and options.loop != "trainer":
+        raise WorkloadError("--emit FILE.json writes the Trainer's arguments: add --for trainer, or name a .py file")
     if question == "largest_batch" and "vram" not in used:
         raise WorkloadError("--largest-batch needs a budget: give --vram, such as --vram 6GiB")
 

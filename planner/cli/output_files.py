@@ -26,7 +26,11 @@ def refuse_to_overwrite(options: argparse.Namespace) -> None:
         )
     for path, kind, is_ours in (
         (options.save, "a saved plan", _is_plan),
-        (options.emit, "an emitted training step", lambda text: "One training step of " in text[:200]),
+        (
+            options.emit,
+            "an emitted training step or the Trainer's arguments",
+            lambda text: "One training step of " in text[:200] or '"per_device_train_batch_size"' in text,
+        ),
         (options.svg, "a picture", lambda text: text.startswith("<svg")),
         (options.report, "a report", lambda text: text.lstrip().lower().startswith("<!doctype html")),
         *((path, "a memory snapshot", lambda text: "device_traces" in text) for path in snapshots),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 
 from planner.plan_types.plan import Plan
+from planner.rewrite.emitter.model_source import adapted_model
 from planner.rewrite.trainer.arguments import training_arguments
 from planner.workload.optimizer_choice import OPTIMIZERS
 
@@ -30,19 +31,22 @@ def training_lines(plan: Plan, loop: str, path: pathlib.Path | None) -> str:
     saved = str(path or "plan.json")
     text = _LINES[loop](plan)
     comment = "" if path else "  # add --save plan.json to the command"
-    return f'plan = planner.Plan.load("{saved}"){comment}\n{_model_line(plan)}\n{text}'
+    return f'plan = planner.Plan.load("{saved}"){comment}\n{_model_lines(plan)}{text}'
 
 
-def _model_line(plan: Plan) -> str:
-    """Returns the line that builds the model, or one with `...` if the plan does not say how."""
+def _model_lines(plan: Plan) -> str:
+    """Returns the lines that build the model, or one with `...` if the plan does not say how."""
     reference, kind = plan.model.reference, plan.model.name
-    if reference is None or plan.model.adapter is not None:
-        return f"model = ...  # the {kind} that you planned"
+    if reference is None:
+        return f"model = ...  # the {kind} that you planned\n"
     if ":" in reference:
-        return f"model = ...  # the model that {reference} returns"
+        adapter = "" if plan.model.adapter is None else f", with {plan.model.adapter}"
+        return f"model = ...  # the model that {reference} returns{adapter}\n"
     folder = pathlib.Path(reference)
     name = str(folder.parent if folder.suffix == ".json" else folder)
-    return f'model = transformers.{kind}.from_pretrained("{name}", dtype=torch.{plan.model.dtype})'
+    if plan.model.adapter is not None:
+        return adapted_model(plan, f'"{name}"')
+    return f'model = transformers.{kind}.from_pretrained("{name}", dtype=torch.{plan.model.dtype})\n'
 
 
 def _loss(plan: Plan) -> str:

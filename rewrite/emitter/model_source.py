@@ -11,6 +11,7 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
+import textwrap
 from typing import Any
 
 from planner.errors import PlanFileError
@@ -100,26 +101,12 @@ def build(weights=None):
 
 def _adapted_source(plan: Plan, config: dict[str, object], hub_id: str | None = None) -> ModelSource:
     """Return the source that loads pretrained weights, perhaps in 4 bits, and adds adapters to them."""
-    kind, adapter, dtype = plan.model.architecture, plan.model.adapter, plan.model.dtype
-    assert kind is not None and adapter is not None
-    quantization = prepared = ""
-    options = [f"dtype=torch.{dtype}"]
-    if adapter.is_quantized:
-        settings = {name: literal(value) for name, value in QUANTIZATION.items()}
-        settings["bnb_4bit_compute_dtype"] = f"torch.{compute_dtype(dtype)}"
-        lines = "".join(f"        {name}={value},\n" for name, value in settings.items())
-        quantization = f"    quantization = transformers.BitsAndBytesConfig(\n{lines}    )\n"
-        options.append("quantization_config=quantization")
-        prepared = "    model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)\n"
     source = "required=True" if hub_id is None else f"default={literal(hub_id)}"
     return ModelSource(
         build=f'''\
 def build(weights):
     """Load pretrained weights from a folder, freeze them, and add adapters that are trained."""
-{quantization}    model = transformers.{kind}.from_pretrained(
-        weights, {", ".join(options)}
-    )
-{prepared}    return {_adapters(plan, "model")}
+{textwrap.indent(adapted_model(plan, "weights"), "    ")}    return model
 ''',
         imports=("import peft", "import transformers"),
         build_arguments="arguments.weights",
@@ -129,15 +116,36 @@ def build(weights):
     )
 
 
-def _adapters(plan: Plan, model: str) -> str:
-    """Return the expression that adds the planned adapters to the model that the expression `model` names."""
+def adapted_model(plan: Plan, weights: str) -> str:
+    """Return the statements that load pretrained weights as the plan says, and assign the model with adapters.
+
+    Args:
+        weights: the expression for the folder or hub id of the weights.
+    """
+    kind, adapter, dtype = plan.model.architecture, plan.model.adapter, plan.model.dtype
+    assert kind is not None and adapter is not None
+    quantization = prepared = ""
+    options = [weights, f"dtype=torch.{dtype}"]
+    if adapter.is_quantized:
+        settings = {name: literal(value) for name, value in QUANTIZATION.items()}
+        settings["bnb_4bit_compute_dtype"] = f"torch.{compute_dtype(dtype)}"
+        lines = "".join(f"    {name}={value},\n" for name, value in settings.items())
+        quantization = f"quantization = transformers.BitsAndBytesConfig(\n{lines})\n"
+        options.append("quantization_config=quantization")
+        prepared = "model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)\n"
+    loaded = f"model = transformers.{kind}.from_pretrained(\n    {', '.join(options)}\n)\n"
+    return f"{quantization}{loaded}{prepared}{_adapters(plan)}"
+
+
+def _adapters(plan: Plan) -> str:
+    """Return the statements that add the planned adapters to `model`."""
     adapter, kind = plan.model.adapter, plan.model.architecture
     assert adapter is not None and kind is not None
     if adapter.folder:
         folder = literal(str(pathlib.Path(adapter.folder).resolve()))
-        return f"peft.PeftModel.from_pretrained({model}, {folder}, is_trainable=True)"
-    options = "".join(f"        {name}={literal(value)},\n" for name, value in adapter.lora_options(kind).items())
-    return f"peft.get_peft_model({model}, peft.LoraConfig(\n{options}    ))"
+        return f"model = peft.PeftModel.from_pretrained(\n    model, {folder}, is_trainable=True\n)\n"
+    options = "".join(f"    {name}={literal(value)},\n" for name, value in adapter.lora_options(kind).items())
+    return f"adapters = peft.LoraConfig(\n{options})\nmodel = peft.get_peft_model(model, adapters)\n"
 
 
 def _hub_source(kind: str, reference: str, dtype: str) -> ModelSource:
@@ -187,7 +195,7 @@ def _callable_source(plan: Plan, location: str, name: str) -> ModelSource:
     returned = "(model, batch, loss function)" if loss_fn else "the model or a tuple that starts with it"
     model = "built[0] if isinstance(built, tuple) else built"
     if plan.model.adapter is not None:
-        load += f"    model = {model}\n    model = {_adapters(plan, 'model')}\n"
+        load += f"    model = {model}\n{textwrap.indent(_adapters(plan), '    ')}"
         model, imports = "model", (*imports, "import peft")
     result = f"{model.partition(' if ')[0]}, built[2]" if loss_fn else model
     return ModelSource(

@@ -35,13 +35,15 @@ def planned(folder, tmp_path, capsys, *arguments) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("loop", sorted(LOOPS))
-def test_the_printed_lines_train(loop, folder, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("loop", "adapter"), [*((loop, ()) for loop in sorted(LOOPS)), ("trainer", ("--lora", "4"))])
+def test_the_printed_lines_train(loop, adapter, folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    lines = planned(folder, tmp_path, capsys, "--for", loop).partition("paste into your script:\n")[2]
+    lines = planned(folder, tmp_path, capsys, "--for", loop, *adapter).partition("paste into your script:\n")[2]
     tokens = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": tokens, "labels": tokens}
     names = {"planner": planner, "transformers": transformers, "torch": torch, "device": "cpu"}
+    if adapter:
+        names["peft"] = pytest.importorskip("peft")
     names |= {"loader": [batch, batch], "dataset": [{name: value[0] for name, value in batch.items()}] * 8}
     if loop == "accelerate":
         names["accelerate"] = importlib.import_module("accelerate")
@@ -51,6 +53,9 @@ def test_the_printed_lines_train(loop, folder, tmp_path, monkeypatch, capsys):
     if loop == "trainer":  # the test machine has no card
         lines = lines.replace("output_dir='out'", "output_dir='out', use_cpu=True, max_steps=2, report_to='none'")
     exec(lines, names)
+    if adapter:
+        assert {p.shape for p in names["model"].parameters() if p.requires_grad} == {(4, 32), (32, 4)}
+        return
     trained = names["model"].state_dict()
     untrained = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
     if loop != "lightning":  # its lines end with a class
@@ -67,3 +72,16 @@ def test_without_a_saved_plan_the_lines_say_what_is_missing(folder, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     planned(folder, tmp_path, capsys)
     assert "add --save plan.json" in training_lines(Plan.load(tmp_path / "plan.json"), "loop", None)
+
+
+def test_the_trainers_arguments_are_written_as_json(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--emit", "arguments.json", "--optimizer", "sgd-momentum"]
+    planned(folder, tmp_path, capsys, "--for", "trainer", *arguments)
+    plan = Plan.load("plan.json")
+    parser = transformers.HfArgumentParser(transformers.TrainingArguments)
+    (read,) = parser.parse_json_file("arguments.json")
+    for name, value in planner.rewrite.training_arguments(plan, output_dir="out").items():
+        assert getattr(read, name) == value
+    assert main([str(folder), "--vram", "300KiB", "--gpu", "bare", *arguments]) == 2
+    assert "add --for trainer" in capsys.readouterr().err
