@@ -31,6 +31,11 @@ from planner.workload.workload import Workload, main_dtype, resized, workload
 DEFAULT_SEQ_LEN = 512
 """Default number of tokens in a sample. Models with a smaller maximum length use their maximum."""
 
+_ONE_SAMPLE = (
+    "the batch is a single sample, because no size was given: state yours with --batch-size, or find the largest that "
+    "fits with --largest-batch"
+)
+
 FORMS = "config.json, a model folder or hub id, path/file.py:name, package.module:name, or a saved plan"
 """The list in error messages of what MODEL may be on the command line."""
 
@@ -163,6 +168,7 @@ def _from_transformers(reference: str, request: _Request) -> Workload:
         answers=request.answers,
         dtype=dtype,
         adapter=request.adapter,
+        notes=() if request.batch_size or request.input_shapes is not None else (_ONE_SAMPLE,),
     )
     return _resized(result, request)
 

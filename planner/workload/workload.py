@@ -223,7 +223,17 @@ def workload(
         adapter=adapter,
         input_shapes=input_shapes,
         answers=answers,
-        notes=notes,
+        notes=(*notes, *_half_precision_notes(model)),
+    )
+
+
+def _half_precision_notes(model: torch.nn.Module) -> tuple[str, ...]:
+    """Returns a note on trained float16 weights; empty if there are none."""
+    if not any(parameter.requires_grad and parameter.dtype == torch.float16 for parameter in model.parameters()):
+        return ()
+    return (
+        "trained weights are float16: small gradients become zero, and a gradient scaler refuses float16 gradients; "
+        "bfloat16 or float32 weights (--dtype) train more safely",
     )
 
 
