@@ -13,7 +13,7 @@ from planner.plan_types.plan import NextStep, Plan, Relaxation, Shortfall
 from planner.plan_types.sizes import format_size
 from planner.profiles.device import DeviceProfile
 from planner.questions import plan_that_fits
-from planner.workload.adapters import adapted_workload
+from planner.workload.adapters import adapted_workload, why_not_adapted
 from planner.workload.workload import Workload
 
 _RANK = 16
@@ -55,9 +55,14 @@ def _opens_without_freezing(shortfall: Shortfall) -> bool:
 
 def _tried(
     workload: Workload, card: DeviceProfile, *, vram_bytes: int, constraints: Constraints
-) -> list[tuple[Adapter, Plan | str]]:
-    """Returns the adapters that were tried, each with the reason why no plan fits. The last one may have a plan."""
-    tried: list[tuple[Adapter, Plan | str]] = []
+) -> list[tuple[Adapter | None, Plan | str]]:
+    """Returns the adapters that were tried, each with the reason why no plan fits. The last one may have a plan.
+
+    If none can be added to the model, the only entry is None with the reason.
+    """
+    tried: list[tuple[Adapter | None, Plan | str]] = []
+    if why_not := why_not_adapted(workload):
+        return [(None, why_not)]
     for adapter in ADAPTERS:
         found: Plan | str | None
         try:
@@ -71,7 +76,7 @@ def _tried(
     return tried
 
 
-def _advised(plan: Plan, tried: list[tuple[Adapter, Plan | str]]) -> Plan:
+def _advised(plan: Plan, tried: list[tuple[Adapter | None, Plan | str]]) -> Plan:
     """Returns the plan with adapters among its relaxations. They are preferred to frozen layers."""
     if plan.shortfall is None:
         return plan
@@ -85,8 +90,8 @@ def _advised(plan: Plan, tried: list[tuple[Adapter, Plan | str]]) -> Plan:
     return dataclasses.replace(plan, shortfall=shortfall)
 
 
-def _relaxation(adapter: Adapter, found: Plan | str, plan: Plan) -> Relaxation:
-    label = f"--fidelity adapted, with {adapter}"
+def _relaxation(adapter: Adapter | None, found: Plan | str, plan: Plan) -> Relaxation:
+    label = "--fidelity adapted" if adapter is None else f"--fidelity adapted, with {adapter}"
     if isinstance(found, str):
         return Relaxation(relax=label, opens=False, why=found, fidelity=None, next_step=None)
     step = NextStep(

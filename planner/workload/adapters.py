@@ -42,12 +42,9 @@ def adapted_workload(workload: Workload, adapter: Adapter) -> Workload:
         WorkloadError: the model is not one of transformers or has adapters, the optimizer is an object, the step is the
             user's own, or the adapters cannot be added (see `adapted`).
     """
+    if why_not := why_not_adapted(workload):
+        raise WorkloadError(why_not)
     model = workload.model
-    refuse_other_models(model)
-    if workload.step is not None or not isinstance(workload.optimizer, str):
-        raise WorkloadError(
-            "an optimizer object holds the weights of the model: name the optimizer instead, such as 'adamw'"
-        )
     dtype = workload.model_facts().dtype
     return dataclasses.replace(
         workload,
@@ -58,15 +55,21 @@ def adapted_workload(workload: Workload, adapter: Adapter) -> Workload:
     )
 
 
-def refuse_other_models(model: torch.nn.Module) -> None:
-    """Raises `WorkloadError` if the model is not one of transformers or has adapters, so that none can be added."""
+def why_not_adapted(workload: Workload) -> str | None:
+    """Returns the reason why the planner cannot add adapters to the model of a training step; None if it can."""
+    if workload.step is not None or not isinstance(workload.optimizer, str):
+        return "an optimizer object holds the weights of the model: name the optimizer instead, such as 'adamw'"
+    return why_no_adapters(workload.model)
+
+
+def why_no_adapters(model: torch.nn.Module) -> str | None:
+    """Returns the reason why the planner cannot add adapters to a model; None if it can."""
     if not hasattr(model, "get_input_embeddings") or not hasattr(model, "config"):
-        raise WorkloadError(
+        return (
             f"{type(model).__name__} is not a transformers model: add adapters yourself, with peft.get_peft_model, and "
             "plan the model that it returns"
         )
-    if hasattr(model, "peft_config"):
-        raise WorkloadError("the model has adapters already")
+    return "the model has adapters already" if hasattr(model, "peft_config") else None
 
 
 def meta_copy(model: torch.nn.Module) -> torch.nn.Module:

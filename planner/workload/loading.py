@@ -16,7 +16,7 @@ import torch
 from planner.errors import WorkloadError
 from planner.plan_types.adapter import Adapter, saved_config
 from planner.plan_types.answers import NOTHING_STATED, Answers
-from planner.workload.adapters import adapted, refuse_other_models
+from planner.workload.adapters import adapted, why_no_adapters
 from planner.workload.batch_source import batch_of_shapes, candidate_batches
 from planner.workload.synthetic_batch import synthetic_batch
 from planner.workload.transformers_models import (
@@ -224,7 +224,8 @@ def _from_callable(reference: str, request: _Request) -> Workload:
                 f"'{reference}' returns the optimizer, which holds the weights of the model: add the adapters there, "
                 "with peft.get_peft_model, and leave --lora out"
             )
-        refuse_other_models(model)
+        if why_not := why_no_adapters(model):
+            raise WorkloadError(why_not)
         model = adapted(model, request.adapter, dtype=main_dtype(model))
     is_synthetic = batch is None and request.input_shapes is None
     if request.input_shapes is not None or (batch is None and hasattr(model, "main_input_name")):

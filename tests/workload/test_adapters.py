@@ -222,5 +222,5 @@ def test_adapters_that_cannot_be_added_are_named_with_the_reason():
         model, batch, vram="30MiB", gpu="bare", only=["checkpoint"], optimizer=torch.optim.AdamW(model.parameters())
     )
     rows = [row for row in plan.shortfall.relaxations if "adapted" in row.relax]
-    assert [row.opens for row in rows] == [False, False]
-    assert all("name the optimizer instead" in row.why for row in rows)
+    assert [row.opens for row in rows] == [False]
+    assert "name the optimizer instead" in rows[0].why
