@@ -64,11 +64,14 @@ class ModuleCalls:
         return f"in module '{self._stack[-1][0] or 'the model itself'}'" if self._stack else "outside of the model"
 
     def hooks(self, name: str, module: torch.nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
-        """Registers the hooks on one module and returns their handles."""
+        """Registers the hooks on one module and returns their handles.
+
+        They are functions: a step may deep-copy the module, and a copied bound method would have its own `ModuleCalls`.
+        """
         self._parameters[module] = [id(parameter) for parameter in module._parameters.values()]
         return [
             module.register_forward_pre_hook(self._entering(name), with_kwargs=True, prepend=True),
-            module.register_forward_hook(self._leaving, always_call=True),
+            module.register_forward_hook(self._leaving(), always_call=True),
         ]
 
     def note_obstacle(self, call: int | None, obstacle: str) -> None:
@@ -130,15 +133,19 @@ class ModuleCalls:
         )
         return REPLACED if replaced else None
 
-    def _leaving(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
-        """Hook that runs after the forward of every module, even if the forward raises; it ends the `Call`."""
-        _, call = self._stack.pop()
-        if call is not None:
-            self.all[call].end = self._table.next_tick()
-            if (changed := changed_state(self._states.pop(), module_state(module))) is not None:
-                self.note_obstacle(call, f"it changes {changed}")
-        if not self._stack:
-            self._model_ends()
+    def _leaving(self) -> Callable[[torch.nn.Module, tuple, Any], None]:
+        """Returns the hook that runs after the forward of every module, even if the forward raises; ends the `Call`."""
+
+        def leave(module: torch.nn.Module, args: tuple, output: Any) -> None:
+            _, call = self._stack.pop()
+            if call is not None:
+                self.all[call].end = self._table.next_tick()
+                if (changed := changed_state(self._states.pop(), module_state(module))) is not None:
+                    self.note_obstacle(call, f"it changes {changed}")
+            if not self._stack:
+                self._model_ends()
+
+        return leave
 
     def _model_ends(self) -> None:
         """Notes calls whose modules are no longer in the state in which they ran, so that a second run would differ.

@@ -39,17 +39,21 @@ ONE_KERNEL_ON_CUDA = ("silu_backward", "mish_backward")
 class VirtualGpuMode(FakeTensorMode):
     """The `FakeTensorMode` of the virtual device.
 
-    It differs from its base class in three points:
+    It differs from its base class in four points:
 
     - It does not initialize the device, which would fail when a model calls `torch.tensor(...)`.
     - It raises `UnsupportedOperatorException` for an op without a fake kernel. The base class would run the real kernel
       on zeros, but the virtual device has no real kernels.
     - It has a second, faster cache of results (`fake_tensor_cache`).
+    - It is not copied with a tensor: views of a tensor with another mode would have a storage of their own.
     """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self._results = FakeTensorCache(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VirtualGpuMode:
+        return self
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -107,7 +111,8 @@ class Target:
 class _DeviceModule:
     """The module `torch.vgpu`. It has the functions that PyTorch calls in the module of an accelerator."""
 
-    _is_in_bad_fork = False
+    def _is_in_bad_fork(self) -> bool:
+        return False
 
     def is_available(self) -> bool:
         return True
