@@ -30,6 +30,7 @@ ASSUMED_CHECKS = "every check on tensor values (assert, or `if ...: raise`) pass
 ASSUMED_MATCHING = (
     "predictions are matched to targets in order; the number of matched pairs is the same for every matching"
 )
+ASSUMED_LOGGED = "the number that float() gives is only logged"
 
 _SCALING_FACTORS = {
     "torch/amp/grad_scaler.py": 0.0,  # The number of gradients that are not finite.
@@ -226,15 +227,16 @@ class DataDependence:
             with unset_fake_temporarily():
                 return dependence.values_or_refuse(self).clone().numpy()
 
-        real_item = torch.Tensor.item
+        real_item, real_float = torch.Tensor.item, torch.Tensor.__float__
 
         def item(self: FakeTensor) -> Any:
-            try:
+            if not dependence.numbers_are_for_logging or self.numel() != 1 or self.constant is not None:
                 return real_item(self)
-            except RehearsalError:
-                if not dependence.numbers_are_for_logging:
-                    raise
-                return UnknownNumber(dependence)
+            value = dependence.scalar(self)
+            return UnknownNumber(dependence) if value is None else value
+
+        def as_float(self: FakeTensor) -> float:
+            return float(item(self)) if dependence.numbers_are_for_logging else real_float(self)
 
         def formatted(self: FakeTensor, spec: str) -> str:
             value = dependence.scalar(self) if self.numel() == 1 and not self.dim() else None
@@ -244,6 +246,7 @@ class DataDependence:
 
         fake_tensor: Any = FakeTensor  # mypy does not allow to patch methods of a class.
         fake_tensor.item = item
+        fake_tensor.__float__ = as_float
         fake_tensor.tolist = tolist
         fake_tensor.numpy = numpy
         fake_tensor.__format__ = formatted
@@ -308,7 +311,8 @@ class UnknownNumber(float):
     """The number that `.item()` returns in a step of the user's own, in which most numbers are only logged.
 
     Arithmetic returns another such number. Ops on tensors use the value 1.0, on which no memory depends. Operations
-    that control flow needs, such as comparisons, are refused.
+    that control flow needs, such as comparisons, are refused. `float()` has to return a plain number, which can be
+    compared, so that it notes an assumption.
     """
 
     _dependence: DataDependence
@@ -319,6 +323,11 @@ class UnknownNumber(float):
         return number
 
     __hash__ = float.__hash__
+
+
+    def __float__(self) -> float:
+        self._dependence.assume((ASSUMED_LOGGED,))
+        return 1.0
 
 
 def _unknown(self: UnknownNumber, *_: object) -> UnknownNumber:
