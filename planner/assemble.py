@@ -19,6 +19,7 @@ from planner.plan_types.tradeoff import Tradeoff
 from planner.profiles.device import DeviceProfile
 from planner.recording.module_state import is_compiled
 from planner.recording.step_graph import Phase
+from planner.virtual_gpu.data_dependence import STATED
 from planner.workload.budget import Budget
 from planner.workload.optimizer_choice import by_name
 from planner.workload.workload import Workload
@@ -78,6 +79,7 @@ def assemble_plan(
             *notes,
             *session.dropped(constraints),
             *certified.graph.assumptions,
+            *_unused_values_notes(session),
             *_later_calls_notes(session, certified),
             *tied_to_frozen(session.workload.model, certified.choice.decisions),
             *_compile_notes(session.workload.model),
@@ -141,6 +143,16 @@ def tied_to_frozen(model: torch.nn.Module, decisions: tuple[Decision, ...]) -> t
             others.append((name, parameter))
     tied = ((name, frozen[id(parameter)]) for name, parameter in others if id(parameter) in frozen)
     return tuple(f"'{name}' is frozen too: it is the same parameter as '{other}'" for name, other in tied)
+
+
+def _unused_values_notes(session: PlanningSession) -> tuple[str, ...]:
+    """Return a note for each line of code for which the user stated a value that no op asked for."""
+    stated = [note.rpartition(" at ")[2] for note in session.baseline.graph.assumptions if STATED in note]
+    return tuple(
+        f"the value stated for {line} was not used: no op on such a line reads a tensor's value or selects elements, "
+        "or the rehearsal knows the result"
+        for line in session.workload.answers.unused(stated)
+    )
 
 
 def _compile_notes(model: torch.nn.Module) -> tuple[str, ...]:

@@ -84,7 +84,7 @@ class Recorder(TorchDispatchMode):
         self.ops: list[Op] = []
         self.table = StorageTable(device, virtual=virtual)
         self.calls = ModuleCalls(self.table, self.enters_model)
-        self.data_dependence = DataDependence(self.calls.location)
+        self.data_dependence = DataDependence(self.calls.location, self._line)
         self.updates = Updates(self.table, self.data_dependence)
         self.step = 0
         self.micro_batch = 0
@@ -287,6 +287,12 @@ class Recorder(TorchDispatchMode):
             )
             return Phase.RECOMPUTE, where, None, None
         return Phase.BACKWARD, self.ops[forward_op].module if forward_op is not None else "", None, forward_op
+
+    def _line(self) -> str:
+        """Returns the running line of model code; in backward, that of the forward op whose gradient is computed."""
+        node = torch._C._current_autograd_node()
+        index = None if node is None else self._op_of_sequence.get(node._sequence_nr())
+        return source_line(in_backward=node is not None) or ("" if index is None else self.ops[index].source)
 
     def _run(self, op, *args):
         return self.__torch_dispatch__(op, (), args)

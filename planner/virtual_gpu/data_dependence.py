@@ -30,6 +30,10 @@ ASSUMED_CHECKS = "every check on tensor values (assert, or `if ...: raise`) pass
 ASSUMED_MATCHING = (
     "predictions are matched to targets in order; the number of matched pairs is the same for every matching"
 )
+STATED = ", as you stated"
+"""The end of an assumption that the user stated."""
+_MOST_ANSWERS = 10_000
+"""Maximum number of times that a line gets a stated value in succession: a loop that it controls may not end."""
 ASSUMED_LOGGED = "the number that float() gives is only logged"
 
 _SCALING_FACTORS = {
@@ -59,9 +63,10 @@ class DataDependence:
 
     Args:
         where: returns the name of the running module, for messages.
+        line: returns the line of model code that needs a value.
     """
 
-    def __init__(self, where: Callable[[], str]) -> None:
+    def __init__(self, where: Callable[[], str], line: Callable[[], str] = source_line) -> None:
         self.known = ShadowValues()
         self.answers = Answers()
         self.numbers_are_for_logging = False
@@ -69,6 +74,9 @@ class DataDependence:
         self.assumptions: dict[str, None] = {}
         """The assumptions, each with module and line, in the order in which they were first needed."""
         self._where = where
+        self._line = line
+        self._answered: tuple[str, int] = ("", 0)
+        """The line that got a stated value last, with the number of times that it got one in succession."""
         self._noted: set[tuple[str, str]] = set()
         """(assumption, source line) of the assumptions that are noted already."""
         self._in_istft = False
@@ -81,7 +89,7 @@ class DataDependence:
 
     def assume(self, assumptions: Iterable[str]) -> None:
         """Notes that the line of the model's code that is running depends on these assumptions."""
-        line = source_line()
+        line = self._line()
         for assumption in sorted(assumptions):
             if (assumption, line) not in self._noted:
                 self._noted.add((assumption, line))
@@ -96,7 +104,7 @@ class DataDependence:
             what: the reason why the rehearsal cannot continue, as a sentence.
             way_out: what the user can change, as an imperative.
         """
-        where, line = self._where(), source_line()
+        where, line = self._where(), self._line()
         if way_out is _WITHOUT_VALUES:
             way_out = _IN_A_PACKAGE if "-packages" in line else _WITHOUT_VALUES
             way_out += _STATE_IT.format(name=pathlib.PurePath(line).name) if line else ""
@@ -128,11 +136,40 @@ class DataDependence:
         return self._number(tensor) if answer is None else answer
 
     def stated(self) -> float | None:
-        """Returns the number that the user stated for the running line, and notes it; None if there is none."""
-        value = self.answers.at(source_line())
+        """Returns the number that the user stated for the running line, and notes it; None if there is none.
+
+        Raises:
+            RehearsalError: a loop on this line would not end.
+        """
+        line = self._line()
+        value = self.answers.at(line)
         if value is not None:
-            self.assume((f"the value or the number of elements is {value:g}, as you stated",))
+            self.assume((f"the value or the number of elements is {value:g}{STATED}",))
+            self._answered = (line, self._answered[1] + 1 if line == self._answered[0] else 1)
+            if self._answered[1] > _MOST_ANSWERS:
+                raise self.refusal(
+                    f"the value {value:g}, which you stated, was asked for {_MOST_ANSWERS:,} times in succession",
+                    "state a value with which the loop ends, or give the loop a largest number of rounds",
+                )
         return value
+
+    def is_stated(self) -> bool:
+        """True if the user stated a number for the running line."""
+        return self.answers.at(self._line()) is not None
+
+    def stated_count(self) -> int | None:
+        """Returns the number of elements that the user stated for the running line; None if there is none.
+
+        Raises:
+            RehearsalError: it is no number of elements.
+        """
+        value = self.stated()
+        if value is not None and (value < 0 or value != int(value)):
+            raise self.refusal(
+                f"this line selects elements, and {value:g}, which you stated, cannot be their number",
+                "state a whole number",
+            )
+        return None if value is None else int(value)
 
     def _number(self, tensor: torch.Tensor) -> float | int | bool | None:
         """Returns the known value of a tensor with one element; None if it is not known."""

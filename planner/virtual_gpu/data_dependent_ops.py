@@ -23,7 +23,8 @@ def run_data_dependent_op(
 ) -> tuple[bool, Any, Any]:
     """Runs a data-dependent op if the values that it depends on are known, or if its result has a bounded size.
 
-    A result of unknown size gets the size that the user stated for the line, or the largest size that is possible.
+    A result of unknown or assumed size gets the size that the user stated for the line. If there is none, a result of
+    unknown size gets the largest size that is possible.
 
     Indexing with a boolean mask is converted as on CUDA: to `nonzero`, and then indexing with the positions
     (`expandTensors` in ATen/native/IndexingUtils.h).
@@ -54,11 +55,11 @@ def run_data_dependent_op(
     if real_result is None and op is _aten.equal.default:
         answer = dependence.check_outcome()
         return answer is not None, answer, args
-    if real_result is None:
-        bounded = _of_largest_size(dependence, op, args, kwargs)
-        return bounded is not None, bounded, args
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     assumed = known.assumptions(inputs)
+    if real_result is None or (assumed and str(op) in _BOUNDED and dependence.is_stated()):
+        bounded = _of_largest_size(dependence, op, args, kwargs)
+        return bounded is not None, bounded, args
     dependence.assume(assumed)
 
     def fake(value: Any) -> Any:
@@ -113,16 +114,16 @@ def _unique(
 
 
 def _repeat_interleave(dependence: DataDependence, repeats: torch.Tensor, **_: Any) -> torch.Tensor | None:
-    count = dependence.stated()
-    return None if count is None else repeats.new_empty(int(count), dtype=torch.int64)
+    count = dependence.stated_count()
+    return None if count is None else repeats.new_empty(count, dtype=torch.int64)
 
 
 def _bincount(
     dependence: DataDependence, self: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0
 ) -> torch.Tensor | None:
-    count = dependence.stated()
+    count = dependence.stated_count()
     dtype = torch.int64 if weights is None else torch.float64 if weights.dtype != torch.float32 else torch.float32
-    return None if count is None else self.new_empty(max(int(count), minlength), dtype=dtype)
+    return None if count is None else self.new_empty(max(count, minlength), dtype=dtype)
 
 
 def _count(dependence: DataDependence, most: int, assumption: str) -> int:
@@ -130,10 +131,10 @@ def _count(dependence: DataDependence, most: int, assumption: str) -> int:
 
     If the user stated none, returns `most`, and notes the assumption under which there are `most` elements.
     """
-    stated = dependence.stated()
+    stated = dependence.stated_count()
     if stated is None:
         dependence.assume((assumption,))
-    return most if stated is None else min(int(stated), most)
+    return most if stated is None else min(stated, most)
 
 
 _BOUNDED: dict[str, Callable[..., Any]] = {

@@ -46,13 +46,17 @@ def optimizer_in(running: Iterable[FrameType]) -> torch.optim.Optimizer | None:
     return next((owner for owner in owners if isinstance(owner, torch.optim.Optimizer)), None)
 
 
-def source_line() -> str:
+def source_line(*, in_backward: bool = False) -> str:
     """Returns 'file.py:line' of the innermost frame of model code, or '' if there is none.
 
     The code that calls `record_steps` is not model code.
+
+    Args:
+        in_backward: True to look only at the code that autograd calls, and not at the code that called `backward()`.
     """
     for frame in frames():
-        if (frame.f_code.co_name, frame.f_code.co_filename) == _RECORDING:
+        name = frame.f_code.co_name
+        if (name, frame.f_code.co_filename) == _RECORDING or (in_backward and name == "_engine_run_backward"):
             return ""
         if is_model_code(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
