@@ -147,13 +147,8 @@ class Recorder(TorchDispatchMode):
                 f"the result of {op} depends on values of tensors, which a rehearsal does not compute"
             ) from None
         except UnsupportedOperatorException:
-            if not any(map(sparse_tensors.has_elements, nested_tensors((args, kwargs)))):
-                raise self.data_dependence.refusal(
-                    f"{op} has no fake kernel, so a rehearsal cannot run it",
-                    "register a fake kernel with torch.library.register_fake",
-                ) from None
             with self.pause():
-                out, scratch = sparse_tensors.run(self.data_dependence, op, args, kwargs)
+                out, scratch = sparse_tensors.run_without_fake_kernel(self.data_dependence, op, args, kwargs)
         # 3. Carry known values on to the result. A view shares its argument's storage, whose values are known already.
         if not ran and not (traits.is_view and isinstance(args[0], FakeTensor)):
             self.data_dependence.known.follow(op, args, kwargs, out, traits.written_arguments(args, kwargs))

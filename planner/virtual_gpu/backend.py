@@ -39,13 +39,14 @@ ONE_KERNEL_ON_CUDA = ("silu_backward", "mish_backward")
 class VirtualGpuMode(FakeTensorMode):
     """The `FakeTensorMode` of the virtual device.
 
-    It differs from its base class in four points:
+    It differs from its base class in five points:
 
     - It does not initialize the device, which would fail when a model calls `torch.tensor(...)`.
     - It raises `UnsupportedOperatorException` for an op without a fake kernel. The base class would run the real kernel
       on zeros, but the virtual device has no real kernels.
     - It has a second, faster cache of results (`fake_tensor_cache`).
     - It is not copied with a tensor: views of a tensor with another mode would have a storage of their own.
+    - It makes tensors for CUDA on the virtual GPU, because models and training steps name CUDA in their code.
     """
 
     def __init__(self) -> None:
@@ -63,6 +64,8 @@ class VirtualGpuMode(FakeTensorMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.cache_enabled = not _bypasses_fake_mode_cache(func)
         kwargs = kwargs or {}
+        if _names_cuda(kwargs.get("device")) and is_installed():
+            kwargs = {**kwargs, "device": torch.device(NAME)}
         return self._results(func, args, kwargs, lambda: self.dispatch(func, types, args, kwargs))
 
     @property
@@ -170,7 +173,37 @@ def install(target: Target) -> Autocast:
         autocast.register(library)
         _register_kernels(target)
     _redirect_cuda_autocast()
+    _redirect_cuda_tensors()
     return autocast
+
+
+def is_installed() -> bool:
+    """True if this process has the virtual GPU."""
+    return torch._C._get_privateuse1_backend_name() == NAME
+
+
+def _names_cuda(device: Any) -> bool:
+    """True for the device 'cuda' or 'cuda:0', as a string or as a `torch.device`."""
+    kind = device.type if isinstance(device, torch.device) else device
+    return isinstance(kind, str) and kind.partition(":")[0] == "cuda"
+
+
+def _redirect_cuda_tensors() -> None:
+    """Makes `tensor.to("cuda")`, `tensor.cuda()` and `torch.cuda.synchronize()` mean the virtual GPU."""
+    move = torch.Tensor.to
+
+    def to(self: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        named = [NAME if _names_cuda(value) else value for value in arguments]
+        return move(self, *named, **{name: NAME if _names_cuda(value) else value for name, value in options.items()})
+
+    def cuda(self: torch.Tensor, device: object = None, non_blocking: bool = False, **options: Any) -> torch.Tensor:
+        return move(self, NAME, non_blocking=non_blocking, **options)
+
+    tensor: Any = torch.Tensor  # mypy does not allow to patch methods of a class
+    tensor.to, tensor.cuda = to, cuda
+    torch.cuda._lazy_init = lambda: None
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.current_device = lambda: 0
 
 
 def let_libraries_take_fakes_for_real(device: str = NAME) -> None:
@@ -179,6 +212,8 @@ def let_libraries_take_fakes_for_real(device: str = NAME) -> None:
     Args:
         device: type of the device of the fake tensors.
     """
+    for name in _fused_steps_without_a_fake():
+        library("aten").impl(name, lambda *arguments, **options: None, "Meta")
     _let_optimizers_choose_as_for_real_tensors()
     _let_modules_convert_as_real_tensors_do()
     _let_bitsandbytes_make_its_tables(device)
@@ -224,8 +259,6 @@ def _register_kernels(target: Target) -> None:
 
     for name in ONE_KERNEL_ON_CUDA:
         aten.impl(name, like_last, "PrivateUse1")
-    for name in _fused_steps_without_a_fake():
-        aten.impl(name, lambda *arguments, **options: None, "Meta")
     quantized_weights.register(capability, target.sm_count, library)
 
 

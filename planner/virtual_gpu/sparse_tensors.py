@@ -95,6 +95,24 @@ def with_parts(
     return result
 
 
+def run_without_fake_kernel(
+    dependence: DataDependence, op: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]
+) -> Made:
+    """Returns the fake result of an op without a fake kernel, which must have sparse arguments, as `run` does.
+
+    Raises:
+        RehearsalError: it is not known what the op allocates.
+    """
+    if any(map(has_elements, nested_tensors((args, kwargs)))):
+        return run(dependence, op, args, kwargs)
+    raise dependence.refusal(
+        f"{op} has no fake kernel, so a rehearsal cannot run it",
+        "use a dense tensor there, or make the sparse tensor before the step, as a buffer or a tensor of the batch"
+        if "sparse" in op.name()
+        else "register a fake kernel with torch.library.register_fake",
+    )
+
+
 def run(dependence: DataDependence, op: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Made:
     """Returns the fake result of an op on sparse tensors of the model or of the batch, and its scratch tensors.
 
