@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -45,6 +45,10 @@ class ModuleCalls:
         self._states: list[dict[str, object]] = []
         self._before: list[tuple[int, torch.nn.Module, dict[str, object]]] = []
         """Calls in the running forward of the model: index of the call, module, and its attributes before the call."""
+        self._until_backward: list[tuple[int, torch.nn.Module, dict[str, object]]] = []
+        """The same for the forwards of the model that have ended, in a step of the user's own."""
+        self.of_own_step = False
+        """True for a step of the user's own, which may change modules between a forward and its backward."""
 
     @property
     def innermost(self) -> tuple[str, int | None]:
@@ -152,8 +156,18 @@ class ModuleCalls:
 
         A caller may set an attribute for one call, or put the module into evaluation mode.
         """
-        for call, module, before in self._before:
+        self._note_changed(self._before)
+        if self.of_own_step:
+            self._until_backward += (known for known in self._before if self.all[known[0]].obstacle is None)
+        self._before.clear()
+
+    def backward_begins(self) -> None:
+        """Notes calls whose modules the step has changed since their forward."""
+        self._note_changed(self._until_backward)
+        self._until_backward.clear()
+
+    def _note_changed(self, calls: Iterable[tuple[int, torch.nn.Module, dict[str, object]]]) -> None:
+        for call, module, before in calls:
             now = attributes_of(module)
             if (changed := changed_state(before, now) or changed_state(now, before)) is not None:
                 self.note_obstacle(call, f"{changed} changes after it has run")
-        self._before.clear()

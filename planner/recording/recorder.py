@@ -273,6 +273,8 @@ class Recorder(TorchDispatchMode):
                 # Autograd numbers its nodes: this op's node, if it makes one, is the one counted last.
                 self._op_of_sequence[torch.autograd._get_sequence_nr() - 1] = index
             return phase, module, call, None
+        if not self._seen_backward:
+            self.calls.backward_begins()
         self._seen_backward = True
         forward_op = self._op_of_sequence.get(node._sequence_nr())
         if self._backwards.recompute(in_module=self.calls.are_running):
@@ -312,7 +314,7 @@ class Recorder(TorchDispatchMode):
         Args:
             own_step: True if the step is a function of the user's own, which may run several forwards and backwards.
         """
-        self._own_step = self.data_dependence.numbers_are_for_logging = own_step
+        self._own_step = self.data_dependence.numbers_are_for_logging = self.calls.of_own_step = own_step
         self.module_types = {name: type(module).__name__ for name, module in model.named_modules()}
         self._note_buffers(model)
         if self.virtual and self.what_if:
