@@ -206,7 +206,8 @@ def _optimizers(workload: Workload, constraints: Constraints, notes: list[str]) 
     If the step has several optimizers, a decision names those for which it is possible.
     """
     named = by_name(workload.optimizer)
-    reasons = {name: why_not_eight_bit(spec, workload.model) for name, spec in named.items()}
+    is_own = workload.step is not None
+    reasons = {name: why_not_eight_bit(spec, workload.model, of_own_step=is_own) for name, spec in named.items()}
     able, why_not = tuple(name for name in named if reasons[name] is None), next(iter(reasons.values()))
     for name, reason in reasons.items():
         if reason and constraints.allow(Optimizer):

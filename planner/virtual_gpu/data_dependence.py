@@ -361,7 +361,6 @@ class UnknownNumber(float):
 
     __hash__ = float.__hash__
 
-
     def __float__(self) -> float:
         self._dependence.assume((ASSUMED_LOGGED,))
         return 1.0

@@ -8,15 +8,19 @@ from collections.abc import Iterable
 import torch
 
 from planner.workload.optimizer_choice import OptimizerSpec, optimizer_name
-from planner.workload.torch_optimizers import has_step_hooks, sparse_lookups
+from planner.workload.torch_optimizers import has_scheduler, has_step_hooks, sparse_lookups
 
 _ADAM_NAMES = ("adam", "adamw")
 _SMALLEST_IN_8_BITS = 4096
 """bitsandbytes keeps the state of parameters with fewer elements in 32 bits (`min_8bit_size`)."""
 
 
-def why_not_eight_bit(optimizer: OptimizerSpec, model: torch.nn.Module) -> str | None:
-    """Returns the reason why bitsandbytes' AdamW cannot replace an optimizer of `model`; None if it can."""
+def why_not_eight_bit(optimizer: OptimizerSpec, model: torch.nn.Module, *, of_own_step: bool = False) -> str | None:
+    """Returns the reason why bitsandbytes' AdamW cannot replace an optimizer of `model`; None if it can.
+
+    Args:
+        of_own_step: True if a step of the user's own calls the optimizer, and its scheduler.
+    """
     if importlib.util.find_spec("bitsandbytes") is None:
         return "bitsandbytes is not installed (pip install bitsandbytes)"
     if any(p.dtype == torch.float64 for p in model.parameters() if p.requires_grad):
@@ -31,6 +35,8 @@ def why_not_eight_bit(optimizer: OptimizerSpec, model: torch.nn.Module) -> str |
         return "the optimizer already holds state"
     if has_step_hooks(optimizer):
         return "the optimizer has step hooks, which would be lost"
+    if of_own_step and has_scheduler(optimizer):
+        return "your step function has a learning-rate scheduler for the optimizer that would be replaced"
     for group in optimizer.param_groups:
         if group["amsgrad"] or group["maximize"]:
             return "the 8-bit optimizer supports neither amsgrad nor maximize"

@@ -38,6 +38,11 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
+def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
+    """True if a learning-rate scheduler was created for the optimizer, which then has a `step` of its own."""
+    return hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched")
+
+
 _FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
 """Optimizers of `torch.optim` that have a fused CUDA kernel: their classes take the argument `fused`."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from planner.plan_types.decision_base import Decision, Role, with_roles
 from planner.plan_types.plan import Plan
 from planner.rewrite.application import apply_decisions
+from planner.rewrite.parity.function_copy import copy_of_function
 from planner.rewrite.parity.result import Row, compare
 from planner.rewrite.portable.batch_slicing import map_tensors
 from planner.workload.call_convention import Calling, StepFn
@@ -49,14 +51,21 @@ def _trained(
     device: torch.device,
     steps: int,
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Train a copy, and return its tensors on the host by kind and name."""
-    model, optimizer = copy.deepcopy((model, optimizer))
+    """Train a copy, and return its tensors on the host by kind and name.
+
+    The state that the step function keeps is copied, too: both trainings begin with it, and it does not change.
+    """
+    memo: dict[int, Any] = {}
+    model, optimizer = copy.deepcopy((model, optimizer), memo)
+    step = copy_of_function(step, memo)
     rewritten = apply_decisions(
         decisions, model.to(device), optimizer=optimizer, calling=Calling.STEP, batch_size=1, step=step
     )
     torch.manual_seed(0)
-    for _ in range(steps):
-        rewritten.step(map_tensors(lambda tensor: tensor.clone(), batch))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module="torch.optim.lr_scheduler")  # of a copy
+        for _ in range(steps):
+            rewritten.step(map_tensors(lambda tensor: tensor.clone(), batch))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     states = (pair for each in rewritten.optimizers for pair in each.state.items())
     results: dict[str, dict[str, Any]] = {

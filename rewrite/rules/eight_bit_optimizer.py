@@ -16,8 +16,9 @@ from planner.plan_types.decisions import Optimizer
 from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import EmittedCode
 from planner.rewrite.rewriting import Rewriting
+from planner.workload.call_convention import Calling
 from planner.workload.optimizer_choice import OPTIMIZERS
-from planner.workload.torch_optimizers import has_step_hooks, sparse_lookups
+from planner.workload.torch_optimizers import has_scheduler, has_step_hooks, sparse_lookups
 
 _TAKEN_OVER = ("lr", "betas", "eps", "weight_decay")
 """Hyperparameters that are copied from each parameter group of the replaced optimizer."""
@@ -28,7 +29,7 @@ def eight_bit_optimizer(rewriting: Rewriting, decision: Optimizer) -> None:
 
     Raises:
         DecisionError: if bitsandbytes is not installed, if gradients are sparse, or if the optimizer is not AdamW or
-            Adam, has step hooks, uses options that 8-bit AdamW does not have, or has taken a step already, so that its
+            Adam, has step hooks or (for a step of the user's own) a scheduler, uses options that 8-bit AdamW does not have, or has taken a step already, so that its
             state would be lost.
     """
     for lookup in sparse_lookups(rewriting.model):
@@ -39,6 +40,11 @@ def eight_bit_optimizer(rewriting: Rewriting, decision: Optimizer) -> None:
     chosen = rewriting.chosen_optimizers(decision.optimizers, decision.kind)
     for replaced in chosen.values():
         _refuse_what_cannot_be_taken_over(replaced)
+        if rewriting.calling is Calling.STEP and has_scheduler(replaced):
+            raise DecisionError(
+                f"optimizer adamw8bit would replace {type(replaced).__name__}, and the learning-rate scheduler that was "
+                "created for it would have no effect: create it in the step function, or forbid 8bit-optimizer"
+            )
     bitsandbytes = _bitsandbytes()
     for name, replaced in chosen.items():
         groups = [_group(group, replaced.defaults) for group in replaced.param_groups]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-import warnings
 
 import pytest
 import torch
@@ -231,16 +230,36 @@ def test_verify_compares_copies_that_train_by_the_users_step():
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
 
-def test_verify_sees_a_step_that_trains_another_model_than_the_one_it_gets():
+def test_verify_trains_copies_with_copies_of_what_the_step_keeps():
+    """Its schedulers, its counters and the model that it closes over: both trainings begin with the same state."""
+    loop, calls = LOOPS["manual accumulation"], [0]
+    model = network(dropout=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    before = copy.deepcopy(model.state_dict())
+
+    class Trainer:
+        def __init__(self):
+            self.model = model
+
+        def step(self, _, optimizer, batch):
+            calls[0] += 1
+            if calls[0] % 2:
+                loop.step(self.model, optimizer, batch)
+            scheduler.step()
+
+    plan, trainer = plan_of(loop, model, Checkpoint(modules=("0",))), Trainer()
+    parity = rewrite.verify(plan, model, loop.batch(8), step=trainer.step, optimizer=optimizer)
+    assert parity.passed, str(parity)
+    assert calls == [0] and scheduler.last_epoch == 0 and optimizer.param_groups[0]["lr"] == 0.1
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_8_bit_state_does_not_replace_an_optimizer_whose_scheduler_the_step_calls():
+    pytest.importorskip("bitsandbytes")
     loop = LOOPS["manual accumulation"]
     model = network()
-
-    def step(_, optimizer, batch):
-        loop.step(model, optimizer, batch)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        parity = rewrite.verify(
-            plan_of(loop, model, Checkpoint(modules=("0",))), model, loop.batch(8), step=step, optimizer="sgd"
-        )
-    assert not parity.passed
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(DecisionError, match="the learning-rate scheduler that was created for it would have no effect"):
+        rewrite.apply(plan_of(loop, model, Optimizer()), model, optimizer, step=loop.step)
