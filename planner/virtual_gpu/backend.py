@@ -190,7 +190,7 @@ def _names_cuda(device: Any) -> bool:
 
 def _redirect_cuda_tensors() -> None:
     """Makes `tensor.to("cuda")`, `tensor.cuda()` and `torch.cuda.synchronize()` mean the virtual GPU."""
-    move = torch.Tensor.to
+    move: Any = torch.Tensor.to
 
     def to(self: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
         named = [NAME if _names_cuda(value) else value for value in arguments]

@@ -63,7 +63,7 @@ def _trained(
     )
     torch.manual_seed(0)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning, module="torch.optim.lr_scheduler")  # of a copy
+        warnings.filterwarnings("ignore", message="Seems like `optimizer.step")  # of the copy of a scheduler
         for _ in range(steps):
             rewritten.step(map_tensors(lambda tensor: tensor.clone(), batch))
     names = {id(parameter): name for name, parameter in model.named_parameters()}

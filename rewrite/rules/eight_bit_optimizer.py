@@ -29,8 +29,8 @@ def eight_bit_optimizer(rewriting: Rewriting, decision: Optimizer) -> None:
 
     Raises:
         DecisionError: if bitsandbytes is not installed, if gradients are sparse, or if the optimizer is not AdamW or
-            Adam, has step hooks or (for a step of the user's own) a scheduler, uses options that 8-bit AdamW does not have, or has taken a step already, so that its
-            state would be lost.
+            Adam, has step hooks or (for a step of the user's own) a scheduler, uses options that 8-bit AdamW does not
+            have, or has taken a step already, so that its state would be lost.
     """
     for lookup in sparse_lookups(rewriting.model):
         raise DecisionError(
@@ -42,8 +42,8 @@ def eight_bit_optimizer(rewriting: Rewriting, decision: Optimizer) -> None:
         _refuse_what_cannot_be_taken_over(replaced)
         if rewriting.calling is Calling.STEP and has_scheduler(replaced):
             raise DecisionError(
-                f"optimizer adamw8bit would replace {type(replaced).__name__}, and the learning-rate scheduler that was "
-                "created for it would have no effect: create it in the step function, or forbid 8bit-optimizer"
+                f"optimizer adamw8bit would replace {type(replaced).__name__}, and the learning-rate scheduler that "
+                "was created for it would have no effect: create it in the step function, or forbid 8bit-optimizer"
             )
     bitsandbytes = _bitsandbytes()
     for name, replaced in chosen.items():
