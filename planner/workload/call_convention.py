@@ -36,7 +36,7 @@ class Calling(enum.Enum):
     ALL_BUT_LAST = "model(*batch[:-1])"
     """The batch is a tuple whose last item is the targets, and a loss function is given."""
     SINGLE = "model(batch)"
-    """The batch is one tensor, or a dataclass that the model takes as its only argument."""
+    """The batch is one tensor, or a dataclass or graph that the model takes as its only argument."""
     STEP = "step(model, optimizer, batch)"
     """The user's own training step calls the model."""
 
@@ -49,13 +49,14 @@ class Calling(enum.Enum):
         """
         if isinstance(batch, Mapping):
             return cls.KEYWORDS
-        if isinstance(batch, torch.Tensor) or (dataclasses.is_dataclass(batch) and not isinstance(batch, type)):
+        is_dataclass = dataclasses.is_dataclass(batch) and not isinstance(batch, type)
+        if isinstance(batch, torch.Tensor) or is_dataclass or is_graph(batch):
             return cls.SINGLE
         if isinstance(batch, (tuple, list)):
             return cls.POSITIONAL if loss_fn is None or len(batch) < 2 else cls.ALL_BUT_LAST
         raise WorkloadError(
             f"a batch of type {type(batch).__name__} is not supported: give a dict of keyword arguments, a dataclass, "
-            "a tuple, or a tensor"
+            "a tuple, or a tensor; or a DataLoader or an iterator over batches, such as iter([first, second])"
         )
 
     def call(self, model: torch.nn.Module, batch: Any) -> Any:
@@ -71,6 +72,14 @@ class Calling(enum.Enum):
                 return model(batch)
             case Calling.STEP:
                 raise WorkloadError("only the step function of the user says how the model is called")
+
+
+def is_graph(value: Any) -> bool:
+    """True for an object with `to_dict` and `apply`, as the graphs of torch_geometric (`Data`, `HeteroData`, `Batch`).
+
+    `value.apply(function)` replaces each tensor of the object by the result of the function, and returns the object.
+    """
+    return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in ("to_dict", "apply"))
 
 
 def loss_of(output: Any, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:

@@ -17,7 +17,7 @@ from planner.plan_types.answers import NOTHING_STATED, Answers
 from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import ModelFacts, WorkloadFacts
 from planner.plan_types.quantized import element_count
-from planner.workload.call_convention import Calling, LossFn, StepFn
+from planner.workload.call_convention import Calling, LossFn, StepFn, is_graph
 from planner.workload.model_loss import own_loss
 from planner.workload.optimizer_choice import OPTIMIZERS, Optimizers, by_name, optimizer_name
 from planner.workload.own_step import as_module, refuse_with_step
@@ -132,6 +132,10 @@ class Workload:
         )
 
 
+_WITHOUT_TENSORS = (type(None), int, float, str, Mapping, list, tuple)
+"""Types of a batch that may have no tensors in a step of the user's own."""
+
+
 def main_dtype(model: torch.nn.Module) -> str:
     """Returns the name of the dtype of most floating-point weights."""
     counts: Counter[torch.dtype] = Counter()
@@ -190,6 +194,7 @@ def workload(
             f"the model is of type {type(model).__name__}, not torch.nn.Module: give a module, or a function that "
             "returns one"
         )
+    calling = Calling.of(batch, loss_fn) if step is None else Calling.STEP
     refuse_unsupported(model, tensors_of(batch))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise WorkloadError(
@@ -201,7 +206,10 @@ def workload(
             "gradients_alive (--accumulating-loop) cannot be used with an embedding that has sparse=True: each batch "
             "adds rows to its gradient, whose size is therefore unknown; create the embedding with sparse=False"
         )
-    batch_size = batch_size_of(batch) if by_sample is None else _stated_batch_size(batch, by_sample)
+    if step is not None and isinstance(batch, _WITHOUT_TENSORS) and not any(tensors_of(batch)):
+        batch_size = 1  # the step makes its own samples
+    else:
+        batch_size = batch_size_of(batch) if by_sample is None else _stated_batch_size(batch, by_sample)
     return Workload(
         model=model,
         batch=batch,
@@ -210,7 +218,7 @@ def workload(
         step=step,
         batch_size=batch_size,
         seq_len=seq_len,
-        calling=Calling.of(batch, loss_fn) if step is None else Calling.STEP,
+        calling=calling,
         reference=reference,
         gradients_alive=gradients_alive,
         not_by_sample=tuple(
@@ -339,7 +347,7 @@ def map_batch(
 
     Args:
         function: function that is applied to each tensor.
-        value: the nested batch: tensors in dataclasses, mappings, lists and tuples.
+        value: the nested batch: tensors in dataclasses, mappings, lists, tuples and graphs (`is_graph`).
         of_mappings: function that is called with each list of mappings, and returns the list that replaces it. If it
             returns None, or if `of_mappings` is None, `function` is applied to the tensors in the list.
     """
@@ -362,6 +370,8 @@ def map_batch(
     if isinstance(value, (list, tuple)):
         items = [map_item(item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if is_graph(value):
+        return copy.copy(value).apply(lambda item: function(item) if isinstance(item, torch.Tensor) else item)
     return value
 
 
@@ -383,6 +393,8 @@ def tensors_of(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]
     elif isinstance(value, (list, tuple)):
         for position, item in enumerate(value):
             yield from tensors_of(item, f"{path}.{position}".lstrip("."))
+    elif is_graph(value):
+        yield from tensors_of(value.to_dict(), path)
 
 
 def described(batch: Any) -> Iterator[tuple[str, tuple[int, ...], str]]:

@@ -83,4 +83,6 @@ def map_tensors(function, batch, of_mappings=None, excluded=(), path=""):
     if isinstance(batch, (tuple, list)):
         parts = [inside(value, number) for number, value in enumerate(batch)]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)  # _fields: a named tuple
+    if hasattr(batch, "to_dict") and hasattr(batch, "apply"):  # a graph of torch_geometric
+        return copy.copy(batch).apply(lambda value: function(value) if isinstance(value, torch.Tensor) else value)
     return batch
