@@ -48,7 +48,7 @@ from planner.workload.call_convention import LossFn, StepFn
 from planner.workload.optimizer_choice import Optimizers
 from planner.workload.own_step import as_module
 from planner.workload.torch_optimizers import has_step_hooks
-from planner.workload.workload import batch_size_of
+from planner.workload.workload import batch_size_of, tensors_of
 
 
 def verify(
@@ -97,7 +97,7 @@ def verify(
     choice = matched(plan, model, optimizer, loss_fn, step)
     if steps < 1:
         raise DecisionError(f"steps={steps}: there is nothing to compare without a step; give at least 1")
-    if batch_size_of(batch) != plan.workload.batch_size:
+    if (step is None or any(tensors_of(batch))) and batch_size_of(batch) != plan.workload.batch_size:
         raise PlanFileError(
             f"the plan is for batches of {plan.workload.batch_size} samples, this one has {batch_size_of(batch)}: "
             "give a batch of the planned size, or make the plan again"
