@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import functools
+import sysconfig
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from planner.virtual_gpu.source_lines import is_model_code
-
 _SHARED = (types.ModuleType, type, torch.utils.data.DataLoader, torch.utils.data.Dataset)
 """Types of objects that are not copied: a training step does not change them, and they may be large."""
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+"""Folders of functions that are not copied: they belong to Python or to an installed package."""
 
 
 def copy_of_function(function: Callable, memo: dict[int, Any]) -> Callable:
@@ -35,7 +36,7 @@ def copy_of_function(function: Callable, memo: dict[int, Any]) -> Callable:
         return functools.partial(copy_of_function(function.func, memo), *given, **named)
     if not isinstance(function, types.FunctionType):
         return _copied(function, memo)
-    if id(function) in memo or not is_model_code(function.__code__.co_filename):
+    if id(function) in memo or function.__code__.co_filename.startswith(_LIBRARIES):
         return memo.get(id(function), function)
     cells = tuple(types.CellType() for _ in function.__closure__ or ())
     own = dict(function.__globals__)
