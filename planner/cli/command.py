@@ -183,13 +183,19 @@ def _standard_output_to_error() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _working(activity: str) -> Iterator[None]:
-    """Show a spinner on standard error, if standard error is a terminal."""
+    """Show on standard error what runs: a spinner if it is a terminal, and lines of what takes long, with its time."""
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(activity):
-        yield
+    with console.status(activity) if console.is_terminal else contextlib.nullcontext():
+        logger, handler = logging.getLogger("planner"), logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("plan: %(message)s"))
+        level = logger.level
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
 
 
 def _refuse(error: PlannerError, *, as_json: bool, out: TextIO) -> int:

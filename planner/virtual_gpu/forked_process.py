@@ -6,10 +6,13 @@ has the user's model without pickling it.
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
+import select
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -20,6 +23,11 @@ from planner.errors import PlannerError, RehearsalProcessError
 
 _NO_BACKWARD_IN_FORK = "in combination with fork-based multiprocessing"
 """Text in the error that autograd raises in a child forked after a backward (torch/csrc/autograd/engine.cpp)."""
+
+NOTICE_SECONDS = 15.0
+"""Time after which `Child.result` logs what it waits for, again and again until the answer comes."""
+
+logger = logging.getLogger(__name__)
 
 Refuse = Callable[[PlannerError], NoReturn]
 """A function that sends an error to the parent as the answer of the child, and ends the child. It does not return."""
@@ -32,13 +40,20 @@ class Child:
         function: computes a picklable value in the child. It must call `refuse(error)` instead of raising an error that
             would pass through C++ code which then aborts the process.
         receive: called by `result` in the parent, with the value. It returns the result.
+        task: what the child does, for the log of a user who waits.
 
     Raises:
         RehearsalProcessError: the process cannot be forked.
     """
 
-    def __init__(self, function: Callable[[Refuse], Any], receive: Callable[[Any], Any] = lambda value: value) -> None:
-        self._receive = receive
+    def __init__(
+        self,
+        function: Callable[[Refuse], Any],
+        receive: Callable[[Any], Any] = lambda value: value,
+        *,
+        task: str = "rehearsing the training step",
+    ) -> None:
+        self._receive, self._task, self._began = receive, task, time.monotonic()
         if not hasattr(os, "fork"):
             raise RehearsalProcessError(
                 f"a rehearsal has to fork this process, which this system ({sys.platform}) does not support: "
@@ -72,6 +87,8 @@ class Child:
             RehearsalProcessError: the function raised another error, or the child ended without an answer.
         """
         try:
+            while not select.select([self._reader], [], [], NOTICE_SECONDS)[0]:
+                logger.info("%s: %.0f s so far", self._task, time.monotonic() - self._began)
             with os.fdopen(self._reader, "rb", closefd=False) as pipe:
                 answer = pipe.read()
         except BaseException:  # For example an interrupt (Ctrl-C), which the child may not have received.
@@ -89,9 +106,9 @@ class Child:
         raise value
 
 
-def run_in_child(function: Callable[[], Any]) -> Any:
-    """Computes `function()` in a forked child and returns its value, which must be picklable."""
-    return Child(lambda refuse: function()).result()
+def run_in_child(function: Callable[[], Any], *, task: str = "working in a child process") -> Any:
+    """Computes `function()` in a forked child and returns its value, which must be picklable. `task` as in `Child`."""
+    return Child(lambda refuse: function(), task=task).result()
 
 
 def _serve(function: Callable[[Refuse], Any], writer: int) -> None:
