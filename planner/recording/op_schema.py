@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ _SHORT_NAMES = {
 class OpTraits:
     """The properties of an op that do not depend on the arguments of a call."""
 
+    name: str
+    """The op's name with its overload, such as 'aten.add.Tensor'."""
     is_view: bool
     """True if the op returns an alias of an argument and writes nothing. Such an op launches no kernel."""
     written: tuple[tuple[int, str], ...]
@@ -88,7 +90,7 @@ def op_traits(op: torch._ops.OpOverload) -> OpTraits:
     takes_tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
     known = is_view or not takes_tensors or not _NO_SCRATCH_TAGS.isdisjoint(op.tags) or is_known(str(op))
     asks_values = torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags
-    return OpTraits(is_view=is_view, written=written, scratch_known=known, asks_values=asks_values)
+    return OpTraits(name=str(op), is_view=is_view, written=written, scratch_known=known, asks_values=asks_values)
 
 
 def draws_random_numbers(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
@@ -100,6 +102,18 @@ def draws_random_numbers(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -
             dropout_p: Any = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
             return dropout_p > 0
     return True
+
+
+def numbers_in(value: object) -> Iterator[str]:
+    """Yields the numbers in nested lists, tuples and dicts as text, in order."""
+    if isinstance(value, (int, float, complex)):
+        yield repr(value)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from numbers_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from numbers_in(item)
 
 
 def kernel_call(op: torch._ops.OpOverload, args: tuple, kwargs: dict, out: object) -> KernelCall:

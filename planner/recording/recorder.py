@@ -28,7 +28,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from planner.recording.categories import classify, note_obstacles
 from planner.recording.flops import flops_of
@@ -43,6 +42,7 @@ from planner.recording.op_schema import (
     in_order_of_birth,
     kernel_call,
     moved_bytes,
+    numbers_in,
     op_traits,
     uses_batch_statistics,
 )
@@ -194,11 +194,11 @@ class Recorder(TorchDispatchMode):
         if not read and not written:
             return
         # 1. The op, attributed to the phase, module and source line that run it.
-        index = len(self.ops)
+        index, name = len(self.ops), traits.name
         phase, module, call, forward_op = self._where(index)
         self.ops.append(
             Op(
-                name=str(op),
+                name=name,
                 tick=tick,
                 phase=phase,
                 module=module,
@@ -212,16 +212,15 @@ class Recorder(TorchDispatchMode):
                 step=self.step,
                 micro_batch=self.micro_batch,
                 forward_op=forward_op,
-                kernel=kernel_call(op, args, kwargs, out) if has_formula(str(op)) else None,
+                kernel=kernel_call(op, args, kwargs, out) if has_formula(name) else None,
                 scratch_known=traits.scratch_known,
                 writes=traits.writes,
                 draws_random_numbers=draws_random_numbers(op, args, kwargs),
             )
         )
         if phase is Phase.FORWARD:
-            numbers = [repr(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, (int, float, complex))]
             ops, with_numbers = self._forwards.get(self.step, (0, 0))
-            self._forwards[self.step] = hash((ops, str(op))), hash((with_numbers, str(op), *numbers))
+            self._forwards[self.step] = hash((ops, name)), hash((with_numbers, name, *numbers_in((args, kwargs))))
         # 2. Its storages, in the order in which the kernel allocates them: the simulated allocator depends on it.
         if not self._in_setup:
             self.table.birth_op = index

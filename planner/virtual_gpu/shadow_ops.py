@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 ASSUMED_RANDOM = "random numbers that the code branches on are all 0.5"
@@ -53,16 +51,23 @@ PLACES = {_aten.scatter.value, _aten.scatter.src}
 """Ops that put elements at known positions, as a router of experts does. Their results are also known for floats."""
 
 
-def nested_tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yields the tensors in nested lists, tuples and dicts, in order."""
+def nested_tensors(value: object) -> list[torch.Tensor]:
+    """Returns the tensors in nested lists, tuples and dicts, in order."""
+    found: list[torch.Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: object, found: list[torch.Tensor]) -> None:
+    """Appends the tensors of `value` to `found`. A list is quicker than a generator, and this runs for each op."""
     if isinstance(value, torch.Tensor):
-        yield value
+        found.append(value)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from nested_tensors(item)
+            _collect(item, found)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from nested_tensors(item)
+            _collect(item, found)
 
 
 def is_elementwise(op: torch._ops.OpOverload) -> bool:
