@@ -216,6 +216,7 @@ def let_libraries_take_fakes_for_real(device: str = NAME) -> None:
         library("aten").impl(name, lambda *arguments, **options: None, "Meta")
     _let_optimizers_choose_as_for_real_tensors()
     _let_modules_convert_as_real_tensors_do()
+    _let_parameters_be_copied_as_real_ones()
     _let_bitsandbytes_make_its_tables(device)
 
 
@@ -293,6 +294,22 @@ def _let_modules_convert_as_real_tensors_do() -> None:
         parameter.data = applied.data
 
     torch.utils.swap_tensors = swap_tensors
+
+
+def _let_parameters_be_copied_as_real_ones() -> None:
+    """Makes `copy.deepcopy` of a fake parameter run the ops of `torch.nn.Parameter.__deepcopy__`."""
+    copy_tensor = torch.Tensor.__deepcopy__
+
+    def deepcopy(self: Any, memo: dict[int, Any]) -> torch.Tensor:
+        if not getattr(self, "_is_param", False):
+            return copy_tensor(self, memo)
+        if id(self) not in memo:
+            memo[id(self)] = self.data.clone(memory_format=torch.preserve_format).requires_grad_(self.requires_grad)
+            memo[id(self)]._is_param = True
+        return memo[id(self)]
+
+    fake_tensor: Any = FakeTensor  # mypy does not allow to patch methods of a class
+    fake_tensor.__deepcopy__ = deepcopy
 
 
 def _let_bitsandbytes_make_its_tables(device: str) -> None:

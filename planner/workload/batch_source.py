@@ -57,7 +57,9 @@ def _batches(source: Iterable[Any]) -> Iterator[Any]:
         except StopIteration:
             return
         except Exception as error:  # the user's code
-            text = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            in_worker = "in DataLoader worker process" in lines[0]  # the traceback there ends with type and message
+            text = lines[-1].partition(": ")[2] if in_worker else lines[0]
             raise WorkloadError(
                 f"the data loader raised {type(error).__name__}: {text}; iterate over it without the planner to find "
                 "the cause"
@@ -154,6 +156,12 @@ def _tensor(stated: dict[str, Any], device: str) -> torch.Tensor:
             f"the input shapes contain {json.dumps(stated)[:80]}: shape must be a list of integers, and below an "
             "integer"
         )
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(shape, device=device).to(dtype)
-    return torch.randint(max(below, 1), shape, device=device).to(dtype)
+    try:
+        if dtype.is_floating_point or dtype.is_complex:
+            return torch.randn(shape, device=device).to(dtype)
+        return torch.randint(max(below, 1), shape, device=device).to(dtype)
+    except (RuntimeError, TypeError) as error:  # of an unusual dtype, or too large
+        raise WorkloadError(
+            f"the input shapes contain {json.dumps(stated)[:80]}, of which no tensor can be made: "
+            f"{str(error).splitlines()[0][:120]}"
+        ) from error

@@ -13,6 +13,7 @@ from planner.errors import RehearsalError
 from planner.plan_types.answers import Answers
 from planner.plan_types.decision_base import micro_batches_of
 from planner.recording.step_graph import StepGraph
+from planner.virtual_gpu import data_dependence
 from planner.workload.cards import resolve_card
 from planner.workload.workload import workload
 from tests.support.truth import Case, rehearsal, truth
@@ -277,3 +278,50 @@ def test_what_has_no_bound_is_refused_until_the_user_states_a_value(use):
         planned(use)
     few, many = (planned(use, vram=None, values={line_of(use, 2): n}).peak.allocated_bytes for n in (0, 640))
     assert few < many
+
+
+def test_a_stated_number_of_elements_holds_in_backward_too():
+    def put(model, tokens, **rest):
+        hidden, chosen = model.hidden(tokens).clone(), model.hidden(tokens).mean(-1) > 0
+        hidden[chosen] = 2 * model.hidden(tokens)[chosen]
+        return hidden
+
+    stated, bound = (planned(put, vram=None, values=values) for values in ({line_of(put, 2): 5}, {}))
+    assert stated.peak.allocated_bytes < bound.peak.allocated_bytes
+    for plan in (stated, bound):  # one note: the backward reports the line of the forward
+        assert len([note for note in plan.notes if "elements" in note]) == 1
+
+
+def test_a_stated_number_replaces_an_assumed_one():
+    def full(model, tokens, present, **rest):
+        return model.hidden(tokens)[present]
+
+    few = planned(full, vram=None, values={line_of(full, 1): 5})
+    assert few.peak.allocated_bytes < planned(full, vram=None).peak.allocated_bytes
+
+
+def test_a_stated_value_that_is_not_used_is_told():
+    plan = planned(chosen, vram=None, values={line_of(chosen, 1): 5})
+    assert any(note.startswith(f"the value stated for {line_of(chosen, 1)} was not used") for note in plan.notes)
+
+
+def halved_while_large(model, tokens, **rest):
+    hidden = model.hidden(tokens)
+    while hidden.abs().max() > 1:
+        hidden = hidden / 2
+    return hidden
+
+
+@pytest.mark.parametrize(
+    ("use", "number", "value", "message"),
+    [
+        (chosen, 2, -3, "-3, which you stated, cannot be their number"),
+        (chosen, 2, 2.5, "2.5, which you stated, cannot be their number"),
+        (halved_while_large, 2, 1, "10 times in succession"),
+    ],
+)
+def test_a_stated_value_that_cannot_be_is_refused_with_its_line(use, number, value, message, monkeypatch):
+    monkeypatch.setattr(data_dependence, "_MOST_ANSWERS", 10)
+    with pytest.raises(RehearsalError, match=message) as error:
+        planned(use, vram=None, values={line_of(use, number): value})
+    assert line_of(use, number) in str(error.value)

@@ -127,7 +127,7 @@ def accumulation(model, optimizer, batch):
     for part in batch.chunk(4):
         loss = model(part).square().mean() / 4
         loss.backward()
-        total = total + loss.detach()
+        total += loss.item()
     optimizer.step()
     return total
 
@@ -211,6 +211,20 @@ def shared_trunk(model, optimizer, batch):
     optimizer.step()
 
 
+def reptile(model, optimizer, batch):
+    """An inner optimizer trains a copy of the network; the outer one moves the network towards the copy."""
+    fast = copy.deepcopy(model["net"])
+    inner = torch.optim.SGD(fast.parameters(), lr=0.1)
+    for part in batch.chunk(2):
+        inner.zero_grad()
+        fast(part).square().mean().backward()
+        inner.step()
+    for parameter, trained in zip(model["net"].parameters(), fast.parameters(), strict=True):
+        parameter.grad = parameter.detach() - trained.detach()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def two(first: str, second: str, *, out: tuple[int, int] = (WIDTH, WIDTH), **options) -> Callable[[], nn.Module]:
     return lambda: nn.ModuleDict({first: network(out[0], **options), second: network(out[1], **options)})
 
@@ -244,6 +258,7 @@ LOOPS: dict[str, Loop] = {
         step=ema,
         optimizer=FromModel(lambda model: torch.optim.Adam(model["net"].parameters())),
     ),
+    "Reptile": Loop(model=lambda: nn.ModuleDict({"net": network(dropout=0.1)}), step=reptile, optimizer="sgd"),
     "actor-critic": Loop(
         model=two("actor", "critic", out=(4, 1)),
         step=actor_critic,

@@ -101,6 +101,49 @@ def test_a_number_that_is_logged_stops_nothing_and_one_that_is_compared_is_refus
         planned(network(), compares)
 
 
+@pytest.mark.slow
+def test_a_step_that_names_cuda_is_rehearsed_on_the_virtual_gpu():
+    def plain(model, optimizer, batch):
+        loss = (model(batch + torch.randn(len(batch), WIDTH, device=batch.device))).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    def names_cuda(model, optimizer, batch):
+        torch.manual_seed(0)
+        loss = (model(batch.to("cuda") + torch.randn(len(batch), WIDTH, device="cuda:0"))).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=torch.ones(1).cuda() is not None)
+        torch.cuda.synchronize()
+        return float(loss)
+
+    plan = planned(network(), names_cuda)
+    assert plan.peak.total_bytes == planned(network(), plain).peak.total_bytes
+    assert any("the number that float() gives is only logged: outside of the model" in note for note in plan.notes)
+
+
+@pytest.mark.slow
+def test_a_step_may_make_its_own_samples():
+    def samples(model, optimizer, batch):
+        gan(model, optimizer, torch.randn(64, WIDTH, device=next(model.parameters()).device))
+
+    options = {"optimizer": {"G": "adamw", "D": "adamw"}, "batch": None}
+    assert planned(two("G", "D", out=(WIDTH, 1))(), samples, **options).certified
+
+
+@pytest.mark.slow
+def test_modules_that_the_step_changes_before_their_backward_are_not_recomputed():
+    def evaluates_early(model, optimizer, batch):
+        loss = model.train()(batch).mean()
+        model.eval()
+        loss.backward()
+        optimizer.step()
+
+    assert planned(network(dropout=0.1), evaluates_early, vram=1, only=("checkpoint",)).decisions == ()
+
+
 def _captures(module_or_tensor):
     def step(model, optimizer, batch):
         captured = module_or_tensor(batch) if callable(module_or_tensor) else module_or_tensor

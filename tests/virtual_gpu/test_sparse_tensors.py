@@ -116,6 +116,12 @@ def test_ops_of_unknown_size_are_refused_with_their_line():
         planned(WithBuffer(lambda a, x: torch.sparse.mm(a, a) @ x), (torch.randn(NODES, WIDTH),))
 
 
+@pytest.mark.parametrize("convert", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_a_sparse_result_of_unknown_size_is_refused_with_a_way_out(convert):
+    with pytest.raises(PlannerError, match=r"test_sparse_tensors.py:\d+; use a dense tensor there, or make the sparse"):
+        planned(WithBuffer(lambda a, x: a @ convert(x.relu()).to_dense()), (torch.randn(NODES, WIDTH),))
+
+
 @pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc])
 def test_compressed_layouts_are_refused_by_name(layout):
     matrix = adjacency().to_sparse(layout=layout)

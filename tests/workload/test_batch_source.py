@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 
@@ -10,8 +11,10 @@ import torch
 from torch import nn
 
 import planner
+from planner import rewrite
 from planner.cli.command import main
 from planner.errors import WorkloadError
+from planner.plan_types.decisions import Checkpoint
 from planner.workload.batch_source import batch_of_shapes, candidate_batches
 
 SOURCE = """
@@ -71,7 +74,21 @@ def test_an_endless_source_is_read_in_part():
     assert "the first 200 batches" in candidate_batches(endless())[1][0]
 
 
-@pytest.mark.parametrize("source, words", [(iter([]), "is empty"), ((1 / 0 for _ in range(2)), "ZeroDivisionError")])
+def broken(rows):
+    raise ValueError("cannot read 5.jpg")
+
+
+IN_WORKER = torch.utils.data.DataLoader([1, 2], num_workers=1, collate_fn=broken)
+
+
+@pytest.mark.parametrize(
+    "source, words",
+    [
+        (iter([]), "is empty"),
+        ((1 / 0 for _ in range(2)), "ZeroDivisionError"),
+        (IN_WORKER, "ValueError: cannot read 5.jpg; "),
+    ],
+)
 def test_a_source_that_gives_no_batch_is_refused(source, words):
     with pytest.raises(WorkloadError, match=words):
         candidate_batches(source)
@@ -101,11 +118,61 @@ def test_a_file_of_shapes_describes_a_nested_batch():
 
 
 @pytest.mark.parametrize(
-    "stated", [{"x": "8x3"}, {"x": {"shape": [2], "size": 3}}, {"x": {"shape": [2], "dtype": "i"}}, {}]
+    "stated",
+    [
+        {"x": "8x3"},
+        {"x": {"shape": [2], "size": 3}},
+        {"x": {"shape": [2], "dtype": "i"}},
+        {"x": {"shape": [2], "dtype": "qint8"}},
+        {"x": [1 << 40, 1 << 40]},
+        {"x": [2, 1 << 70]},
+        {},
+    ],
 )
 def test_other_data_is_refused(stated):
     with pytest.raises(WorkloadError, match="input shapes"):
         batch_of_shapes(stated, "meta")
+
+
+class Graph:
+    """An object like `torch_geometric.data.Data`."""
+
+    def __init__(self, **tensors):
+        self.tensors, self.count = tensors, 3
+
+    def __copy__(self):
+        return Graph(**self.tensors)
+
+    def to_dict(self):
+        return {**self.tensors, "count": self.count}
+
+    def apply(self, function):
+        function(self.count)
+        self.tensors = {name: function(tensor) for name, tensor in self.tensors.items()}
+        return self
+
+
+class OfGraph(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, graph):
+        return self.layer(graph.tensors["x"])[graph.tensors["edges"][0]].square().mean()
+
+
+def test_a_graph_is_a_batch():
+    graph, model = Graph(x=torch.randn(6, 4), edges=torch.randint(6, (2, 9))), OfGraph()
+    plan = planner.plan(model, graph, vram=None, gpu="bare")
+    assert [path for path, _, _ in plan.workload.batch] == ["x", "edges"] and plan.workload.batch_size == 6
+    assert rewrite.verify(dataclasses.replace(plan, decisions=(Checkpoint(modules=("layer",)),)), model, graph).passed
+    assert type(graph.tensors["x"]) is torch.Tensor
+
+
+@pytest.mark.parametrize("batch", [torch.utils.data.TensorDataset(torch.zeros(2)), range(3), None, {torch.zeros(2)}])
+def test_a_batch_of_an_unknown_type_is_refused_with_those_that_are_known(batch):
+    with pytest.raises(WorkloadError, match=r"a batch of type .* a tuple, or a tensor; or a DataLoader or an iterator"):
+        planner.plan(nn.Linear(2, 2), batch, vram=None, gpu="bare")
 
 
 def test_the_command_plans_the_largest_batch_of_a_data_loader(tmp_path, monkeypatch, capsys):

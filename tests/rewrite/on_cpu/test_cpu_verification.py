@@ -129,6 +129,8 @@ def work_of(name: str) -> Workload:
     torch.manual_seed(0)
     if name == "words":
         return workload(Words(), (torch.randint(50, (6, 12)), torch.randint(50, (6, 12))), loss_fn=classified)
+    if name == "words, sgd":
+        return dataclasses.replace(work_of("words"), optimizer="sgd")
     if name == "recurrent":
         return workload(Recurrent(), (torch.randn(6, 5, 16), torch.randint(50, (6, 5))), loss_fn=classified)
     if name == "group norm":
@@ -166,6 +168,7 @@ def run_here(name: str, *decisions) -> CpuRun:
         ("words", (Precision(dtype="bf16"),)),
         ("words", (Optimizer(),)),
         ("words", (OptimizerKernel(kernel="fused"),)),
+        ("words, sgd", (OptimizerKernel(kernel="fused"),)),
         ("words", (Accumulation(micro_batch_size=2, micro_batches=3),)),
         ("words", (StepInBackward(),)),
         ("words", (Offload(modules=("blocks.1",), inputs_of=(), from_bytes=1),)),
