@@ -9,6 +9,9 @@ import torch
 from planner.errors import WorkloadError
 from planner.workload.call_convention import LossFn, StepFn
 
+WITHOUT_TENSORS = (type(None), int, float, str, Mapping, list, tuple)
+"""Types of a batch that may have no tensors: the step then makes its own samples."""
+
 
 def as_module(model: torch.nn.Module | Mapping[str, torch.nn.Module]) -> torch.nn.Module:
     """Returns the model of a step of the user's own: a module, or a dict of modules as one `torch.nn.ModuleDict`.

@@ -20,7 +20,7 @@ from planner.plan_types.quantized import element_count
 from planner.workload.call_convention import Calling, LossFn, StepFn, is_graph
 from planner.workload.model_loss import own_loss
 from planner.workload.optimizer_choice import OPTIMIZERS, Optimizers, by_name, optimizer_name
-from planner.workload.own_step import as_module, refuse_with_step
+from planner.workload.own_step import WITHOUT_TENSORS, as_module, refuse_with_step
 from planner.workload.torch_optimizers import sparse_lookups
 from planner.workload.unsupported import refuse_unsupported
 
@@ -132,10 +132,6 @@ class Workload:
         )
 
 
-_WITHOUT_TENSORS = (type(None), int, float, str, Mapping, list, tuple)
-"""Types of a batch that may have no tensors in a step of the user's own."""
-
-
 def main_dtype(model: torch.nn.Module) -> str:
     """Returns the name of the dtype of most floating-point weights."""
     counts: Counter[torch.dtype] = Counter()
@@ -206,7 +202,7 @@ def workload(
             "gradients_alive (--accumulating-loop) cannot be used with an embedding that has sparse=True: each batch "
             "adds rows to its gradient, whose size is therefore unknown; create the embedding with sparse=False"
         )
-    if step is not None and isinstance(batch, _WITHOUT_TENSORS) and not any(tensors_of(batch)):
+    if step is not None and isinstance(batch, WITHOUT_TENSORS) and not any(tensors_of(batch)):
         batch_size = 1  # the step makes its own samples
     else:
         batch_size = batch_size_of(batch) if by_sample is None else _stated_batch_size(batch, by_sample)
