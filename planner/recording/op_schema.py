@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from planner.virtual_gpu import sparse_tensors
+from planner.virtual_gpu.data_dependent_ops import BOUNDED
 from planner.workspaces import is_known
 from planner.workspaces.registry import KernelCall, Layout
 
@@ -89,7 +90,8 @@ def op_traits(op: torch._ops.OpOverload) -> OpTraits:
     is_view = any(result.alias_info is not None for result in schema.returns) and not written
     takes_tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
     known = is_view or not takes_tensors or not _NO_SCRATCH_TAGS.isdisjoint(op.tags) or is_known(str(op))
-    asks_values = torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags
+    of_values = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+    asks_values = not of_values.isdisjoint(op.tags) or str(op) in BOUNDED
     return OpTraits(name=str(op), is_view=is_view, written=written, scratch_known=known, asks_values=asks_values)
 
 

@@ -15,6 +15,7 @@ from planner.virtual_gpu.shadow_values import is_tracked
 _aten = torch.ops.aten
 
 ASSUMED_SELECTED = "all elements are selected, which is an upper bound"
+ASSUMED_OUTLIERS = "all columns have outliers (LLM.int8), which is an upper bound"
 ASSUMED_DISTINCT = "all values are distinct, which is an upper bound"
 
 
@@ -57,7 +58,7 @@ def run_data_dependent_op(
         return answer is not None, answer, args
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     assumed = known.assumptions(inputs)
-    if real_result is None or (assumed and str(op) in _BOUNDED and dependence.is_stated()):
+    if real_result is None or (assumed and str(op) in BOUNDED and dependence.is_stated()):
         bounded = _of_largest_size(dependence, op, args, kwargs)
         return bounded is not None, bounded, args
     dependence.assume(assumed)
@@ -78,7 +79,7 @@ def _of_largest_size(dependence: DataDependence, op: Any, args: tuple, kwargs: d
 
     The values of the result are unknown. Returns None if its size has no bound and the user stated none.
     """
-    make = _BOUNDED.get(str(op))
+    make = BOUNDED.get(str(op))
     given = {argument.name: value for argument, value in zip(op._schema.arguments, args, strict=False)}
     return None if make is None else make(dependence, **given, **kwargs)
 
@@ -126,6 +127,17 @@ def _bincount(
     return None if count is None else self.new_empty(max(count, minlength), dtype=dtype)
 
 
+def _int8_vectorwise_quant(
+    dependence: DataDependence, A: torch.Tensor, threshold: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Returns the int8 values, the scale of each row, and the columns with outliers (bitsandbytes/_ops.py)."""
+    rows = A.new_empty(A.numel() // A.shape[-1], dtype=torch.float32)
+    if not threshold:
+        return A.new_empty(A.shape, dtype=torch.int8), rows, None
+    columns = _count(dependence, A.shape[-1], ASSUMED_OUTLIERS)
+    return A.new_empty(A.shape, dtype=torch.int8), rows, A.new_empty(columns, dtype=torch.int64)
+
+
 def _count(dependence: DataDependence, most: int, assumption: str) -> int:
     """Returns the number of elements that the user stated for the running line, but at most `most`.
 
@@ -137,7 +149,7 @@ def _count(dependence: DataDependence, most: int, assumption: str) -> int:
     return most if stated is None else min(stated, most)
 
 
-_BOUNDED: dict[str, Callable[..., Any]] = {
+BOUNDED: dict[str, Callable[..., Any]] = {
     "aten.nonzero.default": _nonzero,
     "torchvision.nms.default": _nms,
     "aten._unique2.default": _unique,
@@ -146,5 +158,6 @@ _BOUNDED: dict[str, Callable[..., Any]] = {
     "aten.unique_dim_consecutive.default": _unique,
     "aten.repeat_interleave.Tensor": _repeat_interleave,
     "aten.bincount.default": _bincount,
+    "bitsandbytes.int8_vectorwise_quant.default": _int8_vectorwise_quant,
 }
 """Functions that make the results of data-dependent ops of unknown size. They get the arguments by name."""

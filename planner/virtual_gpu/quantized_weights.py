@@ -142,6 +142,7 @@ def register(capability: tuple[int, int], sm_count: int, library: Callable[[str]
         library("bitsandbytes").impl("gemm_4bit", chosen, "AutogradPrivateUse1")
     if hasattr(ops, "int8_scaled_mm") and hasattr(ops, "int8_linear_matmul"):
         library("bitsandbytes").impl("int8_scaled_mm", _int8_scaled_mm, "AutogradPrivateUse1")
+        library("bitsandbytes").impl("int8_mixed_scaled_mm", _int8_mixed_scaled_mm, "AutogradPrivateUse1")
 
 
 def _runs_one_kernel(capability: tuple[int, int], sm_count: int) -> Callable[..., bool]:
@@ -192,6 +193,16 @@ def _gemm_4bit(
         absmax = dequantized + absmax_offset
     weight = ops.dequantize_4bit.default(B, absmax, blocksize, quant_type, shapeB, A.dtype)
     return torch.nn.functional.linear(A, weight, bias)
+
+
+def _int8_mixed_scaled_mm(A, CA, CB, SCA, SCB, outlier_cols=None, bias=None):
+    """Runs the ops of `int8_mixed_scaled_mm` (backends/default/ops.py): columns with outliers are not quantized."""
+    if outlier_cols is None or not outlier_cols.numel():
+        return _int8_scaled_mm(CA, CB, SCA, SCB, bias, A.dtype), A.new_empty(0)
+    outliers = A[:, outlier_cols].contiguous()
+    dequantized = torch.ops.bitsandbytes.int8_vectorwise_dequant.default(CB[:, outlier_cols].contiguous(), SCB)
+    weight = dequantized.to(A.dtype).t()
+    return _int8_scaled_mm(CA, CB, SCA, SCB, bias, A.dtype).addmm(outliers, weight), outliers
 
 
 def _int8_scaled_mm(A, B, row_stats, col_stats, bias=None, dtype=None):

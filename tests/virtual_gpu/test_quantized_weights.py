@@ -37,8 +37,8 @@ def four_bits(nested: bool) -> nn.Module:
     return nn.Sequential(layer, outputs)
 
 
-def eight_bits() -> nn.Module:
-    layer = bnb.nn.Linear8bitLt(WIDTH, 3 * WIDTH, bias=False, has_fp16_weights=False)
+def eight_bits(threshold: float = 0.0) -> nn.Module:
+    layer = bnb.nn.Linear8bitLt(WIDTH, 3 * WIDTH, bias=False, has_fp16_weights=False, threshold=threshold)
     return nn.Sequential(layer, nn.Linear(3 * WIDTH, WIDTH))
 
 
@@ -115,3 +115,22 @@ def test_8_bit_weights_count_as_8_bit_weights():
     scales = 4 * 3 * WIDTH
     assert planned(model, gpu="bare").baseline.breakdown["parameters"] == rest + weight.numel() + scales
     assert weight.dtype == torch.float32 and weight.CB is None
+
+
+def test_columns_with_outliers_are_bounded_and_their_number_can_be_stated():
+    def planned_with(threshold: float, **options) -> planner.Plan:
+        model = Adapted(eight_bits(threshold)).half()
+        return planner.plan(
+            model,
+            torch.empty(64, WIDTH).half(),
+            vram=None,
+            gpu="bare",
+            loss_fn=lambda out, _: out.square().mean(),
+            **options,
+        )
+
+    bound = planned_with(6.0)
+    (note,) = [note for note in bound.notes if "all columns have outliers (LLM.int8), which is an upper bound" in note]
+    line = note.rpartition("/")[2]
+    few, none = planned_with(6.0, values={line: 4}), planned_with(0.0)
+    assert bound.peak.allocated_bytes > few.peak.allocated_bytes >= none.peak.allocated_bytes
