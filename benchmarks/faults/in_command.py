@@ -169,8 +169,8 @@ FAULTS = (
     Fault(
         name="stated-size-above-the-bound",
         path="planner/virtual_gpu/data_dependent_ops.py",
-        old="    return most if stated is None else min(int(stated), most)",
-        new="    return most if stated is None else int(stated)",
+        old="    return most if stated is None else min(stated, most)",
+        new="    return most if stated is None else stated",
         tests=("tests/recording/test_batch_values.py::test_a_selection_by_activations_is_rehearsed_at_its_bound",),
         why="a selection has more elements than there are",
     ),
