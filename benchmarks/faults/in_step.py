@@ -253,4 +253,41 @@ FAULTS = (
         tests=("tests/rewrite/test_application.py::test_sparse_gradients_below_the_maximum_norm_are_left_alone",),
         why="gradients below the maximum norm are multiplied up to it",
     ),
+    # ---- a step of the user's own
+    Fault(
+        name="copied-tensor-has-a-mode-of-its-own",
+        path="planner/virtual_gpu/backend.py",
+        old="    def __deepcopy__(self, memo: dict[int, Any]) -> VirtualGpuMode:\n        return self\n",
+        new="",
+        tests=("tests/virtual_gpu/test_fake_tensor_cache.py::test_a_view_of_a_deep_copy_has_its_storage",),
+        why="each view of a copied weight counts as new memory",
+    ),
+    Fault(
+        name="module-in-evaluation-before-its-backward-is-recomputed",
+        path="planner/recording/recorder.py",
+        old="            self.calls.backward_begins()\n",
+        new="            pass\n",
+        tests=(
+            "tests/system/test_own_step.py::test_modules_that_the_step_changes_before_their_backward_are_not_recomputed",
+        ),
+        why="the recomputed forward runs in another mode than the first one",
+    ),
+    Fault(
+        name="state-of-the-step-is-shared-by-both-trainings",
+        path="planner/rewrite/parity/own_step.py",
+        old="    step = copy_of_function(step, memo)\n",
+        new="",
+        tests=("tests/rewrite/test_own_step.py::test_verify_trains_copies_with_copies_of_what_the_step_keeps",),
+        why="verify changes the user's learning rate, and finds a difference where there is none",
+    ),
+    Fault(
+        name="8-bit-state-with-a-scheduler-of-the-old-optimizer",
+        path="planner/rewrite/rules/eight_bit_optimizer.py",
+        old="        if rewriting.calling is Calling.STEP and has_scheduler(replaced):",
+        new="        if False:",
+        tests=(
+            "tests/rewrite/test_own_step.py::test_8_bit_state_does_not_replace_an_optimizer_whose_scheduler_the_step_calls",
+        ),
+        why="the scheduler changes the learning rate of an optimizer that no longer trains",
+    ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import pickle
@@ -238,3 +239,10 @@ def test_a_recording_is_the_same_without_memory(make, decisions, without_memory)
     remembered = [written_down(work, decisions) for _ in range(2)]  # the second child knows what the first found out
     without_memory()
     assert [written_down(work, decisions)] * 2 == remembered
+
+
+def test_a_view_of_a_deep_copy_has_its_storage():
+    with VirtualGpuMode() as mode:
+        copied = copy.deepcopy(torch.empty(4, 8))
+        assert copied.fake_mode is mode
+        assert copied.t().untyped_storage()._cdata == copied.untyped_storage()._cdata
