@@ -87,7 +87,9 @@ class Child:
             RehearsalProcessError: the function raised another error, or the child ended without an answer.
         """
         try:
-            while not select.select([self._reader], [], [], NOTICE_SECONDS)[0]:
+            answers = select.poll()
+            answers.register(self._reader, select.POLLIN)
+            while not answers.poll(1000 * NOTICE_SECONDS):
                 logger.info("%s: %.0f s so far", self._task, time.monotonic() - self._began)
             with os.fdopen(self._reader, "rb", closefd=False) as pipe:
                 answer = pipe.read()
