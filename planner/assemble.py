@@ -11,6 +11,8 @@ import torch
 from planner.choose.pareto_front import Front, total_bytes
 from planner.choose.planning_session import Certified, PlanningSession
 from planner.estimate.add_workspaces import unknown_ops
+from planner.estimate.footprint import granularity_bytes
+from planner.estimate.largest_tensors import largest_tensors
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, frozen_modules_of
 from planner.plan_types.plan import Plan, Shortfall, SolverFacts
@@ -86,6 +88,9 @@ def assemble_plan(
             *_workspace_notes(certified, session.card),
         ),
         versions=versions(),
+        tensors=largest_tensors(
+            certified.graph, certified.measured.peak_tick, granularity_bytes=granularity_bytes(session.card)
+        ),
         seconds=time.perf_counter() - began,
     )
 
@@ -118,7 +123,7 @@ def assemble_tradeoff(
 def versions() -> dict[str, str]:
     """Versions of everything that can change a plan, by name."""
     found = {"python": platform.python_version()}
-    for package in ("torch", "transformers", "bitsandbytes"):
+    for package in ("torch-planner", "torch", "transformers", "bitsandbytes"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
