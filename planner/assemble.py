@@ -33,7 +33,7 @@ def assemble_plan(
     session: PlanningSession,
     certified: Certified,
     constraints: Constraints,
-    vram_bytes: int | None,
+    budget: Budget | None,
     *,
     began: float,
     shortfall: Shortfall | None = None,
@@ -42,7 +42,7 @@ def assemble_plan(
     """Return the `Plan` for a certified configuration.
 
     Args:
-        vram_bytes: the budget as the user stated it; None if there is none.
+        budget: the budget; None if there is none.
         began: `time.perf_counter()` when planning began.
         shortfall: the explanation why no plan fits; None if the plan fits.
         notes: remarks for the user; they come before the notes that are added here.
@@ -57,7 +57,9 @@ def assemble_plan(
         workload=session.workload.facts(),
         card=session.card.name,
         card_source=session.card.source,
-        vram_bytes=vram_bytes,
+        vram_bytes=None if budget is None else budget.asked_bytes,
+        card_bytes=None if budget is None else budget.card_bytes,
+        margin_bytes=0 if budget is None else budget.margin_bytes,
         fidelity=constraints.fidelity.name.lower(),
         forced=constraints.forced,
         forbidden=constraints.forbidden,
@@ -110,7 +112,9 @@ def assemble_tradeoff(
     return Tradeoff(
         as_it_is=assemble_plan(session, session.baseline, constraints, None, began=began),
         points=tuple(
-            assemble_plan(session, point, constraints, total_bytes(point), notes=notes, began=began)
+            assemble_plan(
+                session, point, constraints, Budget.of_total(session.card, total_bytes(point)), notes=notes, began=began
+            )
             for point in front.points
         ),
         vram_bytes=None if budget is None else budget.asked_bytes,

@@ -48,6 +48,8 @@ def answer(options: argparse.Namespace) -> Plan | Tradeoff:
     saved = _saved_plan(options.model)
     if saved is not None:
         return _replan(saved, options)
+    if options.margin is not None and options.vram is None and not options.smallest_card:
+        raise WorkloadError("--margin needs a budget: give --vram, such as --vram 6GiB, or leave --margin out")
     optimizer, kinds = _TRAINER_OPTIMIZERS.get(options.optimizer, (options.optimizer or "adamw", ()))
     constraints = parse_constraints(
         fidelity=options.fidelity or "rounded",
@@ -55,6 +57,7 @@ def answer(options: argparse.Namespace) -> Plan | Tradeoff:
         forbid=(*names(options.forbid), *(LOOPS[options.loop] if options.loop else ())),
         only=names(options.only) if options.only else None,
         max_slowdown=options.max_slowdown,
+        margin=options.margin,
     )
     load = functools.partial(
         load_workload,
@@ -102,7 +105,7 @@ def _replan(saved: Plan, options: argparse.Namespace) -> Plan:
                 f"{option(name)} cannot be combined with a saved plan, which fixes the training step and its "
                 f"decisions: leave {option(name)} out, or give the model instead of the plan"
             )
-    return replan(saved, vram=options.vram, gpu=options.gpu)
+    return replan(saved, vram=options.vram, gpu=options.gpu, margin=options.margin)
 
 
 def _saved_plan(reference: str) -> Plan | None:

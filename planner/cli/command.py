@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(PlannerError(" ".join(message.split())), as_json=options.json, out=out)
     if options.json:
         measured = {} if verification is None else {"verification": verification.to_json()}
-        print(json.dumps({**answer.to_json(), **measured}, indent=2), file=out)
+        print(json.dumps({**answer.to_json(), "seconds": answer.seconds, **measured}, indent=2), file=out)
     elif options.quiet and not isinstance(answer, Tradeoff):
         verdict = "" if verification is None else f"; verification: {'kept' if verification.kept else 'not kept'}"
         print(f"{answer.summary()}{verdict}", file=out)

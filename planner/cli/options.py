@@ -12,7 +12,7 @@ from typing import NoReturn
 from planner import profiles
 from planner.errors import DeviceProfileError, WorkloadError
 from planner.plan_types.decisions import Fidelity
-from planner.plan_types.sizes import format_size, parse_size
+from planner.plan_types.sizes import format_size, margin_bytes, parse_size
 from planner.plan_types.techniques import KINDS
 
 _USAGE = "plan MODEL [--vram SIZE] [options]"
@@ -162,6 +162,12 @@ def _add_budget(group: argparse._ArgumentGroup) -> None:
         "--vram",
         metavar="SIZE",
         help="GPU memory for the whole process, such as 6GiB or 80%% (default: none; the step is only rehearsed)",
+    )
+    group.add_argument(
+        "--margin",
+        metavar="SIZE",
+        help="memory of the card that the plan leaves free, such as 500MiB or 5%% (default: 3%% of the card; 0 for the "
+        "generic card, and if --vram is no more than the rest of the card)",
     )
     group.add_argument(
         "--gpu",
@@ -321,14 +327,15 @@ def refuse_what_does_not_go_together(options: argparse.Namespace) -> None:
 
 
 def refuse_unknown_values(options: argparse.Namespace) -> None:
-    """Refuse a budget that cannot be read and a card that is not known, before torch is imported.
+    """Refuse a budget or a margin that cannot be read and a card that is not known, before torch is imported.
 
     Raises:
-        SizeError: --vram is not a size.
+        SizeError: --vram or --margin is not a size.
         DeviceProfileError: --gpu is not a known card.
     """
     if options.vram is not None:
         parse_size(options.vram, device_bytes=1 << 40)
+    margin_bytes(options.margin, card_bytes=1 << 40)
     if options.gpu is not None and options.gpu not in _STAND_INS:
         try:
             profiles.load(options.gpu)

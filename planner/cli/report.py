@@ -171,7 +171,9 @@ def _verdict(plan: Plan) -> RenderableType:
             return Text(f"does not fit: {fastest}, and at most {plan.max_slowdown:g} x is allowed", style="bold red")
         missing = format_size(plan.shortfall.missing_bytes)
         return Text(f"does not fit: the smallest allowed plan is {missing} over the budget", style="bold red")
-    fits = f"fits: {format_size(plan.peak.total_bytes)} of {format_size(plan.vram_bytes)}, certified by rehearsal"
+    assert plan.limit_bytes is not None and plan.room_bytes is not None, "there is a budget"
+    size = f"{format_size(plan.peak.total_bytes)} of {format_size(plan.limit_bytes)}"
+    fits = f"fits: {size}, with {format_size(plan.room_bytes)} to spare, certified by rehearsal"
     speed = speed_text(plan.slowdown)
     return Group(Text(fits, style="bold green"), Text(f"step time: {speed}, predicted from the card's {_rates(plan)}"))
 
@@ -189,11 +191,17 @@ def _shortfall(plan: Plan, shortfall: Shortfall) -> list[RenderableType]:
     """
     lines: list[RenderableType] = []
     if shortfall.missing_bytes:
+        if plan.room_bytes is not None and plan.room_bytes >= 0:
+            lines.append(Text(f"It would fit with a smaller margin: {format_size(plan.room_bytes)} stay free."))
         lines.append(Text(f"largest part: {shortfall.binding}, {format_size(shortfall.binding_bytes)}"))
     if shortfall.next_step is None:
-        needed_bytes = (plan.vram_bytes or 0) + shortfall.missing_bytes
-        budget = f" A budget of {-(-needed_bytes // MIB):,} MiB would be enough." if shortfall.missing_bytes else ""
-        lines.append(Text(f"Allowing more does not help: no relaxation makes a plan fit.{budget}"))
+        needed_bytes = (plan.usable_bytes or 0) + shortfall.missing_bytes
+        if plan.card_bytes is not None and needed_bytes > plan.card_bytes - plan.margin_bytes:
+            enough = f" The smallest allowed plan takes {-(-needed_bytes // MIB):,} MiB, more than the card has."
+        else:
+            enough = f" A budget of {-(-needed_bytes // MIB):,} MiB would be enough."
+        help_text = "Allowing more does not help: no relaxation makes a plan fit."
+        lines.append(Text(f"{help_text}{enough if shortfall.missing_bytes else ''}"))
     else:
         step = shortfall.next_step
         cost = f"{format_size(step.total_bytes)} in total and {step.slowdown:.2f} x the baseline's step time"

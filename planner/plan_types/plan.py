@@ -12,6 +12,7 @@ from planner.plan_types import plan_summary
 from planner.plan_types.categories import Category
 from planner.plan_types.decisions import Decision
 from planner.plan_types.plan_parts import (
+    CATEGORY_OF_KEY,
     Footprint,
     LiveTensor,
     ModelFacts,
@@ -219,10 +220,12 @@ def _upgraded(data: dict[str, Any]) -> dict[str, Any]:
     def footprint(old: dict[str, Any]) -> dict[str, Any]:
         return {**old, "breakdown": {Category(name).key: size for name, size in old["breakdown"].items()}, "most": {}}
 
+    shortfall = data["shortfall"]
     return {
         **data,
         "baseline": footprint(data["baseline"]),
         "plan": footprint(data["plan"]),
+        "shortfall": shortfall and {**shortfall, "binding": Category(shortfall["binding"]).key},
         "solver": {name: value for name, value in data["solver"].items() if name != "seconds"},
         "tensors": [],
         "card_bytes": None,
@@ -256,11 +259,14 @@ def _workload_from_json(data: dict[str, Any]) -> WorkloadFacts:
 
 
 def _shortfall_from_json(data: dict[str, Any]) -> Shortfall:
+    binding = CATEGORY_OF_KEY[data["binding"]]
     relaxations = tuple(
         Relaxation(**{**relaxation, "next_step": _next_step_from_json(relaxation["next_step"])})
         for relaxation in data.get("relaxations", ())
     )
-    return Shortfall(**{**data, "next_step": _next_step_from_json(data["next_step"]), "relaxations": relaxations})
+    return Shortfall(
+        **{**data, "next_step": _next_step_from_json(data["next_step"]), "relaxations": relaxations, "binding": binding}
+    )
 
 
 def _next_step_from_json(data: dict[str, Any] | None) -> NextStep | None:
@@ -273,6 +279,8 @@ def _plain(value: object) -> object:
     """Converts a value to what `json` can write."""
     if isinstance(value, (Decision, Footprint)):
         return value.to_json()
+    if isinstance(value, Shortfall):
+        return {**_fields(value), "binding": Category(value.binding).key}
     if dataclasses.is_dataclass(value):
         return _fields(value)
     if isinstance(value, (tuple, list)):

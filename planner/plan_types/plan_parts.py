@@ -63,6 +63,10 @@ class Footprint:
         )
 
 
+CATEGORY_OF_KEY = {category.key: str(category) for category in Category}
+"""Names of the categories by their keys in JSON."""
+
+
 def _by_key(sizes: Mapping[str, int]) -> dict[str, int]:
     """Converts sizes by name of their category to sizes by its key in JSON."""
     return {Category(name).key: size for name, size in sizes.items()}
@@ -70,8 +74,7 @@ def _by_key(sizes: Mapping[str, int]) -> dict[str, int]:
 
 def _by_name(sizes: Mapping[str, int]) -> dict[str, int]:
     """Converts what `_by_key` returned back."""
-    names = {category.key: str(category) for category in Category}
-    return {names[key]: size for key, size in sizes.items()}
+    return {CATEGORY_OF_KEY[key]: size for key, size in sizes.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

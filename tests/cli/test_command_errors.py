@@ -262,7 +262,7 @@ def test_a_saved_plan_may_be_rehearsed_for_another_budget_and_card(folder, capsy
     assert main(["p.json", "--vram", "16GiB", "--gpu", "rtx-2060", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["card"], data["vram_bytes"], data["decisions"]) == ("rtx-2060", 16 << 30, saved["decisions"])
-    assert any(note.endswith("not for the larger budget") for note in data["notes"])
+    assert data["notes"][0].startswith("GeForce RTX 2060 6 GB offers 5.79 GiB")
 
 
 def test_a_saved_plan_that_no_longer_fits_says_by_how_much(folder, capsys, saved):

@@ -105,7 +105,7 @@ def test_a_limit_of_the_slowdown_is_kept_or_said_to_be_impossible_with_the_numbe
     assert data["slowdown"] > 1.01 == data["max_slowdown"]
     assert data["plan"]["total_bytes"] <= vram
     assert data["shortfall"]["missing_bytes"] == 0
-    assert Plan.from_json(data).to_json() == data
+    assert Plan.from_json(data).to_json() | {"seconds": data["seconds"]} == data
     main(["net.py:build", *arguments])
     assert "and at most 1.01 x is allowed" in " ".join(capsys.readouterr().out.split())
 
@@ -246,7 +246,7 @@ def test_each_thing_that_is_not_allowed_is_said_to_open_the_budget_or_not(folder
     opened = [one["next_step"] for one in relaxations.values() if one["opens"]]
     assert opened and all(step["total_bytes"] <= 4 << 20 for step in opened)
     assert data["shortfall"]["next_step"] == min(opened, key=lambda step: step["slowdown"])
-    assert Plan.from_json(data).to_json() == data
+    assert Plan.from_json(data).to_json() | {"seconds": data["seconds"]} == data
 
 
 def test_what_is_said_to_open_the_budget_does(folder, capsys):

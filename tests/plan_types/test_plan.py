@@ -69,7 +69,7 @@ FOOTPRINTS = st.builds(
 SHORTFALLS = st.builds(
     Shortfall,
     missing_bytes=BYTES,
-    binding=st.text(max_size=8),
+    binding=CATEGORIES,
     binding_bytes=BYTES,
     next_step=st.none()
     | st.builds(NextStep, relax=st.text(max_size=8), decisions=DECISIONS, total_bytes=BYTES, slowdown=st.floats(1, 9)),
@@ -178,7 +178,9 @@ def test_every_kind_of_decision_and_every_optional_field_is_read_back():
             ("allow offload", True, "", "exact", step), ("allow freeze", False, "too large", None, None),
         )
     )  # fmt: skip
-    shortfall = Shortfall(missing_bytes=1, binding="logits", binding_bytes=2, next_step=step, relaxations=tried)
+    shortfall = Shortfall(
+        missing_bytes=1, binding="logits and loss", binding_bytes=2, next_step=step, relaxations=tried
+    )
     plan = example(*one_of_each, shortfall=shortfall, max_slowdown=1.25, vram_bytes=7)
     own_loss = OwnLoss(shifted=True, ignored=0, divides=True)
     plan = dataclasses.replace(
@@ -218,15 +220,18 @@ def keys(data: object) -> list[str]:
 
 
 def test_a_file_of_schema_version_1_is_still_read():
-    data = example(vram_bytes=5).to_json() | {"schema_version": 1, "seconds": 0.5}
+    shortfall = Shortfall(missing_bytes=1, binding="CUDA context", binding_bytes=2, next_step=None)
+    data = example(vram_bytes=5, shortfall=shortfall).to_json() | {"schema_version": 1, "seconds": 0.5}
     for name in ("tensors", "card_bytes", "margin_bytes"):
         del data[name]
     data["solver"]["seconds"] = 0.1
+    data["shortfall"]["binding"] = "CUDA context"
     for name in ("baseline", "plan"):
         del data[name]["most"]
         data[name]["breakdown"] = {"optimizer state": 3}
     plan = Plan.from_json(data)
     assert plan.peak.breakdown == {"optimizer state": 3} and not plan.peak.most
+    assert plan.shortfall == shortfall
     assert (plan.vram_bytes, plan.usable_bytes, plan.room_bytes) == (5, 5, 2)
 
 
