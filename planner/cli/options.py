@@ -10,6 +10,7 @@ import textwrap
 from typing import NoReturn
 
 from planner import profiles
+from planner.cli.glossary import explain
 from planner.errors import DeviceProfileError, WorkloadError
 from planner.plan_types.decisions import Fidelity
 from planner.plan_types.sizes import format_size, margin_bytes, parse_size
@@ -52,6 +53,16 @@ class _ListGpus(argparse.Action):
     def __call__(self, *_: object) -> NoReturn:
         for card in sorted(map(profiles.load, profiles.known()), key=lambda card: (card.vram_bytes, card.name)):
             print(f"{card.name:18} {format_size(card.vram_bytes):>10}  {card.title}")
+        raise SystemExit(0)
+
+
+class _Explain(argparse.Action):
+    """Prints what the glossary says about a word, and exits."""
+
+    def __call__(self, _parser: object, _namespace: object, value: object, _option: object = None) -> NoReturn:
+        print(
+            "\n\n".join(textwrap.fill(entry, 98, break_on_hyphens=False) for entry in explain(str(value)).split("\n\n"))
+        )
         raise SystemExit(0)
 
 
@@ -262,6 +273,13 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="train with the plan on this machine's CUDA card, limited to --vram, and compare with what was promised; "
         "without a card, train on the CPU, and compare results and bytes of tensors only",
+    )
+    group.add_argument(
+        "--explain",
+        action=_Explain,
+        default=argparse.SUPPRESS,
+        metavar="WORD",
+        help="explain a word of the report, such as slack or certified, and exit",
     )
     group.add_argument("--version", action="version", version=f"plan {_version()}", help="print the version and exit")
     group.add_argument("-h", "--help", action="help", help="print this help and exit")
