@@ -15,14 +15,14 @@ _MOST_NAMED = 5
 
 def entries() -> dict[tuple[str, ...], str]:
     """Returns the entries of the glossary: their terms, and the text without line breaks and emphasis."""
-    page = (importlib.resources.files("planner") / "docs" / "glossary.md").read_text(encoding="utf-8")
+    page = (importlib.resources.files("planner.cli") / "glossary.md").read_text(encoding="utf-8")
     return {
         tuple(match["terms"].split(", ")): " ".join(match["text"].replace("*", "").split())
         for match in _ENTRY.finditer(page)
     }
 
 
-def explain(word: str) -> str:
+def explain(word: str) -> list[str]:
     """Returns the entries of the glossary for a word, each as 'term, other term: text'.
 
     The word may be a term, a part of a term ('slack'), or a plural or singular of these, in upper or lower case.
@@ -41,9 +41,9 @@ def explain(word: str) -> str:
         names = dict.fromkeys(by_spelling[name] for name in near)
         remedy = f"did you mean {' or '.join(names)}?" if near else f"it has {', '.join(terms)}"
         raise PlannerError(f"the glossary does not have '{word}': {remedy}")
-    return "\n\n".join(f"{', '.join(terms)}: {known[terms]}" for terms in found)
+    return [f"{', '.join(terms)}: {known[terms]}" for terms in found]
 
 
 def _normal(term: str) -> str:
     """Returns a term in lower case with blanks for hyphens, and its words without the plural's s."""
-    return " ".join(word.removesuffix("s") for word in term.lower().replace("-", " ").split())
+    return " ".join(re.sub(r"(?<=ch)es$|s$", "", word) for word in term.lower().replace("-", " ").split())

@@ -60,9 +60,8 @@ class _Explain(argparse.Action):
     """Prints what the glossary says about a word, and exits."""
 
     def __call__(self, _parser: object, _namespace: object, value: object, _option: object = None) -> NoReturn:
-        print(
-            "\n\n".join(textwrap.fill(entry, 98, break_on_hyphens=False) for entry in explain(str(value)).split("\n\n"))
-        )
+        for entry in explain(str(value)):
+            print(textwrap.fill(entry, 98, break_on_hyphens=False))
         raise SystemExit(0)
 
 
