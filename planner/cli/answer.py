@@ -9,7 +9,7 @@ import pathlib
 
 from planner import pipeline, questions
 from planner.adapted import plan_or_adapt
-from planner.cli.options import names, option
+from planner.cli.option_checks import names, option
 from planner.cli.training_lines import LOOPS
 from planner.errors import PlanFileError, WorkloadError
 from planner.plan_types.adapter import Adapter

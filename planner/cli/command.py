@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 
-from planner.cli.options import parser, refuse_unknown_values, refuse_what_does_not_go_together
+from planner.cli.option_checks import refuse_unknown_values, refuse_what_does_not_go_together
+from planner.cli.options import diff_parser, parser
 from planner.cli.output_files import refuse_to_overwrite
 from planner.errors import PlannerError, WorkloadError
 from planner.plan_types.plan import SCHEMA_VERSION, write_atomically
@@ -37,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     out = sys.stdout
+    if words[:1] == ["diff"]:
+        return _diff(words[1:], out)
     try:
         options = parser().parse_args(words)  # raises SystemExit for --help and --version
     except PlannerError as error:
@@ -74,6 +77,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for path in written:
             print(f"wrote {path}", file=sys.stderr)
     return FITS if answer.fits and (verification is None or verification.kept) else DOES_NOT_FIT
+
+
+def _diff(words: Sequence[str], out: TextIO) -> int:
+    """Runs `plan diff` and returns its exit code: 1 if the plans differ, as the command diff does."""
+    from planner.cli import plan_diff
+
+    try:
+        options = diff_parser().parse_args(words)
+        differ, answer = plan_diff.run(options)
+    except PlannerError as error:
+        return _refuse(error, as_json="--json" in words, out=out)
+    if isinstance(answer, str):
+        print(answer, file=out)
+    else:
+        _console(out).print(answer)
+    return int(differ)
 
 
 def _console(out: TextIO) -> Console:

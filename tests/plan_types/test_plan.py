@@ -162,7 +162,8 @@ def test_decisions_are_read_back_as_they_were_written(decisions):
     assert all("\n" not in decision.describe() for decision in decisions)
 
 
-def test_every_kind_of_decision_and_every_optional_field_is_read_back():
+def full_example() -> Plan:
+    """A plan with every kind of decision and every optional field."""
     one_of_each = (
         Freeze(modules=("a",)), Precision(dtype="fp16"), Optimizer(), OptimizerKernel(kernel="fused"),
         ChunkedLoss(module="head", chunks=3), Accumulation(micro_batch_size=2, micro_batches=4), StepInBackward(),
@@ -181,11 +182,33 @@ def test_every_kind_of_decision_and_every_optional_field_is_read_back():
     shortfall = Shortfall(
         missing_bytes=1, binding="logits and loss", binding_bytes=2, next_step=step, relaxations=tried
     )
-    plan = example(*one_of_each, shortfall=shortfall, max_slowdown=1.25, vram_bytes=7)
+    tensor = LiveTensor(
+        category="gradients",
+        name="a.*",
+        module="",
+        source="a.py:3",
+        shape=(2, 3),
+        dtype="float32",
+        size_bytes=512,
+        count=2,
+    )
+    plan = example(
+        *one_of_each,
+        shortfall=shortfall,
+        max_slowdown=1.25,
+        vram_bytes=7,
+        card_bytes=6,
+        margin_bytes=1,
+        tensors=(tensor,),
+    )
     own_loss = OwnLoss(shifted=True, ignored=0, divides=True)
-    plan = dataclasses.replace(
+    return dataclasses.replace(
         plan, workload=dataclasses.replace(plan.workload, gradients_alive=True, own_loss=own_loss, seq_len=3)
     )
+
+
+def test_every_kind_of_decision_and_every_optional_field_is_read_back():
+    plan = full_example()
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
