@@ -9,7 +9,7 @@ from collections.abc import Callable
 from planner import pipeline, profiles
 from planner.assemble import assemble_plan
 from planner.choose import fitting
-from planner.errors import DecisionError, PlannerError, WorkloadError
+from planner.errors import BudgetError, DecisionError, PlannerError, WorkloadError
 from planner.estimate.footprint import smallest_capacity_bytes
 from planner.plan_types.constraints import Constraints, kinds_of
 from planner.plan_types.decision_base import Decision, Role
@@ -65,7 +65,9 @@ def largest_batch(
         if constraints.allow(kind):
             constraints = dataclasses.replace(constraints, forbidden=(*constraints.forbidden, kind.kind))
 
-    usable_bytes = Budget.on(card, vram_bytes, margin=constraints.margin).usable_bytes
+    budget = Budget.on(card, vram_bytes, margin=constraints.margin)
+    budget.refuse_if_hopeless(build(_FIRST_SAMPLES).model, card)
+    usable_bytes = budget.usable_bytes
     needs = _Needs(build, card, usable_bytes, constraints)
     while True:
         samples, too_many = largest_within(
@@ -211,8 +213,12 @@ def smallest_card(workload: Workload, constraints: Constraints) -> Plan:
             smaller = f"no plan fits the {number} cards tried before it" if number else "no known card has less memory"
             return _noted(plan, f"smallest card: {card.title} ({format_size(card.vram_bytes)}); {smaller}")
     largest = cards[-1]
-    plan = pipeline.plan_workload(workload, largest, vram_bytes=largest.vram_bytes, constraints=constraints)
-    return _noted(plan, f"none of the {len(cards)} known cards is large enough; the largest is {largest.title}")
+    none = f"none of the {len(cards)} known cards is large enough; the largest is {largest.title}"
+    try:
+        plan = pipeline.plan_workload(workload, largest, vram_bytes=largest.vram_bytes, constraints=constraints)
+    except BudgetError as error:
+        raise BudgetError(f"{none}: {error}") from error
+    return _noted(plan, none)
 
 
 def _noted(plan: Plan, note: str) -> Plan:
@@ -226,6 +232,10 @@ def plan_that_fits(
     """Return the plan of `plan_workload` if it fits, else None. This saves the search for the smallest plan."""
     began = time.perf_counter()
     budget = Budget.on(card, vram_bytes, margin=constraints.margin)
+    try:
+        budget.refuse_if_hopeless(workload.model, card)
+    except BudgetError:
+        return None
     with pipeline.open_session(workload, card, budget) as session:
         space = session.search_space(constraints)
         certified = fitting.best(session, space, constraints)

@@ -79,6 +79,7 @@ def load_planned(saved: Plan) -> Workload:
         dtype=None if ":" in saved.model.reference else saved.model.dtype,
         adapter=saved.model.adapter,
         input_shapes=saved.workload.input_shapes,
+        arguments=saved.model.arguments,
         answers=Answers(values=saved.workload.values, worst_case=saved.workload.worst_case),
         choose=lambda workloads: next((w for w in workloads if w.facts().batch == saved.workload.batch), workloads[0]),
     )

@@ -24,7 +24,7 @@ from planner.workload.loading import load_workload
 
 _FIXED_BY_A_PLAN = (
     "batch_size seq_len dtype lora qlora dora optimizer fidelity force forbid only max_slowdown gradients_alive "
-    "by_sample input_shapes value batch_values tradeoff largest_batch smallest_card".split()
+    "by_sample arguments input_shapes value batch_values tradeoff largest_batch smallest_card".split()
 )
 """Options that cannot be combined with a saved plan, because the plan already fixes their values."""
 _TRAINER_OPTIMIZERS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -67,6 +67,7 @@ def answer(options: argparse.Namespace) -> Plan | Tradeoff:
         adapter=_adapter(options),
         optimizer=optimizer,
         gradients_alive=options.gradients_alive,
+        arguments=options.arguments,
         by_sample=names(options.by_sample) if options.by_sample else None,
         answers=Answers(values=dict(map(parse_answer, options.value)), worst_case=not options.batch_values),
         input_shapes=None if options.input_shapes is None else read_shapes(options.input_shapes),

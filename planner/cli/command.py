@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 
+from planner.cli.hub import refuse_unreachable
 from planner.cli.option_checks import refuse_unknown_values, refuse_what_does_not_go_together
 from planner.cli.options import diff_parser, parser
 from planner.cli.output_files import refuse_to_overwrite
-from planner.errors import PlannerError, WorkloadError
+from planner.errors import BudgetError, PlannerError, WorkloadError
 from planner.plan_types.plan import SCHEMA_VERSION, write_atomically
 from planner.plan_types.tradeoff import Tradeoff
 
@@ -40,8 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = sys.stdout
     if words[:1] == ["diff"]:
         return _diff(words[1:], out)
+    cut = words.index("--") if "--" in words else len(words)
+    words, script_arguments = words[:cut], words[cut + 1 :]
     try:
         options = parser().parse_args(words)  # raises SystemExit for --help and --version
+        options.arguments = script_arguments
     except PlannerError as error:
         return _refuse(error, as_json="--json" in words, out=out)
     try:
@@ -127,6 +131,7 @@ def _answer(options: argparse.Namespace) -> Plan | Tradeoff:
     refuse_to_overwrite(options)
     refuse_what_does_not_go_together(options)
     refuse_unknown_values(options)
+    refuse_unreachable(options.model)
     for library in ("bitsandbytes", "transformers"):
         logging.getLogger(library).setLevel(logging.ERROR)
     with _working("loading torch"):
@@ -218,6 +223,7 @@ def _refuse(error: PlannerError, *, as_json: bool, out: TextIO) -> int:
     """
     if as_json:
         fields = {"type": type(error).__name__, "message": str(error)}
-        print(json.dumps({"schema_version": SCHEMA_VERSION, "fits": None, "error": fields}, indent=2), file=out)
+        fits = False if isinstance(error, BudgetError) else None
+        print(json.dumps({"schema_version": SCHEMA_VERSION, "fits": fits, "error": fields}, indent=2), file=out)
     print(f"plan: {error}", file=sys.stderr)
-    return COULD_NOT_RUN
+    return DOES_NOT_FIT if isinstance(error, BudgetError) else COULD_NOT_RUN

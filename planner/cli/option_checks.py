@@ -76,7 +76,7 @@ _QUESTIONS = {
 """For each option of the group 'questions': the options that cannot be combined with it, each with the reason."""
 _BELONGS_TO = {"svg": "tradeoff", "seconds": "tradeoff"}
 """Options that work only together with another option, and that other option."""
-_SPELLINGS = {"gradients_alive": "--accumulating-loop (--gradients-alive)", "loop": "--for"}
+_SPELLINGS = {"gradients_alive": "--accumulating-loop (--gradients-alive)", "loop": "--for", "arguments": "--"}
 """Options that have two names on the command line, and how messages write them."""
 
 

@@ -16,7 +16,7 @@ from planner.plan_types.decisions import Fidelity
 from planner.plan_types.sizes import format_size
 from planner.plan_types.techniques import KINDS
 
-_USAGE = "plan MODEL [--vram SIZE] [options]"
+_USAGE = "plan MODEL [--vram SIZE] [options] [-- arguments of your script]"
 _DESCRIPTION = (
     "Plan a PyTorch training step that fits a GPU. Needs neither a GPU nor weights: the step is rehearsed on a virtual "
     "GPU, and the fastest plan inside the memory budget is certified by rehearsing the rewritten step."
@@ -26,6 +26,7 @@ examples:
   plan examples/roberta_84m --vram 6GiB --batch-size 64 --seq-len 128
   plan examples/llama_1b --vram 24GB --gpu rtx-3090 --batch-size 4 --seq-len 1024
   plan examples/unet.py:build --vram 4GiB --emit train_step.py
+  plan train.py:build --vram 6GiB -- --config small.yaml     arguments for train.py, in its sys.argv
   plan examples/roberta_84m --vram 6GiB --seq-len 128 --largest-batch
   plan examples/roberta_84m --batch-size 64 --seq-len 128 --tradeoff --svg front.svg
   plan plan.json --vram 5GiB                        check a saved plan under another budget

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
-from planner.errors import SizeError
+import torch
+
+from planner.errors import BudgetError, SizeError
+from planner.plan_types.quantized import stored_bytes
 from planner.plan_types.sizes import GIB, format_size, margin_bytes, parse_size
 from planner.profiles.device import DeviceProfile
 from planner.workload.cards import GENERIC, resolve_card
@@ -67,6 +71,28 @@ class Budget:
             usable_bytes=total_bytes,
             allocator_bytes=allocator_bytes,
             tensor_bytes=allocator_bytes - slack_bytes,
+        )
+
+    def refuse_if_hopeless(self, model: torch.nn.Module, card: DeviceProfile) -> None:
+        """Refuse a budget that the CUDA context and the model's parameters and buffers alone exceed.
+
+        No technique makes them smaller, so that no rehearsal is needed to know this.
+
+        Raises:
+            BudgetError: the budget cannot hold them; the message has their sizes.
+        """
+        tensors = itertools.chain(model.parameters(), model.buffers())
+        by_storage = {tensor.untyped_storage()._cdata: stored_bytes(tensor) for tensor in tensors}
+        model_bytes = sum(by_storage.values())
+        needed_bytes = model_bytes + card.context_bytes
+        if needed_bytes <= self.usable_bytes:
+            return
+        sizes = f"parameters and buffers take {format_size(model_bytes)}"
+        context = f" and the CUDA context {format_size(card.context_bytes)}" if card.context_bytes else ""
+        raise BudgetError(
+            f"does not fit: a budget of {format_size(self.usable_bytes)} cannot hold the model, whatever the plan: "
+            f"{sizes}{context}, and training needs more; give a budget well above {format_size(needed_bytes)}, or a "
+            "smaller model"
         )
 
     def notes(self, card: DeviceProfile) -> tuple[str, ...]:

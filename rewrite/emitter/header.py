@@ -76,7 +76,9 @@ def _command(plan: Plan, file_name: str) -> str:
         *([("--gradients-alive",)] if plan.workload.gradients_alive else []),
         ("--emit", file_name),
     ]
-    return _filled([shlex.join(option) for option in (("plan", plan.model.reference), *options)], " ", " \\")
+    script = [("--", *plan.model.arguments)] if plan.model.arguments else []
+    words = (("plan", plan.model.reference), *options, *script)
+    return _filled([shlex.join(option) for option in words], " ", " \\")
 
 
 def _filled(options: list[str], between: str, at_end: str) -> str:
