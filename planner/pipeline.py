@@ -42,14 +42,9 @@ def plan_workload(workload: Workload, card: DeviceProfile, *, vram_bytes: int | 
     If no plan fits, return the smallest plan, or the fastest plan inside the budget if it is slower than allowed. Its
     `shortfall` has the number of missing bytes and the relaxations of `constraints` that would help. If `vram_bytes` is
     None, only the baseline is rehearsed, and the plan has no decisions.
-
-    Raises:
-        BudgetError: the CUDA context and the parameters alone exceed the budget.
     """
     began = time.perf_counter()
     budget = None if vram_bytes is None else Budget.on(card, vram_bytes, margin=constraints.margin)
-    if budget is not None:
-        budget.refuse_if_hopeless(workload.model, card)
     with open_session(workload, card, budget) as session:
         if budget is None:
             return assemble_plan(session, session.baseline, constraints, None, began=began)

@@ -65,9 +65,7 @@ def largest_batch(
         if constraints.allow(kind):
             constraints = dataclasses.replace(constraints, forbidden=(*constraints.forbidden, kind.kind))
 
-    budget = Budget.on(card, vram_bytes, margin=constraints.margin)
-    budget.refuse_if_hopeless(build(_FIRST_SAMPLES).model, card)
-    usable_bytes = budget.usable_bytes
+    usable_bytes = Budget.on(card, vram_bytes, margin=constraints.margin).usable_bytes
     needs = _Needs(build, card, usable_bytes, constraints)
     while True:
         samples, too_many = largest_within(
@@ -213,12 +211,8 @@ def smallest_card(workload: Workload, constraints: Constraints) -> Plan:
             smaller = f"no plan fits the {number} cards tried before it" if number else "no known card has less memory"
             return _noted(plan, f"smallest card: {card.title} ({format_size(card.vram_bytes)}); {smaller}")
     largest = cards[-1]
-    none = f"none of the {len(cards)} known cards is large enough; the largest is {largest.title}"
-    try:
-        plan = pipeline.plan_workload(workload, largest, vram_bytes=largest.vram_bytes, constraints=constraints)
-    except BudgetError as error:
-        raise BudgetError(f"{none}: {error}") from error
-    return _noted(plan, none)
+    plan = pipeline.plan_workload(workload, largest, vram_bytes=largest.vram_bytes, constraints=constraints)
+    return _noted(plan, f"none of the {len(cards)} known cards is large enough; the largest is {largest.title}")
 
 
 def _noted(plan: Plan, note: str) -> Plan:

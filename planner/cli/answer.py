@@ -19,8 +19,9 @@ from planner.plan_types.plan import Plan
 from planner.plan_types.tradeoff import DEFAULT_SECONDS, Tradeoff
 from planner.replan import replan
 from planner.workload.batch_source import read_shapes
-from planner.workload.budget import card_and_budget
+from planner.workload.budget import Budget, card_and_budget
 from planner.workload.loading import load_workload
+from planner.workload.workload import Workload
 
 _FIXED_BY_A_PLAN = (
     "batch_size seq_len dtype lora qlora dora optimizer fidelity force forbid only max_slowdown gradients_alive "
@@ -76,12 +77,21 @@ def answer(options: argparse.Namespace) -> Plan | Tradeoff:
         return questions.smallest_card(load(batch_size=options.batch_size), constraints)
     card, vram_bytes = card_and_budget(options.gpu, options.vram)
     load = functools.partial(load, choose=lambda workloads: pipeline.largest_step(workloads, card))
+    budget = None if vram_bytes is None else Budget.on(card, vram_bytes, margin=options.margin)
+
+    def load_hopeful(**settings: int | None) -> Workload:
+        """Loads the workload, and refuses a budget that cannot hold the model whatever the plan."""
+        workload = load(**settings)
+        if budget is not None and not options.tradeoff:
+            budget.refuse_if_hopeless(workload.model, card)
+        return workload
+
     if options.largest_batch:
         assert vram_bytes is not None, "checked with the options"
         return questions.largest_batch(
-            lambda batch_size: load(batch_size=batch_size), card, vram_bytes=vram_bytes, constraints=constraints
+            lambda batch_size: load_hopeful(batch_size=batch_size), card, vram_bytes=vram_bytes, constraints=constraints
         )
-    workload = load(batch_size=options.batch_size)
+    workload = load_hopeful(batch_size=options.batch_size)
     if options.tradeoff:
         seconds = options.seconds or DEFAULT_SECONDS
         return pipeline.tradeoff_workload(
