@@ -9,6 +9,7 @@ import pathlib
 
 from planner import pipeline, questions
 from planner.adapted import plan_or_adapt
+from planner.advice import advised, refuse_hopeless
 from planner.cli.option_checks import names, option
 from planner.cli.training_lines import LOOPS
 from planner.errors import PlanFileError, WorkloadError
@@ -63,7 +64,6 @@ def answer(options: argparse.Namespace) -> Plan | Tradeoff:
     load = functools.partial(
         load_workload,
         options.model,
-        seq_len=options.seq_len,
         dtype=options.dtype,
         adapter=_adapter(options),
         optimizer=optimizer,
@@ -74,7 +74,7 @@ def answer(options: argparse.Namespace) -> Plan | Tradeoff:
         input_shapes=None if options.input_shapes is None else read_shapes(options.input_shapes),
     )
     if options.smallest_card:
-        return questions.smallest_card(load(batch_size=options.batch_size), constraints)
+        return questions.smallest_card(load(batch_size=options.batch_size, seq_len=options.seq_len), constraints)
     card, vram_bytes = card_and_budget(options.gpu, options.vram)
     load = functools.partial(load, choose=lambda workloads: pipeline.largest_step(workloads, card))
     budget = None if vram_bytes is None else Budget.on(card, vram_bytes, margin=options.margin)
@@ -83,21 +83,25 @@ def answer(options: argparse.Namespace) -> Plan | Tradeoff:
         """Loads the workload, and refuses a budget that cannot hold the model whatever the plan."""
         workload = load(**settings)
         if budget is not None and not options.tradeoff:
-            budget.refuse_if_hopeless(workload.model, card)
+            refuse_hopeless(workload, card, budget, constraints)
         return workload
 
     if options.largest_batch:
         assert vram_bytes is not None, "checked with the options"
         return questions.largest_batch(
-            lambda batch_size: load_hopeful(batch_size=batch_size), card, vram_bytes=vram_bytes, constraints=constraints
+            lambda batch_size: load_hopeful(batch_size=batch_size, seq_len=options.seq_len),
+            card,
+            vram_bytes=vram_bytes,
+            constraints=constraints,
         )
-    workload = load_hopeful(batch_size=options.batch_size)
+    workload = load_hopeful(batch_size=options.batch_size, seq_len=options.seq_len)
     if options.tradeoff:
         seconds = options.seconds or DEFAULT_SECONDS
         return pipeline.tradeoff_workload(
             workload, card, vram_bytes=vram_bytes, constraints=constraints, seconds=seconds
         )
-    return plan_or_adapt(workload, card, vram_bytes=vram_bytes, constraints=constraints)
+    plan = plan_or_adapt(workload, card, vram_bytes=vram_bytes, constraints=constraints)
+    return advised(plan, workload, card, constraints=constraints, load=load)
 
 
 def _adapter(options: argparse.Namespace) -> Adapter | None:

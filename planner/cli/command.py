@@ -226,4 +226,6 @@ def _refuse(error: PlannerError, *, as_json: bool, out: TextIO) -> int:
         fits = False if isinstance(error, BudgetError) else None
         print(json.dumps({"schema_version": SCHEMA_VERSION, "fits": fits, "error": fields}, indent=2), file=out)
     print(f"plan: {error}", file=sys.stderr)
-    return DOES_NOT_FIT if isinstance(error, BudgetError) else COULD_NOT_RUN
+    if isinstance(error, BudgetError):
+        return DOES_NOT_FIT
+    return COULD_NOT_RUN

@@ -200,7 +200,7 @@ def _shortfall(plan: Plan, shortfall: Shortfall) -> list[RenderableType]:
             enough = f" The smallest allowed plan takes {-(-needed_bytes // MIB):,} MiB, more than the card has."
         else:
             enough = f" A budget of {-(-needed_bytes // MIB):,} MiB would be enough."
-        help_text = "Allowing more does not help: no relaxation makes a plan fit."
+        help_text = "Allowing more does not help: no plan was found that fits."
         lines.append(Text(f"{help_text}{enough if shortfall.missing_bytes else ''}"))
     else:
         step = shortfall.next_step
@@ -215,7 +215,7 @@ def _shortfall(plan: Plan, shortfall: Shortfall) -> list[RenderableType]:
 def _relaxations(shortfall: Shortfall) -> Table:
     """Returns a table with a row for each relaxation of the constraints: whether a plan then fits, and its figures."""
     table = Table(
-        title="What the constraints rule out, and what allowing it would change",
+        title="What else was tried, and whether a plan then fits",
         title_justify="left",
         title_style="bold",
     )
