@@ -161,7 +161,7 @@ def test_llama_examples_share_keys_and_values_between_heads(name: str) -> None:
 def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cells = json.loads((EXAMPLES / "plan_in_a_notebook.ipynb").read_text())["cells"]
-    names: dict[str, object] = {}
+    names: dict[str, object] = {"__name__": "__main__"}
     for cell in cells:
         if cell["cell_type"] == "code":
             exec("".join(cell["source"]), names)
