@@ -49,6 +49,7 @@ def plan(
     forbid: Sequence[str] = (),
     only: Sequence[str] | None = None,
     max_slowdown: float | None = None,
+    margin: str | int | None = None,
     gradients_alive: bool = False,
     by_sample: Sequence[str] | None = None,
     values: Mapping[str, float] | None = None,
@@ -80,6 +81,9 @@ def plan(
         forbid: names of techniques that the plan must not use.
         only: names of the techniques that the plan may use; all others are forbidden. None allows all techniques.
         max_slowdown: maximum step time, as a multiple of the step time of the unchanged step; None for no limit.
+        margin: memory of the card that the plan leaves free, for the display and for whatever else needs some: a size
+            such as "500MiB" or a percentage of the card's memory. If None, 3 % of the card. A budget of at most the
+            rest is not reduced. For the generic card the default is 0, and a percentage is one of the budget.
         gradients_alive: True if your own loop accumulates gradients over several batches. The plan then also counts
             the gradients of earlier batches, which are in memory before the step, so that it holds for every batch.
         by_sample: names of the tensors of the batch whose dimension 0 is the batch dimension, such as ("x", "labels").
@@ -103,7 +107,9 @@ def plan(
     from planner.plan_types.constraints import parse_constraints
     from planner.workload.budget import card_and_budget
 
-    constraints = parse_constraints(fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown)
+    constraints = parse_constraints(
+        fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown, margin=margin
+    )
     card, vram_bytes = card_and_budget(gpu, vram)
     work = _largest_step(
         model,
@@ -133,6 +139,7 @@ def tradeoff(
     forbid: Sequence[str] = (),
     only: Sequence[str] | None = None,
     max_slowdown: float | None = None,
+    margin: str | int | None = None,
     gradients_alive: bool = False,
     by_sample: Sequence[str] | None = None,
     values: Mapping[str, float] | None = None,
@@ -158,7 +165,9 @@ def tradeoff(
     from planner.plan_types.constraints import parse_constraints
     from planner.workload.budget import card_and_budget
 
-    constraints = parse_constraints(fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown)
+    constraints = parse_constraints(
+        fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown, margin=margin
+    )
     card, vram_bytes = card_and_budget(gpu, vram)
     work = _largest_step(
         model,

@@ -11,6 +11,8 @@ import torch
 from planner.choose.pareto_front import Front, total_bytes
 from planner.choose.planning_session import Certified, PlanningSession
 from planner.estimate.add_workspaces import unknown_ops
+from planner.estimate.footprint import granularity_bytes
+from planner.estimate.largest_tensors import largest_tensors
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, frozen_modules_of
 from planner.plan_types.plan import Plan, Shortfall, SolverFacts
@@ -32,7 +34,7 @@ def assemble_plan(
     session: PlanningSession,
     certified: Certified,
     constraints: Constraints,
-    vram_bytes: int | None,
+    budget: Budget | None,
     *,
     began: float,
     shortfall: Shortfall | None = None,
@@ -41,7 +43,7 @@ def assemble_plan(
     """Return the `Plan` for a certified configuration.
 
     Args:
-        vram_bytes: the budget as the user stated it; None if there is none.
+        budget: the budget; None if there is none.
         began: `time.perf_counter()` when planning began.
         shortfall: the explanation why no plan fits; None if the plan fits.
         notes: remarks for the user; they come before the notes that are added here.
@@ -56,7 +58,9 @@ def assemble_plan(
         workload=session.workload.facts(),
         card=session.card.name,
         card_source=session.card.source,
-        vram_bytes=vram_bytes,
+        vram_bytes=None if budget is None else budget.asked_bytes,
+        card_bytes=None if budget is None else budget.card_bytes,
+        margin_bytes=0 if budget is None else budget.margin_bytes,
         fidelity=constraints.fidelity.name.lower(),
         forced=constraints.forced,
         forbidden=constraints.forbidden,
@@ -88,6 +92,9 @@ def assemble_plan(
             *_workspace_notes(certified, session.card),
         ),
         versions=versions(),
+        tensors=largest_tensors(
+            certified.graph, certified.measured.peak_tick, granularity_bytes=granularity_bytes(session.card)
+        ),
         seconds=time.perf_counter() - began,
     )
 
@@ -107,7 +114,9 @@ def assemble_tradeoff(
     return Tradeoff(
         as_it_is=assemble_plan(session, session.baseline, constraints, None, began=began),
         points=tuple(
-            assemble_plan(session, point, constraints, total_bytes(point), notes=notes, began=began)
+            assemble_plan(
+                session, point, constraints, Budget.of_total(session.card, total_bytes(point)), notes=notes, began=began
+            )
             for point in front.points
         ),
         vram_bytes=None if budget is None else budget.asked_bytes,
@@ -120,7 +129,7 @@ def assemble_tradeoff(
 def versions() -> dict[str, str]:
     """Versions of everything that can change a plan, by name."""
     found = {"python": platform.python_version()}
-    for package in ("torch", "transformers", "bitsandbytes"):
+    for package in ("torch-planner", "torch", "transformers", "bitsandbytes"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

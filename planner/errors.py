@@ -15,6 +15,10 @@ class SizeError(PlannerError):
     """The memory size cannot be parsed."""
 
 
+class BudgetError(PlannerError):
+    """The budget cannot hold the model whatever the plan. The `plan` command exits with code 1, as if nothing fits."""
+
+
 class DeviceProfileError(PlannerError):
     """The card is not known, or its profile file is not well formed."""
 

@@ -44,10 +44,10 @@ def plan_workload(workload: Workload, card: DeviceProfile, *, vram_bytes: int | 
     None, only the baseline is rehearsed, and the plan has no decisions.
     """
     began = time.perf_counter()
-    budget = None if vram_bytes is None else Budget.on(card, vram_bytes)
+    budget = None if vram_bytes is None else Budget.on(card, vram_bytes, margin=constraints.margin)
     with open_session(workload, card, budget) as session:
         if budget is None:
-            return assemble_plan(session, session.baseline, constraints, vram_bytes, began=began)
+            return assemble_plan(session, session.baseline, constraints, None, began=began)
         session.expect(constraints)
         space = session.search_space(constraints)
         certified, shortfall = fitting.best(session, space, constraints), None
@@ -56,7 +56,7 @@ def plan_workload(workload: Workload, card: DeviceProfile, *, vram_bytes: int | 
             if not certified.measured.fits or not session.quick_enough(certified, constraints):
                 shortfall = fitting.shortfall(session, certified, relaxations(session, constraints))
         notes = (*budget.notes(card), *space.notes)
-        return assemble_plan(session, certified, constraints, vram_bytes, shortfall=shortfall, notes=notes, began=began)
+        return assemble_plan(session, certified, constraints, budget, shortfall=shortfall, notes=notes, began=began)
 
 
 def tradeoff_workload(
@@ -69,7 +69,7 @@ def tradeoff_workload(
         seconds: approximate time limit. The fastest and the smallest plan are searched in any case.
     """
     began = time.perf_counter()
-    budget = None if vram_bytes is None else Budget.on(card, vram_bytes)
+    budget = None if vram_bytes is None else Budget.on(card, vram_bytes, margin=constraints.margin)
     with open_session(workload, card, None) as session:
         session.expect(constraints)
         usable_bytes = None if budget is None else budget.usable_bytes

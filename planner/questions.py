@@ -9,7 +9,7 @@ from collections.abc import Callable
 from planner import pipeline, profiles
 from planner.assemble import assemble_plan
 from planner.choose import fitting
-from planner.errors import DecisionError, PlannerError, WorkloadError
+from planner.errors import BudgetError, DecisionError, PlannerError, WorkloadError
 from planner.estimate.footprint import smallest_capacity_bytes
 from planner.plan_types.constraints import Constraints, kinds_of
 from planner.plan_types.decision_base import Decision, Role
@@ -65,7 +65,7 @@ def largest_batch(
         if constraints.allow(kind):
             constraints = dataclasses.replace(constraints, forbidden=(*constraints.forbidden, kind.kind))
 
-    usable_bytes = Budget.on(card, vram_bytes).usable_bytes
+    usable_bytes = Budget.on(card, vram_bytes, margin=constraints.margin).usable_bytes
     needs = _Needs(build, card, usable_bytes, constraints)
     while True:
         samples, too_many = largest_within(
@@ -225,14 +225,18 @@ def plan_that_fits(
 ) -> Plan | None:
     """Return the plan of `plan_workload` if it fits, else None. This saves the search for the smallest plan."""
     began = time.perf_counter()
-    budget = Budget.on(card, vram_bytes)
+    budget = Budget.on(card, vram_bytes, margin=constraints.margin)
+    try:
+        budget.refuse_if_hopeless(workload.model, card)
+    except BudgetError:
+        return None
     with pipeline.open_session(workload, card, budget) as session:
         space = session.search_space(constraints)
         certified = fitting.best(session, space, constraints)
         if certified is None or not session.quick_enough(certified, constraints):
             return None
         return assemble_plan(
-            session, certified, constraints, vram_bytes, notes=(*budget.notes(card), *space.notes), began=began
+            session, certified, constraints, budget, notes=(*budget.notes(card), *space.notes), began=began
         )
 
 
@@ -246,7 +250,7 @@ def smallest_configuration(
     Returns:
         The smallest total in bytes under which the step runs with this configuration, and its decisions.
     """
-    with pipeline.open_session(workload, card, Budget.on(card, vram_bytes)) as session:
+    with pipeline.open_session(workload, card, Budget.on(card, vram_bytes, margin=constraints.margin)) as session:
         certified = session.certify(session.chooser(session.search_space(constraints), constraints).smallest())
         return session.smallest_budget_bytes(certified), certified.choice.decisions
 
@@ -259,7 +263,7 @@ def configuration_within(
     Returns:
         The total in bytes of the plan, and its decisions.
     """
-    with pipeline.open_session(workload, card, Budget.on(card, vram_bytes)) as session:
+    with pipeline.open_session(workload, card, Budget.on(card, vram_bytes, margin=constraints.margin)) as session:
         space = session.search_space(constraints)
         certified = fitting.best(session, space, constraints) or fitting.nearest(session, space, constraints)
         return certified.measured.footprint.total_bytes, certified.choice.decisions

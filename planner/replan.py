@@ -20,12 +20,13 @@ from planner.workload.loading import load_workload
 from planner.workload.workload import Workload
 
 
-def replan(saved: Plan, *, vram: str | None, gpu: str | None) -> Plan:
+def replan(saved: Plan, *, vram: str | None, gpu: str | None, margin: str | None = None) -> Plan:
     """Rehearse the decisions of a saved plan again, and return the plan with the new memory, time and verdict.
 
     Args:
         vram: a size such as "6GiB"; None keeps the budget of the saved plan.
         gpu: the name of a profile; None keeps the card of the saved plan.
+        margin: the part of the card that stays free. None keeps the margin of the saved plan, except on another card.
 
     Raises:
         PlanFileError: the plan was made for a live model, which cannot be loaded, or its model has changed since.
@@ -41,8 +42,9 @@ def replan(saved: Plan, *, vram: str | None, gpu: str | None) -> Plan:
         forced=saved.forced,
         forbidden=saved.forbidden,
         max_slowdown=saved.max_slowdown,
+        margin=saved.margin_bytes if margin is None and gpu is None else margin,
     )
-    budget = None if vram_bytes is None else Budget.on(card, vram_bytes)
+    budget = None if vram_bytes is None else Budget.on(card, vram_bytes, margin=constraints.margin)
     notes = () if budget is None else budget.notes(card)
     with pipeline.open_session(workload, card, budget) as session:
         choice = Choice(decisions=saved.decisions, peak_bytes=0, step_ns=0, status="not needed", gap=0.0)
@@ -54,7 +56,7 @@ def replan(saved: Plan, *, vram: str | None, gpu: str | None) -> Plan:
         promised = dataclasses.replace(certified.choice, peak_bytes=certified.measured.curve_bytes)
         certified = dataclasses.replace(certified, choice=promised)
         shortfall = None if fits else fitting.shortfall(session, certified, ())
-        return assemble_plan(session, certified, constraints, vram_bytes, shortfall=shortfall, notes=notes, began=began)
+        return assemble_plan(session, certified, constraints, budget, shortfall=shortfall, notes=notes, began=began)
 
 
 def load_planned(saved: Plan) -> Workload:
@@ -77,6 +79,7 @@ def load_planned(saved: Plan) -> Workload:
         dtype=None if ":" in saved.model.reference else saved.model.dtype,
         adapter=saved.model.adapter,
         input_shapes=saved.workload.input_shapes,
+        arguments=saved.model.arguments,
         answers=Answers(values=saved.workload.values, worst_case=saved.workload.worst_case),
         choose=lambda workloads: next((w for w in workloads if w.facts().batch == saved.workload.batch), workloads[0]),
     )

@@ -79,5 +79,5 @@ def certify(
     workload = dataclasses.replace(workload, not_by_sample=plan.workload.not_by_sample)
     card = card or resolve_card(plan.card, plan.vram_bytes)
     graph = certifying_graph(with_gradient_names(workload, card), plan.decisions, card)
-    measured = measure(graph, card, vram_bytes=plan.vram_bytes, micro_batches=micro_batches_of(plan.decisions))
+    measured = measure(graph, card, vram_bytes=plan.usable_bytes, micro_batches=micro_batches_of(plan.decisions))
     return Certificate(footprint=measured.footprint, fits=measured.fits, certified_bytes=measured.curve_bytes)

@@ -9,8 +9,8 @@ FAULTS = (
     Fault(
         name="plan-loses-the-slowdown",
         path="planner/plan_types/plan.py",
-        old='                max_slowdown=data["max_slowdown"],\n',
-        new="",
+        old=' versions max_slowdown".split()',
+        new=' versions".split()',
         tests=("tests/plan_types/test_plan.py::test_every_kind_of_decision_and_every_optional_field_is_read_back",),
         why="a plan that is read back has no limit on the slowdown",
     ),

@@ -144,7 +144,7 @@ FAULTS = (
     Fault(
         name="budget-above-the-card",
         path="planner/workload/budget.py",
-        old="        usable_bytes = min(asked_bytes, card.vram_bytes) if has_a_size else asked_bytes",
+        old="        usable_bytes = min(asked_bytes, (card_bytes or asked_bytes) - free_bytes)",
         new="        usable_bytes = asked_bytes",
         tests=(
             "tests/workload/test_budget.py"

@@ -161,11 +161,14 @@ def smallest(
     """
     smallest = session.measure_at_smallest_budget(session.certify(_smallest_promise(session, space, constraints)))
     # If slack is a large part of the total, a faster plan with a larger promise may need no more memory, or even less.
-    # So search first within the same total, then within a total that is one segment smaller.
+    # So search first within the same total, then within a total that is one segment smaller. A plan with micro-batches
+    # is compared with faster plans in any case: the smallest promise may take many that save nothing of the total.
     for less_bytes in (0, *[SMALL_SEGMENT_BYTES] * _DESCENTS):
         slack_bytes = smallest.measured.footprint.reserved_bytes - smallest.choice.peak_bytes
         total_bytes = smallest.measured.footprint.total_bytes
-        if smallest.measured.fits or slack_bytes <= _LARGE_SLACK * total_bytes or time.perf_counter() > until:
+        is_split = not less_bytes and has_role(smallest.choice.decisions, Role.MICRO_BATCHING)
+        is_tight = slack_bytes <= _LARGE_SLACK * total_bytes and not is_split
+        if smallest.measured.fits or is_tight or time.perf_counter() > until:
             return smallest
         at_total = session.with_budget(total_bytes - less_bytes)
         certified, tried = _search(at_total, space, constraints, attempts=_FEW_ATTEMPTS, until=until)

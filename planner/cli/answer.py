@@ -9,7 +9,8 @@ import pathlib
 
 from planner import pipeline, questions
 from planner.adapted import plan_or_adapt
-from planner.cli.options import names, option
+from planner.advice import advised, refuse_hopeless
+from planner.cli.option_checks import names, option
 from planner.cli.training_lines import LOOPS
 from planner.errors import PlanFileError, WorkloadError
 from planner.plan_types.adapter import Adapter
@@ -19,12 +20,13 @@ from planner.plan_types.plan import Plan
 from planner.plan_types.tradeoff import DEFAULT_SECONDS, Tradeoff
 from planner.replan import replan
 from planner.workload.batch_source import read_shapes
-from planner.workload.budget import card_and_budget
+from planner.workload.budget import Budget, card_and_budget
 from planner.workload.loading import load_workload
+from planner.workload.workload import Workload
 
 _FIXED_BY_A_PLAN = (
     "batch_size seq_len dtype lora qlora dora optimizer fidelity force forbid only max_slowdown gradients_alive "
-    "by_sample input_shapes value batch_values tradeoff largest_batch smallest_card".split()
+    "by_sample arguments input_shapes value batch_values tradeoff largest_batch smallest_card".split()
 )
 """Options that cannot be combined with a saved plan, because the plan already fixes their values."""
 _TRAINER_OPTIMIZERS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -48,6 +50,8 @@ def answer(options: argparse.Namespace) -> Plan | Tradeoff:
     saved = _saved_plan(options.model)
     if saved is not None:
         return _replan(saved, options)
+    if options.margin is not None and options.vram is None and not options.smallest_card:
+        raise WorkloadError("--margin needs a budget: give --vram, such as --vram 6GiB, or leave --margin out")
     optimizer, kinds = _TRAINER_OPTIMIZERS.get(options.optimizer, (options.optimizer or "adamw", ()))
     constraints = parse_constraints(
         fidelity=options.fidelity or "rounded",
@@ -55,35 +59,49 @@ def answer(options: argparse.Namespace) -> Plan | Tradeoff:
         forbid=(*names(options.forbid), *(LOOPS[options.loop] if options.loop else ())),
         only=names(options.only) if options.only else None,
         max_slowdown=options.max_slowdown,
+        margin=options.margin,
     )
     load = functools.partial(
         load_workload,
         options.model,
-        seq_len=options.seq_len,
         dtype=options.dtype,
         adapter=_adapter(options),
         optimizer=optimizer,
         gradients_alive=options.gradients_alive,
+        arguments=options.arguments,
         by_sample=names(options.by_sample) if options.by_sample else None,
         answers=Answers(values=dict(map(parse_answer, options.value)), worst_case=not options.batch_values),
         input_shapes=None if options.input_shapes is None else read_shapes(options.input_shapes),
     )
     if options.smallest_card:
-        return questions.smallest_card(load(batch_size=options.batch_size), constraints)
+        return questions.smallest_card(load(batch_size=options.batch_size, seq_len=options.seq_len), constraints)
     card, vram_bytes = card_and_budget(options.gpu, options.vram)
     load = functools.partial(load, choose=lambda workloads: pipeline.largest_step(workloads, card))
+    budget = None if vram_bytes is None else Budget.on(card, vram_bytes, margin=options.margin)
+
+    def load_hopeful(**settings: int | None) -> Workload:
+        """Loads the workload, and refuses a budget that cannot hold the model whatever the plan."""
+        workload = load(**settings)
+        if budget is not None and not options.tradeoff:
+            refuse_hopeless(workload, card, budget, constraints)
+        return workload
+
     if options.largest_batch:
         assert vram_bytes is not None, "checked with the options"
         return questions.largest_batch(
-            lambda batch_size: load(batch_size=batch_size), card, vram_bytes=vram_bytes, constraints=constraints
+            lambda batch_size: load_hopeful(batch_size=batch_size, seq_len=options.seq_len),
+            card,
+            vram_bytes=vram_bytes,
+            constraints=constraints,
         )
-    workload = load(batch_size=options.batch_size)
+    workload = load_hopeful(batch_size=options.batch_size, seq_len=options.seq_len)
     if options.tradeoff:
         seconds = options.seconds or DEFAULT_SECONDS
         return pipeline.tradeoff_workload(
             workload, card, vram_bytes=vram_bytes, constraints=constraints, seconds=seconds
         )
-    return plan_or_adapt(workload, card, vram_bytes=vram_bytes, constraints=constraints)
+    plan = plan_or_adapt(workload, card, vram_bytes=vram_bytes, constraints=constraints)
+    return advised(plan, workload, card, constraints=constraints, load=load)
 
 
 def _adapter(options: argparse.Namespace) -> Adapter | None:
@@ -102,7 +120,7 @@ def _replan(saved: Plan, options: argparse.Namespace) -> Plan:
                 f"{option(name)} cannot be combined with a saved plan, which fixes the training step and its "
                 f"decisions: leave {option(name)} out, or give the model instead of the plan"
             )
-    return replan(saved, vram=options.vram, gpu=options.gpu)
+    return replan(saved, vram=options.vram, gpu=options.gpu, margin=options.margin)
 
 
 def _saved_plan(reference: str) -> Plan | None:

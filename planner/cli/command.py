@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 
-from planner.cli.options import parser, refuse_unknown_values, refuse_what_does_not_go_together
+from planner.cli.hub import refuse_unreachable
+from planner.cli.option_checks import refuse_unknown_values, refuse_what_does_not_go_together
+from planner.cli.options import diff_parser, parser
 from planner.cli.output_files import refuse_to_overwrite
-from planner.errors import PlannerError, WorkloadError
+from planner.errors import BudgetError, PlannerError, WorkloadError
 from planner.plan_types.plan import SCHEMA_VERSION, write_atomically
 from planner.plan_types.tradeoff import Tradeoff
 
@@ -37,8 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     out = sys.stdout
+    if words[:1] == ["diff"]:
+        return _diff(words[1:], out)
+    cut = words.index("--") if "--" in words else len(words)
+    words, script_arguments = words[:cut], words[cut + 1 :]
     try:
         options = parser().parse_args(words)  # raises SystemExit for --help and --version
+        options.arguments = script_arguments
     except PlannerError as error:
         return _refuse(error, as_json="--json" in words, out=out)
     try:
@@ -61,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(PlannerError(" ".join(message.split())), as_json=options.json, out=out)
     if options.json:
         measured = {} if verification is None else {"verification": verification.to_json()}
-        print(json.dumps({**answer.to_json(), **measured}, indent=2), file=out)
+        print(json.dumps({**answer.to_json(), "seconds": answer.seconds, **measured}, indent=2), file=out)
     elif options.quiet and not isinstance(answer, Tradeoff):
         verdict = "" if verification is None else f"; verification: {'kept' if verification.kept else 'not kept'}"
         print(f"{answer.summary()}{verdict}", file=out)
@@ -74,6 +81,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for path in written:
             print(f"wrote {path}", file=sys.stderr)
     return FITS if answer.fits and (verification is None or verification.kept) else DOES_NOT_FIT
+
+
+def _diff(words: Sequence[str], out: TextIO) -> int:
+    """Runs `plan diff` and returns its exit code: 1 if the plans differ, as the command diff does."""
+    from planner.cli import plan_diff
+
+    try:
+        options = diff_parser().parse_args(words)
+        differ, answer = plan_diff.run(options)
+    except PlannerError as error:
+        return _refuse(error, as_json="--json" in words, out=out)
+    if isinstance(answer, str):
+        print(answer, file=out)
+    else:
+        _console(out).print(answer)
+    return int(differ)
 
 
 def _console(out: TextIO) -> Console:
@@ -108,6 +131,7 @@ def _answer(options: argparse.Namespace) -> Plan | Tradeoff:
     refuse_to_overwrite(options)
     refuse_what_does_not_go_together(options)
     refuse_unknown_values(options)
+    refuse_unreachable(options.model)
     for library in ("bitsandbytes", "transformers"):
         logging.getLogger(library).setLevel(logging.ERROR)
     with _working("loading torch"):
@@ -205,6 +229,9 @@ def _refuse(error: PlannerError, *, as_json: bool, out: TextIO) -> int:
     """
     if as_json:
         fields = {"type": type(error).__name__, "message": str(error)}
-        print(json.dumps({"schema_version": SCHEMA_VERSION, "fits": None, "error": fields}, indent=2), file=out)
+        fits = False if isinstance(error, BudgetError) else None
+        print(json.dumps({"schema_version": SCHEMA_VERSION, "fits": fits, "error": fields}, indent=2), file=out)
     print(f"plan: {error}", file=sys.stderr)
+    if isinstance(error, BudgetError):
+        return DOES_NOT_FIT
     return COULD_NOT_RUN

@@ -1,4 +1,4 @@
-"""Options of the `plan` command, and checks that they can be combined. This module does not import torch."""
+"""The options of the `plan` command. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import textwrap
 from typing import NoReturn
 
 from planner import profiles
-from planner.errors import DeviceProfileError, WorkloadError
+from planner.cli.glossary import explain
+from planner.errors import WorkloadError
 from planner.plan_types.decisions import Fidelity
-from planner.plan_types.sizes import format_size, parse_size
+from planner.plan_types.sizes import format_size
 from planner.plan_types.techniques import KINDS
 
-_USAGE = "plan MODEL [--vram SIZE] [options]"
+_USAGE = "plan MODEL [--vram SIZE] [options] [-- arguments of your script]"
 _DESCRIPTION = (
     "Plan a PyTorch training step that fits a GPU. Needs neither a GPU nor weights: the step is rehearsed on a virtual "
     "GPU, and the fastest plan inside the memory budget is certified by rehearsing the rewritten step."
@@ -25,9 +26,11 @@ examples:
   plan examples/roberta_84m --vram 6GiB --batch-size 64 --seq-len 128
   plan examples/llama_1b --vram 24GB --gpu rtx-3090 --batch-size 4 --seq-len 1024
   plan examples/unet.py:build --vram 4GiB --emit train_step.py
+  plan train.py:build --vram 6GiB -- --config small.yaml     arguments for train.py, in its sys.argv
   plan examples/roberta_84m --vram 6GiB --seq-len 128 --largest-batch
   plan examples/roberta_84m --batch-size 64 --seq-len 128 --tradeoff --svg front.svg
   plan plan.json --vram 5GiB                        check a saved plan under another budget
+  plan diff old.json new.json                       what differs between two saved plans
 
 sizes: GiB and MiB are binary, GB and MB are decimal, and % is a share of the card's memory.
 
@@ -55,6 +58,15 @@ class _ListGpus(argparse.Action):
         raise SystemExit(0)
 
 
+class _Explain(argparse.Action):
+    """Prints what the glossary says about a word, and exits."""
+
+    def __call__(self, _parser: object, _namespace: object, value: object, _option: object = None) -> NoReturn:
+        for entry in explain(str(value)):
+            print(textwrap.fill(entry, 98, break_on_hyphens=False))
+        raise SystemExit(0)
+
+
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Wraps help texts between words only: names such as step-in-backward stay whole."""
 
@@ -77,6 +89,17 @@ def parser() -> argparse.ArgumentParser:
     _add_techniques(arguments.add_argument_group("techniques"))
     _add_questions(arguments.add_argument_group("questions (at most one; default: the fastest plan inside --vram)"))
     _add_outputs(arguments.add_argument_group("outputs"))
+    return arguments
+
+
+def diff_parser() -> argparse.ArgumentParser:
+    """Returns the parser of `plan diff`. For wrong usage it raises `WorkloadError` instead of exiting the process."""
+    arguments = _Arguments(
+        prog="plan diff", description="Show what differs between two saved plans. Exit code 1 if anything differs."
+    )
+    arguments.add_argument("first", type=pathlib.Path, metavar="first.json", help="a saved plan")
+    arguments.add_argument("second", type=pathlib.Path, metavar="second.json", help="another saved plan")
+    arguments.add_argument("--json", action="store_true", help="print the fields that differ as one JSON object")
     return arguments
 
 
@@ -162,6 +185,12 @@ def _add_budget(group: argparse._ArgumentGroup) -> None:
         "--vram",
         metavar="SIZE",
         help="GPU memory for the whole process, such as 6GiB or 80%% (default: none; the step is only rehearsed)",
+    )
+    group.add_argument(
+        "--margin",
+        metavar="SIZE",
+        help="memory of the card that the plan leaves free, such as 500MiB or 5%% (default: 3%% of the card; 0 for the "
+        "generic card, and if --vram is no more than the rest of the card)",
     )
     group.add_argument(
         "--gpu",
@@ -257,6 +286,13 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
         help="train with the plan on this machine's CUDA card, limited to --vram, and compare with what was promised; "
         "without a card, train on the CPU, and compare results and bytes of tensors only",
     )
+    group.add_argument(
+        "--explain",
+        action=_Explain,
+        default=argparse.SUPPRESS,
+        metavar="WORD",
+        help="explain a word of the report, such as slack or certified, and exit",
+    )
     group.add_argument("--version", action="version", version=f"plan {_version()}", help="print the version and exit")
     group.add_argument("-h", "--help", action="help", help="print this help and exit")
 
@@ -285,83 +321,3 @@ def _ratio(text: str) -> float:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
     return number
-
-
-def refuse_what_does_not_go_together(options: argparse.Namespace) -> None:
-    """Refuse options that cannot be combined with --tradeoff, --largest-batch or --smallest-card, or that need one.
-
-    Raises:
-        WorkloadError: two options cannot be combined, or an option lacks another one that it needs; the message names
-            both.
-    """
-    used = {name for name, value in vars(options).items() if value}
-    question = next((name for name in _QUESTIONS if name in used), None)
-    for name in sorted(used):
-        needed = _BELONGS_TO.get(name)
-        if needed is not None and needed != question:
-            raise WorkloadError(
-                f"{option(name)} works only with {option(needed)}: add {option(needed)}, or leave {option(name)} out"
-            )
-        if question is not None and name in _QUESTIONS[question]:
-            reason = _QUESTIONS[question][name]
-            raise WorkloadError(f"{option(name)} cannot be combined with {option(question)}: {reason}")
-    if {"input_shapes", "seq_len"} <= used:
-        raise WorkloadError(
-            "--seq-len cannot be combined with --input-shapes, which states all sizes: leave --seq-len out"
-        )
-    if options.snapshot is not None and options.gpu == "bare":
-        raise WorkloadError(
-            "--snapshot cannot be combined with --gpu bare, which has no allocator: name another card, or leave "
-            "--gpu out"
-        )
-    if options.emit is not None and options.emit.suffix == ".json" and options.loop != "trainer":
-        raise WorkloadError("--emit FILE.json writes the Trainer's arguments: add --for trainer, or name a .py file")
-    if question == "largest_batch" and "vram" not in used:
-        raise WorkloadError("--largest-batch needs a budget: give --vram, such as --vram 6GiB")
-
-
-def refuse_unknown_values(options: argparse.Namespace) -> None:
-    """Refuse a budget that cannot be read and a card that is not known, before torch is imported.
-
-    Raises:
-        SizeError: --vram is not a size.
-        DeviceProfileError: --gpu is not a known card.
-    """
-    if options.vram is not None:
-        parse_size(options.vram, device_bytes=1 << 40)
-    if options.gpu is not None and options.gpu not in _STAND_INS:
-        try:
-            profiles.load(options.gpu)
-        except profiles.ProfileError as error:
-            raise DeviceProfileError(str(error)) from error
-
-
-_STAND_INS = ("generic", "unlisted")
-"""Cards that a plan may name although they have no profile file."""
-_MANY_PLANS = "--tradeoff returns several plans; choose one, and plan again with its memory as --vram"
-_QUESTIONS = {
-    "tradeoff": dict.fromkeys(("save", "emit", "snapshot", "verify", "loop", "quiet"), _MANY_PLANS),
-    "largest_batch": {
-        "batch_size": "the batch size is the answer; leave it out",
-        "max_slowdown": "the search for the largest batch ignores the step time; leave the limit out",
-    },
-    "smallest_card": {
-        "vram": "each card's own memory is the budget; leave it out",
-        "gpu": "the card is the answer; leave it out",
-    },
-}
-"""For each option of the group 'questions': the options that cannot be combined with it, each with the reason."""
-_BELONGS_TO = {"svg": "tradeoff", "seconds": "tradeoff"}
-"""Options that work only together with another option, and that other option."""
-_SPELLINGS = {"gradients_alive": "--accumulating-loop (--gradients-alive)", "loop": "--for"}
-"""Options that have two names on the command line, and how messages write them."""
-
-
-def option(name: str) -> str:
-    """Returns the command-line spelling of an option, given its name in the parsed namespace: '--batch-size'."""
-    return _SPELLINGS.get(name, f"--{name.replace('_', '-')}")
-
-
-def names(texts: list[str]) -> tuple[str, ...]:
-    """Returns all names in the values of a repeated option: ['a,b', 'c'] gives ('a', 'b', 'c')."""
-    return tuple(name.strip() for text in texts for name in text.split(",") if name.strip())

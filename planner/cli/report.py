@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pathlib
+
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from planner.estimate.largest_tensors import shape_text
 from planner.plan_types.plan import Footprint, ModelFacts, Plan, Shortfall
 from planner.plan_types.plan_summary import speed_text
 from planner.plan_types.sizes import MIB, format_size
@@ -32,7 +35,7 @@ def render(plan: Plan, *, verified: bool = False) -> RenderableType:
     Args:
         verified: True if `--verify` has trained with the plan; its result is printed below.
     """
-    parts: list[RenderableType] = [headline(plan), Text(), _table(plan), Text(), *_peaks(plan), Text()]
+    parts: list[RenderableType] = [headline(plan), Text(), _table(plan), Text(), *_peaks(plan), *_tensors(plan), Text()]
     parts += [*_decisions(plan), Text(), _verdict(plan)]
     if plan.fits and plan.decisions and not verified:
         parts.append(Text(UNCHECKED))
@@ -74,25 +77,50 @@ def _parameters(model: ModelFacts) -> str:
 
 
 def _table(plan: Plan) -> Table:
-    """Returns the table with a column for the baseline and one for the plan: bytes by category, totals, step time."""
-    changed = bool(plan.decisions)
-    table = Table(title="Memory at the peak of one training step", title_justify="left", title_style="bold")
+    """Returns the table of memory by category, of the totals and of the step time, for the baseline and the plan.
+
+    Each of them has two columns: the bytes at its peak, and the largest number of bytes that each category ever has.
+    """
+    footprints = [plan.baseline, *([plan.peak] if plan.decisions else [])]
+    table = Table(title="Memory of one training step", title_justify="left", title_style="bold")
     table.add_column("")
-    table.add_column("baseline", justify="right")
-    if changed:
-        table.add_column("with the plan", justify="right")
-    before, after = plan.baseline.breakdown, plan.peak.breakdown
-    for category in (str(category) for category in Category if category in {*before, *after}):
-        row = [category, _size(before.get(category, 0))]
-        table.add_row(*row, *([_size(after.get(category, 0))] if changed else []))
+    for name in ("baseline", "with the plan")[: len(footprints)]:
+        table.add_column(f"{name},\nat its peak", justify="right")
+        table.add_column("\nat most", justify="right", style="dim")
+    shown = {name for footprint in footprints for name in (*footprint.breakdown, *footprint.most)}
+    for name in (str(category) for category in Category if category in shown):
+        table.add_row(name, *(text for f in footprints for text in (_size(f.breakdown.get(name, 0)), _most(f, name))))
     table.add_section()
     for label, field in _TOTALS:
-        row = [label, format_size(getattr(plan.baseline, field))]
         style = "bold" if field == "total_bytes" else None
-        table.add_row(*row, *([format_size(getattr(plan.peak, field))] if changed else []), style=style)
+        table.add_row(label, *(text for f in footprints for text in (format_size(getattr(f, field)), "")), style=style)
     table.add_section()
-    table.add_row("step time (predicted)", _time(plan.baseline), *([_time(plan.peak)] if changed else []))
+    table.add_row("step time (predicted)", *(text for f in footprints for text in (_time(f), "")))
     return table
+
+
+def _most(footprint: Footprint, category: str) -> str:
+    """Returns the largest number of bytes that a category has in the step; empty if it is not known, as for slack."""
+    return format_size(footprint.most[category]) if category in footprint.most else ""
+
+
+def _tensors(plan: Plan) -> list[RenderableType]:
+    """Returns the heading and the table of the largest tensors at the peak; empty if the plan lists none."""
+    if not plan.tensors:
+        return []
+    where = "with the plan" if plan.decisions else "of the baseline"
+    table = Table(title=f"Largest tensors at the peak {where}", title_justify="left", title_style="bold", box=None)
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("shape and dtype", no_wrap=True)
+    table.add_column("tensor, module, line", overflow="fold")
+    for tensor in plan.tensors:
+        count = f"{tensor.count} x " if tensor.count > 1 else ""
+        shape = f"{shape_text(tensor.shape, tensor.dtype)} {tensor.dtype}"
+        what = f"{tensor.category}: {tensor.name}" if tensor.name else tensor.category
+        module = f" of {tensor.module}" if tensor.module and not tensor.name else ""
+        line = f", {pathlib.PurePath(tensor.source).name}" if tensor.source else ""
+        table.add_row(f"{count}{format_size(tensor.size_bytes)}", shape, f"{what}{module}{line}")
+    return [Text(), table]
 
 
 def _peaks(plan: Plan) -> list[Text]:
@@ -143,7 +171,9 @@ def _verdict(plan: Plan) -> RenderableType:
             return Text(f"does not fit: {fastest}, and at most {plan.max_slowdown:g} x is allowed", style="bold red")
         missing = format_size(plan.shortfall.missing_bytes)
         return Text(f"does not fit: the smallest allowed plan is {missing} over the budget", style="bold red")
-    fits = f"fits: {format_size(plan.peak.total_bytes)} of {format_size(plan.vram_bytes)}, certified by rehearsal"
+    assert plan.limit_bytes is not None and plan.room_bytes is not None, "there is a budget"
+    size = f"{format_size(plan.peak.total_bytes)} of {format_size(plan.limit_bytes)}"
+    fits = f"fits: {size}, with {format_size(plan.room_bytes)} to spare, certified by rehearsal"
     speed = speed_text(plan.slowdown)
     return Group(Text(fits, style="bold green"), Text(f"step time: {speed}, predicted from the card's {_rates(plan)}"))
 
@@ -161,11 +191,17 @@ def _shortfall(plan: Plan, shortfall: Shortfall) -> list[RenderableType]:
     """
     lines: list[RenderableType] = []
     if shortfall.missing_bytes:
+        if plan.room_bytes is not None and plan.room_bytes >= 0:
+            lines.append(Text(f"It would fit with a smaller margin: {format_size(plan.room_bytes)} stay free."))
         lines.append(Text(f"largest part: {shortfall.binding}, {format_size(shortfall.binding_bytes)}"))
     if shortfall.next_step is None:
-        needed_bytes = (plan.vram_bytes or 0) + shortfall.missing_bytes
-        budget = f" A budget of {-(-needed_bytes // MIB):,} MiB would be enough." if shortfall.missing_bytes else ""
-        lines.append(Text(f"Allowing more does not help: no relaxation makes a plan fit.{budget}"))
+        needed_bytes = (plan.usable_bytes or 0) + shortfall.missing_bytes
+        if plan.card_bytes is not None and needed_bytes > plan.card_bytes - plan.margin_bytes:
+            enough = f" The smallest allowed plan takes {-(-needed_bytes // MIB):,} MiB, more than the card has."
+        else:
+            enough = f" A budget of {-(-needed_bytes // MIB):,} MiB would be enough."
+        help_text = "Allowing more does not help: no plan was found that fits."
+        lines.append(Text(f"{help_text}{enough if shortfall.missing_bytes else ''}"))
     else:
         step = shortfall.next_step
         cost = f"{format_size(step.total_bytes)} in total and {step.slowdown:.2f} x the baseline's step time"
@@ -179,7 +215,7 @@ def _shortfall(plan: Plan, shortfall: Shortfall) -> list[RenderableType]:
 def _relaxations(shortfall: Shortfall) -> Table:
     """Returns a table with a row for each relaxation of the constraints: whether a plan then fits, and its figures."""
     table = Table(
-        title="What the constraints rule out, and what allowing it would change",
+        title="What else was tried, and whether a plan then fits",
         title_justify="left",
         title_style="bold",
     )

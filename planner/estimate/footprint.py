@@ -44,6 +44,8 @@ class Measured:
     """True if the step runs under the budget without running out of memory."""
     curve_bytes: int
     """Peak of the memory curve: the largest sum of all live storages, each rounded to the allocator's granularity."""
+    peak_tick: int
+    """The tick of the recording at which the allocated bytes peak."""
 
 
 def measure(graph: StepGraph, card: DeviceProfile, *, vram_bytes: int | None, micro_batches: int) -> Measured:
@@ -57,7 +59,8 @@ def measure(graph: StepGraph, card: DeviceProfile, *, vram_bytes: int | None, mi
         micro_batches: Number of micro-batches of the real step. The recording may hold fewer of them.
     """
     granularity = granularity_bytes(card)
-    live = graph.live_bytes(granularity_bytes=granularity)
+    by_category = graph.category_bytes(granularity_bytes=granularity)
+    live = by_category.sum(axis=0)
     curve_bytes = int(live.max())
     tick, allocated, reserved, fits = int(live.argmax()), curve_bytes, curve_bytes, True
     capacity = None if vram_bytes is None else vram_bytes - card.context_bytes
@@ -80,11 +83,12 @@ def measure(graph: StepGraph, card: DeviceProfile, *, vram_bytes: int | None, mi
         phase=str(op.phase) if op else "",
         module=op.module if op else "",
         op=op.name if op else "",
-        breakdown=_breakdown(graph, tick, granularity, reserved, card),
+        breakdown=_breakdown(by_category[:, tick], reserved, card),
         step_ns=sum(roofline.op_times_ns(graph, card, micro_batches)),
         flops=roofline.step_flops(graph, micro_batches),
+        most=_named(by_category.max(axis=1)),
     )
-    return Measured(footprint=footprint, fits=fits, curve_bytes=curve_bytes)
+    return Measured(footprint=footprint, fits=fits, curve_bytes=curve_bytes, peak_tick=tick)
 
 
 def smallest_capacity_bytes(graph: StepGraph, card: DeviceProfile, *, within_bytes: int = 1 << 20) -> int:
@@ -132,13 +136,16 @@ def replayed(
     return max(outcomes, key=lambda outcome: (outcome.out_of_memory_event is not None, outcome.peak_reserved_bytes))
 
 
-def _breakdown(graph: StepGraph, tick: int, granularity: int, reserved: int, card: DeviceProfile) -> dict[str, int]:
-    """Returns the bytes alive at a tick by category. Reserved bytes in which nothing is alive are the slack."""
-    totals: dict[str, int] = {}
-    for storage, spans in zip(graph.storages, graph.spans(), strict=True):
-        if any(start <= tick < stop for start, stop in spans):
-            rounded = -(-storage.size_bytes // granularity) * granularity
-            totals[storage.category] = totals.get(storage.category, 0) + rounded
-    totals[Category.SLACK] = reserved - sum(totals.values())
-    totals[Category.CONTEXT] = card.context_bytes
-    return {str(category): totals[category] for category in Category if totals.get(category)}
+def _breakdown(live: np.ndarray, reserved: int, card: DeviceProfile) -> dict[str, int]:
+    """Returns the bytes at a tick by category. Reserved bytes in which nothing is alive are the slack.
+
+    Args:
+        live: int64[len(Category)]: bytes of the storages of each category that are alive at the tick.
+    """
+    slack_and_context = {str(Category.SLACK): reserved - int(live.sum()), str(Category.CONTEXT): card.context_bytes}
+    return _named(live) | {name: size for name, size in slack_and_context.items() if size}
+
+
+def _named(sizes: np.ndarray) -> dict[str, int]:
+    """Returns sizes in the order of `Category` by the names of the categories, without zeros."""
+    return {str(category): int(size) for category, size in zip(Category, sizes, strict=True) if size}

@@ -27,6 +27,8 @@ class Constraints:
     forbidden: tuple[str, ...]
     max_slowdown: float | None = None
     """Maximum step time, as a multiple of the step time of the baseline; None for no limit."""
+    margin: str | int | None = None
+    """The part of the card that the plan leaves free, as for `sizes.margin_bytes`; None for the default."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "forced", known_kinds(self.forced))
@@ -60,6 +62,7 @@ def parse_constraints(
     forbid: Sequence[str],
     only: Sequence[str] | None = None,
     max_slowdown: float | None = None,
+    margin: str | int | None = None,
 ) -> Constraints:
     """Creates constraints from the user's options.
 
@@ -78,7 +81,13 @@ def parse_constraints(
                     f"technique '{name}' is forbidden, but 'only' allows it: leave it out of one of the two options"
                 )
         forbidden = tuple(name for name in KINDS if name not in allowed)
-    return Constraints(fidelity=Fidelity.parse(fidelity), forced=forced, forbidden=forbidden, max_slowdown=max_slowdown)
+    return Constraints(
+        fidelity=Fidelity.parse(fidelity),
+        forced=forced,
+        forbidden=forbidden,
+        max_slowdown=max_slowdown,
+        margin=margin,
+    )
 
 
 def known_kinds(names: Sequence[str]) -> tuple[str, ...]:

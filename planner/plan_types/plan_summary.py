@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 def summary(plan: Plan) -> str:
     """Returns one line: the model, whether the plan fits, memory, step time and techniques."""
     total = format_size(plan.peak.total_bytes)
-    if plan.vram_bytes is None:
+    if plan.limit_bytes is None:
         return f"{plan.model.name} needs {total}"
-    budget = format_size(plan.vram_bytes)
+    budget = format_size(plan.limit_bytes)
     if plan.shortfall is None:
         verdict = f"fits {budget} with {total}"
     elif plan.shortfall.missing_bytes:

@@ -7,6 +7,8 @@ from fractions import Fraction
 
 from planner.errors import SizeError
 
+DEFAULT_MARGIN = "3%"
+"""The part of a card's memory that a plan leaves free by default."""
 KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
@@ -28,6 +30,7 @@ _UNIT_BYTES = {
     "b": 1,
 }
 _SIZE = re.compile(r"\s*(?P<number>[0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})\s*(?P<unit>[A-Za-z]{1,3}|%)?\s*")
+_ZERO = re.compile(r"\s*0+(?:\.0*)?\s*(?:[A-Za-z]{1,3}|%)?\s*")
 _LONGEST_SHOWN = 40
 """Maximum number of characters of the user's text that an error message repeats."""
 
@@ -62,6 +65,30 @@ def parse_size(text: str | int, *, device_bytes: int | None) -> int:
     if unit.lower() not in _UNIT_BYTES:
         raise SizeError(f"size {_shown(text)} has the unknown unit {unit!r}: use GiB, MiB, KiB, GB, MB, KB or %")
     return _at_least_a_byte(number * _UNIT_BYTES[unit.lower()], written=text)
+
+
+def margin_bytes(margin: str | int | None, *, card_bytes: int) -> int:
+    """Returns the number of bytes of a card that a plan leaves free.
+
+    Args:
+        margin: a size or a percentage of the card's memory as for `parse_size`, or a number of bytes; each may be zero.
+            None means `DEFAULT_MARGIN`.
+        card_bytes: memory of the card in bytes.
+
+    Raises:
+        SizeError: the text cannot be read, or the margin is the whole card.
+    """
+    if margin is None:
+        return parse_size(DEFAULT_MARGIN, device_bytes=card_bytes)
+    if isinstance(margin, int):
+        size_bytes = margin
+    elif _ZERO.fullmatch(margin):
+        size_bytes = 0
+    else:
+        size_bytes = parse_size(margin, device_bytes=card_bytes)
+    if not 0 <= size_bytes < card_bytes:
+        raise SizeError(f"margin {_shown(margin)} leaves nothing of {format_size(card_bytes)}: write less, such as 3%")
+    return size_bytes
 
 
 def format_size(n_bytes: int) -> str:

@@ -13,6 +13,7 @@ import itertools
 
 import numpy as np
 
+from planner.plan_types.categories import Category
 from planner.workspaces.registry import KernelCall
 
 
@@ -27,22 +28,6 @@ class Phase(enum.StrEnum):
     """Forward ops that run inside backward, because activation checkpointing recomputes them."""
     OPTIMIZER = "optimizer"
     """Ops between a backward and the next forward: unscaling, clipping, optimizer step, zeroing of gradients."""
-
-
-class Category(enum.StrEnum):
-    """A use of memory, in the order in which reports list them."""
-
-    PARAMETER = "parameters"
-    GRADIENT = "gradients"
-    OPTIMIZER_STATE = "optimizer state"
-    ACTIVATION = "activations"
-    LOGITS = "logits and loss"
-    AUTOCAST = "autocast copies"
-    TEMPORARY = "temporaries"
-    INPUT = "inputs"
-    WORKSPACE = "workspaces"
-    SLACK = "allocator slack"
-    CONTEXT = "CUDA context"
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -226,7 +211,6 @@ class StepGraph:
         """Returns int64[ticks]: bytes alive at each tick.
 
         Storage sizes are rounded up to multiples of `granularity_bytes`.
-
         """
         delta = np.zeros(self.ticks + 1, dtype=np.int64)
         for storage, spans in zip(self.storages, self.spans(), strict=True):
@@ -235,6 +219,20 @@ class StepGraph:
                 delta[start] += size
                 delta[stop] -= size
         return np.cumsum(delta)[:-1]
+
+    def category_bytes(self, *, granularity_bytes: int = 1) -> np.ndarray:
+        """Returns int64[len(Category), ticks]: bytes of each category alive at each tick, in the order of `Category`.
+
+        Storage sizes are rounded up to multiples of `granularity_bytes`.
+        """
+        delta = np.zeros((len(Category), self.ticks + 1), dtype=np.int64)
+        rows = {category: row for category, row in zip(Category, delta, strict=True)}
+        for storage, spans in zip(self.storages, self.spans(), strict=True):
+            size, row = round_up(storage.size_bytes, granularity_bytes), rows[storage.category]
+            for start, stop in spans:
+                row[start] += size
+                row[stop] -= size
+        return np.cumsum(delta, axis=1)[:, :-1]
 
     def bytes_of(self, category: Category) -> int:
         """Returns the total bytes of all storages of a category that are alive at any tick."""

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
-from planner.errors import SizeError
-from planner.plan_types.sizes import format_size, parse_size
+import torch
+
+from planner.errors import BudgetError, SizeError
+from planner.plan_types.quantized import stored_bytes
+from planner.plan_types.sizes import GIB, format_size, margin_bytes, parse_size
 from planner.profiles.device import DeviceProfile
 from planner.workload.cards import GENERIC, resolve_card
 
 _FIRST_SLACK = 0.01
 """Initial estimate of the slack (reserved memory that no tensor uses), as a fraction of the reserved memory."""
+
+_CONSUMER = "GeForce"
+"""A word in the titles of cards that people use with a screen."""
+_DESKTOP_BYTES = GIB
+"""Memory that a desktop with a browser takes at most on such a card, as a rule."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,19 +28,36 @@ class Budget:
 
     asked_bytes: int
     """Maximum total memory of the process, as the user stated it."""
+    card_bytes: int | None
+    """Memory of the card; None for a card without a fixed size."""
+    margin_bytes: int
+    """Memory of the card that has to stay free."""
     usable_bytes: int
-    """Maximum total memory of the process: `asked_bytes`, but at most the memory of the card."""
+    """Maximum total memory of the process: `asked_bytes`, but at most the memory of the card without the margin."""
     allocator_bytes: int
     """Maximum memory that the caching allocator may reserve: `usable_bytes` minus the size of the CUDA context."""
     tensor_bytes: int
     """Maximum memory of tensors at the start of the search: `allocator_bytes` minus an estimate of the slack."""
 
     @classmethod
-    def on(cls, card: DeviceProfile, asked_bytes: int) -> Budget:
-        """Return the budget of a user who allows `asked_bytes` on `card`."""
-        has_a_size = card.allocator and card.name != GENERIC
-        usable_bytes = min(asked_bytes, card.vram_bytes) if has_a_size else asked_bytes
-        return dataclasses.replace(cls.of_total(card, usable_bytes), asked_bytes=asked_bytes)
+    def on(cls, card: DeviceProfile, asked_bytes: int, *, margin: str | int | None) -> Budget:
+        """Return the budget of a user who allows `asked_bytes` on `card`.
+
+        Args:
+            margin: the part of the card that has to stay free, as for `margin_bytes`. None means the default, which is
+                0 for a card without a fixed size. For such a card a percentage is one of `asked_bytes`.
+
+        Raises:
+            SizeError: the margin cannot be read, or leaves nothing.
+        """
+        card_bytes = card.vram_bytes if card.allocator and card.name != GENERIC else None
+        if margin is None and card_bytes is None:
+            margin = 0
+        free_bytes = margin_bytes(margin, card_bytes=card_bytes or asked_bytes)
+        usable_bytes = min(asked_bytes, (card_bytes or asked_bytes) - free_bytes)
+        return dataclasses.replace(
+            cls.of_total(card, usable_bytes), asked_bytes=asked_bytes, card_bytes=card_bytes, margin_bytes=free_bytes
+        )
 
     @classmethod
     def of_total(cls, card: DeviceProfile, total_bytes: int) -> Budget:
@@ -40,17 +66,49 @@ class Budget:
         slack_bytes = round(allocator_bytes * _FIRST_SLACK) if card.allocator else 0
         return cls(
             asked_bytes=total_bytes,
+            card_bytes=None,
+            margin_bytes=0,
             usable_bytes=total_bytes,
             allocator_bytes=allocator_bytes,
             tensor_bytes=allocator_bytes - slack_bytes,
         )
 
+    def refuse_if_hopeless(self, model: torch.nn.Module, card: DeviceProfile) -> None:
+        """Refuse a budget that the CUDA context and the model's parameters and buffers alone exceed.
+
+        No technique makes them smaller, so that no rehearsal is needed to know this.
+
+        Raises:
+            BudgetError: the budget cannot hold them; the message has their sizes.
+        """
+        tensors = itertools.chain(model.parameters(), model.buffers())
+        by_storage = {tensor.untyped_storage()._cdata: stored_bytes(tensor) for tensor in tensors}
+        model_bytes = sum(by_storage.values())
+        needed_bytes = model_bytes + card.context_bytes
+        if needed_bytes <= self.usable_bytes:
+            return
+        sizes = f"parameters and buffers take {format_size(model_bytes)}"
+        context = f" and the CUDA context {format_size(card.context_bytes)}" if card.context_bytes else ""
+        raise BudgetError(
+            f"does not fit: a budget of {format_size(self.usable_bytes)} cannot hold the model, whatever the plan: "
+            f"{sizes}{context}, and training needs more; give a budget well above {format_size(needed_bytes)}, or a "
+            "smaller model"
+        )
+
     def notes(self, card: DeviceProfile) -> tuple[str, ...]:
-        """Return a note for the plan if the card has less memory than the user's budget; empty if not."""
+        """Return notes for the plan if the memory of the card or the margin limits the budget; empty if not."""
         if self.usable_bytes == self.asked_bytes:
             return ()
-        offered = format_size(self.usable_bytes)
-        return (f"{card.title} offers {offered} to torch: planned for that, not for the larger budget",)
+        offered = format_size(self.card_bytes or self.asked_bytes)
+        name = card.title if self.card_bytes else "the budget"
+        free = f", of which {format_size(self.margin_bytes)} stay free (--margin)" if self.margin_bytes else ""
+        notes = [f"{name} offers {offered} to torch{free}: planned for {format_size(self.usable_bytes)}"]
+        if _CONSUMER in card.title and self.margin_bytes < _DESKTOP_BYTES:
+            notes.append(
+                "a desktop on the same card takes another 0.3 to 1 GiB: if the card drives a screen, plan with "
+                "--margin 1GiB"
+            )
+        return tuple(notes)
 
 
 def card_and_budget(gpu: str | None, vram: str | int | None) -> tuple[DeviceProfile, int | None]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
 import inspect
 import pathlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ def load_workload(
     with_weights: bool = False,
     input_shapes: Any = None,
     answers: Answers = NOTHING_STATED,
+    arguments: Sequence[str] = (),
     choose: Callable[[Sequence[Workload]], Workload] | None = None,
 ) -> Workload:
     """Returns the workload that `reference` names. The model is built on the meta device if its code can run there.
@@ -72,6 +74,7 @@ def load_workload(
         input_shapes: JSON data from which the batch is made (`batch_of_shapes`); None for the function's own batch, or
             a synthetic one.
         answers: values of tensors that the user states.
+        arguments: arguments for the Python file or module, which it finds in `sys.argv`.
         choose: function that chooses one of several workloads, one for each candidate batch of a data loader; None to
             choose the workload whose batch has the most bytes.
 
@@ -102,7 +105,14 @@ def load_workload(
                 f"'{reference}' builds the model itself, so --qlora does not apply: load the weights in 4 bits there, "
                 "with from_pretrained(..., quantization_config=...), and give --lora"
             )
-        return _from_callable(reference, request)
+        with _script_arguments(reference, arguments):
+            built = _from_callable(reference, request)
+        return dataclasses.replace(built, arguments=tuple(arguments))
+    if arguments:
+        raise WorkloadError(
+            f"arguments after -- are for a Python file or module, as in path/file.py:name, and '{reference}' is none: "
+            "leave them out"
+        )
     path = pathlib.Path(reference)
     if not (path / "config.json").is_file() and (saved := saved_config(reference)) is not None:
         return _from_adapter_folder(reference, saved, request)
@@ -192,6 +202,26 @@ def _from_adapter_folder(folder: str, saved: dict[str, Any], request: _Request) 
 
 
 # ---- Python callables ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _script_arguments(reference: str, arguments: Sequence[str]) -> Iterator[None]:
+    """Let the user's code find its own arguments in `sys.argv` instead of the planner's, within the context.
+
+    Raises:
+        WorkloadError: the code ended with `sys.exit`, as a parser of arguments does if one is missing.
+    """
+    before = sys.argv
+    sys.argv = [reference.rpartition(":")[0], *arguments]
+    try:
+        yield
+    except SystemExit as error:
+        raise WorkloadError(
+            f"'{reference}' called sys.exit({error.code!r}): give the arguments that it expects after --, as in "
+            f"plan {reference} -- --epochs 3, or name a function that only builds the model"
+        ) from error
+    finally:
+        sys.argv = before
 
 
 def _from_callable(reference: str, request: _Request) -> Workload:

@@ -41,6 +41,8 @@ class Workload:
     calling: Calling
     reference: str | None
     """MODEL as given on the command line; None for a model object that was passed in Python."""
+    arguments: tuple[str, ...] = ()
+    """Arguments for the Python file or module that `reference` names, as in `sys.argv`."""
     gradients_alive: bool = False
     """True if the user's loop accumulates gradients over several batches, so that gradients exist before the step."""
     gradient_names: tuple[str, ...] | None = None
@@ -108,6 +110,7 @@ class Workload:
             name=type(self.model).__name__,
             parameters=sum(map(element_count, self.model.parameters())),
             fingerprint=fingerprint(self.model),
+            arguments=self.arguments,
             dtype=self.dtype or main_dtype(self.model),
             adapter=self.adapter,
             architecture=None if self.adapter is None else type(cast(Any, self.model).get_base_model()).__name__,

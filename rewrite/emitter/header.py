@@ -6,6 +6,7 @@ import shlex
 import textwrap
 
 from planner.plan_types.plan import Plan
+from planner.plan_types.sizes import margin_bytes
 from planner.rewrite.emitted_code import WIDTH
 from planner.workload.call_convention import Calling
 
@@ -44,9 +45,11 @@ def _made_with(plan: Plan) -> str:
 def _command(plan: Plan, file_name: str) -> str:
     """Return the command that makes the plan again: a call in Python for a live model, else a shell command."""
     is_own = plan.workload.calling == Calling.STEP.name  # the function that MODEL names also returns the optimizers
+    margin = _margin(plan)
     if plan.model.reference is None:
         call = (
             f"vram={plan.vram_bytes if plan.vram_bytes is None else repr(_size(plan.vram_bytes))}",
+            *([f"margin={margin!r}"] if margin is not None else []),
             *(["loss_fn=loss_fn"] if plan.workload.has_loss_fn else []),
             f"gpu={plan.card!r}",
             f"fidelity={plan.fidelity!r}",
@@ -59,6 +62,7 @@ def _command(plan: Plan, file_name: str) -> str:
         return _filled(["planner.plan(model", "batch", *call], ", ", ",") + ")"
     options = [
         *([("--vram", _size(plan.vram_bytes))] if plan.vram_bytes is not None else []),
+        *([] if margin is None else [("--margin", margin)]),
         ("--batch-size", str(plan.workload.batch_size)),
         *([("--seq-len", str(plan.workload.seq_len))] if plan.workload.seq_len is not None else []),
         *([] if is_own else [("--optimizer", plan.workload.optimizer)]),
@@ -72,7 +76,9 @@ def _command(plan: Plan, file_name: str) -> str:
         *([("--gradients-alive",)] if plan.workload.gradients_alive else []),
         ("--emit", file_name),
     ]
-    return _filled([shlex.join(option) for option in (("plan", plan.model.reference), *options)], " ", " \\")
+    script = [("--", *plan.model.arguments)] if plan.model.arguments else []
+    words = (("plan", plan.model.reference), *options, *script)
+    return _filled([shlex.join(option) for option in words], " ", " \\")
 
 
 def _filled(options: list[str], between: str, at_end: str) -> str:
@@ -89,6 +95,12 @@ def _filled(options: list[str], between: str, at_end: str) -> str:
             lines[-1] += at_end
             lines.append("        " + option)
     return "\n".join(lines)
+
+
+def _margin(plan: Plan) -> str | None:
+    """Return the margin as on the command line; None if it is the default."""
+    default_bytes = margin_bytes(None, card_bytes=plan.card_bytes) if plan.card_bytes else 0
+    return None if plan.margin_bytes == default_bytes else _size(plan.margin_bytes)
 
 
 def _size(size_bytes: int) -> str:

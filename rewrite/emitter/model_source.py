@@ -168,7 +168,8 @@ def _callable_source(plan: Plan, location: str, name: str) -> ModelSource:
     sizes = {"batch_size": plan.workload.batch_size, "seq_len": plan.workload.seq_len}
     accepted = _parameters(location, name)
     arguments = ", ".join(f"{key}={size}" for key, size in sizes.items() if key in accepted and size is not None)
-    imports: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ("import sys",) if plan.model.arguments else ()
+    given = f"    sys.argv = {literal([location, *plan.model.arguments])}\n" if plan.model.arguments else ""
     own_imports: frozenset[str] = frozenset()
     if location.endswith(".py"):
         path = pathlib.Path(location).resolve()
@@ -177,12 +178,12 @@ def _callable_source(plan: Plan, location: str, name: str) -> ModelSource:
     sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location({literal(f"planned_{path.stem}")}, path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+{given}    spec.loader.exec_module(module)
     built = module.{name}({arguments})
 """
         imports = ("import importlib.util", "import pathlib", "import sys")
     else:
-        load = f"    built = {location}.{name}({arguments})\n"
+        load = f"{given}    built = {location}.{name}({arguments})\n"
         own_imports = frozenset({f"import {location}"})
     if plan.workload.calling == Calling.STEP.name:
         return ModelSource(

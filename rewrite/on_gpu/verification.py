@@ -143,8 +143,8 @@ def verification(plan: Plan, *, run: Run | None = None, beside_plain: bool = Tru
     """
     run = run or run_in_process
     cap_bytes = None
-    if plan.vram_bytes is not None:
-        cap_bytes = plan.vram_bytes - (plan.peak.total_bytes - plan.peak.reserved_bytes)
+    if plan.usable_bytes is not None:
+        cap_bytes = plan.usable_bytes - (plan.peak.total_bytes - plan.peak.reserved_bytes)
     options = () if cap_bytes is None else ("--cap", str(cap_bytes))
     planned = _trained(run(plan, options))
     if isinstance(planned, RanOut):

@@ -134,6 +134,7 @@ def workload_of(plan: Plan, *, with_weights: bool = True) -> Workload:
         seq_len=plan.workload.seq_len,
         optimizer=plan.workload.optimizer,
         gradients_alive=plan.workload.gradients_alive,
+        arguments=plan.model.arguments,
         with_weights=with_weights,
     )
 

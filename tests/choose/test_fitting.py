@@ -104,6 +104,18 @@ def test_the_smallest_plan_fits_its_own_total_and_is_then_reported_as_a_way_out(
     assert not without.fits and opens["allow mixed-precision"]
 
 
+def test_the_smallest_plan_has_no_micro_batches_that_save_nothing_of_the_total():
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(3)), torch.nn.Linear(256, 4))
+        batch = (torch.zeros(512, 256), torch.zeros(512, 4))
+    plan = planner.plan(
+        model, batch, vram=10 * MIB, gpu="rtx-3090", only="accumulation", optimizer="sgd",
+        loss_fn=lambda output, batch: torch.nn.functional.mse_loss(output, batch[-1]),
+    )  # fmt: skip
+    assert not plan.fits
+    assert plan.peak.total_bytes == plan.baseline.total_bytes and plan.slowdown == 1
+
+
 class PooledNorm(torch.nn.Module):
     """Blocks that keep much, and a norm over one value for each sample, which refuses single samples."""
 

@@ -8,13 +8,14 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 
 import planner
 from planner import pipeline
-from planner.cli import main
+from planner.cli import hub, main
 from planner.errors import WorkloadError
 from planner.plan_types.decisions import Accumulation, Checkpoint
 from planner.plan_types.plan import Plan
@@ -127,6 +128,64 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_the_users_code_does_is_reported_on_one_line_with_exit_code_two(folder, capsys, name):
     assert FAULTS[name] in refused(f"net.py:{name}", capsys=capsys)
+
+
+SCRIPT = """
+import argparse
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, required=True)
+width = parser.parse_args().width
+
+def build():
+    return torch.nn.Linear(width, 1), (torch.zeros(4, width),), lambda output, batch: output.mean()
+"""
+
+
+def test_arguments_after_two_dashes_go_to_the_users_script_and_stay_in_the_plan(folder, capsys):
+    (folder / "script.py").write_text(SCRIPT)
+    words = ("--gpu", "bare", "--save", "p.json", "--emit", "emitted.py")
+    assert main(["script.py:build", *words, "--", "--width", "7"]) == 0
+    plan = Plan.load("p.json")
+    assert (plan.model.parameters, plan.model.arguments) == (8, ("--width", "7"))
+    assert main(["p.json", "--gpu", "bare"]) == 0
+    emitted = (folder / "emitted.py").read_text()
+    assert "-- --width 7" in emitted and "'script.py', '--width', '7'" in emitted.replace('"', "'")
+    ran = subprocess.run([sys.executable, "emitted.py"], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    before = list(sys.argv)
+    capsys.readouterr()
+    message = refused("script.py:build", capsys=capsys)
+    assert "called sys.exit(2): give the arguments that it expects after --" in message
+    assert sys.argv == before
+    (folder / "config.json").write_text("{}")
+    assert main(["config.json", "--", "3"]) == 2
+    assert "arguments after -- are for a Python file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_a_hub_id_that_cannot_be_loaded_is_refused_at_once(folder, capsys, monkeypatch, offline):
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")  # nothing listens there
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
+    began = time.perf_counter()
+    message = refused("some/model", capsys=capsys)
+    assert time.perf_counter() - began < 2
+    assert f"'some/model' is not a file or folder in {folder}, and cannot be loaded from the hub" in message
+    assert ("HF_HUB_OFFLINE is set" if offline else "http://127.0.0.1:1 cannot be reached") in message
+    (folder / "models--some--model").mkdir()
+    assert hub.refuse_unreachable("some/model") is None
+
+
+def test_a_budget_below_context_and_parameters_is_refused_without_a_rehearsal(folder, capsys, monkeypatch):
+    monkeypatch.setattr(pipeline, "open_session", None)  # it must not be reached
+    for question in ((), ("--largest-batch",)):
+        assert main(["net.py:build", "--vram", "50MiB", "--gpu", "rtx-2060", "--json", *question]) == 1
+        data = json.loads(capsys.readouterr().out)
+        assert data["fits"] is False and data["error"]["type"] == "BudgetError"
+        assert "does not fit: a budget of 50.0 MiB cannot hold the model" in data["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -262,7 +321,7 @@ def test_a_saved_plan_may_be_rehearsed_for_another_budget_and_card(folder, capsy
     assert main(["p.json", "--vram", "16GiB", "--gpu", "rtx-2060", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["card"], data["vram_bytes"], data["decisions"]) == ("rtx-2060", 16 << 30, saved["decisions"])
-    assert any(note.endswith("not for the larger budget") for note in data["notes"])
+    assert data["notes"][0].startswith("GeForce RTX 2060 6 GB offers 5.79 GiB")
 
 
 def test_a_saved_plan_that_no_longer_fits_says_by_how_much(folder, capsys, saved):

@@ -11,6 +11,7 @@ import torch
 from planner import profiles
 from planner.estimate.allocation_stream import allocation_stream
 from planner.estimate.footprint import measure, smallest_capacity_bytes
+from planner.estimate.largest_tensors import MOST_LISTED, largest_tensors
 from planner.plan_types.sizes import MIB
 from planner.recording.program import rehearse_program
 from planner.recording.step_graph import Category, Phase, Storage
@@ -93,6 +94,46 @@ def test_scratch_memory_is_alive_together_with_the_outputs_of_its_kernel():
         assert stop == start + 1
         for output in graph.ops[storage.op].outputs:
             assert any(birth <= start < death for birth, death in graph.storages[output].lives)
+
+
+def test_each_category_has_its_own_maximum_which_may_be_at_another_moment_than_the_peak():
+    graph = certifying_graph(linear_layers(), (), CARD)
+    footprint = measure(graph, CARD, vram_bytes=None, micro_batches=1).footprint
+    most = dict.fromkeys(Category, 0)
+    for tick in range(graph.ticks):
+        alive = dict.fromkeys(Category, 0)
+        for storage in graph.storages:
+            if any(start <= tick < stop for start, stop in storage.lives):
+                alive[storage.category] += -(-storage.size_bytes // 512) * 512
+        most = {category: max(most[category], alive[category]) for category in Category}
+    assert footprint.most == {str(category): size for category, size in most.items() if size}
+    assert footprint.breakdown[Category.GRADIENT] < footprint.most[Category.GRADIENT]
+
+
+def test_the_largest_tensors_at_the_peak_have_their_module_and_line_and_repeated_layers_are_one_item():
+    class Layer(torch.nn.Linear):
+        def forward(self, x):
+            return torch.tanh(super().forward(x))
+
+    work = linear_layers()
+    model = torch.nn.Sequential(*(Layer(256, 256) for _ in range(4)))
+    graph = certifying_graph(workload(model, work.batch, loss_fn=work.loss_fn), (), CARD)
+    tick = measure(graph, CARD, vram_bytes=None, micro_batches=1).peak_tick
+    tensors = largest_tensors(graph, tick, granularity_bytes=512)
+    sizes = sorted(
+        (
+            -(-storage.size_bytes // 512) * 512
+            for storage, spans in zip(graph.storages, graph.spans(), strict=True)
+            if any(start <= tick < stop for start, stop in spans)
+        ),
+        reverse=True,
+    )
+    assert len(tensors) == MOST_LISTED
+    assert [tensor.size_bytes for tensor in tensors for _ in range(tensor.count)][:MOST_LISTED] == sizes[:MOST_LISTED]
+    repeated = next(tensor for tensor in tensors if tensor.count == 3 and tensor.category == Category.ACTIVATION)
+    assert (repeated.module, repeated.shape, repeated.dtype) == ("*", (8192, 256), "float32")
+    assert repeated.source.startswith("tests/estimate/test_footprint.py:")
+    assert "*.weight" in {tensor.name for tensor in tensors if tensor.category == Category.PARAMETER}
 
 
 def test_what_dies_at_a_tick_is_free_for_what_is_born_at_it_and_blocks_are_freed_in_reverse():

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import DecisionError, PlanFileError
+from planner.plan_types.categories import Category
 from planner.plan_types.decisions import (
     Accumulation,
     Checkpoint,
@@ -28,6 +29,7 @@ from planner.plan_types.decisions import (
 from planner.plan_types.plan import (
     SCHEMA_VERSION,
     Footprint,
+    LiveTensor,
     ModelFacts,
     NextStep,
     OwnLoss,
@@ -43,6 +45,7 @@ pytestmark = pytest.mark.no_torch
 
 NAMES = st.lists(st.text("abc.01", min_size=1, max_size=6), min_size=1, max_size=4).map(tuple)
 BYTES = st.integers(0, 2**50)
+CATEGORIES = st.sampled_from([str(category) for category in Category])
 DECISIONS = st.tuples(
     NAMES.map(lambda names: Freeze(modules=names)),
     st.sampled_from(["bf16", "fp16"]).map(lambda dtype: Precision(dtype=dtype)),
@@ -58,14 +61,15 @@ FOOTPRINTS = st.builds(
     phase=st.sampled_from(["forward", "backward", "recompute", "optimizer"]),
     module=st.text(max_size=8),
     op=st.text(max_size=8),
-    breakdown=st.dictionaries(st.text(max_size=8), BYTES, max_size=4),
+    breakdown=st.dictionaries(CATEGORIES, BYTES, max_size=4),
+    most=st.dictionaries(CATEGORIES, BYTES, max_size=4),
     step_ns=st.integers(0, 10**14),
     flops=st.integers(0, 10**18),
 )
 SHORTFALLS = st.builds(
     Shortfall,
     missing_bytes=BYTES,
-    binding=st.text(max_size=8),
+    binding=CATEGORIES,
     binding_bytes=BYTES,
     next_step=st.none()
     | st.builds(NextStep, relax=st.text(max_size=8), decisions=DECISIONS, total_bytes=BYTES, slowdown=st.floats(1, 9)),
@@ -102,21 +106,36 @@ PLANS = st.builds(
         SolverFacts,
         status=st.just("optimal"),
         gap=st.floats(0, 1),
-        seconds=st.floats(0, 99),
         promised_bytes=BYTES,
         certified_bytes=BYTES,
     ),
     shortfall=st.none() | SHORTFALLS,
     notes=NAMES,
     versions=st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3),
-    seconds=st.floats(0, 999),
+    tensors=st.lists(
+        st.builds(
+            LiveTensor,
+            category=CATEGORIES,
+            name=st.text(max_size=8),
+            module=st.text(max_size=8),
+            source=st.text(max_size=8),
+            shape=st.lists(BYTES, max_size=3).map(tuple),
+            dtype=st.just("float32"),
+            size_bytes=BYTES,
+            count=BYTES,
+        ),
+        max_size=2,
+    ).map(tuple),
+    card_bytes=st.none() | BYTES,
+    margin_bytes=BYTES,
+    seconds=st.none() | st.floats(0, 999),
 )
 
 
 def example(*decisions, **changes) -> Plan:
     footprint = Footprint(
         allocated_bytes=1, reserved_bytes=2, total_bytes=3, phase="forward", module="", op="aten.mm",
-        breakdown={"parameter": 3}, step_ns=1_000, flops=7,
+        breakdown={"optimizer state": 3}, most={"optimizer state": 4}, step_ns=1_000, flops=7,
     )  # fmt: skip
     plan = Plan(
         model=ModelFacts(reference=None, name="Net", parameters=1, fingerprint="0" * 64),
@@ -127,7 +146,7 @@ def example(*decisions, **changes) -> Plan:
         card="bare", card_source="definition", vram_bytes=None, fidelity="exact", forced=(), forbidden=(),
         baseline=footprint, peak=dataclasses.replace(footprint, step_ns=1_500), decisions=decisions, fits=True,
         certified=False, shortfall=None, notes=(), versions={}, seconds=0.5,
-        solver=SolverFacts(status="not needed", gap=0.0, seconds=0.0, promised_bytes=1, certified_bytes=1),
+        solver=SolverFacts(status="not needed", gap=0.0, seconds=0.1, promised_bytes=1, certified_bytes=1),
     )  # fmt: skip
     return dataclasses.replace(plan, **changes)
 
@@ -143,7 +162,8 @@ def test_decisions_are_read_back_as_they_were_written(decisions):
     assert all("\n" not in decision.describe() for decision in decisions)
 
 
-def test_every_kind_of_decision_and_every_optional_field_is_read_back():
+def full_example() -> Plan:
+    """A plan with every kind of decision and every optional field."""
     one_of_each = (
         Freeze(modules=("a",)), Precision(dtype="fp16"), Optimizer(), OptimizerKernel(kernel="fused"),
         ChunkedLoss(module="head", chunks=3), Accumulation(micro_batch_size=2, micro_batches=4), StepInBackward(),
@@ -159,12 +179,36 @@ def test_every_kind_of_decision_and_every_optional_field_is_read_back():
             ("allow offload", True, "", "exact", step), ("allow freeze", False, "too large", None, None),
         )
     )  # fmt: skip
-    shortfall = Shortfall(missing_bytes=1, binding="logits", binding_bytes=2, next_step=step, relaxations=tried)
-    plan = example(*one_of_each, shortfall=shortfall, max_slowdown=1.25, vram_bytes=7)
+    shortfall = Shortfall(
+        missing_bytes=1, binding="logits and loss", binding_bytes=2, next_step=step, relaxations=tried
+    )
+    tensor = LiveTensor(
+        category="gradients",
+        name="a.*",
+        module="",
+        source="a.py:3",
+        shape=(2, 3),
+        dtype="float32",
+        size_bytes=512,
+        count=2,
+    )
+    plan = example(
+        *one_of_each,
+        shortfall=shortfall,
+        max_slowdown=1.25,
+        vram_bytes=7,
+        card_bytes=6,
+        margin_bytes=1,
+        tensors=(tensor,),
+    )
     own_loss = OwnLoss(shifted=True, ignored=0, divides=True)
-    plan = dataclasses.replace(
+    return dataclasses.replace(
         plan, workload=dataclasses.replace(plan.workload, gradients_alive=True, own_loss=own_loss, seq_len=3)
     )
+
+
+def test_every_kind_of_decision_and_every_optional_field_is_read_back():
+    plan = full_example()
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
@@ -184,6 +228,43 @@ def test_the_file_says_what_scripts_look_for():
     assert data["decisions"] == [{"kind": "checkpoint", "modules": ["a"], "kept": []}]
 
 
+def test_a_file_holds_no_times_and_no_key_with_a_blank():
+    first, second = (example(seconds=seconds).to_json() for seconds in (0.5, 0.7))
+    assert first == second and "seconds" not in {*first, *first["solver"]}
+    assert first["plan"]["breakdown"] == {"optimizer_state": 3}
+    assert not [key for key in keys(first) if " " in key]
+
+
+def keys(data: object) -> list[str]:
+    """The keys of all objects in JSON data."""
+    if isinstance(data, dict):
+        return [*data, *(key for value in data.values() for key in keys(value))]
+    return [key for value in data for key in keys(value)] if isinstance(data, list) else []
+
+
+def test_a_file_of_schema_version_1_is_still_read():
+    shortfall = Shortfall(missing_bytes=1, binding="CUDA context", binding_bytes=2, next_step=None)
+    data = example(vram_bytes=5, shortfall=shortfall).to_json() | {"schema_version": 1, "seconds": 0.5}
+    for name in ("tensors", "card_bytes", "margin_bytes"):
+        del data[name]
+    data["solver"]["seconds"] = 0.1
+    data["shortfall"]["binding"] = "CUDA context"
+    for name in ("baseline", "plan"):
+        del data[name]["most"]
+        data[name]["breakdown"] = {"optimizer state": 3}
+    plan = Plan.from_json(data)
+    assert plan.peak.breakdown == {"optimizer state": 3} and not plan.peak.most
+    assert plan.shortfall == shortfall
+    assert (plan.vram_bytes, plan.usable_bytes, plan.room_bytes) == (5, 5, 2)
+
+
+def test_the_margin_is_taken_from_the_card_and_not_from_a_smaller_budget():
+    small, large = (example(vram_bytes=vram, card_bytes=100, margin_bytes=3) for vram in (90, 200))
+    assert (small.usable_bytes, small.limit_bytes, small.room_bytes) == (90, 90, 87)
+    assert (large.usable_bytes, large.limit_bytes, large.room_bytes) == (97, 100, 97)
+    assert example().usable_bytes is None and example().room_bytes is None
+
+
 def test_a_decision_is_found_by_its_type():
     checkpoint = Checkpoint(modules=("a",))
     plan = example(Optimizer(), checkpoint)
@@ -194,7 +275,7 @@ def test_a_decision_is_found_by_its_type():
 @pytest.mark.parametrize("version", [0, SCHEMA_VERSION + 1, None, "1"])
 def test_another_schema_version_is_refused(version):
     data = example().to_json() | {"schema_version": version}
-    with pytest.raises(PlanFileError, match=f"schema_version {version!r}, .* planner reads {SCHEMA_VERSION}"):
+    with pytest.raises(PlanFileError, match=f"schema_version {version!r}, .* planner reads 1 and {SCHEMA_VERSION}"):
         Plan.from_json(data)
 
 
@@ -204,7 +285,9 @@ def test_json_that_is_no_object_is_refused(data):
         Plan.from_json(data)
 
 
-@pytest.mark.parametrize("field", [*(f.name for f in dataclasses.fields(Plan) if f.name != "peak"), "plan"])
+@pytest.mark.parametrize(
+    "field", [*(f.name for f in dataclasses.fields(Plan) if f.name not in ("peak", "seconds")), "plan"]
+)
 def test_a_missing_field_is_named(field):
     data = example().to_json()
     del data[field]

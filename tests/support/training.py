@@ -175,7 +175,7 @@ def plan_for(model: nn.Module, batch, *decisions, loss_fn=None, optimizer="adamw
     shapes = tuple(described(batch))
     footprint = Footprint(
         allocated_bytes=300 << 20, reserved_bytes=320 << 20, total_bytes=720 << 20, phase="backward", module="head",
-        op="aten.mm", breakdown={"parameter": 100 << 20, "activation": 200 << 20, "cuda context": 420 << 20},
+        op="aten.mm", breakdown={"parameters": 100 << 20, "activations": 200 << 20, "CUDA context": 420 << 20},
         step_ns=10_000_000, flops=10**9,
     )  # fmt: skip
     plan = Plan(

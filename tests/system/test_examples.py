@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -155,3 +156,14 @@ def test_a_loop_plans_and_trains_on_the_processor(name: str, capsys: pytest.Capt
 def test_llama_examples_share_keys_and_values_between_heads(name: str) -> None:
     config = transformers.AutoConfig.from_pretrained(EXAMPLES / name)
     assert config.num_key_value_heads < config.num_attention_heads
+
+
+def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((EXAMPLES / "plan_in_a_notebook.ipynb").read_text())["cells"]
+    names: dict[str, object] = {"__name__": "__main__"}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert names["plan"].fits and names["plan"].decisions
+    assert (tmp_path / "train_step.py").is_file()

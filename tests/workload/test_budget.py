@@ -13,7 +13,7 @@ from planner.errors import SizeError
 from planner.plan_types.sizes import GIB
 from planner.rewrite import apply
 from planner.workload import cards
-from planner.workload.budget import card_and_budget
+from planner.workload.budget import Budget, card_and_budget
 from tests.support.training import Perceptron, cross_entropy, plan_for, seeded, vectors
 
 pytestmark = pytest.mark.slow
@@ -97,15 +97,42 @@ def test_a_budget_above_the_named_card_is_planned_for_the_card_and_a_note_says_s
     plan = planner.plan(model, batch, vram="16GiB", **settings)
     assert SMALL_CARD.vram_bytes < plan.baseline.total_bytes < plan.vram_bytes == 16 * GIB
     assert plan.fits
-    assert plan.peak.total_bytes <= SMALL_CARD.vram_bytes
-    assert any(note.endswith("planned for that, not for the larger budget") for note in plan.notes)
+    assert plan.peak.total_bytes <= plan.usable_bytes == SMALL_CARD.vram_bytes - SMALL_CARD.vram_bytes * 3 // 100
+    assert plan.room_bytes == SMALL_CARD.vram_bytes - plan.peak.total_bytes >= plan.margin_bytes
+    assert "offers 5.79 GiB to torch, of which 177.8 MiB stay free (--margin): planned for 5.61 GiB" in plan.notes[0]
+    assert "a desktop on the same card" in plan.notes[1]
 
 
 @pytest.mark.parametrize(("gpu", "vram"), [("bare", "1TiB"), ("generic", "1TiB"), (None, "1TiB"), ("rtx-2060", "5GiB")])
 def test_a_budget_that_the_card_has_is_left_as_it_is(gpu, vram):
     plan = planned(vram, gpu, fidelity="exact")
     assert plan.fits
-    assert not any("larger budget" in note for note in plan.notes)
+    assert not any("to torch" in note or "desktop" in note for note in plan.notes)
+    assert plan.usable_bytes == plan.vram_bytes
+
+
+@pytest.mark.parametrize(
+    ("gpu", "asked", "margin", "usable"),
+    [
+        ("rtx-2060", 5 * GIB, None, 5 * GIB),  # the rest of the card is more than the margin
+        ("rtx-2060", 5 * GIB, "1GiB", SMALL_CARD.vram_bytes - GIB),
+        ("rtx-2060", 9 * GIB, "0", SMALL_CARD.vram_bytes),
+        ("rtx-2060", 9 * GIB, "0 %", SMALL_CARD.vram_bytes),
+        ("rtx-2060", 9 * GIB, 5, SMALL_CARD.vram_bytes - 5),
+        ("generic", 5 * GIB, None, 5 * GIB),
+        ("generic", 5 * GIB, "10%", 5 * GIB - GIB // 2),
+        ("bare", 5 * GIB, "1GiB", 4 * GIB),
+    ],
+)
+def test_the_margin_stays_free_on_the_card(gpu, asked, margin, usable):
+    budget = Budget.on(cards.resolve_card(gpu, asked), asked, margin=margin)
+    assert (budget.asked_bytes, budget.usable_bytes) == (asked, usable)
+
+
+@pytest.mark.parametrize("margin", ["100%", "6GiB", "little", -1])
+def test_a_margin_that_cannot_be_read_or_leaves_nothing_is_refused(margin):
+    with pytest.raises(SizeError, match=r"leaves nothing|cannot be read"):
+        planned("6GiB", "rtx-2060", margin=margin)
 
 
 # ---- a plan that does not fit ------------------------------------------------------------------------------------

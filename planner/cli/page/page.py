@@ -35,7 +35,7 @@ def page_data(plan: Plan, recordings: PlanRecordings) -> dict[str, Any]:
     """
     return {
         "stack": [str(category) for category in STACK],
-        "budget_bytes": plan.vram_bytes,
+        "budget_bytes": plan.limit_bytes,
         "recordings": {name: recording_data(recorded) for name, recorded in recordings.named.items()},
     }
 

@@ -17,7 +17,6 @@ from planner.plan_types.plan import Footprint, Plan
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import StepGraph
 from planner.replan import load_planned
-from planner.workload.budget import Budget
 from planner.workload.cards import resolve_card
 from planner.workload.workload import Workload
 
@@ -120,7 +119,6 @@ def rehearse_stages(plan: Plan, recordings: PlanRecordings) -> tuple[Stage, ...]
     the whole plan. If a technique cannot be rehearsed without the next one, both are in one stage.
     """
     kinds = tuple(dict.fromkeys(decision.kind for decision in plan.decisions))
-    vram_bytes = None if plan.vram_bytes is None else Budget.on(recordings.card, plan.vram_bytes).usable_bytes
     stages, waiting = [], []
     for number, kind in enumerate(kinds[:-1], start=1):
         waiting.append(kind)
@@ -130,7 +128,7 @@ def rehearse_stages(plan: Plan, recordings: PlanRecordings) -> tuple[Stage, ...]
         except PlannerError:
             continue
         count = micro_batches_of(decisions)
-        measured = measure(graph, recordings.card, vram_bytes=vram_bytes, micro_batches=count).footprint
+        measured = measure(graph, recordings.card, vram_bytes=plan.usable_bytes, micro_batches=count).footprint
         stages.append(Stage(kinds=tuple(waiting), total_bytes=measured.total_bytes, step_ns=measured.step_ns))
         waiting = []
     if kinds:

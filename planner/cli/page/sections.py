@@ -18,9 +18,9 @@ _MOST_LISTED = 6
 def verdict(plan: Plan) -> str:
     """Returns the title of the page: whether the plan fits, its peak, and its speed."""
     peak = format_size(plan.peak.total_bytes)
-    if plan.vram_bytes is None:
+    if plan.limit_bytes is None:
         return f"Peak {peak}, {speed(plan.slowdown)}" if plan.decisions else f"Needs {peak}"
-    budget = format_size(plan.vram_bytes)
+    budget = format_size(plan.limit_bytes)
     if not plan.fits and plan.shortfall is None:
         return f"Does not fit in {budget}: the smallest plan peaks at {peak}"
     if plan.shortfall is not None and plan.shortfall.missing_bytes:
@@ -48,10 +48,10 @@ def figures(plan: Plan) -> str:
         ("peak memory", format_size(plan.peak.total_bytes), _before(changed, format_size(plan.baseline.total_bytes))),
         ("step time (predicted)", _ms(plan.peak.step_ns), _before(changed, _ms(plan.baseline.step_ns))),
     ]
-    if plan.vram_bytes is not None:
-        left = plan.vram_bytes - plan.peak.total_bytes
-        rest = f"{format_size(left)} left" if left >= 0 else f"{format_size(-left)} missing"
-        items.append(("budget", format_size(plan.vram_bytes), rest))
+    if plan.limit_bytes is not None and plan.room_bytes is not None:
+        left = plan.room_bytes
+        rest = f"{format_size(left)} to spare" if left >= 0 else f"{format_size(-left)} missing"
+        items.append(("budget", format_size(plan.limit_bytes), rest))
     kinds = dict.fromkeys(decision.kind for decision in plan.decisions)
     if plan.vram_bytes is not None or kinds:
         items.append(("techniques", str(len(kinds)), ", ".join(kinds) or "none is needed"))

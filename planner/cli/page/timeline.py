@@ -6,17 +6,16 @@ tick in which the memory changes, or a new phase begins; between two moments the
 
 from __future__ import annotations
 
-import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from planner.cli.page.recorded import Recorded
 from planner.estimate.footprint import granularity_bytes
-from planner.estimate.memory_history import source_of
+from planner.estimate.largest_tensors import shape_text, source_text
 from planner.plan_types.decision_base import micro_batches_of
-from planner.recording.step_graph import Category, Op, Phase, StepGraph
+from planner.recording.step_graph import Category, Phase, StepGraph
 
 MOST_MOMENTS = 20_000
 """Maximum number of moments on the page. If there are more, each group of moments keeps the one with most memory."""
@@ -148,14 +147,9 @@ def _storages(
         "life": [death - birth for birth, death, _ in rows],
         "op": [-1 if storage.op is None else ops.number(storage.op) for _, _, storage in rows],
         "name": [strings.number(storage.name) for _, _, storage in rows],
-        "shape": [strings.number(_shape(storage.shape, storage.dtype)) for _, _, storage in rows],
+        "shape": [strings.number(shape_text(storage.shape, storage.dtype)) for _, _, storage in rows],
         "dtype": [strings.number(storage.dtype) for _, _, storage in rows],
     }
-
-
-def _shape(shape: Sequence[int], dtype: str) -> str:
-    """Returns the text of a shape, such as '8 x 1024 x 768'; empty for memory that belongs to no tensor."""
-    return " x ".join(map(str, shape)) if shape else "scalar" if dtype else ""
 
 
 def _op_columns(graph: StepGraph, indices: Iterable[int], strings: _Numbered) -> dict[str, list[int]]:
@@ -164,23 +158,9 @@ def _op_columns(graph: StepGraph, indices: Iterable[int], strings: _Numbered) ->
         "name": [strings.number(op.name) for op in ops],
         "phase": [strings.number(str(op.phase)) for op in ops],
         "module": [strings.number(op.module) for op in ops],
-        "source": [strings.number(_source(graph, op)) for op in ops],
+        "source": [strings.number(source_text(graph, op)) for op in ops],
         "micro_batch": [op.micro_batch for op in ops],
     }
-
-
-def _source(graph: StepGraph, op: Op) -> str:
-    """Returns 'path:line' of an op's model code. The path is relative to site-packages or to the working directory."""
-    file, line = source_of(graph, op)
-    if not file:
-        return ""
-    path = pathlib.PurePath(file)
-    roots = [number for number, part in enumerate(path.parts) if part.endswith("-packages")]
-    if roots:
-        path = pathlib.PurePath(*path.parts[roots[-1] + 1 :])
-    elif path.is_relative_to(pathlib.Path.cwd()):
-        path = path.relative_to(pathlib.Path.cwd())
-    return f"{path}:{line}"
 
 
 def _stands_for(recorded: int, real: int) -> list[list[int]]:

@@ -1,0 +1,138 @@
+"""If nothing fits: looks for a shorter sequence, a smaller batch or a larger card with which a plan fits.
+
+Only what a certified plan fits is offered. `planner.adapted` offers LoRA adapters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator
+
+from planner import profiles
+from planner.adapted import ADAPTERS
+from planner.errors import BudgetError, PlannerError
+from planner.plan_types.constraints import Constraints
+from planner.plan_types.decision_base import Fidelity, fidelity_of, micro_batches_of
+from planner.plan_types.plan import NextStep, Plan, Relaxation
+from planner.profiles.device import DeviceProfile
+from planner.questions import plan_that_fits
+from planner.workload.adapters import adapted_workload
+from planner.workload.budget import Budget
+from planner.workload.workload import Workload
+
+_SECONDS = 30
+"""Time limit in seconds. After it, nothing more is tried."""
+_HALVINGS = 3
+"""Maximum number of times that a sequence or a batch is halved."""
+_SHORTEST = 64
+"""Minimum number of tokens in a sample that is tried."""
+_CARDS = 2
+"""Maximum number of larger cards that are tried."""
+
+Load = Callable[..., Workload]
+"""Loads the workload with the keyword arguments `batch_size` and `seq_len`."""
+
+
+def refuse_hopeless(workload: Workload, card: DeviceProfile, budget: Budget, constraints: Constraints) -> None:
+    """Refuse a budget that cannot hold the model, whatever the plan. Nothing is rehearsed to find out.
+
+    Raises:
+        BudgetError: the CUDA context and the parameters exceed the budget, also in 4 bits if the fidelity allows that.
+    """
+    try:
+        budget.refuse_if_hopeless(workload.model, card)
+    except BudgetError as error:
+        if not _holds_in_4_bits(workload, card, budget):
+            raise
+        if constraints.fidelity < Fidelity.ADAPTED:
+            raise BudgetError(f"{error}; with 4-bit weights (--qlora) the budget holds them") from error
+
+
+def _holds_in_4_bits(workload: Workload, card: DeviceProfile, budget: Budget) -> bool:
+    """True if the budget holds the model with adapters on 4-bit weights."""
+    if workload.adapter is not None:
+        return False
+    try:
+        budget.refuse_if_hopeless(adapted_workload(workload, ADAPTERS[-1]).model, card)
+    except PlannerError:
+        return False
+    return True
+
+
+def advised(plan: Plan, workload: Workload, card: DeviceProfile, *, constraints: Constraints, load: Load) -> Plan:
+    """Returns the plan; if it does not fit, with further changes in its shortfall with which a plan fits.
+
+    Args:
+        load: loads the workload with another batch size or sequence length.
+    """
+    if plan.shortfall is None or not plan.shortfall.missing_bytes or plan.vram_bytes is None:
+        return plan
+    until, found = time.perf_counter() + _SECONDS, []
+    for changes in (_shorter(workload), _smaller(workload, plan)):
+        for label, sizes in changes:
+            if time.perf_counter() > until:
+                break
+            step = _plan_with(functools.partial(load, **sizes), card, plan.vram_bytes, constraints)
+            if step is not None:
+                found.append(_relaxation(label, step))
+                break
+    for larger in _larger_cards(plan, card):
+        if time.perf_counter() > until:
+            break
+        step = _plan_with(lambda: workload, larger, larger.vram_bytes, constraints)
+        if step is not None:
+            found.append(_relaxation(f"another card: --gpu {larger.name}", step))
+            break
+    shortfall = dataclasses.replace(
+        plan.shortfall,
+        next_step=plan.shortfall.next_step or next((row.next_step for row in found), None),
+        relaxations=(*plan.shortfall.relaxations, *found),
+    )
+    return dataclasses.replace(plan, shortfall=shortfall)
+
+
+def _plan_with(
+    build: Callable[[], Workload], card: DeviceProfile, vram_bytes: int, constraints: Constraints
+) -> Plan | None:
+    """Returns a plan of a changed workload that fits; None if none was found, or the model refuses the change."""
+    try:
+        return plan_that_fits(build(), card, vram_bytes=vram_bytes, constraints=constraints)
+    except PlannerError:
+        return None
+
+
+def _shorter(workload: Workload) -> Iterator[tuple[str, dict[str, int | None]]]:
+    """Yields shorter sequences: the option, and the sizes to load."""
+    for halvings in range(1, _HALVINGS + 1):
+        tokens = (workload.seq_len or 0) >> halvings
+        if tokens >= _SHORTEST:
+            yield f"--seq-len {tokens}", {"batch_size": workload.batch_size, "seq_len": tokens}
+
+
+def _smaller(workload: Workload, plan: Plan) -> Iterator[tuple[str, dict[str, int | None]]]:
+    """Yields smaller batches. A plan that splits the batch has shown already that a smaller batch does not help."""
+    for halvings in range(1, _HALVINGS + 1):
+        samples = workload.batch_size >> halvings
+        if samples and micro_batches_of(plan.decisions) == 1:
+            yield f"--batch-size {samples}", {"batch_size": samples, "seq_len": workload.seq_len}
+
+
+def _larger_cards(plan: Plan, card: DeviceProfile) -> list[DeviceProfile]:
+    """Returns the smallest known cards that hold the smallest plan and have more memory than the budget."""
+    if not card.allocator or plan.limit_bytes is None:
+        return []
+    cards = [profiles.load(name) for name in profiles.known()]
+    least_bytes = max(plan.limit_bytes, plan.peak.total_bytes)
+    larger = [other for other in cards if Budget.on(other, other.vram_bytes, margin=None).usable_bytes > least_bytes]
+    return sorted(larger, key=lambda other: (other.vram_bytes, other.name))[:_CARDS]
+
+
+def _relaxation(label: str, step: Plan) -> Relaxation:
+    """Returns the entry of a change with which a plan fits. Its slowdown is relative to the changed step's baseline."""
+    fidelity = Fidelity(fidelity_of(step.decisions)).name.lower()
+    next_step = NextStep(
+        relax=label, decisions=step.decisions, total_bytes=step.peak.total_bytes, slowdown=step.slowdown
+    )
+    return Relaxation(relax=label, opens=True, why="", fidelity=fidelity, next_step=next_step)

@@ -1,0 +1,90 @@
+"""Checks of the options of the `plan` command: which go together, and which values exist. They do not import torch."""
+
+from __future__ import annotations
+
+import argparse
+
+from planner import profiles
+from planner.errors import DeviceProfileError, WorkloadError
+from planner.plan_types.sizes import margin_bytes, parse_size
+
+
+def refuse_what_does_not_go_together(options: argparse.Namespace) -> None:
+    """Refuse options that cannot be combined with --tradeoff, --largest-batch or --smallest-card, or that need one.
+
+    Raises:
+        WorkloadError: two options cannot be combined, or an option lacks another one that it needs; the message names
+            both.
+    """
+    used = {name for name, value in vars(options).items() if value}
+    question = next((name for name in _QUESTIONS if name in used), None)
+    for name in sorted(used):
+        needed = _BELONGS_TO.get(name)
+        if needed is not None and needed != question:
+            raise WorkloadError(
+                f"{option(name)} works only with {option(needed)}: add {option(needed)}, or leave {option(name)} out"
+            )
+        if question is not None and name in _QUESTIONS[question]:
+            reason = _QUESTIONS[question][name]
+            raise WorkloadError(f"{option(name)} cannot be combined with {option(question)}: {reason}")
+    if {"input_shapes", "seq_len"} <= used:
+        raise WorkloadError(
+            "--seq-len cannot be combined with --input-shapes, which states all sizes: leave --seq-len out"
+        )
+    if options.snapshot is not None and options.gpu == "bare":
+        raise WorkloadError(
+            "--snapshot cannot be combined with --gpu bare, which has no allocator: name another card, or leave "
+            "--gpu out"
+        )
+    if options.emit is not None and options.emit.suffix == ".json" and options.loop != "trainer":
+        raise WorkloadError("--emit FILE.json writes the Trainer's arguments: add --for trainer, or name a .py file")
+    if question == "largest_batch" and "vram" not in used:
+        raise WorkloadError("--largest-batch needs a budget: give --vram, such as --vram 6GiB")
+
+
+def refuse_unknown_values(options: argparse.Namespace) -> None:
+    """Refuse a budget or a margin that cannot be read and a card that is not known, before torch is imported.
+
+    Raises:
+        SizeError: --vram or --margin is not a size.
+        DeviceProfileError: --gpu is not a known card.
+    """
+    if options.vram is not None:
+        parse_size(options.vram, device_bytes=1 << 40)
+    margin_bytes(options.margin, card_bytes=1 << 40)
+    if options.gpu is not None and options.gpu not in _STAND_INS:
+        try:
+            profiles.load(options.gpu)
+        except profiles.ProfileError as error:
+            raise DeviceProfileError(str(error)) from error
+
+
+_STAND_INS = ("generic", "unlisted")
+"""Cards that a plan may name although they have no profile file."""
+_MANY_PLANS = "--tradeoff returns several plans; choose one, and plan again with its memory as --vram"
+_QUESTIONS = {
+    "tradeoff": dict.fromkeys(("save", "emit", "snapshot", "verify", "loop", "quiet"), _MANY_PLANS),
+    "largest_batch": {
+        "batch_size": "the batch size is the answer; leave it out",
+        "max_slowdown": "the search for the largest batch ignores the step time; leave the limit out",
+    },
+    "smallest_card": {
+        "vram": "each card's own memory is the budget; leave it out",
+        "gpu": "the card is the answer; leave it out",
+    },
+}
+"""For each option of the group 'questions': the options that cannot be combined with it, each with the reason."""
+_BELONGS_TO = {"svg": "tradeoff", "seconds": "tradeoff"}
+"""Options that work only together with another option, and that other option."""
+_SPELLINGS = {"gradients_alive": "--accumulating-loop (--gradients-alive)", "loop": "--for", "arguments": "--"}
+"""Options that have two names on the command line, and how messages write them."""
+
+
+def option(name: str) -> str:
+    """Returns the command-line spelling of an option, given its name in the parsed namespace: '--batch-size'."""
+    return _SPELLINGS.get(name, f"--{name.replace('_', '-')}")
+
+
+def names(texts: list[str]) -> tuple[str, ...]:
+    """Returns all names in the values of a repeated option: ['a,b', 'c'] gives ('a', 'b', 'c')."""
+    return tuple(name.strip() for text in texts for name in text.split(",") if name.strip())

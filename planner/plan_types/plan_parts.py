@@ -1,0 +1,236 @@
+"""The parts of a `Plan`: facts about model, workload and solver, memory of the step, and the shortfall."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from planner.plan_types.adapter import Adapter
+from planner.plan_types.categories import Category
+from planner.plan_types.decisions import Decision
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Memory of one training step on the card, where it peaks, and the time of the step."""
+
+    allocated_bytes: int
+    """Peak of the bytes that tensors hold (`torch.cuda.max_memory_allocated`)."""
+    reserved_bytes: int
+    """Peak of the bytes that the caching allocator holds (`torch.cuda.max_memory_reserved`)."""
+    total_bytes: int
+    """`reserved_bytes` plus the CUDA context and libraries, as `nvidia-smi` shows for the process."""
+    phase: str
+    """The phase in which `allocated_bytes` peaks: 'forward', 'backward', 'recompute' or 'optimizer'."""
+    module: str
+    """Name of the module whose op runs at the peak; empty if the op belongs to no module."""
+    op: str
+    """The op that runs at the peak, for example 'aten.mm.default'."""
+    breakdown: dict[str, int]
+    """Bytes by category at the peak; the values sum to `total_bytes`."""
+    step_ns: int
+    """Predicted time of the step in nanoseconds."""
+    flops: int
+    most: dict[str, int] = dataclasses.field(default_factory=dict)
+    """For each category of tensors the largest number of bytes that it has at any moment of the step. Empty in plans of
+    older versions."""
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "allocated_bytes": self.allocated_bytes,
+            "reserved_bytes": self.reserved_bytes,
+            "total_bytes": self.total_bytes,
+            "at": {"phase": self.phase, "module": self.module, "op": self.op},
+            "breakdown": _by_key(self.breakdown),
+            "most": _by_key(self.most),
+            "step_seconds": self.step_ns / 1e9,
+            "flops": self.flops,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Footprint:
+        """Reads what `to_json` returned."""
+        return cls(
+            allocated_bytes=data["allocated_bytes"],
+            reserved_bytes=data["reserved_bytes"],
+            total_bytes=data["total_bytes"],
+            **data["at"],
+            breakdown=_by_name(data["breakdown"]),
+            most=_by_name(data["most"]),
+            step_ns=round(data["step_seconds"] * 1e9),
+            flops=data["flops"],
+        )
+
+
+CATEGORY_OF_KEY = {category.key: str(category) for category in Category}
+"""Names of the categories by their keys in JSON."""
+
+
+def _by_key(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Converts sizes by name of their category to sizes by its key in JSON."""
+    return {Category(name).key: size for name, size in sizes.items()}
+
+
+def _by_name(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Converts what `_by_key` returned back."""
+    return {CATEGORY_OF_KEY[key]: size for key, size in sizes.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LiveTensor:
+    """Tensors that are alive at the peak, and that are the same except for the numbers in their names and modules."""
+
+    category: str
+    name: str
+    """Name of the parameter or buffer, also for its gradient and its optimizer state; empty for other tensors. Numbers
+    that differ between the tensors are written as `*`."""
+    module: str
+    """Name of the module whose op made the tensor, with `*` for numbers that differ; empty if no module made it."""
+    source: str
+    """Line of the model's code that made the tensor, as 'path:line'; empty if it is not known."""
+    shape: tuple[int, ...]
+    dtype: str
+    size_bytes: int
+    """Size of one of the tensors, rounded up as the allocator does."""
+    count: int
+    """Number of such tensors."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """The model that the plan is for, and how to load it again."""
+
+    reference: str | None
+    """MODEL as given on the command line; None for a model object that was passed in Python."""
+    name: str
+    """Name of the model's class."""
+    parameters: int
+    fingerprint: str
+    """SHA-256 over names, shapes and dtypes of parameters and buffers."""
+    dtype: str = "float32"
+    """Dtype of most of the floating-point weights, such as 'bfloat16'."""
+    trained_parameters: int | None = None
+    """Number of parameters that are trained; None in plans of older versions."""
+    arguments: tuple[str, ...] = ()
+    """Arguments for the user's script, which the command got after `--`."""
+    adapter: Adapter | None = None
+    """LoRA adapters that the planner added to the model."""
+    architecture: str | None = None
+    """Name of the class of the model without its adapters; None if the planner added none."""
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> ModelFacts:
+        """Returns the facts from their JSON form."""
+        adapter = data.get("adapter")
+        if adapter is not None:
+            adapter = Adapter(**{**adapter, "targets": tuple(adapter["targets"])})
+        return cls(**{**data, "adapter": adapter, "arguments": tuple(data.get("arguments", ()))})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnLoss:
+    """How the loss that the model itself computes averages over the labels of a batch."""
+
+    shifted: bool
+    """True if the first label of each sample does not count, as in next-token prediction."""
+    ignored: int
+    """The label value that does not count (`ignore_index`)."""
+    divides: bool
+    """True if the model divides the sum of the losses by `num_items_in_batch`, should the batch contain this key."""
+    certain: bool = True
+    """False if the source text of the model leaves open which labels count, so that the other fields are a guess.
+
+    A training step of `rewrite.apply` checks the guess. An emitted file requires the argument `loss_terms` instead.
+    """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkloadFacts:
+    """The inputs of one optimizer step: batch, loss function and optimizer."""
+
+    batch_size: int
+    seq_len: int | None
+    batch: tuple[tuple[str, tuple[int, ...], str], ...]
+    """Path, shape and dtype of every tensor of the batch."""
+    calling: str
+    """How the batch is passed to the model: the name of a `planner.workload.call_convention.Calling`."""
+    has_loss_fn: bool
+    optimizer: str
+    """'adamw', 'sgd', ..., or the qualified name of the user's own optimizer."""
+    gradients_alive: bool = False
+    """True if gradients of earlier batches are in memory before the step, which adds its own gradients to them."""
+    own_loss: OwnLoss | None = None
+    """How the model's own loss averages; None if a loss function was given, or if it is not a mean over labels."""
+    not_by_sample: tuple[str, ...] = ()
+    """Paths of the tensors of the batch that are the same for all samples. In all others, dimension 0 is the batch
+    dimension if it has the size of the batch."""
+    input_shapes: Any = None
+    """JSON data from which the batch was made (`--input-shapes`); None if it was not made from such data."""
+    values: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Numbers that the user stated (`--value`), by line of code; see `Answers.values`."""
+    worst_case: bool = True
+    """True if the masks of the batch were taken as full and its lengths as the longest one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SolverFacts:
+    """How the plan was found, and the peak of tensors: predicted by the search, and measured in the rehearsal."""
+
+    status: str
+    """'optimal', 'time limit', or 'not needed' if there was nothing to search."""
+    gap: float
+    """Proven distance to the optimum: another selection of units could save at most this fraction of the step time."""
+    promised_bytes: int
+    """Peak of the allocated bytes that the search predicted for the plan."""
+    certified_bytes: int
+    """Peak of the allocated bytes in the rehearsal of the rewritten step."""
+    seconds: float | None = dataclasses.field(default=None, compare=False)
+    """Time in seconds that the solver took; None in a plan that was read from a file, which holds no times."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NextStep:
+    """A relaxation of the constraints with which a plan fits, and that plan: its decisions, memory and slowdown."""
+
+    relax: str
+    """The change of the options, for example 'allow checkpoint' or '--fidelity rounded'."""
+    decisions: tuple[Decision, ...]
+    total_bytes: int
+    slowdown: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Relaxation:
+    """One technique or fidelity that the constraints rule out, and whether a plan would fit if it were allowed."""
+
+    relax: str
+    """The change of the options, for example 'allow checkpoint' or '--fidelity rounded'."""
+    opens: bool | None
+    """True if a plan fits with the relaxation, else False; None if there was no time to try it."""
+    why: str
+    """The reason why no plan fits with the relaxation; empty if a plan fits."""
+    fidelity: str | None
+    """Fidelity of the plan that fits with the relaxation; None if no plan was found."""
+    next_step: NextStep | None
+    """The plan that fits with the relaxation; None if no plan was found."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shortfall:
+    """Explains why no plan is both inside the budget and fast enough, and what would help.
+
+    The plan that has a shortfall is the smallest allowed plan; or, if a plan is inside the budget but slower than
+    allowed, the fastest such plan.
+    """
+
+    missing_bytes: int
+    """Bytes by which the plan is over the budget; 0 if it is only too slow."""
+    binding: str
+    """The category of memory with the most bytes at the peak of the plan, except for the allocator's slack."""
+    binding_bytes: int
+    next_step: NextStep | None
+    """The relaxation whose plan has the smallest slowdown; None if no relaxation helps."""
+    relaxations: tuple[Relaxation, ...] = ()
+    """One item for each technique and fidelity that is not allowed. A lower fidelity is tried only if no higher one
+    helps."""
