@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner.plan_types.plan import Footprint, Plan
 from planner.plan_types.tradeoff import DEFAULT_SECONDS, Tradeoff
+from planner.progress import Progress, Report
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
     import networkx
     import torch
 
-    from planner.profiles.device import DeviceProfile
+    from planner.plan_types.words import FidelityName, Techniques
     from planner.workload.call_convention import LossFn, StepFn
-    from planner.workload.workload import Workload
+    from planner.workload.optimizer_choice import OptimizerChoice
 
-__all__ = ["Footprint", "Plan", "Tradeoff", "plan", "record", "to_networkx", "tradeoff"]
+__all__ = ["Footprint", "Plan", "Progress", "Tradeoff", "plan", "record", "to_networkx", "tradeoff"]
 
 
 def __getattr__(name: str) -> ModuleType | str:
@@ -43,17 +44,19 @@ def plan(
     loss_fn: LossFn | None = None,
     step: StepFn | None = None,
     gpu: str | None = None,
-    fidelity: str = "rounded",
-    optimizer: Any = "adamw",
-    force: Sequence[str] = (),
-    forbid: Sequence[str] = (),
-    only: Sequence[str] | None = None,
+    fidelity: FidelityName = "rounded",
+    optimizer: OptimizerChoice = "adamw",
+    force: Techniques = (),
+    forbid: Techniques = (),
+    only: Techniques | None = None,
     max_slowdown: float | None = None,
     margin: str | int | None = None,
     gradients_alive: bool = False,
     by_sample: Sequence[str] | None = None,
     values: Mapping[str, float] | None = None,
     worst_case: bool = True,
+    time_limit: str | float | None = None,
+    progress: bool | Report | None = None,
 ) -> Plan:
     """Plan one optimizer step of `model` on `batch` so that its memory stays inside `vram`.
 
@@ -77,7 +80,7 @@ def plan(
             optimizer. With `step`, it may be a dict or tuple of these, which the step gets in this form; a name or
             function in a dict gets the parameters of the submodule that its key names, or of the whole model.
         force: names of techniques that the plan must use, such as "checkpoint" or "offload"
-            (`planner.plan_types.techniques.KINDS` lists the names).
+            (`planner.plan_types.words.Technique` lists the names).
         forbid: names of techniques that the plan must not use.
         only: names of the techniques that the plan may use; all others are forbidden. None allows all techniques.
         max_slowdown: maximum step time, as a multiple of the step time of the unchanged step; None for no limit.
@@ -94,35 +97,40 @@ def plan(
             line reads from a tensor (`.item()`, a condition), or the largest number of elements that it selects.
         worst_case: True to take the masks of the batch as full and its lengths as the longest one, so that the plan
             holds for all batches of this shape; False to use their own values, if the batch is on the CPU.
+        time_limit: maximum time for planning, such as "30s" or a number of seconds; None for no limit. When it is over,
+            the best plan that has been certified is returned, and its first note says what was not tried.
+        progress: True to show the present stage, the time and the best plan so far: in a live line on a terminal, in
+            the output of a notebook's cell, and else in one line every ten seconds on standard error. False to show
+            nothing. None shows it in notebooks only. A function is called with a `planner.Progress` at each change,
+            and about once a second.
 
     Returns:
         A certified plan. `Plan.fits` is True if it is inside the budget and respects `max_slowdown`; if not,
         `Plan.shortfall` says what is missing.
 
     Raises:
+        planner.errors.TimeLimitError: the time was over before any plan was certified.
         planner.errors.PlannerError: an argument cannot be used; the message says what to change.
     """
-    from planner.adapted import plan_or_adapt
-    from planner.plan_types.answers import Answers
+    from planner.ask import LiveWorkload, Question, ask
     from planner.plan_types.constraints import parse_constraints
-    from planner.workload.budget import card_and_budget
 
     constraints = parse_constraints(
         fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown, margin=margin
     )
-    card, vram_bytes = card_and_budget(gpu, vram)
-    work = _largest_step(
-        model,
-        batch,
-        card,
+    work = LiveWorkload(
+        model=model,
+        batch=batch,
         loss_fn=loss_fn,
         step=step,
         optimizer=optimizer,
         gradients_alive=gradients_alive,
         by_sample=by_sample,
-        answers=Answers(values=values or {}, worst_case=worst_case),
+        values=values or {},
+        worst_case=worst_case,
     )
-    return plan_or_adapt(work, card, vram_bytes=vram_bytes, constraints=constraints)
+    question = Question(work=work, gpu=gpu, vram=vram, constraints=constraints)
+    return ask(question, progress=progress, time_limit=time_limit)
 
 
 def tradeoff(
@@ -133,11 +141,11 @@ def tradeoff(
     loss_fn: LossFn | None = None,
     step: StepFn | None = None,
     gpu: str | None = None,
-    fidelity: str = "rounded",
-    optimizer: Any = "adamw",
-    force: Sequence[str] = (),
-    forbid: Sequence[str] = (),
-    only: Sequence[str] | None = None,
+    fidelity: FidelityName = "rounded",
+    optimizer: OptimizerChoice = "adamw",
+    force: Techniques = (),
+    forbid: Techniques = (),
+    only: Techniques | None = None,
     max_slowdown: float | None = None,
     margin: str | int | None = None,
     gradients_alive: bool = False,
@@ -145,6 +153,7 @@ def tradeoff(
     values: Mapping[str, float] | None = None,
     worst_case: bool = True,
     seconds: float = DEFAULT_SECONDS,
+    progress: bool | Report | None = None,
 ) -> Tradeoff:
     """Compute the trade-off between memory and step time: certified plans, the fastest plan first.
 
@@ -152,35 +161,34 @@ def tradeoff(
     `plan`, except that `vram` does not limit the plans: `Tradeoff.chosen` is the fastest plan inside this budget.
 
     Args:
-        seconds: approximate time limit. With less time, fewer plans are found between the fastest and the smallest.
+        seconds: time limit. With less time, fewer plans are found.
 
     Returns:
         The plans, the baseline, and whether the search was complete.
 
     Raises:
+        planner.errors.TimeLimitError: the time was over before any plan was certified.
         planner.errors.PlannerError: an argument cannot be used; the message says what to change.
     """
-    from planner import pipeline
-    from planner.plan_types.answers import Answers
+    from planner.ask import LiveWorkload, Question, ask
     from planner.plan_types.constraints import parse_constraints
-    from planner.workload.budget import card_and_budget
 
     constraints = parse_constraints(
         fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown, margin=margin
     )
-    card, vram_bytes = card_and_budget(gpu, vram)
-    work = _largest_step(
-        model,
-        batch,
-        card,
+    work = LiveWorkload(
+        model=model,
+        batch=batch,
         loss_fn=loss_fn,
         step=step,
         optimizer=optimizer,
         gradients_alive=gradients_alive,
         by_sample=by_sample,
-        answers=Answers(values=values or {}, worst_case=worst_case),
+        values=values or {},
+        worst_case=worst_case,
     )
-    return pipeline.tradeoff_workload(work, card, vram_bytes=vram_bytes, constraints=constraints, seconds=seconds)
+    question = Question(work=work, gpu=gpu, vram=vram, constraints=constraints, is_tradeoff=True)
+    return ask(question, progress=progress, time_limit=seconds)
 
 
 def record(
@@ -190,7 +198,7 @@ def record(
     loss_fn: LossFn | None = None,
     step: StepFn | None = None,
     gpu: str | None = None,
-    optimizer: Any = "adamw",
+    optimizer: OptimizerChoice = "adamw",
 ) -> torch.fx.Graph:
     """Rehearse two training steps and return them as one graph of aten ops, in the order in which they run.
 
@@ -201,25 +209,11 @@ def record(
     Raises:
         planner.errors.PlannerError: an argument cannot be used; the message says what to change.
     """
-    from planner import pipeline
+    from planner.ask import LiveWorkload, Question, ask
     from planner.recording.fx_graph import to_fx
-    from planner.workload.cards import resolve_card
 
-    card = resolve_card(gpu, None)
-    work = _largest_step(model, batch, card, loss_fn=loss_fn, step=step, optimizer=optimizer)
-    return to_fx(pipeline.record_step(work, card))
-
-
-def _largest_step(
-    model: torch.nn.Module | Mapping[str, torch.nn.Module], batch: Any, card: DeviceProfile, **options: Any
-) -> Workload:
-    """Return the workload of `batch`. From a source of batches, take the batch whose step needs the most memory."""
-    from planner import pipeline
-    from planner.workload.batch_source import candidate_batches
-    from planner.workload.workload import workload
-
-    batches, notes = candidate_batches(batch)
-    return pipeline.largest_step([workload(model, one, notes=notes, **options) for one in batches], card)
+    work = LiveWorkload(model=model, batch=batch, loss_fn=loss_fn, step=step, optimizer=optimizer)
+    return to_fx(ask(Question(work=work, gpu=gpu), progress=False, time_limit=None))
 
 
 def to_networkx(graph: torch.fx.Graph, *, storages: bool = False) -> networkx.DiGraph[str]:

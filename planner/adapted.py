@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 from planner import pipeline
-from planner.errors import PlannerError
+from planner.errors import PlannerError, TimeLimitError
 from planner.plan_types.adapter import ALL_LINEAR, Adapter
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Fidelity, Role
 from planner.plan_types.plan import NextStep, Plan, Relaxation, Shortfall
 from planner.plan_types.sizes import format_size
 from planner.profiles.device import DeviceProfile
+from planner.progress import TimeIsUp, Watch
 from planner.questions import plan_that_fits
 from planner.workload.adapters import adapted_workload, why_not_adapted
 from planner.workload.workload import Workload
@@ -20,31 +21,49 @@ _RANK = 16
 ADAPTERS = tuple(Adapter(rank=_RANK, targets=(ALL_LINEAR,), is_quantized=in_4_bits) for in_4_bits in (False, True))
 """The adapters that are tried, in this order: the first with which a plan fits is taken."""
 
+_Found = Plan | TimeLimitError | str
+"""The plan of a model with adapters, or the reason why there is none."""
 
-def plan_or_adapt(workload: Workload, card: DeviceProfile, *, vram_bytes: int | None, constraints: Constraints) -> Plan:
+
+def plan_or_adapt(
+    workload: Workload,
+    card: DeviceProfile,
+    *,
+    vram_bytes: int | None,
+    constraints: Constraints,
+    watch: Watch | None = None,
+) -> Plan:
     """Return the plan of `pipeline.plan_workload`; if that does not fit, the plan that trains LoRA adapters instead.
 
     Adapters come before frozen layers. If the constraints do not allow adapters, the shortfall of the plan says whether
     they would make it fit.
+
+    Args:
+        watch: limits the time of planning, and receives its progress; None for no limit.
+
+    Raises:
+        TimeLimitError: the time was up before any plan was certified.
     """
+    watch = watch or Watch()
     if vram_bytes is None or workload.adapter is not None or constraints.force(Role.FREEZING):
-        return pipeline.plan_workload(workload, card, vram_bytes=vram_bytes, constraints=constraints)
+        return pipeline.plan_workload(workload, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
     rounded = dataclasses.replace(constraints, fidelity=min(constraints.fidelity, Fidelity.ROUNDED))
     if constraints.fidelity < Fidelity.ADAPTED:
-        plan = pipeline.plan_workload(workload, card, vram_bytes=vram_bytes, constraints=constraints)
+        plan = pipeline.plan_workload(workload, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
         if plan.shortfall is None or _opens_without_freezing(plan.shortfall):
             return plan
         rounded = dataclasses.replace(constraints, fidelity=Fidelity.ROUNDED)
-        return _advised(plan, _tried(workload, card, vram_bytes=vram_bytes, constraints=rounded))
-    fitting = plan_that_fits(workload, card, vram_bytes=vram_bytes, constraints=rounded)
-    tried = [] if fitting else _tried(workload, card, vram_bytes=vram_bytes, constraints=rounded)
+        return _advised(plan, _tried(workload, card, vram_bytes=vram_bytes, constraints=rounded, watch=watch))
+    fitting = plan_that_fits(workload, card, vram_bytes=vram_bytes, constraints=rounded, watch=watch)
+    tried = [] if fitting else _tried(workload, card, vram_bytes=vram_bytes, constraints=rounded, watch=watch)
     if fitting is None and isinstance(tried[-1][1], Plan):
         why = f"no plan that trains the weights fits in {format_size(vram_bytes)}"
         note = f"adapters are trained instead of the weights, because {why}; the baseline is the model with adapters"
         fitting = dataclasses.replace(tried[-1][1], notes=(note, *tried[-1][1].notes))
     if fitting is not None:
         return dataclasses.replace(fitting, fidelity=constraints.fidelity.name.lower())
-    return _advised(pipeline.plan_workload(workload, card, vram_bytes=vram_bytes, constraints=constraints), tried)
+    plan = pipeline.plan_workload(workload, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
+    return _advised(plan, tried)
 
 
 def _opens_without_freezing(shortfall: Shortfall) -> bool:
@@ -54,29 +73,32 @@ def _opens_without_freezing(shortfall: Shortfall) -> bool:
 
 
 def _tried(
-    workload: Workload, card: DeviceProfile, *, vram_bytes: int, constraints: Constraints
-) -> list[tuple[Adapter | None, Plan | str]]:
+    workload: Workload, card: DeviceProfile, *, vram_bytes: int, constraints: Constraints, watch: Watch
+) -> list[tuple[Adapter | None, _Found]]:
     """Returns the adapters that were tried, each with the reason why no plan fits. The last one may have a plan.
 
     If none can be added to the model, the only entry is None with the reason.
     """
-    tried: list[tuple[Adapter | None, Plan | str]] = []
+    tried: list[tuple[Adapter | None, _Found]] = []
     if why_not := why_not_adapted(workload):
         return [(None, why_not)]
     for adapter in ADAPTERS:
-        found: Plan | str | None
+        found: _Found | None
         try:
+            watch.check()
             adapted = adapted_workload(workload, adapter)
-            found = plan_that_fits(adapted, card, vram_bytes=vram_bytes, constraints=constraints)
+            found = plan_that_fits(adapted, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
+        except (TimeIsUp, TimeLimitError):
+            found = TimeLimitError(f"planning ended {watch.cause}")
         except PlannerError as error:
             found = str(error)
         tried.append((adapter, found or "not enough on its own"))
-        if isinstance(found, Plan):
+        if isinstance(found, (Plan, TimeLimitError)):
             break
     return tried
 
 
-def _advised(plan: Plan, tried: list[tuple[Adapter | None, Plan | str]]) -> Plan:
+def _advised(plan: Plan, tried: list[tuple[Adapter | None, _Found]]) -> Plan:
     """Returns the plan with adapters among its relaxations. They are preferred to frozen layers."""
     if plan.shortfall is None:
         return plan
@@ -90,8 +112,10 @@ def _advised(plan: Plan, tried: list[tuple[Adapter | None, Plan | str]]) -> Plan
     return dataclasses.replace(plan, shortfall=shortfall)
 
 
-def _relaxation(adapter: Adapter | None, found: Plan | str, plan: Plan) -> Relaxation:
+def _relaxation(adapter: Adapter | None, found: _Found, plan: Plan) -> Relaxation:
     label = "--fidelity adapted" if adapter is None else f"--fidelity adapted, with {adapter}"
+    if isinstance(found, TimeLimitError):
+        return Relaxation(relax=label, opens=None, why=f"not looked at: {found}", fidelity=None, next_step=None)
     if isinstance(found, str):
         return Relaxation(relax=label, opens=False, why=found, fidelity=None, next_step=None)
     step = NextStep(

@@ -26,6 +26,8 @@ from planner.workload.budget import Budget
 from planner.workload.optimizer_choice import by_name
 from planner.workload.workload import Workload
 
+_MOST_UNTRIED_NAMED = 3
+"""Maximum number of configurations that the note on a plan that ended early names."""
 _MOST_KERNELS_NAMED = 4
 """Maximum number of kernels that the note on unknown workspaces names."""
 
@@ -39,6 +41,7 @@ def assemble_plan(
     began: float,
     shortfall: Shortfall | None = None,
     notes: tuple[str, ...] = (),
+    is_early: bool = False,
 ) -> Plan:
     """Return the `Plan` for a certified configuration.
 
@@ -47,6 +50,7 @@ def assemble_plan(
         began: `time.perf_counter()` when planning began.
         shortfall: the explanation why no plan fits; None if the plan fits.
         notes: remarks for the user; they come before the notes that are added here.
+        is_early: True if the search was not finished when its time was up.
     """
     if session.undecided:
         notes += (
@@ -71,7 +75,7 @@ def assemble_plan(
         fits=shortfall is None,
         certified=True,
         solver=SolverFacts(
-            status=certified.choice.status,
+            status="time limit" if is_early else certified.choice.status,
             gap=certified.choice.gap,
             seconds=session.solve_seconds,
             promised_bytes=certified.choice.peak_bytes,
@@ -123,6 +127,23 @@ def assemble_tradeoff(
         usable_bytes=None if budget is None else budget.usable_bytes,
         complete=front.complete,
         seconds=time.perf_counter() - began,
+    )
+
+
+def early_note(session: PlanningSession, constraints: Constraints) -> str:
+    """Return a note on a plan with which planning ended early: the cause, and what was not tried."""
+    names = [
+        ", ".join(decision.describe() for decision in config) or "recompute alone"
+        for config in session.untried(constraints)
+    ]
+    if not names:
+        left = "the search for a faster plan was not finished"
+    else:
+        more = "" if len(names) <= _MOST_UNTRIED_NAMED else f"; and {len(names) - _MOST_UNTRIED_NAMED} more"
+        left = f"not tried: {'; '.join(names[:_MOST_UNTRIED_NAMED])}{more}"
+    return (
+        f"planning ended {session.watch.cause} with the best plan that was certified by then, and a faster plan may "
+        f"exist; {left}"
     )
 
 

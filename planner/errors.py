@@ -39,6 +39,10 @@ class RehearsalProcessError(PlannerError):
     """The child process that rehearses the step ended without a result."""
 
 
+class TimeLimitError(PlannerError):
+    """The time limit was over, or the user ended planning, before any plan was certified."""
+
+
 class SnapshotError(PlannerError):
     """The allocator's memory snapshot cannot be read or replayed."""
 

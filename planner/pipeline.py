@@ -18,102 +18,201 @@ import gc
 import time
 from collections.abc import Iterator, Sequence
 
-from planner.assemble import assemble_plan, assemble_tradeoff
+from planner.assemble import assemble_plan, assemble_tradeoff, early_note
 from planner.choose import fitting
 from planner.choose.certificates import Certificates
 from planner.choose.pareto_front import front
-from planner.choose.planning_session import PlanningSession
+from planner.choose.planning_session import Certified, PlanningSession
 from planner.choose.relaxations import relaxations
+from planner.errors import TimeLimitError
 from planner.estimate.footprint import smallest_capacity_bytes
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision
 from planner.plan_types.plan import Plan
 from planner.plan_types.tradeoff import Tradeoff
 from planner.profiles.device import DeviceProfile
+from planner.progress import TimeIsUp, Watch
 from planner.recording.step_graph import StepGraph
 from planner.rewrite import rehearse
+from planner.space.search_space import SearchSpace
 from planner.workload.budget import Budget
 from planner.workload.workload import Workload
 
 
-def plan_workload(workload: Workload, card: DeviceProfile, *, vram_bytes: int | None, constraints: Constraints) -> Plan:
+def plan_workload(
+    workload: Workload,
+    card: DeviceProfile,
+    *,
+    vram_bytes: int | None,
+    constraints: Constraints,
+    watch: Watch | None = None,
+) -> Plan:
     """Return the fastest certified plan of one optimizer step whose total memory is at most `vram_bytes`.
 
     If no plan fits, return the smallest plan, or the fastest plan inside the budget if it is slower than allowed. Its
     `shortfall` has the number of missing bytes and the relaxations of `constraints` that would help. If `vram_bytes` is
     None, only the baseline is rehearsed, and the plan has no decisions.
+
+    Args:
+        watch: limits the time of planning, and receives its progress; None for no limit. If the time is up, the best
+            certified plan so far is returned, and its first note says what was not tried.
+
+    Raises:
+        TimeLimitError: the time was up before any plan was certified.
     """
     began = time.perf_counter()
     budget = None if vram_bytes is None else Budget.on(card, vram_bytes, margin=constraints.margin)
-    with open_session(workload, card, budget) as session:
+    with open_session(workload, card, budget, watch) as session:
         if budget is None:
             return assemble_plan(session, session.baseline, constraints, None, began=began)
         session.expect(constraints)
         space = session.search_space(constraints)
-        certified, shortfall = fitting.best(session, space, constraints), None
-        if certified is None or not session.quick_enough(certified, constraints):
-            certified = fitting.nearest(session, space, constraints)
+        certified, early = fastest_in_time(session, space, constraints)
+        shortfall = None
+        if certified is None:
+            certified, early = _nearest(session, space, constraints)
             if not certified.measured.fits or not session.quick_enough(certified, constraints):
                 shortfall = fitting.shortfall(session, certified, relaxations(session, constraints))
-        notes = (*budget.notes(card), *space.notes)
-        return assemble_plan(session, certified, constraints, budget, shortfall=shortfall, notes=notes, began=began)
+        notes = (*early, *budget.notes(card), *space.notes)
+        return assemble_plan(
+            session,
+            certified,
+            constraints,
+            budget,
+            shortfall=shortfall,
+            notes=notes,
+            is_early=bool(early),
+            began=began,
+        )
+
+
+def fastest_in_time(
+    session: PlanningSession, space: SearchSpace, constraints: Constraints
+) -> tuple[Certified | None, tuple[str, ...]]:
+    """Return the fastest plan, None if no plan fits, and a note if the time was up before the search was complete.
+
+    Raises:
+        TimeIsUp: the time was up before any plan was certified.
+    """
+    try:
+        certified = fitting.best_in_time(session, space, constraints)
+    except TimeIsUp:
+        certified = session.best_known(constraints)
+        if certified is None:
+            raise
+        return certified, (early_note(session, constraints),)
+    is_allowed = certified is not None and session.quick_enough(certified, constraints)
+    return certified if is_allowed else None, ()
+
+
+def _nearest(
+    session: PlanningSession, space: SearchSpace, constraints: Constraints
+) -> tuple[Certified, tuple[str, ...]]:
+    """Return the plan to report if no plan fits, and a note if the time was up before the smallest plan was found."""
+    try:
+        return fitting.nearest(session, space, constraints), ()
+    except TimeIsUp:
+        note = f"planning ended {session.watch.cause}: no plan fits, but the smallest plan may be smaller than this one"
+        return session.smallest_known(), (note,)
 
 
 def tradeoff_workload(
-    workload: Workload, card: DeviceProfile, *, vram_bytes: int | None, constraints: Constraints, seconds: float
+    workload: Workload,
+    card: DeviceProfile,
+    *,
+    vram_bytes: int | None,
+    constraints: Constraints,
+    watch: Watch | None = None,
 ) -> Tradeoff:
     """Return certified plans that trade memory against step time, from the fastest to the smallest allowed plan.
 
     Args:
         vram_bytes: the user's budget, which only marks the fastest plan inside it; None if there is no budget.
-        seconds: approximate time limit. The fastest and the smallest plan are searched in any case.
+        watch: limits the time, and receives progress; None for no limit. If the time is up, the plans that have been
+            certified are returned.
+
+    Raises:
+        TimeLimitError: the time was up before any plan was certified.
     """
     began = time.perf_counter()
     budget = None if vram_bytes is None else Budget.on(card, vram_bytes, margin=constraints.margin)
-    with open_session(workload, card, None) as session:
+    with open_session(workload, card, None, watch) as session:
         session.expect(constraints)
         usable_bytes = None if budget is None else budget.usable_bytes
-        found = front(session, constraints, vram_bytes=usable_bytes, seconds=seconds)
+        found = front(session, constraints, vram_bytes=usable_bytes)
         return assemble_tradeoff(session, found, constraints, budget, began=began)
 
 
-def largest_step(workloads: Sequence[Workload], card: DeviceProfile) -> Workload:
+def largest_step(workloads: Sequence[Workload], card: DeviceProfile, watch: Watch | None = None) -> Workload:
     """Return the workload whose step needs the most memory on the card. Each is rehearsed, unless there is only one."""
     if len(workloads) == 1:
         return workloads[0]
-    return max(workloads, key=lambda workload: smallest_capacity_bytes(record_step(workload, card), card))
+    if watch is not None:
+        watch.stage(f"rehearsing {len(workloads)} batches")
+    return max(workloads, key=lambda work: smallest_capacity_bytes(record_step(work, card, watch=watch), card))
 
 
-def record_step(workload: Workload, card: DeviceProfile, decisions: Sequence[Decision] = ()) -> StepGraph:
+def record_step(
+    workload: Workload, card: DeviceProfile, decisions: Sequence[Decision] = (), *, watch: Watch | None = None
+) -> StepGraph:
     """Rehearse two training steps of `workload`, and return the recording with the workspaces of the card's kernels.
 
     Args:
         decisions: decisions that are applied to the step first; without decisions the baseline is rehearsed.
+        watch: limits the time of the rehearsal; None for no limit.
+
+    Raises:
+        TimeLimitError: the time is up.
     """
-    return rehearse.certifying_graph(rehearse.with_gradient_names(workload, card), decisions, card)
+    with _ended_without_plan(watch):
+        return rehearse.certifying_graph(rehearse.with_gradient_names(workload, card, watch), decisions, card, watch)
 
 
 @contextlib.contextmanager
-def open_session(workload: Workload, card: DeviceProfile, budget: Budget | None) -> Iterator[PlanningSession]:
-    """Yield a planning session. On leaving the context, rehearsals that are still running are ended."""
-    with _without_garbage_collector():
-        workload = rehearse.with_gradient_names(workload, card)
+def open_session(
+    workload: Workload, card: DeviceProfile, budget: Budget | None, watch: Watch | None = None
+) -> Iterator[PlanningSession]:
+    """Yield a planning session. On leaving the context, rehearsals that are still running are ended.
+
+    Raises:
+        TimeLimitError: the time of `watch` was up inside the context, and nobody could use what was known then.
+    """
+    watch = watch or Watch()
+    with _without_garbage_collector(), _ended_without_plan(watch):
+        watch.stage("rehearsing the step")
+        workload = rehearse.with_gradient_names(workload, card, watch)
         session = PlanningSession(
             workload,
             card,
             budget=budget,
             start_what_if=lambda decisions, sizes: rehearse.start_rehearsal(
                 workload, decisions, card, sizes=sizes, steps=1, primed=True, what_if=True
+            ).timed_by(watch),
+            start_forward=lambda workload, samples: rehearse.start_forward(workload, card, samples).timed_by(watch),
+            start_update=lambda decisions, trained: rehearse.start_update(workload, decisions, card, trained).timed_by(
+                watch
             ),
-            start_forward=lambda workload, samples: rehearse.start_forward(workload, card, samples),
-            start_update=lambda decisions, trained: rehearse.start_update(workload, decisions, card, trained),
             certificates=Certificates(
-                lambda decisions: rehearse.start_certificate(workload, decisions, card),
+                lambda decisions: rehearse.start_certificate(workload, decisions, card).timed_by(watch),
                 lambda graph: rehearse.finish_certificate(graph, workload, card),
             ),
+            watch=watch,
         )
         with contextlib.closing(session):
             yield session
+
+
+@contextlib.contextmanager
+def _ended_without_plan(watch: Watch | None) -> Iterator[None]:
+    """Turn `TimeIsUp` into an error for the user: nothing was certified that could be returned."""
+    try:
+        yield
+    except TimeIsUp as error:
+        cause = "" if watch is None else f" {watch.cause}"
+        raise TimeLimitError(
+            f"planning ended{cause}, before any plan was certified: give more time (--time-limit), a smaller batch or "
+            "a shorter sequence, or use fewer techniques (--only)"
+        ) from error
 
 
 @contextlib.contextmanager

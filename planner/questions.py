@@ -9,13 +9,14 @@ from collections.abc import Callable
 from planner import pipeline, profiles
 from planner.assemble import assemble_plan
 from planner.choose import fitting
-from planner.errors import BudgetError, DecisionError, PlannerError, WorkloadError
+from planner.errors import BudgetError, DecisionError, PlannerError, TimeLimitError, WorkloadError
 from planner.estimate.footprint import smallest_capacity_bytes
 from planner.plan_types.constraints import Constraints, kinds_of
 from planner.plan_types.decision_base import Decision, Role
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
 from planner.profiles.device import DeviceProfile
+from planner.progress import Watch
 from planner.workload.budget import Budget
 from planner.workload.workload import Workload
 
@@ -35,7 +36,12 @@ _LEFT_OUT = (
 
 
 def largest_batch(
-    build: Callable[[int], Workload], card: DeviceProfile, *, vram_bytes: int, constraints: Constraints
+    build: Callable[[int], Workload],
+    card: DeviceProfile,
+    *,
+    vram_bytes: int,
+    constraints: Constraints,
+    watch: Watch | None = None,
 ) -> Plan:
     """Returns the plan for the largest batch that fits without gradient accumulation and without frozen layers.
 
@@ -48,9 +54,11 @@ def largest_batch(
 
     Args:
         build: function that takes a batch size and returns the workload with a batch of this size.
+        watch: limits the time, and receives progress; None for no limit.
 
     Raises:
         DecisionError: accumulation or freezing is forced, or the slowdown is limited.
+        TimeLimitError: the time was up before the largest batch was known.
     """
     if constraints.max_slowdown is not None:
         raise DecisionError(
@@ -66,7 +74,29 @@ def largest_batch(
             constraints = dataclasses.replace(constraints, forbidden=(*constraints.forbidden, kind.kind))
 
     usable_bytes = Budget.on(card, vram_bytes, margin=constraints.margin).usable_bytes
-    needs = _Needs(build, card, usable_bytes, constraints)
+    needs = _Needs(build, card, usable_bytes, constraints, watch)
+    try:
+        return _largest_batch(needs, build, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
+    except TimeLimitError as error:
+        known = needs.largest_known()
+        if watch is None or known is None:
+            raise
+        raise TimeLimitError(
+            f"planning ended {watch.cause}, before the largest batch was known: {known:,} samples fit, and more may; "
+            f"plan with --batch-size {known}, or give more time (--time-limit)"
+        ) from error
+
+
+def _largest_batch(
+    needs: _Needs,
+    build: Callable[[int], Workload],
+    card: DeviceProfile,
+    *,
+    vram_bytes: int,
+    constraints: Constraints,
+    watch: Watch | None,
+) -> Plan:
+    usable_bytes = Budget.on(card, vram_bytes, margin=constraints.margin).usable_bytes
     while True:
         samples, too_many = largest_within(
             needs.total_bytes, limit_bytes=usable_bytes, least=needs.least, first=_FIRST_SAMPLES, most=_MOST_SAMPLES
@@ -76,7 +106,7 @@ def largest_batch(
         if too_many <= _MOST_SAMPLES and not needs.does_not_fit(too_many):
             continue
         plan = pipeline.plan_workload(
-            build(max(samples, needs.least)), card, vram_bytes=vram_bytes, constraints=constraints
+            build(max(samples, needs.least)), card, vram_bytes=vram_bytes, constraints=constraints, watch=watch
         )
         if plan.fits or samples < needs.least:
             break
@@ -101,9 +131,15 @@ class _Needs:
     """
 
     def __init__(
-        self, build: Callable[[int], Workload], card: DeviceProfile, vram_bytes: int, constraints: Constraints
+        self,
+        build: Callable[[int], Workload],
+        card: DeviceProfile,
+        vram_bytes: int,
+        constraints: Constraints,
+        watch: Watch | None,
     ) -> None:
         self._build, self._card, self._vram_bytes, self._constraints = build, card, vram_bytes, constraints
+        self._watch = watch
         self._searched: dict[int, int] = {}
         self._at_most: dict[int, int] = {}
         self._decisions: tuple[Decision, ...] = ()
@@ -119,7 +155,9 @@ class _Needs:
             return self.searched_bytes(samples)
         if samples not in self._at_most:
             try:
-                self._at_most[samples] = total_bytes_with(self._build(samples), self._card, self._decisions)
+                self._at_most[samples] = total_bytes_with(
+                    self._build(samples), self._card, self._decisions, watch=self._watch
+                )
             except PlannerError:
                 return self.searched_bytes(samples)  # this size may need other decisions, or be refused with any
         return self._at_most[samples]
@@ -138,13 +176,22 @@ class _Needs:
     def _search(self, function: Callable[..., tuple[int, tuple[Decision, ...]]], samples: int) -> None:
         """Run a search, and forget upper bounds above the budget: with its decisions these sizes may need less."""
         self._searched[samples], self._decisions = function(
-            self._build(samples), self._card, vram_bytes=self._vram_bytes, constraints=self._constraints
+            self._build(samples),
+            self._card,
+            vram_bytes=self._vram_bytes,
+            constraints=self._constraints,
+            watch=self._watch,
         )
         self._at_most = {size: total for size, total in self._at_most.items() if total <= self._vram_bytes}
 
     def correct(self, samples: int, total_bytes: int) -> None:
         """Record that a batch of `samples` needs `total_bytes`, after planning found that it does not fit."""
         self._searched[samples] = total_bytes
+
+    def largest_known(self) -> int | None:
+        """Largest batch size that is known to fit; None if none is known."""
+        sizes = {**self._at_most, **self._searched}
+        return max((samples for samples, total in sizes.items() if total <= self._vram_bytes), default=None)
 
     def _least(self) -> int:
         """Smallest batch size: 1, or 2 for a model that refuses a single sample."""
@@ -197,7 +244,7 @@ def largest_within(
         sides.append(known[asked] <= limit_bytes)
 
 
-def smallest_card(workload: Workload, constraints: Constraints) -> Plan:
+def smallest_card(workload: Workload, constraints: Constraints, watch: Watch | None = None) -> Plan:
     """Returns the plan for the known card with the least memory on which a plan fits.
 
     If no card is large enough, returns the plan for the largest card, with its shortfall. All cards are tried from the
@@ -206,12 +253,14 @@ def smallest_card(workload: Workload, constraints: Constraints) -> Plan:
     """
     cards = sorted((profiles.load(name) for name in profiles.known()), key=lambda card: (card.vram_bytes, card.name))
     for number, card in enumerate(cards):
-        plan = plan_that_fits(workload, card, vram_bytes=card.vram_bytes, constraints=constraints)
+        plan = plan_that_fits(workload, card, vram_bytes=card.vram_bytes, constraints=constraints, watch=watch)
         if plan is not None:
             smaller = f"no plan fits the {number} cards tried before it" if number else "no known card has less memory"
             return _noted(plan, f"smallest card: {card.title} ({format_size(card.vram_bytes)}); {smaller}")
     largest = cards[-1]
-    plan = pipeline.plan_workload(workload, largest, vram_bytes=largest.vram_bytes, constraints=constraints)
+    plan = pipeline.plan_workload(
+        workload, largest, vram_bytes=largest.vram_bytes, constraints=constraints, watch=watch
+    )
     return _noted(plan, f"none of the {len(cards)} known cards is large enough; the largest is {largest.title}")
 
 
@@ -221,7 +270,7 @@ def _noted(plan: Plan, note: str) -> Plan:
 
 
 def plan_that_fits(
-    workload: Workload, card: DeviceProfile, *, vram_bytes: int, constraints: Constraints
+    workload: Workload, card: DeviceProfile, *, vram_bytes: int, constraints: Constraints, watch: Watch | None = None
 ) -> Plan | None:
     """Return the plan of `plan_workload` if it fits, else None. This saves the search for the smallest plan."""
     began = time.perf_counter()
@@ -230,18 +279,18 @@ def plan_that_fits(
         budget.refuse_if_hopeless(workload.model, card)
     except BudgetError:
         return None
-    with pipeline.open_session(workload, card, budget) as session:
+    with pipeline.open_session(workload, card, budget, watch) as session:
+        session.expect(constraints)
         space = session.search_space(constraints)
-        certified = fitting.best(session, space, constraints)
-        if certified is None or not session.quick_enough(certified, constraints):
+        certified, early = pipeline.fastest_in_time(session, space, constraints)
+        if certified is None:
             return None
-        return assemble_plan(
-            session, certified, constraints, budget, notes=(*budget.notes(card), *space.notes), began=began
-        )
+        notes = (*early, *budget.notes(card), *space.notes)
+        return assemble_plan(session, certified, constraints, budget, notes=notes, is_early=bool(early), began=began)
 
 
 def smallest_configuration(
-    workload: Workload, card: DeviceProfile, *, vram_bytes: int, constraints: Constraints
+    workload: Workload, card: DeviceProfile, *, vram_bytes: int, constraints: Constraints, watch: Watch | None = None
 ) -> tuple[int, tuple[Decision, ...]]:
     """Find the configuration with the smallest predicted peak of tensors, without frozen layers.
 
@@ -250,25 +299,31 @@ def smallest_configuration(
     Returns:
         The smallest total in bytes under which the step runs with this configuration, and its decisions.
     """
-    with pipeline.open_session(workload, card, Budget.on(card, vram_bytes, margin=constraints.margin)) as session:
+    with pipeline.open_session(
+        workload, card, Budget.on(card, vram_bytes, margin=constraints.margin), watch
+    ) as session:
         certified = session.certify(session.chooser(session.search_space(constraints), constraints).smallest())
         return session.smallest_budget_bytes(certified), certified.choice.decisions
 
 
 def configuration_within(
-    workload: Workload, card: DeviceProfile, *, vram_bytes: int, constraints: Constraints
+    workload: Workload, card: DeviceProfile, *, vram_bytes: int, constraints: Constraints, watch: Watch | None = None
 ) -> tuple[int, tuple[Decision, ...]]:
     """Find the plan of `plan_workload`: the fastest plan inside the budget, or the smallest plan if no plan fits.
 
     Returns:
         The total in bytes of the plan, and its decisions.
     """
-    with pipeline.open_session(workload, card, Budget.on(card, vram_bytes, margin=constraints.margin)) as session:
+    with pipeline.open_session(
+        workload, card, Budget.on(card, vram_bytes, margin=constraints.margin), watch
+    ) as session:
         space = session.search_space(constraints)
         certified = fitting.best(session, space, constraints) or fitting.nearest(session, space, constraints)
         return certified.measured.footprint.total_bytes, certified.choice.decisions
 
 
-def total_bytes_with(workload: Workload, card: DeviceProfile, decisions: tuple[Decision, ...]) -> int:
+def total_bytes_with(
+    workload: Workload, card: DeviceProfile, decisions: tuple[Decision, ...], *, watch: Watch | None = None
+) -> int:
     """Rehearse the step with these decisions, and return the smallest total in bytes under which it runs."""
-    return smallest_capacity_bytes(pipeline.record_step(workload, card, decisions), card)
+    return smallest_capacity_bytes(pipeline.record_step(workload, card, decisions, watch=watch), card)

@@ -14,22 +14,27 @@ from planner.plan_types.answers import Answers
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Fidelity, micro_batch_size_of, micro_batches_of
 from planner.plan_types.plan import Plan
+from planner.progress import Watch
 from planner.workload.budget import Budget, card_and_budget
 from planner.workload.cards import resolve_card
 from planner.workload.loading import load_workload
 from planner.workload.workload import Workload
 
 
-def replan(saved: Plan, *, vram: str | None, gpu: str | None, margin: str | None = None) -> Plan:
+def replan(
+    saved: Plan, *, vram: str | None, gpu: str | None, margin: str | None = None, watch: Watch | None = None
+) -> Plan:
     """Rehearse the decisions of a saved plan again, and return the plan with the new memory, time and verdict.
 
     Args:
         vram: a size such as "6GiB"; None keeps the budget of the saved plan.
         gpu: the name of a profile; None keeps the card of the saved plan.
         margin: the part of the card that stays free. None keeps the margin of the saved plan, except on another card.
+        watch: limits the time, and receives progress; None for no limit.
 
     Raises:
         PlanFileError: the plan was made for a live model, which cannot be loaded, or its model has changed since.
+        TimeLimitError: the time was up before the plan was certified.
     """
     workload = load_planned(saved)
     began = time.perf_counter()
@@ -46,7 +51,7 @@ def replan(saved: Plan, *, vram: str | None, gpu: str | None, margin: str | None
     )
     budget = None if vram_bytes is None else Budget.on(card, vram_bytes, margin=constraints.margin)
     notes = () if budget is None else budget.notes(card)
-    with pipeline.open_session(workload, card, budget) as session:
+    with pipeline.open_session(workload, card, budget, watch) as session:
         choice = Choice(decisions=saved.decisions, peak_bytes=0, step_ns=0, status="not needed", gap=0.0)
         certified = session.certify(choice)
         if budget is not None:

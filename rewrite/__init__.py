@@ -16,6 +16,7 @@ if __name__ != "planner.rewrite":
 from planner.rewrite.application import Rewritten, apply, apply_decisions
 from planner.rewrite.certificate import Certificate, certify
 from planner.rewrite.emitter.emit import emit, source
+from planner.rewrite.memory_promise import MemoryWatch, watch_memory
 from planner.rewrite.parity.result import Parity
 from planner.rewrite.parity.verify import verify
 from planner.rewrite.trainer import trainer_callback
@@ -24,6 +25,7 @@ from planner.rewrite.trainer.arguments import training_arguments
 
 __all__ = [
     "Certificate",
+    "MemoryWatch",
     "Parity",
     "Rewritten",
     "RewrittenForTrainer",
@@ -36,4 +38,5 @@ __all__ = [
     "trainer_callback",
     "training_arguments",
     "verify",
+    "watch_memory",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,9 @@ from planner.estimate.footprint import measure
 from planner.plan_types.decisions import micro_batches_of
 from planner.plan_types.plan import Footprint, Plan
 from planner.profiles.device import DeviceProfile
+from planner.progress import Watch
 from planner.rewrite.rehearse import certifying_graph, with_gradient_names
+from planner.safe_process import in_safe_process
 from planner.workload.call_convention import LossFn, StepFn
 from planner.workload.cards import resolve_card
 from planner.workload.optimizer_choice import Optimizers
@@ -58,12 +61,28 @@ def certify(
     Raises:
         PlanFileError: if the plan was made for another model or another batch size.
     """
+    return in_safe_process(
+        functools.partial(_certified, plan, model, batch, loss_fn, step, optimizer or plan.workload.optimizer, card),
+        Watch(),
+    )
+
+
+def _certified(
+    plan: Plan,
+    model: torch.nn.Module | Mapping[str, torch.nn.Module],
+    batch: Any,
+    loss_fn: LossFn | None,
+    step: StepFn | None,
+    optimizer: Optimizers,
+    card: DeviceProfile | None,
+    watch: Watch,
+) -> Certificate:
     workload = make_workload(
         model,
         batch,
         loss_fn=loss_fn,
         step=step,
-        optimizer=optimizer or plan.workload.optimizer,
+        optimizer=optimizer,
         gradients_alive=plan.workload.gradients_alive,
     )
     if workload.model_facts().fingerprint != plan.model.fingerprint:
@@ -78,6 +97,6 @@ def certify(
         )
     workload = dataclasses.replace(workload, not_by_sample=plan.workload.not_by_sample)
     card = card or resolve_card(plan.card, plan.vram_bytes)
-    graph = certifying_graph(with_gradient_names(workload, card), plan.decisions, card)
+    graph = certifying_graph(with_gradient_names(workload, card, watch), plan.decisions, card, watch)
     measured = measure(graph, card, vram_bytes=plan.usable_bytes, micro_batches=micro_batches_of(plan.decisions))
     return Certificate(footprint=measured.footprint, fits=measured.fits, certified_bytes=measured.curve_bytes)

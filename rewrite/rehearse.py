@@ -13,6 +13,7 @@ from planner.estimate.add_workspaces import with_workspaces
 from planner.estimate.footprint import with_whole_batch
 from planner.plan_types.decision_base import Decision, micro_batch_size_of, micro_batches_of
 from planner.profiles.device import DeviceProfile
+from planner.progress import Watch
 from planner.recording.rehearsal import Rehearsal
 from planner.recording.step_graph import StepGraph
 from planner.rewrite.application import Rewritten, apply_decisions
@@ -24,7 +25,7 @@ from planner.workload.optimizer_choice import for_copies
 from planner.workload.workload import Workload, resized
 
 
-def with_gradient_names(workload: Workload, card: DeviceProfile | None) -> Workload:
+def with_gradient_names(workload: Workload, card: DeviceProfile | None, watch: Watch | None = None) -> Workload:
     """Return the workload with the names of the parameters that get a gradient, found by rehearsing one step.
 
     Only a step that starts with gradients of earlier batches (`gradients_alive`) needs these names. Otherwise the
@@ -32,10 +33,11 @@ def with_gradient_names(workload: Workload, card: DeviceProfile | None) -> Workl
 
     Args:
         card: as for `start_rehearsal`.
+        watch: limits the time of the rehearsal; None for no limit.
     """
     if not workload.gradients_alive or workload.gradient_names is not None:
         return workload
-    graph = start_rehearsal(
+    child = start_rehearsal(
         dataclasses.replace(workload, gradients_alive=False),
         (),
         card,
@@ -43,13 +45,20 @@ def with_gradient_names(workload: Workload, card: DeviceProfile | None) -> Workl
         steps=1,
         primed=False,
         what_if=False,
-    ).result()
-    return dataclasses.replace(workload, gradient_names=graph.trained)
+    ).timed_by(watch)
+    return dataclasses.replace(workload, gradient_names=child.result().trained)
 
 
-def certifying_graph(workload: Workload, decisions: Sequence[Decision], card: DeviceProfile) -> StepGraph:
-    """Rehearse two steps: the first creates the optimizer state, the second has it from the start."""
-    return finish_certificate(start_certificate(workload, decisions, card).result(), workload, card)
+def certifying_graph(
+    workload: Workload, decisions: Sequence[Decision], card: DeviceProfile, watch: Watch | None = None
+) -> StepGraph:
+    """Rehearse two steps: the first creates the optimizer state, the second has it from the start.
+
+    Args:
+        watch: limits the time of the rehearsal; None for no limit.
+    """
+    child = start_certificate(workload, decisions, card).timed_by(watch)
+    return finish_certificate(child.result(), workload, card)
 
 
 def start_certificate(workload: Workload, decisions: Sequence[Decision], card: DeviceProfile) -> Child:

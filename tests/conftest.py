@@ -9,6 +9,7 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a model hub
 os.environ["PLANNER_DEVICES"] = os.devnull  # nor calibrated profiles of the machine that they run on
+os.environ["PLANNER_START_METHOD"] = "fork"  # workers of parallel tests have threads, which hold no locks of interest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are small here: more threads only wait for each other
 
 

@@ -252,7 +252,7 @@ FAULTS = (
     ),
     Fault(
         name="trainer-promise-of-one-peak",
-        path=_CALLBACK,
+        path="rewrite/memory_promise.py",
         old="            and self.reserved_bytes <= self.promised_reserved_bytes + _SEGMENT_BYTES",
         new="            or self.reserved_bytes <= self.promised_reserved_bytes + _SEGMENT_BYTES",
         tests=(

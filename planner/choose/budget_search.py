@@ -49,7 +49,6 @@ def search(
     tie: float,
     attempts: int,
     hopeless: int,
-    is_over: Callable[[], bool],
 ) -> P | None:
     """Returns the fastest plan that was found to fit; None if no plan fits.
 
@@ -61,7 +60,6 @@ def search(
         tie: a plan replaces the best one only if it is faster by more than this factor.
         attempts: maximum number of plans that are certified.
         hopeless: the search ends with None after this number of certificates if no plan has fit.
-        is_over: called after each certificate; True ends the search with the best plan so far.
     """
     best: P | None = None
     plan = propose(budgets.budget_of, math.inf)
@@ -79,8 +77,6 @@ def search(
             best = plan
         else:
             budgets.fail(plan.config, promised_bytes=plan.peak_bytes, short_bytes=short_bytes, step_ns=plan.step_ns)
-        if is_over():
-            break
         # After a plan that fits, the limits are raised first: it was the fastest plan within the present limits.
         plan = None if short_bytes <= 0 else propose(budgets.budget_of, below_ns)
     return best

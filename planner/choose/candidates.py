@@ -13,11 +13,13 @@ import dataclasses
 import functools
 from collections.abc import Iterable
 
+from planner.choose.choice import Choice
 from planner.choose.recordings import Recordings
 from planner.estimate import roofline
 from planner.estimate.footprint import granularity_bytes, with_whole_batch
 from planner.plan_types.decision_base import Decision, Role, has_role
 from planner.profiles.device import DeviceProfile
+from planner.progress import Watch
 from planner.recompute.units import Units, units_of
 from planner.recording.step_graph import Category, Phase, StepGraph
 from planner.search import milp
@@ -27,6 +29,8 @@ from planner.space.micro_batches import MicroBatching
 
 RECOMPUTE_TOLERANCE = 1000
 """The selected units may cost more than the cheapest ones, by at most the step time divided by this number."""
+_SOLVER_SECONDS = 10.0
+"""Time limit of one integer program, if the watch does not leave less."""
 
 
 class Candidate:
@@ -40,8 +44,10 @@ class Candidate:
         card: DeviceProfile,
         *,
         recompute: tuple[type[Decision], ...],
+        watch: Watch | None = None,
     ) -> None:
         self.config, self.split, self._kinds = config, split, recompute
+        self._watch = watch or Watch()
         self._graph, self._granularity_bytes = graph, granularity_bytes(card)
         self._host_copies = roofline.HostCopies(card=card, repeats=roofline.repetitions(graph, split.micro_batches))
         self._op_ns = roofline.op_times_ns(graph, card, split.micro_batches)
@@ -85,7 +91,12 @@ class Candidate:
         asked = (budget_bytes, below_ns)
         if asked not in self._cheapest:
             tolerance_ns = self.step_ns // RECOMPUTE_TOLERANCE
-            self._cheapest[asked] = self.search.solve(budget_bytes, tolerance_ns=tolerance_ns, below_ns=below_ns)
+            self._cheapest[asked] = self.search.solve(
+                budget_bytes,
+                time_limit_seconds=self._solver_seconds(),
+                tolerance_ns=tolerance_ns,
+                below_ns=below_ns,
+            )
         return self._cheapest[asked]
 
     def could_pay(self, budget_bytes: int, *, state_bytes: int | None, gradients: bool, below_ns: int | None) -> bool:
@@ -123,13 +134,26 @@ class Candidate:
         relaxed = milp.Search(dataclasses.replace(self.units.problem, fixed_bytes=fixed))
         try:
             tolerance_ns = self.step_ns if below_ns is None else below_ns
-            return relaxed.solve(budget_bytes, tolerance_ns=tolerance_ns, below_ns=below_ns) is not None
+            found = relaxed.solve(
+                budget_bytes,
+                time_limit_seconds=self._solver_seconds(),
+                tolerance_ns=tolerance_ns,
+                below_ns=below_ns,
+            )
+            return found is not None
         except milp.SearchTimeout:
             return True
 
     def smallest(self) -> Selection:
         """Returns the selection of units with the smallest peak; among several, a cheap one."""
-        return self.search.smallest_peak(tolerance_ns=self.step_ns // RECOMPUTE_TOLERANCE)
+        return self.search.smallest_peak(
+            time_limit_seconds=self._solver_seconds(), tolerance_ns=self.step_ns // RECOMPUTE_TOLERANCE
+        )
+
+    def _solver_seconds(self) -> float:
+        """Returns the time limit of an integer program in seconds. Raises `TimeIsUp` if no time is left."""
+        self._watch.check()
+        return min(_SOLVER_SECONDS, self._watch.left_seconds)
 
     def cheapest_single(self, budget_bytes: int) -> Selection | None:
         """Returns the cheapest single unit with which the peak is inside the budget; None if there is none.
@@ -149,12 +173,28 @@ class Candidate:
         """Returns the decisions of the plan that recomputes or offloads `units`: configuration, split and units."""
         return (*self.config, *self.split.decisions(), *self.units.decisions(units))
 
+    def choice(self, selection: Selection) -> Choice:
+        """Returns the plan with the selected units, with the peak and the time that it promises."""
+        step_ns = self.step_ns + selection.cost_ns
+        return Choice(
+            decisions=self.decisions(selection.units),
+            peak_bytes=selection.peak_bytes,
+            step_ns=step_ns,
+            status=selection.status,
+            gap=selection.gap * selection.cost_ns / step_ns,
+        )
+
+    def without_units(self) -> Selection:
+        """Returns the selection that recomputes and offloads nothing."""
+        return Selection(units=(), peak_bytes=self.peak_bytes, cost_ns=0, status="optimal", gap=0.0, seconds=0.0)
+
 
 class Candidates:
     """All candidates of a planning session. Each candidate is created once, when it is first asked for.
 
     Args:
         batch_bytes: size of the whole batch.
+        watch: is checked before each candidate, and limits the time of the integer programs.
         recompute: kinds of decisions that may free saved tensors (checkpoint, offload ...).
     """
 
@@ -164,8 +204,10 @@ class Candidates:
         card: DeviceProfile,
         *,
         batch_bytes: int,
+        watch: Watch | None = None,
         recompute: tuple[type[Decision], ...] = (),
     ) -> None:
+        self._watch = watch or Watch()
         self._recordings, self._card, self._batch_bytes, self._recompute = recordings, card, batch_bytes, recompute
         self._candidates: dict[tuple[tuple[Decision, ...], MicroBatching], Candidate] = {}
         self._by_recompute = {recompute: self}
@@ -173,7 +215,9 @@ class Candidates:
     def with_recompute(self, recompute: tuple[type[Decision], ...]) -> Candidates:
         """Returns the candidates with another `recompute`. They share the recordings."""
         if recompute not in self._by_recompute:
-            other = Candidates(self._recordings, self._card, batch_bytes=self._batch_bytes, recompute=recompute)
+            other = Candidates(
+                self._recordings, self._card, batch_bytes=self._batch_bytes, watch=self._watch, recompute=recompute
+            )
             self._by_recompute[recompute], other._by_recompute = other, self._by_recompute
         return self._by_recompute[recompute]
 
@@ -183,10 +227,13 @@ class Candidates:
 
     def of(self, config: tuple[Decision, ...], split: MicroBatching) -> Candidate:
         """Returns the candidate, recorded if necessary. Raises `PlannerError` if its step cannot be rehearsed."""
+        self._watch.check()
         key = (config, split)
         if key not in self._candidates:
             graph = with_whole_batch(self._recordings.of(config, split), self._batch_bytes)
-            self._candidates[key] = Candidate(config, split, graph, self._card, recompute=self._recompute)
+            self._candidates[key] = Candidate(
+                config, split, graph, self._card, recompute=self._recompute, watch=self._watch
+            )
         return self._candidates[key]
 
     def all(self) -> tuple[Candidate, ...]:

@@ -4,7 +4,7 @@ A plan is chosen on three levels. A *configuration* (precision, loss, optimizer,
 the batch together are a candidate. In a candidate, *units* are selected to be recomputed or offloaded. Configurations
 and splits are few, so they are enumerated. Units are selected by an integer program for each candidate (`search.milp`).
 
-1. Configurations are tried in the order of `_configs`: the fastest precision first, so that its time prunes the others.
+1. Configurations are tried in the order of `configs`: the fastest precision first, so that its time prunes the others.
 2. Before a candidate is recorded, a lower bound on its time is computed: the time of the baseline or of a simpler
    candidate (with the user's optimizer, or without chunks), minus the maximum time that the additional decisions can
    save. A candidate whose bound shows that it cannot beat the best plan so far is neither recorded nor solved. A lower
@@ -50,7 +50,6 @@ from planner.space.search_space import SearchSpace
 
 TIE = 1.05
 """Factor between predicted step times below which two plans count as equally fast."""
-
 
 Budget = Callable[[Config], int]
 """A configuration -> maximum number of bytes that its plans may promise."""
@@ -101,6 +100,10 @@ class Chooser:
         """Decisions about the time of the update with which a step with its loss in chunks could not be rehearsed."""
         self._without_bound: set[Config] = set()
         """Configurations from `_simpler` that could not be rehearsed, and therefore give no bounds for others."""
+        self.tried: set[Config] = set()
+        """Configurations that `fastest` has searched or pruned under at least one budget."""
+        self.promised: list[Choice] = []
+        """Choices that the latest call of `fastest` has found so far, also if its time was up."""
         self.undecided = 0
         """Number of integer programs that hit their time limit without an answer."""
 
@@ -135,9 +138,8 @@ class Chooser:
                 self._unchunked.add(refused.update)
 
     def _fastest(self, budget_of: Budget, above_ns: float) -> Choice | None:
-        found: list[Choice] = []
-        within = (config for config, least_bytes in self._bounded_configs() if least_bytes <= budget_of(config))
-        for number, (config, *upcoming) in enumerate(with_upcoming(within)):
+        found = self.promised = []
+        for number, (config, *upcoming) in enumerate(self._in_turn(budget_of)):
             # Prune by time: what is known already may show that this configuration cannot win.
             limit_ns = self._limit_ns(config, found, above_ns)
             if self._bound_ns(config) >= limit_ns:
@@ -158,6 +160,14 @@ class Chooser:
         # Of the plans within a tie of the fastest one, return the most faithful and simplest.
         fastest_ns = min(choice.step_ns for choice in found)
         return min((choice for choice in found if choice.step_ns <= TIE * fastest_ns), key=lambda choice: choice.rank)
+
+    def _in_turn(self, budget_of: Budget) -> Iterator[tuple[Config, ...]]:
+        """Yields each configuration that may fit, with the next ones, and notes which have been tried or cannot fit."""
+        bounded = list(self._bounded_configs())
+        self.tried.update(config for config, least_bytes in bounded if least_bytes > budget_of(config))
+        for window in with_upcoming(config for config, least_bytes in bounded if least_bytes <= budget_of(config)):
+            yield window
+            self.tried.add(window[0])
 
     def _smallest(self) -> Choice:
         configs = sorted(
@@ -213,7 +223,7 @@ class Chooser:
 
     # ---- configurations -----------------------------------------------------------------------------------------
 
-    def _configs(self) -> Iterator[Config]:
+    def configs(self) -> Iterator[Config]:
         """Yields all configurations in the order in which they are tried.
 
         The user's optimizer comes before its replacements, and the fastest precision first, so that it prunes others.
@@ -225,8 +235,8 @@ class Chooser:
                     yield config
 
     def _bounded_configs(self) -> Iterator[tuple[Config, int]]:
-        """Returns the configurations of `_configs`, in order, each with a lower bound in bytes on its plans' peaks."""
-        return ((config, self._bounds.lower_bound_bytes(config)) for config in self._configs())
+        """Returns the configurations of `configs`, in order, each with a lower bound in bytes on its plans' peaks."""
+        return ((config, self._bounds.lower_bound_bytes(config)) for config in self.configs())
 
     def _clash(self) -> str | None:
         """Returns why two decisions of this search space cannot be combined (the first such pair); None if all can."""
@@ -318,7 +328,7 @@ class Chooser:
 
     def _bounding(self, simpler: Config, split: MicroBatching) -> Candidate | None:
         """Returns the candidate of `simpler`; None if it is not in the search space or cannot be rehearsed."""
-        if simpler in self._without_bound or simpler not in self._configs():
+        if simpler in self._without_bound or simpler not in self.configs():
             return None
         try:
             return self._candidates.of(simpler, split)
@@ -353,15 +363,15 @@ class Chooser:
                 break
             below_ns = None if math.isinf(limit_ns) else math.floor(limit_ns) - candidate.step_ns
             if (selection := self._solve(candidate, budget_bytes, below_ns)) is not None:
-                best = [_choice(candidate, selection)]
+                best = [candidate.choice(selection)]
         return best
 
     def _without_recompute(self, candidate: Candidate, budget_bytes: int) -> list[Choice]:
         """Returns the plan of a candidate that fits without recompute; if recompute is forced, with one unit."""
         if not self._force_recompute:
-            return [_choice(candidate, _without_units(candidate))]
+            return [candidate.choice(candidate.without_units())]
         selection = candidate.cheapest_single(budget_bytes)
-        return [] if selection is None else [_choice(candidate, selection)]
+        return [] if selection is None else [candidate.choice(selection)]
 
     def _solve(self, candidate: Candidate, budget_bytes: int, below_ns: int | None) -> Selection | None:
         try:
@@ -371,8 +381,8 @@ class Chooser:
             return None
 
     def _smallest_of(self, candidate: Candidate) -> Choice:
-        selection = self._timed(candidate.smallest) if self._space.recompute else _without_units(candidate)
-        return _choice(candidate, selection)
+        selection = self._timed(candidate.smallest) if self._space.recompute else candidate.without_units()
+        return candidate.choice(selection)
 
     def _timed(self, function: Callable[[], T]) -> T:
         began = time.perf_counter()
@@ -384,17 +394,3 @@ class Chooser:
 
 def _update_of(config: Config) -> Config:
     return with_roles(config, Role.UPDATE_TIME)
-
-
-def _without_units(candidate: Candidate) -> Selection:
-    return Selection(units=(), peak_bytes=candidate.peak_bytes, cost_ns=0, status="optimal", gap=0.0, seconds=0.0)
-
-
-def _choice(candidate: Candidate, selection: Selection) -> Choice:
-    return Choice(
-        decisions=candidate.decisions(selection.units),
-        peak_bytes=selection.peak_bytes,
-        step_ns=candidate.step_ns + selection.cost_ns,
-        status=selection.status,
-        gap=selection.gap * selection.cost_ns / (candidate.step_ns + selection.cost_ns),
-    )

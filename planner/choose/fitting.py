@@ -16,8 +16,6 @@ faster plan may exist. A plan that is returned as fitting always has a certifica
 from __future__ import annotations
 
 import dataclasses
-import math
-import time
 from collections.abc import Sequence
 
 from planner.allocator.settings import SMALL_SEGMENT_BYTES
@@ -28,11 +26,14 @@ from planner.choose.planning_session import Certified, PlanningSession
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, has_role, with_roles
 from planner.plan_types.plan import Relaxation, Shortfall
+from planner.progress import TimeIsUp
 from planner.recording.step_graph import Category
 from planner.search.threshold import first_true
 from planner.space.frozen_prefixes import prefixes
 from planner.space.search_space import SearchSpace
 
+_SEARCHING = 0.6
+"""Fraction of the time limit after which a plan is certified, although the search is not finished."""
 _ATTEMPTS, _FEW_ATTEMPTS = 10, 4
 """Maximum number of certificates in a search for the fastest plan, and in a search in which a good plan is enough."""
 _HOPELESS = 6
@@ -52,6 +53,36 @@ def best(session: PlanningSession, space: SearchSpace, constraints: Constraints)
         if certified is not None or not constraints.allow(Role.FREEZING):
             return certified
     return with_prefix(session, space, constraints)
+
+
+def best_in_time(session: PlanningSession, space: SearchSpace, constraints: Constraints) -> Certified | None:
+    """Like `best`, but makes sure that a plan is certified before the time is up, if the search has found any.
+
+    A search certifies its first plan when it has compared all configurations. If that takes too long, the best choice
+    so far is certified, and the search goes on from what is known.
+
+    Raises:
+        TimeIsUp: the time is up; `session.best_known` is the best plan so far.
+    """
+    watch = session.watch
+    try:
+        with watch.at_most(_SEARCHING * watch.left_seconds):
+            return best(session, space, constraints)
+    except TimeIsUp:
+        if session.best_known(constraints) is None:
+            with watch.after_end():
+                _certify_promised(session, constraints)
+    return best(session, space, constraints)
+
+
+def _certify_promised(session: PlanningSession, constraints: Constraints) -> None:
+    """Certify the fastest choice that the search has found so far; if it does not fit, also the smallest one."""
+    for choice in session.promised(constraints):
+        session.watch.stage("certifying a plan")
+        certified = session.certify(choice)
+        session.note(certified, constraints)
+        if certified.measured.fits:
+            return
 
 
 def with_prefix(
@@ -109,28 +140,33 @@ def fastest(
     constraints: Constraints,
     *,
     attempts: int = _ATTEMPTS,
-    until: float = math.inf,
 ) -> Certified | None:
     """Returns the fastest certified plan, found by `budget_search`; None if no plan fits.
 
     Args:
         attempts: maximum number of plans that are certified.
-        until: value of `time.perf_counter()` at which the search stops with the best plan so far.
+
+    Raises:
+        TimeIsUp: the session's time is up; `session.best_known` is the best plan so far.
     """
-    return _search(session, space, constraints, attempts=attempts, until=until)[0]
+    return _search(session, space, constraints, attempts=attempts)[0]
 
 
 def _search(
-    session: PlanningSession, space: SearchSpace, constraints: Constraints, *, attempts: int, until: float
+    session: PlanningSession, space: SearchSpace, constraints: Constraints, *, attempts: int
 ) -> tuple[Certified | None, tuple[Certified, ...]]:
     """Returns the fastest plan that fits (None if no plan fits), and all plans that were certified on the way."""
+    session.watch.stage("searching")
     chooser, budget_bytes = session.chooser(space, constraints), session.budget.tensor_bytes
     if chooser.fastest(budget_bytes) is None:
         budget_bytes = session.budget.allocator_bytes  # the slack may be smaller than its first estimate
     tried: dict[Choice, Certified] = {}
 
     def short_bytes_of(choice: Choice) -> int:
+        session.watch.stage("certifying a plan")
         tried[choice] = certified = session.certify(choice)
+        session.note(certified, constraints)
+        session.watch.stage("searching")
         return (
             0
             if certified.measured.fits
@@ -144,22 +180,21 @@ def _search(
         tie=TIE,
         attempts=attempts,
         hopeless=_HOPELESS,
-        is_over=lambda: time.perf_counter() > until,
     )
     return None if choice is None else tried[choice], tuple(tried.values())
 
 
-def smallest(
-    session: PlanningSession, space: SearchSpace, constraints: Constraints, *, until: float = math.inf
-) -> Certified:
+def smallest(session: PlanningSession, space: SearchSpace, constraints: Constraints) -> Certified:
     """Returns the plan with the smallest total that was found; of plans with the same total, a fast one.
 
     As soon as a plan fits the budget, it is returned, although smaller plans may exist.
 
-    Args:
-        until: value of `time.perf_counter()` after which no more searches start.
+    Raises:
+        TimeIsUp: the session's time is up; `session.smallest_known` is the smallest plan so far.
     """
+    session.watch.stage("searching for the smallest plan")
     smallest = session.measure_at_smallest_budget(session.certify(_smallest_promise(session, space, constraints)))
+    session.note(smallest, constraints)
     # If slack is a large part of the total, a faster plan with a larger promise may need no more memory, or even less.
     # So search first within the same total, then within a total that is one segment smaller. A plan with micro-batches
     # is compared with faster plans in any case: the smallest promise may take many that save nothing of the total.
@@ -168,10 +203,10 @@ def smallest(
         total_bytes = smallest.measured.footprint.total_bytes
         is_split = not less_bytes and has_role(smallest.choice.decisions, Role.MICRO_BATCHING)
         is_tight = slack_bytes <= _LARGE_SLACK * total_bytes and not is_split
-        if smallest.measured.fits or is_tight or time.perf_counter() > until:
+        if smallest.measured.fits or is_tight:
             return smallest
         at_total = session.with_budget(total_bytes - less_bytes)
-        certified, tried = _search(at_total, space, constraints, attempts=_FEW_ATTEMPTS, until=until)
+        certified, tried = _search(at_total, space, constraints, attempts=_FEW_ATTEMPTS)
         if certified is None and less_bytes:
             break
         if tried:
@@ -180,6 +215,7 @@ def smallest(
                 (session.measure_at_smallest_budget(least), smallest),
                 key=lambda plan: plan.measured.footprint.total_bytes,
             )
+            session.note(smallest, constraints)
     return smallest
 
 

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-import time
 
 from planner.choose import fitting
 from planner.choose.choice import Choice
@@ -26,6 +24,7 @@ from planner.choose.planning_session import Certified, PlanningSession
 from planner.errors import DecisionError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Role
+from planner.progress import TimeIsUp
 from planner.space.search_space import SearchSpace
 
 _STEP = 1 / 12
@@ -53,51 +52,98 @@ class Front:
     """False if time ran out: other plans may exist between the plans in `points`."""
 
 
-def front(session: PlanningSession, constraints: Constraints, *, vram_bytes: int | None, seconds: float) -> Front:
+@dataclasses.dataclass(kw_only=True)
+class _Found:
+    """The plans that the search for the front has found so far."""
+
+    answers: dict[int, Choice | None] = dataclasses.field(default_factory=dict)
+    """By searched budget in bytes of tensors, the fastest choice; None if no plan fits."""
+    points: list[Certified] = dataclasses.field(default_factory=list)
+    """Certified plans, each measured under a budget in which it runs."""
+
+    def add(self, point: Certified | None) -> None:
+        """Add a certified plan, which is also the answer for the budget of its own size."""
+        if point is not None:
+            self.points.append(point)
+            self.answers[point.choice.peak_bytes] = point.choice
+
+
+def front(session: PlanningSession, constraints: Constraints, *, vram_bytes: int | None) -> Front:
     """Returns the front of the plans that the constraints allow.
 
-    The largest budget that is searched is the baseline's total, or the user's budget if that is larger.
+    The largest budget that is searched is the baseline's total, or the user's budget if that is larger. The search ends
+    when the time of the session's watch is up.
 
     Args:
         session: a session without a budget.
         vram_bytes: the user's budget, at which a plan is searched too; None if there is none.
-        seconds: time limit, kept approximately. The fastest plan, the smallest plan and the plan at the budget are
-            always searched.
 
     Raises:
         DecisionError: freezing is forced. Frozen prefixes are searched at the user's budget only, as a last resort.
+        TimeIsUp: the time was up before any plan was certified.
     """
     if constraints.force(Role.FREEZING):
         raise DecisionError(
             "the trade-off of memory against time cannot be computed with freeze forced, because each frozen prefix of "
             "the model has a trade-off of its own: do not force freeze"
         )
-    began = time.perf_counter()
-    until = began + _SEARCHING * seconds
-    # Search the two ends of the front and the user's budget. All later searches are between the two ends.
+    total_bytes(session.baseline)  # recorded before the time for the search is shared out
+    seconds, found, is_complete = session.watch.left_seconds, _Found(), False
+    try:
+        with session.watch.at_most(_SEARCHING * seconds):
+            is_complete = _search_budgets(session, constraints, vram_bytes, found, _DESCENDING * seconds)
+    except TimeIsUp:
+        is_complete = False
+    try:
+        _certify(session, found, constraints)
+    except TimeIsUp:
+        is_complete = False
+    if not is_complete and not constraints.forced:
+        found.points.append(session.baseline)
+    points = _undominated([point for point in found.points if session.quick_enough(point, constraints)])
+    if not points and not is_complete:
+        raise TimeIsUp
+    return Front(points=points, complete=is_complete)
+
+
+def _search_budgets(
+    session: PlanningSession, constraints: Constraints, vram_bytes: int | None, found: _Found, descending: float
+) -> bool:
+    """Search the two ends of the front, the user's budget, and then budgets between the two ends.
+
+    Args:
+        found: receives the plans, also if the time is up.
+        descending: time in seconds after which the smallest plan found so far is accepted.
+
+    Returns:
+        True if no budget is left to search.
+    """
     largest_bytes = max(total_bytes(session.baseline), vram_bytes or 0)
-    answers = {session.with_budget(largest_bytes).budget.tensor_bytes: _fastest(session, constraints, largest_bytes)}
-    at_budget = None if vram_bytes is None else _at_budget(session, constraints, vram_bytes)
-    smallest = _smallest(session, constraints, until=began + _DESCENDING * seconds)
+    answers = found.answers
+    answers[session.with_budget(largest_bytes).budget.tensor_bytes] = _fastest(session, constraints, largest_bytes)
+    if vram_bytes is not None:
+        budgeted = session.with_budget(vram_bytes)
+        try:
+            found.add(fitting.best(budgeted, budgeted.search_space(constraints), constraints))
+        except TimeIsUp:
+            found.add(budgeted.best_known(constraints))
+            raise
+    smallest, is_smallest = _smallest(session, constraints, seconds=descending)
     if smallest is None:
         answers[0] = None
-    for known in (at_budget, smallest):
-        if known is not None:
-            answers[known.choice.peak_bytes] = known.choice
-    peaks = [choice.peak_bytes for choice in answers.values() if choice is not None]
+    found.add(smallest)
     # Rectangle elimination. More memory is never slower: if the answer for a smaller budget is faster, it counts here.
+    peaks = [choice.peak_bytes for choice in answers.values() if choice is not None]
     narrow_bytes = _STEP * (max(peaks, default=0) - min(answers))
-    while (asked_bytes := _widest(answers, narrow_bytes)) is not None and time.perf_counter() < until:
+    while (asked_bytes := _widest(answers, narrow_bytes)) is not None:
+        session.watch.check()
+        session.watch.stage(f"searching between budgets, {len(answers)} searched")
         below = answers.get(max((size for size in answers if size < asked_bytes), default=0))
         answers[asked_bytes] = _faster(_fastest(session, constraints, asked_bytes + session.card.context_bytes), below)
-    # Certify the chosen plans. Search the smallest total again: with slack, another plan may be the fastest there.
-    points = _certified(session, [choice for choice in answers.values() if choice is not None], constraints)
-    if smallest is not None and time.perf_counter() < until:
-        points.append(_no_larger(session, constraints, smallest, until=until))
-    in_time = time.perf_counter() < until
-    if at_budget is not None and session.quick_enough(at_budget, constraints):
-        points.append(at_budget)  # it runs in the user's budget; the smallest budgets of other plans are rounded up
-    return Front(points=_undominated(points), complete=asked_bytes is None and in_time)
+    # Search the smallest total again: with slack, another plan may be the fastest there.
+    if smallest is not None:
+        found.points.append(_no_larger(session, constraints, smallest))
+    return is_smallest
 
 
 def total_bytes(point: Certified) -> int:
@@ -112,28 +158,27 @@ def _fastest(session: PlanningSession, constraints: Constraints, vram_bytes: int
     return chooser.fastest(budgeted.budget.allocator_bytes)
 
 
-def _at_budget(session: PlanningSession, constraints: Constraints, vram_bytes: int) -> Certified | None:
-    """Returns the fastest certified plan inside the user's budget; None if none was found."""
-    budgeted = session.with_budget(vram_bytes)
-    return fitting.best(budgeted, budgeted.search_space(constraints), constraints)
+def _smallest(session: PlanningSession, constraints: Constraints, *, seconds: float) -> tuple[Certified | None, bool]:
+    """Returns the smallest plan without a frozen prefix, and False if the search for it took longer than `seconds`.
 
-
-def _smallest(session: PlanningSession, constraints: Constraints, *, until: float) -> Certified | None:
-    """Returns the smallest plan without a frozen prefix; None if it is slower than the constraints allow.
-
-    If it is too slow, a faster plan that is no larger is tried first.
+    If it is slower than the constraints allow, a faster plan that is no larger is tried first. The plan is None if it
+    is too slow, too, or if none was certified in time.
     """
     space = session.with_budget(total_bytes(session.baseline)).search_space(constraints)
     budgeted = session.with_budget(_least_bytes(session, space))
-    smallest = fitting.smallest(budgeted, budgeted.search_space(constraints), constraints, until=until)
+    is_smallest = True
+    try:
+        with session.watch.at_most(seconds):
+            smallest = fitting.smallest(budgeted, budgeted.search_space(constraints), constraints)
+    except TimeIsUp:
+        smallest, is_smallest = budgeted.smallest_known(), False
     if not session.quick_enough(smallest, constraints):
         smallest = _no_larger(session, constraints, smallest)
-    return smallest if session.quick_enough(smallest, constraints) else None
+    is_allowed = bool(smallest.choice.decisions) or not constraints.forced
+    return smallest if is_allowed and session.quick_enough(smallest, constraints) else None, is_smallest
 
 
-def _no_larger(
-    session: PlanningSession, constraints: Constraints, plan: Certified, *, until: float = math.inf
-) -> Certified:
+def _no_larger(session: PlanningSession, constraints: Constraints, plan: Certified) -> Certified:
     """Returns the fastest plan that was found among plans that are no larger than `plan`.
 
     The plan with the smallest promise may be much slower than a plan for which the allocator reserves as much memory.
@@ -141,7 +186,7 @@ def _no_larger(
     if not session.card.allocator:
         return plan
     budgeted = session.with_budget(total_bytes(plan))
-    faster = fitting.fastest(budgeted, budgeted.search_space(constraints), constraints, until=until)
+    faster = fitting.fastest(budgeted, budgeted.search_space(constraints), constraints)
     return min((plan, faster or plan), key=_step_ns)
 
 
@@ -177,16 +222,14 @@ def _widest(answers: dict[int, Choice | None], narrow_bytes: float) -> int | Non
     return max(areas, key=areas.__getitem__, default=None)
 
 
-def _certified(session: PlanningSession, choices: list[Choice], constraints: Constraints) -> list[Certified]:
-    """Certifies the choices, each under the smallest budget in which it runs, and drops choices that are too slow."""
-    wanted = list({choice.decisions: choice for choice in choices}.values())
-    certificates = []
-    for choice, following in itertools.zip_longest(wanted, wanted[1:]):
+def _certify(session: PlanningSession, found: _Found, constraints: Constraints) -> None:
+    """Certifies the choices, each under the smallest budget in which it runs, and adds them to the points."""
+    wanted = list({choice.decisions: choice for choice in found.answers.values() if choice is not None}.values())
+    for number, (choice, following) in enumerate(itertools.zip_longest(wanted, wanted[1:])):
+        session.watch.stage(f"certifying plan {number + 1} of {len(wanted)}")
         certified = session.certify(choice, then=following)
         certified = session.with_budget(session.smallest_budget_bytes(certified)).certify(choice)
-        if session.quick_enough(certified, constraints):
-            certificates.append(certified)
-    return certificates
+        found.points.append(certified)
 
 
 def _undominated(points: list[Certified]) -> tuple[Certified, ...]:

@@ -26,6 +26,7 @@ from planner.estimate.footprint import Measured, measure, smallest_capacity_byte
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, has_role, micro_batches_of, without_roles
 from planner.profiles.device import DeviceProfile
+from planner.progress import Watch
 from planner.recording.step_graph import Category, Op, Phase, StepGraph
 from planner.space.by_sample import BySampleCheck, StartForward
 from planner.space.carried_state import carried_state
@@ -73,6 +74,7 @@ class PlanningSession:
         start_forward: StartForward,
         start_update: StartUpdate,
         certificates: Certificates,
+        watch: Watch | None = None,
     ) -> None:
         """
         Args:
@@ -81,15 +83,21 @@ class PlanningSession:
             start_forward: starts the rehearsal of forward and loss.
             start_update: starts the recording of an optimizer update.
             certificates: rehearses rewritten steps.
+            watch: limits the time of planning, and receives its progress; None for no limit.
         """
         self.workload, self.card, self._budget = workload, card, budget
+        self.watch = watch or Watch()
+        self._plans: list[Certified] = []
+        """Plans that were certified under this session's budget, whether they fit or not."""
+        self._asked: Constraints | None = None
+        """The constraints whose plans are reported as progress; None if none are."""
         self._certificates = certificates
         self._recordings = Recordings(
             start_what_if,
             None if workload.step else lambda decisions: start_update(decisions, self.baseline_graph.trained),
             self._with_workspaces,
         )
-        self._candidates = Candidates(self._recordings, card, batch_bytes=workload.batch_bytes)
+        self._candidates = Candidates(self._recordings, card, batch_bytes=workload.batch_bytes, watch=self.watch)
         self._start_forward = start_forward
         self._choosers: list[tuple[Constraints, Chooser]] = []
         self._lower_bounds: dict[tuple[Decision, ...], int] = {}
@@ -115,7 +123,11 @@ class PlanningSession:
         return carried_state(self.baseline_graph)
 
     def expect(self, constraints: Constraints) -> None:
-        """Start the recording that the search will probably need first, while the baseline is still being recorded."""
+        """Start the recording that the search will probably need first, while the baseline is still being recorded.
+
+        Plans under these constraints are reported as progress.
+        """
+        self._asked = constraints
         if constraints.force(Role.LOSS) or constraints.force(Role.UPDATE_TIME):
             return  # a forced loss in chunks follows from the baseline; a step in backward excludes some configurations
         if constraints.allow(Role.MICRO_BATCHING) and self.workload.step is None:
@@ -137,6 +149,7 @@ class PlanningSession:
             _ = self._by_sample_check
         other = copy.copy(self)
         other._budget = Budget.of_total(self.card, total_bytes)
+        other._plans, other._asked = [], None
         other.__dict__.pop("baseline", None)
         return other
 
@@ -147,6 +160,7 @@ class PlanningSession:
     @functools.cached_property
     def baseline_graph(self) -> StepGraph:
         """The recording of the baseline."""
+        self.watch.stage("rehearsing the step")
         return self._certificates.of(())
 
     @functools.cached_property
@@ -164,12 +178,45 @@ class PlanningSession:
         Args:
             then: the choice that will be certified next; its rehearsal starts in parallel. None if it is not known.
         """
+        self.watch.check()
         if not choice.decisions:
             return dataclasses.replace(self.baseline, choice=choice)
         graph = self._certificates.of(choice.decisions, then=None if then is None else then.decisions)
         count = micro_batches_of(choice.decisions)
         measured = measure(graph, self.card, vram_bytes=self._usable_bytes, micro_batches=count)
         return Certified(choice=choice, graph=graph, measured=measured)
+
+    def note(self, certified: Certified, constraints: Constraints) -> None:
+        """Note a certified plan of the search, so that it is known if the time is up, and report it if it is better."""
+        self._plans.append(certified)
+        if constraints == self._asked and certified.measured.fits and self.quick_enough(certified, constraints):
+            footprint, baseline = certified.measured.footprint, self.baseline.measured.footprint
+            self.watch.found(footprint.total_bytes, footprint.step_ns / max(baseline.step_ns, 1))
+
+    def best_known(self, constraints: Constraints) -> Certified | None:
+        """Returns the fastest certified plan that fits, or the baseline if it fits; None if no such plan is known."""
+        known = [*self._plans, *(() if constraints.forced else (self.baseline,))]
+        fitting = [plan for plan in known if plan.measured.fits and self.quick_enough(plan, constraints)]
+        return min(fitting, key=lambda plan: (plan.measured.footprint.step_ns, plan.choice.rank), default=None)
+
+    def smallest_known(self) -> Certified:
+        """Returns the smallest certified plan so far, or the baseline, under the smallest budget in which it runs."""
+        known = (*self._plans, self.baseline)
+        return self.measure_at_smallest_budget(min(known, key=lambda plan: plan.measured.curve_bytes))
+
+    def promised(self, constraints: Constraints) -> tuple[Choice, ...]:
+        """Returns the fastest and the smallest choice of the latest search, which may not have been certified yet."""
+        found = next((chooser.promised for used, chooser in reversed(self._choosers) if used == constraints), [])
+        if not found:
+            return ()
+        fastest = min(found, key=lambda choice: choice.step_ns)
+        return tuple(dict.fromkeys((fastest, min(found, key=lambda choice: choice.peak_bytes))))
+
+    def untried(self, constraints: Constraints) -> tuple[Config, ...]:
+        """Returns the configurations of the latest search that no search under these constraints has come to."""
+        choosers = [chooser for used, chooser in self._choosers if used == constraints]
+        tried = {config for chooser in choosers for config in chooser.tried}
+        return tuple(config for chooser in choosers[-1:] for config in chooser.configs() if config not in tried)
 
     def chooser(self, space: SearchSpace, constraints: Constraints) -> Chooser:
         """Return a new chooser for a search space. `solve_seconds`, `undecided` and `dropped` include the chooser's."""

@@ -13,6 +13,7 @@ from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Fidelity, Role, fidelity_of
 from planner.plan_types.plan import NextStep, Relaxation
 from planner.plan_types.techniques import KINDS
+from planner.progress import TimeIsUp
 from planner.space.search_space import SearchSpace
 
 _SECONDS = 10
@@ -28,6 +29,7 @@ def relaxations(session: PlanningSession, constraints: Constraints) -> tuple[Rel
     Returns:
         One entry for each relaxation. The lowest fidelities are left out if another relaxation makes a plan fit.
     """
+    session.watch.stage("trying what would make a plan fit")
     until = time.perf_counter() + _SECONDS
     tried: list[Relaxation] = []
     for label, technique, relaxed in _single_relaxations(constraints):
@@ -74,6 +76,8 @@ def _try(
         certified = _plan_within(session, narrow, technique, relaxed, before)
     except PlannerError as error:
         return _without_plan(label, False, str(error))
+    except TimeIsUp:
+        return _without_plan(label, None, f"not looked at: planning ended {session.watch.cause}")
     if certified is None:
         return _without_plan(label, False, "not enough on its own")
     return _with_plan(session, label, certified)

@@ -17,7 +17,8 @@ from planner.plan_types.adapter import Adapter
 from planner.plan_types.answers import Answers, parse_answer
 from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.plan import Plan
-from planner.plan_types.tradeoff import DEFAULT_SECONDS, Tradeoff
+from planner.plan_types.tradeoff import Tradeoff
+from planner.progress import Watch
 from planner.replan import replan
 from planner.workload.batch_source import read_shapes
 from planner.workload.budget import Budget, card_and_budget
@@ -38,7 +39,7 @@ _TRAINER_OPTIMIZERS: dict[str, tuple[str, tuple[str, ...]]] = {
 """For each name of an optimizer in the Trainer (`optim`): the planner's name, and the techniques that are forced."""
 
 
-def answer(options: argparse.Namespace) -> Plan | Tradeoff:
+def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
     """Return the plan or the trade-off that the options ask for.
 
     If MODEL is a saved plan, it is rehearsed again. Otherwise the answer is the fastest plan inside the budget, or that
@@ -49,9 +50,10 @@ def answer(options: argparse.Namespace) -> Plan | Tradeoff:
     """
     saved = _saved_plan(options.model)
     if saved is not None:
-        return _replan(saved, options)
+        return _replan(saved, options, watch)
     if options.margin is not None and options.vram is None and not options.smallest_card:
         raise WorkloadError("--margin needs a budget: give --vram, such as --vram 6GiB, or leave --margin out")
+    watch.stage("loading the model")
     optimizer, kinds = _TRAINER_OPTIMIZERS.get(options.optimizer, (options.optimizer or "adamw", ()))
     constraints = parse_constraints(
         fidelity=options.fidelity or "rounded",
@@ -74,9 +76,9 @@ def answer(options: argparse.Namespace) -> Plan | Tradeoff:
         input_shapes=None if options.input_shapes is None else read_shapes(options.input_shapes),
     )
     if options.smallest_card:
-        return questions.smallest_card(load(batch_size=options.batch_size, seq_len=options.seq_len), constraints)
+        return questions.smallest_card(load(batch_size=options.batch_size, seq_len=options.seq_len), constraints, watch)
     card, vram_bytes = card_and_budget(options.gpu, options.vram)
-    load = functools.partial(load, choose=lambda workloads: pipeline.largest_step(workloads, card))
+    load = functools.partial(load, choose=lambda workloads: pipeline.largest_step(workloads, card, watch))
     budget = None if vram_bytes is None else Budget.on(card, vram_bytes, margin=options.margin)
 
     def load_hopeful(**settings: int | None) -> Workload:
@@ -93,14 +95,14 @@ def answer(options: argparse.Namespace) -> Plan | Tradeoff:
             card,
             vram_bytes=vram_bytes,
             constraints=constraints,
+            watch=watch,
         )
     workload = load_hopeful(batch_size=options.batch_size, seq_len=options.seq_len)
     if options.tradeoff:
-        seconds = options.seconds or DEFAULT_SECONDS
-        return pipeline.tradeoff_workload(
-            workload, card, vram_bytes=vram_bytes, constraints=constraints, seconds=seconds
-        )
-    plan = plan_or_adapt(workload, card, vram_bytes=vram_bytes, constraints=constraints)
+        return pipeline.tradeoff_workload(workload, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
+    plan = plan_or_adapt(workload, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
+    if watch.left_seconds <= 0:  # no time is left to look for advice
+        return plan
     return advised(plan, workload, card, constraints=constraints, load=load)
 
 
@@ -112,7 +114,7 @@ def _adapter(options: argparse.Namespace) -> Adapter | None:
     return None if text is None else Adapter.parsed(text, is_quantized=bool(options.qlora), is_dora=options.dora)
 
 
-def _replan(saved: Plan, options: argparse.Namespace) -> Plan:
+def _replan(saved: Plan, options: argparse.Namespace, watch: Watch) -> Plan:
     """Rehearse the saved plan again. --vram and --gpu replace the budget and the card of the saved plan."""
     for name in _FIXED_BY_A_PLAN:
         if getattr(options, name):
@@ -120,7 +122,7 @@ def _replan(saved: Plan, options: argparse.Namespace) -> Plan:
                 f"{option(name)} cannot be combined with a saved plan, which fixes the training step and its "
                 f"decisions: leave {option(name)} out, or give the model instead of the plan"
             )
-    return replan(saved, vram=options.vram, gpu=options.gpu, margin=options.margin)
+    return replan(saved, vram=options.vram, gpu=options.gpu, margin=options.margin, watch=watch)
 
 
 def _saved_plan(reference: str) -> Plan | None:

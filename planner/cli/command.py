@@ -1,7 +1,8 @@
 """The `plan` command. It prints a report or one JSON object on standard output, everything else on standard error.
 
 Exit code 0: the plan fits, and --verify (if given) confirmed it; 1: no plan fits, or --verify found that training takes
-more memory than the planner predicts or gives other results; 2: the command could not run.
+more memory than the planner predicts or gives other results; 2: the command could not run, or its time limit was over
+before any plan was certified.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import json
 import logging
 import os
 import pathlib
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
@@ -24,8 +27,11 @@ from planner.cli.option_checks import refuse_unknown_values, refuse_what_does_no
 from planner.cli.options import diff_parser, parser
 from planner.cli.output_files import refuse_to_overwrite
 from planner.errors import BudgetError, PlannerError, WorkloadError
+from planner.plan_types.durations import parse_duration
 from planner.plan_types.plan import SCHEMA_VERSION, write_atomically
-from planner.plan_types.tradeoff import Tradeoff
+from planner.plan_types.tradeoff import DEFAULT_SECONDS, Tradeoff
+from planner.progress import Report, Watch
+from planner.progress.display import shown
 
 if TYPE_CHECKING:
     from planner.plan_types.plan import Plan
@@ -49,10 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PlannerError as error:
         return _refuse(error, as_json="--json" in words, out=out)
     try:
-        with _standard_output_to_error():  # the model's code may print, and must not mix with the answer
-            answer = _answer(options)
-            written = _write(answer, options)
-            verification = _verify(answer, options)
+        is_shown = not (options.json or options.quiet)
+        # The model's code may print, and must not mix with the answer.
+        with _standard_output_to_error(), shown(is_shown) as report:
+            watch = Watch(seconds=_limit_seconds(options), report=report)
+            answer = _answer(options, watch)
+            written = _write(answer, options, report)
+            verification = _verify(answer, options, report)
     except PlannerError as error:
         return _refuse(error, as_json=options.json, out=out)
     except KeyboardInterrupt:
@@ -126,7 +135,14 @@ def _print(answer: Plan | Tradeoff, verification: Verification | CpuVerification
         _console(out).print(render_verification(verification))
 
 
-def _answer(options: argparse.Namespace) -> Plan | Tradeoff:
+def _limit_seconds(options: argparse.Namespace) -> float | None:
+    """Return the time limit in seconds, from the start of the command; None for no limit."""
+    if options.time_limit is not None:
+        return parse_duration(options.time_limit)
+    return options.seconds or DEFAULT_SECONDS if options.tradeoff else None
+
+
+def _answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
     """Check the options, then import torch and plan. The check comes first, since importing torch takes seconds."""
     refuse_to_overwrite(options)
     refuse_what_does_not_go_together(options)
@@ -134,13 +150,36 @@ def _answer(options: argparse.Namespace) -> Plan | Tradeoff:
     refuse_unreachable(options.model)
     for library in ("bitsandbytes", "transformers"):
         logging.getLogger(library).setLevel(logging.ERROR)
-    with _working("loading torch"):
-        from planner.cli import answer
-    with _working("rehearsing and searching"):
-        return answer.answer(options)
+    watch.stage("loading torch")
+    from planner.cli import answer
+
+    with _ended_by_ctrl_c(watch):
+        return answer.answer(options, watch)
 
 
-def _verify(answer: Plan | Tradeoff, options: argparse.Namespace) -> Verification | CpuVerification | None:
+@contextlib.contextmanager
+def _ended_by_ctrl_c(watch: Watch) -> Iterator[None]:
+    """Let the first Ctrl-C end planning with the best plan so far, and the second one end the command at once."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+        yield
+        return
+
+    def end(*_: object) -> None:
+        if watch.is_ended or not watch.is_checked:
+            raise KeyboardInterrupt
+        watch.end()
+        os.write(2, b"plan: ending with the best plan so far; Ctrl-C again ends at once\n")
+
+    previous = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _verify(
+    answer: Plan | Tradeoff, options: argparse.Namespace, report: Report | None
+) -> Verification | CpuVerification | None:
     """Train with the plan, and compare its memory and its results with what the plan promises.
 
     On a machine without a CUDA card, train on the CPU, and compare with a rehearsal of the same step there.
@@ -154,13 +193,13 @@ def _verify(answer: Plan | Tradeoff, options: argparse.Namespace) -> Verificatio
     from planner.workload.cards import has_cuda_card
 
     if has_cuda_card():
-        with _working("training on the card"):
-            return verification(answer)
-    with _working("training on the CPU"):
-        return cpu_verification(answer)
+        Watch(report=report).stage("training on the card")
+        return verification(answer)
+    Watch(report=report).stage("training on the CPU")
+    return cpu_verification(answer)
 
 
-def _write(answer: Plan | Tradeoff, options: argparse.Namespace) -> list[pathlib.Path]:
+def _write(answer: Plan | Tradeoff, options: argparse.Namespace, report: Report | None) -> list[pathlib.Path]:
     """Write the files that the options name, and return their paths."""
     written = [path for path in (options.save, options.emit, options.svg) if path is not None]
     if isinstance(answer, Tradeoff):
@@ -183,8 +222,8 @@ def _write(answer: Plan | Tradeoff, options: argparse.Namespace) -> list[pathlib
     if options.report is not None or options.snapshot is not None:
         from planner.cli.page.outputs import write_recordings
 
-        with _working("rehearsing the step without and with the plan"):
-            written += write_recordings(answer, options)
+        Watch(report=report).stage("rehearsing the step without and with the plan")
+        written += write_recordings(answer, options)
     return written
 
 
@@ -203,23 +242,6 @@ def _standard_output_to_error() -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
-
-
-@contextlib.contextmanager
-def _working(activity: str) -> Iterator[None]:
-    """Show on standard error what runs: a spinner if it is a terminal, and lines of what takes long, with its time."""
-    console = Console(stderr=True)
-    with console.status(activity) if console.is_terminal else contextlib.nullcontext():
-        logger, handler = logging.getLogger("planner"), logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("plan: %(message)s"))
-        level = logger.level
-        logger.setLevel(logging.INFO)
-        logger.addHandler(handler)
-        try:
-            yield
-        finally:
-            logger.removeHandler(handler)
-            logger.setLevel(level)
 
 
 def _refuse(error: PlannerError, *, as_json: bool, out: TextIO) -> int:

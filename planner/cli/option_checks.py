@@ -6,6 +6,7 @@ import argparse
 
 from planner import profiles
 from planner.errors import DeviceProfileError, WorkloadError
+from planner.plan_types.durations import parse_duration
 from planner.plan_types.sizes import margin_bytes, parse_size
 
 
@@ -31,6 +32,8 @@ def refuse_what_does_not_go_together(options: argparse.Namespace) -> None:
         raise WorkloadError(
             "--seq-len cannot be combined with --input-shapes, which states all sizes: leave --seq-len out"
         )
+    if {"time_limit", "seconds"} <= used:
+        raise WorkloadError("--seconds cannot be combined with --time-limit, which says the same: leave --seconds out")
     if options.snapshot is not None and options.gpu == "bare":
         raise WorkloadError(
             "--snapshot cannot be combined with --gpu bare, which has no allocator: name another card, or leave "
@@ -47,10 +50,13 @@ def refuse_unknown_values(options: argparse.Namespace) -> None:
 
     Raises:
         SizeError: --vram or --margin is not a size.
+        WorkloadError: --time-limit is not a duration.
         DeviceProfileError: --gpu is not a known card.
     """
     if options.vram is not None:
         parse_size(options.vram, device_bytes=1 << 40)
+    if options.time_limit is not None:
+        parse_duration(options.time_limit)
     margin_bytes(options.margin, card_bytes=1 << 40)
     if options.gpu is not None and options.gpu not in _STAND_INS:
         try:

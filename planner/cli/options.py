@@ -7,14 +7,14 @@ import importlib.metadata
 import math
 import pathlib
 import textwrap
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 from planner import profiles
 from planner.cli.glossary import explain
 from planner.errors import WorkloadError
-from planner.plan_types.decisions import Fidelity
 from planner.plan_types.sizes import format_size
 from planner.plan_types.techniques import KINDS
+from planner.plan_types.words import FidelityName, Loop
 
 _USAGE = "plan MODEL [--vram SIZE] [options] [-- arguments of your script]"
 _DESCRIPTION = (
@@ -35,7 +35,7 @@ examples:
 sizes: GiB and MiB are binary, GB and MB are decimal, and % is a share of the card's memory.
 
 exit code: 0 if the plan fits (with --verify: and keeps its promise), 1 if it does not, 2 if the
-command could not run.
+command could not run, or the time limit ended it before any plan was certified.
 """
 
 
@@ -210,7 +210,7 @@ def _add_budget(group: argparse._ArgumentGroup) -> None:
 def _add_techniques(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--fidelity",
-        choices=[fidelity.name.lower() for fidelity in Fidelity],
+        choices=get_args(FidelityName),
         default=None,
         help="how closely training must match the original: exact (same math), rounded (lower precision), partial "
         "(freeze layers); default rounded",
@@ -246,15 +246,19 @@ def _add_questions(group: argparse._ArgumentGroup) -> None:
         "--smallest-card", action="store_true", help="find the known card with the least memory on which a plan fits"
     )
     group.add_argument(
-        "--seconds", type=_ratio, metavar="S", help="about how long --tradeoff may take, in seconds (default: 30)"
+        "--time-limit",
+        metavar="TIME",
+        help="end planning after this time, such as 30s or 2min, with the best plan that is certified by then; Ctrl-C "
+        "does the same (default: none; 30s with --tradeoff)",
     )
+    group.add_argument("--seconds", type=_ratio, metavar="S", help="the time limit of --tradeoff, in seconds")
 
 
 def _add_outputs(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--for",
         dest="loop",
-        choices=("loop", "trainer", "lightning", "accelerate"),
+        choices=get_args(Loop),
         help="use only techniques that this kind of loop supports, and print the lines to paste into your script",
     )
     group.add_argument("-q", "--quiet", action="store_true", help="print the plan in one line, for logs and scripts")

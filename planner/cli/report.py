@@ -11,7 +11,7 @@ from rich.text import Text
 
 from planner.estimate.largest_tensors import shape_text
 from planner.plan_types.plan import Footprint, ModelFacts, Plan, Shortfall
-from planner.plan_types.plan_summary import speed_text
+from planner.plan_types.plan_summary import in_time, speed_text
 from planner.plan_types.sizes import MIB, format_size
 from planner.recording.step_graph import Category
 
@@ -142,7 +142,13 @@ def _decisions(plan: Plan) -> list[RenderableType]:
     if plan.vram_bytes is None:
         return []
     if not plan.decisions:
-        return [Text("plan: nothing needs to change", style="bold")]
+        if plan.fits:
+            nothing = "nothing needs to change"
+        elif in_time(plan):
+            nothing = "the step without changes; no smaller plan was certified in time"
+        else:
+            nothing = "no allowed change makes the step smaller"
+        return [Text(f"plan: {nothing}", style="bold")]
     lines: list[RenderableType] = []
     if plan.fits and plan.baseline.total_bytes <= plan.vram_bytes:
         size = f"{format_size(plan.baseline.total_bytes)} of {format_size(plan.vram_bytes)}"
@@ -158,7 +164,7 @@ def _plan_title(plan: Plan) -> str:
     """Returns the heading above the decisions. If no plan fits, it says which plan is shown instead."""
     if plan.shortfall is None:
         return "plan"
-    return "smallest allowed plan" if plan.shortfall.missing_bytes else "fastest plan inside the budget"
+    return f"smallest allowed plan{in_time(plan)}" if plan.shortfall.missing_bytes else "fastest plan inside the budget"
 
 
 def _verdict(plan: Plan) -> RenderableType:
@@ -170,7 +176,9 @@ def _verdict(plan: Plan) -> RenderableType:
             fastest = f"the fastest plan inside the budget takes {plan.slowdown:.2f} x the baseline's step time"
             return Text(f"does not fit: {fastest}, and at most {plan.max_slowdown:g} x is allowed", style="bold red")
         missing = format_size(plan.shortfall.missing_bytes)
-        return Text(f"does not fit: the smallest allowed plan is {missing} over the budget", style="bold red")
+        return Text(
+            f"does not fit: the smallest allowed plan{in_time(plan)} is {missing} over the budget", style="bold red"
+        )
     assert plan.limit_bytes is not None and plan.room_bytes is not None, "there is a budget"
     size = f"{format_size(plan.peak.total_bytes)} of {format_size(plan.limit_bytes)}"
     fits = f"fits: {size}, with {format_size(plan.room_bytes)} to spare, certified by rehearsal"
@@ -181,6 +189,9 @@ def _verdict(plan: Plan) -> RenderableType:
 def _rates(plan: Plan) -> str:
     """Names the source of the card's rates, as the end of 'predicted from the card's ...'."""
     return "measured rates" if plan.card_source.startswith("calibrated") else "datasheet, not measured"
+
+
+_NO_RELAXATION = "Allowing more does not help: no plan was found that fits."
 
 
 def _shortfall(plan: Plan, shortfall: Shortfall) -> list[RenderableType]:
@@ -200,7 +211,8 @@ def _shortfall(plan: Plan, shortfall: Shortfall) -> list[RenderableType]:
             enough = f" The smallest allowed plan takes {-(-needed_bytes // MIB):,} MiB, more than the card has."
         else:
             enough = f" A budget of {-(-needed_bytes // MIB):,} MiB would be enough."
-        help_text = "Allowing more does not help: no plan was found that fits."
+        untried = any(relaxation.opens is None for relaxation in shortfall.relaxations)
+        help_text = "Nothing that makes a plan fit was found in time." if untried else _NO_RELAXATION
         lines.append(Text(f"{help_text}{enough if shortfall.missing_bytes else ''}"))
     else:
         step = shortfall.next_step

@@ -62,6 +62,9 @@ def _verdict(tradeoff: Tradeoff) -> Text:
     budget = format_size(tradeoff.vram_bytes)
     if tradeoff.chosen is None:
         needed = format_size(min(plan.peak.total_bytes for plan in tradeoff.points))
+        if not tradeoff.complete:
+            words = f"not found in time: a plan inside {budget}; the smallest so far takes {needed}"
+            return Text(words, style="bold red")
         return Text(f"does not fit: the smallest plan takes {needed}, and the budget is {budget}", style="bold red")
     return Text(
         f"fits: the fastest plan inside {budget} takes {format_size(tradeoff.chosen.peak.total_bytes)}",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pathlib
 
 from planner.plan_types.plan import Plan
+from planner.plan_types.words import Loop
 from planner.rewrite.emitter.model_source import adapted_model
 from planner.rewrite.trainer.arguments import training_arguments
 from planner.workload.optimizer_choice import OPTIMIZERS
 
-LOOPS: dict[str, tuple[str, ...]] = {
+LOOPS: dict[Loop, tuple[str, ...]] = {
     "loop": (),
     "trainer": ("step-in-backward",),
     "lightning": (),
@@ -18,7 +19,7 @@ LOOPS: dict[str, tuple[str, ...]] = {
 """Kinds of training loops, and the techniques that each does not support."""
 
 
-def training_lines(plan: Plan, loop: str, path: pathlib.Path | None) -> str:
+def training_lines(plan: Plan, loop: Loop, path: pathlib.Path | None) -> str:
     """Returns Python lines that train with the plan.
 
     Args:

@@ -58,9 +58,9 @@ class Constraints:
 def parse_constraints(
     *,
     fidelity: str,
-    force: Sequence[str],
-    forbid: Sequence[str],
-    only: Sequence[str] | None = None,
+    force: str | Sequence[str],
+    forbid: str | Sequence[str],
+    only: str | Sequence[str] | None = None,
     max_slowdown: float | None = None,
     margin: str | int | None = None,
 ) -> Constraints:

@@ -20,7 +20,7 @@ def summary(plan: Plan) -> str:
     if plan.shortfall is None:
         verdict = f"fits {budget} with {total}"
     elif plan.shortfall.missing_bytes:
-        verdict = f"does not fit {budget}: the smallest plan takes {total}"
+        verdict = f"does not fit {budget}: the smallest plan{in_time(plan)} takes {total}"
     else:
         verdict = f"is too slow in {budget}, with {total}"
     techniques = ", ".join(dict.fromkeys(decision.kind for decision in plan.decisions)) or "no change"
@@ -28,6 +28,11 @@ def summary(plan: Plan) -> str:
         f"{plan.model.name} {verdict} (baseline {format_size(plan.baseline.total_bytes)}), step "
         f"{speed_text(plan.slowdown)}: {techniques}"
     )
+
+
+def in_time(plan: Plan) -> str:
+    """Returns words to add to 'the smallest plan', which is not known to be the smallest one if time ran out."""
+    return " found in time" if plan.solver.status == "time limit" else ""
 
 
 def speed_text(slowdown: float) -> str:

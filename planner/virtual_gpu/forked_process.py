@@ -1,4 +1,4 @@
-"""Runs a function in a forked child process and returns its result as plain data.
+"""Runs a function in a child process, forked where the system can, and returns its result as plain data.
 
 Registering the virtual GPU changes a process until it ends, so it never happens in the user's process. A forked child
 has the user's model without pickling it.
@@ -6,6 +6,7 @@ has the user's model without pickling it.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import pickle
@@ -14,12 +15,14 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
 
 from planner.errors import PlannerError, RehearsalProcessError
+from planner.progress import Watch
+from planner.spawned import CannotBeSentError, NewProcess, Send
 
 _NO_BACKWARD_IN_FORK = "in combination with fork-based multiprocessing"
 """Text in the error that autograd raises in a child forked after a backward (torch/csrc/autograd/engine.cpp)."""
@@ -28,13 +31,22 @@ NOTICE_SECONDS = 15.0
 """Time after which `Child.result` logs what it waits for, again and again until the answer comes."""
 
 logger = logging.getLogger(__name__)
+_SECONDS_BETWEEN_CHECKS = 0.2
+"""While a child is waited for, its watch is checked so often."""
 
 Refuse = Callable[[PlannerError], NoReturn]
 """A function that sends an error to the parent as the answer of the child, and ends the child. It does not return."""
 
 
+class BackwardInForkError(RehearsalProcessError):
+    """PyTorch refuses a backward in a forked process, because a backward has run in its parent."""
+
+
 class Child:
-    """A child process that computes `function(refuse)`. Creating the object forks the process.
+    """A child process that computes `function(refuse)`. Creating the object starts it.
+
+    The process is forked. On a system without fork it is a new process, which gets the function and what is bound to it
+    with the structure of the model, but without its weights (`planner.spawned`).
 
     Args:
         function: computes a picklable value in the child. It must call `refuse(error)` instead of raising an error that
@@ -43,7 +55,7 @@ class Child:
         task: what the child does, for the log of a user who waits.
 
     Raises:
-        RehearsalProcessError: the process cannot be forked.
+        RehearsalProcessError: the process cannot be forked, or the function cannot be sent to a new one.
     """
 
     def __init__(
@@ -53,12 +65,42 @@ class Child:
         *,
         task: str = "rehearsing the training step",
     ) -> None:
-        self._receive, self._task, self._began = receive, task, time.monotonic()
-        if not hasattr(os, "fork"):
-            raise RehearsalProcessError(
-                f"a rehearsal has to fork this process, which this system ({sys.platform}) does not support: "
-                "use Linux or macOS"
-            )
+        self._receive, self._task = receive, task
+        self._began = self._noticed = time.monotonic()
+        self._watch: Watch | None = None
+        self._process = _Fork(function) if hasattr(os, "fork") else _new_process(function)
+
+    def timed_by(self, watch: Watch | None) -> Child:
+        """Ends the child if the watch's time is up while `result` waits for it. Returns this child."""
+        self._watch = watch
+        return self
+
+    def end(self) -> None:
+        """Stops the child and discards its answer."""
+        self._process.end()
+
+    def result(self) -> Any:
+        """Waits for the child, and returns `receive(value)` of the value that the child has computed.
+
+        Raises:
+            PlannerError: the function raised this error in the child.
+            RehearsalProcessError: the function raised another error, or the child ended without an answer.
+            TimeIsUp: the time of the watch is up (`timed_by`).
+        """
+        return self._receive(self._process.wait(self._check, lambda kind, message: None))
+
+    def _check(self) -> None:
+        if self._watch is not None:
+            self._watch.check()
+        if time.monotonic() - self._noticed >= NOTICE_SECONDS:
+            self._noticed = time.monotonic()
+            logger.info("%s: %.0f s so far", self._task, self._noticed - self._began)
+
+
+class _Fork:
+    """A forked process with the methods of `NewProcess`."""
+
+    def __init__(self, function: Callable[[Refuse], Any]) -> None:
         if torch.cuda.is_initialized():
             raise RehearsalProcessError(
                 "this process cannot be forked for a rehearsal, because CUDA is initialized in it: plan before the "
@@ -74,25 +116,13 @@ class Child:
         os.close(writer)
 
     def end(self) -> None:
-        """Stops the child and discards its answer."""
         os.kill(self._pid, signal.SIGKILL)
         os.close(self._reader)
         os.waitpid(self._pid, 0)
 
-    def result(self) -> Any:
-        """Waits for the child, and returns `receive(value)` of the value that the child has computed.
-
-        Raises:
-            PlannerError: the function raised this error in the child.
-            RehearsalProcessError: the function raised another error, or the child ended without an answer.
-        """
+    def wait(self, check: Callable[[], None], receive: Callable[[str, Any], None]) -> Any:
         try:
-            answers = select.poll()
-            answers.register(self._reader, select.POLLIN)
-            while not answers.poll(1000 * NOTICE_SECONDS):
-                logger.info("%s: %.0f s so far", self._task, time.monotonic() - self._began)
-            with os.fdopen(self._reader, "rb", closefd=False) as pipe:
-                answer = pipe.read()
+            answer = b"".join(self._chunks(check))
         except BaseException:  # For example an interrupt (Ctrl-C), which the child may not have received.
             self.end()
             raise
@@ -104,12 +134,49 @@ class Child:
             )
         kind, value = pickle.loads(answer)
         if kind == "value":
-            return self._receive(value)
+            return value
         raise value
+
+    def _chunks(self, check: Callable[[], None]) -> Iterator[bytes]:
+        """Yields the parts of the child's answer as they arrive."""
+        while True:
+            check()
+            if not select.select([self._reader], [], [], _SECONDS_BETWEEN_CHECKS)[0]:
+                continue
+            chunk = os.read(self._reader, 1 << 20)
+            if not chunk:
+                return
+            yield chunk
+
+
+def _new_process(function: Callable[[Refuse], Any]) -> NewProcess:
+    try:
+        return NewProcess(functools.partial(_computed, function))
+    except CannotBeSentError as error:
+        raise RehearsalProcessError(
+            f"a rehearsal needs a new process, because this system ({sys.platform}) cannot fork one, and {error} "
+            "cannot be sent there: remove it from the model"
+        ) from error
+
+
+def _computed(function: Callable[[Refuse], Any], send: Send) -> Any:
+    """Runs in a new process: computes the function, with errors as `Child.result` raises them."""
+
+    def refuse(error: PlannerError) -> NoReturn:
+        send("error", error)
+        os._exit(0)
+
+    torch.set_num_threads(1)
+    try:
+        return function(refuse)
+    except PlannerError:
+        raise
+    except Exception as error:  # any other error of the user's code
+        raise _translated(error) from error
 
 
 def run_in_child(function: Callable[[], Any], *, task: str = "working in a child process") -> Any:
-    """Computes `function()` in a forked child and returns its value, which must be picklable. `task` as in `Child`."""
+    """Computes `function()` in a child process and returns its value, which must be picklable. `task` as in `Child`."""
     return Child(lambda refuse: function(), task=task).result()
 
 
@@ -126,7 +193,7 @@ def _serve(function: Callable[[Refuse], Any], writer: int) -> None:
     code = 1
     try:
         os.dup2(2, 1)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and decides whether to end the child
         torch.set_num_threads(1)
         try:
             answer = ("value", function(refuse))
@@ -143,7 +210,7 @@ def _serve(function: Callable[[Refuse], Any], writer: int) -> None:
 def _translated(error: Exception) -> RehearsalProcessError:
     """Converts an unexpected error to one with a message of one line, and with the traceback as a note."""
     if _NO_BACKWARD_IN_FORK in str(error):
-        return RehearsalProcessError(
+        return BackwardInForkError(
             "a backward has run in this process, after which PyTorch allows no backward in a forked process on a "
             "machine with a GPU: plan before the first backward, or in a separate process with the `plan` command"
         )

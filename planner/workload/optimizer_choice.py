@@ -11,12 +11,18 @@ from typing import Any, TypeVar
 import torch
 
 from planner.errors import WorkloadError
+from planner.plan_types.words import OptimizerName
 
-OptimizerSpec = str | torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+OptimizerSpec = str | torch.optim.Optimizer | MakeOptimizer
 """A name such as 'adamw', an optimizer over the model's parameters, or a function from parameters to an optimizer."""
 
 Optimizers = OptimizerSpec | Mapping[str, OptimizerSpec] | Sequence[OptimizerSpec]
 """One optimizer or, for a step of the user's own, a dict or tuple of optimizers."""
+
+_OneChoice = OptimizerName | torch.optim.Optimizer | MakeOptimizer
+OptimizerChoice = _OneChoice | Mapping[str, _OneChoice] | Sequence[_OneChoice]
+"""The same as `Optimizers` for an argument, whose names are checked and completed by editors."""
 
 T = TypeVar("T")
 

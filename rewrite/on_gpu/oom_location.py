@@ -70,12 +70,7 @@ class OomLocator(TorchDispatchMode):
             raise
 
     def _here(self, op: str) -> OomLocation:
-        alive = {
-            "parameters": _size_of((*self._model.parameters(), *self._model.buffers())),
-            "gradients": _size_of(p.grad for p in self._model.parameters() if p.grad is not None),
-            "optimizer state": _size_of(tree_leaves(list(self._optimizer.state.values()))),
-        }
-        alive["the rest"] = max(self._allocated_bytes() - sum(alive.values()), 0)
+        alive = bytes_by_purpose(self._model, (self._optimizer,), self._allocated_bytes())
         return OomLocation(phase=self._phase(), module=self._running[-1] if self._running else "", op=op, alive=alive)
 
     def _phase(self) -> str:
@@ -95,6 +90,18 @@ class OomLocator(TorchDispatchMode):
 
     def _update(self, begins: bool) -> None:
         self._updates = begins
+
+
+def bytes_by_purpose(
+    model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer], allocated_bytes: int
+) -> dict[str, int]:
+    """Return the bytes in use by purpose, as in `OomLocation.alive`."""
+    alive = {
+        "parameters": _size_of((*model.parameters(), *model.buffers())),
+        "gradients": _size_of(p.grad for p in model.parameters() if p.grad is not None),
+        "optimizer state": _size_of(tree_leaves([list(optimizer.state.values()) for optimizer in optimizers])),
+    }
+    return {**alive, "the rest": max(allocated_bytes - sum(alive.values()), 0)}
 
 
 def _size_of(values: Iterable[object]) -> int:

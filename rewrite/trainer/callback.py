@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 from typing import Any, Literal, final
@@ -14,6 +13,7 @@ from planner.errors import DecisionError, PlanFileError, PromiseError, WorkloadE
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
 from planner.rewrite.first_step_check import FirstStepCheck
+from planner.rewrite.memory_promise import LOOP_BYTES, Promise, measured_promise
 from planner.rewrite.recompute_observer import refuse_difference
 from planner.rewrite.trainer.apply import RewrittenForTrainer
 from planner.rewrite.trainer.arguments import arguments_of, micro_batches, refuse_contradictions
@@ -22,50 +22,6 @@ from planner.workload.optimizer_choice import OPTIMIZERS, optimizer_name
 from planner.workload.workload import described
 
 logger = logging.getLogger(__name__)
-
-_TRAINER_BYTES = 2**16
-"""Bytes that scalars and other small tensors of the Trainer may take in addition to the promise."""
-_SEGMENT_BYTES = 2**21
-"""Size of the allocator's segments for blocks of up to 1 MiB (`kSmallBuffer`, c10/cuda/CUDACachingAllocator.cpp)."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Promise:
-    """The peak memory that the plan promised, and the peak memory that was measured in the first steps, in bytes."""
-
-    allocated_bytes: int | None
-    """Measured peak of `torch.cuda.max_memory_allocated`; None if it could not be measured."""
-    reserved_bytes: int | None
-    """Measured peak of `torch.cuda.max_memory_reserved`; None if it could not be measured."""
-    promised_allocated_bytes: int
-    promised_reserved_bytes: int
-    own_bytes: int = 0
-    """Bytes that the Trainer may allocate in addition to the promise: 64 KiB, and one byte per label."""
-    why_not_measured: str = ""
-    """The reason why the peaks are None; empty if they were measured."""
-
-    @property
-    def kept(self) -> bool | None:
-        """True if both peaks are within the promise plus the Trainer's own memory; None if they were not measured.
-
-        For reserved memory, the Trainer's own memory counts as one segment of the caching allocator (2 MiB).
-        """
-        if self.allocated_bytes is None or self.reserved_bytes is None:
-            return None
-        return (
-            self.allocated_bytes <= self.promised_allocated_bytes + self.own_bytes
-            and self.reserved_bytes <= self.promised_reserved_bytes + _SEGMENT_BYTES
-        )
-
-    def __str__(self) -> str:
-        if self.allocated_bytes is None or self.reserved_bytes is None:
-            return f"the plan's promise could not be measured: {self.why_not_measured}"
-        allocated, reserved = format_size(self.allocated_bytes), format_size(self.reserved_bytes)
-        return (
-            f"the plan's promise was {'kept' if self.kept else 'broken'}: "
-            f"{allocated} allocated of {format_size(self.promised_allocated_bytes)}, "
-            f"{reserved} reserved of {format_size(self.promised_reserved_bytes)}"
-        )
 
 
 @final
@@ -150,7 +106,7 @@ class PlanCallback(TrainerCallback):
             return
         if self.rewritten.share is not None:
             self.rewritten.share.stop_checking()
-        self.promise = measured_promise(self.rewritten.plan, args.device)
+        self.promise = measured_promise(self.rewritten.plan, args.device, own_bytes=_own_bytes(self.rewritten.plan))
         if self.promise.kept:
             logger.info("%s", self.promise)
         elif self.promise.kept is None:
@@ -238,25 +194,9 @@ def refuse_uneven_micro_batches(args: TrainingArguments, state: TrainerState, lo
         raise DecisionError(uneven_micro_batches([size] * (parts_in_last_step - 1) + [samples_in_last_part]))
 
 
-def measured_promise(plan: Plan, device: torch.device) -> Promise:
-    """Return the plan's promise, and the peaks since the device's counters were last reset."""
-    peaks = peaks_on(device)
-    why_not = f"there is no CUDA device here, the Trainer trains on {device.type}" if peaks is None else ""
-    if plan.card == "bare":
-        peaks, why_not = None, "the plan is for a bare card, which counts bytes of tensors and no allocator blocks"
-    allocated_bytes, reserved_bytes = peaks or (None, None)
-    return Promise(
-        allocated_bytes=allocated_bytes, reserved_bytes=reserved_bytes, why_not_measured=why_not,
-        promised_allocated_bytes=plan.peak.allocated_bytes, promised_reserved_bytes=plan.peak.reserved_bytes,
-        own_bytes=_TRAINER_BYTES + sum(math.prod(shape) for path, shape, _ in plan.workload.batch if path == "labels"),
-    )  # fmt: skip
-
-
-def peaks_on(device: torch.device) -> tuple[int, int] | None:
-    """Return the peaks of allocated and reserved bytes; None for a device that is not a CUDA device."""
-    if device.type != "cuda":
-        return None
-    return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+def _own_bytes(plan: Plan) -> int:
+    """Return the bytes that the Trainer may allocate in addition to the promise: 64 KiB, and one byte per label."""
+    return LOOP_BYTES + sum(math.prod(shape) for path, shape, _ in plan.workload.batch if path == "labels")
 
 
 def larger_than_planned(plan: Plan, tensors: dict[str, tuple[tuple[int, ...], str]]) -> str | None:

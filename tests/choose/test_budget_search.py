@@ -46,7 +46,6 @@ class World:
             tie=TIE,
             attempts=attempts,
             hopeless=hopeless or attempts,
-            is_over=lambda: False,
         )
 
     def fitting(self) -> list[Plan]:

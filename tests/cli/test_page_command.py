@@ -70,7 +70,7 @@ def test_without_a_budget_there_is_one_recording_and_one_snapshot(folder, capsys
 
 
 def test_the_page_of_a_tradeoff_draws_the_front_and_the_plan_inside_the_budget(folder, capsys):
-    arguments = (*WORKLOAD, "--tradeoff", "--seconds", "1", "--vram", "1GiB", "--report", "t.html")
+    arguments = (*WORKLOAD, "--tradeoff", "--seconds", "4", "--vram", "1GiB", "--report", "t.html")
     code, data, _ = run(*arguments, capsys=capsys)
     text = pathlib.Path("t.html").read_text()
     assert code == 0

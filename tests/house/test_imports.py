@@ -16,8 +16,9 @@ FLOORS = (
     # what everything may use
     ("planner.errors", "planner.profiles"),
     ("planner.plan_types",),
+    ("planner.progress", "planner.spawned"),
     ("planner.virtual_gpu", "planner.workspaces", "planner.search"),
-    ("planner.allocator",),
+    ("planner.allocator", "planner.safe_process"),
     ("planner.workload", "planner.snapshot"),
     # planning: from a running step to a certified configuration
     ("planner.recording",),
@@ -42,25 +43,35 @@ FLOORS = (
     ),
     ("planner.rewrite.rules",),
     ("planner.rewrite.application",),
-    ("planner.rewrite.rehearse", "planner.rewrite.emitter", "planner.rewrite.parity", "planner.rewrite.trainer"),
+    ("planner.rewrite.rehearse", "planner.rewrite.emitter", "planner.rewrite.parity"),
     ("planner.rewrite.certificate", "planner.rewrite.on_gpu"),
+    ("planner.rewrite.memory_promise",),
+    ("planner.rewrite.trainer",),
     ("planner.rewrite.on_cpu",),
     ("planner.rewrite",),
     # where planner and rewriter meet, and what people call
     ("planner.assemble",),
     ("planner.pipeline",),
     ("planner.replan", "planner.questions"),
+    ("planner.adapted",),
+    ("planner.ask",),
     ("planner",),
     ("planner.cli",),
 )
 """Rooms (folders or single files) from the lowest floor up. A room imports only rooms on lower floors."""
-TYPES_AND_WORKLOADS = {"planner.errors", "planner.plan_types", "planner.workload", "planner.profiles"}
+TYPES_AND_WORKLOADS = {
+    "planner.errors",
+    "planner.plan_types",
+    "planner.progress",
+    "planner.workload",
+    "planner.profiles",
+}
 REWRITER_NEEDS = {
     "planner.rewrite.accumulation_check": {"planner.recording"},  # which attributes a forward changes
     "planner.rewrite.rules": {"planner.recompute"},  # the ops whose outputs selective checkpointing keeps
     "planner.rewrite.nondeterminism": {"planner.recording"},  # which arguments an op writes to
     "planner.rewrite.rehearse": {"planner.estimate", "planner.recording", "planner.virtual_gpu"},
-    "planner.rewrite.certificate": {"planner.estimate"},
+    "planner.rewrite.certificate": {"planner.estimate", "planner.safe_process"},
     "planner.rewrite.on_cpu": {"planner.estimate", "planner.recording"},  # the bytes of a rehearsed step, op by op
 }
 """Rooms of the planner that the rewriter may import, in addition to types and workloads, by room of the rewriter."""

@@ -8,6 +8,7 @@ from html import escape
 from planner.cli.page.recorded import Stage
 from planner.cli.page.timeline import STACK
 from planner.plan_types.plan import Footprint, Plan
+from planner.plan_types.plan_summary import in_time
 from planner.plan_types.sizes import format_size
 from planner.plan_types.tradeoff import Tradeoff
 
@@ -25,7 +26,8 @@ def verdict(plan: Plan) -> str:
         return f"Does not fit in {budget}: the smallest plan peaks at {peak}"
     if plan.shortfall is not None and plan.shortfall.missing_bytes:
         missing = format_size(plan.shortfall.missing_bytes)
-        return f"Does not fit in {budget}: the smallest allowed plan peaks at {peak}, {missing} over the budget"
+        smallest = f"the smallest allowed plan{in_time(plan)} peaks at {peak}"
+        return f"Does not fit in {budget}: {smallest}, {missing} over the budget"
     if plan.shortfall is not None:
         limit = f"at most {plan.max_slowdown:g}x is allowed"
         return f"Too slow in {budget}: {plan.slowdown:.2f}x the baseline's step time, {limit}"

@@ -231,7 +231,7 @@ PLACE = {"op": "aten.mm", "phase": "recompute", "module": "3.fc", "alive": {"par
 
 def test_nothing_is_measured_where_nothing_fits(reference):
     plan = dataclasses.replace(planned(reference, None), fits=False)
-    assert command._verify(plan, argparse.Namespace(verify=True)) is None
+    assert command._verify(plan, argparse.Namespace(verify=True), None) is None
 
 
 def test_a_batch_with_weights_is_as_large_as_asked_for_and_holds_tokens(reference):

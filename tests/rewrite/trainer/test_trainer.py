@@ -24,6 +24,7 @@ from planner.plan_types.decisions import (
     Precision,
     StepInBackward,
 )
+from planner.rewrite import memory_promise
 from planner.rewrite.trainer import callback
 from tests.support.training import cross_entropy, gpt2, plan_for, roberta, roberta_config, seeded, tokens, vectors
 
@@ -517,7 +518,7 @@ OWN = 2**16 + SAMPLES * 10
 )  # fmt: skip
 def test_whether_the_promise_was_kept_is_logged_in_one_line(peaks, level, message, tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "planner.rewrite")
-    monkeypatch.setattr(callback, "peaks_on", lambda device: peaks)
+    monkeypatch.setattr(memory_promise, "peaks_on", lambda device: peaks)
     train_beside_the_plan(tmp_path, a_plan(IN_TWO))
     found = [record for record in caplog.records if "promise" in record.message]
     assert [record.levelname for record in found] == [level]
@@ -525,13 +526,13 @@ def test_whether_the_promise_was_kept_is_logged_in_one_line(peaks, level, messag
 
 
 def test_a_broken_promise_is_raised_where_that_was_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(callback, "peaks_on", lambda device: (PROMISED[0], 400 << 20))
+    monkeypatch.setattr(memory_promise, "peaks_on", lambda device: (PROMISED[0], 400 << 20))
     with pytest.raises(PromiseError, match=r"broken.*plan with less than the budget of 6\.00 GiB"):
         train_beside_the_plan(tmp_path, a_plan(IN_TWO), callback={"on_broken": "raise"})
 
 
 def test_nothing_is_said_to_be_kept_that_was_not_measured(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(callback, "peaks_on", lambda device: (1, 1))
+    monkeypatch.setattr(memory_promise, "peaks_on", lambda device: (1, 1))
     train_beside_the_plan(tmp_path, a_plan(card="bare"))
     assert "the plan is for a bare card" in caplog.text
     train_beside_the_plan(tmp_path, a_plan(), changes={"max_steps": 2})

@@ -1,0 +1,92 @@
+"""Answers a question about a live model: the arguments of `planner.plan`, `planner.tradeoff` and `planner.record`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from planner import pipeline
+from planner.adapted import plan_or_adapt
+from planner.plan_types.answers import Answers
+from planner.plan_types.constraints import Constraints
+from planner.plan_types.durations import parse_duration
+from planner.plan_types.plan import Plan
+from planner.plan_types.tradeoff import Tradeoff
+from planner.profiles.device import DeviceProfile
+from planner.progress import Report, Watch
+from planner.progress.display import shown
+from planner.recording.step_graph import StepGraph
+from planner.safe_process import in_safe_process
+from planner.workload.batch_source import candidate_batches
+from planner.workload.budget import card_and_budget
+from planner.workload.cards import resolve_card
+from planner.workload.workload import Workload, workload
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LiveWorkload:
+    """The arguments of `planner.plan` that say what is trained."""
+
+    model: Any
+    batch: Any
+    loss_fn: Any = None
+    step: Any = None
+    optimizer: Any = "adamw"
+    gradients_alive: bool = False
+    by_sample: Sequence[str] | None = None
+    values: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    worst_case: bool = True
+
+    def resolve(self, card: DeviceProfile, watch: Watch) -> Workload:
+        """Returns the workload. From a source of batches, takes the batch whose step needs the most memory."""
+        batches, notes = candidate_batches(self.batch)
+        workloads = [
+            workload(
+                self.model,
+                batch,
+                notes=notes,
+                loss_fn=self.loss_fn,
+                step=self.step,
+                optimizer=self.optimizer,
+                gradients_alive=self.gradients_alive,
+                by_sample=self.by_sample,
+                answers=Answers(values=self.values, worst_case=self.worst_case),
+            )
+            for batch in batches
+        ]
+        return pipeline.largest_step(workloads, card, watch)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Question:
+    """A question of the user: the arguments that `planner.plan` and `planner.tradeoff` share."""
+
+    work: LiveWorkload
+    gpu: str | None
+    vram: str | int | None = None
+    constraints: Constraints | None = None
+    """None to record the step only."""
+    is_tradeoff: bool = False
+
+    def answer(self, watch: Watch) -> Plan | Tradeoff | StepGraph:
+        """Plans in this process. Raises `PlannerError` if an argument cannot be used."""
+        if self.constraints is None:
+            card = resolve_card(self.gpu, None)
+            return pipeline.record_step(self.work.resolve(card, watch), card, watch=watch)
+        card, vram_bytes = card_and_budget(self.gpu, self.vram)
+        compute = pipeline.tradeoff_workload if self.is_tradeoff else plan_or_adapt
+        work = self.work.resolve(card, watch)
+        return compute(work, card, vram_bytes=vram_bytes, constraints=self.constraints, watch=watch)
+
+
+def ask(question: Question, *, progress: bool | Report | None, time_limit: str | float | None) -> Any:
+    """Returns the answer to a question, and shows progress meanwhile.
+
+    Args:
+        progress: as for `planner.plan`.
+        time_limit: a duration such as "30s", or a number of seconds; None for no limit.
+    """
+    seconds = None if time_limit is None else parse_duration(time_limit)
+    with shown(progress) as report:
+        return in_safe_process(question.answer, Watch(seconds=seconds, report=report))

@@ -1,0 +1,46 @@
+"""The words that arguments accept, as types: editors complete them, and type checkers refuse others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+FidelityName = Literal["exact", "rounded", "adapted", "partial"]
+"""How closely training must match the original."""
+
+Technique = Literal[
+    "freeze",
+    "mixed-precision",
+    "8bit-optimizer",
+    "optimizer-kernel",
+    "chunked-loss",
+    "accumulation",
+    "step-in-backward",
+    "checkpoint",
+    "segment-checkpoint",
+    "offload",
+]
+"""The name of a technique. Former names and aliases are accepted too, but are not of this type."""
+
+Techniques = Technique | Sequence[Technique]
+"""One technique or several."""
+
+OptimizerName = Literal[
+    "adamw",
+    "adam",
+    "sgd",
+    "sgd-momentum",
+    "adagrad",
+    "rmsprop",
+    "adafactor",
+    "paged_adamw_32bit",
+    "paged_adamw_8bit",
+    "lion_32bit",
+    "lion_8bit",
+    "paged_lion_32bit",
+    "paged_lion_8bit",
+]
+"""An optimizer that can be given by name."""
+
+Loop = Literal["loop", "trainer", "lightning", "accelerate"]
+"""A kind of training loop."""

@@ -1,0 +1,163 @@
+"""Time and progress of planning: the time limit, and records that say what planning does at the moment.
+
+A `Watch` is made when planning begins, and is passed down to everything that may take long. Long work calls `check`,
+which raises `TimeIsUp` after the time limit; waiting for a rehearsal does so several times a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+
+from planner.plan_types.sizes import format_size
+
+_HEARTBEAT_SECONDS = 1.0
+"""Minimum time between two records of which neither the stage nor the best plan differs."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Progress:
+    """One moment of planning: the present stage, the time, and the best plan that has been certified so far.
+
+    `str(progress)` is one line, such as "searching: best so far 5.31 GiB at 1.12 x, 14 s".
+    """
+
+    stage: str
+    """The present stage, such as "rehearsing the step" or "searching"."""
+    elapsed_seconds: float
+    """Time in seconds since planning began."""
+    best_total_bytes: int | None
+    """Total memory of the best certified plan so far, in bytes; None if none inside the budget is known yet."""
+    best_slowdown: float | None
+    """Step time of that plan, divided by the step time of the baseline; None if there is no such plan yet."""
+
+    def __str__(self) -> str:
+        best = ""
+        if self.best_total_bytes is not None and self.best_slowdown is not None:
+            best = f": best so far {format_size(self.best_total_bytes)} at {self.best_slowdown:.2f} x"
+        return f"{self.stage}{best}, {self.elapsed_seconds:.0f} s"
+
+
+Report = Callable[[Progress], object]
+"""A function that receives progress. Its result is ignored; an error that it raises ends planning."""
+
+
+class TimeIsUp(Exception):
+    """The time limit is over, or the user ended the search.
+
+    It is not a `PlannerError`, so that no code takes it for the error of a rehearsal.
+    """
+
+
+class Watch:
+    """Measures the time of planning, ends it after a time limit, and reports its progress."""
+
+    def __init__(
+        self, *, seconds: float | None = None, report: Report | None = None, elapsed_seconds: float = 0.0
+    ) -> None:
+        """
+        Args:
+            seconds: the time limit; None for none.
+            report: is called when the stage changes, when a better plan is known, and about once a second.
+            elapsed_seconds: time since planning began, if it began before now.
+        """
+        self.limit_seconds, self._report = seconds, report
+        self._reported = time.monotonic()
+        self._began = self._reported - elapsed_seconds
+        self._deadline = math.inf if seconds is None else self._began + seconds
+        self._stage = "starting"
+        self._best: tuple[int, float] | None = None
+        self._is_ended = self._goes_on = False
+        self.is_checked = False
+        """True as soon as the time limit has been checked: from then on `end` has an effect."""
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """Time in seconds since the watch was made."""
+        return time.monotonic() - self._began
+
+    @property
+    def left_seconds(self) -> float:
+        """Time in seconds until the present limit; infinite if there is none, and never negative."""
+        return 0.0 if self._is_ended and not self._goes_on else max(self._deadline - time.monotonic(), 0.0)
+
+    @property
+    def overrun_seconds(self) -> float:
+        """Time in seconds since the present limit; negative before it, and minus infinity if there is none."""
+        return time.monotonic() - self._deadline
+
+    @property
+    def is_ended(self) -> bool:
+        """True if the user ended the search (`end`)."""
+        return self._is_ended
+
+    @property
+    def cause(self) -> str:
+        """The reason why planning ends early, in words: 'after the time limit of 30 s' or 'by Ctrl-C after 12 s'."""
+        if self._is_ended or self.limit_seconds is None:
+            return f"by Ctrl-C after {self.elapsed_seconds:.0f} s"
+        return f"after the time limit of {self.limit_seconds:g} s"
+
+    def end(self) -> None:
+        """End planning with the best plan so far, as if the time limit were over. May be called by a signal handler."""
+        self._is_ended = True
+
+    def check(self) -> None:
+        """Report progress if the last report is a second old. Raises `TimeIsUp` if the time limit is over."""
+        self.is_checked = True
+        if self.left_seconds <= 0:
+            raise TimeIsUp
+        if time.monotonic() - self._reported >= _HEARTBEAT_SECONDS:
+            self._send()
+
+    def stage(self, name: str) -> None:
+        """Enter a stage. Does not check the time limit."""
+        if name != self._stage:
+            self._stage = name
+            self._send()
+
+    def found(self, total_bytes: int, slowdown: float) -> None:
+        """Note a certified plan inside the budget. It is reported if it is faster than the best one so far."""
+        if self._best is None or slowdown < self._best[1]:
+            self._best = total_bytes, slowdown
+            self._send()
+
+    @contextlib.contextmanager
+    def at_most(self, seconds: float) -> Iterator[None]:
+        """Limit the time of a part of planning, from now on. The time limit of the whole stays valid inside it."""
+        outer, self._deadline = self._deadline, min(self._deadline, time.monotonic() + seconds)
+        try:
+            yield
+        finally:
+            self._deadline = outer
+
+    @contextlib.contextmanager
+    def after_end(self) -> Iterator[None]:
+        """Let a last piece of work go on after the user has ended the search. The time limit stays valid inside it."""
+        self._goes_on = True
+        try:
+            yield
+        finally:
+            self._goes_on = False
+
+    def relay(self, progress: Progress) -> None:
+        """Report what another process reported about the same planning."""
+        if self._report is not None:
+            self._report(dataclasses.replace(progress, elapsed_seconds=self.elapsed_seconds))
+
+    def _send(self) -> None:
+        self._reported = time.monotonic()
+        if self._report is None:
+            return
+        total_bytes, slowdown = self._best or (None, None)
+        self._report(
+            Progress(
+                stage=self._stage,
+                elapsed_seconds=self.elapsed_seconds,
+                best_total_bytes=total_bytes,
+                best_slowdown=slowdown,
+            )
+        )

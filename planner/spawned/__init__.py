@@ -1,0 +1,114 @@
+"""Computes a function in a new Python process, which gets the structure of a model without its weights (`structure`).
+
+The new process imports what it needs itself, and sends messages back while it works (`serve`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import linecache
+import os
+import pathlib
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from planner.errors import RehearsalProcessError
+
+_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from planner.spawned.serve import main; main()"
+_SECONDS_BETWEEN_CHECKS = 0.2
+
+Send = Callable[[str, Any], None]
+"""A function that sends a message, of a kind and a picklable value, from the new process."""
+
+
+class CannotBeSentError(Exception):
+    """An object cannot be sent to another process. The text names the object, its place and the reason."""
+
+
+class NewProcess:
+    """A new process that computes `function(send)`. Creating the object starts it.
+
+    Args:
+        function: a function with everything it needs bound to it. It is called with a function that sends messages.
+
+    Raises:
+        CannotBeSentError: the function, or something that is bound to it, cannot be sent.
+    """
+
+    def __init__(self, function: Callable[[Send], Any]) -> None:
+        from planner.spawned.structure import send  # only needed here, and cloudpickle takes time to import
+
+        payload = pickle.dumps(_sources()) + send(function)
+        path = [os.path.abspath(entry) for entry in sys.path]
+        package = str(pathlib.Path(__file__).parents[2])
+        self._messages: queue.Queue[tuple[str, Any]] = queue.Queue()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _START, json.dumps(path if package in path else [package, *path])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C in a terminal reaches this process only, which decides
+        )
+        threading.Thread(target=self._talk, args=(payload,), daemon=True).start()
+
+    def wait(self, check: Callable[[], None], receive: Callable[[str, Any], None]) -> Any:
+        """Waits for the function, and returns its value. Ends the process.
+
+        Args:
+            check: called several times a second. It may raise an error, which ends the wait.
+            receive: called with each message of the function.
+
+        Raises:
+            RehearsalProcessError: the process ended without an answer.
+        """
+        try:
+            while True:
+                check()
+                try:
+                    kind, value = self._messages.get(timeout=_SECONDS_BETWEEN_CHECKS)
+                except queue.Empty:
+                    continue
+                if kind == "value":
+                    return value
+                if kind == "error":
+                    raise value
+                if kind == "end":
+                    raise RehearsalProcessError(
+                        f"a new process for planning ended without an answer (exit code {self._process.wait()})"
+                    )
+                receive(kind, value)
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Ends the process, and those that it has forked."""
+        if hasattr(os, "killpg"):
+            with contextlib.suppress(ProcessLookupError):  # the process has ended
+                os.killpg(self._process.pid, signal.SIGKILL)
+        else:
+            self._process.kill()
+        self._process.wait()
+
+    def _talk(self, payload: bytes) -> None:
+        """Writes the payload, and puts what the process sends into the queue, with ('end', None) at the end."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            with self._process.stdin as pipe:
+                pipe.write(payload)
+            with self._process.stdout as pipe:
+                while True:
+                    self._messages.put(pickle.load(pipe))
+        except (OSError, EOFError, pickle.UnpicklingError):  # the process has ended, or was ended
+            self._messages.put(("end", None))
+
+
+def _sources() -> tuple[str | None, dict[str, Any]]:
+    """Returns the file of the user's script, and the source text of code that is in no file (cells of a notebook)."""
+    texts = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and not os.path.exists(name)}
+    return getattr(sys.modules["__main__"], "__file__", None), texts

@@ -1,0 +1,246 @@
+"""Progress and time limits: what is reported, where it is shown, and what is known when the time is up."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import signal
+import sys
+import time
+import types
+
+import pytest
+import torch
+
+import planner
+from planner import pipeline
+from planner.cli import main
+from planner.errors import TimeLimitError, WorkloadError
+from planner.plan_types.constraints import parse_constraints
+from planner.plan_types.durations import parse_duration
+from planner.progress import Progress, TimeIsUp, Watch
+from planner.progress.display import Lines, shown
+from planner.workload.budget import card_and_budget
+from planner.workload.workload import workload
+
+ROWS = 256
+
+
+def net() -> torch.nn.Module:
+    return torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU()) for _ in range(4)))
+
+
+def mean(output, batch):
+    return output.mean()
+
+
+def planned(watch: Watch, vram: str):
+    card, vram_bytes = card_and_budget("bare", vram)
+    constraints = parse_constraints(fidelity="exact", force=(), forbid=("optimizer-kernel",))
+    work = workload(net(), (torch.zeros(ROWS, 16),), loss_fn=mean)
+    return pipeline.plan_workload(work, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
+
+
+def ending_at(stage: str) -> Watch:
+    """A watch whose user ends planning as soon as a stage begins."""
+    watch = Watch(report=lambda progress: progress.stage == stage and watch.end())
+    return watch
+
+
+def moment(stage: str = "searching", **fields) -> Progress:
+    return Progress(
+        **{"stage": stage, "elapsed_seconds": 14.2, "best_total_bytes": None, "best_slowdown": None, **fields}
+    )
+
+
+# ---- the watch -----------------------------------------------------------------------------------------------------
+
+
+def test_a_record_reads_as_one_line():
+    assert str(moment()) == "searching, 14 s"
+    best = moment(best_total_bytes=int(5.31 * 2**30), best_slowdown=1.12)
+    assert str(best) == "searching: best so far 5.31 GiB at 1.12 x, 14 s"
+
+
+def test_changes_are_reported_and_a_slower_plan_is_none(monkeypatch):
+    records: list[Progress] = []
+    watch = Watch(report=records.append)
+    watch.stage("searching")
+    watch.stage("searching")
+    watch.found(100, 1.5)
+    watch.found(90, 2.0)
+    watch.check()
+    assert [(r.stage, r.best_total_bytes) for r in records] == [("searching", None), ("searching", 100)]
+    later = time.monotonic() + 2
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    watch.check()
+    assert len(records) == 3 and records[-1].elapsed_seconds >= 2
+
+
+def test_a_part_may_have_less_time_than_the_whole_but_not_more():
+    watch = Watch(seconds=60)
+    with watch.at_most(0), pytest.raises(TimeIsUp):
+        watch.check()
+    watch.check()
+    with watch.at_most(1e6):
+        assert watch.left_seconds <= 60
+    watch.end()
+    with pytest.raises(TimeIsUp):
+        watch.check()
+    with watch.after_end():
+        watch.check()
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("30s", 30), ("2 min", 120), ("1.5h", 5400), ("7", 7), (0.5, 0.5)])
+def test_durations(text, seconds):
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "s", "0s", "-1", "30 days", "nan", float("inf"), True, None])
+def test_what_is_no_duration_is_refused(text):
+    with pytest.raises(WorkloadError, match=r"write a text such as 30s or 2min"):
+        parse_duration(text)
+
+
+# ---- where it is shown ---------------------------------------------------------------------------------------------
+
+
+def test_without_a_terminal_a_line_is_written_every_ten_seconds():
+    out = io.StringIO()
+    lines = Lines(out)
+    for seconds in (0.1, 9.9, 10.2, 11.0, 19.0, 20.3):
+        lines(moment(elapsed_seconds=seconds))
+    assert out.getvalue() == "plan: searching, 10 s\nplan: searching, 20 s\n"
+
+
+def test_a_terminal_gets_a_live_line_that_is_cleared(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with shown(True) as report:
+        report(moment("rehearsing the step"))
+        time.sleep(0.3)
+    assert "rehearsing the step, 14 s" in terminal.getvalue()
+    assert terminal.getvalue().rstrip().endswith("\x1b[2K")
+
+
+def test_a_notebook_shows_it_unasked_and_a_script_does_not(monkeypatch):
+    shown_texts: list[str] = []
+    handle = types.SimpleNamespace(update=lambda text: shown_texts.append(repr(text)))
+    module = types.ModuleType("IPython")
+    module.get_ipython = lambda: types.SimpleNamespace(kernel=object())
+    module.display = types.ModuleType("IPython.display")
+    module.display.display = lambda text, display_id: handle
+    with shown(None) as report:
+        assert report is None
+    monkeypatch.setitem(sys.modules, "IPython", module)
+    monkeypatch.setitem(sys.modules, "IPython.display", module.display)
+    with shown(None) as report:
+        report(moment())
+    assert shown_texts == ["searching, 14 s", ""]
+    with shown(False) as report:
+        assert report is None
+
+
+# ---- what is known when the time is up -----------------------------------------------------------------------------
+
+
+def test_an_end_during_the_search_returns_the_step_that_fits_and_names_what_was_not_tried():
+    plan = planned(ending_at("searching"), "1GiB")
+    assert plan.fits and plan.certified and plan.decisions == () and plan.solver.status == "time limit"
+    assert re.match(r"planning ended by Ctrl-C after \d+ s with the best plan that was certified", plan.notes[0])
+    assert "not tried: recompute alone; optimizer step in backward" in plan.notes[0]
+
+
+def test_an_end_before_the_first_certificate_still_certifies_the_best_choice():
+    records: list[Progress] = []
+    complete = planned(Watch(report=records.append), "110000B")
+    early = planned(ending_at("certifying a plan"), "110000B")
+    assert complete.decisions and complete.fits
+    stages = list(dict.fromkeys(record.stage for record in records))
+    assert stages == ["rehearsing the step", "searching", "certifying a plan"]
+    assert records[-1].best_total_bytes == complete.peak.total_bytes
+    assert records[-1].best_slowdown == pytest.approx(complete.slowdown)
+    assert early.decisions == complete.decisions and early.peak == complete.peak and early.certified
+    assert early.solver.status == "time limit" and "ended by Ctrl-C" in early.notes[0]
+    assert early.notes[0].endswith("the search for a faster plan was not finished")
+    assert not any("ended by" in note for note in complete.notes)
+
+
+def test_an_end_while_nothing_fits_reports_the_smallest_plan_so_far():
+    plan = planned(ending_at("searching for the smallest plan"), "4KiB")
+    assert not plan.fits and plan.certified
+    assert "no plan fits, but the smallest plan may be smaller" in plan.notes[0]
+    whys = {relaxation.why for relaxation in plan.shortfall.relaxations if relaxation.opens is None}
+    assert any("not looked at: planning ended by Ctrl-C" in why for why in whys)
+
+
+def test_a_rehearsal_that_hangs_is_ended_in_time():
+    def hangs(output, batch):
+        time.sleep(60)
+
+    began = time.monotonic()
+    with pytest.raises(TimeLimitError, match=r"after the time limit of 0\.5 s, before any plan was certified"):
+        planner.plan(net(), (torch.zeros(ROWS, 16),), vram="1GiB", loss_fn=hangs, gpu="bare", time_limit=0.5)
+    assert time.monotonic() - began < 3
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------
+
+MODEL = f"""
+import os, signal, time, torch
+
+def build():
+    return torch.nn.Linear(16, 16), (torch.zeros({ROWS}, 16),), lambda output, batch: output.mean()
+
+def interrupted():
+    user = os.getpid()
+    def loss(output, batch):
+        if not os.path.exists("interrupted"):
+            open("interrupted", "w").close()
+            os.kill(user, signal.SIGINT)
+        time.sleep(60)
+    return torch.nn.Linear(16, 16), (torch.zeros({ROWS}, 16),), loss
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "net.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_command_says_that_nothing_was_certified_and_exits_with_2(folder, capsys):
+    code = main(["net.py:build", "--gpu", "bare", "--vram", "1GiB", "--time-limit", "0.001s", "--json"])
+    out, err = capsys.readouterr()
+    assert code == 2
+    assert json.loads(out)["error"]["type"] == "TimeLimitError"
+    assert err.count("\n") == 1 and "give more time (--time-limit)" in err
+
+
+def test_ctrl_c_ends_planning_like_the_time_limit(folder, capfd):
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of parallel tests ignore interrupts
+    began = time.monotonic()
+    try:
+        code = main(["net.py:interrupted", "--gpu", "bare", "--vram", "1GiB"])
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    err = capfd.readouterr().err
+    assert code == 2 and time.monotonic() - began < 30
+    assert "ending with the best plan so far; Ctrl-C again ends at once" in err
+    assert "planning ended by Ctrl-C after" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--time-limit", "soon"], "time limit 'soon' is not a duration above zero"),
+        (["--tradeoff", "--time-limit", "9s", "--seconds", "9"], "--seconds cannot be combined with --time-limit"),
+    ],
+)
+def test_a_time_limit_that_cannot_be_used_is_refused(folder, capsys, words, message):
+    assert main(["net.py:build", "--gpu", "bare", *words]) == 2
+    assert message in capsys.readouterr().err
