@@ -5,9 +5,9 @@ Only what a certified plan fits is offered. `planner.adapted` offers LoRA adapte
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Iterator
 
 from planner import profiles
@@ -17,13 +17,14 @@ from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Fidelity, fidelity_of, micro_batches_of
 from planner.plan_types.plan import NextStep, Plan, Relaxation
 from planner.profiles.device import DeviceProfile
+from planner.progress import TimeIsUp, Watch
 from planner.questions import plan_that_fits
 from planner.workload.adapters import adapted_workload
 from planner.workload.budget import Budget
 from planner.workload.workload import Workload
 
 _SECONDS = 30
-"""Time limit in seconds. After it, nothing more is tried."""
+"""Time limit in seconds for all of it."""
 _HALVINGS = 3
 """Maximum number of times that a sequence or a batch is halved."""
 _SHORTEST = 64
@@ -61,30 +62,22 @@ def _holds_in_4_bits(workload: Workload, card: DeviceProfile, budget: Budget) ->
     return True
 
 
-def advised(plan: Plan, workload: Workload, card: DeviceProfile, *, constraints: Constraints, load: Load) -> Plan:
+def advised(
+    plan: Plan, workload: Workload, card: DeviceProfile, *, constraints: Constraints, load: Load, watch: Watch
+) -> Plan:
     """Returns the plan; if it does not fit, with further changes in its shortfall with which a plan fits.
 
     Args:
         load: loads the workload with another batch size or sequence length.
+        watch: limits the time, and receives progress.
     """
     if plan.shortfall is None or not plan.shortfall.missing_bytes or plan.vram_bytes is None:
         return plan
-    until, found = time.perf_counter() + _SECONDS, []
-    for changes in (_shorter(workload), _smaller(workload, plan)):
-        for label, sizes in changes:
-            if time.perf_counter() > until:
-                break
-            step = _plan_with(functools.partial(load, **sizes), card, plan.vram_bytes, constraints)
-            if step is not None:
-                found.append(_relaxation(label, step))
-                break
-    for larger in _larger_cards(plan, card):
-        if time.perf_counter() > until:
-            break
-        step = _plan_with(lambda: workload, larger, larger.vram_bytes, constraints)
-        if step is not None:
-            found.append(_relaxation(f"another card: --gpu {larger.name}", step))
-            break
+    found: list[Relaxation] = []
+    with contextlib.suppress(TimeIsUp), watch.at_most(_SECONDS):
+        watch.stage("looking for changes that make a plan fit")
+        for relaxation in _changes(plan, workload, card, constraints, load, watch):
+            found.append(relaxation)
     shortfall = dataclasses.replace(
         plan.shortfall,
         next_step=plan.shortfall.next_step or next((row.next_step for row in found), None),
@@ -93,12 +86,31 @@ def advised(plan: Plan, workload: Workload, card: DeviceProfile, *, constraints:
     return dataclasses.replace(plan, shortfall=shortfall)
 
 
+def _changes(
+    plan: Plan, workload: Workload, card: DeviceProfile, constraints: Constraints, load: Load, watch: Watch
+) -> Iterator[Relaxation]:
+    """Yields the changes with which a plan fits: at most one sequence length, one batch size and one card."""
+    assert plan.vram_bytes is not None, "a plan that does not fit has a budget"
+    for changes in (_shorter(workload), _smaller(workload, plan)):
+        for label, sizes in changes:
+            step = _plan_with(functools.partial(load, **sizes), card, plan.vram_bytes, constraints, watch)
+            if step is not None:
+                yield _relaxation(label, step)
+                break
+    for larger in _larger_cards(plan, card):
+        step = _plan_with(lambda: workload, larger, larger.vram_bytes, constraints, watch)
+        if step is not None:
+            yield _relaxation(f"another card: --gpu {larger.name}", step)
+            break
+
+
 def _plan_with(
-    build: Callable[[], Workload], card: DeviceProfile, vram_bytes: int, constraints: Constraints
+    build: Callable[[], Workload], card: DeviceProfile, vram_bytes: int, constraints: Constraints, watch: Watch
 ) -> Plan | None:
     """Returns a plan of a changed workload that fits; None if none was found, or the model refuses the change."""
+    watch.check()
     try:
-        return plan_that_fits(build(), card, vram_bytes=vram_bytes, constraints=constraints)
+        return plan_that_fits(build(), card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
     except PlannerError:
         return None
 

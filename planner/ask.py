@@ -10,12 +10,12 @@ from planner import pipeline
 from planner.adapted import plan_or_adapt
 from planner.plan_types.answers import Answers
 from planner.plan_types.constraints import Constraints
-from planner.plan_types.durations import parse_duration
 from planner.plan_types.plan import Plan
 from planner.plan_types.tradeoff import Tradeoff
 from planner.profiles.device import DeviceProfile
 from planner.progress import Report, Watch
 from planner.progress.display import shown
+from planner.progress.durations import parse_duration
 from planner.recording.step_graph import StepGraph
 from planner.safe_process import in_safe_process
 from planner.workload.batch_source import candidate_batches

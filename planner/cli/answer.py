@@ -51,9 +51,9 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
     saved = _saved_plan(options.model)
     if saved is not None:
         return _replan(saved, options, watch)
+    watch.stage("loading the model")
     if options.margin is not None and options.vram is None and not options.smallest_card:
         raise WorkloadError("--margin needs a budget: give --vram, such as --vram 6GiB, or leave --margin out")
-    watch.stage("loading the model")
     optimizer, kinds = _TRAINER_OPTIMIZERS.get(options.optimizer, (options.optimizer or "adamw", ()))
     constraints = parse_constraints(
         fidelity=options.fidelity or "rounded",
@@ -101,9 +101,7 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
     if options.tradeoff:
         return pipeline.tradeoff_workload(workload, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
     plan = plan_or_adapt(workload, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
-    if watch.left_seconds <= 0:  # no time is left to look for advice
-        return plan
-    return advised(plan, workload, card, constraints=constraints, load=load)
+    return advised(plan, workload, card, constraints=constraints, load=load, watch=watch)
 
 
 def _adapter(options: argparse.Namespace) -> Adapter | None:

@@ -27,11 +27,11 @@ from planner.cli.option_checks import refuse_unknown_values, refuse_what_does_no
 from planner.cli.options import diff_parser, parser
 from planner.cli.output_files import refuse_to_overwrite
 from planner.errors import BudgetError, PlannerError, WorkloadError
-from planner.plan_types.durations import parse_duration
 from planner.plan_types.plan import SCHEMA_VERSION, write_atomically
 from planner.plan_types.tradeoff import DEFAULT_SECONDS, Tradeoff
 from planner.progress import Report, Watch
 from planner.progress.display import shown
+from planner.progress.durations import parse_duration
 
 if TYPE_CHECKING:
     from planner.plan_types.plan import Plan

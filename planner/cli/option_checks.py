@@ -6,8 +6,8 @@ import argparse
 
 from planner import profiles
 from planner.errors import DeviceProfileError, WorkloadError
-from planner.plan_types.durations import parse_duration
 from planner.plan_types.sizes import margin_bytes, parse_size
+from planner.progress.durations import parse_duration
 
 
 def refuse_what_does_not_go_together(options: argparse.Namespace) -> None:

@@ -7,13 +7,11 @@ has the user's model without pickling it.
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import pickle
 import select
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -27,10 +25,6 @@ from planner.spawned import CannotBeSentError, NewProcess, Send
 _NO_BACKWARD_IN_FORK = "in combination with fork-based multiprocessing"
 """Text in the error that autograd raises in a child forked after a backward (torch/csrc/autograd/engine.cpp)."""
 
-NOTICE_SECONDS = 15.0
-"""Time after which `Child.result` logs what it waits for, again and again until the answer comes."""
-
-logger = logging.getLogger(__name__)
 _SECONDS_BETWEEN_CHECKS = 0.2
 """While a child is waited for, its watch is checked so often."""
 
@@ -58,15 +52,8 @@ class Child:
         RehearsalProcessError: the process cannot be forked, or the function cannot be sent to a new one.
     """
 
-    def __init__(
-        self,
-        function: Callable[[Refuse], Any],
-        receive: Callable[[Any], Any] = lambda value: value,
-        *,
-        task: str = "rehearsing the training step",
-    ) -> None:
-        self._receive, self._task = receive, task
-        self._began = self._noticed = time.monotonic()
+    def __init__(self, function: Callable[[Refuse], Any], receive: Callable[[Any], Any] = lambda value: value) -> None:
+        self._receive = receive
         self._watch: Watch | None = None
         self._process = _Fork(function) if hasattr(os, "fork") else _new_process(function)
 
@@ -92,9 +79,6 @@ class Child:
     def _check(self) -> None:
         if self._watch is not None:
             self._watch.check()
-        if time.monotonic() - self._noticed >= NOTICE_SECONDS:
-            self._noticed = time.monotonic()
-            logger.info("%s: %.0f s so far", self._task, self._noticed - self._began)
 
 
 class _Fork:
@@ -175,9 +159,9 @@ def _computed(function: Callable[[Refuse], Any], send: Send) -> Any:
         raise _translated(error) from error
 
 
-def run_in_child(function: Callable[[], Any], *, task: str = "working in a child process") -> Any:
-    """Computes `function()` in a child process and returns its value, which must be picklable. `task` as in `Child`."""
-    return Child(lambda refuse: function(), task=task).result()
+def run_in_child(function: Callable[[], Any]) -> Any:
+    """Computes `function()` in a child process and returns its value, which must be picklable."""
+    return Child(lambda refuse: function()).result()
 
 
 def _serve(function: Callable[[Refuse], Any], writer: int) -> None:

@@ -37,7 +37,7 @@ def candidate_batches(batch: Any) -> tuple[list[Any], tuple[str, ...]]:
     """
     if not isinstance(batch, (torch.utils.data.DataLoader, Iterator)):
         return [batch], ()
-    kept, seen = run_in_child(lambda: _largest(_batches(batch)), task=f"reading up to {MOST_BATCHES} batches")
+    kept, seen = run_in_child(lambda: _largest(_batches(batch)))
     if not kept:
         raise WorkloadError("the source of batches is empty: give a data loader with at least one batch")
     first = "first " if seen == MOST_BATCHES else ""

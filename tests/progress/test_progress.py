@@ -18,9 +18,9 @@ from planner import pipeline
 from planner.cli import main
 from planner.errors import TimeLimitError, WorkloadError
 from planner.plan_types.constraints import parse_constraints
-from planner.plan_types.durations import parse_duration
 from planner.progress import Progress, TimeIsUp, Watch
 from planner.progress.display import Lines, shown
+from planner.progress.durations import parse_duration
 from planner.workload.budget import card_and_budget
 from planner.workload.workload import workload
 

@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from planner.plan_types.plan_schema import plan_schema
+from planner.cli.plan_schema import plan_schema
 from tests.plan_types.test_plan import example, full_example
 
 pytestmark = pytest.mark.no_torch
@@ -16,7 +16,7 @@ PUBLISHED = pathlib.Path(__file__).parents[2] / "docs" / "plan.schema.json"
 
 
 def test_the_published_schema_is_that_of_the_types():
-    """If this fails: python -m planner.plan_types.plan_schema > docs/plan.schema.json"""
+    """If this fails: python -m planner.cli.plan_schema > docs/plan.schema.json"""
     assert json.loads(PUBLISHED.read_text()) == plan_schema()
 
 

@@ -1,6 +1,6 @@
 """The JSON schema of plan files, made from the plan's types.
 
-python -m planner.plan_types.plan_schema > docs/plan.schema.json
+python -m planner.cli.plan_schema > docs/plan.schema.json
 """
 
 from __future__ import annotations
