@@ -186,7 +186,7 @@ def test_a_way_out_that_cannot_be_taken_is_reported_with_the_reason(options, why
     options = {"gpu": "bare", "fidelity": "partial", "loss_fn": loss_fn, "whole_only": False, **options}
     model, batch = layers(whole_only=options.pop("whole_only"))
     plan = planner.plan(model, batch, vram=64, **options)
-    (reported,) = plan.shortfall.relaxations
+    *_, reported = plan.shortfall.relaxations  # after the adapters, which cannot be added here
     assert not plan.fits and reported.opens is False and why in reported.why
 
 
