@@ -13,6 +13,7 @@ from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.decisions import Accumulation
 from planner.plan_types.plan import Shortfall
 from planner.plan_types.sizes import GIB
+from planner.progress import Watch
 from tests.plan_types.test_plan import example
 
 CARD = profiles.load("rtx-2060")
@@ -31,13 +32,13 @@ def labels(monkeypatch):
     """A function that returns the changes that are offered for a plan, if `fits(workload, card)` says what fits."""
 
     def found(plan, fits):
-        def plan_that_fits(workload, card, *, vram_bytes, constraints):
+        def plan_that_fits(workload, card, *, vram_bytes, constraints, watch):
             assert vram_bytes == (plan.vram_bytes if card is CARD else card.vram_bytes)
             return example() if fits(workload, card) else None
 
         monkeypatch.setattr(advice, "plan_that_fits", plan_that_fits)
         load = types.SimpleNamespace
-        after = advice.advised(plan, JOB, CARD, constraints=CONSTRAINTS, load=load).shortfall
+        after = advice.advised(plan, JOB, CARD, constraints=CONSTRAINTS, load=load, watch=Watch()).shortfall
         assert after.next_step == (after.relaxations[0].next_step if after.relaxations else None)
         return [row.relax for row in after.relaxations]
 
@@ -77,4 +78,4 @@ def test_after_the_time_limit_nothing_is_tried(labels, monkeypatch):
 
 
 def test_a_plan_that_fits_needs_no_advice():
-    assert advice.advised(example(), JOB, CARD, constraints=CONSTRAINTS, load=None) == example()
+    assert advice.advised(example(), JOB, CARD, constraints=CONSTRAINTS, load=None, watch=Watch()) == example()
