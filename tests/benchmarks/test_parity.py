@@ -21,7 +21,10 @@ from planner.errors import DecisionError
 pytestmark = pytest.mark.slow
 
 CASES = {case.name: case for case in cases()}
-JUDGED = ("transformer, by hand", "convolutions, batch norm", "loss: tokens, ignore_index", "perceptron, dropout")
+JUDGED = (
+    "transformer, by hand", "convolutions, batch norm", "loss: tokens, ignore_index", "perceptron, dropout",
+    "perceptron, adamw, clipping",
+)  # fmt: skip
 """Cases that together are offered every technique."""
 
 
@@ -96,7 +99,7 @@ PLANTED = {
     "a gradient of a sum is scaled": ("loss: tokens, ignore_index", "accumulation, loss_weight", scale_a_gradient),
     "dropout draws other numbers": ("perceptron, dropout", "offload", draw_a_number),
     "the loss that is returned differs": ("perceptron, dropout", "for-loop kernel", change_the_loss),
-    "the optimizer has another option": ("perceptron, dropout", "fused kernel", change_the_momentum),
+    "the optimizer has another option": ("perceptron, dropout", "for-loop kernel", change_the_momentum),
     "statistics count twice": ("convolutions, batch norm", "checkpoint, inner", count_twice),
     "gradients are not cleared": ("perceptron, dropout", "bf16", forget_to_clear),
 }  # fmt: skip

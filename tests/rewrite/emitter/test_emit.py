@@ -251,8 +251,10 @@ def test_the_header_tells_the_plan_the_prediction_and_the_command(tmp_path):
     assert "RobertaForMaskedLM" in header
     assert "within 6,144 MiB" in header
     assert "- gradient accumulation: 2 micro-batches of 4" in header
-    assert "--vram 6GiB --batch-size 6 --optimizer adamw --gpu rtx-2060" in " ".join(header.replace("\\", "").split())
-    assert "cuda context                     420.0           420.0" in header
+    assert "--vram 6GiB --batch-size 6 --optimizer adamw --dtype float32 --gpu rtx-2060" in " ".join(
+        header.replace("\\", "").split()
+    )
+    assert "CUDA context                     420.0           420.0" in header
     assert "baseline   with the plan" in header
     assert all(len(line) <= 120 for line in path.read_text().splitlines())
 
