@@ -184,7 +184,7 @@ def test_a_model_that_refuses_a_single_sample_begins_at_two(folder, capsys):
     above = samples + 1 + samples // 64
     assert main(["net.py:normed", *arguments, "--batch-size", str(above), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["baseline"]["total_bytes"] > 200 << 10
-    assert main(["net.py:normed", "--gpu", "bare", "--vram", "10KiB", "--largest-batch", "--json"]) == 1
+    assert main(["net.py:normed", "--gpu", "bare", "--vram", "30KiB", "--largest-batch", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["workload"]["batch_size"] == 2
 
 
