@@ -212,8 +212,8 @@ def _add_techniques(group: argparse._ArgumentGroup) -> None:
         "--fidelity",
         choices=get_args(FidelityName),
         default=None,
-        help="how closely training must match the original: exact (same math), rounded (lower precision), partial "
-        "(freeze layers); default rounded",
+        help="how closely training must match the original: exact (same math), rounded (lower precision), adapted "
+        "(train LoRA adapters if nothing else fits), partial (freeze layers); default rounded",
     )
     group.add_argument(
         "--force",
