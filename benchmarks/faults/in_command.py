@@ -191,7 +191,7 @@ FAULTS = (
         why="a batch whose lengths cut another tensor is refused",
     ),
     Fault(
-        name="stated-value-that-is-not-used-is-not-told",
+        name="unused-stated-value-without-note",
         path="planner/plan_types/answers.py",
         old="        return tuple(stated for stated in self.values if not any(",
         new="        return tuple(stated for stated in self.values if any(",
