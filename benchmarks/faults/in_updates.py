@@ -173,4 +173,28 @@ FAULTS = (
         ),
         why="training stops with a TypeError in the step in which a branch has its first gradient",
     ),
+    Fault(
+        name="paged-state-counts-on-the-card",
+        path="planner/virtual_gpu/backend.py",
+        old='        state = torch.empty(shape, dtype=dtype, device="cpu")',
+        new="        state = torch.empty(shape, dtype=dtype, device=device)",
+        tests=("tests/workload/test_optimizer_steps.py::test_paged_state_of_large_matrices_is_not_counted",),
+        why="paged optimizer state, which is not in the memory of the allocator, is counted there",
+    ),
+    Fault(
+        name="saved-adapters-are-not-trained",
+        path="planner/workload/adapters.py",
+        old="            config.inference_mode = False",
+        new="            config.inference_mode = True",
+        tests=("tests/workload/test_adapters.py::test_saved_adapters_are_planned_as_peft_loads_them",),
+        why="a folder of adapters is planned with frozen adapters",
+    ),
+    Fault(
+        name="adapters-although-not-allowed",
+        path="planner/adapted.py",
+        old="    if constraints.fidelity < Fidelity.ADAPTED:",
+        new="    if constraints.fidelity < Fidelity.EXACT:",
+        tests=("tests/workload/test_adapters.py::test_adapters_are_trained_if_nothing_else_fits",),
+        why="LoRA adapters replace the training of the weights although the fidelity does not allow it",
+    ),
 )
