@@ -63,9 +63,9 @@ def plan(
     Args:
         model: any module; its weights may be on the CPU or on the meta device. It is not changed.
         batch: a dict of keyword arguments, a dataclass, a graph of torch_geometric, a tuple, or a tensor. Dimension 0
-            of its tensors counts the samples. It may also be a `torch.utils.data.DataLoader`, or an iterator over
-            batches such as `iter([first, second])`: the plan is then for the batch whose step needs the most memory,
-            among the first 200.
+            of its tensors counts the samples. It may also be a `torch.utils.data.DataLoader`, a list of batches, or an
+            iterator over batches: the plan is then for the batch whose step needs the most memory, among the first 200.
+            A list of tensors is one batch.
         vram: the memory budget of the process: a size such as "6GiB", a percentage of the card's memory such as "80%",
             or a number of bytes. If None, the step is only rehearsed, and the plan changes nothing.
         loss_fn: called as `loss_fn(output, batch)`; None if the model returns a loss.

@@ -21,7 +21,7 @@ from planner.plan_types.tradeoff import Tradeoff
 from planner.profiles.device import DeviceProfile
 from planner.recording.module_state import is_compiled
 from planner.recording.step_graph import Phase
-from planner.virtual_gpu.data_dependence import STATED
+from planner.virtual_gpu.values.data_dependence import STATED
 from planner.workload.budget import Budget
 from planner.workload.optimizer_choice import by_name
 from planner.workload.workload import Workload

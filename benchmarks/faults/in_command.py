@@ -168,7 +168,7 @@ FAULTS = (
     ),
     Fault(
         name="stated-size-above-the-bound",
-        path="planner/virtual_gpu/data_dependent_ops.py",
+        path="planner/virtual_gpu/values/data_dependent_ops.py",
         old="    return most if stated is None else min(stated, most)",
         new="    return most if stated is None else stated",
         tests=("tests/recording/test_batch_values.py::test_a_selection_by_activations_is_rehearsed_at_its_bound",),

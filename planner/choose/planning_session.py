@@ -34,7 +34,7 @@ from planner.space.lm_head import loss_in_chunks
 from planner.space.lower_bounds import TrainedParameters, lower_bound_bytes
 from planner.space.search_space import SearchSpace, search_space
 from planner.virtual_gpu.forked_process import Child
-from planner.virtual_gpu.shadow_ops import ASSUMED_VALUES
+from planner.virtual_gpu.values.shadow_ops import ASSUMED_VALUES
 from planner.workload.budget import Budget
 from planner.workload.eight_bit import least_state_bytes
 from planner.workload.torch_optimizers import moves_all_its_state

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from planner.errors import WorkloadError
 from planner.recording.step_graph import Category, Op
 from planner.recording.storage_table import StorageTable
-from planner.virtual_gpu.data_dependence import DataDependence
+from planner.virtual_gpu.values.data_dependence import DataDependence
 
 
 class Updates:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from planner.virtual_gpu import sparse_tensors
-from planner.virtual_gpu.data_dependent_ops import BOUNDED
+from planner.virtual_gpu.values.data_dependent_ops import BOUNDED
 from planner.workspaces import is_known
 from planner.workspaces.registry import KernelCall, Layout
 

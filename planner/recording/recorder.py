@@ -50,12 +50,12 @@ from planner.recording.saved_tensors import SavedTensors
 from planner.recording.step_graph import Category, Op, Phase, StepGraph
 from planner.recording.storage_table import StorageTable
 from planner.virtual_gpu import sparse_tensors
-from planner.virtual_gpu.data_dependence import DataDependence
-from planner.virtual_gpu.data_dependent_ops import run_data_dependent_op
 from planner.virtual_gpu.in_place import InPlaceRule
 from planner.virtual_gpu.kernels import kernels_of
-from planner.virtual_gpu.shadow_ops import nested_tensors
 from planner.virtual_gpu.source_lines import source_line
+from planner.virtual_gpu.values.data_dependence import DataDependence
+from planner.virtual_gpu.values.data_dependent_ops import run_data_dependent_op
+from planner.virtual_gpu.values.shadow_ops import nested_tensors
 from planner.workspaces import has_formula
 
 _IGNORED_NAMESPACES = ("prim", "profiler")

@@ -23,8 +23,8 @@ from planner.recording.virtual_batch import learn_values, virtual_batch
 from planner.virtual_gpu import backend, fake_tensor_cache, kernels, quantized_weights, rnn
 from planner.virtual_gpu.forked_process import Child, Refuse
 from planner.virtual_gpu.in_place import InPlaceRule
-from planner.virtual_gpu.shadow_values import ShadowValues, is_tracked
 from planner.virtual_gpu.sparse_tensors import no_rows_of, virtual_sparse
+from planner.virtual_gpu.values.shadow_values import ShadowValues, is_tracked
 from planner.workload.module_hooks import carry_gradient_hooks
 from planner.workload.torch_optimizers import sparse_lookups
 from planner.workload.workload import tensors_of

@@ -19,7 +19,7 @@ from planner.recording.module_calls import TAKES_GRADIENTS, TRANSFORMED, ModuleC
 from planner.recording.step_graph import Save
 from planner.recording.storage_table import StorageTable
 from planner.virtual_gpu import sparse_tensors
-from planner.virtual_gpu.shadow_values import ShadowValues
+from planner.virtual_gpu.values.shadow_values import ShadowValues
 
 
 class OpRecorder(Protocol):

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from planner.virtual_gpu.shadow_ops import ASSUMED_LABELS, ASSUMED_LONGEST, ASSUMED_MASK, ASSUMED_VALUES
-from planner.virtual_gpu.shadow_values import ShadowValues, is_tracked
 from planner.virtual_gpu.sparse_tensors import virtual_sparse
+from planner.virtual_gpu.values.shadow_ops import ASSUMED_LABELS, ASSUMED_LONGEST, ASSUMED_MASK, ASSUMED_VALUES
+from planner.virtual_gpu.values.shadow_values import ShadowValues, is_tracked
 from planner.workload.workload import map_batch, tensors_of
 
 

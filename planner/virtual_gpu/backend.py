@@ -26,6 +26,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from planner.profiles.device import DeviceProfile
 from planner.virtual_gpu import quantized_weights
 from planner.virtual_gpu.autocast import Autocast
+from planner.virtual_gpu.cuda_functions import redirect_cuda_functions
 from planner.virtual_gpu.fake_tensor_cache import FakeTensorCache
 from planner.virtual_gpu.sdpa import AttentionCall, choose_backend, run_backend
 
@@ -92,13 +93,15 @@ class Target:
     """Compute capability of the simulated card; None if the rehearsal stands for a step on the CPU."""
     sm_count: int = 0
     """Number of multiprocessors of the simulated card."""
+    memory_bytes: int = 0
+    """Total memory of the simulated card in bytes."""
 
     @classmethod
     def of(cls, card: DeviceProfile | None) -> Target:
         """Returns the target for a card, or for the CPU if `card` is None."""
         if card is None:
             return cls(compute_capability=None)
-        return cls(compute_capability=card.compute_capability, sm_count=card.sm_count)
+        return cls(compute_capability=card.compute_capability, sm_count=card.sm_count, memory_bytes=card.vram_bytes)
 
     @property
     def device(self) -> str:
@@ -174,6 +177,10 @@ def install(target: Target) -> Autocast:
         _register_kernels(target)
     _redirect_cuda_autocast()
     _redirect_cuda_tensors()
+    assert target.compute_capability is not None
+    redirect_cuda_functions(
+        NAME, capability=target.compute_capability, sm_count=target.sm_count, memory_bytes=target.memory_bytes
+    )
     return autocast
 
 
@@ -189,7 +196,7 @@ def _names_cuda(device: Any) -> bool:
 
 
 def _redirect_cuda_tensors() -> None:
-    """Makes `tensor.to("cuda")`, `tensor.cuda()` and `torch.cuda.synchronize()` mean the virtual GPU."""
+    """Makes `tensor.to("cuda")` and `tensor.cuda()` mean the virtual GPU."""
     move: Any = torch.Tensor.to
 
     def to(self: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
@@ -201,9 +208,6 @@ def _redirect_cuda_tensors() -> None:
 
     tensor: Any = torch.Tensor  # mypy does not allow to patch methods of a class
     tensor.to, tensor.cuda = to, cuda
-    torch.cuda._lazy_init = lambda: None
-    torch.cuda.synchronize = lambda device=None: None
-    torch.cuda.current_device = lambda: 0
 
 
 def let_libraries_take_fakes_for_real(device: str = NAME) -> None:

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from planner.virtual_gpu.shadow_ops import nested_tensors
+from planner.virtual_gpu.values.shadow_ops import nested_tensors
 
 _PLAIN_DTYPES = frozenset(
     {

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from planner.virtual_gpu import backend
-from planner.virtual_gpu.data_dependence import DataDependence
+from planner.virtual_gpu.values.data_dependence import DataDependence
 
 Made = tuple[Any, list[torch.Tensor]]
 """(result of an op, its scratch tensors)."""

@@ -25,8 +25,8 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from planner.virtual_gpu import backend
 from planner.virtual_gpu.autocast import AUTOCAST_KEY
-from planner.virtual_gpu.data_dependence import DataDependence
 from planner.virtual_gpu.kernels import Made, cuda_kernel
+from planner.virtual_gpu.values.data_dependence import DataDependence
 
 ASSUMED_RESERVE = (
     "cuDNN saves the gates, cells and outputs of recurrent layers for backward, and allocates no workspace (its real "

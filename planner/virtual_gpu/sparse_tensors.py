@@ -25,9 +25,9 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
-from planner.virtual_gpu.data_dependence import DataDependence
 from planner.virtual_gpu.kernels import Made, cuda_kernel
-from planner.virtual_gpu.shadow_ops import nested_tensors
+from planner.virtual_gpu.values.data_dependence import DataDependence
+from planner.virtual_gpu.values.shadow_ops import nested_tensors
 
 ASSUMED_TEMPORARIES = "temporaries of ops on sparse gradients are small enough to leave out"
 ASSUMED_WORKSPACES = "workspaces of cuSPARSE are small enough to leave out"

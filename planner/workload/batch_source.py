@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from planner.errors import WorkloadError
 from planner.virtual_gpu.forked_process import run_in_child
+from planner.workload.call_convention import is_graph
 from planner.workload.workload import described, map_batch
 
 MOST_BATCHES = 200
@@ -26,8 +28,9 @@ _Shapes = tuple[tuple[str, tuple[int, ...], str], ...]
 def candidate_batches(batch: Any) -> tuple[list[Any], tuple[str, ...]]:
     """Returns the batches of a source whose training step may be the largest, and a note for the plan.
 
-    A batch is left out if another batch has the same tensors and is at least as large in every dimension. If `batch` is
-    neither a `torch.utils.data.DataLoader` nor an iterator, it is the only batch that is returned.
+    A batch is left out if another batch has the same tensors and is at least as large in every dimension.
+    If `batch` is no source of batches (a `torch.utils.data.DataLoader`, an iterator, or a list of batches as in
+    `_is_list_of_batches`), it is the only batch that is returned.
 
     The source is read in a forked process, so that neither the position of an iterator nor the state of random number
     generators changes here.
@@ -35,7 +38,7 @@ def candidate_batches(batch: Any) -> tuple[list[Any], tuple[str, ...]]:
     Raises:
         WorkloadError: the source raises an error, or has no batches.
     """
-    if not isinstance(batch, (torch.utils.data.DataLoader, Iterator)):
+    if not isinstance(batch, (torch.utils.data.DataLoader, Iterator)) and not _is_list_of_batches(batch):
         return [batch], ()
     kept, seen = run_in_child(lambda: _largest(_batches(batch)))
     if not kept:
@@ -46,6 +49,24 @@ def candidate_batches(batch: Any) -> tuple[list[Any], tuple[str, ...]]:
     if len(kept) > _MOST_CANDIDATES:
         note += f"; of {len(kept)} different shapes, only the {_MOST_CANDIDATES} with the most elements were rehearsed"
     return kept[:_MOST_CANDIDATES], (note,)
+
+
+def _is_list_of_batches(batch: Any) -> bool:
+    """True for a list of mappings, dataclasses or graphs, or of tuples or lists that have tensors of the same kinds.
+
+    A list of tensors is one batch: the positional arguments of the model, as the default collate function of PyTorch's
+    `DataLoader` returns them. So is a list such as [images, targets], in which two lists contain different things.
+    """
+    if not isinstance(batch, list) or not batch:
+        return False
+    if all(isinstance(item, (list, tuple)) for item in batch):
+        return len({tuple(map(_kind, item)) for item in batch}) == 1 and len(batch[0]) > 0
+    return all(isinstance(item, Mapping) or dataclasses.is_dataclass(item) or is_graph(item) for item in batch)
+
+
+def _kind(value: Any) -> tuple[object, ...]:
+    """Returns what two values have in common that play the same part in two batches: dtype and rank, or the type."""
+    return (value.dtype, value.dim()) if isinstance(value, torch.Tensor) else (type(value),)
 
 
 def _batches(source: Iterable[Any]) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from planner.errors import RehearsalError
 from planner.plan_types.answers import Answers
 from planner.plan_types.decision_base import micro_batches_of
 from planner.recording.step_graph import StepGraph
-from planner.virtual_gpu import data_dependence
+from planner.virtual_gpu.values import data_dependence
 from planner.workload.cards import resolve_card
 from planner.workload.workload import workload
 from tests.support.truth import Case, rehearsal, truth

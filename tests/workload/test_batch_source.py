@@ -51,6 +51,22 @@ def test_a_batch_with_a_smaller_and_a_larger_tensor_is_kept():
     assert len(candidate_batches(iter([wide, long]))[0]) == 2
 
 
+@pytest.mark.parametrize(
+    ("batch", "count"),
+    [
+        (texts((4, 8), (8, 2)), 2),
+        ([(torch.zeros(4, 8), torch.zeros(4)), (torch.zeros(8, 2), torch.zeros(8))], 2),
+        (list(torch.utils.data.DataLoader(list(zip(torch.zeros(6, 2), range(6), strict=True)), batch_size=4)), 1),
+        ([([torch.zeros(3, 4)] * 2, [{"boxes": torch.zeros(1, 4)}] * 2), ([torch.zeros(3, 8)], [{}])], 2),
+        ([torch.zeros(4, 8), torch.zeros(4)], 1),
+        ([[torch.zeros(3, 4)] * 2, [{"boxes": torch.zeros(1, 4)}] * 2], 1),
+    ],
+)
+def test_a_list_of_batches_is_read_as_batches_and_a_list_of_tensors_as_one(batch, count):
+    kept, notes = candidate_batches(batch)
+    assert len(kept) == count and bool(notes) == (kept[0] is not batch)
+
+
 def test_one_batch_is_returned_unchanged():
     batch = texts((2, 2))[0]
     kept, notes = candidate_batches(batch)
@@ -171,7 +187,9 @@ def test_a_graph_is_a_batch():
 
 @pytest.mark.parametrize("batch", [torch.utils.data.TensorDataset(torch.zeros(2)), range(3), None, {torch.zeros(2)}])
 def test_a_batch_of_an_unknown_type_is_refused_with_those_that_are_known(batch):
-    with pytest.raises(WorkloadError, match=r"a batch of type .* a tuple, or a tensor; or a DataLoader or an iterator"):
+    with pytest.raises(
+        WorkloadError, match=r"a batch of type .* a tuple, or a tensor; or a DataLoader, or a list of batches"
+    ):
         planner.plan(nn.Linear(2, 2), batch, vram=None, gpu="bare")
 
 

@@ -21,10 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from planner.errors import PlannerError, RehearsalError
 from planner.plan_types.answers import Answers
 from planner.virtual_gpu import backend
-from planner.virtual_gpu.assertion_checks import assertion_outcome
-from planner.virtual_gpu.shadow_ops import ASSUMED_FINITE, ASSUMED_VALUES
-from planner.virtual_gpu.shadow_values import ShadowValues
 from planner.virtual_gpu.source_lines import frames, optimizer_in, source_line
+from planner.virtual_gpu.values.assertion_checks import assertion_outcome
+from planner.virtual_gpu.values.shadow_ops import ASSUMED_FINITE, ASSUMED_VALUES
+from planner.virtual_gpu.values.shadow_values import ShadowValues
 
 ASSUMED_CHECKS = "every check on tensor values (assert, or `if ...: raise`) passes"
 ASSUMED_MATCHING = (
@@ -43,7 +43,7 @@ _SCALING_FACTORS = {
     "transformers/optimization.py": 1.0,  # Adafactor: whether the size of a parameter is above a minimum.
 }
 """Files that ask for a number on which no allocation depends, and the number that they get."""
-_PACKAGE = pathlib.Path(__file__).parents[1]
+_PACKAGE = pathlib.Path(__file__).parents[2]
 _OURS, _REWRITE = str(_PACKAGE), str(_PACKAGE / "rewrite")
 _DISPATCH_WRAPPERS = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")
 """Files of torch whose frames are on the stack between the frame that asks and `Recorder.__torch_dispatch__`."""

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from planner.virtual_gpu.shadow_ops import (
+from planner.virtual_gpu.values.shadow_ops import (
     ASSUMED_CHOICES,
     ASSUMED_DRAWS,
     ASSUMED_FINITE,

@@ -9,8 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
-from planner.virtual_gpu.data_dependence import DataDependence
-from planner.virtual_gpu.shadow_values import is_tracked
+from planner.virtual_gpu.values.data_dependence import DataDependence
+from planner.virtual_gpu.values.shadow_values import is_tracked
 
 _aten = torch.ops.aten
 

@@ -1,0 +1,1 @@
+"""Answers a rehearsed step that asks for values of tensors: known values, assumptions and refusals."""
