@@ -29,7 +29,7 @@ def candidate_batches(batch: Any) -> tuple[list[Any], tuple[str, ...]]:
     """Returns the batches of a source whose training step may be the largest, and a note for the plan.
 
     A batch is left out if another batch has the same tensors and is at least as large in every dimension.
-    If `batch` is no source of batches (a `torch.utils.data.DataLoader`, an iterator, or a list of batches as in
+    If `batch` is not a source of batches (a `torch.utils.data.DataLoader`, an iterator, or a list of batches as in
     `_is_list_of_batches`), it is the only batch that is returned.
 
     The source is read in a forked process, so that neither the position of an iterator nor the state of random number
