@@ -43,6 +43,9 @@ def cases(wanted: Sequence[str] | None) -> tuple[list[Case], list[str]]:
         except ImportError as error:
             absent.append(f"{library}, because {error.name or error} is not installed: pip install '.[zoo]'")
             continue
+        except OSError as error:  # its compiled part is for another build of torch
+            absent.append(f"{library}, which cannot be imported: {error}")
+            continue
         found += importlib.import_module(f"benchmarks.zoo.models.{module}").cases()
     return found, absent
 
