@@ -27,7 +27,8 @@ from planner import profiles
 from planner.assemble import versions
 from planner.pipeline import plan_workload
 from planner.plan_types.constraints import Constraints, parse_constraints
-from planner.plan_types.decisions import Checkpoint, Fidelity
+from planner.plan_types.decisions import Fidelity
+from planner.plan_types.recompute_decisions import Checkpoint
 from planner.workload.loading import load_workload
 from planner.workload.synthetic_batch import synthetic_batch
 from planner.workload.workload import Workload, workload

@@ -23,7 +23,8 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from planner.plan_types.decisions import Checkpoint, Decision, Replay
+from planner.plan_types.decisions import Decision
+from planner.plan_types.recompute_decisions import Checkpoint, Replay
 from planner.rewrite.application import apply_decisions
 from planner.workload.call_convention import Calling
 

@@ -303,7 +303,9 @@ def smallest_configuration(
         workload, card, Budget.on(card, vram_bytes, margin=constraints.margin), watch
     ) as session:
         certified = session.certify(session.chooser(session.search_space(constraints), constraints).smallest())
-        return session.smallest_budget_bytes(certified), certified.choice.decisions
+        smallest_bytes = session.smallest_budget_bytes(certified)
+        at_smallest = session.with_budget(smallest_bytes).certify(certified.choice)
+        return smallest_bytes, at_smallest.choice.decisions
 
 
 def configuration_within(
@@ -326,4 +328,4 @@ def total_bytes_with(
     workload: Workload, card: DeviceProfile, decisions: tuple[Decision, ...], *, watch: Watch | None = None
 ) -> int:
     """Rehearse the step with these decisions, and return the smallest total in bytes under which it runs."""
-    return smallest_capacity_bytes(pipeline.record_step(workload, card, decisions, watch=watch), card)
+    return smallest_capacity_bytes(pipeline.record_step(workload, card, decisions, watch=watch), card, decisions)

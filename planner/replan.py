@@ -12,7 +12,7 @@ from planner.choose.choice import Choice
 from planner.errors import PlanFileError
 from planner.plan_types.answers import Answers
 from planner.plan_types.constraints import Constraints
-from planner.plan_types.decision_base import Fidelity, micro_batch_size_of, micro_batches_of
+from planner.plan_types.decision_base import Fidelity, Role, micro_batch_size_of, micro_batches_of, with_roles
 from planner.plan_types.plan import Plan
 from planner.progress import Watch
 from planner.workload.budget import Budget, card_and_budget
@@ -52,7 +52,14 @@ def replan(
     budget = None if vram_bytes is None else Budget.on(card, vram_bytes, margin=constraints.margin)
     notes = () if budget is None else budget.notes(card)
     with pipeline.open_session(workload, card, budget, watch) as session:
-        choice = Choice(decisions=saved.decisions, peak_bytes=0, step_ns=0, status="not needed", gap=0.0)
+        choice = Choice(
+            decisions=saved.decisions,
+            peak_bytes=0,
+            step_ns=0,
+            status="not needed",
+            gap=0.0,
+            allocators=(with_roles(saved.decisions, Role.ALLOCATOR),),
+        )
         certified = session.certify(choice)
         if budget is not None:
             certified = session.measure_at_smallest_budget(certified)

@@ -11,7 +11,6 @@ import torch
 
 from planner.errors import PlanFileError
 from planner.estimate.footprint import measure
-from planner.plan_types.decisions import micro_batches_of
 from planner.plan_types.plan import Footprint, Plan
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
@@ -98,5 +97,5 @@ def _certified(
     workload = dataclasses.replace(workload, not_by_sample=plan.workload.not_by_sample)
     card = card or resolve_card(plan.card, plan.vram_bytes)
     graph = certifying_graph(with_gradient_names(workload, card, watch), plan.decisions, card, watch)
-    measured = measure(graph, card, vram_bytes=plan.usable_bytes, micro_batches=micro_batches_of(plan.decisions))
+    measured = measure(graph, card, vram_bytes=plan.usable_bytes, decisions=plan.decisions)
     return Certificate(footprint=measured.footprint, fits=measured.fits, certified_bytes=measured.curve_bytes)

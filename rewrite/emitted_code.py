@@ -14,6 +14,8 @@ WIDTH = 120
 class EmittedCode:
     """The source text that one decision adds to the emitted file."""
 
+    environment: tuple[tuple[str, str], ...] = ()
+    """Names and values of environment variables, which the file sets before it imports torch."""
     imports: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
     functions: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ import torch
 
 from planner.estimate.add_workspaces import with_workspaces
 from planner.estimate.footprint import with_whole_batch
-from planner.plan_types.decision_base import Decision, micro_batch_size_of, micro_batches_of
+from planner.plan_types.decision_base import Decision, Role, micro_batch_size_of, micro_batches_of, without_roles
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
 from planner.recording.rehearsal import Rehearsal
@@ -106,6 +106,7 @@ def start_rehearsal(
         what_if: True for a recording that shows the tensors that every module saves. Candidates for recomputing are
             derived from it.
     """
+    decisions = without_roles(decisions, Role.ALLOCATOR)  # the recording does not depend on the allocator
     _import_once(decisions)
     shortened = tuple(decision.with_micro_batches(len(sizes)) for decision in decisions)
     rewrite = _rewriter(workload, shortened)

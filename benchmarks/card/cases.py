@@ -12,16 +12,14 @@ from benchmarks.card import models
 from benchmarks.card.models import Build
 from planner.plan_types.decisions import (
     Accumulation,
-    Checkpoint,
     ChunkedLoss,
     Decision,
-    Offload,
     Optimizer,
     OptimizerKernel,
     Precision,
-    Replay,
     StepInBackward,
 )
+from planner.plan_types.recompute_decisions import Checkpoint, Offload, Replay
 from planner.recompute.offload_cost import FROM_BYTES
 from planner.workload.optimizer_choice import OptimizerSpec
 from planner.workload.workload import Workload, workload

@@ -10,7 +10,7 @@ from benchmarks.card.cases import Case
 from planner.estimate.add_workspaces import unknown_ops
 from planner.estimate.allocation_stream import allocation_stream, signed_sizes
 from planner.estimate.footprint import ALLOCATOR_GRANULARITY_BYTES, measure
-from planner.plan_types.decisions import Decision, micro_batches_of
+from planner.plan_types.decisions import Decision
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import StepGraph
 from planner.rewrite.rehearse import certifying_graph, rehearsed_sizes
@@ -67,7 +67,7 @@ def predict(case: Case, card: DeviceProfile) -> Prediction:
     work = case.workload("meta")
     decisions = case.decisions(work)
     graph = certifying_graph(work, decisions, card)
-    footprint = measure(graph, card, vram_bytes=None, micro_batches=micro_batches_of(decisions)).footprint
+    footprint = measure(graph, card, vram_bytes=None, decisions=decisions).footprint
     ids, sizes, ticks = allocation_stream(graph)
     places, starts = _places(graph, ticks.tolist())
     return Prediction(

@@ -16,7 +16,8 @@ from benchmarks.guard.trying import plan_of
 from benchmarks.quality.counting import LiveBytes
 from benchmarks.quality.models import GPT, Classifier
 from planner import rewrite
-from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Precision
+from planner.plan_types.decisions import Accumulation, Decision, Precision
+from planner.plan_types.recompute_decisions import Checkpoint
 from planner.rewrite.accumulation_check import gradient_probe
 from planner.rewrite.accumulation_check.coupling_check import _CHECKED_BATCHES
 from planner.rewrite.accumulation_check.side_effects import _CopyOnWrite

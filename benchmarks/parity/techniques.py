@@ -24,19 +24,17 @@ from planner.estimate.roofline import HostCopies, op_times_ns
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decisions import (
     Accumulation,
-    Checkpoint,
     ChunkedLoss,
     Decision,
     Fidelity,
-    Offload,
     OptimizerKernel,
     Precision,
-    Replay,
     StepInBackward,
     conflict,
 )
 from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import Plan, SolverFacts
+from planner.plan_types.recompute_decisions import Checkpoint, Offload, Replay
 from planner.recompute import offload_cost, segments
 from planner.recompute import units as recompute_units
 from planner.recompute.units import Unit, Units, units_of
@@ -262,7 +260,7 @@ def _kernels(work: Workload) -> Iterator[Technique]:
 
 
 def _plan(work: Workload, baseline: StepGraph) -> Plan:
-    footprint = measure(baseline, CARD, vram_bytes=None, micro_batches=1).footprint
+    footprint = measure(baseline, CARD, vram_bytes=None).footprint
     return Plan(
         model=work.model_facts(), workload=work.facts(), card=CARD.name, card_source=CARD.source, vram_bytes=None,
         fidelity="rounded", forced=(), forbidden=(), baseline=footprint, peak=footprint, decisions=(), fits=True,

@@ -172,6 +172,8 @@ class Driver:
         self.peak_reserved_bytes = 0
         self.place = rising_addresses() if place is None else place
         """Function that takes the size of a new segment in bytes and returns its address."""
+        self.exchanges: list[tuple[int, int]] | None = None
+        """Receives each change as (address, bytes), negative if memory is released; None to keep no record."""
 
     def take(self, size_bytes: int) -> bool:
         """Reserves `size_bytes` of physical memory and returns True. Returns False if less than that is left."""
@@ -185,6 +187,11 @@ class Driver:
     def give_back(self, size_bytes: int) -> None:
         """Releases `size_bytes` of physical memory."""
         self.reserved_bytes -= size_bytes
+
+    def note(self, address: int, size_bytes: int) -> None:
+        """Records where memory was taken, or released if `size_bytes` is negative."""
+        if self.exchanges is not None:
+            self.exchanges.append((address, size_bytes))
 
 
 def rising_addresses() -> Callable[[int], int]:

@@ -116,6 +116,14 @@ class CachingAllocator:
         """Memory that is taken from the driver and not released."""
         return self._driver.reserved_bytes
 
+    def record_exchanges(self) -> list[tuple[int, int]]:
+        """Returns a list that receives (address, bytes) whenever memory is taken from the driver.
+
+        The bytes are negative if memory is released. With expandable segments, these are ranges of pages.
+        """
+        self._driver.exchanges = []
+        return self._driver.exchanges
+
     @property
     def peak_reserved_bytes(self) -> int:
         """Maximum of `reserved_bytes` so far."""
@@ -329,6 +337,7 @@ class CachingAllocator:
             return None
         block = Block(address=self._driver.place(new_bytes), size_bytes=new_bytes, pool=pool)
         self._heads[block.address] = block
+        self._driver.note(block.address, new_bytes)
         return block
 
     def _release(self, block: Block) -> None:
@@ -336,6 +345,7 @@ class CachingAllocator:
         block.pool.remove(block)
         del self._heads[block.address]
         self._driver.give_back(block.size_bytes)
+        self._driver.note(block.address, -block.size_bytes)
 
     def _release_oversize(self, pool: Pool, size_bytes: int) -> bool:
         """Releases free segments of at least `max_split_size_bytes` until enough for a request is released.

@@ -89,6 +89,7 @@ class ExpandableRanges:
         mapped_bytes = -(-size_bytes // self._page_bytes) * self._page_bytes
         if not self._driver.take(mapped_bytes):
             return None
+        self._driver.note(block.address, mapped_bytes)
         pool.remove_unmapped(block)
         if mapped_bytes < block.size_bytes:
             pool.insert_unmapped(block.split_off(mapped_bytes))
@@ -124,6 +125,7 @@ class ExpandableRanges:
             pool.insert(block.split_off(end - block.address))
         block.is_mapped = False
         self._driver.give_back(end - first)
+        self._driver.note(first, first - end)
         if block.next is not None and not block.next.is_mapped:
             pool.remove_unmapped(block.next)
             block.absorb_next()

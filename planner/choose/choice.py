@@ -21,6 +21,8 @@ class Choice:
     """Status of the solver: 'optimal', 'time limit' or 'not needed', as in `SolverFacts`."""
     gap: float
     """Maximum fraction of the step time by which another selection of units could be faster."""
+    allocators: tuple[Config, ...] = ((),)
+    """Alternatives for the options of the allocator, in order of preference. The certificate decides between them."""
     config: Config = ()
     """The configuration of the plan. Its number of loss chunks is the number for the whole batch, even if the plan
     splits the batch and `decisions` have fewer chunks."""

@@ -154,12 +154,15 @@ class Chooser:
                 else:
                     self._prefetcher.with_certificate(config, self._splits(config))
                 choices = self._fastest_of(config, budget_of(config), limit_ns)
-                found += [dataclasses.replace(choice, config=config) for choice in choices if choice.step_ns < above_ns]
+                found += [self._complete(choice, config) for choice in choices if choice.step_ns < above_ns]
         if not found:
             return None
         # Of the plans within a tie of the fastest one, return the most faithful and simplest.
         fastest_ns = min(choice.step_ns for choice in found)
         return min((choice for choice in found if choice.step_ns <= TIE * fastest_ns), key=lambda choice: choice.rank)
+
+    def _complete(self, choice: Choice, config: Config) -> Choice:
+        return dataclasses.replace(choice, config=config, allocators=self._space.allocators)
 
     def _in_turn(self, budget_of: Budget) -> Iterator[tuple[Config, ...]]:
         """Yields each configuration that may fit, with the next ones, and notes which have been tried or cannot fit."""
@@ -191,7 +194,7 @@ class Chooser:
                 split = max(rest, key=lambda split: split.micro_batches)
                 tried.add(split)
                 if (candidate := self._candidate(config, split)) and candidate.lower_bound_bytes < smallest_bytes():
-                    found.append(dataclasses.replace(self._smallest_of(candidate), config=config))
+                    found.append(self._complete(self._smallest_of(candidate), config))
         if not found:
             impossible = DecisionError(f"no plan is possible: {self._clash()}; force only one of the two techniques")
             raise next(iter(self.dropped.values()), impossible)

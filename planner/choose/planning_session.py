@@ -24,7 +24,7 @@ from planner.estimate import roofline
 from planner.estimate.add_workspaces import with_workspaces
 from planner.estimate.footprint import Measured, measure, smallest_capacity_bytes
 from planner.plan_types.constraints import Constraints
-from planner.plan_types.decision_base import Decision, Role, has_role, micro_batches_of, without_roles
+from planner.plan_types.decision_base import Decision, Role, has_role, without_roles
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
 from planner.recording.step_graph import Category, Op, Phase, StepGraph
@@ -167,7 +167,7 @@ class PlanningSession:
     def baseline(self) -> Certified:
         """The user's unchanged step, with its footprint on the card."""
         graph = self.baseline_graph
-        measured = measure(graph, self.card, vram_bytes=self._usable_bytes, micro_batches=1)
+        measured = measure(graph, self.card, vram_bytes=self._usable_bytes)
         step_ns, peak_bytes = measured.footprint.step_ns, measured.curve_bytes
         choice = Choice(decisions=(), peak_bytes=peak_bytes, step_ns=step_ns, status="not needed", gap=0.0)
         return Certified(choice=choice, graph=graph, measured=measured)
@@ -175,16 +175,35 @@ class PlanningSession:
     def certify(self, choice: Choice, *, then: Choice | None = None) -> Certified:
         """Return a choice with its certificate, and with its footprint under the budget.
 
+        The choice gets the options of the allocator under which the step fits, by preference without releasing cached
+        memory; PyTorch's defaults if they are as good.
+
         Args:
             then: the choice that will be certified next; its rehearsal starts in parallel. None if it is not known.
         """
         self.watch.check()
-        if not choice.decisions:
-            return dataclasses.replace(self.baseline, choice=choice)
-        graph = self._certificates.of(choice.decisions, then=None if then is None else then.decisions)
-        count = micro_batches_of(choice.decisions)
-        measured = measure(graph, self.card, vram_bytes=self._usable_bytes, micro_batches=count)
-        return Certified(choice=choice, graph=graph, measured=measured)
+        decisions = without_roles(choice.decisions, Role.ALLOCATOR)
+        if not decisions:
+            graph = self.baseline_graph
+        else:
+            graph = self._certificates.of(decisions, then=None if then is None else then.decisions)
+        return self._with_allocator(choice, graph, self._usable_bytes)
+
+    def _with_allocator(self, choice: Choice, graph: StepGraph, total_bytes: int | None) -> Certified:
+        """Return a choice with the options of the allocator that suit its certificate, within `total_bytes`."""
+        possible = []
+        for decisions in self._with_each_allocator(choice):
+            measured = measure(graph, self.card, vram_bytes=total_bytes, decisions=decisions)
+            chosen = dataclasses.replace(choice, decisions=decisions)
+            possible.append(Certified(choice=chosen, graph=graph, measured=measured))
+            if measured.fits and not measured.retries:
+                return possible[-1]
+        return next((certified for certified in possible if certified.measured.fits), possible[0])
+
+    def _with_each_allocator(self, choice: Choice) -> list[tuple[Decision, ...]]:
+        """Return the decisions of a choice with each alternative for the options of the allocator."""
+        decisions = without_roles(choice.decisions, Role.ALLOCATOR)
+        return [(*decisions, *allocator) for allocator in choice.allocators]
 
     def note(self, certified: Certified, constraints: Constraints) -> None:
         """Note a certified plan of the search, so that it is known if the time is up, and report it if it is better."""
@@ -284,15 +303,17 @@ class PlanningSession:
 
         `measured.fits` of the result says whether the step fits the session's budget.
         """
-        count = micro_batches_of(certified.choice.decisions)
         total_bytes = max(self.budget.usable_bytes, self.smallest_budget_bytes(certified))
-        measured = measure(certified.graph, self.card, vram_bytes=total_bytes, micro_batches=count)
+        measured = self._with_allocator(certified.choice, certified.graph, total_bytes)
         fits = total_bytes <= self.budget.usable_bytes
-        return dataclasses.replace(certified, measured=dataclasses.replace(measured, fits=fits))
+        return dataclasses.replace(measured, measured=dataclasses.replace(measured.measured, fits=fits))
 
     def smallest_budget_bytes(self, certified: Certified) -> int:
         """Returns the smallest total in bytes in which a certified step runs. It may be up to 1 MiB too large."""
-        return smallest_capacity_bytes(certified.graph, self.card)
+        return min(
+            smallest_capacity_bytes(certified.graph, self.card, decisions)
+            for decisions in self._with_each_allocator(certified.choice)
+        )
 
     def lower_bound_bytes(self, config: tuple[Decision, ...]) -> int:
         """Returns a lower bound in bytes on the peak of every plan with this configuration."""

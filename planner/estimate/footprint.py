@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import numpy as np
 
 from planner.allocator.replay import AllocatorOutcome, replay
-from planner.allocator.settings import AllocatorSettings
+from planner.allocator.settings import PYTORCH_DEFAULTS, AllocatorSettings, settings_of
 from planner.estimate import roofline
 from planner.estimate.allocation_stream import allocation_stream
+from planner.plan_types.decision_base import Decision, allocator_options_of, micro_batches_of
 from planner.plan_types.plan import Footprint
 from planner.profiles.device import SEGMENT_ADDRESSES, DeviceProfile
 from planner.recording.step_graph import Category, StepGraph, Storage
@@ -46,9 +48,13 @@ class Measured:
     """Peak of the memory curve: the largest sum of all live storages, each rounded to the allocator's granularity."""
     peak_tick: int
     """The tick of the recording at which the allocated bytes peak."""
+    retries: int
+    """Number of requests for which the allocator had to release its cache under the budget, which makes a step wait."""
 
 
-def measure(graph: StepGraph, card: DeviceProfile, *, vram_bytes: int | None, micro_batches: int) -> Measured:
+def measure(
+    graph: StepGraph, card: DeviceProfile, *, vram_bytes: int | None, decisions: Iterable[Decision] = ()
+) -> Measured:
     """Computes the footprint of a recording on a card.
 
     If the step does not fit in the budget, the result has the footprint that the step would have without a budget.
@@ -56,21 +62,24 @@ def measure(graph: StepGraph, card: DeviceProfile, *, vram_bytes: int | None, mi
     Args:
         graph: A recording to which workspaces have been added (`with_workspaces`).
         vram_bytes: Budget for the total. The allocator gets this budget minus the CUDA context. None means no limit.
-        micro_batches: Number of micro-batches of the real step. The recording may hold fewer of them.
+        decisions: The decisions of the step. They say how many micro-batches it has, of which the recording may hold
+            fewer, and which options of the allocator are set.
     """
+    settings, micro_batches = settings_of(allocator_options_of(decisions)), micro_batches_of(decisions)
     granularity = granularity_bytes(card)
     by_category = graph.category_bytes(granularity_bytes=granularity)
     live = by_category.sum(axis=0)
     curve_bytes = int(live.max())
-    tick, allocated, reserved, fits = int(live.argmax()), curve_bytes, curve_bytes, True
+    tick, allocated, reserved, fits, retries = int(live.argmax()), curve_bytes, curve_bytes, True, 0
     capacity = None if vram_bytes is None else vram_bytes - card.context_bytes
     if card.allocator:
         ids, sizes, ticks = allocation_stream(graph)
-        outcome = replayed((ids, sizes), card, capacity)
+        outcome = replayed((ids, sizes), card, capacity, settings)
+        retries = outcome.retries
         if outcome.out_of_memory_event is not None:
             # The report says how much memory the step would need: replay it to its end, without a limit.
             fits = False
-            outcome = replayed((ids, sizes), card, None)
+            outcome = replayed((ids, sizes), card, None, settings)
         allocated, reserved = outcome.peak_allocated_bytes, outcome.peak_reserved_bytes
         tick = int(ticks[outcome.peak_allocated_event])
     elif capacity is not None:
@@ -88,10 +97,12 @@ def measure(graph: StepGraph, card: DeviceProfile, *, vram_bytes: int | None, mi
         flops=roofline.step_flops(graph, micro_batches),
         most=_named(by_category.max(axis=1)),
     )
-    return Measured(footprint=footprint, fits=fits, curve_bytes=curve_bytes, peak_tick=tick)
+    return Measured(footprint=footprint, fits=fits, curve_bytes=curve_bytes, peak_tick=tick, retries=retries)
 
 
-def smallest_capacity_bytes(graph: StepGraph, card: DeviceProfile, *, within_bytes: int = 1 << 20) -> int:
+def smallest_capacity_bytes(
+    graph: StepGraph, card: DeviceProfile, decisions: Iterable[Decision] = (), *, within_bytes: int = 1 << 20
+) -> int:
     """Returns a total in bytes in which the step runs, at most `within_bytes` above the smallest such total.
 
     The total is found by bisection over the allocator's limit. When the allocator reaches its limit, it frees cached
@@ -99,17 +110,21 @@ def smallest_capacity_bytes(graph: StepGraph, card: DeviceProfile, *, within_byt
     interval becomes the peak of the bytes that it reserved. This may be well below the tried limit, but with this peak
     as its limit the allocator would answer every request in the same way.
 
+    Args:
+        decisions: the decisions of the step, which may set options of the allocator.
+
     The bisection assumes that a step that runs under one limit also runs under every larger limit. A caching allocator
     does not guarantee this, so an even smaller total may exist. The step runs in the returned total in any case.
     """
     if not card.allocator:
         return int(graph.live_bytes().max()) + card.context_bytes
     ids, sizes, _ = allocation_stream(graph)
-    outcome = replayed((ids, sizes), card, None)
+    settings = settings_of(allocator_options_of(decisions))
+    outcome = replayed((ids, sizes), card, None, settings)
     low, high = outcome.peak_allocated_bytes - 1, outcome.peak_reserved_bytes
     while high - low > within_bytes:
         middle = (low + high) // 2
-        outcome = replayed((ids, sizes), card, middle)
+        outcome = replayed((ids, sizes), card, middle, settings)
         if outcome.out_of_memory_event is None:
             high = outcome.peak_reserved_bytes
         else:
@@ -118,19 +133,23 @@ def smallest_capacity_bytes(graph: StepGraph, card: DeviceProfile, *, within_byt
 
 
 def replayed(
-    stream: tuple[np.ndarray, np.ndarray], card: DeviceProfile, capacity_bytes: int | None
+    stream: tuple[np.ndarray, np.ndarray],
+    card: DeviceProfile,
+    capacity_bytes: int | None,
+    settings: AllocatorSettings = PYTORCH_DEFAULTS,
 ) -> AllocatorOutcome:
     """Replays allocations for each order of addresses that the card's driver may give to segments.
 
     Args:
         stream: block ids and sizes in bytes from `allocation_stream`.
         capacity_bytes: maximum number of bytes that the allocator may reserve; None for no limit.
+        settings: options of the allocator.
 
     Returns:
         The worst outcome: one that runs out of memory, or else the one with the largest peak of reserved bytes.
     """
     outcomes = [
-        replay(stream, AllocatorSettings(), capacity_bytes, descending=descending)
+        replay(stream, settings, capacity_bytes, card_bytes=card.vram_bytes, descending=descending)
         for descending in SEGMENT_ADDRESSES[card.segment_addresses]
     ]
     return max(outcomes, key=lambda outcome: (outcome.out_of_memory_event is not None, outcome.peak_reserved_bytes))

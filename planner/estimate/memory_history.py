@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterable
 
 import numpy as np
 
+from planner.allocator.settings import settings_of
 from planner.estimate import roofline
 from planner.estimate.allocation_stream import allocation_stream
+from planner.plan_types.decision_base import Decision, allocator_options_of
 from planner.profiles.device import SEGMENT_ADDRESSES, DeviceProfile
 from planner.recording.step_graph import Op, Phase, StepGraph
 from planner.snapshot.file import Action
@@ -34,20 +37,23 @@ class MemoryHistory:
             tick = self.ticks[request]
             most[now + 1 : tick + 1] = reserved
             now = tick
-            if event.action is Action.SEGMENT_ALLOC:
+            if event.action in (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP):
                 reserved += event.size_bytes
-            elif event.action is Action.SEGMENT_FREE:
+            elif event.action in (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP):
                 reserved -= event.size_bytes
             most[tick] = max(most[tick], reserved)
         most[now + 1 :] = reserved
         return most
 
 
-def memory_history(graph: StepGraph, card: DeviceProfile, *, capacity_bytes: int | None) -> MemoryHistory:
+def memory_history(
+    graph: StepGraph, card: DeviceProfile, decisions: Iterable[Decision] = (), *, capacity_bytes: int | None
+) -> MemoryHistory:
     """Simulates the allocator on a recording to which workspaces have been added.
 
     Args:
         card: a card with a caching allocator.
+        decisions: the decisions of the step, which may set options of the allocator.
         capacity_bytes: maximum number of bytes that the allocator may reserve; None for no limit. With the peak of the
             reserved bytes of a measured step (`Footprint.reserved_bytes`) as the limit, the allocator behaves
             as it did under the budget with which the step was measured.
@@ -55,9 +61,16 @@ def memory_history(graph: StepGraph, card: DeviceProfile, *, capacity_bytes: int
     Raises:
         OutOfMemory: the recording does not run in `capacity_bytes`.
     """
+    settings = settings_of(allocator_options_of(decisions))
     ids, sizes, ticks = (column.tolist() for column in allocation_stream(graph))
     histories = [
-        simulate(zip(ids, sizes, strict=True), capacity_bytes, descending=descending)
+        simulate(
+            zip(ids, sizes, strict=True),
+            capacity_bytes,
+            settings=settings,
+            card_bytes=card.vram_bytes,
+            descending=descending,
+        )
         for descending in SEGMENT_ADDRESSES[card.segment_addresses]
     ]
     storage_of_block = [index for index, spans in enumerate(graph.spans()) for _ in spans]

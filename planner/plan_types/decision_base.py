@@ -37,6 +37,10 @@ class Fidelity(enum.IntEnum):
             raise DecisionError(f"fidelity '{text}' is unknown: choose one of {names}") from None
 
 
+ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
+"""The environment variable from which PyTorch reads the options of its caching allocator."""
+
+
 class Role(enum.Enum):
     """The part of the training step that a decision changes. Decisions with the same role are usually alternatives."""
 
@@ -54,6 +58,8 @@ class Role(enum.Enum):
     """The decision sets when the optimizer updates a parameter: after the backward, or inside it."""
     RECOMPUTE = "recompute"
     """The decision sets how the backward gets its saved tensors: recomputed, or copied back from host memory."""
+    ALLOCATOR = "allocator"
+    """The decision sets options of CUDA's caching allocator. The step is the same with and without it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,6 +127,11 @@ class Decision:
     def frozen_modules(self) -> tuple[str, ...]:
         """Names of the modules whose parameters are not trained."""
         return ()
+
+    @property
+    def allocator_options(self) -> dict[str, bool | int]:
+        """Options of the caching allocator by their names in PYTORCH_CUDA_ALLOC_CONF; empty for its defaults."""
+        return {}
 
     @property
     def reorders_sums(self) -> bool:
@@ -211,6 +222,16 @@ def frozen_modules_of(decisions: Iterable[Decision]) -> tuple[str, ...]:
     return tuple(name for decision in decisions for name in decision.frozen_modules)
 
 
+def allocator_options_of(decisions: Iterable[Decision]) -> dict[str, bool | int]:
+    """Options of the caching allocator by their names in PYTORCH_CUDA_ALLOC_CONF; empty for its defaults."""
+    return {name: value for decision in decisions for name, value in decision.allocator_options.items()}
+
+
+def allocator_conf(decisions: Iterable[Decision]) -> str:
+    """The value of `ALLOCATOR_VARIABLE`, such as 'expandable_segments:True'; empty for the defaults of PyTorch."""
+    return ",".join(f"{name}:{value}" for name, value in allocator_options_of(decisions).items())
+
+
 def of_optimizers(names: tuple[str, ...]) -> str:
     """Words that name the optimizers that a decision applies to; empty if the step has only one optimizer."""
     return f" of {' and '.join(map(repr, names))}" if names else ""
@@ -218,3 +239,50 @@ def of_optimizers(names: tuple[str, ...]) -> str:
 
 def _as_lists(value: object) -> object:
     return [_as_lists(item) for item in value] if isinstance(value, tuple) else value
+
+
+# ---- words for the descriptions of decisions ----------------------------------------------------------------------
+
+_MOST_NAMES, _MOST_RANGES = 6, 4
+"""Maximum number of name patterns, and of ranges of op numbers, in a description."""
+
+
+def counted(number: int, noun: str) -> str:
+    """Formats a number with its noun: '1 module', '3 modules'."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def module_listing(names: Iterable[str]) -> str:
+    """Lists module names. Names that differ only in the first number are joined: 'encoder.layer.{0-3,7}.attention'."""
+    numbers: dict[tuple[str, str], list[int]] = {}
+    for name in names:
+        parts = name.split(".")
+        position = next((position for position, part in enumerate(parts) if part.isdigit()), None)
+        if position is None:
+            numbers.setdefault((name, ""), [])
+        else:
+            before, after = ".".join([*parts[:position], ""]), ".".join(["", *parts[position + 1 :]])
+            numbers.setdefault((before, after), []).append(int(parts[position]))
+    patterns = [before + (_ranges(members) + after if members else "") for (before, after), members in numbers.items()]
+    return _shortened(patterns, _MOST_NAMES)
+
+
+def op_ranges(ranges: Iterable[tuple[int, int]]) -> str:
+    """Formats half-open ranges of op numbers with the last op included: [(0, 10), (12, 21)] gives '0-9, 12-20'."""
+    return _shortened([f"{start}-{stop - 1}" for start, stop in ranges], _MOST_RANGES)
+
+
+def _shortened(items: list[str], most: int) -> str:
+    return ", ".join(items) if len(items) <= most else f"{', '.join(items[:most])} and {len(items) - most} more"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Formats numbers as ranges in braces: '{0-3,7}'. A single number has no braces."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return text if len(numbers) == 1 else f"{{{text}}}"

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 
 from planner.errors import DecisionError
-from planner.plan_types import decisions
+from planner.plan_types import decisions, recompute_decisions
 from planner.plan_types.decision_base import Decision
 
 KINDS: dict[str, type[Decision]] = {
     decision.kind: decision
-    for decision in vars(decisions).values()
+    for module in (decisions, recompute_decisions)
+    for decision in vars(module).values()
     if isinstance(decision, type) and issubclass(decision, Decision) and decision is not Decision
 }
-"""Every decision class of `decisions.py` by its kind, in the order in which they are defined and applied."""
+"""Every decision class by its kind, in the order in which they are defined and applied."""
 
 _CANONICAL = {
     name: kind

@@ -16,6 +16,7 @@ Technique = Literal[
     "chunked-loss",
     "accumulation",
     "step-in-backward",
+    "allocator",
     "checkpoint",
     "segment-checkpoint",
     "offload",

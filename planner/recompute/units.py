@@ -38,7 +38,8 @@ from collections.abc import Container, Iterable, Mapping
 import numpy as np
 
 from planner.estimate.roofline import HostCopies
-from planner.plan_types.decisions import Checkpoint, Decision, Offload, Replay
+from planner.plan_types.decisions import Decision
+from planner.plan_types.recompute_decisions import Checkpoint, Offload, Replay
 from planner.recompute.kept_products import NOTHING, Keepable, Kept
 from planner.recompute.offload_cost import FROM_BYTES, Offloads
 from planner.recompute.recompute_cost import Replays, Rerun, Reruns

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from planner.allocator.blocks import Block, falling_addresses, rising_addresses
 from planner.allocator.caching_allocator import CachingAllocator
-from planner.allocator.settings import AllocatorSettings
+from planner.allocator.settings import PYTORCH_DEFAULTS, AllocatorSettings
 from planner.snapshot.file import Action, Event, History
 
 
@@ -33,30 +33,32 @@ def simulate(
     requests: Iterable[tuple[int, int]],
     capacity_bytes: int | None,
     *,
+    settings: AllocatorSettings = PYTORCH_DEFAULTS,
+    card_bytes: int | None = None,
     descending: bool = False,
 ) -> SimulatedHistory:
-    """Runs allocations and frees through an empty simulated allocator with PyTorch's default options.
+    """Runs allocations and frees through an empty simulated allocator.
 
     Args:
         requests: Pairs (number of a storage, size in bytes). A size above 0 allocates the storage, 0 frees it.
         capacity_bytes: Maximum memory of all segments together. None means no limit.
+        settings: Options of the allocator.
+        card_bytes: Total memory of the card, as for `planner.allocator.replay.replay`.
         descending: True if each new segment lies below the segment before it, False if above.
 
     Raises:
         OutOfMemory: a request does not fit in the capacity.
     """
-    settings = AllocatorSettings()
-    placed: list[tuple[int, int]] = []
-    next_address = falling_addresses() if descending else rising_addresses()
-
-    def place(size_bytes: int) -> int:
-        placed.append((next_address(size_bytes), size_bytes))
-        return placed[-1][0]
-
-    allocator = CachingAllocator(settings, capacity_bytes, place=place)
+    place = falling_addresses() if descending else rising_addresses()
+    allocator = CachingAllocator(settings, capacity_bytes, place=place, card_bytes=card_bytes)
+    exchanges = allocator.record_exchanges()
+    taken, released = (
+        (Action.SEGMENT_MAP, Action.SEGMENT_UNMAP)
+        if settings.expandable_segments
+        else (Action.SEGMENT_ALLOC, Action.SEGMENT_FREE)
+    )
     alive: dict[int, tuple[Block, int]] = {}
     peak_bytes = peak_request = 0
-    reserved: dict[int, int] = {}
     events: list[Event] = []
     causes: list[int] = []
     for index, (storage, size_bytes) in enumerate(requests):
@@ -65,15 +67,8 @@ def simulate(
             alive[storage] = block, index
             if allocator.allocated_bytes > peak_bytes:
                 peak_bytes, peak_request = allocator.allocated_bytes, index
-            new = placed[:]
-            placed.clear()
-            if allocator.reserved_bytes != sum(reserved.values()) + sum(size for _, size in new):
-                # The request found the capacity exhausted, so the allocator released segments before it took new ones.
-                present = {segment.address for segment in allocator.segments()}
-                for address in [address for address in reserved if address not in present]:
-                    events.append(Event(Action.SEGMENT_FREE, address, reserved.pop(address), 0))
-            reserved.update(new)
-            events += [Event(Action.SEGMENT_ALLOC, address, size, 0) for address, size in new]
+            events += [Event(taken if size > 0 else released, address, abs(size), 0) for address, size in exchanges]
+            exchanges.clear()
             events.append(Event(Action.ALLOC, block.address, size_bytes, 0))
         else:
             block, _ = alive.pop(storage)

@@ -64,6 +64,7 @@ def snapshot_data(simulated: SimulatedHistory, origins: Sequence[Origin]) -> dic
         return traces[frames]
 
     history = simulated.history
+    settings = history.settings
     trace = [
         {
             "action": event.action.value,
@@ -79,20 +80,22 @@ def snapshot_data(simulated: SimulatedHistory, origins: Sequence[Origin]) -> dic
     ]
     frames_at = {address: trace_of(request) for address, request in simulated.live.items()}
     return {
-        "segments": [_segment(segment, frames_at) for segment in history.segments],
+        "segments": [
+            _segment(segment, frames_at, is_expandable=settings.expandable_segments) for segment in history.segments
+        ],
         "device_traces": [trace],
         "allocator_settings": {
             "PYTORCH_CUDA_ALLOC_CONF": "",
-            "max_split_size": -1,
+            "max_split_size": -1 if settings.max_split_size_bytes is None else settings.max_split_size_bytes,
             "garbage_collection_threshold": 0.0,
-            "expandable_segments": False,
+            "expandable_segments": settings.expandable_segments,
             "roundup_power2_divisions": {},
         },
         "external_annotations": [],
     }
 
 
-def _segment(segment: Segment, frames_at: dict[int, list[dict[str, object]]]) -> dict[str, Any]:
+def _segment(segment: Segment, frames_at: dict[int, list[dict[str, object]]], *, is_expandable: bool) -> dict[str, Any]:
     """Returns a segment in the form of a snapshot. `frames_at` has the stack trace of each allocated block."""
     blocks: list[dict[str, Any]] = []
     address = segment.address
@@ -118,7 +121,7 @@ def _segment(segment: Segment, frames_at: dict[int, list[dict[str, object]]]) ->
         "stream": segment.stream,
         "segment_type": "small" if segment.is_small else "large",
         "segment_pool_id": _DEFAULT_POOL,
-        "is_expandable": False,
+        "is_expandable": is_expandable,
         "frames": [],
         "blocks": blocks,
     }

@@ -8,6 +8,8 @@ note with the reason.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import platform
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -17,6 +19,7 @@ from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, conflict
 from planner.plan_types.decisions import (
     Accumulation,
+    Allocator,
     ChunkedLoss,
     Optimizer,
     OptimizerKernel,
@@ -55,6 +58,8 @@ class SearchSpace:
     updates: Alternatives
     """When the optimizer steps: after the backward, or inside it."""
     splits: tuple[MicroBatching, ...]
+    allocators: Alternatives
+    """Options of the caching allocator, in order of preference. The certificate of a plan decides between them."""
     recompute: tuple[type[Decision], ...]
     """Kinds of decisions that free saved tensors (checkpoint, offload ...). The search chooses their modules."""
     chunks: ChunkedLossOption | None
@@ -117,6 +122,8 @@ class SearchSpace:
             return dataclasses.replace(self, losses=losses)
         if updates := using(self.updates):
             return dataclasses.replace(self, updates=updates)
+        if allocators := using(self.allocators):
+            return dataclasses.replace(self, allocators=allocators)
         return None
 
 
@@ -156,6 +163,7 @@ def search_space(
             losses=refuse[ChunkedLoss],
             updates=refuse[StepInBackward],
             splits=(MicroBatching(micro_batches=1, size=workload.batch_size),),
+            allocators=_allocators(card, constraints),
             recompute=_recompute(constraints),
             chunks=None,
             notes=tuple(notes),
@@ -166,6 +174,7 @@ def search_space(
         losses=_losses(constraints, chunks),
         updates=_updates(workload, constraints, notes),
         splits=batch_splits(workload, constraints, batch_statistics, carried, why_no_samples, values_needed, notes),
+        allocators=_allocators(card, constraints),
         recompute=_recompute(constraints),
         chunks=None if chunks is None else dataclasses.replace(chunks, always=constraints.force(Role.LOSS)),
         notes=tuple(notes),
@@ -249,6 +258,23 @@ def _updates(workload: Workload, constraints: Constraints, notes: list[str]) -> 
         why_not = f"{optimizer_name(optimizer)}{hooks} may look at the gradients of all parameters together"
     decisions = (StepInBackward(),) if why_not is None else None
     return _alternatives(constraints, StepInBackward, decisions, why_not)
+
+
+_SPLIT_MB = (512, 128)
+"""Values of max_split_size_mb that are tried."""
+
+
+def _allocators(card: DeviceProfile, constraints: Constraints) -> Alternatives:
+    """Returns the alternatives for the options of the allocator: PyTorch's defaults first.
+
+    Expandable segments need a driver interface that PyTorch does not use on Windows, and that WSL lacks.
+    """
+    kinds = [Allocator(max_split_size_mb=size) for size in _SPLIT_MB]
+    if platform.system() != "Windows" and "microsoft" not in platform.release().lower():
+        kinds.insert(0, Allocator(expandable_segments=True))
+    why_not = None if card.allocator else f"{card.title} has no caching allocator"
+    alternatives = [_alternatives(constraints, Allocator, None if why_not else (option,), why_not) for option in kinds]
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(alternatives)))
 
 
 def _recompute(constraints: Constraints) -> tuple[type[Decision], ...]:

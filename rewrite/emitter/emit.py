@@ -74,7 +74,12 @@ def source(plan: Plan, *, file_name: str = "train_step.py") -> str:
         *(function for function in check.functions if function not in functions),
     ]
     sections = [
-        _imports((*check.imports, *(line for fragment in fragments for line in fragment.imports)), model, plan)
+        _imports(
+            (*check.imports, *(line for fragment in fragments for line in fragment.imports)),
+            model,
+            plan,
+            [variable for fragment in fragments for variable in fragment.environment],
+        )
         + ("\n\n" + "\n\n".join(constants) if constants else ""),
         *([model.build] if model.build else []),
         _rewrite(plan, fragments),
@@ -117,11 +122,11 @@ _HELPERS = "# ---- Functions and classes that the functions above use."
 _LIBRARIES = ("torch", "transformers", "bitsandbytes", "peft")
 
 
-def _imports(needed: tuple[str, ...], model: ModelSource, plan: Plan) -> str:
+def _imports(needed: tuple[str, ...], model: ModelSource, plan: Plan, environment: list[tuple[str, str]]) -> str:
     """Return the import statements of the file, in the order of isort, given those that its functions need.
 
     The standard library comes first, then libraries, then the user's own modules. In each block `import` statements
-    come before `from` statements.
+    come before `from` statements. Environment variables are set before libraries are imported.
     """
     named = {part.rpartition(": ")[2] for part in plan.workload.optimizer.split(", ")}
     optimizers = {f"import {OPTIMIZERS[name].path.rpartition('.')[0]}" for name in named & OPTIMIZERS.keys()}
@@ -129,12 +134,16 @@ def _imports(needed: tuple[str, ...], model: ModelSource, plan: Plan) -> str:
     lines = {"import torch", *model.imports, *needed, *optimizers}
     if model.build:
         lines.add("import argparse")
+    if environment:
+        lines.add("import os")
     lines = _merged(lines)
     third_party = {line for line in lines if line.split()[1].split(".")[0] in _LIBRARIES}
     blocks = ["from __future__ import annotations"]
     for block in (lines - third_party - model.own_imports, third_party, model.own_imports):
         if block:
             blocks.append("\n".join(sorted(block, key=lambda line: (line.startswith("from"), line.split()[1]))))
+        if environment and "import os" in block:
+            blocks.append("\n".join(f'os.environ["{name}"] = "{value}"' for name, value in environment))
     return "\n\n".join(blocks)
 
 

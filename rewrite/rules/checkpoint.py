@@ -32,8 +32,8 @@ import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from planner.plan_types.decisions import Checkpoint
 from planner.plan_types.plan import Plan
+from planner.plan_types.recompute_decisions import Checkpoint
 from planner.recompute import kept_products
 from planner.rewrite.emitted_code import EmittedCode, assignment
 from planner.rewrite.portable.module_forward import detached, written_by

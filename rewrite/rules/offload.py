@@ -24,8 +24,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from planner.plan_types.decisions import Offload
 from planner.plan_types.plan import Plan
+from planner.plan_types.recompute_decisions import Offload
 from planner.rewrite.emitted_code import EmittedCode, assignment
 from planner.rewrite.portable import replay_ops
 from planner.rewrite.portable.replay_ops import KeptTensor, StorageView, key_of, version_of, without_bits

@@ -18,8 +18,8 @@ from __future__ import annotations
 import inspect
 import types
 
-from planner.plan_types.decisions import Replay
 from planner.plan_types.plan import Plan
+from planner.plan_types.recompute_decisions import Replay
 from planner.rewrite.emitted_code import EmittedCode, assignment
 from planner.rewrite.portable import replay_ops, replay_tape
 from planner.rewrite.portable.module_forward import detached

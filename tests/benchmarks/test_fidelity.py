@@ -22,7 +22,7 @@ from benchmarks.card.processes import Processes
 from planner import profiles
 from planner.allocator.replay import replay
 from planner.allocator.settings import AllocatorSettings
-from planner.plan_types.decisions import Checkpoint
+from planner.plan_types.recompute_decisions import Checkpoint
 from tests.support.measuring import CONTEXT_BYTES, MIB, TINY, FakeDevice, snapshot_of
 
 pytestmark = pytest.mark.slow

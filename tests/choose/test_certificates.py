@@ -10,7 +10,8 @@ from planner.choose.certificates import Certificates
 from planner.errors import RehearsalError
 from planner.pipeline import plan_workload
 from planner.plan_types.constraints import Constraints
-from planner.plan_types.decisions import Checkpoint, Decision, Precision
+from planner.plan_types.decisions import Decision, Precision
+from planner.plan_types.recompute_decisions import Checkpoint
 from tests.support.workloads import CARD, example
 
 BF16, FP16 = (Precision(dtype="bf16"),), (Precision(dtype="fp16"),)

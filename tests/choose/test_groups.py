@@ -10,7 +10,8 @@ import planner
 from planner import rewrite
 from planner.errors import PlannerError
 from planner.plan_types.decision_base import frozen_modules_of, has_role, micro_batches_of
-from planner.plan_types.decisions import Accumulation, Checkpoint, Role
+from planner.plan_types.decisions import Accumulation, Role
+from planner.plan_types.recompute_decisions import Checkpoint
 from tests.support.training import gpt2, tokens
 
 pytestmark = pytest.mark.slow

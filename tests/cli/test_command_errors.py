@@ -17,8 +17,9 @@ import planner
 from planner import pipeline
 from planner.cli import hub, main
 from planner.errors import WorkloadError
-from planner.plan_types.decisions import Accumulation, Checkpoint
+from planner.plan_types.decisions import Accumulation
 from planner.plan_types.plan import Plan
+from planner.plan_types.recompute_decisions import Checkpoint
 from planner.workload import cards
 from planner.workload.loading import load_workload
 

@@ -22,7 +22,8 @@ from planner.cli.page.recorded import PlanRecordings, Recorded, rehearse_stages
 from planner.cli.page.timeline import STACK, recording_data
 from planner.estimate.footprint import measure
 from planner.plan_types.constraints import parse_constraints
-from planner.plan_types.decisions import Accumulation, Checkpoint
+from planner.plan_types.decisions import Accumulation
+from planner.plan_types.recompute_decisions import Checkpoint
 from planner.recording.step_graph import Category
 from planner.snapshot import load, replay_history
 from planner.workload.workload import workload
@@ -47,9 +48,9 @@ def small_work():
     return workload(model, (torch.zeros(SAMPLES, WIDTH), torch.zeros(SAMPLES, 8)), loss_fn=mean_square)
 
 
-def recorded(work, card, decisions=(), count=1) -> Recorded:
+def recorded(work, card, decisions=()) -> Recorded:
     graph = pipeline.record_step(work, card, decisions)
-    return Recorded(graph, card, measure(graph, card, vram_bytes=None, micro_batches=count).footprint, decisions)
+    return Recorded(graph, card, measure(graph, card, vram_bytes=None, decisions=decisions).footprint, decisions)
 
 
 @pytest.fixture(scope="module")

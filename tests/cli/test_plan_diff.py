@@ -8,7 +8,8 @@ import json
 import pytest
 
 from planner.cli import main
-from planner.plan_types.decisions import Accumulation, Checkpoint
+from planner.plan_types.decisions import Accumulation
+from planner.plan_types.recompute_decisions import Checkpoint
 from tests.plan_types.test_plan import example
 
 pytestmark = pytest.mark.no_torch

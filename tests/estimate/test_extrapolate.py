@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from planner.estimate.extrapolate import BASE_SIZES, extrapolate
-from planner.plan_types.decisions import Accumulation, Checkpoint, Precision
+from planner.plan_types.decisions import Accumulation, Precision
+from planner.plan_types.recompute_decisions import Checkpoint
 from planner.recording.step_graph import Phase
 from planner.workload.workload import workload
 from tests.support.workloads import example, transformer, what_if

@@ -46,11 +46,11 @@ def test_where_it_is_not_known_how_the_driver_places_segments_the_worse_order_co
     program = functools.partial(holes_in_two_segments, freed=freed)
     graph = rehearse_program(program, Target(compute_capability=CARD.compute_capability))
     card = dataclasses.replace(CARD, segment_addresses=order)
-    measured = measure(graph, card, vram_bytes=None, micro_batches=1)
+    measured = measure(graph, card, vram_bytes=None)
     assert measured.footprint.reserved_bytes == (40 if order == better else 58) * MIB
     assert measured.footprint.total_bytes == measured.footprint.reserved_bytes + card.context_bytes
     budget_bytes = card.context_bytes + 50 * MIB
-    assert measure(graph, card, vram_bytes=budget_bytes, micro_batches=1).fits == (order == better)
+    assert measure(graph, card, vram_bytes=budget_bytes).fits == (order == better)
     assert (smallest_capacity_bytes(graph, card) <= budget_bytes) == (order == better)
 
 
@@ -65,8 +65,8 @@ def test_a_step_fits_from_the_smallest_budget_on_and_not_below(program):
     """The slack counts: segments are larger than what is alive in them."""
     graph = rehearse_program(program, Target(compute_capability=CARD.compute_capability))
     smallest = smallest_capacity_bytes(graph, CARD, within_bytes=1)
-    assert measure(graph, CARD, vram_bytes=smallest, micro_batches=1).fits
-    assert not measure(graph, CARD, vram_bytes=smallest - 1, micro_batches=1).fits
+    assert measure(graph, CARD, vram_bytes=smallest).fits
+    assert not measure(graph, CARD, vram_bytes=smallest - 1).fits
 
 
 def linear_layers() -> Workload:
@@ -98,7 +98,7 @@ def test_scratch_memory_is_alive_together_with_the_outputs_of_its_kernel():
 
 def test_each_category_has_its_own_maximum_which_may_be_at_another_moment_than_the_peak():
     graph = certifying_graph(linear_layers(), (), CARD)
-    footprint = measure(graph, CARD, vram_bytes=None, micro_batches=1).footprint
+    footprint = measure(graph, CARD, vram_bytes=None).footprint
     most = dict.fromkeys(Category, 0)
     for tick in range(graph.ticks):
         alive = dict.fromkeys(Category, 0)
@@ -118,7 +118,7 @@ def test_the_largest_tensors_at_the_peak_have_their_module_and_line_and_repeated
     work = linear_layers()
     model = torch.nn.Sequential(*(Layer(256, 256) for _ in range(4)))
     graph = certifying_graph(workload(model, work.batch, loss_fn=work.loss_fn), (), CARD)
-    tick = measure(graph, CARD, vram_bytes=None, micro_batches=1).peak_tick
+    tick = measure(graph, CARD, vram_bytes=None).peak_tick
     tensors = largest_tensors(graph, tick, granularity_bytes=512)
     sizes = sorted(
         (

@@ -11,7 +11,7 @@ import torch
 from planner import pipeline
 from planner.estimate.footprint import measure
 from planner.estimate.memory_history import memory_history, snapshot_origins, source_of, tick_times_ns
-from planner.plan_types.decisions import Accumulation
+from planner.plan_types.decisions import Accumulation, Allocator
 from planner.recording.step_graph import Category, Phase
 from planner.snapshot import load, replay_history, write_snapshot
 from planner.workload.workload import workload
@@ -40,20 +40,24 @@ def history(graph):
     return memory_history(graph, CARD, capacity_bytes=None)
 
 
-def test_the_history_has_the_peaks_of_the_footprint(graph, history):
-    footprint = measure(graph, CARD, vram_bytes=None, micro_batches=1).footprint
+@pytest.mark.parametrize("decisions", [(), (Allocator(expandable_segments=True),), (Allocator(max_split_size_mb=21),)])
+def test_the_history_has_the_peaks_of_the_footprint(graph, decisions):
+    history = memory_history(graph, CARD, decisions, capacity_bytes=None)
+    footprint = measure(graph, CARD, vram_bytes=None, decisions=decisions).footprint
     reserved = history.reserved_bytes(graph.ticks)
     assert history.simulated.peak_reserved_bytes == footprint.reserved_bytes == reserved.max()
     assert (reserved >= graph.live_bytes(granularity_bytes=512)).all()
     tick = history.ticks[history.simulated.peak_allocated_request]
     assert graph.op_at(tick).name == footprint.op
-    again = memory_history(graph, CARD, capacity_bytes=footprint.reserved_bytes)
+    again = memory_history(graph, CARD, decisions, capacity_bytes=footprint.reserved_bytes)
     assert again == history
 
 
-def test_the_snapshot_of_a_step_replays_to_the_byte_and_pytorchs_visualizer_reads_it(graph, history, tmp_path):
+@pytest.mark.parametrize("decisions", [(), (Allocator(expandable_segments=True),), (Allocator(max_split_size_mb=21),)])
+def test_the_snapshot_of_a_step_replays_to_the_byte_and_pytorchs_visualizer_reads_it(graph, decisions, tmp_path):
     from torch.cuda import _memory_viz
 
+    history = memory_history(graph, CARD, decisions, capacity_bytes=None)
     path = tmp_path / "step.pickle"
     times = tick_times_ns(graph, CARD, micro_batches=1)
     write_snapshot(path, history.simulated, snapshot_origins(graph, history, times))
@@ -63,7 +67,8 @@ def test_the_snapshot_of_a_step_replays_to_the_byte_and_pytorchs_visualizer_read
     assert result.recorded.peak_requested_bytes == graph.live_bytes().max()
     data = pickle.loads(path.read_bytes())
     events = _memory_viz.trace(data).splitlines()
-    assert len([line for line in events if "cudaMalloc" in line]) == len(data["segments"])
+    if not data["allocator_settings"]["expandable_segments"]:
+        assert len([line for line in events if "cudaMalloc" in line]) == len(data["segments"])
     assert "0.weight (exp_avg)" in _memory_viz.memory(data, format_flamegraph=str)
     assert f"seg_{data['segments'][0]['address']}" in _memory_viz.segments(data, format_flamegraph=str)
     for plot in (_memory_viz.trace_plot(data), _memory_viz.segment_plot(data)):
@@ -126,6 +131,6 @@ def test_the_time_of_the_last_step_is_that_of_the_footprint():
     graph = pipeline.record_step(work(), CARD, decisions)
     times = tick_times_ns(graph, CARD, micro_batches=8)
     start = min(op.tick for op in graph.ops if op.step == 1)
-    step_ns = measure(graph, CARD, vram_bytes=None, micro_batches=8).footprint.step_ns
+    step_ns = measure(graph, CARD, vram_bytes=None, decisions=decisions).footprint.step_ns
     assert times[-1] - times[start] == step_ns
     assert (times[1:] >= times[:-1]).all()

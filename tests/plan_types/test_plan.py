@@ -16,14 +16,12 @@ from planner.errors import DecisionError, PlanFileError
 from planner.plan_types.categories import Category
 from planner.plan_types.decisions import (
     Accumulation,
-    Checkpoint,
+    Allocator,
     ChunkedLoss,
     Freeze,
-    Offload,
     Optimizer,
     OptimizerKernel,
     Precision,
-    Replay,
     StepInBackward,
 )
 from planner.plan_types.plan import (
@@ -39,6 +37,7 @@ from planner.plan_types.plan import (
     SolverFacts,
     WorkloadFacts,
 )
+from planner.plan_types.recompute_decisions import Checkpoint, Offload, Replay
 from planner.plan_types.techniques import KINDS, decision_from_json
 
 pytestmark = pytest.mark.no_torch
@@ -167,6 +166,7 @@ def full_example() -> Plan:
     one_of_each = (
         Freeze(modules=("a",)), Precision(dtype="fp16"), Optimizer(), OptimizerKernel(kernel="fused"),
         ChunkedLoss(module="head", chunks=3), Accumulation(micro_batch_size=2, micro_batches=4), StepInBackward(),
+        Allocator(expandable_segments=True, max_split_size_mb=64),
         Checkpoint(modules=("b", "c"), kept=((), (0, 2))),
         Replay(modules=("d",), stretches=((1, 9),), kept=((3,),), stops=((4, 6),)),
         Offload(modules=("e", "f"), inputs_of=("f",), from_bytes=4096),

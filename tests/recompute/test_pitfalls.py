@@ -10,7 +10,7 @@ import torch
 
 import planner
 from planner import rewrite
-from planner.plan_types.decisions import Checkpoint
+from planner.plan_types.recompute_decisions import Checkpoint
 from planner.workload.workload import workload
 from tests.support.training import differences
 from tests.support.workloads import units, what_if

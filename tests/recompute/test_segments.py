@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from planner.plan_types.decisions import Checkpoint, Replay
+from planner.plan_types.recompute_decisions import Checkpoint, Replay
 from planner.recompute.recompute_cost import Replays
 from planner.recompute.segments import with_segments
 from planner.recompute.units import units_of

@@ -14,7 +14,7 @@ from torch import nn
 import planner
 from planner import rewrite
 from planner.errors import WorkloadError
-from planner.plan_types.decisions import Checkpoint
+from planner.plan_types.recompute_decisions import Checkpoint
 
 pytestmark = pytest.mark.slow
 

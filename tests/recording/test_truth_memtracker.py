@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from planner.errors import PlannerError
-from planner.plan_types.decisions import Checkpoint, Precision
+from planner.plan_types.decisions import Precision
+from planner.plan_types.recompute_decisions import Checkpoint
 from planner.recording.rehearsal import make_virtual, on_virtual_gpu, record_steps
 from planner.recording.step_graph import Category, Phase, StepGraph, Storage
 from planner.recording.virtual_batch import virtual_batch

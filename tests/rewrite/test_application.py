@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from planner.errors import DecisionError, PlanFileError, WorkloadError
-from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Freeze, Precision
+from planner.plan_types.decisions import Accumulation, Decision, Freeze, Precision
 from planner.plan_types.fingerprint import fingerprint
+from planner.plan_types.recompute_decisions import Checkpoint
 from planner.rewrite import apply
 from planner.rewrite.portable.loss_and_clipping import clip_gradients
 from planner.rewrite.rehearse import rehearsed_sizes

@@ -22,7 +22,8 @@ import planner
 import planner.space.search_space
 from planner import rewrite
 from planner.errors import DecisionError
-from planner.plan_types.decisions import Accumulation, Checkpoint, ChunkedLoss, OptimizerKernel, StepInBackward
+from planner.plan_types.decisions import Accumulation, ChunkedLoss, OptimizerKernel, StepInBackward
+from planner.plan_types.recompute_decisions import Checkpoint
 from tests.support.training import plan_for, seeded
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,8 @@ from torch import nn
 
 from planner import rewrite
 from planner.errors import DecisionError
-from planner.plan_types.decisions import Checkpoint, ChunkedLoss, StepInBackward
+from planner.plan_types.decisions import ChunkedLoss, StepInBackward
+from planner.plan_types.recompute_decisions import Checkpoint
 from tests.support.training import plan_for
 
 ROOMY = 1 << 30

@@ -12,7 +12,8 @@ from torch import nn
 
 from planner import rewrite
 from planner.errors import DecisionError, PlanFileError, WorkloadError
-from planner.plan_types.decisions import Checkpoint, Freeze, Offload, Optimizer, OptimizerKernel, Replay
+from planner.plan_types.decisions import Freeze, Optimizer, OptimizerKernel
+from planner.plan_types.recompute_decisions import Checkpoint, Offload, Replay
 from planner.rewrite.optimizers import make_optimizers
 from planner.workload.call_convention import Calling
 from planner.workload.optimizer_choice import arranged

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from planner import rewrite
 from planner.errors import DecisionError
-from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Offload, Replay, StepInBackward
+from planner.plan_types.decisions import Accumulation, Decision, StepInBackward
+from planner.plan_types.recompute_decisions import Checkpoint, Offload, Replay
 from planner.rewrite import source
 from planner.rewrite.portable.recompute_check import RecomputeCheck, random_run
 from planner.rewrite.rules import offload as offload_rule

@@ -12,16 +12,15 @@ from torch import nn
 from planner.errors import DecisionError, PlanFileError
 from planner.plan_types.decisions import (
     Accumulation,
-    Checkpoint,
     ChunkedLoss,
     Freeze,
     Optimizer,
     OptimizerKernel,
     Precision,
-    Replay,
     StepInBackward,
 )
 from planner.plan_types.fingerprint import plan_fingerprint
+from planner.plan_types.recompute_decisions import Checkpoint, Replay
 from planner.rewrite import apply
 from tests.support.training import (
     Convolutional,

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 import planner
 from planner.errors import DecisionError
-from planner.plan_types.decisions import Accumulation, Checkpoint, ChunkedLoss, Precision, Replay
+from planner.plan_types.decisions import Accumulation, ChunkedLoss, Precision
+from planner.plan_types.recompute_decisions import Checkpoint, Replay
 from planner.recording.step_graph import Category
 from planner.space import lm_head
 from planner.workload.workload import workload

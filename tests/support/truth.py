@@ -10,7 +10,8 @@ from collections.abc import Callable
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Precision
+from planner.plan_types.decisions import Accumulation, Decision, Precision
+from planner.plan_types.recompute_decisions import Checkpoint
 from planner.recording.recorder import Recorder
 from planner.recording.rehearsal import make_virtual, record_steps
 from planner.recording.step_graph import StepGraph

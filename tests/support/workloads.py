@@ -10,7 +10,7 @@ import torch
 
 from planner import profiles
 from planner.estimate.roofline import HostCopies
-from planner.plan_types.decisions import Checkpoint, Offload, Replay
+from planner.plan_types.recompute_decisions import Checkpoint, Offload, Replay
 from planner.recompute.units import Units, units_of
 from planner.recording.step_graph import StepGraph
 from planner.rewrite.rehearse import certifying_graph, start_rehearsal

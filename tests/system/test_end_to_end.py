@@ -10,7 +10,8 @@ import torch
 import planner
 from planner import rewrite
 from planner.errors import PlanFileError
-from planner.plan_types.decisions import Accumulation, Checkpoint, Replay
+from planner.plan_types.decisions import Accumulation
+from planner.plan_types.recompute_decisions import Checkpoint, Replay
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,8 @@ import torch
 
 import planner
 from planner import rewrite
-from planner.plan_types.decisions import Accumulation, Checkpoint, Optimizer, Precision, Replay
+from planner.plan_types.decisions import Accumulation, Optimizer, Precision
+from planner.plan_types.recompute_decisions import Checkpoint, Replay
 from planner.workload.workload import workload
 from tests.support.training import roberta, seeded, tokens
 from tests.support.workloads import CARD, what_if

@@ -10,7 +10,8 @@ import torch
 
 from planner.pipeline import plan_workload
 from planner.plan_types.constraints import Constraints
-from planner.plan_types.decisions import Checkpoint, Fidelity, Precision, Replay
+from planner.plan_types.decisions import Fidelity, Precision
+from planner.plan_types.recompute_decisions import Checkpoint, Replay
 from planner.plan_types.techniques import KINDS
 from planner.workload.workload import workload
 from tests.support.workloads import BARE, CARD, example, plain, transformer, units, what_if

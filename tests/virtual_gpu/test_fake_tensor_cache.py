@@ -10,7 +10,8 @@ import pickle
 import pytest
 import torch
 
-from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Precision
+from planner.plan_types.decisions import Accumulation, Decision, Precision
+from planner.plan_types.recompute_decisions import Checkpoint
 from planner.virtual_gpu import fake_tensor_cache
 from planner.virtual_gpu.backend import Target, VirtualGpuMode, install
 from planner.virtual_gpu.fake_tensor_cache import FakeTensorCache

@@ -14,7 +14,7 @@ import planner
 from planner import rewrite
 from planner.cli.command import main
 from planner.errors import WorkloadError
-from planner.plan_types.decisions import Checkpoint
+from planner.plan_types.recompute_decisions import Checkpoint
 from planner.workload.batch_source import batch_of_shapes, candidate_batches
 
 SOURCE = """

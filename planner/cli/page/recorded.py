@@ -36,9 +36,9 @@ class Recorded:
         if not self.card.allocator:
             return None
         try:
-            return memory_history(self.graph, self.card, capacity_bytes=self.footprint.reserved_bytes)
+            return memory_history(self.graph, self.card, self.decisions, capacity_bytes=self.footprint.reserved_bytes)
         except OutOfMemory:  # two rehearsals of a step that draws random numbers on the host may differ
-            return memory_history(self.graph, self.card, capacity_bytes=None)
+            return memory_history(self.graph, self.card, self.decisions, capacity_bytes=None)
 
     @functools.cached_property
     def times_ns(self) -> np.ndarray:
@@ -127,8 +127,7 @@ def rehearse_stages(plan: Plan, recordings: PlanRecordings) -> tuple[Stage, ...]
             graph = pipeline.record_step(recordings.workload, recordings.card, decisions)
         except PlannerError:
             continue
-        count = micro_batches_of(decisions)
-        measured = measure(graph, recordings.card, vram_bytes=plan.usable_bytes, micro_batches=count).footprint
+        measured = measure(graph, recordings.card, vram_bytes=plan.usable_bytes, decisions=decisions).footprint
         stages.append(Stage(kinds=tuple(waiting), total_bytes=measured.total_bytes, step_ns=measured.step_ns))
         waiting = []
     if kinds:

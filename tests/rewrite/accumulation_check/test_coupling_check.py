@@ -19,7 +19,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from planner import rewrite
 from planner.errors import DecisionError
-from planner.plan_types.decisions import Accumulation, Checkpoint, Decision, Offload, Precision, Replay
+from planner.plan_types.decisions import Accumulation, Decision, Precision
+from planner.plan_types.recompute_decisions import Checkpoint, Offload, Replay
 from planner.rewrite.accumulation_check import gradient_probe, object_snapshot
 from planner.rewrite.accumulation_check import sampled_gradient as sampled_gradient_file
 from planner.rewrite.accumulation_check.batch_independent_random import BatchIndependentRandom

@@ -16,7 +16,6 @@ import torch
 from planner.errors import PlanFileError
 from planner.plan_types.decisions import (
     Accumulation,
-    Checkpoint,
     ChunkedLoss,
     Freeze,
     Optimizer,
@@ -25,6 +24,7 @@ from planner.plan_types.decisions import (
     StepInBackward,
 )
 from planner.plan_types.plan import Plan
+from planner.plan_types.recompute_decisions import Checkpoint
 from planner.rewrite import emit, source
 from planner.workload.call_convention import Calling
 from tests.support.training import (

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from planner.plan_types.decisions import Accumulation, Checkpoint, Precision
+from planner.plan_types.decisions import Accumulation, Precision
+from planner.plan_types.recompute_decisions import Checkpoint
 from planner.rewrite import emit, source
 from planner.rewrite.rules import offload
 from tests.rewrite.emitter.test_emitted_fixtures import CASES, FOLDER, ROOT, each_case

@@ -19,18 +19,16 @@ import torch
 
 from planner.plan_types.decisions import (
     Accumulation,
-    Checkpoint,
     ChunkedLoss,
     Decision,
     Freeze,
-    Offload,
     Optimizer,
     OptimizerKernel,
     Precision,
-    Replay,
     StepInBackward,
 )
 from planner.plan_types.plan import Plan
+from planner.plan_types.recompute_decisions import Checkpoint, Offload, Replay
 from planner.plan_types.techniques import KINDS
 from planner.rewrite import source
 from planner.rewrite.rules import offload

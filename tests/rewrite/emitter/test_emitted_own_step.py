@@ -11,8 +11,9 @@ import pytest
 
 from planner.cli.command import main
 from planner.errors import DecisionError
-from planner.plan_types.decisions import Checkpoint, Optimizer, OptimizerKernel
+from planner.plan_types.decisions import Optimizer, OptimizerKernel
 from planner.plan_types.plan import Plan
+from planner.plan_types.recompute_decisions import Checkpoint
 from planner.rewrite import emit
 from planner.workload.call_convention import Calling
 from tests.support.loops import LOOPS

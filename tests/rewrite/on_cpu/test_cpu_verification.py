@@ -14,16 +14,9 @@ from planner import pipeline
 from planner.cli import command
 from planner.errors import MeasurementError
 from planner.plan_types.constraints import parse_constraints
-from planner.plan_types.decisions import (
-    Accumulation,
-    Checkpoint,
-    Offload,
-    Optimizer,
-    OptimizerKernel,
-    Precision,
-    StepInBackward,
-)
+from planner.plan_types.decisions import Accumulation, Optimizer, OptimizerKernel, Precision, StepInBackward
 from planner.plan_types.plan import Plan
+from planner.plan_types.recompute_decisions import Checkpoint, Offload
 from planner.rewrite.on_cpu import verification as verifying
 from planner.rewrite.on_cpu import worker
 from planner.rewrite.on_cpu.prediction import predicted

@@ -16,15 +16,14 @@ from planner import rewrite
 from planner.errors import DecisionError, PlanFileError, WorkloadError
 from planner.plan_types.decisions import (
     Accumulation,
-    Checkpoint,
     ChunkedLoss,
     Freeze,
     Optimizer,
     OptimizerKernel,
     Precision,
-    Replay,
     StepInBackward,
 )
+from planner.plan_types.recompute_decisions import Checkpoint, Replay
 from planner.rewrite import Parity
 from planner.rewrite.parity.reference_step import Comparable
 from planner.rewrite.parity.result import Row

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from planner.plan_types.decisions import Accumulation, Checkpoint, Optimizer, Precision, StepInBackward
+from planner.plan_types.decisions import Accumulation, Optimizer, Precision, StepInBackward
+from planner.plan_types.recompute_decisions import Checkpoint
 from planner.rewrite.parity.model_structure import difference, identity_facts
 from planner.rewrite.rules import RULES, eight_bit_optimizer
 from planner.rewrite.step import TrainingStep

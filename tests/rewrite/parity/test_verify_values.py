@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from planner.plan_types.decisions import Accumulation, Checkpoint, Precision, Replay
+from planner.plan_types.decisions import Accumulation, Precision
+from planner.plan_types.recompute_decisions import Checkpoint, Replay
 from planner.rewrite.parity.result import compare
 from tests.support.training import Perceptron, vectors, verified
 

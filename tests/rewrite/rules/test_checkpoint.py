@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from planner.errors import DecisionError
-from planner.plan_types.decisions import Checkpoint
+from planner.plan_types.recompute_decisions import Checkpoint
 from planner.rewrite.rules import checkpoint
 from tests.support.training import (
     Convolutional,

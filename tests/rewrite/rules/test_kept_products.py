@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from planner.errors import DecisionError
-from planner.plan_types.decisions import Checkpoint, Precision
+from planner.plan_types.decisions import Precision
+from planner.plan_types.recompute_decisions import Checkpoint
 from planner.plan_types.techniques import decision_from_json
 from planner.rewrite.rules import checkpoint
 from planner.workload.workload import workload

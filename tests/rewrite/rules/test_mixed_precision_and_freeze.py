@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from planner.errors import DecisionError
-from planner.plan_types.decisions import Accumulation, Checkpoint, Freeze, Precision
+from planner.plan_types.decisions import Accumulation, Freeze, Precision
+from planner.plan_types.recompute_decisions import Checkpoint
 from planner.rewrite.step import TrainingStep
 from tests.support.training import (
     Perceptron,

@@ -15,7 +15,8 @@ from torch import nn
 
 import planner
 from planner.errors import DecisionError
-from planner.plan_types.decisions import Accumulation, Checkpoint, Offload, Precision, Replay, StepInBackward
+from planner.plan_types.decisions import Accumulation, Precision, StepInBackward
+from planner.plan_types.recompute_decisions import Checkpoint, Offload, Replay
 from planner.plan_types.techniques import decision_from_json
 from planner.rewrite.rules import offload as rule
 from planner.workload.workload import workload

@@ -11,7 +11,6 @@ from torch import nn
 from planner.errors import DecisionError
 from planner.plan_types.decisions import (
     Accumulation,
-    Checkpoint,
     Decision,
     Freeze,
     Optimizer,
@@ -19,6 +18,7 @@ from planner.plan_types.decisions import (
     Precision,
     StepInBackward,
 )
+from planner.plan_types.recompute_decisions import Checkpoint
 from planner.rewrite import apply, source
 from planner.workload.optimizer_choice import OPTIMIZERS as NAMED
 from planner.workload.torch_optimizers import kernel_instead_of_foreach

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from planner.errors import DecisionError
-from planner.plan_types.decisions import Accumulation, Precision, Replay
+from planner.plan_types.decisions import Accumulation, Precision
+from planner.plan_types.recompute_decisions import Replay
 from planner.plan_types.techniques import decision_from_json
 from planner.rewrite.portable import replay_tape
 from planner.rewrite.portable.replay_ops import StorageView, may_overlap

@@ -11,16 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import planner
 from planner.errors import DecisionError, RehearsalError, WorkloadError
-from planner.plan_types.decisions import (
-    Accumulation,
-    Checkpoint,
-    Decision,
-    Fidelity,
-    Freeze,
-    Optimizer,
-    Precision,
-    StepInBackward,
-)
+from planner.plan_types.decisions import Accumulation, Decision, Fidelity, Freeze, Optimizer, Precision, StepInBackward
+from planner.plan_types.recompute_decisions import Checkpoint
 from planner.recording.step_graph import Category, Phase
 from planner.workload.workload import workload
 from tests.support.training import (

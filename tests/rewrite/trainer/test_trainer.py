@@ -16,7 +16,6 @@ from planner import rewrite
 from planner.errors import DecisionError, PlanFileError, PromiseError, WorkloadError
 from planner.plan_types.decisions import (
     Accumulation,
-    Checkpoint,
     ChunkedLoss,
     Freeze,
     Optimizer,
@@ -24,6 +23,7 @@ from planner.plan_types.decisions import (
     Precision,
     StepInBackward,
 )
+from planner.plan_types.recompute_decisions import Checkpoint
 from planner.rewrite import memory_promise
 from planner.rewrite.trainer import callback
 from tests.support.training import cross_entropy, gpt2, plan_for, roberta, roberta_config, seeded, tokens, vectors

@@ -1,0 +1,179 @@
+"""The decisions that free tensors which backward needs: they are recomputed, or kept in host memory meanwhile."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import ClassVar
+
+from planner.errors import DecisionError
+from planner.plan_types.decision_base import Decision, Fidelity, Role, counted, module_listing, op_ranges
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoint(Decision):
+    """Recompute the activations of `modules` in backward (activation checkpointing).
+
+    With `kept` this is selective activation checkpointing: the outputs of some ops are kept, all others are recomputed.
+    """
+
+    kind: ClassVar[str] = "checkpoint"
+    fidelity: ClassVar[Fidelity] = Fidelity.EXACT
+    role: ClassVar[Role] = Role.RECOMPUTE
+    disables_kv_cache: ClassVar[bool] = True
+    modules: tuple[str, ...]
+    kept: tuple[tuple[int, ...], ...] = ()
+    """For each module: numbers of the ops whose outputs are kept. Only matmuls, convolutions and attention ops are
+    numbered, in the order in which a call of the module runs them (`recompute.kept_products`). Empty if no module keeps
+    outputs."""
+
+    def __post_init__(self) -> None:
+        if not self.modules:
+            raise DecisionError("checkpoint names no modules: name at least one module, or leave the decision out")
+        if not isinstance(self.kept, tuple) or (self.kept and len(self.kept) != len(self.modules)):
+            raise DecisionError(
+                f"checkpoint names {counted(len(self.modules), 'module')}, and its kept ops are {self.kept!r}: "
+                "give a list of op numbers for each module, or leave kept empty"
+            )
+        for numbers in self.kept:
+            whole = isinstance(numbers, tuple) and all(type(number) is int and number >= 0 for number in numbers)
+            if not whole or any(first >= second for first, second in itertools.pairwise(numbers)):
+                raise DecisionError(
+                    f"checkpoint keeps ops {numbers!r}: give whole numbers of at least 0 in ascending order"
+                )
+
+    @property
+    def by_module(self) -> dict[str, tuple[int, ...]]:
+        """For each module name: numbers of the ops whose outputs are kept."""
+        return dict(zip(self.modules, self.kept or ((),) * len(self.modules), strict=True))
+
+    def describe(self) -> str:
+        by_kept: dict[tuple[int, ...], list[str]] = {}
+        for module, kept in self.by_module.items():
+            by_kept.setdefault(kept, []).append(module)
+        parts = [
+            f"{module_listing(modules)}{_keeping(len(kept), each=len(modules) > 1)}"
+            for kept, modules in sorted(by_kept.items())
+        ]
+        return f"activation checkpointing: {'; '.join(parts)}"
+
+
+Segment = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+"""A segment of a forward: its first op, the op after its last op, its kept ops, its stops. See `Replay`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replay(Decision):
+    """Recompute segments of a module's forward in backward, op by op, instead of keeping their activations.
+
+    A segment is a range of consecutive ops; it need not be a call of a submodule.
+    """
+
+    kind: ClassVar[str] = "segment-checkpoint"
+    former_kind: ClassVar[str | None] = "replay"
+    fidelity: ClassVar[Fidelity] = Fidelity.EXACT
+    role: ClassVar[Role] = Role.RECOMPUTE
+    modules: tuple[str, ...]
+    """For each segment: the name of the module whose forward it is a part of. Segments of a module are adjacent."""
+    stretches: tuple[tuple[int, int], ...]
+    """For each segment: the number of its first op, and of the op after its last op. In each call of a module, ops are
+    numbered from 0 in the order in which they run. Only ops that make or change a tensor on the module's device are
+    counted."""
+    kept: tuple[tuple[int, ...], ...]
+    """For each segment: numbers of the ops whose outputs are kept."""
+    stops: tuple[tuple[int, ...], ...] = ()
+    """For each segment: numbers of the ops at which it is divided into parts; a part begins at each of these ops. Each
+    part is recomputed when the backward reaches it, so that the saved tensors of only one part are in memory at a time.
+    Empty if no segment is divided."""
+
+    def __post_init__(self) -> None:
+        if not self.modules:
+            raise DecisionError(
+                "segment-checkpoint names no segments: name at least one segment, or leave the decision out"
+            )
+        if not len(self.modules) == len(self.stretches) == len(self.kept) == len(self.stops or self.kept):
+            raise DecisionError(
+                f"segment-checkpoint has {len(self.modules)} modules, {len(self.stretches)} stretches, "
+                f"{len(self.kept)} lists of kept ops and {len(self.stops)} lists of stops: give as many of each "
+                "(stops may be empty)"
+            )
+        for segments in self.by_module.values():
+            ranges = [number for start, stop, _, _ in segments for number in (start, stop)]
+            inside = [(start, n, stop - 1) for start, stop, kept, stops in segments for n in (*kept, *stops)]
+            numbers = [*ranges, *(number for numbers in inside for number in numbers)]
+            whole = all(type(number) is int and number >= 0 for number in numbers)
+            lists = [list(numbers) for _, _, kept, stops in segments for numbers in (kept, stops)]
+            lists += [ranges, *map(list, inside)]
+            empty = any(start >= stop or start in stops for start, stop, _, stops in segments)
+            if not whole or empty or any(numbers != sorted(numbers) for numbers in lists):
+                raise DecisionError(
+                    f"segment-checkpoint has segments {segments!r}: give op numbers of at least 0 in ascending order; "
+                    "segments must not be empty or overlap, and must contain their kept ops and stops"
+                )
+
+    @property
+    def by_module(self) -> dict[str, tuple[Segment, ...]]:
+        """For each module name: the segments of its forward."""
+        by_module: dict[str, tuple[Segment, ...]] = {}
+        segments = zip(self.modules, self.stretches, self.kept, self.stops or ((),) * len(self.modules), strict=True)
+        for module, (start, stop), kept, stops in segments:
+            by_module[module] = (*by_module.get(module, ()), (start, stop, kept, stops))
+        return by_module
+
+    def describe(self) -> str:
+        alike: dict[tuple[Segment, ...], list[str]] = {}
+        for module, segments in self.by_module.items():
+            alike.setdefault(segments, []).append(module)
+        parts = []
+        for segments, modules in alike.items():
+            owner = module_listing(modules) if all(modules) else "the model's forward"
+            kept = sum(len(kept) for _, _, kept, _ in segments)
+            divided = sum(len(stops) + 1 for *_, stops in segments if stops)
+            in_parts = f", recomputed in {divided} parts" if divided else ""
+            ops = op_ranges((start, stop) for start, stop, _, _ in segments)
+            parts.append(f"ops {ops} of {owner}{_keeping(kept, each=len(modules) > 1)}{in_parts}")
+        return f"segment checkpointing: {'; '.join(parts)}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Offload(Decision):
+    """Keep the tensors that `modules` save for backward in pinned host memory between forward and backward."""
+
+    kind: ClassVar[str] = "offload"
+    fidelity: ClassVar[Fidelity] = Fidelity.EXACT
+    role: ClassVar[Role] = Role.RECOMPUTE
+    needs_host_memory: ClassVar[bool] = True
+    modules: tuple[str, ...]
+    inputs_of: tuple[str, ...]
+    """Members of `modules` that are recomputed in backward. Only the inputs of these modules are offloaded."""
+    from_bytes: int
+    """Minimum size in bytes of the storages that are offloaded; smaller storages stay on the card."""
+
+    def __post_init__(self) -> None:
+        if not self.modules or not set(self.inputs_of) <= set(self.modules):
+            raise DecisionError(
+                f"offload has {counted(len(self.modules), 'module')}, and inputs_of names {list(self.inputs_of)}: "
+                "name at least one module in modules, and repeat every module of inputs_of there"
+            )
+        if type(self.from_bytes) is not int or self.from_bytes < 1:
+            raise DecisionError(
+                f"offload has a minimum size of {self.from_bytes!r} bytes: give a whole number of at least 1"
+            )
+
+    def describe(self) -> str:
+        saving = tuple(module for module in self.modules if module not in self.inputs_of)
+        parts = [
+            f"{tensors} {module_listing(modules)}"
+            for tensors, modules in (("tensors saved in", saving), ("inputs of", self.inputs_of))
+            if modules
+        ]
+        return f"offload to pinned host memory: {'; '.join(parts)}"
+
+
+def _keeping(outputs: int, *, each: bool) -> str:
+    """Describes how many op outputs are kept; empty if none are kept.
+
+    Args:
+        each: True if the number holds for each of several modules.
+    """
+    return f", keeping {counted(outputs, 'op output')}{' each' if each else ''}" if outputs else ""
