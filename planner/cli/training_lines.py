@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 
+from planner.plan_types.decision_base import ALLOCATOR_VARIABLE, allocator_conf
 from planner.plan_types.plan import Plan
 from planner.plan_types.words import Loop
 from planner.rewrite.emitter.model_source import adapted_model
@@ -32,7 +33,10 @@ def training_lines(plan: Plan, loop: Loop, path: pathlib.Path | None) -> str:
     saved = str(path or "plan.json")
     text = _LINES[loop](plan)
     comment = "" if path else "  # add --save plan.json to the command"
-    return f'plan = planner.Plan.load("{saved}"){comment}\n{_model_lines(plan)}{text}'
+    conf = allocator_conf(plan.decisions)
+    environment = f'os.environ["{ALLOCATOR_VARIABLE}"] = "{conf}"  # before the first tensor is on the card\n'
+    first = environment if conf else ""
+    return f'{first}plan = planner.Plan.load("{saved}"){comment}\n{_model_lines(plan)}{text}'
 
 
 def _model_lines(plan: Plan) -> str:

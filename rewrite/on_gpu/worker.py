@@ -30,6 +30,7 @@ from planner.rewrite.on_gpu.cuda import Cuda, Device
 from planner.rewrite.on_gpu.oom_location import OomLocator
 from planner.rewrite.parity.result import Parity, Row
 from planner.rewrite.parity.verify import verify
+from planner.rewrite.rules.allocator import set_options
 from planner.workload.loading import load_workload
 from planner.workload.workload import Workload, map_batch
 
@@ -107,6 +108,7 @@ def run(plan: Plan, device: Device, *, cap_bytes: int | None, find_op: bool = Fa
         PlannerError: if the model cannot be built, or the plan cannot be applied to it.
     """
     workload = workload_of(plan)
+    set_options(plan.decisions)
     try:
         device.begin(cap_bytes)
         return _trained(plan, workload, device, find_op=find_op)

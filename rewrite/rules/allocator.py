@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 
 import torch
 
-from planner.plan_types.decision_base import ALLOCATOR_VARIABLE, allocator_conf
+from planner.plan_types.decision_base import ALLOCATOR_VARIABLE, Decision, allocator_conf
 from planner.plan_types.decisions import Allocator
 from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import EmittedCode
@@ -28,7 +29,7 @@ def allocator(rewriting: Rewriting, decision: Allocator) -> None:
         set_options((decision,))
 
 
-def set_options(decisions: tuple[Allocator, ...]) -> None:
+def set_options(decisions: Sequence[Decision]) -> None:
     """Set the options of the allocator in the environment of this process, and warn if it is too late for that."""
     wanted = allocator_conf(decisions)
     if not wanted:

@@ -62,6 +62,13 @@ def test_the_printed_lines_train(loop, adapter, folder, tmp_path, monkeypatch, c
         assert any(not torch.equal(trained[name], untrained[name]) for name in trained)
 
 
+def test_options_of_the_allocator_come_first(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    options = ["--gpu", "rtx-2060", "--vram", "2GiB", "--for", "loop", "--force", "allocator"]
+    lines = planned(folder, tmp_path, capsys, *options).partition("paste into your script:\n")[2]
+    assert lines.startswith('os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # before')
+
+
 def test_techniques_that_the_loop_cannot_do_are_not_used(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     planned(folder, tmp_path, capsys, "--for", "trainer")

@@ -19,6 +19,7 @@ import torch
 
 from planner.plan_types.decisions import (
     Accumulation,
+    Allocator,
     ChunkedLoss,
     Decision,
     Freeze,
@@ -85,6 +86,7 @@ def of_flat(*decisions: Decision) -> Case:
 
 CASES = {
     "as_it_is": of_roberta(),
+    "allocator": of_roberta(Allocator(expandable_segments=True), OptimizerKernel(kernel="fused")),
     "accumulation": of_roberta(Accumulation(micro_batch_size=4, micro_batches=2)),
     "accumulation_of_a_function": of_flat(Accumulation(micro_batch_size=3, micro_batches=3)),
     "checkpoint": of_roberta(Checkpoint(modules=LAYERS)),
@@ -137,6 +139,7 @@ def test_a_plan_is_emitted_as_this_text(name, monkeypatch, request):
 
 @each_case
 def test_the_text_trains_to_the_same_bits_as_the_live_objects(name, monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")  # a file may set it: it is restored after the test
     case, emitted = CASES[name], imported(FOLDER / f"{name}.py")
     if name == "offload":  # on a processor all lies in the host's memory already
         for module in (emitted, offload):

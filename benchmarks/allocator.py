@@ -1,0 +1,162 @@
+"""Compare options of the caching allocator: memory that stays unused in the baseline, and the plans that they allow.
+
+    python -m benchmarks.allocator [--only NAME ...] [--gpu rtx-3090]
+    python -m benchmarks.allocator --plans [--shares 0.95 0.8 0.6] [--only NAME ...]
+
+The first form prints a table with one row for each model: bytes allocated by tensors, and for each setting the bytes
+that the allocator reserves in two training steps, from the simulated allocator. The second form plans each model for
+shares of its baseline's memory, without and with the technique `allocator`, and prints the plans that differ.
+No card is used, and models have no weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+from collections.abc import Callable
+
+import torch
+import transformers
+
+from benchmarks.card import models as smaller
+from benchmarks.card.budgets import CASES
+from benchmarks.card.models import Built, tokens
+from planner import pipeline
+from planner.estimate.footprint import measure
+from planner.plan_types.constraints import parse_constraints
+from planner.plan_types.decisions import Allocator
+from planner.plan_types.plan import Plan
+from planner.plan_types.sizes import MIB
+from planner.profiles.device import DeviceProfile
+from planner.workload.cards import resolve_card
+from planner.workload.workload import Workload, workload
+
+SETTINGS = {
+    "default": (),
+    "expandable": (Allocator(expandable_segments=True),),
+    "split 512": (Allocator(max_split_size_mb=512),),
+    "split 128": (Allocator(max_split_size_mb=128),),
+}
+
+
+def _of_case(name: str) -> Callable[[], Built]:
+    case = CASES[name]
+    module, _, function = case.reference.partition(":")
+    sizes = {"batch_size": case.batch_size} | ({} if case.seq_len is None else {"seq_len": case.seq_len})
+    return lambda: getattr(importlib.import_module(module), function)(**sizes)
+
+
+def _of_transformers(kind: str, samples: int, length: int) -> Callable[[], Built]:
+    """Returns a function that builds a text model with the default configuration of its class."""
+
+    def build() -> Built:
+        model_class = getattr(transformers, kind)
+        config = model_class.config_class()
+        return model_class(config).train(), tokens(config.vocab_size, samples, length), None
+
+    return build
+
+
+def _images(kind: str, samples: int) -> Callable[[], Built]:
+    """Returns a function that builds an image classifier with the default configuration of its class."""
+
+    def build() -> Built:
+        model_class = getattr(transformers, kind)
+        config = model_class.config_class(num_labels=1000, image_size=224)
+        batch = {"pixel_values": torch.randn(samples, 3, 224, 224), "labels": torch.randint(1000, (samples,))}
+        return model_class(config).train(), batch, None
+
+    return build
+
+
+MODELS: dict[str, Callable[[], Built]] = {
+    **{name: _of_case(name) for name in CASES},
+    **{name: getattr(smaller, name) for name in ("llama_300m", "vit_base", "t5_small", "whisper_tiny", "convnet")},
+    "distilbert": _of_transformers("DistilBertForMaskedLM", 64, 256),
+    "electra": _of_transformers("ElectraForMaskedLM", 64, 256),
+    "opt_125m": _of_transformers("OPTForCausalLM", 8, 512),
+    "gpt_neo": _of_transformers("GPTNeoForCausalLM", 2, 512),
+    "bloom": _of_transformers("BloomForCausalLM", 8, 512),
+    "swin": _images("SwinForImageClassification", 64),
+    "convnext": _images("ConvNextForImageClassification", 64),
+    "mobilenet": _images("MobileNetV2ForImageClassification", 128),
+}
+"""The models by name: those of `benchmarks.card`, and classes of transformers in their default configurations."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS), help="names of models")
+    parser.add_argument("--gpu", default="rtx-3090", help="profile of the card (default rtx-3090)")
+    parser.add_argument("--plans", action="store_true", help="compare plans")
+    parser.add_argument("--shares", type=float, nargs="*", default=[0.95, 0.8, 0.6], help="of the baseline's memory")
+    options = parser.parse_args()
+    card = resolve_card(options.gpu, None)
+    if options.plans:
+        _compare_plans(options.only, card, options.shares)
+    else:
+        _compare_settings(options.only, card)
+
+
+def work_of(name: str) -> Workload:
+    """Builds a model on the meta device, with AdamW."""
+    with torch.device("meta"):
+        model, batch, loss_fn = MODELS[name]()
+    return workload(model, batch, loss_fn=loss_fn, optimizer="adamw")
+
+
+def _compare_settings(names: list[str], card: DeviceProfile) -> None:
+    print(f"| model | allocated (MiB) | {' | '.join(f'{name}: reserved, slack' for name in SETTINGS)} |")
+    print(f"|---|---:|{'---:|' * len(SETTINGS)}")
+    slack: dict[str, list[float]] = {name: [] for name in SETTINGS}
+    for name in names:
+        graph = pipeline.record_step(work_of(name), card)
+        cells = []
+        for setting, decisions in SETTINGS.items():
+            found = measure(graph, card, vram_bytes=None, decisions=decisions).footprint
+            share = found.reserved_bytes / found.allocated_bytes - 1
+            slack[setting].append(share)
+            cells.append(f"{found.reserved_bytes // MIB:,} ({share:.1%})")
+        print(f"| {name} | {found.allocated_bytes // MIB:,} | {' | '.join(cells)} |", flush=True)
+    for setting, shares in slack.items():
+        ordered = sorted(shares)
+        print(f"{setting}: median slack {ordered[len(ordered) // 2]:.1%}, largest {ordered[-1]:.1%}")
+
+
+def _compare_plans(names: list[str], card: DeviceProfile, shares: list[float]) -> None:
+    constraints = parse_constraints(fidelity="exact", force=(), forbid=(), margin=0)
+    without = dataclasses.replace(constraints, forbidden=("allocator",))
+    print("| model | budget (MiB) | without `allocator` | with it | options |\n|---|---:|---|---|---|")
+    counts = {"equal": 0, "faster": 0, "possible": 0, "slower": 0}
+    for name in names:
+        work = work_of(name)
+        baseline = pipeline.plan_workload(work, card, vram_bytes=None, constraints=constraints).baseline
+        for share in shares:
+            budget = int(baseline.total_bytes * share)
+            before, after = (
+                pipeline.plan_workload(work, card, vram_bytes=budget, constraints=each)
+                for each in (without, constraints)
+            )
+            verdict = _verdict(before, after)
+            counts[verdict] += 1
+            if verdict != "equal":
+                options = next((d.describe().partition("=")[2] for d in after.decisions if d.kind == "allocator"), "")
+                print(f"| {name} | {budget // MIB:,} | {_cell(before)} | {_cell(after)} | {options} |", flush=True)
+    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+
+
+def _verdict(before: Plan, after: Plan) -> str:
+    if before.fits != after.fits:
+        return "possible" if after.fits else "slower"
+    if not before.fits or before.peak.step_ns == after.peak.step_ns:
+        return "equal"
+    return "faster" if after.peak.step_ns < before.peak.step_ns else "slower"
+
+
+def _cell(plan: Plan) -> str:
+    return f"{plan.slowdown:.3f} x the baseline's time" if plan.fits else "does not fit"
+
+
+if __name__ == "__main__":
+    main()
