@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 
 from planner.plan_types.plan import Plan
 from planner.plan_types.words import Loop
@@ -18,6 +19,9 @@ LOOPS: dict[Loop, tuple[str, ...]] = {
 }
 """Kinds of training loops, and the techniques that each does not support."""
 
+_MODULES = ("accelerate", "bitsandbytes", "lightning", "peft", "planner", "torch", "transformers")
+"""The modules that the lines may use."""
+
 
 def training_lines(plan: Plan, loop: Loop, path: pathlib.Path | None) -> str:
     """Returns Python lines that train with the plan.
@@ -32,7 +36,9 @@ def training_lines(plan: Plan, loop: Loop, path: pathlib.Path | None) -> str:
     saved = str(path or "plan.json")
     text = _LINES[loop](plan)
     comment = "" if path else "  # add --save plan.json to the command"
-    return f'plan = planner.Plan.load("{saved}"){comment}\n{_model_lines(plan)}{text}'
+    lines = f'plan = planner.Plan.load("{saved}"){comment}\n{_model_lines(plan)}{text}'
+    used = [name for name in _MODULES if re.search(rf"(?<![\w.]){name}\.", lines)]
+    return "".join(f"import {name}\n" for name in used) + f"\n{lines}"
 
 
 def _model_lines(plan: Plan) -> str:

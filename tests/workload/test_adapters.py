@@ -98,7 +98,10 @@ def test_the_head_that_adapters_train_is_not_quantized(task, tmp_path):
     getattr(transformers, f"BertFor{task}")(config).save_pretrained(tmp_path)
     plan_path, emitted = tmp_path / "plan.json", tmp_path / "step.py"
     files = ["--save", str(plan_path), "--emit", str(emitted)]
-    assert cli.main([str(tmp_path), "--qlora=8", "--seq-len=8", "--gpu=bare", "--vram=100MiB", "--fidelity=exact", *files]) == 0
+    assert (
+        cli.main([str(tmp_path), "--qlora=8", "--seq-len=8", "--gpu=bare", "--vram=100MiB", "--fidelity=exact", *files])
+        == 0
+    )
     model = imported(emitted).build(str(tmp_path))
     assert fingerprint(model) == Plan.load(plan_path).model.fingerprint
     head = "classifier" if task.startswith("Sequence") else "qa_outputs"
