@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from planner.cli import main
+from planner.cli.options import parser
 from planner.plan_types.plan import SCHEMA_VERSION, Plan
 from planner.plan_types.techniques import KINDS
 from tests.support.workloads import EXAMPLES
@@ -248,6 +249,11 @@ def test_the_names_of_optimizers_in_the_trainer_are_known(folder, capsys, name, 
     _, plan, _ = run("net.py:build", "--optimizer", name, "--vram", "1GiB", "--json", capsys=capsys)
     assert plan["workload"]["optimizer"] == optimizer
     assert technique is None or technique in [decision["kind"] for decision in plan["decisions"]]
+
+
+def test_a_shell_can_complete_the_files():
+    completed = {action.dest for action in parser()._actions if hasattr(action, "complete")}
+    assert completed == {"model", "input_shapes", "save", "emit", "report", "snapshot", "svg"}
 
 
 def test_quiet_prints_one_line(folder, capsys):
