@@ -39,7 +39,7 @@ command could not run, or the time limit ended it before any plan was certified.
 """
 
 _FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
-"""What shtab, which writes the completion of a shell, calls to complete the name of a file (`shtab.FILE`)."""
+"""The functions with which shells complete the name of a file, as shtab needs them (`shtab.FILE`)."""
 
 
 class _Arguments(argparse.ArgumentParser):
