@@ -47,7 +47,10 @@ def load(name: str) -> DeviceProfile:
     choices = (*known(), "bare")
     slug = re.sub(r"[\s_]+", "-", name.strip().casefold())
     containing = meant or [choice for choice in choices if slug in choice]
-    similar = containing[:3] or difflib.get_close_matches(slug, choices, n=3, cutoff=0.4)
+    numbers = set(re.findall(r"\d{3,}", slug))
+    of_its_number = [choice for choice in choices if numbers & set(choice.split("-"))]
+    near = dict.fromkeys([*of_its_number, *difflib.get_close_matches(slug, choices, n=3, cutoff=0.4)])
+    similar = containing[:3] or list(near)[:3]
     hint = f"did you mean {' or '.join(similar)}? The known cards are" if similar else "the known cards are"
     raise ProfileError(
         f"card '{name}' is unknown: {hint} {', '.join(choices)}; or give the path of a .toml file like those in "

@@ -12,10 +12,10 @@ from planner.adapted import plan_or_adapt
 from planner.advice import advised, refuse_hopeless
 from planner.cli.option_checks import names, option
 from planner.cli.training_lines import LOOPS
-from planner.errors import PlanFileError, WorkloadError
+from planner.errors import DecisionError, PlanFileError, WorkloadError
 from planner.plan_types.adapter import Adapter
 from planner.plan_types.answers import Answers, parse_answer
-from planner.plan_types.constraints import parse_constraints
+from planner.plan_types.constraints import known_kinds, parse_constraints
 from planner.plan_types.plan import Plan
 from planner.plan_types.tradeoff import Tradeoff
 from planner.progress import Watch
@@ -54,6 +54,7 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
     watch.stage("loading the model")
     if options.margin is not None and options.vram is None and not options.smallest_card:
         raise WorkloadError("--margin needs a budget: give --vram, such as --vram 6GiB, or leave --margin out")
+    _refuse_forced(options)
     optimizer, kinds = _TRAINER_OPTIMIZERS.get(options.optimizer, (options.optimizer or "adamw", ()))
     constraints = parse_constraints(
         fidelity=options.fidelity or "rounded",
@@ -102,6 +103,16 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
         return pipeline.tradeoff_workload(workload, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
     plan = plan_or_adapt(workload, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
     return advised(plan, workload, card, constraints=constraints, load=load, watch=watch)
+
+
+def _refuse_forced(options: argparse.Namespace) -> None:
+    """Refuses --force with a technique that the loop of --for does not support."""
+    unsupported = LOOPS[options.loop] if options.loop else ()
+    if both := sorted(set(unsupported) & set(known_kinds(names(options.force)))):
+        raise DecisionError(
+            f"--force {both[0]} cannot be combined with --for {options.loop}, because this kind of training loop does "
+            "not support the technique: leave one of them out, or use another loop, such as --for loop"
+        )
 
 
 def _adapter(options: argparse.Namespace) -> Adapter | None:

@@ -29,7 +29,7 @@ from planner.cli.output_files import refuse_to_overwrite
 from planner.errors import BudgetError, PlannerError, WorkloadError
 from planner.plan_types.plan import SCHEMA_VERSION, write_atomically
 from planner.plan_types.tradeoff import DEFAULT_SECONDS, Tradeoff
-from planner.progress import Report, Watch
+from planner.progress import Watch
 from planner.progress.display import shown
 from planner.progress.durations import parse_duration
 
@@ -60,8 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _standard_output_to_error(), shown(is_shown) as report:
             watch = Watch(seconds=_limit_seconds(options), report=report)
             answer = _answer(options, watch)
-            written = _write(answer, options, report)
-            verification = _verify(answer, options, report)
+            afterwards = Watch(report=report, elapsed_seconds=watch.elapsed_seconds)
+            written = _write(answer, options, afterwards)
+            verification = _verify(answer, options, afterwards)
     except PlannerError as error:
         return _refuse(error, as_json=options.json, out=out)
     except KeyboardInterrupt:
@@ -178,7 +179,7 @@ def _ended_by_ctrl_c(watch: Watch) -> Iterator[None]:
 
 
 def _verify(
-    answer: Plan | Tradeoff, options: argparse.Namespace, report: Report | None
+    answer: Plan | Tradeoff, options: argparse.Namespace, watch: Watch
 ) -> Verification | CpuVerification | None:
     """Train with the plan, and compare its memory and its results with what the plan promises.
 
@@ -192,14 +193,13 @@ def _verify(
     from planner.rewrite.on_gpu.verification import verification
     from planner.workload.cards import has_cuda_card
 
-    if has_cuda_card():
-        Watch(report=report).stage("training on the card")
-        return verification(answer)
-    Watch(report=report).stage("training on the CPU")
-    return cpu_verification(answer)
+    on_card = has_cuda_card()
+    watch.stage(f"training on the {'card' if on_card else 'CPU'}, with the plan and without it")
+    with watch.reporting():
+        return verification(answer) if on_card else cpu_verification(answer)
 
 
-def _write(answer: Plan | Tradeoff, options: argparse.Namespace, report: Report | None) -> list[pathlib.Path]:
+def _write(answer: Plan | Tradeoff, options: argparse.Namespace, watch: Watch) -> list[pathlib.Path]:
     """Write the files that the options name, and return their paths."""
     written = [path for path in (options.save, options.emit, options.svg) if path is not None]
     if isinstance(answer, Tradeoff):
@@ -222,7 +222,7 @@ def _write(answer: Plan | Tradeoff, options: argparse.Namespace, report: Report 
     if options.report is not None or options.snapshot is not None:
         from planner.cli.page.outputs import write_recordings
 
-        Watch(report=report).stage("rehearsing the step without and with the plan")
+        watch.stage("rehearsing the step without and with the plan")
         written += write_recordings(answer, options)
     return written
 

@@ -38,6 +38,9 @@ exit code: 0 if the plan fits (with --verify: and keeps its promise), 1 if it do
 command could not run, or the time limit ended it before any plan was certified.
 """
 
+_FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
+"""The functions with which shells complete the name of a file, as shtab needs them (`shtab.FILE`)."""
+
 
 class _Arguments(argparse.ArgumentParser):
     """A parser that raises usage errors as `WorkloadError`, so that --json reports them like all other errors."""
@@ -89,6 +92,9 @@ def parser() -> argparse.ArgumentParser:
     _add_techniques(arguments.add_argument_group("techniques"))
     _add_questions(arguments.add_argument_group("questions (at most one; default: the fastest plan inside --vram)"))
     _add_outputs(arguments.add_argument_group("outputs"))
+    for action in arguments._actions:
+        if action.dest == "model" or action.type is pathlib.Path:
+            vars(action)["complete"] = _FILES
     return arguments
 
 

@@ -109,7 +109,7 @@ def _texts(plan: Plan) -> dict[str, str]:
         "model": model.name,
         "MODEL": model.reference,
         "parameters": f"{model.parameters:,} in {model.dtype}",
-        "trained parameters": model.trained_parameters,
+        "trained parameters": None if model.trained_parameters is None else f"{model.trained_parameters:,}",
         "adapters": model.adapter,
         "fingerprint": model.fingerprint[:12],
         "batch size": workload.batch_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 
 from planner.plan_types.decision_base import ALLOCATOR_VARIABLE, allocator_conf
 from planner.plan_types.plan import Plan
@@ -19,6 +20,9 @@ LOOPS: dict[Loop, tuple[str, ...]] = {
 }
 """Kinds of training loops, and the techniques that each does not support."""
 
+_MODULES = ("accelerate", "bitsandbytes", "lightning", "peft", "planner", "torch", "transformers")
+"""The modules that the lines may use."""
+
 
 def training_lines(plan: Plan, loop: Loop, path: pathlib.Path | None) -> str:
     """Returns Python lines that train with the plan.
@@ -33,10 +37,11 @@ def training_lines(plan: Plan, loop: Loop, path: pathlib.Path | None) -> str:
     saved = str(path or "plan.json")
     text = _LINES[loop](plan)
     comment = "" if path else "  # add --save plan.json to the command"
+    lines = f'plan = planner.Plan.load("{saved}"){comment}\n{_model_lines(plan)}{text}'
+    used = [name for name in _MODULES if re.search(rf"(?<![\w.]){name}\.", lines)]
     conf = allocator_conf(plan.decisions)
-    environment = f'os.environ["{ALLOCATOR_VARIABLE}"] = "{conf}"  # before the first tensor is on the card\n'
-    first = environment if conf else ""
-    return f'{first}plan = planner.Plan.load("{saved}"){comment}\n{_model_lines(plan)}{text}'
+    environment = f'import os\n\nos.environ["{ALLOCATOR_VARIABLE}"] = "{conf}"  # before CUDA starts\n\n'
+    return (environment if conf else "") + "".join(f"import {name}\n" for name in used) + f"\n{lines}"
 
 
 def _model_lines(plan: Plan) -> str:

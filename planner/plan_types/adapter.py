@@ -86,13 +86,7 @@ class Adapter:
         Args:
             model_name: name of the model's class, from which the task follows.
         """
-        tasks = {
-            "CausalLM": "CAUSAL_LM",
-            "SequenceClassification": "SEQ_CLS",
-            "TokenClassification": "TOKEN_CLS",
-            "QuestionAnswering": "QUESTION_ANS",
-        }
-        task = next((task for ending, task in tasks.items() if model_name.endswith(f"For{ending}")), None)
+        task = _task(model_name)
         options: dict[str, object] = {"r": self.rank, "lora_alpha": 2 * self.rank}
         if self.targets:
             options["target_modules"] = ALL_LINEAR if self.targets == (ALL_LINEAR,) else list(self.targets)
@@ -110,8 +104,42 @@ def saved_config(folder: str) -> dict[str, Any] | None:
     return config if isinstance(config, dict) else None
 
 
-QUANTIZATION = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-"""The arguments of `transformers.BitsAndBytesConfig` for 4-bit weights, except `bnb_4bit_compute_dtype`."""
+def quantization_options(model_name: str) -> dict[str, object]:
+    """Returns the arguments of `transformers.BitsAndBytesConfig` for 4-bit weights, except `bnb_4bit_compute_dtype`.
+
+    The head of a classifier is not quantized, because peft trains it with the adapters. transformers alone quantizes
+    heads that have a bias (5.23), and peft (0.21) then raises an error.
+
+    Args:
+        model_name: name of the model's class, from which the task follows.
+    """
+    heads = _HEADS.get(_task(model_name) or "")
+    options: dict[str, object] = {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+    }
+    return options | ({} if heads is None else {"llm_int8_skip_modules": heads})
+
+
+_TASKS = {
+    "CausalLM": "CAUSAL_LM",
+    "SequenceClassification": "SEQ_CLS",
+    "TokenClassification": "TOKEN_CLS",
+    "QuestionAnswering": "QUESTION_ANS",
+}
+"""The tasks of peft (`peft.TaskType`) by the ending of the name of the model's class."""
+
+_HEADS = {
+    "SEQ_CLS": ["classifier", "score"],
+    "TOKEN_CLS": ["classifier", "score"],
+    "QUESTION_ANS": ["qa_outputs"],
+}
+"""Names of the modules that peft trains in full for a task (`modules_to_save`)."""
+
+
+def _task(model_name: str) -> str | None:
+    return next((task for ending, task in _TASKS.items() if model_name.endswith(f"For{ending}")), None)
 
 
 def compute_dtype(dtype: str) -> str:

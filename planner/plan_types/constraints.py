@@ -80,6 +80,10 @@ def parse_constraints(
                 raise DecisionError(
                     f"technique '{name}' is forbidden, but 'only' allows it: leave it out of one of the two options"
                 )
+        if others := sorted(set(known_kinds(forced)) - set(allowed)):
+            raise DecisionError(
+                f"technique '{others[0]}' is forced, but 'only' does not name it: add it there, or do not force it"
+            )
         forbidden = tuple(name for name in KINDS if name not in allowed)
     return Constraints(
         fidelity=Fidelity.parse(fidelity),

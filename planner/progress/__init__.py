@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -142,6 +143,23 @@ class Watch:
             yield
         finally:
             self._goes_on = False
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Report progress about once a second from another thread, while this one waits for something else."""
+        is_over = threading.Event()
+
+        def report() -> None:
+            while not is_over.wait(_HEARTBEAT_SECONDS):
+                self._send()
+
+        thread = threading.Thread(target=report, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
 
     def relay(self, progress: Progress) -> None:
         """Report what another process reported about the same planning."""

@@ -111,6 +111,12 @@ def failure(error: BaseException, message: str, model: torch.nn.Module) -> str:
             "if the last item of the batch is the target, give the loss function (loss_fn=), so that the model gets "
             "only the other items"
         )
+    if isinstance(error, TypeError) and "unexpected keyword argument" in message and ".forward()" in message:
+        way_out = (
+            "every item of a dict is passed to the model; leave out what the model does not take. If only the loss "
+            "function uses an item, give a tuple of the model's arguments in order and this item last, or let the "
+            "model's forward take **kwargs"
+        )
     if (optimizer := optimizer_in(running)) is not None:
         name = type(optimizer).__name__
         what = f"the step of the optimizer {name} failed in a rehearsal"

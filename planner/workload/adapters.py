@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from planner.errors import WorkloadError
-from planner.plan_types.adapter import QUANTIZATION, Adapter, compute_dtype
+from planner.plan_types.adapter import Adapter, compute_dtype, quantization_options
 from planner.workload.workload import Workload
 
 
@@ -121,9 +121,9 @@ def _quantize(model: Any, dtype: str) -> None:
     quantizer: Any = importlib.import_module("transformers.quantizers.base").HfQuantizer
     weights = {name: part.weight for name, part in model.named_modules() if _is_linear(part)}
     settings = transformers.BitsAndBytesConfig(
-        **QUANTIZATION, bnb_4bit_compute_dtype=getattr(torch, compute_dtype(dtype))
+        **quantization_options(type(model).__name__), bnb_4bit_compute_dtype=getattr(torch, compute_dtype(dtype))
     )
-    skipped = quantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+    skipped = quantizer.get_modules_to_not_convert(model, settings.llm_int8_skip_modules, model._keep_in_fp32_modules)
     integrations.replace_with_bnb_linear(model, modules_to_not_convert=skipped, quantization_config=settings)
     for name, layer in model.named_modules():
         if isinstance(layer, bitsandbytes.nn.Linear4bit):  # it was created without values

@@ -63,6 +63,11 @@ class Calling(enum.Enum):
         """Runs the model's forward on `batch` and returns its output."""
         match self:
             case Calling.KEYWORDS:
+                if not isinstance(batch, Mapping):
+                    raise WorkloadError(
+                        f"the batch is a {type(batch).__name__}, but the plan was made for a dict of keyword "
+                        "arguments: give a dict, or make the plan again for this kind of batch"
+                    )
                 return model(**batch)
             case Calling.POSITIONAL:
                 return model(*batch)
@@ -104,6 +109,10 @@ def loss_of(output: Any, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
         loss = output
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        if loss_fn is not None:
+            raise WorkloadError(
+                f"the loss function returned {found}, not a scalar tensor: return the mean over the samples"
+            )
         raise WorkloadError(
             f"the model's loss is {found}, not a scalar tensor: return a scalar loss from the model, "
             "or give loss_fn(output, batch)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import textwrap
 
+from planner.plan_types.categories import Category
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import margin_bytes
 from planner.rewrite.emitted_code import WIDTH
@@ -121,7 +122,7 @@ def _table(plan: Plan) -> str:
 
     It has a row for each category of memory, then rows for the totals and the step time.
     """
-    names = list(dict.fromkeys([*plan.baseline.breakdown, *plan.peak.breakdown]))
+    names = [str(name) for name in Category if name in plan.baseline.breakdown or name in plan.peak.breakdown]
     rows = [(name, plan.baseline.breakdown.get(name, 0), plan.peak.breakdown.get(name, 0)) for name in names]
     rows += [
         ("total (nvidia-smi)", plan.baseline.total_bytes, plan.peak.total_bytes),

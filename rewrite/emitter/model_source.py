@@ -15,7 +15,7 @@ import textwrap
 from typing import Any
 
 from planner.errors import PlanFileError
-from planner.plan_types.adapter import QUANTIZATION, compute_dtype
+from planner.plan_types.adapter import compute_dtype, quantization_options
 from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import assignment, literal
 from planner.workload.call_convention import Calling
@@ -127,7 +127,7 @@ def adapted_model(plan: Plan, weights: str) -> str:
     quantization = prepared = ""
     options = [weights, f"dtype=torch.{dtype}"]
     if adapter.is_quantized:
-        settings = {name: literal(value) for name, value in QUANTIZATION.items()}
+        settings = {name: literal(value) for name, value in quantization_options(kind).items()}
         settings["bnb_4bit_compute_dtype"] = f"torch.{compute_dtype(dtype)}"
         lines = "".join(f"    {name}={value},\n" for name, value in settings.items())
         quantization = f"quantization = transformers.BitsAndBytesConfig(\n{lines})\n"

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from planner.cli import main
+from planner.cli.options import parser
 from planner.plan_types.plan import SCHEMA_VERSION, Plan
 from planner.plan_types.techniques import KINDS
 from tests.support.workloads import EXAMPLES
@@ -49,6 +50,12 @@ class Reads(torch.nn.Module):
 
 def reads():
     return Reads(), torch.zeros(2, 4)
+
+def with_a_target():
+    return Reads(), {"x": torch.zeros(2, 4), "target": torch.zeros(2)}, loss
+
+def vector():
+    return torch.nn.Linear(4, 4), torch.zeros(2, 4), lambda output, batch: output
 
 not_callable = 3
 """
@@ -169,9 +176,21 @@ BAD = {
     "a budget that is no size": (("net.py:build", "--vram", "6gb of ram"), "6gb of ram"),
     "a batch the model refuses": (("net.py:odd", "--vram", "6GiB"), "failed with this batch"),
     "a value that a rehearsal has not": (("net.py:reads", "--vram", "6GiB"), "net.py:29"),
+    "a dict with what only the loss takes": (
+        ("net.py:with_a_target", "--vram", "6GiB"),
+        "let the model's forward take",
+    ),
+    "a loss function that returns a vector": (
+        ("net.py:vector", "--vram", "6GiB"),
+        "the loss function returned a tensor",
+    ),
     "an unknown card": (("net.py:build", "--vram", "6GiB", "--gpu", "rtx-2061"), "rtx-2060"),
     "an unknown technique": (("net.py:build", "--vram", "6GiB", "--forbid", "magic"), "checkpoint"),
     "forced and forbidden": (("net.py:build", "--vram", "6GiB", "--forbid", "freeze", "--force", "freeze"), "freeze"),
+    "forced against the loop": (
+        ("net.py:build", "--vram", "6GiB", "--for", "trainer", "--force", "optimizer-in-backward"),
+        "cannot be combined with --for trainer",
+    ),
     "forced beyond the fidelity": (("net.py:build", "--vram", "6GiB", "--force", "freeze"), "partial"),
     "an unknown optimizer": (("net.py:build", "--vram", "6GiB", "--optimizer", "adamv"), "adamw"),
     "an unknown option": (("net.py:build", "--wram", "6GiB"), "--wram"),
@@ -230,6 +249,11 @@ def test_the_names_of_optimizers_in_the_trainer_are_known(folder, capsys, name, 
     _, plan, _ = run("net.py:build", "--optimizer", name, "--vram", "1GiB", "--json", capsys=capsys)
     assert plan["workload"]["optimizer"] == optimizer
     assert technique is None or technique in [decision["kind"] for decision in plan["decisions"]]
+
+
+def test_a_shell_can_complete_the_files():
+    completed = {action.dest for action in parser()._actions if hasattr(action, "complete")}
+    assert completed == {"model", "input_shapes", "save", "emit", "report", "snapshot", "svg"}
 
 
 def test_quiet_prints_one_line(folder, capsys):

@@ -78,7 +78,7 @@ def test_only_forbids_everything_else(folder, capsys):
     ("options", "message"),
     [
         ({"only": "checkpoint", "forbid": "checkpoint"}, "'checkpoint' is forbidden, but 'only' allows it"),
-        ({"only": "checkpoint", "force": "accumulation"}, "'accumulation' is both forced and forbidden"),
+        ({"only": "checkpoint", "force": "accumulation"}, "'accumulation' is forced, but 'only' does not name it"),
         ({"only": ["magic"]}, "'magic' is unknown"),
         ({"max_slowdown": -1.0}, "maximum slowdown -1.0 is not a number above 0"),
     ],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 import transformers
@@ -41,15 +39,16 @@ def test_the_printed_lines_train(loop, adapter, folder, tmp_path, monkeypatch, c
     lines = planned(folder, tmp_path, capsys, "--for", loop, *adapter).partition("paste into your script:\n")[2]
     tokens = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": tokens, "labels": tokens}
-    names = {"planner": planner, "transformers": transformers, "torch": torch, "device": "cpu"}
     if adapter:
-        names["peft"] = pytest.importorskip("peft")
-    names |= {"loader": [batch, batch], "dataset": [{name: value[0] for name, value in batch.items()}] * 8}
+        pytest.importorskip("peft")
+    names = {"device": "cpu"} | {
+        "loader": [batch, batch],
+        "dataset": [{name: value[0] for name, value in batch.items()}] * 8,
+    }
     if loop == "accelerate":
-        names["accelerate"] = importlib.import_module("accelerate")
         names["loader"] = torch.utils.data.DataLoader([batch, batch], batch_size=None)
     if loop == "lightning":
-        names["lightning"] = pytest.importorskip("lightning")
+        pytest.importorskip("lightning")
     if loop == "trainer":  # the test machine has no card
         lines = lines.replace("output_dir='out'", "output_dir='out', use_cpu=True, max_steps=2, report_to='none'")
     exec(lines, names)
@@ -66,7 +65,10 @@ def test_options_of_the_allocator_come_first(folder, tmp_path, monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     options = ["--gpu", "rtx-2060", "--vram", "2GiB", "--for", "loop", "--force", "allocator"]
     lines = planned(folder, tmp_path, capsys, *options).partition("paste into your script:\n")[2]
-    assert lines.startswith('os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # before')
+    assert lines.split("\n\n")[:2] == [
+        "import os",
+        'os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # before CUDA starts',
+    ]
 
 
 def test_techniques_that_the_loop_cannot_do_are_not_used(folder, tmp_path, monkeypatch, capsys):

@@ -139,6 +139,7 @@ def test_a_profile_with_an_order_of_addresses_that_does_not_exist_is_refused() -
     [
         ("rtx2061", "rtx-2060"),
         ("4090 laptop", "rtx-4060-laptop"),
+        ("2060ti", "rtx-2060"),
         ("a100", "a100-40gb or a100-80gb"),
         ("H-100", "h100"),
     ],

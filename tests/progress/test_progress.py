@@ -7,6 +7,7 @@ import json
 import re
 import signal
 import sys
+import threading
 import time
 import types
 
@@ -101,6 +102,19 @@ def test_durations(text, seconds):
 def test_what_is_no_duration_is_refused(text):
     with pytest.raises(WorkloadError, match=r"write a text such as 30s or 2min"):
         parse_duration(text)
+
+
+def test_a_wait_is_reported_from_another_thread(monkeypatch):
+    monkeypatch.setattr("planner.progress._HEARTBEAT_SECONDS", 0.01)
+    records, arrived = [], threading.Event()
+    watch = Watch(report=lambda progress: (records.append(progress), len(records) > 2 and arrived.set()))
+    watch.stage("training on the CPU")
+    with watch.reporting():
+        assert arrived.wait(10)
+    assert {progress.stage for progress in records} == {"training on the CPU"}
+    ended = len(records)
+    time.sleep(0.05)
+    assert len(records) == ended
 
 
 # ---- where it is shown ---------------------------------------------------------------------------------------------

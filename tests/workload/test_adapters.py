@@ -90,6 +90,25 @@ def test_the_command_plans_and_the_files_it_writes_build_the_same_model(folder, 
     assert changed and all("lora" in name or "modules_to_save" in name for name in changed)
 
 
+@pytest.mark.parametrize("task", ["SequenceClassification", "QuestionAnswering"])
+def test_the_head_that_adapters_train_is_not_quantized(task, tmp_path):
+    config = transformers.BertConfig(
+        hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vocab_size=50
+    )
+    getattr(transformers, f"BertFor{task}")(config).save_pretrained(tmp_path)
+    plan_path, emitted = tmp_path / "plan.json", tmp_path / "step.py"
+    files = ["--save", str(plan_path), "--emit", str(emitted)]
+    assert (
+        cli.main([str(tmp_path), "--qlora=8", "--seq-len=8", "--gpu=bare", "--vram=100MiB", "--fidelity=exact", *files])
+        == 0
+    )
+    model = imported(emitted).build(str(tmp_path))
+    assert fingerprint(model) == Plan.load(plan_path).model.fingerprint
+    head = "classifier" if task.startswith("Sequence") else "qa_outputs"
+    trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad and head in name}
+    assert len(trained) == 2 and set(trained.values()) == {torch.float32}
+
+
 def test_dora_on_4_bit_weights_is_planned_for_a_model_with_values(folder):
     adapter = Adapter(rank=4, is_quantized=True, is_dora=True)
     with pytest.raises(WorkloadError, match="plan your loaded model"):
