@@ -14,7 +14,7 @@ from planner.estimate.add_workspaces import unknown_ops
 from planner.estimate.footprint import granularity_bytes
 from planner.estimate.largest_tensors import largest_tensors
 from planner.plan_types.constraints import Constraints
-from planner.plan_types.decision_base import Decision, frozen_modules_of
+from planner.plan_types.decision_base import Decision, allocator_options_of, frozen_modules_of
 from planner.plan_types.plan import Plan, Shortfall, SolverFacts
 from planner.plan_types.sizes import format_size
 from planner.plan_types.tradeoff import Tradeoff
@@ -93,6 +93,7 @@ def assemble_plan(
             *_compile_notes(session.workload.model),
             *_host_memory_notes(certified),
             *_paged_state_notes(session.workload),
+            *_allocator_notes(certified.choice.decisions),
             *_workspace_notes(certified, session.card),
         ),
         versions=versions(),
@@ -144,6 +145,16 @@ def early_note(session: PlanningSession, constraints: Constraints) -> str:
     return (
         f"planning ended {session.watch.cause} with the best plan that was certified by then, and a faster plan may "
         f"exist; {left}"
+    )
+
+
+def _allocator_notes(decisions: tuple[Decision, ...]) -> tuple[str, ...]:
+    """Return a note if the plan sets options of the allocator whose simulation was never compared with a recording."""
+    if "max_split_size_mb" not in allocator_options_of(decisions):
+        return ()
+    return (
+        "max_split_size_mb is simulated from PyTorch's source: no recording of a card with this option was available "
+        "to compare the simulation with",
     )
 
 

@@ -12,6 +12,14 @@ _SAME_BITS = f"{_TEST}::test_a_file_trains_to_the_same_bits_as_the_live_objects"
 
 FAULTS = (
     Fault(
+        name="emitter-loses-the-environment",
+        path="rewrite/emitter/emit.py",
+        old='        if environment and "import os" in block:\n',
+        new='        if environment and "import torch" in block:\n',
+        tests=("tests/rewrite/emitter/test_emitted_fixtures.py::test_a_plan_is_emitted_as_this_text[allocator]",),
+        why="an emitted file sets the options of the allocator after torch is imported",
+    ),
+    Fault(
         name="emitter-label-shift",
         path="rewrite/rules/accumulation.py",
         old='        constants.append(assignment("LABELS_SHIFTED", own.shifted) + _SHIFTED_COMMENT)',

@@ -8,6 +8,27 @@ _ALLOCATOR = "planner/allocator/caching_allocator.py"
 _TEST_ALLOCATOR = ("tests/allocator/test_allocator.py",)
 
 FAULTS = (
+    Fault(
+        name="streams-are-not-refused",
+        path="planner/virtual_gpu/cuda_functions.py",
+        old="        if not isinstance(stream, (CurrentStream, types.NoneType)):\n",
+        new="        if False:\n",
+        tests=(
+            "tests/virtual_gpu/test_cuda_functions.py::test_further_streams_graphs_and_free_memory_are_refused_by_line",
+        ),
+        why="memory of a second stream counts as memory of the only one",
+    ),
+    Fault(
+        name="list-of-batches-is-one-batch",
+        path="planner/workload/batch_source.py",
+        old="    if not isinstance(batch, list) or not batch:\n",
+        new="    if True:\n",
+        tests=(
+            "tests/workload/test_batch_source.py"
+            "::test_a_list_of_batches_is_read_as_batches_and_a_list_of_tensors_as_one",
+        ),
+        why="a list of batches is passed to the model as its arguments",
+    ),
     # ---- allocator
     Fault(
         name="allocator-rounds-down",

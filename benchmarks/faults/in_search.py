@@ -6,6 +6,25 @@ from benchmarks.faults.fault import Fault
 
 FAULTS = (
     Fault(
+        name="allocator-lets-the-card-wait",
+        path="planner/choose/planning_session.py",
+        old="            if measured.fits and not measured.retries:\n",
+        new="            if measured.fits:\n",
+        tests=(
+            "tests/choose/test_allocator.py"
+            "::test_other_options_come_before_releasing_the_cache_in_the_middle_of_a_step",
+        ),
+        why="a step that releases the allocator's cache each time is preferred to other options of the allocator",
+    ),
+    Fault(
+        name="allocator-measured-with-the-defaults",
+        path="planner/estimate/footprint.py",
+        old="        outcome = replayed((ids, sizes), card, capacity, settings)\n",
+        new="        outcome = replayed((ids, sizes), card, capacity)\n",
+        tests=("tests/choose/test_allocator.py::test_a_step_that_fits_only_with_other_options_gets_them",),
+        why="a plan with other options of the allocator is certified without them",
+    ),
+    Fault(
         name="units-free-inputs-too-early",
         path="planner/recompute/recompute_cost.py",
         old="        holds = [(s, call.start, window.release) for s in call.inputs if",

@@ -47,8 +47,14 @@ def test_a_step_that_fits_only_with_other_options_gets_them(graph):
 def test_the_defaults_are_kept_if_they_are_as_good(graph):
     enough = measure(graph, CARD, vram_bytes=None).footprint.total_bytes
     assert plan(enough, only="allocator").decisions == ()
-    retried = measure(graph, CARD, vram_bytes=smallest_capacity_bytes(graph, CARD))
+
+
+def test_other_options_come_before_releasing_the_cache_in_the_middle_of_a_step(graph):
+    least = smallest_capacity_bytes(graph, CARD)
+    retried = measure(graph, CARD, vram_bytes=least)
     assert retried.fits and retried.retries
+    assert plan(least, only="allocator").decisions == EXPANDABLE
+    assert plan(least, only=[]).decisions == ()
 
 
 def test_forced_options_are_used_where_they_are_not_needed(graph):
