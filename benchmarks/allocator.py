@@ -23,6 +23,7 @@ from benchmarks.card import models as smaller
 from benchmarks.card.budgets import CASES
 from benchmarks.card.models import Built, tokens
 from planner import pipeline
+from planner.choose.chooser import TIE
 from planner.estimate.footprint import measure
 from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.decisions import Allocator
@@ -147,9 +148,12 @@ def _compare_plans(names: list[str], card: DeviceProfile, shares: list[float]) -
 
 
 def _verdict(before: Plan, after: Plan) -> str:
+    """Compares two plans. Step times that the planner counts as a tie are equal."""
     if before.fits != after.fits:
         return "possible" if after.fits else "slower"
-    if not before.fits or before.peak.step_ns == after.peak.step_ns:
+    if not before.fits or max(before.peak.step_ns, after.peak.step_ns) <= TIE * min(
+        before.peak.step_ns, after.peak.step_ns
+    ):
         return "equal"
     return "faster" if after.peak.step_ns < before.peak.step_ns else "slower"
 
