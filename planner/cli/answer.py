@@ -12,6 +12,7 @@ from planner.adapted import plan_or_adapt
 from planner.advice import advised, refuse_hopeless
 from planner.cli.option_checks import names, option
 from planner.cli.training_lines import LOOPS
+from planner.default_batch import with_default_batch
 from planner.errors import DecisionError, PlanFileError, WorkloadError
 from planner.plan_types.adapter import Adapter
 from planner.plan_types.answers import Answers, parse_answer
@@ -99,6 +100,10 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
             watch=watch,
         )
     workload = load_hopeful(batch_size=options.batch_size, seq_len=options.seq_len)
+    if budget is not None:
+        workload = with_default_batch(
+            workload, lambda samples: load_hopeful(batch_size=samples, seq_len=options.seq_len), card, budget, watch
+        )
     if options.tradeoff:
         return pipeline.tradeoff_workload(workload, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
     plan = plan_or_adapt(workload, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)

@@ -32,7 +32,7 @@ from planner.workload.workload import Workload, main_dtype, resized, workload
 DEFAULT_SEQ_LEN = 512
 """Default number of tokens in a sample. Models with a smaller maximum length use their maximum."""
 
-_ONE_SAMPLE = (
+ONE_SAMPLE = (
     "the batch is a single sample, because no size was given: state yours with --batch-size, or find the largest that "
     "fits with --largest-batch"
 )
@@ -178,7 +178,7 @@ def _from_transformers(reference: str, request: _Request) -> Workload:
         answers=request.answers,
         dtype=dtype,
         adapter=request.adapter,
-        notes=() if request.batch_size or request.input_shapes is not None else (_ONE_SAMPLE,),
+        notes=() if request.batch_size or request.input_shapes is not None else (ONE_SAMPLE,),
     )
     return _resized(result, request)
 

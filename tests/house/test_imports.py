@@ -53,7 +53,7 @@ FLOORS = (
     ("planner.assemble",),
     ("planner.pipeline",),
     ("planner.replan", "planner.questions"),
-    ("planner.adapted",),
+    ("planner.adapted", "planner.default_batch"),
     ("planner.ask",),
     ("planner",),
     ("planner.cli",),

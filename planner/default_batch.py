@@ -1,0 +1,52 @@
+"""Chooses the size of the batch for a transformers model if the user states none."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from planner import pipeline
+from planner.estimate.footprint import measure
+from planner.profiles.device import DeviceProfile
+from planner.progress import Watch
+from planner.workload.budget import Budget
+from planner.workload.loading import ONE_SAMPLE
+from planner.workload.workload import Workload
+
+_MOST_SAMPLES = 64
+"""Maximum size of the batch: a larger one would often change what is learned."""
+
+
+def with_default_batch(
+    workload: Workload,
+    load: Callable[[int], Workload],
+    card: DeviceProfile,
+    budget: Budget,
+    watch: Watch | None = None,
+) -> Workload:
+    """Return the workload with the largest batch, of a power of two, whose baseline is estimated to fit the budget.
+
+    The estimate is a line through the baselines of one and of two samples. If one sample does not fit, the batch has
+    one sample. A workload whose batch size was stated is returned unchanged.
+
+    Args:
+        load: function that takes a batch size and returns the workload with a batch of this size.
+    """
+    if ONE_SAMPLE not in workload.notes:
+        return workload
+    one, two = (
+        measure(pipeline.record_step(work, card, watch=watch), card, vram_bytes=None).footprint.total_bytes
+        for work in (workload, load(2))
+    )
+    samples = 1
+    while samples < _MOST_SAMPLES and one + (2 * samples - 1) * max(two - one, 0) <= budget.usable_bytes:
+        samples *= 2
+    if samples == 1:
+        return workload
+    largest = f"the largest power of two up to {_MOST_SAMPLES} whose baseline is estimated to fit"
+    note = (
+        f"the batch has {samples} samples, {largest}, because no size was given: state yours with --batch-size, or "
+        "find the largest that fits with --largest-batch"
+    )
+    chosen = load(samples)
+    return dataclasses.replace(chosen, notes=(*chosen.notes, note))
