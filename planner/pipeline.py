@@ -210,7 +210,7 @@ def _ended_without_plan(watch: Watch | None) -> Iterator[None]:
     except TimeIsUp as error:
         cause = "" if watch is None else f" {watch.cause}"
         raise TimeLimitError(
-            f"planning ended{cause}, before any plan was certified: give more time (--time-limit), a smaller batch or "
+            f"planning ended{cause} before any plan was certified: give more time (--time-limit), a smaller batch or "
             "a shorter sequence, or use fewer techniques (--only)"
         ) from error
 
