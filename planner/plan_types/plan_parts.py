@@ -254,7 +254,7 @@ def check_field_types(record: Any, path: str = "") -> None:
     Raises:
         TypeError: a value does not have the type of its annotation; the message names the field.
     """
-    for name, hint in _hints(type(record)).items():
+    for name, hint in _hints(record.__class__).items():
         _check(getattr(record, name), hint, f"{path}{name}")
 
 
