@@ -149,7 +149,7 @@ def redirect_cuda_functions(device: str, *, capability: tuple[int, int], sm_coun
 
 
 def _new_stand_in() -> Callable[..., None]:
-    """Returns a new function that does nothing. torch.compile keeps a rule for each function object, and rules for two names may differ."""
+    """Returns a new function that does nothing. torch.compile has a rule for each function object, not each name."""
 
     def nothing(*arguments: object, **options: object) -> None:
         pass
