@@ -30,7 +30,7 @@ def load(name: str) -> DeviceProfile:
     """Returns the profile of a card.
 
     Args:
-        name: the name of a known card or a common spelling of it, such as 'RTX 3060', '4090' or 'T4 16GB'; the name that
+        name: the name of a known card or a common spelling of it, such as 'RTX 3060' or 'T4 16GB'; the name that
             the driver reports, such as 'NVIDIA H100 80GB HBM3'; 'bare'; or the path of a profile file, which ends in
             '.toml'.
 
