@@ -115,7 +115,7 @@ def _advised(plan: Plan, tried: list[tuple[Adapter | None, _Found]]) -> Plan:
 def _relaxation(adapter: Adapter | None, found: _Found, plan: Plan) -> Relaxation:
     label = "--fidelity adapted" if adapter is None else f"--fidelity adapted, with {adapter}"
     if isinstance(found, TimeLimitError):
-        return Relaxation(relax=label, opens=None, why=f"not looked at: {found}", fidelity=None, next_step=None)
+        return Relaxation(relax=label, opens=None, why=f"not tried: {found}", fidelity=None, next_step=None)
     if isinstance(found, str):
         return Relaxation(relax=label, opens=False, why=found, fidelity=None, next_step=None)
     step = NextStep(

@@ -53,3 +53,9 @@ class PromiseError(PlannerError):
 
 class MeasurementError(PlannerError):
     """The CUDA card is missing, or the measuring process failed. The message ends with that process's last output."""
+
+
+def first_line(error: Exception) -> str:
+    """Returns the type of an error and the first line of its message."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -209,9 +209,10 @@ def _ended_without_plan(watch: Watch | None) -> Iterator[None]:
         yield
     except TimeIsUp as error:
         cause = "" if watch is None else f" {watch.cause}"
+        more = "let it run longer or give" if watch is not None and watch.is_ended else "give more time (--time-limit),"
         raise TimeLimitError(
-            f"planning ended{cause}, before any plan was certified: give more time (--time-limit), a smaller batch or "
-            "a shorter sequence, or use fewer techniques (--only)"
+            f"planning ended{cause} before any plan was certified: {more} a smaller batch or a shorter sequence, or "
+            "use fewer techniques (--only)"
         ) from error
 
 

@@ -61,7 +61,7 @@ def in_safe_process(function: Callable[[Watch], T], watch: Watch) -> T:
     try:
         return function(watch)
     except BackwardInForkError:
-        reason = "a backward has run in this process, after which PyTorch allows no fork"
+        reason = "a backward has run in this process, and PyTorch then allows no backward in its forks"
         return _spawned_or_why_not(function, watch, reason)
 
 
@@ -106,4 +106,4 @@ def _with_watch(function: Callable[[Watch], T], seconds: float | None, began: fl
     try:
         return function(Watch(seconds=seconds, elapsed_seconds=time.time() - began, report=report))
     except TimeIsUp:
-        raise TimeLimitError("planning ended, before any plan was certified: give more time") from None
+        raise TimeLimitError("planning ended before any plan was certified: give more time") from None

@@ -9,7 +9,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from planner.profiles.device import DeviceProfile, ProfileError, read
@@ -30,8 +30,9 @@ def load(name: str) -> DeviceProfile:
     """Returns the profile of a card.
 
     Args:
-        name: the name of a known card or a common spelling of it, such as 'RTX 3060' or '4090'; 'bare'; or the path of
-            a profile file, which ends in '.toml'.
+        name: the name of a known card or a common spelling of it, such as 'RTX 3060' or 'T4 16GB'; the name that
+            the driver reports, such as 'NVIDIA H100 80GB HBM3'; 'bare'; or the path of a profile file, which ends in
+            '.toml'.
 
     Raises:
         ProfileError: the name is unknown (the message suggests similar names), or the file is not well formed.
@@ -44,6 +45,8 @@ def load(name: str) -> DeviceProfile:
         return read(_DEVICES / f"{name}.toml")
     if len(meant := _meant(name)) == 1:
         return read(_DEVICES / f"{meant[0]}.toml")
+    if not meant and (profile := _of_driver_name(name, _all())) is not None:
+        return profile
     choices = (*known(), "bare")
     slug = re.sub(r"[\s_]+", "-", name.strip().casefold())
     containing = meant or [choice for choice in choices if slug in choice]
@@ -61,23 +64,32 @@ def load(name: str) -> DeviceProfile:
 def _meant(name: str) -> list[str]:
     """Returns the known cards that a name such as 'NVIDIA GeForce RTX 3060' or 'a100 80 gb' means.
 
-    A card is meant if the card's name has all words of `name`, and `name` has all words of the card's name. Only the
-    family ('rtx') and the memory ('12gb') may be missing in `name`, but not words such as 'ti', 'super' and 'laptop'.
+    A card is meant if the card's name and memory have all words of `name`, and `name` has all words of the card's name.
+    Only the family ('rtx') and the memory ('12gb') may be missing in `name`, but not 'ti', 'super' and 'laptop'.
     """
-    text = re.sub(r"(\d+)\s*g(i?b)?\b", r"\1gb", name.casefold())
-    text = re.sub(r"(?<=rtx|gtx)(?=\d)|(?<=\d)(?=ti\b|super\b)", " ", text)
-    asked = set(re.findall(r"[a-z0-9]+", text)) - _VENDOR_WORDS
+    asked = {word for word in _words(name) if not _VENDOR_WORD.fullmatch(word)}
+    if asked <= _FAMILIES:
+        return []
     return [
         card
         for card in known()
-        if asked
-        and asked <= (parts := set(card.split("-")))
-        and all(part in _FAMILIES or part.endswith("gb") for part in parts - asked)
-        and not asked <= _FAMILIES
+        if set(card.split("-")) - asked <= _FAMILIES | (sizes := _sizes(card)) and asked <= {*card.split("-"), *sizes}
     ]
 
 
-_VENDOR_WORDS = {"nvidia", "geforce", "tesla", "quadro", "gpu", "generation", "blackwell", "sxm", "pcie"}
+def _words(name: str) -> list[str]:
+    text = re.sub(r"(\d+)\s*g(i?b)?\b", r"\1gb", name.casefold())
+    text = re.sub(r"(?<=rtx|gtx)(?=\d)|(?<=\d)(?=ti|super)|(?<=\dti)(?=super)", " ", text)
+    return re.findall(r"[a-z0-9]+", text)
+
+
+@functools.cache
+def _sizes(card: str) -> frozenset[str]:
+    """Returns the memory of a known card as a word, such as '12gb'."""
+    return frozenset(word for word in _words(read(_DEVICES / f"{card}.toml").title) if word.endswith("gb"))
+
+
+_VENDOR_WORD = re.compile(r"nvidia|geforce|tesla|quadro|gpu|generation|blackwell|pcie|sxm\d*|hbm\d\w*")
 """Words in names of cards that are not in the names of profiles."""
 _FAMILIES = {"rtx", "gtx"}
 
@@ -103,8 +115,12 @@ def matching(cuda_device_name: str) -> DeviceProfile | None:
     Args:
         cuda_device_name: the name from `torch.cuda.get_device_name()`. 'NVIDIA ' in front and letter case are ignored.
     """
+    return _of_driver_name(cuda_device_name, (*_own(), *_all()))
+
+
+def _of_driver_name(cuda_device_name: str, profiles: Iterable[DeviceProfile]) -> DeviceProfile | None:
     name = cuda_device_name.strip().casefold().removeprefix("nvidia ")
-    for profile in (*_own(), *_all()):
+    for profile in profiles:
         if any(fnmatch.fnmatchcase(name, pattern.casefold()) for pattern in profile.cuda_names):
             return profile
     return None

@@ -38,7 +38,7 @@ def relaxations(session: PlanningSession, constraints: Constraints) -> tuple[Rel
         ):
             break  # a lower fidelity is not tried if a higher one fits
         if time.perf_counter() > until and any(relaxation.opens for relaxation in tried):
-            tried.append(_without_plan(label, None, "not looked at: it would take too long"))
+            tried.append(_without_plan(label, None, "not tried: it would take too long"))
         else:
             tried.append(_try(session, label, technique, relaxed, before=constraints))
     return tuple(tried)
@@ -77,7 +77,7 @@ def _try(
     except PlannerError as error:
         return _without_plan(label, False, str(error))
     except TimeIsUp:
-        return _without_plan(label, None, f"not looked at: planning ended {session.watch.cause}")
+        return _without_plan(label, None, f"not tried: planning ended {session.watch.cause}")
     if certified is None:
         return _without_plan(label, False, "not enough on its own")
     return _with_plan(session, label, certified)

@@ -54,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.arguments = script_arguments
     except PlannerError as error:
         return _refuse(error, as_json="--json" in words, out=out)
+    except KeyboardInterrupt:
+        return _refuse(PlannerError("interrupted"), as_json="--json" in words, out=out)
     try:
         is_shown = not (options.json or options.quiet)
         # The model's code may print, and must not mix with the answer.

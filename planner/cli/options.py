@@ -152,7 +152,11 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
             "16:q_proj,v_proj or 16:all-linear (default: rank 16, on the layers that peft chooses), or a folder of "
             "saved adapters to train them further",
         )
-    group.add_argument("--dora", action="store_true", help="with --lora: train DoRA adapters")
+    group.add_argument(
+        "--dora",
+        action="store_true",
+        help="with --lora: train DoRA adapters, which also train the weights' magnitudes",
+    )
     group.add_argument(
         "--optimizer", default=None, metavar="NAME", help="adamw, adam, sgd, sgd-momentum, ... (default: adamw)"
     )
@@ -286,15 +290,15 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
         "--snapshot",
         type=pathlib.Path,
         metavar="step.pickle",
-        help="write the allocations of the rehearsed step for PyTorch's memory visualizer (pytorch.org/memory_viz), "
-        "without the plan (step.baseline.pickle) and with it (step.pickle)",
+        help="write memory snapshots for PyTorch's visualizer (pytorch.org/memory_viz): of the step with the plan "
+        "(step.pickle), and of the step without it (step.baseline.pickle)",
     )
     group.add_argument("--svg", type=pathlib.Path, metavar="front.svg", help="draw the result of --tradeoff")
     group.add_argument(
         "--verify",
         action="store_true",
-        help="train with the plan on this machine's CUDA card, limited to --vram, and compare with what was promised; "
-        "without a card, train on the CPU, and compare results and bytes of tensors only",
+        help="train for a few steps with the plan and without it, and compare memory and results: on the CUDA card of "
+        "this machine, limited to --vram; without a card on the CPU, where only the bytes of tensors are compared",
     )
     group.add_argument(
         "--explain",

@@ -191,7 +191,7 @@ def _rates(plan: Plan) -> str:
     return "measured rates" if plan.card_source.startswith("calibrated") else "datasheet, not measured"
 
 
-_NO_RELAXATION = "Allowing more does not help: no plan was found that fits."
+_NO_RELAXATION = "No plan fits with any other technique or fidelity either."
 
 
 def _shortfall(plan: Plan, shortfall: Shortfall) -> list[RenderableType]:

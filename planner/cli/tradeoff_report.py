@@ -17,7 +17,9 @@ def render_tradeoff(tradeoff: Tradeoff) -> RenderableType:
     parts: list[RenderableType] = [headline(tradeoff.as_it_is), Text(), _table(tradeoff), Text(), _verdict(tradeoff)]
     if not tradeoff.complete:
         parts.append(
-            Text("The time ran out: there may be more plans between these. Give it more with --seconds.", style="dim")
+            Text(
+                "The time ran out: there may be more plans between these. Give it more with --time-limit.", style="dim"
+            )
         )
     parts.append(
         Text(

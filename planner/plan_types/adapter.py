@@ -96,12 +96,29 @@ class Adapter:
 
 
 def saved_config(folder: str) -> dict[str, Any] | None:
-    """Returns the settings of the adapters that peft saved in a folder; None if it has no readable ones."""
+    """Returns the settings of the adapters that peft saved in a folder; None if it has no `adapter_config.json`.
+
+    Raises:
+        WorkloadError: the file is not a JSON object, or a setting that the planner reads has the wrong type.
+    """
+    path = pathlib.Path(folder) / "adapter_config.json"
+    remedy = "save the adapters again with save_pretrained"
     try:
-        config = json.loads((pathlib.Path(folder) / "adapter_config.json").read_text())
-    except (OSError, ValueError):
+        config = json.loads(path.read_bytes())
+    except OSError:
         return None
-    return config if isinstance(config, dict) else None
+    except ValueError as error:
+        raise WorkloadError(f"'{path}' is not JSON ({error}): {remedy}") from error
+    if not isinstance(config, dict):
+        raise WorkloadError(f"'{path}' is not a JSON object: {remedy}")
+    for name, kind in _SETTINGS.items():
+        if not isinstance(config.get(name), kind | None):
+            raise WorkloadError(f"'{path}' is not valid, because '{name}' is {config[name]!r}: {remedy}")
+    return config
+
+
+_SETTINGS = {"peft_type": str, "r": int, "use_dora": bool, "base_model_name_or_path": str}
+"""The settings of `adapter_config.json` that the planner reads, with their types."""
 
 
 def quantization_options(model_name: str) -> dict[str, object]:
@@ -123,10 +140,11 @@ def quantization_options(model_name: str) -> dict[str, object]:
 
 
 _TASKS = {
-    "CausalLM": "CAUSAL_LM",
-    "SequenceClassification": "SEQ_CLS",
-    "TokenClassification": "TOKEN_CLS",
-    "QuestionAnswering": "QUESTION_ANS",
+    "ForCausalLM": "CAUSAL_LM",
+    "LMHeadModel": "CAUSAL_LM",
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+    "ForQuestionAnswering": "QUESTION_ANS",
 }
 """The tasks of peft (`peft.TaskType`) by the ending of the name of the model's class."""
 
@@ -139,7 +157,7 @@ _HEADS = {
 
 
 def _task(model_name: str) -> str | None:
-    return next((task for ending, task in _TASKS.items() if model_name.endswith(f"For{ending}")), None)
+    return next((task for ending, task in _TASKS.items() if model_name.endswith(ending)), None)
 
 
 def compute_dtype(dtype: str) -> str:

@@ -7,7 +7,7 @@ import json
 import pathlib
 from typing import Any, TypeVar
 
-from planner.errors import PlanFileError
+from planner.errors import PlanFileError, PlannerError
 from planner.plan_types import plan_summary
 from planner.plan_types.categories import Category
 from planner.plan_types.decisions import Decision
@@ -22,6 +22,7 @@ from planner.plan_types.plan_parts import (
     Shortfall,
     SolverFacts,
     WorkloadFacts,
+    check_field_types,
 )
 from planner.plan_types.techniques import canonical_kind, decision_from_json
 
@@ -146,17 +147,18 @@ class Plan:
             PlanFileError: the schema version is not supported, or a field is missing or has the wrong type.
             DecisionError: a decision is unknown, or one of its fields is not allowed.
         """
-        found = data.get("schema_version") if isinstance(data, dict) else type(data).__name__
-        if found not in (1, SCHEMA_VERSION):
+        if not isinstance(data, dict) or "schema_version" not in data:
+            raise PlanFileError("this is not a saved plan: give a file made by --save")
+        found = data["schema_version"]
+        if type(found) is not int or found not in (1, SCHEMA_VERSION):
             raise PlanFileError(
                 f"plan has schema_version {found!r}, this version of the planner reads 1 and {SCHEMA_VERSION}: make "
                 "the plan again"
             )
         try:
             data = _upgraded(data) if found == 1 else data
-            _check_types(data)
             shortfall = data["shortfall"]
-            return cls(
+            plan = cls(
                 model=ModelFacts.from_json(data["model"]),
                 workload=_workload_from_json(data["workload"]),
                 baseline=Footprint.from_json(data["baseline"]),
@@ -170,6 +172,7 @@ class Plan:
                 tensors=tuple(LiveTensor(**{**t, "shape": tuple(t["shape"])}) for t in data["tensors"]),
                 **{name: data[name] for name in _PLAIN_FIELDS},
             )
+            return _checked(plan)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanFileError(f"plan has a missing or wrong field ({error}): make the plan again") from error
 
@@ -190,7 +193,10 @@ class Plan:
             raise PlanFileError(f"plan file '{path}' cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise PlanFileError(f"plan file '{path}' is not JSON ({error}): give a file made by --save") from error
-        return cls.from_json(data)
+        try:
+            return cls.from_json(data)
+        except PlannerError as error:
+            raise type(error)(f"plan file '{path}': {error}") from error
 
 
 def write_atomically(path: pathlib.Path, data: bytes | str) -> None:
@@ -233,21 +239,14 @@ def _upgraded(data: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_types(data: dict[str, Any]) -> None:
-    """Raise `TypeError` if a field has a type that later code cannot use, as in a plan that was edited by hand."""
-    vram, reference = data["vram_bytes"], data["model"]["reference"]
-    if vram is not None and (type(vram) is not int or vram < 0):
-        raise TypeError(f"vram_bytes is {vram!r}, not a whole number of bytes")
-    slowdown = data["max_slowdown"]
-    if slowdown is not None and (type(slowdown) not in (int, float) or slowdown <= 0):
-        raise TypeError(f"max_slowdown is {slowdown!r}, not a factor above zero")
-    if reference is not None and not isinstance(reference, str):
-        raise TypeError(f"model.reference is {reference!r}, not a string")
-    for name in ("card", "fidelity"):
-        if not isinstance(data[name], str):
-            raise TypeError(f"{name} is {data[name]!r}, not a string")
-    if not isinstance(data["workload"]["optimizer"], str):
-        raise TypeError(f"workload.optimizer is {data['workload']['optimizer']!r}, not a string")
+def _checked(plan: Plan) -> Plan:
+    """Returns the plan. Raises `TypeError` if a field has a value that later code cannot use."""
+    check_field_types(plan)
+    if plan.vram_bytes is not None and plan.vram_bytes < 0:
+        raise TypeError(f"vram_bytes is {plan.vram_bytes!r}, not a whole number of bytes")
+    if plan.max_slowdown is not None and plan.max_slowdown <= 0:
+        raise TypeError(f"max_slowdown is {plan.max_slowdown!r}, not a factor above zero")
+    return plan
 
 
 def _workload_from_json(data: dict[str, Any]) -> WorkloadFacts:

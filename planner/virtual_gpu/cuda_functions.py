@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -135,20 +136,25 @@ def redirect_cuda_functions(device: str, *, capability: tuple[int, int], sm_coun
         *("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_accumulated_memory_stats"),
         *("set_rng_state", "manual_seed", "manual_seed_all", "set_per_process_memory_fraction"),
     ):
-        stand_ins[name] = _nothing
+        stand_ins[name] = _new_stand_in()
     for name, stand_in in stand_ins.items():
         for module in (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.cuda.graphs):
             if hasattr(module, name):
                 setattr(module, name, stand_in)
     for name in ("range_push", "range_pop", "mark"):
-        setattr(torch.cuda.nvtx, name, _nothing)
+        setattr(torch.cuda.nvtx, name, _new_stand_in())
     tensor: Any = torch.Tensor  # mypy does not allow to patch members of a class
     tensor.is_cuda = property(lambda self: self.device.type in (device, "cuda"))
-    tensor.record_stream = _nothing
+    tensor.record_stream = _new_stand_in()
 
 
-def _nothing(*arguments: object, **options: object) -> None:
-    pass
+def _new_stand_in() -> Callable[..., None]:
+    """Returns a new function that does nothing. torch.compile has a rule for each function object, not each name."""
+
+    def nothing(*arguments: object, **options: object) -> None:
+        pass
+
+    return nothing
 
 
 def _refuse(what: str, way_out: str) -> NoReturn:

@@ -195,8 +195,8 @@ def _translated(error: Exception) -> RehearsalProcessError:
     """Converts an unexpected error to one with a message of one line, and with the traceback as a note."""
     if _NO_BACKWARD_IN_FORK in str(error):
         return BackwardInForkError(
-            "a backward has run in this process, after which PyTorch allows no backward in a forked process on a "
-            "machine with a GPU: plan before the first backward, or in a separate process with the `plan` command"
+            "a backward has run in this process, and on a machine with a GPU PyTorch then allows no backward in a "
+            "forked process: plan before the first backward, or in a separate process with the `plan` command"
         )
     first_line = next(iter(str(error).strip().splitlines()), "no message")
     failed = RehearsalProcessError(f"the rehearsal failed with {type(error).__name__}: {first_line}")

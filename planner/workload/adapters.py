@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from planner.errors import WorkloadError
+from planner.errors import WorkloadError, first_line
 from planner.plan_types.adapter import Adapter, compute_dtype, quantization_options
 from planner.workload.workload import Workload
 
@@ -82,6 +82,7 @@ def meta_copy(model: torch.nn.Module) -> torch.nn.Module:
 
 def _adapted(model: Any, adapter: Adapter, dtype: str) -> torch.nn.Module:
     peft = _library("peft", "LoRA")
+    layers = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if _takes_adapters(part)})
     if adapter.is_quantized:
         if adapter.is_dora and any(parameter.is_meta for parameter in model.parameters()):
             raise WorkloadError(
@@ -99,17 +100,19 @@ def _adapted(model: Any, adapter: Adapter, dtype: str) -> torch.nn.Module:
         else:
             config = peft.LoraConfig(**adapter.lora_options(type(model).__name__))
         return peft.get_peft_model(model, config).train()
-    except ValueError as error:
+    except Exception as error:  # peft raises errors of any type for settings that do not go with the model
         if adapter.folder:
             raise WorkloadError(
                 f"the adapters in '{adapter.folder}' cannot be added to {type(model).__name__}: "
-                f"{str(error).splitlines()[0]}; give the model for which they were made"
+                f"{first_line(error)}; check their adapter_config.json, and give the model for which they were made"
             ) from error
-        layers = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if _is_linear(part)})
+        remedy = (
+            f"give the names of its layers, as in {adapter.rank}:{','.join(layers[:2])}, or {adapter.rank}:all-linear "
+            f"for all linear layers (the model has {', '.join(layers)})"
+        )
         raise WorkloadError(
-            f"{adapter} cannot be added to {type(model).__name__}: {str(error).splitlines()[0]}; give the names of "
-            f"its layers, as in {adapter.rank}:{','.join(layers[:2])}, or {adapter.rank}:all-linear for all linear "
-            f"layers (the model has {', '.join(layers)})"
+            f"{adapter} cannot be added to {type(model).__name__}: {first_line(error)}; "
+            + (remedy if layers else "the model has no linear layers")
         ) from error
 
 
@@ -119,7 +122,7 @@ def _quantize(model: Any, dtype: str) -> None:
     transformers: Any = importlib.import_module("transformers")
     integrations: Any = importlib.import_module("transformers.integrations")
     quantizer: Any = importlib.import_module("transformers.quantizers.base").HfQuantizer
-    weights = {name: part.weight for name, part in model.named_modules() if _is_linear(part)}
+    layers = dict(model.named_modules())
     settings = transformers.BitsAndBytesConfig(
         **quantization_options(type(model).__name__), bnb_4bit_compute_dtype=getattr(torch, compute_dtype(dtype))
     )
@@ -127,18 +130,22 @@ def _quantize(model: Any, dtype: str) -> None:
     integrations.replace_with_bnb_linear(model, modules_to_not_convert=skipped, quantization_config=settings)
     for name, layer in model.named_modules():
         if isinstance(layer, bitsandbytes.nn.Linear4bit):  # it was created without values
+            weight = layers[name].weight.data
             layer.weight = bitsandbytes.nn.Params4bit(
-                weights[name].data,
+                weight if isinstance(layers[name], torch.nn.Linear) else weight.T.contiguous(),
                 requires_grad=False,
                 compress_statistics=settings.bnb_4bit_use_double_quant,
                 quant_type=settings.bnb_4bit_quant_type,
                 module=layer,
             )
+            if layer.bias is not None:
+                layer.bias = torch.nn.Parameter(layers[name].bias.data, requires_grad=False)
             layer.weight = layer.weight.to(layer.weight.device)  # this quantizes the weight, except on the meta device
 
 
-def _is_linear(module: torch.nn.Module) -> bool:
-    return isinstance(module, torch.nn.Linear)
+def _takes_adapters(module: torch.nn.Module) -> bool:
+    """True for linear layers, also for those of GPT-2, whose weights transformers stores transposed."""
+    return isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def _library(name: str, purpose: str) -> Any:

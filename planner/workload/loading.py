@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
-from planner.errors import WorkloadError
+from planner.errors import WorkloadError, first_line
 from planner.plan_types.adapter import Adapter, saved_config
 from planner.plan_types.answers import NOTHING_STATED, Answers
 from planner.workload.adapters import adapted, why_no_adapters
 from planner.workload.batch_source import batch_of_shapes, candidate_batches
 from planner.workload.synthetic_batch import synthetic_batch
 from planner.workload.transformers_models import (
-    first_line,
     length_limit,
     stored_dtype,
     transformers_config,
@@ -110,7 +109,7 @@ def load_workload(
         return dataclasses.replace(built, arguments=tuple(arguments))
     if arguments:
         raise WorkloadError(
-            f"arguments after -- are for a Python file or module, as in path/file.py:name, and '{reference}' is none: "
+            f"arguments after -- are for a Python file or module, as in path/file.py:name, which '{reference}' is not: "
             "leave them out"
         )
     path = pathlib.Path(reference)

@@ -13,9 +13,7 @@ _SECONDS_OF_SOUND = 10
 _SAMPLES_PER_SECOND = 16_000
 
 
-def synthetic_batch(
-    model: torch.nn.Module, *, batch_size: int, seq_len: int, device: str = "meta"
-) -> dict[str, torch.Tensor]:
+def synthetic_batch(model: Any, *, batch_size: int, seq_len: int, device: str = "meta") -> dict[str, torch.Tensor]:
     """Returns the inputs and labels of one training step. On the meta device they have shapes and dtypes but no values.
 
     Language models get `input_ids` of shape [batch, seq], vision models `pixel_values`, and audio models
@@ -25,6 +23,8 @@ def synthetic_batch(
     Raises:
         WorkloadError: the model computes no loss, or takes inputs of an unknown kind.
     """
+    if hasattr(model, "peft_config"):
+        model = model.get_base_model()  # peft's own class says neither the task nor the arguments
     main = getattr(model, "main_input_name", "input_ids")
     accepted = set(inspect.signature(model.forward).parameters)
     with torch.device(device):

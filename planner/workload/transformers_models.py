@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from planner.errors import PlannerError, WorkloadError
+from planner.errors import PlannerError, WorkloadError, first_line
 from planner.plan_types.adapter import Adapter
 from planner.workload.adapters import adapted
 
@@ -155,9 +155,3 @@ def _model_class(config: Any, reference: str) -> type[torch.nn.Module]:
         f"the config of '{reference}' names no architecture that transformers has "
         f'({", ".join(names) or "none named"}): add "architectures": ["...ForCausalLM"] to it'
     )
-
-
-def first_line(error: Exception) -> str:
-    """Returns the type of an error and the first line of its message."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

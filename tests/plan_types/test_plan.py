@@ -279,9 +279,9 @@ def test_another_schema_version_is_refused(version):
         Plan.from_json(data)
 
 
-@pytest.mark.parametrize("data", [[], "text", 3, None])
-def test_json_that_is_no_object_is_refused(data):
-    with pytest.raises(PlanFileError, match=type(data).__name__):
+@pytest.mark.parametrize("data", [[], "text", 3, None, {"model_type": "llama"}])
+def test_json_that_is_not_a_plan_is_refused(data):
+    with pytest.raises(PlanFileError, match="not a saved plan"):
         Plan.from_json(data)
 
 
@@ -318,6 +318,13 @@ def test_a_missing_field_is_named(field):
         (("decisions",), [5]),
         (("shortfall",), "much"),
         (("forced",), None),
+        (("plan", "total_bytes"), "much"),
+        (("baseline", "most"), {"activations": "much"}),
+        (("versions",), None),
+        (("versions",), {"torch": 2.13}),
+        (("notes",), [1]),
+        (("solver", "gap"), "small"),
+        (("fits",), 1),
     ],
     ids=str,
 )

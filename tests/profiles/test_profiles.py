@@ -71,6 +71,12 @@ def broken(tmp_path: Path, pattern: str, replacement: str) -> Path:
         ("v100 32 GiB", "v100-32gb"),
         ("Tesla T4", "t4"),
         ("A6000", "rtx-a6000"),
+        ("T4 16GB", "t4"),
+        ("rtx 4090 24 GB", "rtx-4090"),
+        ("4070TiSuper", "rtx-4070-ti-super"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
     ],
 )
 def test_a_card_is_found_by_the_name_that_people_write(written, meant) -> None:

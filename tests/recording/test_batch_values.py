@@ -299,7 +299,7 @@ def test_a_stated_number_replaces_an_assumed_one():
     assert few.peak.allocated_bytes < planned(full, vram=None).peak.allocated_bytes
 
 
-def test_a_stated_value_that_is_not_used_is_told():
+def test_a_note_names_a_stated_value_that_is_not_used():
     plan = planned(chosen, vram=None, values={line_of(chosen, 1): 5})
     assert any(note.startswith(f"the value stated for {line_of(chosen, 1)} was not used") for note in plan.notes)
 

@@ -15,6 +15,7 @@ from planner.errors import WorkloadError
 from planner.plan_types.adapter import Adapter
 from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import Plan
+from planner.workload.adapters import adapted
 from planner.workload.loading import load_workload
 from tests.support.training import imported
 
@@ -64,6 +65,58 @@ def test_a_config_is_planned_as_the_users_model(folder, is_quantized, targets):
     loss = task.model(**task.batch).loss
     loss.backward()
     assert loss.isfinite()
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("GPT2LMHeadModel", {"n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 64}),
+        ("BertForMaskedLM", {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}),
+        ("T5ForConditionalGeneration", {"d_model": 64, "num_layers": 1, "num_heads": 4, "decoder_start_token_id": 0}),
+    ],
+)
+def test_models_with_transposed_layers_biases_and_other_tasks_get_adapters(kind, config, tmp_path):
+    model_class = getattr(transformers, kind)
+    model_class(model_class.config_class(vocab_size=100, **config)).to(torch.bfloat16).save_pretrained(tmp_path)
+    options = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )  # fmt: skip
+    users = model_class.from_pretrained(tmp_path, quantization_config=options)
+    users = peft.prepare_model_for_kbit_training(users, use_gradient_checkpointing=False)
+    users = peft.get_peft_model(users, peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+    for with_weights in (False, True):
+        task = loaded(tmp_path, Adapter(rank=4, targets=("all-linear",), is_quantized=True), with_weights=with_weights)
+        assert fingerprint(task.model) == fingerprint(users)
+    assert task.model(**task.batch).loss.isfinite()
+
+
+def test_4_bit_weights_of_transposed_layers_give_nearly_the_same_output():
+    config = transformers.GPT2Config(n_embd=128, n_layer=1, n_head=4, n_positions=64, vocab_size=100)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    tokens = torch.arange(32)[None]
+    full = model(input_ids=tokens).logits
+    packed = adapted(model, Adapter(rank=4, targets=("all-linear",), is_quantized=True), dtype="float32").eval()
+    assert torch.cosine_similarity(full.flatten(), packed(input_ids=tokens).logits.flatten(), 0) > 0.95
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"peft_type": "LORA", ', "is not JSON"),
+        ("[1]", "is not a JSON object"),
+        ('{"peft_type": ["LORA"]}', "'peft_type' is"),
+        ('{"peft_type": "LORA", "r": "sixteen"}', "'r' is 'sixteen'"),
+        ('{"peft_type": "LORA", "base_model_name_or_path": 7}', "'base_model_name_or_path' is 7"),
+        ('{"peft_type": "NEW"}', "cannot be added to LlamaForCausalLM: KeyError"),
+        ('{"r": 8}', "cannot be added to LlamaForCausalLM: TypeError"),
+        ('{"peft_type": "LORA", "target_modules": "a(b"}', "cannot be added to LlamaForCausalLM: "),
+    ],
+)
+def test_a_damaged_adapter_config_is_refused_with_the_reason(folder, text, message, tmp_path):
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(WorkloadError, match=message):
+        loaded(folder, Adapter.parsed(str(tmp_path), is_quantized=False, is_dora=False))
 
 
 @pytest.mark.slow
