@@ -60,7 +60,7 @@ def plan_and_recordings():
     constraints = parse_constraints(fidelity="exact", force=(), forbid=(), only=None, max_slowdown=None)
     plan = pipeline.plan_workload(work, CARD, vram_bytes=None, constraints=constraints)
     recordings = PlanRecordings(
-        workload=work, card=CARD, baseline=recorded(work, CARD), planned=recorded(work, CARD, DECISIONS, 4)
+        workload=work, card=CARD, baseline=recorded(work, CARD), planned=recorded(work, CARD, DECISIONS)
     )
     peak = recordings.planned.footprint
     plan = dataclasses.replace(plan, vram_bytes=1 << 30, peak=peak, decisions=DECISIONS)
@@ -186,7 +186,7 @@ def test_each_stage_adds_a_technique_and_the_last_is_the_plan(plan_and_recording
     plan, recordings = plan_and_recordings
     stages = rehearse_stages(plan, recordings)
     assert [stage.kinds for stage in stages] == [("accumulation",), ("checkpoint",)]
-    alone = recorded(recordings.workload, CARD, DECISIONS[:1], 4).footprint
+    alone = recorded(recordings.workload, CARD, DECISIONS[:1]).footprint
     assert (stages[0].total_bytes, stages[0].step_ns) == (alone.total_bytes, alone.step_ns)
     assert (stages[1].total_bytes, stages[1].step_ns) == (plan.peak.total_bytes, plan.peak.step_ns)
 

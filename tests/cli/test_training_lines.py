@@ -65,7 +65,7 @@ def test_options_of_the_allocator_come_first(folder, tmp_path, monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     options = ["--gpu", "rtx-2060", "--vram", "2GiB", "--for", "loop", "--force", "allocator"]
     lines = planned(folder, tmp_path, capsys, *options).partition("paste into your script:\n")[2]
-    assert lines.split("\n\n")[:2] == [
+    assert lines.strip().split("\n\n")[:2] == [
         "import os",
         'os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # before CUDA starts',
     ]
