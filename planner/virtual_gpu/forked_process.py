@@ -13,6 +13,7 @@ import select
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -93,7 +94,11 @@ class _Fork:
         sys.stdout.flush()
         sys.stderr.flush()
         self._reader, writer = os.pipe()
-        self._pid = os.fork()
+        with warnings.catch_warnings():
+            # Python 3.12 and later warn of every fork of a process with threads, and torch's kernels start some. The
+            # child uses none of them, and `planner.safe_process` looks for Python's threads.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._pid = os.fork()
         if self._pid == 0:
             os.close(self._reader)
             _serve(function, writer)
