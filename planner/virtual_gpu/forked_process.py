@@ -7,6 +7,7 @@ has the user's model without pickling it.
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import pickle
 import select
@@ -184,6 +185,8 @@ def _serve(function: Callable[[Refuse], Any], writer: int) -> None:
         os.dup2(2, 1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and decides whether to end the child
         torch.set_num_threads(1)
+        # The workers of a data loader, too, get classes that cannot be imported by name. Python 3.14 pickles them.
+        multiprocessing.set_start_method("fork", force=True)
         try:
             answer = ("value", function(refuse))
         except PlannerError as error:
