@@ -160,13 +160,20 @@ def _allocator_notes(decisions: tuple[Decision, ...]) -> tuple[str, ...]:
 
 def versions() -> dict[str, str]:
     """Versions of everything that can change a plan, by name."""
-    found = {"python": platform.python_version()}
-    for package in ("torch-planner", "torch", "transformers", "bitsandbytes"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+    return {
+        "python": platform.python_version(),
+        "torch-planner": _version("torch-planner"),
+        "torch": str(torch.__version__),  # with the build, which the package's own metadata leaves out for PyPI's
+        "transformers": _version("transformers"),
+        "bitsandbytes": _version("bitsandbytes"),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def tied_to_frozen(model: torch.nn.Module, decisions: tuple[Decision, ...]) -> tuple[str, ...]:

@@ -7,12 +7,14 @@ has the user's model without pickling it.
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import pickle
 import select
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -93,7 +95,11 @@ class _Fork:
         sys.stdout.flush()
         sys.stderr.flush()
         self._reader, writer = os.pipe()
-        self._pid = os.fork()
+        with warnings.catch_warnings():
+            # Python 3.12 and later warn of every fork of a process with threads, and torch's kernels start some. The
+            # child uses none of them, and `planner.safe_process` looks for Python's threads.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._pid = os.fork()
         if self._pid == 0:
             os.close(self._reader)
             _serve(function, writer)
@@ -179,6 +185,8 @@ def _serve(function: Callable[[Refuse], Any], writer: int) -> None:
         os.dup2(2, 1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and decides whether to end the child
         torch.set_num_threads(1)
+        # The workers of a data loader, too, get classes that cannot be imported by name. Python 3.14 pickles them.
+        multiprocessing.set_start_method("fork", force=True)
         try:
             answer = ("value", function(refuse))
         except PlannerError as error:

@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import pathlib
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -330,9 +331,15 @@ def _call(function: Callable[..., Any], arguments: dict[str, int], reference: st
         try:
             return function(**arguments)
         except Exception as error:  # the user's code
-            raise WorkloadError(
-                f"'{reference}' raised {first_line(error)}: call it on its own in Python and fix it"
-            ) from error
+            raise _failed(f"'{reference}'", error, "call it on its own in Python and fix it") from error
+
+
+def _failed(name: str, error: Exception, remedy: str) -> WorkloadError:
+    """Returns the error that says that the user's code raised an error, and what to do."""
+    frames = traceback.walk_tb(error.__traceback__)
+    if any(frame.f_code is torch.cuda._lazy_init.__code__ for frame, _ in frames):
+        remedy = "planning needs no card, so leave the model and the batch on the CPU"
+    return WorkloadError(f"{name} raised {first_line(error)}: {remedy}")
 
 
 def _callable(reference: str) -> Callable[..., Any]:
@@ -370,9 +377,7 @@ def _module_from_file(path: pathlib.Path) -> Any:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's code
-        raise WorkloadError(
-            f"importing file '{path}' raised {first_line(error)}: import it on its own in Python and fix it"
-        ) from error
+        raise _failed(f"importing file '{path}'", error, "import it on its own in Python and fix it") from error
     return module
 
 
@@ -386,6 +391,4 @@ def _module_by_name(name: str) -> Any:
             f"module '{name}' cannot be imported: {first_line(error)}; install it, or give path/file.py:name"
         ) from error
     except Exception as error:  # the user's code
-        raise WorkloadError(
-            f"importing module '{name}' raised {first_line(error)}: import it on its own in Python and fix it"
-        ) from error
+        raise _failed(f"importing module '{name}'", error, "import it on its own in Python and fix it") from error

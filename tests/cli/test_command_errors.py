@@ -80,6 +80,9 @@ class Unexpected(Model):
 def breaks_the_planner():
     return Unexpected(), (torch.zeros(4, 8),)
 
+def needs_a_card():
+    return Model().cuda(), (torch.zeros(4, 8),)
+
 def talks():
     print("from a builder")
     os.write(1, b"from a file descriptor\\n")
@@ -122,12 +125,14 @@ FAULTS = {
     "returns_nothing": "returned 0 values: return model",
     "interrupted": "interrupted",
     "leaves_in_forward": "failed with this batch: SystemExit",
+    "needs_a_card": "compiled with CUDA enabled: planning needs no card, so leave the model and the batch on the CPU",
     "breaks_the_planner": "ZeroDivisionError: first line second line; this is a bug of the planner",
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_the_users_code_does_is_reported_on_one_line_with_exit_code_two(folder, capsys, name):
+def test_what_the_users_code_does_is_reported_on_one_line_with_exit_code_two(folder, capsys, monkeypatch, name):
+    monkeypatch.delattr(torch._C, "_cuda_getDeviceCount", raising=False)  # as in a CPU build of PyTorch
     assert FAULTS[name] in refused(f"net.py:{name}", capsys=capsys)
 
 

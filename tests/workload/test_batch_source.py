@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 import random
 
 import pytest
@@ -108,6 +109,13 @@ IN_WORKER = torch.utils.data.DataLoader([1, 2], num_workers=1, collate_fn=broken
 def test_a_source_that_gives_no_batch_is_refused(source, words):
     with pytest.raises(WorkloadError, match=words):
         candidate_batches(source)
+
+
+def test_workers_of_a_data_loader_need_not_import_its_functions(monkeypatch):
+    forkserver = multiprocessing.get_context("forkserver")  # the default of Python 3.14
+    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", forkserver)
+    loader = torch.utils.data.DataLoader([1, 2], num_workers=1, collate_fn=lambda rows: torch.zeros(2, 3))
+    assert [batch.shape for batch in candidate_batches(loader)[0]] == [(2, 3)]
 
 
 def test_the_plan_is_for_the_step_that_needs_the_most_memory():
