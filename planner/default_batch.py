@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from planner import pipeline
+from planner.estimate.extrapolate import BASE_SIZES, extrapolate
 from planner.estimate.footprint import measure
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
@@ -24,26 +25,26 @@ def with_default_batch(
     budget: Budget,
     watch: Watch | None = None,
 ) -> Workload:
-    """Return the workload with the largest batch, of a power of two, whose baseline is estimated to fit the budget.
+    """Return the workload with the largest batch, of a power of two, whose baseline is predicted to fit the budget.
 
-    The estimate is a line through the baselines of one and of two samples. If one sample does not fit, the batch has
-    one sample. A workload whose batch size was stated is returned unchanged.
+    The baseline is predicted from those of two and three samples. If no prediction is possible or two samples do not
+    fit, the batch has one sample. A workload whose batch size was stated is returned unchanged.
 
     Args:
         load: function that takes a batch size and returns the workload with a batch of this size.
     """
     if ONE_SAMPLE not in workload.notes:
         return workload
-    one, two = (
-        measure(pipeline.record_step(work, card, watch=watch), card, vram_bytes=None).footprint.total_bytes
-        for work in (workload, load(2))
-    )
+    two, three = (pipeline.record_step(load(samples), card, watch=watch) for samples in BASE_SIZES)
     samples = 1
-    while samples < _MOST_SAMPLES and one + (2 * samples - 1) * max(two - one, 0) <= budget.usable_bytes:
+    while samples < _MOST_SAMPLES:
+        predicted = extrapolate(two, three, 2 * samples)
+        if predicted is None or not measure(predicted, card, vram_bytes=budget.usable_bytes).fits:
+            break
         samples *= 2
     if samples == 1:
         return workload
-    largest = f"the largest power of two up to {_MOST_SAMPLES} whose baseline is estimated to fit"
+    largest = f"the largest power of two up to {_MOST_SAMPLES} whose baseline is predicted to fit"
     note = (
         f"the batch has {samples} samples, {largest}, because no size was given: state yours with --batch-size, or "
         "find the largest that fits with --largest-batch"

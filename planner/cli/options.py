@@ -121,7 +121,10 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         "--batch-size",
         type=_positive,
         metavar="N",
-        help="samples in one optimizer step (default: 1 for a transformers config, else the function's own)",
+        help=(
+            "samples in one optimizer step (default: for a transformers model as many as fit without a plan, up to 64, "
+            "or 1 without --vram; otherwise the function's own)"
+        ),
     )
     group.add_argument(
         "--seq-len",
