@@ -6,6 +6,14 @@ from benchmarks.faults.fault import Fault
 
 FAULTS = (
     Fault(
+        name="default-batch-is-always-the-largest",
+        path="planner/default_batch.py",
+        old="measure(predicted, card, vram_bytes=budget.usable_bytes).fits",
+        new="measure(predicted, card, vram_bytes=None).fits",
+        tests=("tests/workload/test_default_batch.py::test_the_batch_is_the_largest_power_of_two_whose_baseline_fits",),
+        why="a batch that nobody stated is larger than the card can take",
+    ),
+    Fault(
         name="allocator-lets-the-card-wait",
         path="planner/choose/planning_session.py",
         old="            if measured.fits and not measured.retries:\n",
