@@ -90,6 +90,7 @@ def load_planned(saved: Plan) -> Workload:
         gradients_alive=saved.workload.gradients_alive,
         dtype=None if ":" in saved.model.reference else saved.model.dtype,
         adapter=saved.model.adapter,
+        program=saved.model.program,
         input_shapes=saved.workload.input_shapes,
         arguments=saved.model.arguments,
         answers=Answers(values=saved.workload.values, worst_case=saved.workload.worst_case),

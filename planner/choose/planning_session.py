@@ -113,10 +113,15 @@ class PlanningSession:
             constraints,
             batch_statistics=graph.batch_statistics,
             carried=self._carried if constraints.allow(Role.MICRO_BATCHING) else None,
-            values_needed=next((text for text in graph.assumptions if ASSUMED_VALUES in text), None),
+            values_needed=None if self.workload.program else self._values_needed,
             why_no_samples=self._by_sample_check.why_not if constraints.allow(Role.MICRO_BATCHING) else None,
             chunks=loss_in_chunks(graph, self.workload.model, vram_bytes=self.budget.usable_bytes),
         )
+
+    @property
+    def _values_needed(self) -> str | None:
+        """Says where the step needs values of the batch; None if it does not."""
+        return next((text for text in self.baseline_graph.assumptions if ASSUMED_VALUES in text), None)
 
     @functools.cached_property
     def _carried(self) -> str | None:

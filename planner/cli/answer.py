@@ -6,6 +6,7 @@ import argparse
 import functools
 import json
 import pathlib
+from collections.abc import Callable
 
 from planner import pipeline, questions
 from planner.adapted import plan_or_adapt
@@ -14,16 +15,18 @@ from planner.cli.option_checks import names, option
 from planner.cli.training_lines import LOOPS
 from planner.default_batch import with_default_batch
 from planner.errors import DecisionError, PlanFileError, WorkloadError
+from planner.for_program import plan_for_program, terms_for
 from planner.plan_types.adapter import Adapter
 from planner.plan_types.answers import Answers, parse_answer
-from planner.plan_types.constraints import known_kinds, parse_constraints
-from planner.plan_types.plan import Plan
+from planner.plan_types.constraints import Constraints, known_kinds, parse_constraints
+from planner.plan_types.plan import Plan, TrainingProgram
 from planner.plan_types.tradeoff import Tradeoff
 from planner.progress import Watch
 from planner.replan import replan
 from planner.workload.batch_source import read_shapes
 from planner.workload.budget import Budget, card_and_budget
 from planner.workload.loading import load_workload
+from planner.workload.programs import PROGRAMS
 from planner.workload.workload import Workload
 
 _FIXED_BY_A_PLAN = (
@@ -57,14 +60,6 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
         raise WorkloadError("--margin needs a budget: give --vram, such as --vram 6GiB, or leave --margin out")
     _refuse_forced(options)
     optimizer, kinds = _TRAINER_OPTIMIZERS.get(options.optimizer, (options.optimizer or "adamw", ()))
-    constraints = parse_constraints(
-        fidelity=options.fidelity or "rounded",
-        force=(*names(options.force), *kinds),
-        forbid=(*names(options.forbid), *(LOOPS[options.loop] if options.loop else ())),
-        only=names(options.only) if options.only else None,
-        max_slowdown=options.max_slowdown,
-        margin=options.margin,
-    )
     load = functools.partial(
         load_workload,
         options.model,
@@ -77,6 +72,9 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
         answers=Answers(values=dict(map(parse_answer, options.value)), worst_case=not options.batch_values),
         input_shapes=None if options.input_shapes is None else read_shapes(options.input_shapes),
     )
+    if options.loop in PROGRAMS:
+        return _for_program(options, load, optimizer, kinds, watch)
+    constraints = _constraints(options, force=kinds, forbid=LOOPS[options.loop] if options.loop else ())
     if options.smallest_card:
         return questions.smallest_card(load(batch_size=options.batch_size, seq_len=options.seq_len), constraints, watch)
     card, vram_bytes = card_and_budget(options.gpu, options.vram)
@@ -118,6 +116,49 @@ def _refuse_forced(options: argparse.Namespace) -> None:
             f"--force {both[0]} cannot be combined with --for {options.loop}, because this kind of training loop does "
             "not support the technique: leave one of them out, or use another loop, such as --for loop"
         )
+
+
+def _for_program(
+    options: argparse.Namespace,
+    load: Callable[..., Workload],
+    optimizer: str,
+    kinds: tuple[str, ...],
+    watch: Watch,
+) -> Plan:
+    """Returns the plan for the config of axolotl or LLaMA-Factory."""
+    card, vram_bytes = card_and_budget(options.gpu, options.vram)
+    terms = terms_for(
+        options.loop, options.model, card, adapter=_adapter(options), optimizer=optimizer, dtype=options.dtype
+    )
+    forbidden = (*LOOPS[options.loop], *terms.forbidden)
+    constraints = _constraints(options, force=(*kinds, *terms.forced), forbid=forbidden)
+    budget = None if vram_bytes is None else Budget.on(card, vram_bytes, margin=options.margin)
+    own_values = Answers(values=dict(map(parse_answer, options.value)), worst_case=False)
+    load = functools.partial(load, dtype=terms.dtype, answers=own_values)
+
+    def load_hopeful(program: TrainingProgram) -> Workload:
+        workload = load(batch_size=options.batch_size, seq_len=options.seq_len, program=program)
+        if budget is not None:
+            refuse_hopeless(workload, card, budget, constraints)
+        return workload
+
+    plan, workload = plan_for_program(
+        options.loop, load_hopeful, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch
+    )
+    load = functools.partial(load, program=workload.program)
+    return advised(plan, workload, card, constraints=constraints, load=load, watch=watch)
+
+
+def _constraints(options: argparse.Namespace, *, force: tuple[str, ...], forbid: tuple[str, ...]) -> Constraints:
+    """Returns what the options allow, with further techniques that are forced or forbidden."""
+    return parse_constraints(
+        fidelity=options.fidelity or "rounded",
+        force=(*names(options.force), *force),
+        forbid=(*names(options.forbid), *forbid),
+        only=names(options.only) if options.only else None,
+        max_slowdown=options.max_slowdown,
+        margin=options.margin,
+    )
 
 
 def _adapter(options: argparse.Namespace) -> Adapter | None:

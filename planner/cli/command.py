@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TextIO
 from rich.console import Console
 
 from planner.cli.hub import refuse_unreachable
-from planner.cli.option_checks import refuse_unknown_values, refuse_what_does_not_go_together
+from planner.cli.option_checks import CONFIG_SUFFIXES, refuse_unknown_values, refuse_what_does_not_go_together
 from planner.cli.options import diff_parser, parser
 from planner.cli.output_files import refuse_to_overwrite
 from planner.errors import BudgetError, PlannerError, WorkloadError
@@ -89,7 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.loop is not None and not isinstance(answer, Tradeoff):
             from planner.cli.training_lines import training_lines
 
-            print(f"\npaste into your script:\n\n{training_lines(answer, options.loop, options.save)}", file=out)
+            where = "save as a config file" if answer.model.program else "paste into your script"
+            print(f"\n{where}:\n\n{training_lines(answer, options.loop, options.save)}", file=out)
         for path in written:
             print(f"wrote {path}", file=sys.stderr)
     return FITS if answer.fits and (verification is None or verification.kept) else DOES_NOT_FIT
@@ -217,6 +218,10 @@ def _write(answer: Plan | Tradeoff, options: argparse.Namespace, watch: Watch) -
 
             settings = training_arguments(answer, output_dir="out")
             write_atomically(options.emit, json.dumps(settings, indent=2) + "\n")
+        elif options.emit is not None and options.emit.suffix in CONFIG_SUFFIXES:
+            from planner.rewrite.trainer.program_config import program_config
+
+            write_atomically(options.emit, program_config(answer, options.loop))
         elif options.emit is not None:
             from planner.rewrite.emitter.emit import emit
 

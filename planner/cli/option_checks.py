@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import pathlib
+from typing import get_args
 
 from planner import profiles
 from planner.errors import DeviceProfileError, WorkloadError
 from planner.plan_types.sizes import margin_bytes, parse_size
+from planner.plan_types.words import ProgramName
 from planner.progress.durations import parse_duration
 
 
@@ -41,8 +44,41 @@ def refuse_what_does_not_go_together(options: argparse.Namespace) -> None:
         )
     if options.emit is not None and options.emit.suffix == ".json" and options.loop != "trainer":
         raise WorkloadError("--emit FILE.json writes the Trainer's arguments: add --for trainer, or name a .py file")
+    _refuse_for_program(options, used)
     if question == "largest_batch" and "vram" not in used:
         raise WorkloadError("--largest-batch needs a budget: give --vram, such as --vram 6GiB")
+
+
+def _refuse_for_program(options: argparse.Namespace, used: set[str]) -> None:
+    """Refuse what cannot be combined with a program that trains by its own loop, and a config without one.
+
+    Raises:
+        WorkloadError: the message says what to leave out or to add.
+    """
+    is_config = options.emit is not None and options.emit.suffix in CONFIG_SUFFIXES
+    if options.loop not in get_args(ProgramName):
+        if is_config:
+            raise WorkloadError(
+                f"--emit {options.emit} writes the config of a program: add --for axolotl or --for llama-factory, or "
+                "name a .py file"
+            )
+        return
+    for name in sorted(used & _NOT_FOR_PROGRAMS.keys()):
+        raise WorkloadError(f"{option(name)} cannot be combined with --for {options.loop}: {_NOT_FOR_PROGRAMS[name]}")
+    if options.fidelity in ("adapted", "partial"):
+        raise WorkloadError(
+            f"--fidelity {options.fidelity} cannot be combined with --for {options.loop}: give --lora or --qlora to "
+            "train adapters"
+        )
+    if options.emit is not None and not is_config:
+        raise WorkloadError(
+            f"{options.loop} reads a config and not '{options.emit.name}': name a file that ends in .yaml or .yml"
+        )
+    if ":" in options.model and not pathlib.Path(options.model).exists():
+        raise WorkloadError(
+            f"{options.loop} loads the model from a folder or the hub, and '{options.model}' is a function: give a "
+            "folder or a hub id, or another loop with --for"
+        )
 
 
 def refuse_unknown_values(options: argparse.Namespace) -> None:
@@ -65,6 +101,18 @@ def refuse_unknown_values(options: argparse.Namespace) -> None:
             raise DeviceProfileError(str(error)) from error
 
 
+CONFIG_SUFFIXES = (".yaml", ".yml")
+"""Endings of the names of config files."""
+_OUR_BATCH = "its batches are token ids and attention masks, padded to --seq-len"
+_NOT_FOR_PROGRAMS = {
+    "batch_values": _OUR_BATCH,
+    "by_sample": _OUR_BATCH,
+    "gradients_alive": "the program accumulates as the plan says",
+    "input_shapes": _OUR_BATCH,
+    "largest_batch": "give --batch-size, which the program splits into micro-batches",
+    "smallest_card": "give --gpu or --vram",
+}
+"""Options that cannot be combined with a program that trains by its own loop, each with the reason."""
 _STAND_INS = ("generic", "unlisted")
 """Cards that a plan may name although they have no profile file."""
 _MANY_PLANS = "--tradeoff returns several plans; choose one, and plan again with its memory as --vram"

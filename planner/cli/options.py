@@ -272,7 +272,8 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
         "--for",
         dest="loop",
         choices=get_args(Loop),
-        help="use only techniques that this kind of loop supports, and print the lines to paste into your script",
+        help="use only techniques that this kind of loop or program supports, and print the lines to paste into your "
+        "script, or its config",
     )
     group.add_argument("-q", "--quiet", action="store_true", help="print the plan in one line, for logs and scripts")
     group.add_argument("--json", action="store_true", help="print one JSON object on standard output, errors included")
@@ -281,7 +282,8 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
         "--emit",
         type=pathlib.Path,
         metavar="train_step.py",
-        help="write the training step as a Python file; with --for trainer and a .json file, the Trainer's arguments",
+        help="write the training step as a Python file; with --for trainer and a .json file, the Trainer's arguments; "
+        "with --for axolotl or llama-factory and a .yaml file, the config",
     )
     group.add_argument(
         "--report",

@@ -28,8 +28,12 @@ def refuse_to_overwrite(options: argparse.Namespace) -> None:
         (options.save, "a saved plan", _is_plan),
         (
             options.emit,
-            "an emitted training step or the Trainer's arguments",
-            lambda text: "One training step of " in text[:200] or '"per_device_train_batch_size"' in text,
+            "an emitted training step, the Trainer's arguments or a config for a program",
+            lambda text: (
+                "One training step of " in text[:200]
+                or '"per_device_train_batch_size"' in text
+                or text.startswith("# Config for ")
+            ),
         ),
         (options.svg, "a picture", lambda text: text.startswith("<svg")),
         (options.report, "a report", lambda text: text.lstrip().lower().startswith("<!doctype html")),

@@ -111,6 +111,8 @@ def _texts(plan: Plan) -> dict[str, str]:
         "parameters": f"{model.parameters:,} in {model.dtype}",
         "trained parameters": None if model.trained_parameters is None else f"{model.trained_parameters:,}",
         "adapters": model.adapter,
+        "trained by": None if model.program is None else model.program.name,
+        "gradient checkpointing": None if model.program is None else model.program.gradient_checkpointing,
         "fingerprint": model.fingerprint[:12],
         "batch size": workload.batch_size,
         "tokens in a sample": workload.seq_len,

@@ -1,15 +1,18 @@
-"""Makes the lines that train with a plan in a kind of training loop, for the user to paste into a script."""
+"""Makes the lines that train with a plan in a kind of training loop, for the user to paste into a script or config."""
 
 from __future__ import annotations
 
 import pathlib
 import re
 
+from planner.errors import WorkloadError
+from planner.for_program import UNSUPPORTED
 from planner.plan_types.decision_base import ALLOCATOR_VARIABLE, allocator_conf
 from planner.plan_types.plan import Plan
 from planner.plan_types.words import Loop
 from planner.rewrite.emitter.model_source import adapted_model
 from planner.rewrite.trainer.arguments import training_arguments
+from planner.rewrite.trainer.program_config import program_config
 from planner.workload.optimizer_choice import OPTIMIZERS
 
 LOOPS: dict[Loop, tuple[str, ...]] = {
@@ -17,6 +20,8 @@ LOOPS: dict[Loop, tuple[str, ...]] = {
     "trainer": ("step-in-backward",),
     "lightning": (),
     "accelerate": (),
+    "axolotl": UNSUPPORTED,
+    "llama-factory": UNSUPPORTED,
 }
 """Kinds of training loops, and the techniques that each does not support."""
 
@@ -25,15 +30,22 @@ _MODULES = ("accelerate", "bitsandbytes", "lightning", "peft", "planner", "torch
 
 
 def training_lines(plan: Plan, loop: Loop, path: pathlib.Path | None) -> str:
-    """Returns Python lines that train with the plan.
+    """Returns Python lines that train with the plan; for axolotl and LLaMA-Factory the YAML config.
 
     Args:
         loop: a key of `LOOPS`.
         path: the file of the saved plan; None if it was not saved.
 
     Raises:
-        PlannerError: the Trainer cannot follow the plan.
+        PlannerError: the loop cannot follow the plan, or the plan was made for another program.
     """
+    if loop == "axolotl" or loop == "llama-factory":
+        return program_config(plan, loop)
+    if plan.model.program is not None:
+        raise WorkloadError(
+            f"the plan was made for {plan.model.program.name}, whose config it can write: give --for "
+            f"{plan.model.program.name}, or plan the model again for another loop"
+        )
     saved = str(path or "plan.json")
     text = _LINES[loop](plan)
     comment = "" if path else "  # add --save plan.json to the command"

@@ -21,6 +21,7 @@ from planner.plan_types.plan_parts import (
     Relaxation,
     Shortfall,
     SolverFacts,
+    TrainingProgram,
     WorkloadFacts,
     check_field_types,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "Relaxation",
     "Shortfall",
     "SolverFacts",
+    "TrainingProgram",
     "WorkloadFacts",
     "write_atomically",
 ]

@@ -15,6 +15,7 @@ from typing import Any
 from planner.plan_types.adapter import Adapter
 from planner.plan_types.categories import Category
 from planner.plan_types.decisions import Decision
+from planner.plan_types.words import ProgramName
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,6 +105,20 @@ class LiveTensor:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingProgram:
+    """A program that trains by its own loop, for whose config a plan is, and how it prepares the model."""
+
+    name: ProgramName
+    """'axolotl' or 'llama-factory'."""
+    gradient_checkpointing: bool
+    """True if it enables transformers' own gradient checkpointing, for all layers."""
+    attention: str = "sdpa"
+    """The implementation of attention in the rehearsed model, as transformers names it."""
+    targets: tuple[str, ...] = ()
+    """Names of the layers that get adapters, as peft found them; empty without adapters."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFacts:
     """The model that the plan is for, and how to load it again."""
 
@@ -124,6 +139,8 @@ class ModelFacts:
     """LoRA adapters that the planner added to the model."""
     architecture: str | None = None
     """Name of the class of the model without its adapters; None if the planner added none."""
+    program: TrainingProgram | None = None
+    """The program for whose config the plan is; None for a training loop of the user's own."""
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ModelFacts:
@@ -131,7 +148,11 @@ class ModelFacts:
         adapter = data.get("adapter")
         if adapter is not None:
             adapter = Adapter(**{**adapter, "targets": tuple(adapter["targets"])})
-        return cls(**{**data, "adapter": adapter, "arguments": tuple(data.get("arguments", ()))})
+        program = data.get("program")
+        if program is not None:
+            program = TrainingProgram(**{**program, "targets": tuple(program["targets"])})
+        arguments = tuple(data.get("arguments", ()))
+        return cls(**{**data, "adapter": adapter, "program": program, "arguments": arguments})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -43,5 +43,8 @@ OptimizerName = Literal[
 ]
 """An optimizer that can be given by name."""
 
-Loop = Literal["loop", "trainer", "lightning", "accelerate"]
+ProgramName = Literal["axolotl", "llama-factory"]
+"""A program that trains by its own loop, and reads a config."""
+
+Loop = Literal["loop", "trainer", "lightning", "accelerate", ProgramName]
 """A kind of training loop."""

@@ -15,7 +15,7 @@ from planner.plan_types.adapter import Adapter, compute_dtype, quantization_opti
 from planner.workload.workload import Workload
 
 
-def adapted(model: Any, adapter: Adapter, *, dtype: str) -> torch.nn.Module:
+def adapted(model: Any, adapter: Adapter, *, dtype: str, upcasts: bool = True) -> torch.nn.Module:
     """Returns the model with adapters. Its other weights are frozen, and perhaps in 4 bits.
 
     With 4-bit weights the result is that of `from_pretrained(..., quantization_config=...)` and peft's
@@ -25,6 +25,7 @@ def adapted(model: Any, adapter: Adapter, *, dtype: str) -> torch.nn.Module:
     Args:
         model: a transformers model, which is changed. It may be on the meta device.
         dtype: name of the dtype of its weights.
+        upcasts: False to leave the weights that are not quantized in this dtype.
 
     Raises:
         WorkloadError: peft or bitsandbytes is not installed, the model has no layers of these names, or it is on the
@@ -32,7 +33,7 @@ def adapted(model: Any, adapter: Adapter, *, dtype: str) -> torch.nn.Module:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft uses names that transformers has deprecated
-        return _adapted(model, adapter, dtype)
+        return _adapted(model, adapter, dtype, upcasts=upcasts)
 
 
 def adapted_workload(workload: Workload, adapter: Adapter) -> Workload:
@@ -80,7 +81,7 @@ def meta_copy(model: torch.nn.Module) -> torch.nn.Module:
     return copy.deepcopy(model, copies)
 
 
-def _adapted(model: Any, adapter: Adapter, dtype: str) -> torch.nn.Module:
+def _adapted(model: Any, adapter: Adapter, dtype: str, *, upcasts: bool) -> torch.nn.Module:
     peft = _library("peft", "LoRA")
     layers = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if _takes_adapters(part)})
     if adapter.is_quantized:
@@ -91,7 +92,8 @@ def _adapted(model: Any, adapter: Adapter, dtype: str) -> torch.nn.Module:
             )
         _quantize(model, dtype)
         model.is_loaded_in_4bit = True
-        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        if upcasts:
+            model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     try:
         if adapter.folder:
             config = peft.PeftConfig.from_pretrained(adapter.folder)

@@ -18,8 +18,11 @@ import torch
 from planner.errors import WorkloadError, first_line
 from planner.plan_types.adapter import Adapter, saved_config
 from planner.plan_types.answers import NOTHING_STATED, Answers
+from planner.plan_types.plan import TrainingProgram
 from planner.workload.adapters import adapted, why_no_adapters
 from planner.workload.batch_source import batch_of_shapes, candidate_batches
+from planner.workload.own_step import of_own_step
+from planner.workload.programs.program import padded
 from planner.workload.synthetic_batch import synthetic_batch
 from planner.workload.transformers_models import (
     length_limit,
@@ -51,6 +54,7 @@ def load_workload(
     by_sample: Sequence[str] | None = None,
     dtype: str | None = None,
     adapter: Adapter | None = None,
+    program: TrainingProgram | None = None,
     with_weights: bool = False,
     input_shapes: Any = None,
     answers: Answers = NOTHING_STATED,
@@ -69,6 +73,7 @@ def load_workload(
         dtype: name of the dtype of a transformers model's weights, such as 'bfloat16'. None means the one that
             `from_pretrained` chooses: that of the config, or else that of the weights in the folder, or else float32.
         adapter: adapters to add to a transformers model; None to train its weights.
+        program: the program that trains a transformers model; None for other loops.
         with_weights: if True, the model is built on the CPU with random weights, and the batch has random values, so
             that the model can be trained.
         input_shapes: JSON data from which the batch is made (`batch_of_shapes`); None for the function's own batch, or
@@ -89,6 +94,7 @@ def load_workload(
         by_sample=by_sample,
         dtype=dtype,
         adapter=adapter,
+        program=program,
         device="cpu" if with_weights else "meta",
         input_shapes=input_shapes,
         answers=answers,
@@ -137,6 +143,7 @@ class _Request:
     dtype: str | None
     """Name of the dtype of the weights, such as 'bfloat16'."""
     adapter: Adapter | None
+    program: TrainingProgram | None
     device: str
     """Device on which the model and the batch are created."""
     input_shapes: Any
@@ -147,7 +154,8 @@ class _Request:
         """Returns a batch of the stated shapes, or a synthetic one for a transformers model."""
         if self.input_shapes is not None:
             return batch_of_shapes(self.input_shapes, self.device)
-        return synthetic_batch(model, batch_size=self.batch_size or 1, seq_len=seq_len, device=self.device)
+        batch = synthetic_batch(model, batch_size=self.batch_size or 1, seq_len=seq_len, device=self.device)
+        return batch if self.program is None else padded(batch)
 
 
 # ---- transformers --------------------------------------------------------------------------------------------------
@@ -159,7 +167,9 @@ def _from_transformers(reference: str, request: _Request) -> Workload:
     if hasattr(config, "use_cache"):
         config.use_cache = False  # training has no use for key-value caches
     dtype = request.dtype or stored_dtype(config, reference) or "float32"
-    model = transformers_model(config, reference, dtype=dtype, adapter=request.adapter, device=request.device)
+    model, program = transformers_model(
+        config, reference, dtype=dtype, adapter=request.adapter, program=request.program, device=request.device
+    )
     seq_len = request.seq_len or min(DEFAULT_SEQ_LEN, length_limit(config) or DEFAULT_SEQ_LEN)
     batch = request.batch(model, seq_len)
     takes_tokens = request.input_shapes is None and (
@@ -178,6 +188,7 @@ def _from_transformers(reference: str, request: _Request) -> Workload:
         answers=request.answers,
         dtype=dtype,
         adapter=request.adapter,
+        program=program,
         notes=() if request.batch_size or request.input_shapes is not None else (ONE_SAMPLE,),
     )
     return _resized(result, request)
@@ -240,7 +251,7 @@ def _from_callable(reference: str, request: _Request) -> Workload:
     returned = _call(function, arguments, reference, request.device)
     own_step: dict[str, Any] = {}
     if isinstance(returned, Mapping):
-        own_step = _of_own_step(returned, reference)
+        own_step = of_own_step(returned, reference)
         returned = returned["model"], returned["batch"]
     if isinstance(returned, tuple) and not 1 <= len(returned) <= 3:
         raise WorkloadError(
@@ -306,17 +317,6 @@ def _resized(result: Workload, request: _Request) -> Workload:
         not_by_sample=result.not_by_sample,
     )
     return dataclasses.replace(result, batch=batch, batch_size=request.batch_size)
-
-
-def _of_own_step(returned: Mapping[str, Any], reference: str) -> dict[str, Any]:
-    """Returns the step and the optimizers among what a function returned as a dict."""
-    required, allowed = {"model", "batch", "step"}, {"model", "batch", "step", "optimizer"}
-    if not required <= returned.keys() <= allowed:
-        raise WorkloadError(
-            f"'{reference}' returned a dict with {', '.join(map(str, returned)) or 'nothing'}: for a step of your own "
-            "return a dict with model, batch, step and optimizer, as planner.plan takes them"
-        )
-    return {name: returned[name] for name in ("step", "optimizer") if name in returned}
 
 
 def _call(function: Callable[..., Any], arguments: dict[str, int], reference: str, device: str) -> Any:

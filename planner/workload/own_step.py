@@ -1,8 +1,9 @@
-"""Checks the arguments that are given with a training step of the user's own."""
+"""Checks the arguments that are given with a training step of the user's own, and what a function returns for it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -44,3 +45,14 @@ def refuse_with_step(step: StepFn, loss_fn: LossFn | None, *, gradients_alive: b
             "gradients_alive (--accumulating-loop) is not for a step of your own: write all backwards of one optimizer "
             "step into the function"
         )
+
+
+def of_own_step(returned: Mapping[str, Any], reference: str) -> dict[str, Any]:
+    """Returns the step and the optimizers among what a function returned as a dict."""
+    required, allowed = {"model", "batch", "step"}, {"model", "batch", "step", "optimizer"}
+    if not required <= returned.keys() <= allowed:
+        raise WorkloadError(
+            f"'{reference}' returned a dict with {', '.join(map(str, returned)) or 'nothing'}: for a step of your own "
+            "return a dict with model, batch, step and optimizer, as planner.plan takes them"
+        )
+    return {name: returned[name] for name in ("step", "optimizer") if name in returned}

@@ -184,3 +184,13 @@ def several_processes() -> bool:
     """True if this process is in a `torch.distributed` process group with at least one other process."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def half_precision_notes(model: torch.nn.Module) -> tuple[str, ...]:
+    """Returns a note on trained float16 weights; empty if there are none."""
+    if not any(parameter.requires_grad and parameter.dtype == torch.float16 for parameter in model.parameters()):
+        return ()
+    return (
+        "trained weights are float16: small gradients become zero, and a gradient scaler refuses float16 gradients; "
+        "bfloat16 or float32 weights (--dtype) train more safely",
+    )

@@ -13,7 +13,9 @@ import torch
 
 from planner.errors import PlannerError, WorkloadError, first_line
 from planner.plan_types.adapter import Adapter
+from planner.plan_types.plan import TrainingProgram
 from planner.workload.adapters import adapted
+from planner.workload.programs import PROGRAMS
 
 _LENGTH_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 """Attributes of configs with the maximum number of tokens in a sample. A model has one of them, or none."""
@@ -21,19 +23,29 @@ _SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF
 
 
 def transformers_model(
-    config: Any, reference: str, *, dtype: str, adapter: Adapter | None, device: str
-) -> torch.nn.Module:
+    config: Any,
+    reference: str,
+    *,
+    dtype: str,
+    adapter: Adapter | None,
+    program: TrainingProgram | None,
+    device: str,
+) -> tuple[torch.nn.Module, TrainingProgram | None]:
     """Returns the model of a config in training mode, with the dtypes that `from_pretrained` would give its weights.
+
+    The second value is `program` with the facts of this model.
 
     Args:
         config: the config. `architectures` in it names the class of the model.
         reference: the path or hub id of the config, for messages and to look for weights.
         dtype: name of the dtype of the weights.
         adapter: adapters to add to the model; None to train its weights.
+        program: the program that trains the model, which is prepared as this program does; None for other loops.
         device: device on which the weights are created.
 
     Raises:
-        WorkloadError: the class of the model is unknown or raises an error, or weights cannot have this dtype.
+        WorkloadError: the class of the model is unknown or raises an error, weights cannot have this dtype, or the
+            program cannot train the model.
     """
     model_class: Any = _model_class(config, reference)
     chosen = _dtype(dtype)
@@ -46,7 +58,13 @@ def transformers_model(
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if re.search(pattern, name) and tensor.is_floating_point():
                 tensor.data = tensor.data.to(kept)
-    return model.train() if adapter is None else adapted(model, adapter, dtype=dtype)
+    trainer = None if program is None else PROGRAMS[program.name]
+    model.train()
+    if adapter is not None:
+        model = adapted(model, adapter, dtype=dtype, upcasts=trainer is None or trainer.upcasts_before_adapters)
+    if trainer is not None and program is not None:
+        program = trainer.prepare(model, adapter, dtype, program)
+    return model, program
 
 
 def length_limit(config: Any) -> int | None:

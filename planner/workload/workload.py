@@ -15,13 +15,13 @@ from planner.errors import WorkloadError
 from planner.plan_types.adapter import Adapter
 from planner.plan_types.answers import NOTHING_STATED, Answers
 from planner.plan_types.fingerprint import fingerprint
-from planner.plan_types.plan import ModelFacts, WorkloadFacts
+from planner.plan_types.plan import ModelFacts, TrainingProgram, WorkloadFacts
 from planner.plan_types.quantized import element_count
 from planner.workload.call_convention import Calling, LossFn, StepFn, is_graph
 from planner.workload.model_loss import own_loss
 from planner.workload.optimizer_choice import OPTIMIZERS, Optimizers, by_name, optimizer_name
 from planner.workload.own_step import WITHOUT_TENSORS, as_module, refuse_with_step
-from planner.workload.torch_optimizers import sparse_lookups
+from planner.workload.torch_optimizers import half_precision_notes, sparse_lookups
 from planner.workload.unsupported import refuse_unsupported
 
 
@@ -54,6 +54,8 @@ class Workload:
     """Name of the dtype in which a transformers model is loaded, such as 'bfloat16'; None for other models."""
     adapter: Adapter | None = None
     """Adapters that the planner added to the model."""
+    program: TrainingProgram | None = None
+    """The program that trains the model, which the planner has prepared as this program does; None for other loops."""
     answers: Answers = NOTHING_STATED
     """The values of tensors that the user states."""
     notes: tuple[str, ...] = ()
@@ -111,6 +113,7 @@ class Workload:
             arguments=self.arguments,
             dtype=self.dtype or main_dtype(self.model),
             adapter=self.adapter,
+            program=self.program,
             architecture=None if self.adapter is None else type(cast(Any, self.model).get_base_model()).__name__,
             trained_parameters=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
         )
@@ -156,6 +159,7 @@ def workload(
     is_synthetic: bool = False,
     dtype: str | None = None,
     adapter: Adapter | None = None,
+    program: TrainingProgram | None = None,
     input_shapes: Any = None,
     answers: Answers = NOTHING_STATED,
     notes: tuple[str, ...] = (),
@@ -166,7 +170,7 @@ def workload(
         step: the user's own training step. `model` may then be a dict of modules, and `optimizer` a dict or tuple.
         by_sample: paths of the tensors whose dimension 0 is the batch dimension; a path such as 'targets' stands for
             all tensors below it. If it is None, they are guessed from the shapes of all tensors.
-        input_shapes, answers, notes: see `Workload`.
+        program, input_shapes, answers, notes: see `Workload`.
         is_synthetic: True if the planner made the batch, so that the guess is right.
         dtype, adapter: dtype and adapters with which the planner built a transformers model; a plan stores them.
 
@@ -226,19 +230,10 @@ def workload(
         is_by_sample_stated=is_synthetic or by_sample is not None,
         dtype=dtype,
         adapter=adapter,
+        program=program,
         input_shapes=input_shapes,
         answers=answers,
-        notes=(*notes, *_half_precision_notes(model)),
-    )
-
-
-def _half_precision_notes(model: torch.nn.Module) -> tuple[str, ...]:
-    """Returns a note on trained float16 weights; empty if there are none."""
-    if not any(parameter.requires_grad and parameter.dtype == torch.float16 for parameter in model.parameters()):
-        return ()
-    return (
-        "trained weights are float16: small gradients become zero, and a gradient scaler refuses float16 gradients; "
-        "bfloat16 or float32 weights (--dtype) train more safely",
+        notes=(*notes, *half_precision_notes(model)),
     )
 
 
