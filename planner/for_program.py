@@ -1,7 +1,7 @@
 """Plans for the config of a program that trains by its own loop (axolotl, LLaMA-Factory): without our rewriting.
 
-Such a program runs the model as transformers loads it. So a plan may only use what the config can express: micro-batches,
-autocast, the optimizer's name, adapters, and transformers' own gradient checkpointing, which is for all layers or none.
+Such a program runs the model as transformers loads it. So a plan may only use what the config can express:
+micro-batches, autocast, the optimizer's name, adapters, and transformers' own gradient checkpointing of all layers.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from planner.plan_types.plan import Plan, TrainingProgram
 from planner.plan_types.words import ProgramName
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
+from planner.questions import plan_that_fits
 from planner.workload.loading import FORMS
 from planner.workload.programs import PROGRAMS
 from planner.workload.programs.program import Terms, Wish
@@ -70,40 +71,46 @@ def plan_for_program(
 ) -> tuple[Plan, Workload]:
     """Returns the faster certified plan of those without and with gradient checkpointing, and its workload.
 
-    If none of them fits, it is the plan that needs less memory. Gradient checkpointing is not tried if the plan without
-    it takes the whole batch at once, because it could only be slower.
+    If none of them fits, it is the smallest plan with gradient checkpointing. That is not tried if the plan without it
+    takes the whole batch at once, because it could only be slower.
 
     Raises:
         TimeLimitError: the time was up before any plan was certified.
     """
-    title = PROGRAMS[name].title
-
-    def planned(*, gradient_checkpointing: bool) -> tuple[Plan, Workload]:
-        workload = load(TrainingProgram(name=name, gradient_checkpointing=gradient_checkpointing))
-        return _plan(workload, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch), workload
-
-    plain, workload = planned(gradient_checkpointing=False)
-    if vram_bytes is None or (plain.fits and micro_batches_of(plain.decisions) == 1):
-        return _noted(plain, f"for {title}: without gradient checkpointing"), workload
-    if not getattr(workload.model, "supports_gradient_checkpointing", False):
-        why = "which this model does not support"
-        return _noted(plain, f"for {title}: without gradient checkpointing, {why}"), workload
+    without, with_it = (TrainingProgram(name=name, gradient_checkpointing=enabled) for enabled in (False, True))
+    begin = f"for {PROGRAMS[name].title}: "
+    workload = load(without)
+    if vram_bytes is None:
+        plan = pipeline.plan_workload(workload, card, vram_bytes=None, constraints=constraints, watch=watch)
+        return _noted(plan, f"{begin}without gradient checkpointing"), workload
+    plain = plan_that_fits(workload, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
+    if plain is not None and micro_batches_of(plain.decisions) == 1:
+        return _noted(plain, f"{begin}without gradient checkpointing, since the whole batch fits without it"), workload
+    if not workload.model.supports_gradient_checkpointing:
+        plan = plain or _plan_or_shortfall(workload, card, vram_bytes, constraints, watch)
+        return _noted(plan, f"{begin}without gradient checkpointing, which this model does not support"), workload
+    checkpointed = load(with_it)
+    if plain is None:
+        plan = _plan_or_shortfall(checkpointed, card, vram_bytes, constraints, watch)
+        note = "with gradient checkpointing of all layers, since no plan without it fits; the baseline has it, too"
+        return _noted(plan, begin + note), checkpointed
     try:
-        other, checkpointed = planned(gradient_checkpointing=True)
+        other = plan_that_fits(checkpointed, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
     except TimeLimitError:
-        why = f"which was not looked at: planning ended {watch.cause}"
-        return _noted(plain, f"for {title}: without gradient checkpointing, {why}"), workload
+        return _noted(
+            plain, f"{begin}without gradient checkpointing; with it was not looked at, for lack of time"
+        ), workload
+    if other is None:
+        return _noted(plain, f"{begin}without gradient checkpointing, since no plan with it fits"), workload
     times = f"{plain.peak.step_ns / 1e6:,.1f} ms without it, {other.peak.step_ns / 1e6:,.1f} ms with it"
-    if plain.fits and (not other.fits or plain.peak.step_ns <= other.peak.step_ns):
-        why = f"the step takes {times}" if other.fits else "with which no plan fits"
-        return _noted(plain, f"for {title}: without gradient checkpointing ({why})"), workload
-    why = f"the step takes {times}" if plain.fits else "without it no plan fits"
-    note = f"for {title}: with gradient checkpointing of all layers ({why}); the baseline has it, too"
-    return _noted(other, note), checkpointed
+    if plain.peak.step_ns <= other.peak.step_ns:
+        return _noted(plain, f"{begin}without gradient checkpointing, which is faster: {times}"), workload
+    note = f"with gradient checkpointing of all layers, which is faster: {times}; the baseline has it, too"
+    return _noted(other, begin + note), checkpointed
 
 
-def _plan(
-    workload: Workload, card: DeviceProfile, *, vram_bytes: int | None, constraints: Constraints, watch: Watch
+def _plan_or_shortfall(
+    workload: Workload, card: DeviceProfile, vram_bytes: int, constraints: Constraints, watch: Watch
 ) -> Plan:
     """Returns the plan. Its shortfall does not offer techniques that the program cannot use."""
     plan = pipeline.plan_workload(workload, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)

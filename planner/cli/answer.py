@@ -177,7 +177,26 @@ def _replan(saved: Plan, options: argparse.Namespace, watch: Watch) -> Plan:
                 f"{option(name)} cannot be combined with a saved plan, which fixes the training step and its "
                 f"decisions: leave {option(name)} out, or give the model instead of the plan"
             )
+    _refuse_another_loop(saved, options)
     return replan(saved, vram=options.vram, gpu=options.gpu, margin=options.margin, watch=watch)
+
+
+def _refuse_another_loop(saved: Plan, options: argparse.Namespace) -> None:
+    """Refuses a saved plan for another loop than the config that it was made for, and the other way round.
+
+    Raises:
+        PlanFileError: the message says for what the plan was made.
+    """
+    program = None if saved.model.program is None else saved.model.program.name
+    wanted = options.loop if options.loop in PROGRAMS else None
+    is_other = program != wanted and (wanted is not None or options.loop is not None or options.emit is not None)
+    if is_other:
+        made_for = f"for {program}" if program else "for a loop that this package rewrites"
+        remedy = f"give --for {program}, or plan" if program else "plan"
+        raise PlanFileError(
+            f"the plan was made {made_for}, whose step is another one: {remedy} the model again with the --for that "
+            "you want"
+        )
 
 
 def _saved_plan(reference: str) -> Plan | None:

@@ -86,7 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{answer.summary()}{verdict}", file=out)
     else:
         _print(answer, verification, out)
-        if options.loop is not None and not isinstance(answer, Tradeoff):
+        is_written = options.emit is not None and options.emit.suffix in CONFIG_SUFFIXES
+        if options.loop is not None and not isinstance(answer, Tradeoff) and not is_written:
             from planner.cli.training_lines import training_lines
 
             where = "save as a config file" if answer.model.program else "paste into your script"
@@ -221,7 +222,7 @@ def _write(answer: Plan | Tradeoff, options: argparse.Namespace, watch: Watch) -
         elif options.emit is not None and options.emit.suffix in CONFIG_SUFFIXES:
             from planner.rewrite.trainer.program_config import program_config
 
-            write_atomically(options.emit, program_config(answer, options.loop))
+            write_atomically(options.emit, program_config(answer))
         elif options.emit is not None:
             from planner.rewrite.emitter.emit import emit
 

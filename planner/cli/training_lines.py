@@ -5,7 +5,6 @@ from __future__ import annotations
 import pathlib
 import re
 
-from planner.errors import WorkloadError
 from planner.for_program import UNSUPPORTED
 from planner.plan_types.decision_base import ALLOCATOR_VARIABLE, allocator_conf
 from planner.plan_types.plan import Plan
@@ -37,15 +36,10 @@ def training_lines(plan: Plan, loop: Loop, path: pathlib.Path | None) -> str:
         path: the file of the saved plan; None if it was not saved.
 
     Raises:
-        PlannerError: the loop cannot follow the plan, or the plan was made for another program.
+        PlannerError: the loop cannot follow the plan.
     """
     if loop == "axolotl" or loop == "llama-factory":
-        return program_config(plan, loop)
-    if plan.model.program is not None:
-        raise WorkloadError(
-            f"the plan was made for {plan.model.program.name}, whose config it can write: give --for "
-            f"{plan.model.program.name}, or plan the model again for another loop"
-        )
+        return program_config(plan)
     saved = str(path or "plan.json")
     text = _LINES[loop](plan)
     comment = "" if path else "  # add --save plan.json to the command"

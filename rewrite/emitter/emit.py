@@ -10,6 +10,7 @@ import inspect
 import pathlib
 import textwrap
 
+from planner.errors import PlanFileError
 from planner.plan_types.plan import Plan, write_atomically
 from planner.rewrite.application import one_of_each_kind, turns_cache_off
 from planner.rewrite.emitted_code import WIDTH, EmittedCode, literal
@@ -51,9 +52,14 @@ def source(plan: Plan, *, file_name: str = "train_step.py") -> str:
         file_name: Name of the file, which the text mentions.
 
     Raises:
-        PlanFileError: if the configuration file of the model cannot be read.
+        PlanFileError: if the configuration file of the model cannot be read, or the plan is for a program's config.
         DecisionError: if the plan is for a step of the user's own and has 8-bit optimizer state.
     """
+    if plan.model.program is not None:
+        raise PlanFileError(
+            f"the plan was made for the config of {plan.model.program.name}: write it with --for "
+            f"{plan.model.program.name} --emit config.yaml, or plan the model again without --for"
+        )
     by_kind = one_of_each_kind(plan.decisions)
     fragments = [emitted(plan, by_kind[kind]) for kind, emitted in SOURCES.items() if kind in by_kind]
     model = model_source(plan)

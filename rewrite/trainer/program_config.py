@@ -7,40 +7,33 @@ otherwise choose by itself. The keys are those of axolotl 0.19 (`src/axolotl/uti
 
 from __future__ import annotations
 
+import json
 import pathlib
 import textwrap
 from typing import Any
-
-import yaml
 
 from planner.errors import WorkloadError
 from planner.plan_types.adapter import QUANTIZATION, Adapter
 from planner.plan_types.plan import Plan, TrainingProgram
 from planner.plan_types.sizes import format_size
-from planner.plan_types.words import ProgramName
 from planner.rewrite.trainer.arguments import planned_arguments
 
 _MULTIPLE = 8
 """LLaMA-Factory pads samples to a multiple of this number of tokens."""
 
 
-def program_config(plan: Plan, name: ProgramName) -> str:
-    """Returns the text of a YAML config with which a program trains by the plan.
+def program_config(plan: Plan) -> str:
+    """Returns the text of a YAML config with which the program that the plan was made for trains by the plan.
 
     Raises:
-        WorkloadError: the plan was not made for this program.
+        WorkloadError: the samples are too short for the program.
         DecisionError: the batch cannot be split as planned into micro-batches of the same size.
     """
     program = plan.model.program
-    if program is None or program.name != name:
-        made_for = "another training loop" if program is None else program.name
-        raise WorkloadError(
-            f"the plan was made for {made_for}, and {name} would train by another step: plan the model again with "
-            f"--for {name}"
-        )
-    settings, missing = (_axolotl if name == "axolotl" else _llama_factory)(plan, program)
-    text = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=110)
-    return f"{_header(plan, program, missing)}\n{text}"
+    assert program is not None, "only a plan for a program has a config"
+    settings, missing = (_axolotl if program.name == "axolotl" else _llama_factory)(plan, program)
+    values = (f"{key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in settings.items())  # JSON is YAML
+    return f"{_header(plan, program, missing)}\n{''.join(values)}"
 
 
 def _header(plan: Plan, program: TrainingProgram, missing: str) -> str:

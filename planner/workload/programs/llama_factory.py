@@ -32,4 +32,4 @@ class LlamaFactory(Program):
         return Terms(dtype=wish.stored, forced=("mixed-precision",) if wish.adapter.is_quantized else ())
 
     def _convert(self, model: Any, adapter: Adapter | None, dtype: str) -> None:
-        """Converts nothing: `terms` allows only the dtype that the weights have in training, and adapters are float32."""
+        """Converts nothing: `terms` returns the dtype that the weights have in training, and adapters are float32."""
