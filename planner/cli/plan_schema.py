@@ -56,6 +56,8 @@ def _schema(hint: Any) -> dict[str, Any]:
     if hint in _PLAIN:
         return {"type": _PLAIN[hint]}
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return {"enum": list(arguments)}
     if origin in (types.UnionType, typing.Union):
         return {"anyOf": [_schema(argument) for argument in arguments]}
     if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:

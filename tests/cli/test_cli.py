@@ -197,6 +197,11 @@ BAD = {
     "no batch size": (("net.py:build", "--batch-size", "0"), "'0'"),
     "a file of another kind": (("net.py:build", "--vram", "6GiB", "--save", "net.py"), "net.py"),
     "a folder that is not there": (("net.py:build", "--vram", "6GiB", "--emit", "no/step.py"), "no/step.py"),
+    "a config for no program": (("net.py:build", "--vram", "6GiB", "--emit", "config.yaml"), "--for axolotl"),
+    "a function for axolotl": (("net.py:build", "--vram", "6GiB", "--for", "axolotl"), "is a function"),
+    "a step for axolotl": (("gpt2", "--for", "axolotl", "--emit", "step.py"), "reads a config"),
+    "adapters if needed": (("gpt2", "--for", "llama-factory", "--fidelity", "adapted"), "--lora"),
+    "a batch for axolotl": (("gpt2", "--for", "axolotl", "--input-shapes", "shapes.json"), "padded to --seq-len"),
     "one file for two": (("net.py:build", "--vram", "6GiB", "--emit", "a.json", "--save", "a.json"), "same file"),
 }
 

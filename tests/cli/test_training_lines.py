@@ -11,6 +11,7 @@ import planner.rewrite
 from planner.cli.command import main
 from planner.cli.training_lines import LOOPS, training_lines
 from planner.plan_types.plan import Plan
+from planner.workload.programs import PROGRAMS
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +34,10 @@ def planned(folder, tmp_path, capsys, *arguments) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("loop", "adapter"), [*((loop, ()) for loop in sorted(LOOPS)), ("trainer", ("--lora", "4"))])
+@pytest.mark.parametrize(
+    ("loop", "adapter"),
+    [*((loop, ()) for loop in sorted(LOOPS.keys() - PROGRAMS.keys())), ("trainer", ("--lora", "4"))],
+)
 def test_the_printed_lines_train(loop, adapter, folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     lines = planned(folder, tmp_path, capsys, "--for", loop, *adapter).partition("paste into your script:\n")[2]
