@@ -1,4 +1,4 @@
-"""Plans for the config of a program that trains by its own loop (axolotl, LLaMA-Factory): without our rewriting.
+"""Plans for the config of a program that trains by its own loop (axolotl, LLaMA-Factory).
 
 Such a program runs the model as transformers loads it. So a plan may only use what the config can express:
 micro-batches, autocast, the optimizer's name, adapters, and transformers' own gradient checkpointing of all layers.

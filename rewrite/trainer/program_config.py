@@ -1,7 +1,7 @@
 """Configs for programs that train with transformers' `Trainer` in their own loop: axolotl and LLaMA-Factory.
 
 A config names everything that changes the memory of the step: what the plan decides, and what the program would
-otherwise choose by itself. The keys are those of axolotl 0.19 (`src/axolotl/utils/schemas`) and LLaMA-Factory 0.9.5
+otherwise choose. The keys are those of axolotl 0.19 (`src/axolotl/utils/schemas`) and LLaMA-Factory 0.9.5
 (`src/llamafactory/hparams`).
 """
 
@@ -95,7 +95,9 @@ def _llama_factory(plan: Plan, program: TrainingProgram) -> tuple[dict[str, Any]
     arguments, adapter = planned_arguments(plan), plan.model.adapter
     tokens = plan.workload.seq_len or _MULTIPLE
     if tokens < _MULTIPLE:
-        raise WorkloadError(f"LLaMA-Factory pads samples to {_MULTIPLE} tokens: plan with --seq-len {_MULTIPLE} or more")
+        raise WorkloadError(
+            f"LLaMA-Factory pads samples to {_MULTIPLE} tokens: plan with --seq-len {_MULTIPLE} or more"
+        )
     settings: dict[str, Any] = {
         "model_name_or_path": _weights(plan),
         "stage": "sft",

@@ -68,7 +68,10 @@ def loaded(folder, name, *, gradient_checkpointing=False, adapter=None, **settin
 
 
 CASES = {
-    "axolotl": (["--lora", "4", "--optimizer", "adamw_torch_fused", "--vram", "750KiB"], "since no plan without it fits"),
+    "axolotl": (
+        ["--lora", "4", "--optimizer", "adamw_torch_fused", "--vram", "750KiB"],
+        "since no plan without it fits",
+    ),
     "llama-factory": (["--dtype", "bfloat16", "--vram", "3MiB"], "which is faster"),
 }
 """The options by program, and why the plan has gradient checkpointing."""

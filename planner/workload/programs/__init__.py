@@ -1,4 +1,4 @@
-"""Programs that train by their own loop and read a config: what they do to a model and a batch before training."""
+"""Programs that train by their own loop and read a config. Each module knows how its program prepares a model."""
 
 from planner.plan_types.words import ProgramName
 from planner.workload.programs.axolotl import Axolotl

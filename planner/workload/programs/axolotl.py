@@ -1,4 +1,4 @@
-"""axolotl: what its model loader does to a model (`src/axolotl/loaders/model.py`, version 0.19)."""
+"""Prepares models as axolotl 0.19 does (`src/axolotl/loaders/model.py`)."""
 
 from __future__ import annotations
 

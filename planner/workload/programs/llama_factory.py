@@ -1,4 +1,4 @@
-"""LLaMA-Factory: what its model loader does to a model (`src/llamafactory/model`, version 0.9.5)."""
+"""Prepares models as LLaMA-Factory 0.9.5 does (`src/llamafactory/model`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner must know of a program that trains by its own loop, so that it can rehearse the program's step."""
+"""The base class of programs that train by their own loop: it prepares a model as the program does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from planner.workload.optimizer_choice import OPTIMIZERS
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What the user wants to train, and on which card."""
+    """The training that the user asks for, and the card."""
 
     adapter: Adapter | None
     optimizer: str
