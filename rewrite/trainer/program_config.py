@@ -13,7 +13,8 @@ import textwrap
 from typing import Any
 
 from planner.errors import WorkloadError
-from planner.plan_types.adapter import QUANTIZATION, Adapter
+from planner.plan_types.adapter import Adapter
+from planner.plan_types.decision_base import ALLOCATOR_VARIABLE, allocator_conf
 from planner.plan_types.plan import Plan, TrainingProgram
 from planner.plan_types.sizes import format_size
 from planner.rewrite.trainer.arguments import planned_arguments
@@ -47,8 +48,18 @@ def _header(plan: Plan, program: TrainingProgram, missing: str) -> str:
         f"Memory of a training step: {total}{budget}, certified by rehearsal; evaluation is not planned.",
         *([] if plan.fits else ["THE PLAN DOES NOT FIT into the budget."]),
         f"To add: {missing}.",
+        *_environment(plan, program),
     ]
     return "".join(f"# {part}\n" for line in lines for part in textwrap.wrap(line, 110))
+
+
+def _environment(plan: Plan, program: TrainingProgram) -> list[str]:
+    """Returns how to set the planned options of the allocator. axolotl chooses others unless its variable is set."""
+    planned = allocator_conf(plan.decisions)
+    if program.name == "axolotl":
+        conf = planned or "expandable_segments:False"
+        return [f"Start it with PYTORCH_ALLOC_CONF={conf}, because axolotl otherwise sets expandable_segments:True."]
+    return [f"Start it with {ALLOCATOR_VARIABLE}={planned}."] if planned else []
 
 
 def _axolotl(plan: Plan, program: TrainingProgram) -> tuple[dict[str, Any], str]:
@@ -128,8 +139,8 @@ def _llama_factory_adapter(adapter: Adapter, program: TrainingProgram) -> dict[s
     quantization = {
         "quantization_method": "bnb",
         "quantization_bit": 4,
-        "quantization_type": QUANTIZATION["bnb_4bit_quant_type"],
-        "double_quantization": QUANTIZATION["bnb_4bit_use_double_quant"],
+        "quantization_type": "nf4",
+        "double_quantization": True,
     }
     return {
         "lora_rank": adapter.rank,
