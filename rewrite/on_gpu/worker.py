@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from planner.errors import MeasurementError, PlannerError
+from planner.plan_types.answers import Answers
 from planner.plan_types.plan import Plan
 from planner.rewrite.application import Rewritten, apply
 from planner.rewrite.on_gpu.cuda import Cuda, Device
@@ -136,6 +137,11 @@ def workload_of(plan: Plan, *, with_weights: bool = True) -> Workload:
         seq_len=plan.workload.seq_len,
         optimizer=plan.workload.optimizer,
         gradients_alive=plan.workload.gradients_alive,
+        dtype=None if ":" in plan.model.reference else plan.model.dtype,
+        adapter=plan.model.adapter,
+        program=plan.model.program,
+        input_shapes=plan.workload.input_shapes,
+        answers=Answers(values=plan.workload.values, worst_case=plan.workload.worst_case),
         arguments=plan.model.arguments,
         with_weights=with_weights,
     )

@@ -18,6 +18,7 @@ from planner.plan_types.decision_base import micro_batches_of
 from planner.plan_types.plan import Plan, TrainingProgram
 from planner.progress import Watch
 from planner.rewrite import apply, emit
+from planner.rewrite.on_gpu.worker import workload_of
 from planner.workload.cards import resolve_card
 from planner.workload.loading import load_workload
 from planner.workload.programs import PROGRAMS
@@ -109,6 +110,7 @@ def test_the_config_has_what_was_planned(name, folder, tmp_path, monkeypatch, ca
     assert config.items() >= (CHECKPOINTING[name] | OTHERS[name]).items()
     size = config["micro_batch_size" if name == "axolotl" else "per_device_train_batch_size"]
     assert config["gradient_accumulation_steps"] == micro_batches_of(plan.decisions) == 4 // size
+    assert workload_of(plan, with_weights=False).model_facts() == plan.model  # what --verify trains
     with pytest.raises(PlanFileError, match="config"):
         emit(plan, tmp_path / "step.py")
     with pytest.raises(PlanFileError, match="gradient checkpointing"):
