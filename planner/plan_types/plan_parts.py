@@ -307,6 +307,8 @@ def _is_of(value: Any, hint: Any) -> bool:
     kind = typing.get_origin(hint) or hint
     if kind is Any:
         return True
+    if kind is typing.Literal:
+        return value in typing.get_args(hint)
     if kind in (int, float):
         return isinstance(value, (int, kind)) and not isinstance(value, bool)
     return isinstance(value, type(None) if kind is None else kind)

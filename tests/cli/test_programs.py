@@ -111,6 +111,10 @@ def test_the_config_has_what_was_planned(name, folder, tmp_path, monkeypatch, ca
     size = config["micro_batch_size" if name == "axolotl" else "per_device_train_batch_size"]
     assert config["gradient_accumulation_steps"] == micro_batches_of(plan.decisions) == 4 // size
     assert workload_of(plan, with_weights=False).model_facts() == plan.model  # what --verify trains
+    data = plan.to_json()
+    data["model"]["program"]["name"] = "unsloth"
+    with pytest.raises(PlanFileError, match="model.program.name is 'unsloth'"):
+        Plan.from_json(data)
     with pytest.raises(PlanFileError, match="config"):
         emit(plan, tmp_path / "step.py")
     with pytest.raises(PlanFileError, match="gradient checkpointing"):
