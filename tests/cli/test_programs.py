@@ -113,7 +113,7 @@ def test_the_config_has_what_was_planned(name, folder, tmp_path, monkeypatch, ca
     assert workload_of(plan, with_weights=False).model_facts() == plan.model  # what --verify trains
     data = plan.to_json()
     data["model"]["program"]["name"] = "unsloth"
-    with pytest.raises(PlanFileError, match="model.program.name is 'unsloth'"):
+    with pytest.raises(PlanFileError, match=r"model\.program\.name is 'unsloth'"):
         Plan.from_json(data)
     with pytest.raises(PlanFileError, match="config"):
         emit(plan, tmp_path / "step.py")
