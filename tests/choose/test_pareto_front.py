@@ -122,7 +122,7 @@ def test_with_little_time_certified_plans_are_there_and_the_rest_is_said_to_be_m
 
 
 def test_with_no_time_it_says_that_nothing_was_certified():
-    with pytest.raises(TimeLimitError, match=r"planning ended after the time limit of 0.001 s, before any plan"):
+    with pytest.raises(TimeLimitError, match=r"planning ended after the time limit of 0.001 s before any plan"):
         traded(seconds=1e-3)
 
 
