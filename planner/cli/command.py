@@ -63,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             watch = Watch(seconds=_limit_seconds(options), report=report)
             answer = _answer(options, watch)
             afterwards = Watch(report=report, elapsed_seconds=watch.elapsed_seconds)
+            lines = _lines_to_paste(answer, options)
             written = _write(answer, options, afterwards)
             verification = _verify(answer, options, afterwards)
     except PlannerError as error:
@@ -86,12 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{answer.summary()}{verdict}", file=out)
     else:
         _print(answer, verification, out)
-        is_written = options.emit is not None and options.emit.suffix in CONFIG_SUFFIXES
-        if options.loop is not None and not isinstance(answer, Tradeoff) and not is_written:
-            from planner.cli.training_lines import training_lines
-
-            where = "save as a config file" if answer.model.program else "paste into your script"
-            print(f"\n{where}:\n\n{training_lines(answer, options.loop, options.save)}", file=out)
+        if lines:
+            print(lines, file=out)
         for path in written:
             print(f"wrote {path}", file=sys.stderr)
     return FITS if answer.fits and (verification is None or verification.kept) else DOES_NOT_FIT
@@ -138,6 +135,21 @@ def _print(answer: Plan | Tradeoff, verification: Verification | CpuVerification
         _console(out).print(render_cpu_verification(verification))
     else:
         _console(out).print(render_verification(verification))
+
+
+def _lines_to_paste(answer: Plan | Tradeoff, options: argparse.Namespace) -> str:
+    """Return the lines that `--for` asks for with their heading; '' without it, or if `--emit` writes them.
+
+    Raises:
+        PlannerError: that kind of loop cannot follow the plan.
+    """
+    is_written = options.emit is not None and options.emit.suffix in CONFIG_SUFFIXES
+    if options.loop is None or isinstance(answer, Tradeoff) or is_written:
+        return ""
+    from planner.cli.training_lines import training_lines
+
+    where = "save as a config file" if answer.model.program else "paste into your script"
+    return f"\n{where}:\n\n{training_lines(answer, options.loop, options.save)}"
 
 
 def _limit_seconds(options: argparse.Namespace) -> float | None:

@@ -152,7 +152,8 @@ def _decisions(plan: Plan) -> list[RenderableType]:
     lines: list[RenderableType] = []
     if plan.fits and plan.baseline.total_bytes <= plan.vram_bytes:
         size = f"{format_size(plan.baseline.total_bytes)} of {format_size(plan.vram_bytes)}"
-        lines.append(Text(f"The baseline already fits ({size}); the plan only makes the step faster."))
+        only = "; the plan only makes the step faster" if plan.peak.step_ns < plan.baseline.step_ns else ""
+        lines.append(Text(f"The baseline already fits ({size}){only}."))
     lines.append(Text(_plan_title(plan), style="bold"))
     for decision in plan.decisions:
         item = f"- {decision.describe()} ({decision.fidelity.name.lower()})"

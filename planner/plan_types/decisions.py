@@ -250,10 +250,14 @@ class Allocator(Decision):
     """Blocks of at least this many MiB are not split for smaller requests; None for no such limit."""
 
     def __post_init__(self) -> None:
-        least, split = 21, self.max_split_size_mb
-        if split is not None and (type(split) is not int or split < least):
-            raise DecisionError(f"allocator has max_split_size_mb={split!r}: give a whole number of at least {least}")
-        if not self.allocator_options or type(self.expandable_segments) is not bool:
+        least, most, split, expandable = 21, 1 << 30, self.max_split_size_mb, self.expandable_segments
+        if split is not None and (type(split) is not int or not least <= split <= most):
+            raise DecisionError(
+                f"allocator has max_split_size_mb={split!r}: give a whole number between {least} and {most}"
+            )
+        if type(expandable) is not bool:
+            raise DecisionError(f"allocator has expandable_segments={expandable!r}: give true or false")
+        if not self.allocator_options:
             raise DecisionError(
                 "allocator sets no option: give expandable_segments=True or max_split_size_mb, or leave it out"
             )

@@ -7,6 +7,7 @@ the blocks of each stream apart, which a rehearsal does not model.
 
 from __future__ import annotations
 
+import collections
 import importlib
 import types
 from typing import Any, NoReturn
@@ -138,6 +139,9 @@ def _stand_ins(stream: CurrentStream, capability: tuple[int, int], sm_count: int
         minor=capability[1],
         multi_processor_count=sm_count,
         total_memory=memory_bytes,
+        warp_size=32,
+        is_integrated=0,
+        is_multi_gpu_board=0,
     )
     stand_ins: dict[str, Any] = {
         "is_available": lambda: True,
@@ -156,12 +160,14 @@ def _stand_ins(stream: CurrentStream, capability: tuple[int, int], sm_count: int
         "StreamContext": _InCurrentStream,
         "device": Device,
         "device_of": Device,
+        "_get_device_index": lambda device=None, optional=False, allow_cpu=False: 0,
         "Event": Event,
         "Stream": Stream,
         "ExternalStream": Stream,
         "get_stream_from_external": Stream,
         "CUDAGraph": CUDAGraph,
         "graph": CUDAGraph,
+        "graph_pool_handle": CUDAGraph,
         "make_graphed_callables": CUDAGraph,
         "MemPool": lambda *arguments, **options: _refuse("makes a pool of memory", _ONE_POOL),
         "get_allocator_backend": lambda: "native",
@@ -180,7 +186,7 @@ def _stand_ins(stream: CurrentStream, capability: tuple[int, int], sm_count: int
         "host_memory_stats",
         "host_memory_stats_as_nested_dict",
     ):
-        stand_ins[name] = lambda device=None: {}
+        stand_ins[name] = lambda device=None: collections.defaultdict(int)
     for name in (
         *("_lazy_init", "init", "synchronize", "set_device", "set_stream", "empty_cache", "ipc_collect"),
         *(*_RESETS, "reset_max_memory_allocated", "reset_max_memory_cached"),

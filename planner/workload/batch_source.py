@@ -45,9 +45,13 @@ def candidate_batches(batch: Any) -> tuple[list[Any], tuple[str, ...]]:
         raise WorkloadError("the source of batches is empty: give a data loader with at least one batch")
     first = "first " if seen == MOST_BATCHES else ""
     note = f"the plan is for the batch whose step needs the most memory, of the {first}{seen} batches"
+    if seen == 1:
+        return kept, ()
     kept.sort(key=_elements, reverse=True)
     if len(kept) > _MOST_CANDIDATES:
         note += f"; of {len(kept)} different shapes, only the {_MOST_CANDIDATES} with the most elements were rehearsed"
+    if isinstance(batch, list) and isinstance(batch[0], (list, tuple)):
+        note += "; if the list holds the arguments of one call of the model, give them as a tuple"
     return kept[:_MOST_CANDIDATES], (note,)
 
 

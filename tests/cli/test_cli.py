@@ -191,6 +191,7 @@ BAD = {
         ("net.py:build", "--vram", "6GiB", "--for", "trainer", "--force", "optimizer-in-backward"),
         "cannot be combined with --for trainer",
     ),
+    "a loop that cannot follow the plan": (("net.py:build", "--gpu", "bare", "--for", "trainer"), "a loss function"),
     "forced beyond the fidelity": (("net.py:build", "--vram", "6GiB", "--force", "freeze"), "partial"),
     "an unknown optimizer": (("net.py:build", "--vram", "6GiB", "--optimizer", "adamv"), "adamw"),
     "an unknown option": (("net.py:build", "--wram", "6GiB"), "--wram"),

@@ -68,7 +68,10 @@ def test_the_printed_lines_train(loop, adapter, folder, tmp_path, monkeypatch, c
 def test_options_of_the_allocator_come_first(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     options = ["--gpu", "rtx-2060", "--vram", "2GiB", "--for", "loop", "--force", "allocator"]
-    lines = planned(folder, tmp_path, capsys, *options).partition("paste into your script:\n")[2]
+    report, _, lines = planned(folder, tmp_path, capsys, *options, "--only", "allocator").partition(
+        "paste into your script:\n"
+    )
+    assert "The baseline already fits" in report and "makes the step faster" not in report
     assert lines.strip().split("\n\n")[:2] == [
         "import os",
         'os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # before CUDA starts',

@@ -48,11 +48,13 @@ def with_everything_that_is_harmless(y):
     torch.cuda.set_rng_state(torch.cuda.get_rng_state())
     assert torch.cuda.max_memory_allocated() == torch.cuda.memory_reserved(y.device) == 0
     assert torch.cuda.memory_summary(0) == "" and torch.cuda.memory_stats_as_nested_dict() == {}
+    assert torch.cuda.memory_stats(y.device)["allocated_bytes.all.peak"] == 0
     torch.accelerator.reset_peak_memory_stats()
     assert torch.accelerator.max_memory_allocated() == 0 and not torch.cuda.is_current_stream_capturing()
     assert torch.cuda._utils._get_device_index(torch.cuda.device(0)) == 0
     assert torch.cuda.get_device_capability() == (7, 5) and not torch.cuda.is_bf16_supported(including_emulation=False)
-    assert torch.cuda.get_device_properties(0).total_memory > 5 << 30
+    card = torch.cuda.get_device_properties(0)
+    assert card.total_memory > 5 << 30 and card.warp_size == 32
 
 
 def test_cards_events_and_the_current_stream_are_known():

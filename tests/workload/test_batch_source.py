@@ -72,6 +72,13 @@ def test_one_batch_is_returned_unchanged():
     batch = texts((2, 2))[0]
     kept, notes = candidate_batches(batch)
     assert kept[0] is batch and len(kept) == 1 and notes == ()
+    assert candidate_batches([batch])[1] == ()
+
+
+def test_a_list_that_could_be_the_arguments_of_one_call_is_noted():
+    pairs = [[torch.zeros(4, 8), torch.zeros(4)], [torch.zeros(4, 8), torch.zeros(4)]]
+    assert "give them as a tuple" in candidate_batches(pairs)[1][0]
+    assert candidate_batches(tuple(pairs)) == ([tuple(pairs)], ())
 
 
 def test_reading_a_source_changes_nothing_here():

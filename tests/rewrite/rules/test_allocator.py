@@ -60,7 +60,16 @@ def test_it_is_too_late_once_cuda_has_started(environment):
     assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
 
 
-@pytest.mark.parametrize("fields", [{}, {"max_split_size_mb": 20}, {"max_split_size_mb": 64.5}])
-def test_options_that_pytorch_would_refuse_are_refused(fields):
-    with pytest.raises(DecisionError, match="allocator"):
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "sets no option"),
+        ({"max_split_size_mb": 20}, "max_split_size_mb=20"),
+        ({"max_split_size_mb": 64.5}, "max_split_size_mb=64.5"),
+        ({"max_split_size_mb": 10**30}, "a whole number between 21 and"),
+        ({"expandable_segments": 1}, "expandable_segments=1: give true or false"),
+    ],
+)
+def test_options_that_pytorch_would_refuse_are_refused(fields, message):
+    with pytest.raises(DecisionError, match=message):
         Allocator(**fields)
