@@ -32,7 +32,7 @@ ROUNDUP_INTERVALS = 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllocatorSettings:
-    """The options of PYTORCH_CUDA_ALLOC_CONF that the simulator knows, with PyTorch's defaults, and the memory limit.
+    """The options of PYTORCH_ALLOC_CONF that the simulator knows, with PyTorch's defaults, and the memory limit.
 
     Raises:
         ValueError: PyTorch would refuse one of the options.
@@ -78,11 +78,11 @@ class AllocatorSettings:
 
 
 PYTORCH_DEFAULTS = AllocatorSettings()
-"""The settings of a process in which PYTORCH_CUDA_ALLOC_CONF is not set."""
+"""The settings of a process in which PYTORCH_ALLOC_CONF is not set."""
 
 
 def settings_of(options: Mapping[str, bool | int]) -> AllocatorSettings:
-    """Returns the settings with these options, by their names in PYTORCH_CUDA_ALLOC_CONF; others have their defaults.
+    """Returns the settings with these options, by their names in PYTORCH_ALLOC_CONF; others have their defaults.
 
     Raises:
         ValueError: an option is not `expandable_segments` or `max_split_size_mb`, or has a value that PyTorch refuses.

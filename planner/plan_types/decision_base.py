@@ -37,7 +37,7 @@ class Fidelity(enum.IntEnum):
             raise DecisionError(f"fidelity '{text}' is unknown: choose one of {names}") from None
 
 
-ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
+ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
 """The environment variable from which PyTorch reads the options of its caching allocator."""
 
 
@@ -130,7 +130,7 @@ class Decision:
 
     @property
     def allocator_options(self) -> dict[str, bool | int]:
-        """Options of the caching allocator by their names in PYTORCH_CUDA_ALLOC_CONF; empty for its defaults."""
+        """Options of the caching allocator by their names in PYTORCH_ALLOC_CONF; empty for its defaults."""
         return {}
 
     @property
@@ -223,7 +223,7 @@ def frozen_modules_of(decisions: Iterable[Decision]) -> tuple[str, ...]:
 
 
 def allocator_options_of(decisions: Iterable[Decision]) -> dict[str, bool | int]:
-    """Options of the caching allocator by their names in PYTORCH_CUDA_ALLOC_CONF; empty for its defaults."""
+    """Options of the caching allocator by their names in PYTORCH_ALLOC_CONF; empty for its defaults."""
     return {name: value for decision in decisions for name, value in decision.allocator_options.items()}
 
 

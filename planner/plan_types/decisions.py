@@ -235,7 +235,7 @@ class StepInBackward(Decision):
 class Allocator(Decision):
     """Set options of CUDA's caching allocator, so that less of the memory that it reserves stays unused.
 
-    The options are those of the environment variable PYTORCH_CUDA_ALLOC_CONF. They change neither results nor the
+    The options are those of the environment variable PYTORCH_ALLOC_CONF. They change neither results nor the
     memory of tensors. PyTorch reads them once, before the first tensor is on the card.
     """
 

@@ -19,8 +19,8 @@ from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import EmittedCode
 from planner.rewrite.rewriting import Rewriting
 
-_NEWER_VARIABLE = "PYTORCH_ALLOC_CONF"
-"""The variable that PyTorch reads first since 2.9."""
+_FORMER_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
+"""The variable that PyTorch reads if `ALLOCATOR_VARIABLE` is not set."""
 
 
 def allocator(rewriting: Rewriting, decision: Allocator) -> None:
@@ -34,7 +34,7 @@ def set_options(decisions: Sequence[Decision]) -> None:
     wanted = allocator_conf(decisions)
     if not wanted:
         return
-    present = os.environ.get(_NEWER_VARIABLE) or os.environ.get(ALLOCATOR_VARIABLE, "")
+    present = os.environ.get(ALLOCATOR_VARIABLE) or os.environ.get(_FORMER_VARIABLE, "")
     if set(wanted.split(",")) <= set(present.replace(" ", "").split(",")):
         return
     if torch.cuda.is_initialized() or present:

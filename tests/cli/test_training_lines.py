@@ -74,7 +74,7 @@ def test_options_of_the_allocator_come_first(folder, tmp_path, monkeypatch, caps
     assert "The baseline already fits" in report and "makes the step faster" not in report
     assert lines.strip().split("\n\n")[:2] == [
         "import os",
-        'os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # before CUDA starts',
+        'os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # before CUDA starts',
     ]
 
 

@@ -52,7 +52,7 @@ DESCRIPTIONS = (
     "loss in 8 chunks (head): the full logits are never materialized",
     "gradient accumulation: 4 micro-batches of 16",
     "optimizer step in backward: each gradient is applied and freed at once (no clipping by global norm)",
-    "allocator options, to be set before CUDA starts: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+    "allocator options, to be set before CUDA starts: PYTORCH_ALLOC_CONF=expandable_segments:True",
     "activation checkpointing: b.{0-1}, keeping 2 op outputs each",
     "segment checkpointing: ops 0-9 of the model's forward, keeping 1 op output, recomputed in 2 parts",
     "offload to pinned host memory: tensors saved in c; inputs of d",

@@ -139,7 +139,7 @@ def test_a_plan_is_emitted_as_this_text(name, monkeypatch, request):
 
 @each_case
 def test_the_text_trains_to_the_same_bits_as_the_live_objects(name, monkeypatch):
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")  # a file may set it: it is restored after the test
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # a file may set it: it is restored after the test
     case, emitted = CASES[name], imported(FOLDER / f"{name}.py")
     if name == "offload":  # on a processor all lies in the host's memory already
         for module in (emitted, offload):

@@ -31,13 +31,13 @@ def test_the_options_are_set_before_cuda_starts():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         apply(Allocator(expandable_segments=True, max_split_size_mb=64))
-    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True,max_split_size_mb:64"
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True,max_split_size_mb:64"
 
 
 def test_a_process_without_a_card_is_left_alone(environment):
     environment.setattr(torch.cuda, "is_available", lambda: False)
     apply()
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
@@ -57,7 +57,7 @@ def test_it_is_too_late_once_cuda_has_started(environment):
     environment.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.warns(UserWarning, match="but CUDA has started without it.*set the variable before the program starts"):
         apply()
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
 
 
 @pytest.mark.parametrize(
