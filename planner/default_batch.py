@@ -25,7 +25,7 @@ def with_default_batch(
     budget: Budget,
     watch: Watch | None = None,
 ) -> Workload:
-    """Return the workload with the largest batch, of a power of two, whose baseline is predicted to fit the budget.
+    """Return the workload with the largest power of two of samples whose baseline is predicted to fit the budget.
 
     The baseline is predicted from those of two and three samples. If no prediction is possible or two samples do not
     fit, the batch has one sample. A workload whose batch size was stated is returned unchanged.

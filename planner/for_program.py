@@ -26,7 +26,7 @@ from planner.workload.transformers_models import stored_dtype, transformers_conf
 from planner.workload.workload import Workload
 
 UNSUPPORTED = ("step-in-backward", "chunked-loss", "checkpoint", "segment-checkpoint", "offload", "freeze")
-"""Techniques that need our rewriting, or that no config of these programs expresses."""
+"""Techniques that need a rewritten step, or that the config of neither program can express."""
 _AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
 
 Load = Callable[[TrainingProgram], Workload]
@@ -78,7 +78,7 @@ def plan_for_program(
         TimeLimitError: the time was up before any plan was certified.
     """
     without, with_it = (TrainingProgram(name=name, gradient_checkpointing=enabled) for enabled in (False, True))
-    begin = f"for {PROGRAMS[name].title}: "
+    begin = f"the plan for {PROGRAMS[name].title} is "
     workload = load(without)
     if vram_bytes is None:
         plan = pipeline.plan_workload(workload, card, vram_bytes=None, constraints=constraints, watch=watch)
@@ -92,20 +92,18 @@ def plan_for_program(
     checkpointed = load(with_it)
     if plain is None:
         plan = _plan_or_shortfall(checkpointed, card, vram_bytes, constraints, watch)
-        note = "with gradient checkpointing of all layers, since no plan without it fits; the baseline has it, too"
+        note = "with gradient checkpointing of all layers, because no plan without it fits; the baseline uses it, too"
         return _noted(plan, begin + note), checkpointed
     try:
         other = plan_that_fits(checkpointed, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
     except TimeLimitError:
-        return _noted(
-            plain, f"{begin}without gradient checkpointing; with it was not looked at, for lack of time"
-        ), workload
+        return _noted(plain, f"{begin}without gradient checkpointing; no plan with it was certified in time"), workload
     if other is None:
-        return _noted(plain, f"{begin}without gradient checkpointing, since no plan with it fits"), workload
+        return _noted(plain, f"{begin}without gradient checkpointing, because no plan with it fits"), workload
     times = f"{plain.peak.step_ns / 1e6:,.1f} ms without it, {other.peak.step_ns / 1e6:,.1f} ms with it"
     if plain.peak.step_ns <= other.peak.step_ns:
         return _noted(plain, f"{begin}without gradient checkpointing, which is faster: {times}"), workload
-    note = f"with gradient checkpointing of all layers, which is faster: {times}; the baseline has it, too"
+    note = f"with gradient checkpointing of all layers, which is faster: {times}; the baseline uses it, too"
     return _noted(other, begin + note), checkpointed
 
 

@@ -191,11 +191,11 @@ def _refuse_another_loop(saved: Plan, options: argparse.Namespace) -> None:
     wanted = options.loop if options.loop in PROGRAMS else None
     is_other = program != wanted and (wanted is not None or options.loop is not None or options.emit is not None)
     if is_other:
-        made_for = f"for {program}" if program else "for a loop that this package rewrites"
+        made_for = f"for {program}" if program else "for a training loop in Python"
         remedy = f"give --for {program}, or plan" if program else "plan"
         raise PlanFileError(
-            f"the plan was made {made_for}, whose step is another one: {remedy} the model again with the --for that "
-            "you want"
+            f"the plan was made {made_for}, and no other loop runs the same training step: {remedy} the model again "
+            "with the --for that you want"
         )
 
 

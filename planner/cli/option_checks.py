@@ -72,7 +72,7 @@ def _refuse_for_program(options: argparse.Namespace, used: set[str]) -> None:
         )
     if options.emit is not None and not is_config:
         raise WorkloadError(
-            f"{options.loop} reads a config and not '{options.emit.name}': name a file that ends in .yaml or .yml"
+            f"{options.loop} reads a YAML config, not '{options.emit.name}': name a file that ends in .yaml or .yml"
         )
     if ":" in options.model and not pathlib.Path(options.model).exists():
         raise WorkloadError(
@@ -103,7 +103,7 @@ def refuse_unknown_values(options: argparse.Namespace) -> None:
 
 CONFIG_SUFFIXES = (".yaml", ".yml")
 """Endings of the names of config files."""
-_OUR_BATCH = "its batches are token ids and attention masks, padded to --seq-len"
+_OUR_BATCH = "the program makes batches of token ids and attention masks, padded to --seq-len"
 _NOT_FOR_PROGRAMS = {
     "batch_values": _OUR_BATCH,
     "by_sample": _OUR_BATCH,

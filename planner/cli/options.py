@@ -122,8 +122,9 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         type=_positive,
         metavar="N",
         help=(
-            "samples in one optimizer step (default: for a transformers model as many as fit without a plan, up to 64, "
-            "or 1 without --vram; otherwise the function's own)"
+            "samples in one optimizer step (default: for a transformers model with --vram, the largest power of two up "
+            "to 64 that is predicted to fit without a plan; 1 without --vram, or with --for axolotl or llama-factory; "
+            "otherwise the function's own)"
         ),
     )
     group.add_argument(
@@ -272,8 +273,8 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
         "--for",
         dest="loop",
         choices=get_args(Loop),
-        help="use only techniques that this kind of loop or program supports, and print the lines to paste into your "
-        "script, or its config",
+        help="use only techniques that this kind of training loop supports, and print the lines to paste into your "
+        "script; for axolotl and llama-factory, print the config for the program instead",
     )
     group.add_argument("-q", "--quiet", action="store_true", help="print the plan in one line, for logs and scripts")
     group.add_argument("--json", action="store_true", help="print one JSON object on standard output, errors included")
@@ -303,7 +304,7 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
         "--verify",
         action="store_true",
         help="train for a few steps with the plan and without it, and compare memory and results: on the CUDA card of "
-        "this machine, limited to --vram; without a card on the CPU, where only the bytes of tensors are compared",
+        "this machine, limited to --vram; without a card on the CPU, where the memory is that of tensors only",
     )
     group.add_argument(
         "--explain",

@@ -245,7 +245,7 @@ class Allocator(Decision):
     role: ClassVar[Role] = Role.ALLOCATOR
     left_out_if_empty: ClassVar[tuple[str, ...]] = ("expandable_segments", "max_split_size_mb")
     expandable_segments: bool = False
-    """Segments of memory grow page by page, instead of new segments being taken for larger requests."""
+    """True if segments grow page by page, so that a larger request needs no new segment."""
     max_split_size_mb: int | None = None
     """Blocks of at least this many MiB are not split for smaller requests; None for no such limit."""
 

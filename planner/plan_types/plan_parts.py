@@ -106,7 +106,7 @@ class LiveTensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingProgram:
-    """A program that trains by its own loop, for whose config a plan is, and how it prepares the model."""
+    """The program for whose config a plan was made, and how it prepares the model. It trains by its own loop."""
 
     name: ProgramName
     """'axolotl' or 'llama-factory'."""
@@ -140,7 +140,7 @@ class ModelFacts:
     architecture: str | None = None
     """Name of the class of the model without its adapters; None if the planner added none."""
     program: TrainingProgram | None = None
-    """The program for whose config the plan is; None for a training loop of the user's own."""
+    """The program for whose config the plan was made; None for a training loop of the user's own."""
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ModelFacts:

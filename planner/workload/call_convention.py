@@ -56,7 +56,7 @@ class Calling(enum.Enum):
             return cls.POSITIONAL if loss_fn is None or len(batch) < 2 else cls.ALL_BUT_LAST
         raise WorkloadError(
             f"a batch of type {type(batch).__name__} is not supported: give a dict of keyword arguments, a dataclass, "
-            "a tuple, or a tensor; or a DataLoader, or a list of batches"
+            "a tuple or a tensor, or several batches as a DataLoader, an iterator or a list"
         )
 
     def call(self, model: torch.nn.Module, batch: Any) -> Any:

@@ -200,7 +200,7 @@ BAD = {
     "a folder that is not there": (("net.py:build", "--vram", "6GiB", "--emit", "no/step.py"), "no/step.py"),
     "a config for no program": (("net.py:build", "--vram", "6GiB", "--emit", "config.yaml"), "--for axolotl"),
     "a function for axolotl": (("net.py:build", "--vram", "6GiB", "--for", "axolotl"), "is a function"),
-    "a step for axolotl": (("gpt2", "--for", "axolotl", "--emit", "step.py"), "reads a config"),
+    "a step for axolotl": (("gpt2", "--for", "axolotl", "--emit", "step.py"), "reads a YAML config"),
     "adapters if needed": (("gpt2", "--for", "llama-factory", "--fidelity", "adapted"), "--lora"),
     "a batch for axolotl": (("gpt2", "--for", "axolotl", "--input-shapes", "shapes.json"), "padded to --seq-len"),
     "one file for two": (("net.py:build", "--vram", "6GiB", "--emit", "a.json", "--save", "a.json"), "same file"),

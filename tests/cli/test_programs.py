@@ -72,7 +72,7 @@ ONLY = ("--optimizer", "adamw_torch_fused", "--only", "accumulation,mixed-precis
 CASES = {
     "axolotl": (
         ["--lora", "4", *ONLY, "--vram", "750KiB"],
-        "since no plan without it fits",
+        "because no plan without it fits",
     ),
     "llama-factory": (["--dtype", "bfloat16", "--vram", "3MiB"], "which is faster"),
 }
@@ -151,7 +151,7 @@ def test_the_model_is_prepared_as_by_the_program(name, frozen, folder):
     [
         ("axolotl", {"dtype": "bfloat16", "adapter": None}, "--dtype float32"),
         ("axolotl", {"dtype": "float16"}, "give --dtype bfloat16"),
-        ("axolotl", {"dtype": "float32", "adapter": Adapter(rank=4, is_quantized=True)}, "--dtype bfloat16"),
+        ("axolotl", {"dtype": "float32", "adapter": Adapter(rank=4, is_quantized=True)}, "leave --dtype out"),
         ("axolotl", {"adapter": Adapter(rank=4, folder="saved")}, "saved adapters"),
         ("axolotl", {"optimizer": "adafactor"}, "--optimizer"),
         ("llama-factory", {"dtype": "bfloat16", "adapter": None}, "--dtype float32"),

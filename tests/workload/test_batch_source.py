@@ -203,7 +203,8 @@ def test_a_graph_is_a_batch():
 @pytest.mark.parametrize("batch", [torch.utils.data.TensorDataset(torch.zeros(2)), range(3), None, {torch.zeros(2)}])
 def test_a_batch_of_an_unknown_type_is_refused_with_those_that_are_known(batch):
     with pytest.raises(
-        WorkloadError, match=r"a batch of type .* a tuple, or a tensor; or a DataLoader, or a list of batches"
+        WorkloadError,
+        match=r"a batch of type .* a tuple or a tensor, or several batches as a DataLoader, an iterator or a list",
     ):
         planner.plan(nn.Linear(2, 2), batch, vram=None, gpu="bare")
 

@@ -17,7 +17,10 @@ _EMBEDDINGS = {
     "nemotron_h": ("embeddings", "lm_head"),
     "bailing_hybrid": ("word_embeddings", "lm_head"),
 }
-"""The names of input and output embeddings by type of model (`get_linear_embedding_layers`), where not the usual."""
+"""The names of input and output embeddings by type of model (`get_linear_embedding_layers`).
+
+Other types of models have the usual names.
+"""
 
 
 class Axolotl(Program):
@@ -37,14 +40,15 @@ class Axolotl(Program):
         if dtype == "float32":
             if wish.adapter.is_quantized:
                 raise WorkloadError(
-                    "axolotl computes products with 4-bit weights in the dtype of autocast: give --dtype bfloat16 or "
-                    "float16, and a card that computes it faster than float32"
+                    "axolotl computes products with 4-bit weights under autocast: leave --dtype out, and plan for a "
+                    "card that computes bfloat16 or float16 faster than float32"
                 )
             return Terms(dtype=dtype, forbidden=("mixed-precision",))
         if dtype != wish.autocast:
             raise WorkloadError(
-                f"axolotl loads the weights in the dtype of autocast, and on this card that is "
-                f"{wish.autocast or 'none'}: give --dtype {wish.autocast or 'float32'}, or leave --dtype out"
+                "axolotl loads the weights in the dtype of autocast, and on this card that is "
+                f"{wish.autocast or 'float32, because it computes no other dtype faster'}: give --dtype "
+                f"{wish.autocast or 'float32'}, or leave --dtype out"
             )
         return Terms(dtype=dtype, forced=("mixed-precision",))
 

@@ -20,8 +20,8 @@ class LlamaFactory(Program):
             dtype = wish.dtype or "float32"
             if dtype != "float32" and not dtype == wish.stored == "bfloat16":
                 raise WorkloadError(
-                    f"LLaMA-Factory trains all weights in float32, or in bfloat16 if they are saved so, and these are "
-                    f"saved in {wish.stored}: give --dtype float32, or leave --dtype out"
+                    "LLaMA-Factory trains all weights in float32, or in bfloat16 if they are saved in bfloat16, but "
+                    f"these are saved in {wish.stored}: give --dtype float32, or leave --dtype out"
                 )
             return Terms(dtype=dtype, forbidden=() if dtype == "float32" else ("mixed-precision",))
         if wish.dtype not in (None, wish.stored):

@@ -59,8 +59,8 @@ class Program(abc.ABC):
         optim = OPTIMIZERS[wish.optimizer].optim if wish.optimizer in OPTIMIZERS else None
         if optim is None:
             raise WorkloadError(
-                f"{self.title} has no name for the optimizer '{wish.optimizer}': choose one with --optimizer that "
-                "transformers' Trainer has, such as adamw"
+                f"the config of {self.title} cannot name the optimizer '{wish.optimizer}', because transformers' "
+                "Trainer does not have the same one: choose another with --optimizer, such as adamw"
             )
         if wish.adapter is not None and wish.adapter.folder:
             raise WorkloadError(
