@@ -259,7 +259,8 @@ class Allocator(Decision):
             raise DecisionError(f"allocator has expandable_segments={expandable!r}: give true or false")
         if not self.allocator_options:
             raise DecisionError(
-                "allocator sets no option: give expandable_segments=True or max_split_size_mb, or leave it out"
+                "allocator sets no option: give expandable_segments=True or max_split_size_mb, or leave the decision "
+                "out"
             )
 
     @property
