@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import statistics
 from collections.abc import Callable
 
 import torch
@@ -121,8 +122,7 @@ def _compare_settings(names: list[str], card: DeviceProfile) -> None:
             cells.append(f"{found.reserved_bytes // MIB:,} ({share:.1%})")
         print(f"| {name} | {found.allocated_bytes // MIB:,} | {' | '.join(cells)} |", flush=True)
     for setting, shares in slack.items():
-        ordered = sorted(shares)
-        print(f"{setting}: median slack {ordered[len(ordered) // 2]:.1%}, largest {ordered[-1]:.1%}")
+        print(f"{setting}: median slack {statistics.median(shares):.1%}, largest {max(shares):.1%}")
 
 
 def _compare_plans(names: list[str], card: DeviceProfile, shares: list[float]) -> None:
