@@ -22,17 +22,21 @@ from planner.plan_types.decision_base import (
     module_listing,
     of_optimizers,
 )
+from planner.plan_types.recompute_decisions import Checkpoint, Offload, Replay
 
 __all__ = [
     "Accumulation",
     "Allocator",
+    "Checkpoint",
     "ChunkedLoss",
     "Decision",
     "Fidelity",
     "Freeze",
+    "Offload",
     "Optimizer",
     "OptimizerKernel",
     "Precision",
+    "Replay",
     "Role",
     "StepInBackward",
     "conflict",

@@ -12,7 +12,7 @@ KINDS: dict[str, type[Decision]] = {
     decision.kind: decision
     for module in (decisions, recompute_decisions)
     for decision in vars(module).values()
-    if isinstance(decision, type) and issubclass(decision, Decision) and decision is not Decision
+    if isinstance(decision, type) and issubclass(decision, Decision) and decision.__module__ == module.__name__
 }
 """Every decision class by its kind, in the order in which they are defined and applied."""
 
