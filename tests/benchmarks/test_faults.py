@@ -43,6 +43,7 @@ def fault(old: str, new: str, *, tests: tuple[str, ...] = ("test_sums.py::test_d
     return Fault(name="it", path="sums.py", old=old, new=new, tests=tests, why="it is wrong")
 
 
+@pytest.mark.slow
 def test_each_fault_gets_its_verdict_and_they_do_not_mix(checkout):
     expected = {
         fault("x + x", "x + 4"): (Verdict.KILLED, "test_sums.py::test_double"),

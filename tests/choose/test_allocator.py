@@ -33,6 +33,7 @@ def plan(vram, **options):
     return planner.plan(MODEL, BATCH, loss_fn=LOSS, vram=vram, gpu="rtx-2060", fidelity="exact", margin=0, **options)
 
 
+@pytest.mark.slow
 def test_a_step_that_fits_only_with_other_options_gets_them(graph):
     needed = {name: smallest_capacity_bytes(graph, CARD, options) for name, options in (("", ()), ("e", EXPANDABLE))}
     assert needed["e"] + 4 * MIB < needed[""]

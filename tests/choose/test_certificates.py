@@ -86,6 +86,7 @@ def test_few_ops_are_kept_at_hand(begun):
     assert [child.decisions for child in begun] == [BF16, FP16, BF16]
 
 
+@pytest.mark.slow
 def test_the_search_foresees_what_it_chooses(monkeypatch):
     begun: list[tuple[tuple[Decision, ...], bool]] = []
     rehearsed = Certificates._child

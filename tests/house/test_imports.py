@@ -175,6 +175,7 @@ def test_plan_files_search_and_profiles_load_without_torch(module):
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["rewrite", "profiles"])
 def test_a_folder_of_the_users_with_the_name_of_one_of_ours_does_no_harm(folder, tmp_path):
     (tmp_path / folder).mkdir()

@@ -168,6 +168,7 @@ def test_an_end_during_the_search_returns_the_step_that_fits_and_names_what_was_
     assert "not tried: recompute alone; optimizer step in backward" in plan.notes[0]
 
 
+@pytest.mark.slow
 def test_an_end_before_the_first_certificate_still_certifies_the_best_choice():
     records: list[Progress] = []
     complete = planned(Watch(report=records.append), "110000B")

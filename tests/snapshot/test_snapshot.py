@@ -327,6 +327,7 @@ def test_a_snapshot_that_is_cut_anywhere_is_refused(tmp_path):
             load(path)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_a_snapshot_with_a_changed_value_is_replayed_or_refused(tmp_path_factory, data):

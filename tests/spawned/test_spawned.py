@@ -109,6 +109,7 @@ def batch() -> dict[str, torch.Tensor]:
     return {"x": torch.zeros(8, 300), "target": torch.zeros(8, 300)}
 
 
+@pytest.mark.slow
 def test_while_a_thread_holds_a_lock_planning_runs_in_a_process_of_its_own(locked, monkeypatch):
     stages: list[str] = []
     options = {"vram": None, "gpu": "bare", "time_limit": "60s"}
@@ -122,6 +123,7 @@ def test_while_a_thread_holds_a_lock_planning_runs_in_a_process_of_its_own(locke
     assert spawned.model == dataclasses.replace(forked.model)
 
 
+@pytest.mark.slow
 def test_with_cuda_initialized_the_errors_of_the_process_arrive(monkeypatch):
     plan = planner.plan(Tied(), batch(), vram=None, gpu="bare")
     monkeypatch.setenv("PLANNER_START_METHOD", "auto")
@@ -165,6 +167,7 @@ def test_other_reasons_for_a_process_of_its_own(monkeypatch, reason):
     assert in_safe_process(refused if reason == "backward" else lambda watch: "forked", Watch()) == "spawned"
 
 
+@pytest.mark.slow
 def test_on_a_system_without_fork_each_rehearsal_gets_a_new_process(monkeypatch):
     options = {"vram": None, "gpu": "bare", "loss_fn": lambda output, batch: 2 * output}
     forked = planner.plan(Tied(), batch(), **options)

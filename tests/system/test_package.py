@@ -57,6 +57,7 @@ def names_in(wheel: pathlib.Path) -> set[str]:
     return {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("planner/")}
 
 
+@pytest.mark.slow
 def test_a_wheel_of_the_source_distribution_runs_from_another_folder(tmp_path):
     sdist = built("sdist", checkout(tmp_path / "checkout", links=True), tmp_path)
     with tarfile.open(sdist) as archive:

@@ -31,6 +31,7 @@ def batch_with(targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.randn(SAMPLES, STEPS, 16), targets, *lengths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(SAMPLES, TARGETS), (SAMPLES * TARGETS,)], ids=["padded", "concatenated"])
 def test_a_step_with_ctc_loss_can_be_planned_and_trains_the_same(shape):
     torch.manual_seed(0)

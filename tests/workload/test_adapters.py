@@ -143,6 +143,7 @@ def test_the_command_plans_and_the_files_it_writes_build_the_same_model(folder, 
     assert changed and all("lora" in name or "modules_to_save" in name for name in changed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["SequenceClassification", "QuestionAnswering"])
 def test_the_head_that_adapters_train_is_not_quantized(task, tmp_path):
     config = transformers.BertConfig(
@@ -162,6 +163,7 @@ def test_the_head_that_adapters_train_is_not_quantized(task, tmp_path):
     assert len(trained) == 2 and set(trained.values()) == {torch.float32}
 
 
+@pytest.mark.slow
 def test_dora_on_4_bit_weights_is_planned_for_a_model_with_values(folder):
     adapter = Adapter(rank=4, is_quantized=True, is_dora=True)
     with pytest.raises(WorkloadError, match="plan your loaded model"):

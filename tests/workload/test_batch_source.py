@@ -105,6 +105,7 @@ def broken(rows):
 IN_WORKER = torch.utils.data.DataLoader([1, 2], num_workers=1, collate_fn=broken)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source, words",
     [
@@ -125,6 +126,7 @@ def test_workers_of_a_data_loader_need_not_import_its_functions(monkeypatch):
     assert [batch.shape for batch in candidate_batches(loader)[0]] == [(2, 3)]
 
 
+@pytest.mark.slow
 def test_the_plan_is_for_the_step_that_needs_the_most_memory():
     """The batch with fewer elements needs more memory, because its sequences are longer."""
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -209,6 +211,7 @@ def test_a_batch_of_an_unknown_type_is_refused_with_those_that_are_known(batch):
         planner.plan(nn.Linear(2, 2), batch, vram=None, gpu="bare")
 
 
+@pytest.mark.slow
 def test_the_command_plans_the_largest_batch_of_a_data_loader(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(SOURCE)
@@ -218,6 +221,7 @@ def test_the_command_plans_the_largest_batch_of_a_data_loader(tmp_path, monkeypa
     assert "32" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_command_plans_a_model_without_data(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(

@@ -31,6 +31,7 @@ def chosen(budget_bytes, notes=(ONE_SAMPLE,)):
     return with_default_batch(with_loss(1, notes), with_loss, CARD, Budget.of_total(CARD, budget_bytes))
 
 
+@pytest.mark.slow
 def test_the_batch_is_the_largest_power_of_two_whose_baseline_fits():
     for samples in (8, 16):
         found = chosen(needed(samples))
