@@ -2,10 +2,12 @@
 
     python -m benchmarks.allocator [--only NAME ...] [--gpu rtx-3090]
     python -m benchmarks.allocator --plans [--shares 0.95 0.8 0.6] [--only NAME ...]
+    python -m benchmarks.allocator --smallest [--only NAME ...]
 
 The first form prints a table with one row for each model: bytes allocated by tensors, and for each setting the bytes
 that the allocator reserves in two training steps, from the simulated allocator. The second form plans each model for
-shares of its baseline's memory, without and with the technique `allocator`, and prints the plans that differ.
+shares of its baseline's memory, without and with the technique `allocator`, and prints the plans that differ. The third
+form searches for the smallest exact plan, without and with it.
 No card is used, and models have no weights.
 """
 
@@ -87,15 +89,22 @@ MODELS: dict[str, Callable[[], Built]] = {
 """The models by name: those of `benchmarks.card`, and classes of transformers in their default configurations."""
 
 
+_EXACT = parse_constraints(fidelity="exact", force=(), forbid=(), margin=0)
+_WITHOUT_AND_WITH = (dataclasses.replace(_EXACT, forbidden=("allocator",)), _EXACT)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS), help="names of models")
     parser.add_argument("--gpu", default="rtx-3090", help="profile of the card (default rtx-3090)")
     parser.add_argument("--plans", action="store_true", help="compare plans")
+    parser.add_argument("--smallest", action="store_true", help="compare the smallest plans")
     parser.add_argument("--shares", type=float, nargs="*", default=[0.95, 0.8, 0.6], help="of the baseline's memory")
     options = parser.parse_args()
     card = resolve_card(options.gpu, None)
-    if options.plans:
+    if options.smallest:
+        _compare_smallest(options.only, card)
+    elif options.plans:
         _compare_plans(options.only, card, options.shares)
     else:
         _compare_settings(options.only, card)
@@ -126,25 +135,39 @@ def _compare_settings(names: list[str], card: DeviceProfile) -> None:
 
 
 def _compare_plans(names: list[str], card: DeviceProfile, shares: list[float]) -> None:
-    constraints = parse_constraints(fidelity="exact", force=(), forbid=(), margin=0)
-    without = dataclasses.replace(constraints, forbidden=("allocator",))
     print("| model | budget (MiB) | without `allocator` | with it | options |\n|---|---:|---|---|---|")
     counts = {"equal": 0, "faster": 0, "possible": 0, "slower": 0}
     for name in names:
         work = work_of(name)
-        baseline = pipeline.plan_workload(work, card, vram_bytes=None, constraints=constraints).baseline
+        baseline = pipeline.plan_workload(work, card, vram_bytes=None, constraints=_WITHOUT_AND_WITH[1]).baseline
         for share in shares:
             budget = int(baseline.total_bytes * share)
             before, after = (
-                pipeline.plan_workload(work, card, vram_bytes=budget, constraints=each)
-                for each in (without, constraints)
+                pipeline.plan_workload(work, card, vram_bytes=budget, constraints=each) for each in _WITHOUT_AND_WITH
             )
             verdict = _verdict(before, after)
             counts[verdict] += 1
             if verdict != "equal":
-                options = next((d.describe().partition("=")[2] for d in after.decisions if d.kind == "allocator"), "")
-                print(f"| {name} | {budget // MIB:,} | {_cell(before)} | {_cell(after)} | {options} |", flush=True)
+                print(
+                    f"| {name} | {budget // MIB:,} | {_cell(before)} | {_cell(after)} | {_options(after)} |", flush=True
+                )
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+
+
+def _compare_smallest(names: list[str], card: DeviceProfile) -> None:
+    print("| model | smallest plan without `allocator` (MiB) | with it | options |\n|---|---:|---:|---|")
+    for name in names:
+        work = work_of(name)
+        before, after = (
+            pipeline.plan_workload(work, card, vram_bytes=card.context_bytes + MIB, constraints=each)
+            for each in _WITHOUT_AND_WITH
+        )
+        sizes = " | ".join(f"{plan.peak.total_bytes // MIB:,}" for plan in (before, after))
+        print(f"| {name} | {sizes} | {_options(after)} |", flush=True)
+
+
+def _options(plan: Plan) -> str:
+    return next((d.describe().partition("=")[2] for d in plan.decisions if d.kind == "allocator"), "")
 
 
 def _verdict(before: Plan, after: Plan) -> str:
