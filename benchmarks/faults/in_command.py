@@ -5,6 +5,30 @@ from __future__ import annotations
 from benchmarks.faults.fault import Fault
 
 FAULTS = (
+    Fault(
+        name="plan-with-fields-of-any-type",
+        path="planner/plan_types/plan.py",
+        old="    check_field_types(plan)\n",
+        new="",
+        tests=("tests/plan_types/test_plan.py::test_values_of_another_kind_are_refused_on_one_line",),
+        why="a plan file with a text instead of a number ends in a traceback later",
+    ),
+    Fault(
+        name="head-of-a-classifier-in-4-bits",
+        path="planner/plan_types/adapter.py",
+        old='    return options | ({} if heads is None else {"llm_int8_skip_modules": heads})\n',
+        new="    return options\n",
+        tests=("tests/workload/test_adapters.py::test_the_head_that_adapters_train_is_not_quantized",),
+        why="the head of a classifier, which peft trains, is quantized",
+    ),
+    Fault(
+        name="loader-workers-pickle-functions",
+        path="planner/virtual_gpu/forked_process.py",
+        old='        multiprocessing.set_start_method("fork", force=True)\n',
+        new="",
+        tests=("tests/workload/test_batch_source.py::test_workers_of_a_data_loader_need_not_import_its_functions",),
+        why="on Python 3.14 the workers of a data loader cannot import the functions of the user's file",
+    ),
     # ---- plan files
     Fault(
         name="plan-loses-the-slowdown",

@@ -39,6 +39,7 @@ ONE_SAMPLE = (
     "the batch is a single sample, because no size was given: state yours with --batch-size, or find the largest that "
     "fits with --largest-batch"
 )
+"""Note of a transformers model whose batch size nobody stated."""
 
 FORMS = "config.json, a model folder or hub id, path/file.py:name, package.module:name, or a saved plan"
 """The list in error messages of what MODEL may be on the command line."""

@@ -127,7 +127,7 @@ def test_the_config_has_what_was_planned(name, folder, tmp_path, monkeypatch, ca
     ("name", "frozen"), [("axolotl", torch.bfloat16), ("llama-factory", torch.bfloat16), (None, torch.float32)]
 )
 def test_the_model_is_prepared_as_by_the_program(name, frozen, folder):
-    """Of the programs, only axolotl calls peft's `prepare_model_for_kbit_training`, and converts most of it back."""
+    """Only axolotl calls peft's `prepare_model_for_kbit_training`; it then converts most weights back to 16 bits."""
     pytest.importorskip("peft")
     pytest.importorskip("bitsandbytes")
     adapter = Adapter(rank=4, is_quantized=True)
