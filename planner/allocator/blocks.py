@@ -170,7 +170,7 @@ class Driver:
         self.capacity_bytes = capacity_bytes
         self.reserved_bytes = 0
         self.peak_reserved_bytes = 0
-        self.place = rising_addresses() if place is None else place
+        self.place = Placement() if place is None else place
         """Function that takes the size of a new segment in bytes and returns its address."""
         self.exchanges: list[tuple[int, int]] | None = None
         """Receives each change as (address, bytes), negative if memory is released; None to keep no record."""
@@ -194,28 +194,25 @@ class Driver:
             self.exchanges.append((address, size_bytes))
 
 
-def rising_addresses() -> Callable[[int], int]:
-    """Returns a function for `Driver.place` that puts each new segment at the end of the segment before it."""
-    next_address = FIRST_ADDRESS
+class Placement:
+    """A function for `Driver.place` that puts each new segment next to the one that was placed before it.
 
-    def place(size_bytes: int) -> int:
-        nonlocal next_address
-        next_address += size_bytes
-        return next_address - size_bytes
+    Args:
+        descending: True to put it just below that segment, False to put it above.
+    """
 
-    return place
+    def __init__(self, *, descending: bool = False) -> None:
+        self.next_address = FIRST_ADDRESS
+        """End of the next segment if the addresses descend, else its start."""
+        self._descending = descending
 
-
-def falling_addresses() -> Callable[[int], int]:
-    """Returns a function for `Driver.place` that puts each new segment just below the one that was placed before it."""
-    next_address = FIRST_ADDRESS
-
-    def place(size_bytes: int) -> int:
-        nonlocal next_address
-        next_address -= size_bytes
-        return next_address
-
-    return place
+    def __call__(self, size_bytes: int) -> int:
+        """Returns the address of a new segment of `size_bytes` bytes."""
+        if self._descending:
+            self.next_address -= size_bytes
+            return self.next_address
+        self.next_address += size_bytes
+        return self.next_address - size_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

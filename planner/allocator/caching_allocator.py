@@ -89,18 +89,21 @@ class CachingAllocator:
         card_bytes: int | None = None,
     ) -> None:
         self._settings = settings
-        self._driver = Driver(capacity_bytes, place)
+        self.driver = Driver(capacity_bytes, place)
+        """The driver that memory is taken from."""
         self._clocks = {is_small: Clock() for is_small in (False, True)}
         self._pools: dict[tuple[bool, int], Pool] = {}
-        self._heads: dict[int, Block] = {}
-        self._ranges: dict[bool, ExpandableRanges] = {
+        self.heads: dict[int, Block] = {}
+        """First block of each segment of fixed size, by address."""
+        self.ranges: dict[bool, ExpandableRanges] = {
             is_small: ExpandableRanges(
                 page_bytes=SMALL_SEGMENT_BYTES if is_small else settings.large_segment_bytes,
-                driver=self._driver,
+                driver=self.driver,
                 card_bytes=capacity_bytes if card_bytes is None else card_bytes,
             )
             for is_small in (False, True)
         }
+        """The expandable segments of each size class."""
         self._collects_garbage = settings.allowed_bytes is not None and settings.garbage_collection_threshold > 0
         self.allocated_bytes = 0
         """Total size of all allocated blocks, including unused bytes at their ends that were not split off."""
@@ -114,20 +117,20 @@ class CachingAllocator:
     @property
     def reserved_bytes(self) -> int:
         """Memory that is taken from the driver and not released."""
-        return self._driver.reserved_bytes
+        return self.driver.reserved_bytes
 
     def record_exchanges(self) -> list[tuple[int, int]]:
         """Returns a list that receives (address, bytes) whenever memory is taken from the driver.
 
         The bytes are negative if memory is released. With expandable segments, these are ranges of pages.
         """
-        self._driver.exchanges = []
-        return self._driver.exchanges
+        self.driver.exchanges = []
+        return self.driver.exchanges
 
     @property
     def peak_reserved_bytes(self) -> int:
         """Maximum of `reserved_bytes` so far."""
-        return self._driver.peak_reserved_bytes
+        return self.driver.peak_reserved_bytes
 
     def malloc(self, size_bytes: int, stream: int = 0) -> Block:
         """Allocates a block of at least `size_bytes` bytes.
@@ -142,7 +145,7 @@ class CachingAllocator:
                 "storage: ask for at least 1 byte, or leave this request out"
             )
         rounded_bytes = round_size(size_bytes, self._settings)
-        pool = self._pool(rounded_bytes <= LARGEST_SMALL_BYTES, stream)
+        pool = self.pool(rounded_bytes <= LARGEST_SMALL_BYTES, stream)
         block = self._take_free(pool, rounded_bytes) or self._take_new(pool, rounded_bytes)
         if self._is_worth_splitting(block, rounded_bytes):
             pool.insert(block.split_off(rounded_bytes))
@@ -183,7 +186,7 @@ class CachingAllocator:
         The state of the allocator does not change.
         """
         rounded_bytes = round_size(size_bytes, self._settings)
-        pool = self._pool(rounded_bytes <= LARGEST_SMALL_BYTES, stream)
+        pool = self.pool(rounded_bytes <= LARGEST_SMALL_BYTES, stream)
         searches = pool.clock.searches
         block = self._take_free(pool, rounded_bytes)
         # Restore what the search has changed: the count of searches, the pool, and the age of the block.
@@ -202,7 +205,7 @@ class CachingAllocator:
         """
         for pool in self._pools.values():
             if self._settings.expandable_segments:
-                self._ranges[pool.is_small].release_free_pages(pool)
+                self.ranges[pool.is_small].release_free_pages(pool)
             else:
                 for block in pool.free_blocks():
                     if block.is_whole_segment():
@@ -210,7 +213,7 @@ class CachingAllocator:
 
     def segments(self) -> tuple[Segment, ...]:
         """Returns all segments with their blocks, by ascending address."""
-        heads = [*self._heads.values(), *(head for ranges in self._ranges.values() for head in ranges.heads.values())]
+        heads = [*self.heads.values(), *(head for ranges in self.ranges.values() for head in ranges.heads.values())]
         segments = [segment for head in heads for segment in mapped_segments(head)]
         return tuple(sorted(segments, key=lambda segment: segment.address))
 
@@ -225,14 +228,14 @@ class CachingAllocator:
         """
         live: dict[int, Block] = {}
         for segment in segments:
-            if self._settings.expandable_segments or not self._driver.take(segment.size_bytes):
+            if self._settings.expandable_segments or not self.driver.take(segment.size_bytes):
                 raise ValueError(
                     f"the segment of {format_size(segment.size_bytes)} at {segment.address:#x} cannot be added to the "
                     "allocator: set expandable_segments to False, and give segments that together fit in the capacity"
                 )
-            pool = self._pool(segment.is_small, segment.stream)
+            pool = self.pool(segment.is_small, segment.stream)
             block = Block(address=segment.address, size_bytes=segment.size_bytes, pool=pool)
-            self._heads[segment.address] = block
+            self.heads[segment.address] = block
             for index, shown in enumerate(segment.blocks):
                 rest = block.split_off(shown.size_bytes) if index + 1 < len(segment.blocks) else block
                 if shown.is_allocated:
@@ -248,7 +251,7 @@ class CachingAllocator:
         self.peak_requested_bytes = max(self.peak_requested_bytes, self.requested_bytes)
         return live
 
-    def _pool(self, is_small: bool, stream: int) -> Pool:
+    def pool(self, is_small: bool, stream: int) -> Pool:
         """Returns the pool of a size class and a stream. The pool is created if it does not exist yet."""
         pool = self._pools.get((is_small, stream))
         if pool is None:
@@ -311,7 +314,7 @@ class CachingAllocator:
             self.retries += 1
             block = self._extend(pool, size_bytes)
         if block is None:
-            limits = (self._driver.capacity_bytes, self._settings.allowed_bytes)
+            limits = (self.driver.capacity_bytes, self._settings.allowed_bytes)
             raise OutOfMemory(
                 OutOfMemoryReport(
                     asked_bytes=size_bytes,
@@ -329,23 +332,23 @@ class CachingAllocator:
         """
         new_bytes = segment_size(size_bytes, self._settings)
         allowed_bytes = self._settings.allowed_bytes
-        if allowed_bytes is not None and self._driver.reserved_bytes + new_bytes > allowed_bytes:
+        if allowed_bytes is not None and self.driver.reserved_bytes + new_bytes > allowed_bytes:
             return None
         if self._settings.expandable_segments:
-            return self._ranges[pool.is_small].allocate(pool, size_bytes)
-        if not self._driver.take(new_bytes):
+            return self.ranges[pool.is_small].allocate(pool, size_bytes)
+        if not self.driver.take(new_bytes):
             return None
-        block = Block(address=self._driver.place(new_bytes), size_bytes=new_bytes, pool=pool)
-        self._heads[block.address] = block
-        self._driver.note(block.address, new_bytes)
+        block = Block(address=self.driver.place(new_bytes), size_bytes=new_bytes, pool=pool)
+        self.heads[block.address] = block
+        self.driver.note(block.address, new_bytes)
         return block
 
     def _release(self, block: Block) -> None:
         """Releases a segment to the driver. `block` is its only block, and is free."""
         block.pool.remove(block)
-        del self._heads[block.address]
-        self._driver.give_back(block.size_bytes)
-        self._driver.note(block.address, -block.size_bytes)
+        del self.heads[block.address]
+        self.driver.give_back(block.size_bytes)
+        self.driver.note(block.address, -block.size_bytes)
 
     def _release_oversize(self, pool: Pool, size_bytes: int) -> bool:
         """Releases free segments of at least `max_split_size_bytes` until enough for a request is released.

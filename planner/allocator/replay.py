@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from planner.allocator.blocks import Block, falling_addresses
+from planner.allocator.blocks import Block, Placement
 from planner.allocator.caching_allocator import CachingAllocator, OutOfMemory, OutOfMemoryReport
 from planner.allocator.settings import AllocatorSettings
 
@@ -68,7 +68,7 @@ def replay(
     Raises:
         ValueError: a storage is allocated while it is alive, or freed with a negative size while it is not alive.
     """
-    place = falling_addresses() if descending else None
+    place = Placement(descending=descending)
     allocator = CachingAllocator(settings, capacity_bytes, place=place, card_bytes=card_bytes)
     alive: dict[int, Block] = {}
     peak_event = failure = failed_event = None

@@ -11,13 +11,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from planner.recording.step_graph import StepGraph
 
 BASE_SIZES = (2, 3)
 """Numbers of samples per micro-batch in the two recordings."""
+
+Predict = Callable[[tuple[int, ...]], int | None]
+"""Returns the predicted number of bytes, FLOPs or elements, given this number in each recording; None if unknown."""
+
+
+class _UnknownError(Exception):
+    """A number cannot be predicted."""
 
 
 def extrapolate(two: StepGraph, three: StepGraph, samples: int) -> StepGraph | None:
@@ -31,48 +38,72 @@ def extrapolate(two: StepGraph, three: StepGraph, samples: int) -> StepGraph | N
         None if there is no prediction: `samples` is below 2, the recordings are not alike, or a predicted number of
         bytes or FLOPs is negative.
     """
-    if samples < BASE_SIZES[0] or not _alike(two, three):
+    if samples < BASE_SIZES[0]:
         return None
-    storages, ops = [copy.copy(storage) for storage in two.storages], [copy.copy(op) for op in two.ops]
-    for storage, larger_storage in zip(storages, three.storages, strict=True):
-        storage.size_bytes = _affine(storage.size_bytes, larger_storage.size_bytes, samples)
-    for op, larger in zip(ops, three.ops, strict=True):
-        op.flops = _affine(op.flops, larger.flops, samples)
-        op.moved_bytes = _affine(op.moved_bytes, larger.moved_bytes, samples)
-        op.host_bytes = _affine(op.host_bytes, larger.host_bytes, samples)
-        op.kernel = _scaled(op.kernel, larger.kernel, samples)
+    graph = predicted((two, three), lambda pair: pair[0] + (samples - BASE_SIZES[0]) * (pair[1] - pair[0]))
+    return graph and dataclasses.replace(graph, micro_batch_sizes=(samples,) * len(two.micro_batch_sizes))
+
+
+def predicted(recordings: Sequence[StepGraph], predict: Predict) -> StepGraph | None:
+    """Returns a recording with predicted sizes, given recordings of the same step with other sizes of its batch.
+
+    Returns:
+        None if there is no prediction: the recordings are not alike, or a number is unknown or negative.
+    """
+    first, *others = recordings
+    if not all(_alike(first, other) for other in others):
+        return None
+    storages, ops = [copy.copy(storage) for storage in first.storages], [copy.copy(op) for op in first.ops]
+
+    def scaled(*values: int) -> int:
+        number = values[0] if values.count(values[0]) == len(values) else predict(values)
+        if number is None:
+            raise _UnknownError
+        return number
+
+    try:
+        for storage, *same in zip(storages, *(graph.storages for graph in recordings), strict=True):
+            storage.size_bytes = scaled(*(other.size_bytes for other in same))
+        for op, *same_op in zip(ops, *(graph.ops for graph in recordings), strict=True):
+            op.flops = scaled(*(other.flops for other in same_op))
+            op.moved_bytes = scaled(*(other.moved_bytes for other in same_op))
+            op.host_bytes = scaled(*(other.host_bytes for other in same_op))
+            op.kernel = _scaled([other.kernel for other in same_op], scaled)
+    except _UnknownError:
+        return None
     if any(storage.size_bytes <= 0 for storage in storages) or any(op.flops < 0 or op.moved_bytes < 0 for op in ops):
         return None
-    return dataclasses.replace(
-        two, storages=storages, ops=ops, micro_batch_sizes=(samples,) * len(two.micro_batch_sizes)
-    )
+    return dataclasses.replace(first, storages=storages, ops=ops)
 
 
-def _alike(two: StepGraph, three: StepGraph) -> bool:
+def _alike(graph: StepGraph, other: StepGraph) -> bool:
     """True if the recordings have the same ops, calls and saves, and storages that live at the same ticks."""
     return (
-        two.ticks == three.ticks
-        and len(two.storages) == len(three.storages)
-        and [op.name for op in two.ops] == [op.name for op in three.ops]
-        and [storage.lives for storage in two.storages] == [storage.lives for storage in three.storages]
-        and two.saves == three.saves
-        and two.calls == three.calls
+        graph.ticks == other.ticks
+        and len(graph.storages) == len(other.storages)
+        and [op.name for op in graph.ops] == [op.name for op in other.ops]
+        and [storage.lives for storage in graph.storages] == [storage.lives for storage in other.storages]
+        and graph.saves == other.saves
+        and graph.calls == other.calls
     )
 
 
-def _scaled(at_two: Any, at_three: Any, samples: int) -> Any:
-    """Returns nested data in which every number that differs between two and three samples is extrapolated."""
-    if at_two == at_three:
-        return at_two
-    if isinstance(at_two, tuple):
-        return tuple(_scaled(smaller, larger, samples) for smaller, larger in zip(at_two, at_three, strict=True))
-    if isinstance(at_two, Mapping):
-        return {name: _scaled(value, at_three[name], samples) for name, value in at_two.items()}
-    if dataclasses.is_dataclass(at_two) and not isinstance(at_two, type):
-        names = [field.name for field in dataclasses.fields(at_two)]
-        return type(at_two)(*(_scaled(getattr(at_two, name), getattr(at_three, name), samples) for name in names))
-    return _affine(at_two, at_three, samples)
-
-
-def _affine(at_two: int, at_three: int, samples: int) -> int:
-    return at_two + (samples - BASE_SIZES[0]) * (at_three - at_two)
+def _scaled(values: Sequence[Any], scaled: Callable[..., int]) -> Any:
+    """Returns nested data in which every number that differs between the recordings is predicted."""
+    first, *others = values
+    if all(value == first for value in others):
+        return first
+    if any(type(value) is not type(first) for value in others):
+        raise _UnknownError
+    if isinstance(first, tuple):
+        if any(len(value) != len(first) for value in others):
+            raise _UnknownError
+        return tuple(_scaled(parts, scaled) for parts in zip(*values, strict=True))
+    if isinstance(first, Mapping):
+        return {name: _scaled([value[name] for value in values], scaled) for name in first}
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in dataclasses.fields(first)]
+        return type(first)(*(_scaled([getattr(value, name) for value in values], scaled) for name in names))
+    if type(first) is not int:
+        raise _UnknownError
+    return scaled(*values)

@@ -94,6 +94,7 @@ class Recorder(TorchDispatchMode):
         self._kernels = kernels_of(device)
         self._saved = SavedTensors(self, self.table, self.calls, self.data_dependence.known)
         self._own_step = False
+        self._step_starts: list[int] = []
         self._backwards = Backwards()
         self._seen_backward = False
         self._in_setup = True
@@ -353,6 +354,7 @@ class Recorder(TorchDispatchMode):
     def starts_step(self, step: int) -> None:
         """Begins training step number `step`, counted from 0."""
         self.step, self.micro_batch, self._seen_backward = step, 0, False
+        self._step_starts.append(self.table.tick)
         self.updates.starts_step()
         self._op_of_sequence.clear()
 
@@ -386,6 +388,7 @@ class Recorder(TorchDispatchMode):
             module_types=self.module_types,
             batch_statistics=tuple(self._batch_statistics),
             update_tick=None if self._own_step else self.updates.tick,
+            step_starts=tuple(self._step_starts),
             trained=self.updates.trained,
             assumptions=tuple(self.data_dependence.assumptions),
             forwards_differ=len(set(self._forwards.values())) > 1,

@@ -178,6 +178,8 @@ class StepGraph:
     update_tick: int | None = None
     """Tick at which the last optimizer step began. None if there is none or it cannot be separated from the backward:
     it ran inside the backward, or read a sparse gradient, which only a backward can make."""
+    step_starts: tuple[int, ...] = ()
+    """For each training step, the last tick before it. Earlier ticks than the first of them belong to the setup."""
     trained: tuple[str, ...] = ()
     """Names of the parameters that received a gradient."""
     assumptions: tuple[str, ...] = ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from planner.allocator.blocks import Block, falling_addresses, rising_addresses
+from planner.allocator.blocks import Block, Placement
 from planner.allocator.caching_allocator import CachingAllocator
 from planner.allocator.settings import PYTORCH_DEFAULTS, AllocatorSettings
 from planner.snapshot.file import Action, Event, History
@@ -49,7 +49,7 @@ def simulate(
     Raises:
         OutOfMemory: a request does not fit in the capacity.
     """
-    place = falling_addresses() if descending else rising_addresses()
+    place = Placement(descending=descending)
     allocator = CachingAllocator(settings, capacity_bytes, place=place, card_bytes=card_bytes)
     exchanges = allocator.record_exchanges()
     taken, released = (
