@@ -24,6 +24,9 @@ from planner.workload.call_convention import loss_of
 from planner.workload.optimizer_choice import for_copies
 from planner.workload.workload import Workload, resized
 
+Between = Callable[[Rewritten], object]
+"""What happens between steps of a run, such as an evaluation, with the rewritten model, its step and its optimizers."""
+
 
 def with_gradient_names(workload: Workload, card: DeviceProfile | None, watch: Watch | None = None) -> Workload:
     """Return the workload with the names of the parameters that get a gradient, found by rehearsing one step.
@@ -67,6 +70,16 @@ def start_certificate(workload: Workload, decisions: Sequence[Decision], card: D
     return start_rehearsal(workload, decisions, card, sizes=sizes, steps=2, primed=False, what_if=False)
 
 
+def start_run(
+    workload: Workload, decisions: Sequence[Decision], card: DeviceProfile, between: Sequence[Between]
+) -> Child:
+    """Start the rehearsal of two steps, and of what happens between the steps of a run, each of it twice."""
+    sizes = rehearsed_sizes(workload, decisions)
+    return start_rehearsal(
+        workload, decisions, card, sizes=sizes, steps=2, primed=False, what_if=False, between=between
+    )
+
+
 def finish_certificate(graph: StepGraph, workload: Workload, card: DeviceProfile) -> StepGraph:
     """Add memory that is not in the recording: samples that were not rehearsed, and the workspaces of kernels."""
     return with_workspaces(with_whole_batch(graph, workload.batch_bytes), card, torch.__version__)
@@ -95,6 +108,7 @@ def start_rehearsal(
     steps: int,
     primed: bool,
     what_if: bool,
+    between: Sequence[Between] = (),
 ) -> Child:
     """Start the rehearsal of the step rewritten by `decisions`; `.result()` is a `StepGraph` without workspaces.
 
@@ -105,11 +119,13 @@ def start_rehearsal(
         primed: True if the optimizer state exists before the first step.
         what_if: True for a recording that shows the tensors that every module saves. Candidates for recomputing are
             derived from it.
+        between: what happens between steps; each of them is recorded twice after the steps.
     """
     decisions = without_roles(decisions, Role.ALLOCATOR)  # the recording does not depend on the allocator
     _import_once(decisions)
     shortened = tuple(decision.with_micro_batches(len(sizes)) for decision in decisions)
     rewrite = _rewriter(workload, shortened)
+    made: list[Rewritten] = []
 
     def prepare(model: torch.nn.Module):
         if what_if:  # candidates checkpoint modules, and a checkpointed module keeps no cache of keys and values
@@ -118,6 +134,7 @@ def start_rehearsal(
                 if getattr(config, "use_cache", False):
                     config.use_cache = False
         rewritten = rewrite(model, sum(sizes))
+        made.append(rewritten)
         if workload.gradient_names is None:
             return rewritten.step, rewritten.optimizers
         return _adding_to_gradients(rewritten.step, model, workload.gradient_names), rewritten.optimizers
@@ -136,6 +153,7 @@ def start_rehearsal(
         what_if=what_if,
         loss_fn=workload.loss_fn,
         own_step=workload.step,
+        between=tuple(lambda activity=activity: activity(made[0]) for activity in between),
     ).start()
 
 

@@ -140,7 +140,7 @@ class TrainingStep:
 
     def _loss(self, part: Any, weight: torch.Tensor | float | None) -> torch.Tensor:
         """Run the forward of one micro-batch under autocast, and return its loss."""
-        with self._autocast():
+        with self.autocast():
             for observer in self.observers:
                 observer.before_forward(weight)
             output = self.calling.call(self._called, part)
@@ -153,7 +153,8 @@ class TrainingStep:
                 observer.after_loss(loss)
         return loss
 
-    def _autocast(self) -> contextlib.AbstractContextManager:
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """Return the context in which forwards run: autocast, or one without effect if the step has full precision."""
         if self.autocast_dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(next(self.module.parameters()).device.type, dtype=self.autocast_dtype)

@@ -78,7 +78,7 @@ FAULTS = (
         name="step-runs-backward-in-autocast",
         path="rewrite/step.py",
         old="            with no_sync:\n                loss = self._loss(part, weight)",
-        new="            with no_sync, self._autocast():\n                loss = self._loss(part, weight)",
+        new="            with no_sync, self.autocast():\n                loss = self._loss(part, weight)",
         tests=(
             "tests/rewrite/rules/test_mixed_precision_and_freeze.py::test_backward_and_update_run_outside_of_autocast",
         ),
@@ -88,7 +88,7 @@ FAULTS = (
         name="step-keeps-autocast-over-micro-batches",
         path="rewrite/step.py",
         old="        total = None\n        for part, weight, no_sync in self._micro_batches(batch):",
-        new="        total = None\n        self._autocast().__enter__()\n"
+        new="        total = None\n        self.autocast().__enter__()\n"
         "        for part, weight, no_sync in self._micro_batches(batch):",
         tests=("tests/rewrite/rules/test_mixed_precision_and_freeze.py::test_the_loss_falls_and_weights_stay_fp32",),
         why="casts of the weights stay in autocast's cache and are used by the next step",

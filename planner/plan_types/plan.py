@@ -19,6 +19,9 @@ from planner.plan_types.plan_parts import (
     NextStep,
     OwnLoss,
     Relaxation,
+    RunChange,
+    RunFacts,
+    RunMoment,
     Shortfall,
     SolverFacts,
     TrainingProgram,
@@ -36,6 +39,9 @@ __all__ = [
     "OwnLoss",
     "Plan",
     "Relaxation",
+    "RunChange",
+    "RunFacts",
+    "RunMoment",
     "Shortfall",
     "SolverFacts",
     "TrainingProgram",
@@ -89,6 +95,8 @@ class Plan:
     """Memory of the card that the plan leaves free."""
     max_slowdown: float | None = None
     """The maximum `slowdown` that the user allowed; None for no limit."""
+    run: RunFacts | None = None
+    """The memory of the whole run; None if only one step was planned, and in plans of older versions."""
     seconds: float | None = dataclasses.field(default=None, compare=False)
     """Time in seconds that planning took; None in a plan that was read from a file, which holds no times."""
 
@@ -108,9 +116,14 @@ class Plan:
         return min(self.vram_bytes, (self.card_bytes or self.vram_bytes) - self.margin_bytes)
 
     @property
+    def total_bytes(self) -> int:
+        """Memory of the process: the maximum of the step's peak and, if the run was planned, of the whole run."""
+        return self.peak.total_bytes if self.run is None else max(self.peak.total_bytes, self.run.total_bytes)
+
+    @property
     def room_bytes(self) -> int | None:
         """Bytes of `limit_bytes` that the plan leaves free; negative if it does not fit, None without a budget."""
-        return None if self.limit_bytes is None else self.limit_bytes - self.peak.total_bytes
+        return None if self.limit_bytes is None else self.limit_bytes - self.total_bytes
 
     @property
     def slowdown(self) -> float:
@@ -172,6 +185,7 @@ class Plan:
                 forbidden=tuple(map(canonical_kind, data["forbidden"])),
                 notes=tuple(data["notes"]),
                 tensors=tuple(LiveTensor(**{**t, "shape": tuple(t["shape"])}) for t in data["tensors"]),
+                run=_run_from_json(data.get("run")),
                 **{name: data[name] for name in _PLAIN_FIELDS},
             )
             return _checked(plan)
@@ -268,6 +282,16 @@ def _shortfall_from_json(data: dict[str, Any]) -> Shortfall:
     return Shortfall(
         **{**data, "next_step": _next_step_from_json(data["next_step"]), "relaxations": relaxations, "binding": binding}
     )
+
+
+def _run_from_json(data: dict[str, Any] | None) -> RunFacts | None:
+    if data is None:
+        return None
+    moments, changes = (
+        tuple(kind(**item) for item in data[name])
+        for name, kind in (("moments", RunMoment), ("changes", RunChange))
+    )
+    return RunFacts(**{**data, "moments": moments, "changes": changes})
 
 
 def _next_step_from_json(data: dict[str, Any] | None) -> NextStep | None:

@@ -263,6 +263,57 @@ class Shortfall:
     helps."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunMoment:
+    """The memory of a training step or of an activity, such as an evaluation, in a whole run."""
+
+    name: str
+    tensor_bytes: int
+    """Maximum of the bytes of all tensors while it happens, for the longest batch."""
+    total_bytes: int
+    """Maximum of the memory of the process while it happens. It includes what earlier moments have left reserved."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunChange:
+    """A change of the run that reduces its memory or its time, with its price."""
+
+    change: str
+    """What is done, for example 'the longest batch first'."""
+    total_bytes: int
+    """Memory of the process in the changed run, if it has no limit."""
+    relative_time: float
+    """Time of all steps of the changed run, divided by that of the run."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """The memory of a whole run in the simulated allocator: steps of several lengths, and what happens between them."""
+
+    steps: int
+    """Number of simulated steps, in each order."""
+    shortest: int
+    longest: int
+    lengths: int
+    """Number of different lengths of batches."""
+    order: str
+    """The order of the batches, for example 'random, seeds 0 to 2'."""
+    predicted_lengths: int
+    """Number of lengths whose steps were predicted from those of other lengths. All others were rehearsed."""
+    total_bytes: int
+    """Maximum of the memory of the process, in the order that needs most, under the budget if there is one."""
+    settled: int
+    """Number of the step after which reserved memory no longer grows."""
+    retries: int
+    """Number of times that the allocator has to empty its cache to stay inside the budget. Each makes a step wait."""
+    fits: bool
+    """True if the run does not run out of memory under the budget, or if there is none."""
+    binding: str
+    """Name of the moment in which the memory of the process reaches its maximum."""
+    moments: tuple[RunMoment, ...]
+    changes: tuple[RunChange, ...]
+
+
 # ---- types of fields -------------------------------------------------------------------------------------------------
 
 

@@ -69,6 +69,8 @@ class Rehearsal:
     """The loss function, whose state is compared before and after the last step; None if it is part of the model."""
     own_step: Callable | None = None
     """The user's own training step; None for the planner's step."""
+    between: tuple[Callable[[], object], ...] = ()
+    """What happens between steps of a run, such as an evaluation. Each function is recorded twice after the steps."""
 
     def start(self) -> Child:
         """Starts the rehearsal in a child process. `Child.result` waits for it and returns its `StepGraph`."""
@@ -140,6 +142,7 @@ def _rehearse(rehearsal: Rehearsal, refuse: Refuse) -> tuple[StepGraph, bytes]:
             trained=rehearsal.trained,
             loss_fn=rehearsal.loss_fn,
             own_step=rehearsal.own_step,
+            between=rehearsal.between,
         )
         return graph, fake_tensor_cache.fresh(since=known_calls)
 
@@ -156,6 +159,7 @@ def record_steps(
     trained: tuple[str, ...] | None = None,
     loss_fn: Callable | None = None,
     own_step: Callable | None = None,
+    between: Sequence[Callable[[], object]] = (),
 ) -> StepGraph:
     """Runs training steps under the recorder, and returns the recording.
 
@@ -164,7 +168,7 @@ def record_steps(
     Args:
         recorder: a recorder for the virtual GPU or for a real device.
         model, batch: the model and its batch, on the recorder's device.
-        prepare, steps, primed, micro_batch_sizes, trained, loss_fn, own_step: as in `Rehearsal`.
+        prepare, steps, primed, micro_batch_sizes, trained, loss_fn, own_step, between: as in `Rehearsal`.
 
     Raises:
         WorkloadError: the training step raised an error, or exits; the message names the module and the line.
@@ -202,6 +206,10 @@ def record_steps(
                     "the step runs no op on the model's parameters or the batch: nothing can be planned"
                 )
             after = plain_state(model, *function) if before else {}
+            for number, activity in enumerate((activity for activity in between for _ in range(2)), start=steps):
+                recorder.starts_step(number)
+                _run_step(lambda _, activity=activity: activity(), batch, model, hook_errors)
+                gc.collect()
         graph = recorder.finish(steps=steps, primed=primed, micro_batch_sizes=micro_batch_sizes)
         drew_on_host = host_random_state() != random_before  # the forwards may differ for this reason only
         return dataclasses.replace(

@@ -163,7 +163,7 @@ def search_space(
             losses=refuse[ChunkedLoss],
             updates=refuse[StepInBackward],
             splits=(MicroBatching(micro_batches=1, size=workload.batch_size),),
-            allocators=_allocators(card, constraints),
+            allocators=allocator_alternatives(card, constraints),
             recompute=_recompute(constraints),
             chunks=None,
             notes=tuple(notes),
@@ -174,7 +174,7 @@ def search_space(
         losses=_losses(constraints, chunks),
         updates=_updates(workload, constraints, notes),
         splits=batch_splits(workload, constraints, batch_statistics, carried, why_no_samples, values_needed, notes),
-        allocators=_allocators(card, constraints),
+        allocators=allocator_alternatives(card, constraints),
         recompute=_recompute(constraints),
         chunks=None if chunks is None else dataclasses.replace(chunks, always=constraints.force(Role.LOSS)),
         notes=tuple(notes),
@@ -264,7 +264,7 @@ _SPLIT_MB = (512, 128)
 """Values of max_split_size_mb that are tried."""
 
 
-def _allocators(card: DeviceProfile, constraints: Constraints) -> Alternatives:
+def allocator_alternatives(card: DeviceProfile, constraints: Constraints) -> Alternatives:
     """Returns the alternatives for the options of the allocator: PyTorch's defaults first.
 
     Expandable segments need a driver interface that PyTorch does not use on Windows, and that WSL lacks.

@@ -1,0 +1,102 @@
+"""The batches of a run in one or more orders, and the changes of a run that may reduce its memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from planner.run_memory.lengths import Arrange, batch_lengths, coarser, grouped, longest_first, padded, shuffled
+
+MOST_STEPS = 10_000
+"""Maximum number of simulated steps in each order."""
+_LEAST_STEPS = 1000
+"""Minimum number of simulated steps. A shorter epoch is repeated in further random orders."""
+_MOST_LENGTHS = 64
+"""Maximum number of different lengths of batches. If there are more, batches are padded to a multiple for the
+simulation."""
+_SEEDS = (0, 1)
+_MULTIPLE = 128
+"""Multiple to which batches are padded in the change that offers it."""
+
+Orders = tuple[tuple[int, ...], ...]
+"""The length of each batch of the run, for each order."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batches:
+    """The lengths of the batches of a run, in one or more orders."""
+
+    orders: Orders
+    name: str
+    """The orders in words, for example 'random, seeds 0 and 1'."""
+    changes: tuple[tuple[str, Orders], ...] = ()
+    """Changes of the run in words, each with the orders of its batches."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def lengths(self) -> list[int]:
+        """All different lengths of batches, shortest first."""
+        return sorted({length for order in self.orders for length in order})
+
+
+def given_order(lengths: Sequence[int]) -> Batches:
+    """Returns the batches of a source in its own order, and the order with the longest batch first."""
+    order = tuple(lengths[:MOST_STEPS])
+    changes = [("the longest batch first", (tuple(longest_first(order)),))]
+    return Batches(orders=(order,), name="as given", changes=tuple(changes) if len(set(order)) > 1 else ())
+
+
+def random_orders(samples: Sequence[int], *, batch_size: int, multiple: int, longest: int | None) -> Batches:
+    """Returns the batches that are made of samples in random orders, and changes that may reduce their memory.
+
+    Args:
+        samples: lengths of the samples.
+        batch_size: number of samples in a batch.
+        multiple: batches are padded to a multiple of this length.
+        longest: longer samples are cut to this length; None for no limit.
+    """
+    steps = min(max(len(samples) // batch_size, _LEAST_STEPS), MOST_STEPS)
+
+    def orders(arrange: Arrange = shuffled, multiple: int = multiple) -> Orders:
+        return tuple(
+            tuple(
+                batch_lengths(
+                    samples,
+                    batch_size=batch_size,
+                    seed=seed,
+                    multiple=multiple,
+                    longest=longest,
+                    steps=steps,
+                    arrange=arrange,
+                )
+            )
+            for seed in _SEEDS
+        )
+
+    plain = orders()
+    coarse = coarser([length for order in plain for length in order], _MOST_LENGTHS)
+    notes = ()
+    if coarse > multiple:
+        notes = (
+            f"the batches of the run have more than {_MOST_LENGTHS} different lengths: they were simulated as if they "
+            f"were padded to multiples of {coarse}",
+        )
+
+    def rounded(found: Orders) -> Orders:
+        return tuple(tuple(padded(length, coarse, longest) for length in order) for order in found)
+
+    largest = max(length for order in plain for length in order)
+    candidates: list[tuple[str, Callable[[], Orders]]] = [
+        ("the longest batch first", lambda: tuple(tuple(longest_first(order)) for order in rounded(plain))),
+        ("samples grouped by length (group_by_length)", lambda: rounded(orders(grouped))),
+    ]
+    if multiple < _MULTIPLE < largest:
+        candidates.append((f"batches padded to multiples of {_MULTIPLE}", lambda: orders(multiple=_MULTIPLE)))
+    candidates.append(("all batches padded to the longest", lambda: tuple((largest,) * steps for _ in _SEEDS)))
+    different = len({length for order in plain for length in order}) > 1
+    return Batches(
+        orders=rounded(plain),
+        name=f"random, seeds {_SEEDS[0]} to {_SEEDS[-1]}",
+        changes=tuple((name, make()) for name, make in candidates) if different else (),
+        notes=notes,
+    )

@@ -1,0 +1,303 @@
+"""Plans a whole run: finds a plan with which not only the largest step fits, but every moment of the run.
+
+The plan for the largest step comes first. Its run is simulated in the allocator: with the options of the allocator that
+the plan has, then with others. If no option makes the run fit, the step is planned again with less memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+from planner.adapted import plan_or_adapt
+from planner.allocator.settings import settings_of
+from planner.errors import PlannerError
+from planner.plan_types.categories import Category
+from planner.plan_types.constraints import Constraints
+from planner.plan_types.decision_base import Decision, Role, allocator_options_of, with_roles, without_roles
+from planner.plan_types.plan import Plan, RunChange, RunFacts, RunMoment, Shortfall
+from planner.plan_types.sizes import format_size
+from planner.profiles.device import DeviceProfile
+from planner.progress import Watch
+from planner.run_memory.lengths import coarser, padded
+from planner.run_memory.moments import Events, Moment
+from planner.run_memory.simulation import RunOutcome, simulate
+from planner.space.search_space import allocator_alternatives
+from planner.virtual_gpu.forked_process import Child
+from planner.whole_run.activities import Activity
+from planner.whole_run.orders import Batches, Orders
+from planner.whole_run.recordings import STEP, RunRecordings
+from planner.workload.adapters import adapted_workload
+from planner.workload.workload import Workload
+
+_ACTIVITIES_EACH = 4
+"""How often each activity happens in a run."""
+_MOST_REHEARSED = 8
+"""Maximum number of lengths that are rehearsed if the steps of other lengths cannot be predicted from them."""
+_MOST_TRIES = 3
+"""Maximum number of times that the step is planned again with less memory."""
+_AT_ONCE = 2
+"""Maximum number of simulations that run at the same time."""
+_START = "start"
+_SMALLEST_STEP_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A training run to plan."""
+
+    at: Callable[[int], Workload]
+    """Returns the workload of a step of a length."""
+    batches: Batches
+    activities: tuple[Activity, ...] = ()
+
+    @property
+    def longest(self) -> int:
+        return self.batches.lengths[-1]
+
+
+def plan_run(
+    run: Run,
+    card: DeviceProfile,
+    *,
+    vram_bytes: int | None,
+    constraints: Constraints,
+    watch: Watch | None = None,
+    plan_step: Callable[..., Plan] = plan_or_adapt,
+) -> Plan:
+    """Return the plan of the largest step with which the whole run stays inside the budget, with `Plan.run`.
+
+    If there is none, the plan does not fit, and its shortfall says by how much the run exceeds the budget.
+
+    Args:
+        watch: limits the time of planning, and receives its progress; None for no limit.
+        plan_step: plans one step, as `plan_or_adapt` does.
+    """
+    watch = watch or Watch()
+    asked_bytes, first, found = vram_bytes, None, None
+    for _ in range(_MOST_TRIES):
+        plan = plan_step(run.at(run.longest), card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
+        first = first or plan
+        if not plan.fits:
+            return plan if found is None else _too_large(first, found)
+        simulated = _Simulated(run, plan, card, constraints, watch)
+        plan = simulated.with_best_allocator(first.usable_bytes)
+        assert plan.run is not None
+        if plan.run.fits:
+            return plan if plan is first else _of_first(plan, first, asked_bytes)
+        found = plan
+        assert vram_bytes is not None and first.usable_bytes is not None, "without a budget, everything fits"
+        excess_bytes = max(plan.run.total_bytes - first.usable_bytes, _SMALLEST_STEP_BYTES)
+        vram_bytes = plan.peak.total_bytes - excess_bytes
+        if vram_bytes <= card.context_bytes:
+            break
+    assert found is not None and first is not None
+    return _too_large(first, found)
+
+
+def _of_first(plan: Plan, first: Plan, asked_bytes: int | None) -> Plan:
+    """Returns a plan that was made for less memory with the budget that the user has."""
+    if plan.vram_bytes == asked_bytes:
+        return plan
+    note = (
+        f"the step was planned for {format_size(plan.vram_bytes or 0)}, because the whole run needs more memory than its "
+        "largest step"
+    )
+    return dataclasses.replace(
+        plan,
+        vram_bytes=first.vram_bytes,
+        card_bytes=first.card_bytes,
+        margin_bytes=first.margin_bytes,
+        notes=(note, *plan.notes),
+    )
+
+
+def _too_large(first: Plan, found: Plan) -> Plan:
+    """Returns the last plan whose run was simulated, with the bytes by which the run exceeds the budget."""
+    assert found.run is not None and first.usable_bytes is not None
+    breakdown = {name: size for name, size in found.peak.breakdown.items() if name != str(Category.SLACK)}
+    binding = max(breakdown, key=breakdown.__getitem__)
+    shortfall = Shortfall(
+        missing_bytes=max(found.run.total_bytes - first.usable_bytes, 1),
+        binding=binding,
+        binding_bytes=breakdown[binding],
+        next_step=None,
+    )
+    return dataclasses.replace(_of_first(found, first, first.vram_bytes), fits=False, shortfall=shortfall)
+
+
+class _Simulated:
+    """The run with the decisions of a plan."""
+
+    def __init__(
+        self, run: Run, plan: Plan, card: DeviceProfile, constraints: Constraints, watch: Watch
+    ) -> None:
+        self._plan, self._card, self._constraints, self._watch = plan, card, constraints, watch
+        at = run.at if plan.model.adapter == run.at(run.longest).adapter else _with_adapter(run.at, plan)
+        decisions = without_roles(plan.decisions, Role.ALLOCATOR)
+        self._recordings = RunRecordings(at, decisions, card, watch)
+        self._batches = run.batches
+        self._worst: tuple[int, ...] = run.batches.orders[0]
+        lengths = [*run.batches.lengths, *(n for _, orders in run.batches.changes for order in orders for n in order)]
+        if not self._recordings.add(lengths):
+            self._batches = _coarse(run.batches, lengths)
+            orders = (self._batches.orders, *(orders for _, orders in self._batches.changes))
+            self._recordings.rehearse(n for found in orders for order in found for n in order)
+        self._activities = self._recordings.activities(run.activities, run.longest)
+
+    def with_best_allocator(self, usable_bytes: int | None) -> Plan:
+        """Returns the plan with the options of the allocator that suit the run, and with `Plan.run`.
+
+        These are the options of the plan if the run stays inside the budget without releasing cached memory, or if no
+        others make it fit.
+        """
+        own = with_roles(self._plan.decisions, Role.ALLOCATOR)
+        alternatives = allocator_alternatives(self._card, self._constraints)
+        possible = []
+        for allocator in dict.fromkeys((own, *alternatives)):
+            facts = self._facts(allocator, usable_bytes)
+            possible.append((allocator, facts))
+            if facts.fits and not facts.retries:
+                break
+        allocator, facts = min(possible, key=lambda pair: (not pair[1].fits, pair[1].retries))
+        facts = dataclasses.replace(facts, changes=self._changes(allocator))
+        decisions = (*without_roles(self._plan.decisions, Role.ALLOCATOR), *allocator)
+        return dataclasses.replace(
+            self._plan, decisions=decisions, run=facts, notes=(*self._plan.notes, *self._batches.notes)
+        )
+
+    def _facts(self, allocator: tuple[Decision, ...], usable_bytes: int | None) -> RunFacts:
+        """Returns the memory of the run under options of the allocator, in the order that needs most."""
+        capacity = None if usable_bytes is None else usable_bytes - self._card.context_bytes
+        orders = self._batches.orders
+        outcomes = self._simulate([(order, allocator) for order in orders], capacity)
+        outcome, order = max(
+            zip(outcomes, orders, strict=True), key=lambda pair: (pair[0].out_of_memory is not None, pair[0].peak_bytes)
+        )
+        self._worst = order
+        names, fits = self._sequence(order)[0], outcome.out_of_memory is None
+        total_bytes = outcome.peak_bytes + self._card.context_bytes
+        if not fits:  # say how much memory the run would need
+            unlimited = self._simulate([(order, allocator) for order in orders], None)
+            total_bytes = max(result.peak_bytes for result in unlimited) + self._card.context_bytes
+        lengths = self._batches.lengths
+        longest = self._recordings.steps[lengths[-1]].moment
+        moments = [RunMoment(name=STEP, tensor_bytes=longest.peak_bytes, total_bytes=self._total(outcome, names, STEP))]
+        for moment in self._activities:
+            total = self._total(outcome, names, moment.name)
+            moments.append(RunMoment(name=moment.name, tensor_bytes=moment.peak_bytes, total_bytes=total))
+        binding = names[outcome.settled] if fits else names[outcome.out_of_memory or 0]
+        return RunFacts(
+            steps=len(order),
+            shortest=lengths[0],
+            longest=lengths[-1],
+            lengths=len(lengths),
+            order=self._batches.name,
+            predicted_lengths=sum(self._recordings.steps[length].is_predicted for length in lengths),
+            total_bytes=total_bytes,
+            settled=names[: outcome.settled + 1].count(STEP),
+            retries=sum(outcome.retries),
+            fits=fits,
+            binding=binding,
+            moments=tuple(moments),
+            changes=(),
+        )
+
+    def _total(self, outcome: RunOutcome, names: Sequence[str], name: str) -> int:
+        peaks = [peak for peak, other in zip(outcome.peaks, names, strict=False) if other == name]
+        return max(peaks, default=0) + self._card.context_bytes
+
+    def _changes(self, allocator: tuple[Decision, ...]) -> tuple[RunChange, ...]:
+        """Returns the changes of the order that needs most, each with its memory without a limit, and its time."""
+        number = self._batches.orders.index(self._worst)
+        options = [(name, orders[number], allocator) for name, orders in self._batches.changes]
+        expandable = [option for option in allocator_alternatives(self._card, self._constraints) if _expands(option)]
+        options += [(option[0].describe(), self._worst, option) for option in expandable if option != allocator]
+        outcomes = self._simulate([(order, setting) for _, order, setting in options], None)
+        return tuple(
+            RunChange(
+                change=name,
+                total_bytes=outcome.peak_bytes + self._card.context_bytes,
+                relative_time=self._time(order) / max(self._time(self._worst), 1),
+            )
+            for (name, order, _), outcome in zip(options, outcomes, strict=True)
+        )
+
+    def _time(self, order: Sequence[int]) -> int:
+        return sum(self._recordings.steps[length].step_ns for length in order)
+
+    def _simulate(
+        self, runs: Sequence[tuple[Sequence[int], tuple[Decision, ...]]], capacity: int | None
+    ) -> list[RunOutcome]:
+        """Returns the outcome of each run, which is given as an order of lengths and options of the allocator."""
+        steps = sum(len(order) for order, _ in runs)
+        self._watch.stage(f"simulating {steps:,} steps in the allocator")
+
+        def simulated(order: Sequence[int], allocator: tuple[Decision, ...]) -> RunOutcome:
+            return simulate(
+                self._sequence(order)[1], settings_of(allocator_options_of(allocator)), self._card, capacity
+            )
+
+        waiting = [functools.partial(simulated, order, allocator) for order, allocator in runs]
+        outcomes: list[RunOutcome] = []
+        running: list[Child] = []
+        while waiting or running:
+            while waiting and len(running) < _AT_ONCE:
+                function = waiting.pop(0)
+                running.append(Child(lambda _, function=function: function()).timed_by(self._watch))
+            outcomes.append(running.pop(0).result())
+        return outcomes
+
+    def _sequence(self, order: Sequence[int]) -> tuple[list[str], list[tuple[Events, ...]]]:
+        """Returns names and events of all moments of a run: the setup, the steps, and the activities between them."""
+        steps = [self._recordings.steps[length] for length in order]
+        names, events = [_START, STEP], [steps[0].setup, steps[0].moment.first]
+        every = max(len(steps) // (_ACTIVITIES_EACH + 1), 1)
+        happened: set[str] = set()
+
+        def happen(moments: Iterable[Moment]) -> None:
+            for moment in moments:
+                names.append(moment.name)
+                events.append(moment.again if moment.name in happened else moment.first)
+                happened.add(moment.name)
+
+        for number, step in enumerate(itertools.islice(steps, 1, None), start=1):
+            if number % every == 0:
+                happen(self._activities)
+            names.append(STEP)
+            events.append(step.moment.again)
+        happen(self._activities)
+        return names, events
+
+
+def _expands(option: tuple[Decision, ...]) -> bool:
+    return bool(allocator_options_of(option).get("expandable_segments"))
+
+
+def _with_adapter(at: Callable[[int], Workload], plan: Plan) -> Callable[[int], Workload]:
+    """Returns the workloads with the adapters that the plan trains instead of the weights."""
+    adapter = plan.model.adapter
+    if adapter is None:
+        raise PlannerError("the plan has no adapters, but the workload has")
+    return lambda length: adapted_workload(at(length), adapter)
+
+
+def _coarse(batches: Batches, lengths: Sequence[int]) -> Batches:
+    """Returns the batches with so few different lengths that all can be rehearsed."""
+    multiple, longest = coarser(lengths, _MOST_REHEARSED), max(lengths)
+
+    def rounded(orders: Orders) -> Orders:
+        return tuple(tuple(padded(length, multiple, longest) for length in order) for order in orders)
+
+    note = (
+        f"the steps of the lengths could not be predicted from each other: batches were simulated as if they were padded "
+        f"to multiples of {multiple}"
+    )
+    return dataclasses.replace(
+        batches,
+        orders=rounded(batches.orders),
+        changes=tuple((name, rounded(orders)) for name, orders in batches.changes),
+        notes=(*batches.notes, note),
+    )
