@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from planner.plan_types.words import FidelityName, Techniques
+    from planner.whole_run.request import Between
     from planner.workload.call_convention import LossFn, StepFn
     from planner.workload.optimizer_choice import OptimizerChoice
 
@@ -55,6 +56,8 @@ def plan(
     by_sample: Sequence[str] | None = None,
     values: Mapping[str, float] | None = None,
     worst_case: bool = True,
+    eval_batch_size: int | None = None,
+    between: Between = (),
     time_limit: str | float | None = None,
     progress: bool | Report | None = None,
 ) -> Plan:
@@ -65,7 +68,8 @@ def plan(
         batch: a dict of keyword arguments, a dataclass, a graph of torch_geometric, a tuple, or a tensor. Dimension 0
             of its tensors counts the samples. It may also be a `torch.utils.data.DataLoader`, a list of batches, or an
             iterator over batches: the plan is then for the batch whose step needs the most memory, among the first 200.
-            A list of tensors is one batch.
+            If their shapes differ, the run over all of them is simulated in the allocator, too, and `Plan.run` has its
+            memory. A list of tensors is one batch.
         vram: the memory budget of the process: a size such as "6GiB", a percentage of the card's memory such as "80%",
             or a number of bytes. If None, the step is only rehearsed, and the plan changes nothing.
         loss_fn: called as `loss_fn(output, batch)`; None if the model returns a loss.
@@ -97,6 +101,10 @@ def plan(
             line reads from a tensor (`.item()`, a condition), or the largest number of elements that it selects.
         worst_case: True to take the masks of the batch as full and its lengths as the longest one, so that the plan
             holds for all batches of this shape; False to use their own values, if the batch is on the CPU.
+        eval_batch_size: number of samples in a batch of the evaluation that happens between steps; None for none.
+        between: what else happens between steps: functions of your own, called as `function(model, optimizer)` or
+            `function(model)`, in a list or in a dict with names; or "average" (a moving average of the weights),
+            "save" (saving a checkpoint), "resume" (loading a checkpoint onto the card).
         time_limit: maximum time for planning, such as "30s" or a number of seconds; None for no limit. When it is over,
             the best plan that has been certified is returned, and its first note says what was not tried.
         progress: True to show the present stage, the time and the best plan so far: in a live line on a terminal, in
@@ -114,6 +122,7 @@ def plan(
     """
     from planner.ask import LiveWorkload, Question, ask
     from planner.plan_types.constraints import parse_constraints
+    from planner.whole_run.request import RunRequest
 
     constraints = parse_constraints(
         fidelity=fidelity, force=force, forbid=forbid, only=only, max_slowdown=max_slowdown, margin=margin
@@ -129,7 +138,8 @@ def plan(
         values=values or {},
         worst_case=worst_case,
     )
-    question = Question(work=work, gpu=gpu, vram=vram, constraints=constraints)
+    run = RunRequest(eval_batch_size=eval_batch_size, between=between)
+    question = Question(work=work, gpu=gpu, vram=vram, constraints=constraints, run=run)
     return ask(question, progress=progress, time_limit=time_limit)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planner import pipeline
-from planner.adapted import plan_or_adapt
 from planner.plan_types.answers import Answers
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.plan import Plan
@@ -18,6 +18,7 @@ from planner.progress.display import shown
 from planner.progress.durations import parse_duration
 from planner.recording.step_graph import StepGraph
 from planner.safe_process import in_safe_process
+from planner.whole_run.request import RunRequest, plan_step_or_run
 from planner.workload.batch_source import candidate_batches
 from planner.workload.budget import card_and_budget
 from planner.workload.cards import resolve_card
@@ -40,7 +41,7 @@ class LiveWorkload:
 
     def resolve(self, card: DeviceProfile, watch: Watch) -> Workload:
         """Returns the workload. From a source of batches, takes the batch whose step needs the most memory."""
-        batches, notes = candidate_batches(self.batch)
+        batches, notes, stream = candidate_batches(self.batch)
         workloads = [
             workload(
                 self.model,
@@ -55,7 +56,7 @@ class LiveWorkload:
             )
             for batch in batches
         ]
-        return pipeline.largest_step(workloads, card, watch)
+        return dataclasses.replace(pipeline.largest_step(workloads, card, watch), stream=stream)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,7 @@ class Question:
     constraints: Constraints | None = None
     """None to record the step only."""
     is_tradeoff: bool = False
+    run: RunRequest = RunRequest()
 
     def answer(self, watch: Watch) -> Plan | Tradeoff | StepGraph:
         """Plans in this process. Raises `PlannerError` if an argument cannot be used."""
@@ -75,7 +77,11 @@ class Question:
             card = resolve_card(self.gpu, None)
             return pipeline.record_step(self.work.resolve(card, watch), card, watch=watch)
         card, vram_bytes = card_and_budget(self.gpu, self.vram)
-        compute = pipeline.tradeoff_workload if self.is_tradeoff else plan_or_adapt
+        compute = (
+            pipeline.tradeoff_workload
+            if self.is_tradeoff
+            else functools.partial(plan_step_or_run, request=self.run)
+        )
         work = self.work.resolve(card, watch)
         return compute(work, card, vram_bytes=vram_bytes, constraints=self.constraints, watch=watch)
 

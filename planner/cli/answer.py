@@ -9,7 +9,6 @@ import pathlib
 from collections.abc import Callable
 
 from planner import pipeline, questions
-from planner.adapted import plan_or_adapt
 from planner.advice import advised, refuse_hopeless
 from planner.cli.option_checks import names, option
 from planner.cli.training_lines import LOOPS
@@ -23,6 +22,8 @@ from planner.plan_types.plan import Plan, TrainingProgram
 from planner.plan_types.tradeoff import Tradeoff
 from planner.progress import Watch
 from planner.replan import replan
+from planner.run_memory.lengths import read_lengths
+from planner.whole_run.request import RunRequest, plan_step_or_run
 from planner.workload.batch_source import read_shapes
 from planner.workload.budget import Budget, card_and_budget
 from planner.workload.loading import load_workload
@@ -31,7 +32,8 @@ from planner.workload.workload import Workload
 
 _FIXED_BY_A_PLAN = (
     "batch_size seq_len dtype lora qlora dora optimizer fidelity force forbid only max_slowdown gradients_alive "
-    "by_sample arguments input_shapes value batch_values tradeoff largest_batch smallest_card".split()
+    "by_sample arguments input_shapes value batch_values tradeoff largest_batch smallest_card lengths "
+    "pad_to_multiple_of eval_batch_size eval_samples between".split()
 )
 """Options that cannot be combined with a saved plan, because the plan already fixes their values."""
 _TRAINER_OPTIMIZERS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -97,15 +99,39 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
             constraints=constraints,
             watch=watch,
         )
-    workload = load_hopeful(batch_size=options.batch_size, seq_len=options.seq_len)
+    request = _run_request(options)
+    seq_len = request.longest(options.seq_len) or options.seq_len
+    workload = load_hopeful(batch_size=options.batch_size, seq_len=seq_len)
     if budget is not None:
         workload = with_default_batch(
-            workload, lambda samples: load_hopeful(batch_size=samples, seq_len=options.seq_len), card, budget, watch
+            workload, lambda samples: load_hopeful(batch_size=samples, seq_len=seq_len), card, budget, watch
         )
     if options.tradeoff:
         return pipeline.tradeoff_workload(workload, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
-    plan = plan_or_adapt(workload, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
+    batch_size = workload.batch_size
+    plan = plan_step_or_run(
+        workload,
+        card,
+        vram_bytes=vram_bytes,
+        constraints=constraints,
+        request=request,
+        at=lambda length: load(batch_size=batch_size, seq_len=length),
+        watch=watch,
+    )
+    if plan.run is not None:
+        return plan  # what would help the run is part of the plan
     return advised(plan, workload, card, constraints=constraints, load=load, watch=watch)
+
+
+def _run_request(options: argparse.Namespace) -> RunRequest:
+    """Returns what the options say about the whole run."""
+    return RunRequest(
+        samples=() if options.lengths is None else tuple(read_lengths(options.lengths)),
+        multiple=options.pad_to_multiple_of or 1,
+        eval_batch_size=options.eval_batch_size,
+        eval_samples=options.eval_samples or 0,
+        between=names(options.between),
+    )
 
 
 def _refuse_forced(options: argparse.Namespace) -> None:

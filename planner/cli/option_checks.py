@@ -31,6 +31,13 @@ def refuse_what_does_not_go_together(options: argparse.Namespace) -> None:
         if question is not None and name in _QUESTIONS[question]:
             reason = _QUESTIONS[question][name]
             raise WorkloadError(f"{option(name)} cannot be combined with {option(question)}: {reason}")
+    for name, other in _NEEDS.items():
+        if name in used and other not in used:
+            raise WorkloadError(f"{option(name)} works only with {option(other)}: add it, or leave {option(name)} out")
+    if {"input_shapes", "lengths"} <= used:
+        raise WorkloadError(
+            "--lengths cannot be combined with --input-shapes, which states all sizes: leave one of them out"
+        )
     if {"input_shapes", "seq_len"} <= used:
         raise WorkloadError(
             "--seq-len cannot be combined with --input-shapes, which states all sizes: leave --seq-len out"
@@ -103,6 +110,8 @@ def refuse_unknown_values(options: argparse.Namespace) -> None:
 
 CONFIG_SUFFIXES = (".yaml", ".yml")
 """Endings of the names of config files."""
+_OF_RUN = ("lengths", "pad_to_multiple_of", "eval_batch_size", "eval_samples", "between")
+"""Options that describe the whole run."""
 _OUR_BATCH = "the program makes batches of token ids and attention masks, padded to --seq-len"
 _NOT_FOR_PROGRAMS = {
     "batch_values": _OUR_BATCH,
@@ -111,24 +120,30 @@ _NOT_FOR_PROGRAMS = {
     "input_shapes": _OUR_BATCH,
     "largest_batch": "give --batch-size, which the program splits into micro-batches",
     "smallest_card": "give --gpu or --vram",
+    **dict.fromkeys(_OF_RUN, "its loop is planned one step at a time"),
 }
 """Options that cannot be combined with a program that trains by its own loop, each with the reason."""
 _STAND_INS = ("generic", "unlisted")
 """Cards that a plan may name although they have no profile file."""
 _MANY_PLANS = "--tradeoff returns several plans; choose one, and plan again with its memory as --vram"
+_ONE_STEP = dict.fromkeys(_OF_RUN, "it plans single steps; plan the run afterwards, with the answer as --vram or --gpu")
 _QUESTIONS = {
-    "tradeoff": dict.fromkeys(("save", "emit", "snapshot", "verify", "loop", "quiet"), _MANY_PLANS),
+    "tradeoff": {**dict.fromkeys(("save", "emit", "snapshot", "verify", "loop", "quiet"), _MANY_PLANS), **_ONE_STEP},
     "largest_batch": {
+        **_ONE_STEP,
         "batch_size": "the batch size is the answer; leave it out",
         "max_slowdown": "the search for the largest batch ignores the step time; leave the limit out",
     },
     "smallest_card": {
+        **_ONE_STEP,
         "vram": "each card's own memory is the budget; leave it out",
         "gpu": "the card is the answer; leave it out",
     },
 }
 """For each option of the group 'questions': the options that cannot be combined with it, each with the reason."""
 _BELONGS_TO = {"svg": "tradeoff", "seconds": "tradeoff"}
+_NEEDS = {"pad_to_multiple_of": "lengths", "eval_samples": "eval_batch_size"}
+"""Options that work only together with another option that is not a question."""
 """Options that work only together with another option, and that other option."""
 _SPELLINGS = {"gradients_alive": "--accumulating-loop (--gradients-alive)", "loop": "--for", "arguments": "--"}
 """Options that have two names on the command line, and how messages write them."""

@@ -88,6 +88,7 @@ def parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     _add_model(arguments.add_argument_group("model"))
+    _add_run(arguments.add_argument_group("the whole run"))
     _add_budget(arguments.add_argument_group("budget and card"))
     _add_techniques(arguments.add_argument_group("techniques"))
     _add_questions(arguments.add_argument_group("questions (at most one; default: the fastest plan inside --vram)"))
@@ -218,6 +219,44 @@ def _add_budget(group: argparse._ArgumentGroup) -> None:
         type=_ratio,
         metavar="X",
         help="refuse plans whose step takes more than X times as long as the baseline's (default: no limit)",
+    )
+
+
+def _add_run(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--lengths",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="plan for the whole run over samples of these lengths, in tokens: one length per line, or a length and a "
+        "count per line, or JSON; batches of --batch-size samples are padded to their longest sample, and cut at "
+        "--seq-len",
+    )
+    group.add_argument(
+        "--pad-to-multiple-of",
+        type=_positive,
+        metavar="N",
+        help="with --lengths: batches are padded to a multiple of N tokens (default: 1)",
+    )
+    group.add_argument(
+        "--eval-batch-size",
+        type=_positive,
+        metavar="N",
+        help="plan for evaluations between the steps, with batches of N samples (default: no evaluation)",
+    )
+    group.add_argument(
+        "--eval-samples",
+        type=_positive,
+        metavar="N",
+        help="with --eval-batch-size: the evaluation keeps the logits of N samples on the card, as the Trainer does "
+        "with compute_metrics and without eval_accumulation_steps (default: it keeps none)",
+    )
+    group.add_argument(
+        "--between",
+        action="append",
+        default=[],
+        metavar="NAMES",
+        help="what else happens between the steps: average (a moving average of the weights, EMA), save (saving a "
+        "checkpoint), resume (loading a checkpoint onto the card)",
     )
 
 

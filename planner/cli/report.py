@@ -9,6 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from planner.cli.run_report import run_parts
 from planner.estimate.largest_tensors import shape_text
 from planner.plan_types.plan import Footprint, ModelFacts, Plan, Shortfall
 from planner.plan_types.plan_summary import in_time, speed_text
@@ -36,6 +37,8 @@ def render(plan: Plan, *, verified: bool = False) -> RenderableType:
         verified: True if `--verify` has trained with the plan; its result is printed below.
     """
     parts: list[RenderableType] = [headline(plan), Text(), _table(plan), Text(), *_peaks(plan), *_tensors(plan), Text()]
+    if plan.run is not None:
+        parts += [*run_parts(plan.run), Text()]
     parts += [*_decisions(plan), Text(), _verdict(plan)]
     if plan.fits and plan.decisions and not verified:
         parts.append(Text(UNCHECKED))
@@ -177,12 +180,19 @@ def _verdict(plan: Plan) -> RenderableType:
             fastest = f"the fastest plan inside the budget takes {plan.slowdown:.2f} x the baseline's step time"
             return Text(f"does not fit: {fastest}, and at most {plan.max_slowdown:g} x is allowed", style="bold red")
         missing = format_size(plan.shortfall.missing_bytes)
+        if plan.run is not None and not plan.run.fits:
+            return Text(
+                f"does not fit: the largest step would, but the whole run needs {missing} more than the budget, in the "
+                f"{plan.run.binding}",
+                style="bold red",
+            )
         return Text(
             f"does not fit: the smallest allowed plan{in_time(plan)} is {missing} over the budget", style="bold red"
         )
     assert plan.limit_bytes is not None and plan.room_bytes is not None, "there is a budget"
-    size = f"{format_size(plan.peak.total_bytes)} of {format_size(plan.limit_bytes)}"
-    fits = f"fits: {size}, with {format_size(plan.room_bytes)} to spare, certified by rehearsal"
+    size = f"{format_size(plan.total_bytes)} of {format_size(plan.limit_bytes)}"
+    how = "certified by rehearsal" if plan.run is None else "in the simulated run; its steps are certified by rehearsal"
+    fits = f"fits: {size}, with {format_size(plan.room_bytes)} to spare, {how}"
     speed = speed_text(plan.slowdown)
     return Group(Text(fits, style="bold green"), Text(f"step time: {speed}, predicted from the card's {_rates(plan)}"))
 

@@ -270,8 +270,8 @@ class RunMoment:
     name: str
     tensor_bytes: int
     """Maximum of the bytes of all tensors while it happens, for the longest batch."""
-    total_bytes: int
-    """Maximum of the memory of the process while it happens. It includes what earlier moments have left reserved."""
+    new_bytes: int
+    """Memory that the allocator takes from the card while it happens, all times together. It keeps this memory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -309,7 +309,7 @@ class RunFacts:
     fits: bool
     """True if the run does not run out of memory under the budget, or if there is none."""
     binding: str
-    """Name of the moment in which the memory of the process reaches its maximum."""
+    """Name of the moment in which the memory of the process reaches its maximum, or runs out."""
     moments: tuple[RunMoment, ...]
     changes: tuple[RunChange, ...]
 

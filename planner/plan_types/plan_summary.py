@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def summary(plan: Plan) -> str:
     """Returns one line: the model, whether the plan fits, memory, step time and techniques."""
-    total = format_size(plan.peak.total_bytes)
+    total = format_size(plan.total_bytes)
     if plan.limit_bytes is None:
         return f"{plan.model.name} needs {total}"
     budget = format_size(plan.limit_bytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -143,13 +143,21 @@ def own(function: Callable[..., object], name: str | None = None) -> Activity:
     )
 
 
-def own_activities(between: Sequence[Callable] | Mapping[str, Callable] | Callable) -> tuple[Activity, ...]:
-    """Returns the activities that the user gives as functions, by name or without names."""
-    if callable(between):
-        return (own(between),)
-    if isinstance(between, Mapping):
-        return tuple(own(function, name) for name, function in between.items())
-    return tuple(own(function) for function in between)
+KNOWN: dict[str, Callable[[], Activity]] = {"average": averaging, "save": saving, "resume": resuming}
+"""Activities by the names that users give."""
+
+
+def activity(given: str | Callable[..., object], name: str | None = None) -> Activity:
+    """Returns the activity of a known name, or one of the user's own.
+
+    Raises:
+        WorkloadError: the name is not known, or the function does not have one or two arguments.
+    """
+    if callable(given):
+        return own(given, name)
+    if given not in KNOWN:
+        raise WorkloadError(f"'{given}' is not something that is known to happen between steps: choose from {', '.join(KNOWN)}")
+    return KNOWN[given]()
 
 
 def _state(rewritten: Rewritten) -> list[torch.Tensor]:

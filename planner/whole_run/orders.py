@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import random
 from collections.abc import Callable, Sequence
 
 from planner.run_memory.lengths import Arrange, batch_lengths, coarser, grouped, longest_first, padded, shuffled
@@ -15,6 +17,8 @@ _MOST_LENGTHS = 64
 """Maximum number of different lengths of batches. If there are more, batches are padded to a multiple for the
 simulation."""
 _SEEDS = (0, 1)
+_CONSTANT_STEPS = 20
+"""Number of simulated steps if all batches are alike, so that only what happens between steps makes a difference."""
 _MULTIPLE = 128
 """Multiple to which batches are padded in the change that offers it."""
 
@@ -41,9 +45,17 @@ class Batches:
 
 def given_order(lengths: Sequence[int]) -> Batches:
     """Returns the batches of a source in its own order, and the order with the longest batch first."""
-    order = tuple(lengths[:MOST_STEPS])
-    changes = [("the longest batch first", (tuple(longest_first(order)),))]
-    return Batches(orders=(order,), name="as given", changes=tuple(changes) if len(set(order)) > 1 else ())
+    source, epochs = random.Random(_SEEDS[0]), [list(lengths)]
+    while sum(map(len, epochs)) < _LEAST_STEPS:
+        epochs.append(source.sample(lengths, len(lengths)))
+    order = tuple(itertools.chain.from_iterable(epochs))[:MOST_STEPS]
+    changes = (("the longest batch first", (tuple(longest_first(order)),)),) if len(set(order)) > 1 else ()
+    return Batches(orders=(order,), name="as given, then the same batches in random order", changes=changes)
+
+
+def constant(length: int) -> Batches:
+    """Returns batches that all have the same length."""
+    return Batches(orders=((length,) * _CONSTANT_STEPS,), name="all alike")
 
 
 def random_orders(samples: Sequence[int], *, batch_size: int, multiple: int, longest: int | None) -> Batches:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from planner.adapted import plan_or_adapt
@@ -34,7 +35,7 @@ from planner.workload.workload import Workload
 
 _ACTIVITIES_EACH = 4
 """How often each activity happens in a run."""
-_MOST_REHEARSED = 8
+MOST_REHEARSED = 8
 """Maximum number of lengths that are rehearsed if the steps of other lengths cannot be predicted from them."""
 _MOST_TRIES = 3
 """Maximum number of times that the step is planned again with less memory."""
@@ -184,10 +185,11 @@ class _Simulated:
             total_bytes = max(result.peak_bytes for result in unlimited) + self._card.context_bytes
         lengths = self._batches.lengths
         longest = self._recordings.steps[lengths[-1]].moment
-        moments = [RunMoment(name=STEP, tensor_bytes=longest.peak_bytes, total_bytes=self._total(outcome, names, STEP))]
-        for moment in self._activities:
-            total = self._total(outcome, names, moment.name)
-            moments.append(RunMoment(name=moment.name, tensor_bytes=moment.peak_bytes, total_bytes=total))
+        taken = _taken(outcome, names)
+        moments = tuple(
+            RunMoment(name=name, tensor_bytes=moment.peak_bytes, new_bytes=taken[name])
+            for name, moment in ((STEP, longest), *((moment.name, moment) for moment in self._activities))
+        )
         binding = names[outcome.settled] if fits else names[outcome.out_of_memory or 0]
         return RunFacts(
             steps=len(order),
@@ -201,13 +203,9 @@ class _Simulated:
             retries=sum(outcome.retries),
             fits=fits,
             binding=binding,
-            moments=tuple(moments),
+            moments=moments,
             changes=(),
         )
-
-    def _total(self, outcome: RunOutcome, names: Sequence[str], name: str) -> int:
-        peaks = [peak for peak, other in zip(outcome.peaks, names, strict=False) if other == name]
-        return max(peaks, default=0) + self._card.context_bytes
 
     def _changes(self, allocator: tuple[Decision, ...]) -> tuple[RunChange, ...]:
         """Returns the changes of the order that needs most, each with its memory without a limit, and its time."""
@@ -272,6 +270,16 @@ class _Simulated:
         return names, events
 
 
+def _taken(outcome: RunOutcome, names: Sequence[str]) -> Counter[str]:
+    """Returns the bytes by which the maximum of reserved memory grows in the moments of each name."""
+    taken: Counter[str] = Counter()
+    highest = 0
+    for name, peak_bytes in zip(names, outcome.peaks, strict=False):
+        taken[name] += max(peak_bytes - highest, 0)
+        highest = max(highest, peak_bytes)
+    return taken
+
+
 def _expands(option: tuple[Decision, ...]) -> bool:
     return bool(allocator_options_of(option).get("expandable_segments"))
 
@@ -286,7 +294,7 @@ def _with_adapter(at: Callable[[int], Workload], plan: Plan) -> Callable[[int], 
 
 def _coarse(batches: Batches, lengths: Sequence[int]) -> Batches:
     """Returns the batches with so few different lengths that all can be rehearsed."""
-    multiple, longest = coarser(lengths, _MOST_REHEARSED), max(lengths)
+    multiple, longest = coarser(lengths, MOST_REHEARSED), max(lengths)
 
     def rounded(orders: Orders) -> Orders:
         return tuple(tuple(padded(length, multiple, longest) for length in order) for order in orders)

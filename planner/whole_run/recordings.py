@@ -15,7 +15,7 @@ from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
 from planner.recording.step_graph import StepGraph
 from planner.rewrite import rehearse
-from planner.run_memory.interpolation import interpolate, lengths_to_record
+from planner.run_memory.interpolation import interpolate, lengths_to_record, value_at
 from planner.run_memory.moments import Events, Moment, Slots, moments_of
 from planner.virtual_gpu.forked_process import Child
 from planner.whole_run.activities import Activity
@@ -59,6 +59,7 @@ class RunRecordings:
         self._slots = Slots()
         self._recorded: dict[int, StepGraph] = {}
         """Recordings without workspaces, by length."""
+        self._batch_bytes: dict[int, int] = {}
         self.steps: dict[int, RecordedStep] = {}
 
     def add(self, lengths: Iterable[int]) -> bool:
@@ -69,14 +70,15 @@ class RunRecordings:
         missing = sorted(set(lengths) - set(self.steps))
         self._record([length for length in lengths_to_record(missing) if length not in self._recorded])
         for length in missing:
-            graph = self._recorded.get(length)
+            graph, batch_bytes = self._recorded.get(length), self._batch_bytes.get(length)
             is_predicted = graph is None
             if graph is None:
                 self._watch.check()
                 graph = interpolate(self._recorded, length)
-            if graph is None:
+                batch_bytes = value_at(tuple(self._batch_bytes), tuple(self._batch_bytes.values()), length)
+            if graph is None or batch_bytes is None:
                 return False
-            self.steps[length] = self._step(graph, self._at(length).batch_bytes, is_predicted=is_predicted)
+            self.steps[length] = self._step(graph, batch_bytes, is_predicted=is_predicted)
         return True
 
     def rehearse(self, lengths: Iterable[int]) -> None:
@@ -84,9 +86,7 @@ class RunRecordings:
         missing = sorted(set(lengths) - set(self._recorded))
         self._record(missing)
         for length in missing:
-            self.steps[length] = self._step(
-                self._recorded[length], self._at(length).batch_bytes, is_predicted=False
-            )
+            self.steps[length] = self._step(self._recorded[length], self._batch_bytes[length], is_predicted=False)
 
     def activities(self, activities: Sequence[Activity], length: int) -> list[Moment]:
         """Returns the moments of activities, which are recorded after steps of this length."""
@@ -110,7 +110,9 @@ class RunRecordings:
         running: list[tuple[int, Child]] = []
         for number, length in enumerate(lengths):
             self._watch.stage(f"rehearsing the step at {len(lengths)} lengths" if len(lengths) > 1 else "rehearsing")
-            child = rehearse.start_certificate(self._at(length), self._decisions, self._card).timed_by(self._watch)
+            workload = self._at(length)
+            self._batch_bytes[length] = workload.batch_bytes
+            child = rehearse.start_certificate(workload, self._decisions, self._card).timed_by(self._watch)
             running.append((length, child))
             while len(running) >= _AT_ONCE or (running and number + 1 == len(lengths)):
                 done, first = running.pop(0)

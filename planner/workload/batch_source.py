@@ -7,7 +7,7 @@ import itertools
 import json
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,12 +21,35 @@ MOST_BATCHES = 200
 _MOST_CANDIDATES = 8
 """Maximum number of batches that are rehearsed to find the largest step."""
 
+_MOST_DIFFERENT = 64
+"""Maximum number of batches of different shapes that are kept for a simulation of the run."""
+
 _Shapes = tuple[tuple[str, tuple[int, ...], str], ...]
 """Path, shape and dtype of every tensor of a batch."""
 
 
-def candidate_batches(batch: Any) -> tuple[list[Any], tuple[str, ...]]:
-    """Returns the batches of a source whose training step may be the largest, and a note for the plan.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchStream:
+    """The first batches of a source of batches, in its order."""
+
+    order: tuple[int, ...]
+    """For each batch, its index in `different`."""
+    different: tuple[Any, ...]
+    """One batch of each combination of shapes, without the values of floating-point tensors."""
+
+
+class Candidates(NamedTuple):
+    """The batches that may need the most memory, and the run that they are part of."""
+
+    batches: list[Any]
+    notes: tuple[str, ...]
+    """Notes for the plan."""
+    stream: BatchStream | None
+    """All batches of the source; None if it is a single batch, or has too many different shapes."""
+
+
+def candidate_batches(batch: Any) -> Candidates:
+    """Returns the batches of a source whose training step may be the largest, and notes for the plan.
 
     A batch is left out if another batch has the same tensors and is at least as large in every dimension.
     If `batch` is not a source of batches (a `torch.utils.data.DataLoader`, an iterator, or a list of batches as in
@@ -39,20 +62,21 @@ def candidate_batches(batch: Any) -> tuple[list[Any], tuple[str, ...]]:
         WorkloadError: the source raises an error, or has no batches.
     """
     if not isinstance(batch, (torch.utils.data.DataLoader, Iterator)) and not _is_list_of_batches(batch):
-        return [batch], ()
-    kept, seen = run_in_child(lambda: _largest(_batches(batch)))
+        return Candidates([batch], (), None)
+    kept, stream = run_in_child(lambda: _read(_batches(batch)))
     if not kept:
         raise WorkloadError("the source of batches is empty: give a data loader with at least one batch")
+    seen = len(stream.order)
     first = "first " if seen == MOST_BATCHES else ""
     note = f"the plan is for the batch whose step needs the most memory, of the {first}{seen} batches"
     if seen == 1:
-        return kept, ()
-    kept.sort(key=_elements, reverse=True)
+        return Candidates(kept, (), None)
+    kept.sort(key=elements, reverse=True)
     if len(kept) > _MOST_CANDIDATES:
         note += f"; of {len(kept)} different shapes, only the {_MOST_CANDIDATES} with the most elements were rehearsed"
     if isinstance(batch, list) and isinstance(batch[0], (list, tuple)):
         note += "; if the list holds the arguments of one call of the model, give them as a tuple"
-    return kept[:_MOST_CANDIDATES], (note,)
+    return Candidates(kept[:_MOST_CANDIDATES], (note,), stream if stream.different else None)
 
 
 def _is_list_of_batches(batch: Any) -> bool:
@@ -92,18 +116,31 @@ def _batches(source: Iterable[Any]) -> Iterator[Any]:
         yield map_batch(lambda tensor: tensor, batch)
 
 
-def _largest(batches: Iterable[Any]) -> tuple[list[Any], int]:
-    """Returns the batches that no other batch covers (`_covers`), and the number of all batches."""
+def _read(batches: Iterable[Any]) -> tuple[list[Any], BatchStream]:
+    """Returns the batches that no other batch covers (`_covers`), and all of them as a stream."""
     kept: dict[_Shapes, Any] = {}
-    count = 0
+    different: dict[_Shapes, Any] = {}
+    order: list[_Shapes] = []
     for batch in batches:
-        count += 1
         shapes = tuple(described(batch))
+        order.append(shapes)
+        if shapes in different:
+            continue
+        different[shapes] = _without_values(batch)
         if any(_covers(other, shapes) for other in kept):
             continue
         kept = {other: value for other, value in kept.items() if not _covers(shapes, other)}
         kept[shapes] = batch
-    return list(kept.values()), count
+    numbers = {shapes: number for number, shapes in enumerate(different)}
+    few = tuple(different.values()) if len(different) <= _MOST_DIFFERENT else ()
+    return list(kept.values()), BatchStream(order=tuple(numbers[shapes] for shapes in order), different=few)
+
+
+def _without_values(batch: Any) -> Any:
+    """Returns a batch whose floating-point tensors have no values, so that it is quickly sent to another process."""
+    return map_batch(
+        lambda tensor: tensor.to("meta") if tensor.is_floating_point() and not tensor.is_sparse else tensor, batch
+    )
 
 
 def _covers(larger: _Shapes, smaller: _Shapes) -> bool:
@@ -116,7 +153,8 @@ def _covers(larger: _Shapes, smaller: _Shapes) -> bool:
     return all(size >= other for pair in pairs for size, other in pair)
 
 
-def _elements(batch: Any) -> int:
+def elements(batch: Any) -> int:
+    """Returns the number of elements of all tensors of a batch."""
     sizes: list[int] = []
     map_batch(lambda tensor: sizes.append(tensor.numel()), batch)
     return sum(sizes)

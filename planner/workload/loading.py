@@ -277,7 +277,7 @@ def _from_callable(reference: str, request: _Request) -> Workload:
             f"'{reference}' returned no batch: return (model, batch) or (model, batch, loss_fn), or describe the batch "
             "with --input-shapes"
         )
-    batches, notes = candidate_batches(batch)
+    batches, notes, stream = candidate_batches(batch)
     workloads = [
         workload(
             model,
@@ -297,7 +297,8 @@ def _from_callable(reference: str, request: _Request) -> Workload:
         )
         for batch in batches
     ]
-    return request.choose([_resized(workload, request) for workload in workloads])
+    chosen = request.choose([_resized(workload, request) for workload in workloads])
+    return dataclasses.replace(chosen, stream=stream)
 
 
 def _resized(result: Workload, request: _Request) -> Workload:

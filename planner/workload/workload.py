@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -23,6 +23,9 @@ from planner.workload.optimizer_choice import OPTIMIZERS, Optimizers, by_name, o
 from planner.workload.own_step import WITHOUT_TENSORS, as_module, refuse_with_step
 from planner.workload.torch_optimizers import half_precision_notes, sparse_lookups
 from planner.workload.unsupported import refuse_unsupported
+
+if TYPE_CHECKING:
+    from planner.workload.batch_source import BatchStream
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,8 @@ class Workload:
     """JSON data from which the batch was made (`batch_of_shapes`); None if it was not made from such data."""
     step: StepFn | None = None
     """The user's own training step; None for the planner's step of forward, loss, backward and update."""
+    stream: BatchStream | None = None
+    """The batches of the run, if they came from a source of batches."""
     is_by_sample_stated: bool = True
     """False if `not_by_sample` was only guessed from the shapes of the tensors."""
 

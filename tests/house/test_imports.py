@@ -23,6 +23,7 @@ FLOORS = (
     # planning: from a running step to a certified configuration
     ("planner.recording",),
     ("planner.estimate",),
+    ("planner.run_memory",),
     ("planner.recompute", "planner.space"),
     ("planner.choose",),
     # rewriting: from decisions to a module and a training step
@@ -54,6 +55,7 @@ FLOORS = (
     ("planner.pipeline",),
     ("planner.replan", "planner.questions"),
     ("planner.adapted", "planner.default_batch"),
+    ("planner.whole_run",),
     ("planner.ask",),
     ("planner",),
     ("planner.cli",),

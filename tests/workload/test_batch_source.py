@@ -42,7 +42,7 @@ def shapes_of(batches):
 
 def test_a_batch_that_another_batch_covers_is_left_out():
     loader = torch.utils.data.DataLoader(texts((4, 8), (2, 8), (8, 2), (4, 8)), batch_size=None)
-    kept, notes = candidate_batches(loader)
+    kept, notes, _ = candidate_batches(loader)
     assert shapes_of(kept) == [(4, 8), (8, 2)]
     assert notes == ("the plan is for the batch whose step needs the most memory, of the 4 batches",)
 
@@ -64,13 +64,13 @@ def test_a_batch_with_a_smaller_and_a_larger_tensor_is_kept():
     ],
 )
 def test_a_list_of_batches_is_read_as_batches_and_a_list_of_tensors_as_one(batch, count):
-    kept, notes = candidate_batches(batch)
+    kept, notes, _ = candidate_batches(batch)
     assert len(kept) == count and bool(notes) == (kept[0] is not batch)
 
 
 def test_one_batch_is_returned_unchanged():
     batch = texts((2, 2))[0]
-    kept, notes = candidate_batches(batch)
+    kept, notes, _ = candidate_batches(batch)
     assert kept[0] is batch and len(kept) == 1 and notes == ()
     assert candidate_batches([batch])[1] == ()
 
@@ -78,7 +78,7 @@ def test_one_batch_is_returned_unchanged():
 def test_a_list_that_could_be_the_arguments_of_one_call_is_noted():
     pairs = [[torch.zeros(4, 8), torch.zeros(4)], [torch.zeros(4, 8), torch.zeros(4)]]
     assert "give them as a tuple" in candidate_batches(pairs)[1][0]
-    assert candidate_batches(tuple(pairs)) == ([tuple(pairs)], ())
+    assert candidate_batches(tuple(pairs)) == ([tuple(pairs)], (), None)
 
 
 def test_reading_a_source_changes_nothing_here():

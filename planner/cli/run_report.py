@@ -1,0 +1,48 @@
+"""The part of a plan's report that describes the memory of the whole run."""
+
+from __future__ import annotations
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from planner.plan_types.plan import RunFacts
+from planner.plan_types.sizes import format_size
+
+
+def run_parts(run: RunFacts) -> list[RenderableType]:
+    """Returns the table of the moments of a run, the lines about it, and the table of changes that would help."""
+    table = Table(title="Memory of the whole run", title_justify="left", title_style="bold")
+    table.add_column("")
+    table.add_column("its tensors,\nat most", justify="right")
+    table.add_column("takes from\nthe card", justify="right")
+    for moment in run.moments:
+        style = "bold" if moment.name == run.binding else None
+        table.add_row(moment.name, format_size(moment.tensor_bytes), format_size(moment.new_bytes) if moment.new_bytes else "-", style=style)
+    lines: list[RenderableType] = [table, Text(_steps(run))]
+    if run.retries:
+        times = "once" if run.retries == 1 else f"{run.retries:,} times"
+        lines.append(Text(f"To stay inside the budget, the allocator empties its cache {times}; each makes a step wait."))
+    return [*lines, *_changes(run)]
+
+
+def _steps(run: RunFacts) -> str:
+    """Returns one sentence about the simulated steps, and when memory reaches its maximum."""
+    lengths = f"{run.lengths} different lengths, {run.shortest:,} to {run.longest:,}" if run.lengths > 1 else "one length"
+    rehearsed = f", {run.lengths - run.predicted_lengths} of them rehearsed" if run.predicted_lengths else ""
+    maximum = f"The {run.binding} number {run.settled:,}" if run.binding == run.moments[0].name else f"The {run.binding}"
+    reaches = "reaches the maximum" if run.fits else "does not fit"
+    return f"{run.steps:,} steps simulated ({lengths}{rehearsed}; order: {run.order}). {maximum} {reaches}."
+
+
+def _changes(run: RunFacts) -> list[RenderableType]:
+    """Returns the table of the changes of the run; empty if there are none."""
+    if not run.changes:
+        return []
+    table = Table(title="The same run with a change", title_justify="left", title_style="bold", box=None)
+    table.add_column("total, without a limit", justify="right", no_wrap=True)
+    table.add_column("time", justify="right", no_wrap=True)
+    table.add_column("change", overflow="fold")
+    for change in run.changes:
+        table.add_row(format_size(change.total_bytes), f"{change.relative_time:.2f} x", change.change)
+    return [Text(), table]
