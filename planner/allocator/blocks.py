@@ -113,7 +113,7 @@ class Pool:
         self.is_small = is_small
         self.stream = stream
         self.clock = clock
-        self._free_keys: list[tuple[int, int]] = []
+        self._free_keys: list[tuple[int, ...]] = []
         self._free: dict[int, Block] = {}
         self._unmapped_addresses: list[int] = []
         self._unmapped: dict[int, Block] = {}
@@ -132,7 +132,7 @@ class Pool:
 
         If every free block is smaller, it returns `len(pool)`.
         """
-        return bisect.bisect_left(self._free_keys, (size_bytes, 0))
+        return bisect.bisect_left(self._free_keys, (size_bytes,))
 
     def __len__(self) -> int:
         return len(self._free_keys)

@@ -213,7 +213,7 @@ def _shortfall(plan: Plan, shortfall: Shortfall) -> list[RenderableType]:
     """
     lines: list[RenderableType] = []
     if shortfall.missing_bytes:
-        if plan.room_bytes is not None and plan.room_bytes >= 0:
+        if plan.room_bytes is not None and plan.room_bytes >= 0 and plan.run is None:
             lines.append(Text(f"It would fit with a smaller margin: {format_size(plan.room_bytes)} stay free."))
         lines.append(Text(f"largest part: {shortfall.binding}, {format_size(shortfall.binding_bytes)}"))
     if shortfall.next_step is None:

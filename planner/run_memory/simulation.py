@@ -2,8 +2,8 @@
 
 From the same state, the same moment always leads to the same state. Each such transition is simulated once, so that the
 time depends on the number of different transitions, and not on the length of the run. Small and large requests are
-served from different pools, and influence each other only if the memory of the card runs out. Without a limit the two
-pools are simulated one after the other, which makes the states fewer.
+served from different pools, and influence each other only if the memory of the card runs out. The two pools are
+simulated separately, which makes the states fewer, and together only in moments that need more memory than there is.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
-from planner.allocator.blocks import Block, Placement
+from planner.allocator.blocks import FIRST_ADDRESS, Block
 from planner.allocator.caching_allocator import CachingAllocator, OutOfMemory
 from planner.allocator.settings import LARGEST_SMALL_BYTES, AllocatorSettings, round_size
 from planner.allocator.state import AllocatorState, capture, restore
 from planner.profiles.device import SEGMENT_ADDRESSES, DeviceProfile
 from planner.run_memory.moments import FIRST_LOCAL, Events
 
-_STEPS_BETWEEN_REPORTS = 256
+_MOMENTS_BETWEEN_REPORTS = 256
 """Number of moments after which progress is reported."""
+_APART_BYTES = 1 << 45
+"""Distance between the first segments for small requests and those for large ones. They must never overlap."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,91 +63,73 @@ def simulate(
         capacity_bytes: maximum number of bytes that the allocator may reserve; None for no limit.
         tick: called now and then with the number of moments that were simulated. It may raise to end the simulation.
     """
-    outcomes = []
-    for descending in SEGMENT_ADDRESSES[card.segment_addresses]:
-        outcome = _joined(
-            [
-                _Pools(settings, card.vram_bytes, None, descending=descending).run(events, tick)
-                for events in _small_and_large(run, settings)
-            ]
-        )
-        if capacity_bytes is not None and outcome.peak_bytes > capacity_bytes:
-            outcome = _Pools(settings, card.vram_bytes, capacity_bytes, descending=descending).run(run, tick)
-        outcomes.append(outcome)
+    outcomes = [
+        _Simulation(settings, card.vram_bytes, capacity_bytes, descending=descending).run(run, tick)
+        for descending in SEGMENT_ADDRESSES[card.segment_addresses]
+    ]
     return max(outcomes, key=lambda outcome: (outcome.out_of_memory is not None, outcome.peak_bytes))
-
-
-def _small_and_large(
-    run: Sequence[tuple[Events, ...]], settings: AllocatorSettings
-) -> list[list[tuple[Events, ...]]]:
-    """Returns the run with the small requests only, and with the large ones only."""
-
-    def halves(events: Events) -> tuple[Events, Events]:
-        sizes = {number: size_bytes for number, size_bytes in events.stream if size_bytes}
-        small = {number for number, size in sizes.items() if round_size(size, settings) <= LARGEST_SMALL_BYTES}
-        return events.part(small), events.part(set(sizes) - small)
-
-    known = {moment: tuple(zip(*map(halves, moment), strict=True)) for moment in dict.fromkeys(run)}
-    return [[known[moment][side] for moment in run] for side in (0, 1)]
-
-
-def _joined(parts: Sequence[RunOutcome]) -> RunOutcome:
-    """Returns the outcome of several pools together, whose memory is never released."""
-    return RunOutcome(
-        peaks=tuple(map(sum, zip(*(part.peaks for part in parts), strict=True))),
-        retries=tuple(map(sum, zip(*(part.retries for part in parts), strict=True))),
-        out_of_memory=None,
-    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Transition:
-    """What a moment does in a state of the allocator."""
+    """What events do in a state of the allocator."""
 
     after: int
     """Number of the state in which it ends."""
     peak_bytes: int
-    retries: int
-    is_out_of_memory: bool
 
 
-class _Pools:
-    """An allocator during a run, with the transitions that are known."""
+class _Simulation:
+    """A run in an allocator whose segments are placed in one direction."""
 
     def __init__(
         self, settings: AllocatorSettings, card_bytes: int | None, capacity_bytes: int | None, *, descending: bool
     ) -> None:
         self._settings, self._card_bytes, self._capacity_bytes = settings, card_bytes, capacity_bytes
         self._descending = descending
+        self._parts: dict[Events, tuple[Events, Events]] = {}
         self._states: list[AllocatorState] = []
         self._numbers: dict[AllocatorState, int] = {}
         self._transitions: dict[tuple[int, Events], _Transition] = {}
-        self._live: tuple[int, CachingAllocator, dict[int, Block]] | None = None
-        """Number of a state, and an allocator in this state with the blocks in its slots."""
+        self._live: dict[int, tuple[CachingAllocator, dict[int, Block]]] = {}
+        """The latest allocator of each pool with the blocks in its slots, by number of its state."""
 
     def run(self, run: Iterable[tuple[Events, ...]], tick: Callable[[int], None]) -> RunOutcome:
         """Returns the outcome of a run that begins without any segment."""
-        place = Placement(descending=self._descending)
-        empty = CachingAllocator(self._settings, self._capacity_bytes, place=place, card_bytes=self._card_bytes)
-        state = self._number(capture(empty, {}))
+        small, large = (self._number(AllocatorState(address, ())) for address in (FIRST_ADDRESS + _APART_BYTES, FIRST_ADDRESS))
         peaks, retries = [], []
         for number, moment in enumerate(run):
-            if number % _STEPS_BETWEEN_REPORTS == 0:
+            if number % _MOMENTS_BETWEEN_REPORTS == 0:
                 tick(number)
-            done: list[_Transition] = []
+            peak_bytes = released = 0
             for events in moment:
-                transition = self._transitions.get((state, events))
-                if transition is None:
-                    transition = self._transitions[state, events] = self._simulated(state, events)
-                done.append(transition)
-                state = transition.after
-                if transition.is_out_of_memory:
-                    break
-            peaks.append(max(transition.peak_bytes for transition in done))
-            retries.append(sum(transition.retries for transition in done))
-            if done[-1].is_out_of_memory:
-                return RunOutcome(peaks=tuple(peaks), retries=tuple(retries), out_of_memory=number)
+                of_small, of_large = self._halves(events)
+                first, second = self._transition(small, of_small), self._transition(large, of_large)
+                reserved_bytes = first.peak_bytes + second.peak_bytes  # without a limit, nothing is released
+                if self._capacity_bytes is None or reserved_bytes <= self._capacity_bytes:
+                    small, large = first.after, second.after
+                    peak_bytes = max(peak_bytes, reserved_bytes)
+                    continue
+                both = self._joined(self._states[small], self._states[large])
+                allocator, slots = self._restored(both, self._capacity_bytes)
+                fits = _replay(allocator, slots, events)
+                peak_bytes, released = max(peak_bytes, allocator.peak_reserved_bytes), released + allocator.retries
+                if not fits:
+                    return RunOutcome(
+                        peaks=(*peaks, peak_bytes), retries=(*retries, released), out_of_memory=number
+                    )
+                small, large = map(self._number, self._separated(_captured(allocator, slots)))
+            peaks.append(peak_bytes)
+            retries.append(released)
         return RunOutcome(peaks=tuple(peaks), retries=tuple(retries), out_of_memory=None)
+
+    def _halves(self, events: Events) -> tuple[Events, Events]:
+        """Returns the events of the small requests, and those of the large ones."""
+        if events not in self._parts:
+            sizes = {number: size_bytes for number, size_bytes in events.stream if size_bytes}
+            small = {n for n, size in sizes.items() if round_size(size, self._settings) <= LARGEST_SMALL_BYTES}
+            self._parts[events] = events.part(small), events.part(set(sizes) - small)
+        return self._parts[events]
 
     def _number(self, state: AllocatorState) -> int:
         """Returns the number of a state, which is a new one if the state was not seen before."""
@@ -154,46 +138,61 @@ class _Pools:
             self._states.append(state)
         return number
 
-    def _simulated(self, state: int, events: Events) -> _Transition:
-        """Simulates one moment from a state."""
-        if self._live is not None and self._live[0] == state:
-            _, allocator, slots = self._live
-            allocator.driver.peak_reserved_bytes = allocator.reserved_bytes
-        else:
-            allocator, slots = restore(
-                self._states[state],
-                self._settings,
-                self._capacity_bytes,
-                card_bytes=self._card_bytes,
-                descending=self._descending,
-            )
-        retries_before = allocator.retries
-        try:
+    def _transition(self, state: int, events: Events) -> _Transition:
+        """Returns what the events of one pool do in a state, without a limit."""
+        transition = self._transitions.get((state, events))
+        if transition is None:
+            allocator, slots = self._live.pop(state, None) or self._restored(self._states[state], None)
             _replay(allocator, slots, events)
-        except OutOfMemory:
-            self._live = None
-            retries = allocator.retries - retries_before
-            return _Transition(state, allocator.peak_reserved_bytes, retries, is_out_of_memory=True)
-        after = self._number(capture(allocator, {block.address: slot for slot, block in slots.items()}))
-        self._live = after, allocator, slots
-        retries = allocator.retries - retries_before
-        return _Transition(after, allocator.peak_reserved_bytes, retries, is_out_of_memory=False)
+            after = self._number(_captured(allocator, slots))
+            self._live = {**dict(list(self._live.items())[-1:]), after: (allocator, slots)}
+            transition = self._transitions[state, events] = _Transition(after, allocator.reserved_bytes)
+        return transition
+
+    def _restored(
+        self, state: AllocatorState, capacity_bytes: int | None
+    ) -> tuple[CachingAllocator, dict[int, Block]]:
+        return restore(
+            state, self._settings, capacity_bytes, card_bytes=self._card_bytes, descending=self._descending
+        )
 
 
-def _replay(allocator: CachingAllocator, slots: dict[int, Block], events: Events) -> None:
-    """Sends the events of a moment to an allocator, and changes the blocks in the slots accordingly.
+    def _joined(self, small: AllocatorState, large: AllocatorState) -> AllocatorState:
+        """Returns the state of an allocator with both pools. New segments come after those of either pool."""
+        segments = sorted((*small.segments, *large.segments), key=lambda segment: segment[0])
+        latest = min if self._descending else max
+        return AllocatorState(latest(small.next_address, large.next_address), tuple(segments))
 
-    Raises:
-        OutOfMemory: a request does not fit in the capacity.
+    def _separated(self, state: AllocatorState) -> tuple[AllocatorState, AllocatorState]:
+        """Returns the states of the pool of small requests and of that of large ones."""
+        small, large = (
+            tuple(segment for segment in state.segments if segment[1] is is_small) for is_small in (True, False)
+        )
+        apart = state.next_address + (-_APART_BYTES if self._descending else _APART_BYTES)
+        return AllocatorState(apart, small), AllocatorState(state.next_address, large)
+
+
+def _captured(allocator: CachingAllocator, slots: dict[int, Block]) -> AllocatorState:
+    return capture(allocator, {block.address: slot for slot, block in slots.items()})
+
+
+def _replay(allocator: CachingAllocator, slots: dict[int, Block], events: Events) -> bool:
+    """Sends events to an allocator, and changes the blocks in the slots accordingly.
+
+    Returns True; False if a request does not fit in the capacity.
     """
     malloc, free = allocator.malloc, allocator.free
     local: dict[int, Block] = {}
-    for number, size_bytes in events.stream:
-        if size_bytes:
-            local[number] = malloc(size_bytes)
-        elif number >= FIRST_LOCAL:
-            free(local.pop(number))
-        elif number in slots:
-            free(slots.pop(number))
+    try:
+        for number, size_bytes in events.stream:
+            if size_bytes:
+                local[number] = malloc(size_bytes)
+            elif number >= FIRST_LOCAL:
+                free(local.pop(number))
+            elif number in slots:
+                free(slots.pop(number))
+    except OutOfMemory:
+        return False
     for number, slot in events.leaves:
         slots[slot] = local[number]  # a block that nothing has freed stays allocated to the end of the run
+    return True

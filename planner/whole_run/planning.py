@@ -42,6 +42,8 @@ _MOST_TRIES = 3
 _AT_ONCE = 2
 """Maximum number of simulations that run at the same time."""
 _START = "start"
+_Setting = tuple[Decision, ...]
+"""The decision about the options of the allocator, in a tuple; empty for PyTorch's defaults."""
 _SMALLEST_STEP_BYTES = 1 << 20
 
 
@@ -87,25 +89,22 @@ def plan_run(
         plan = simulated.with_best_allocator(first.usable_bytes)
         assert plan.run is not None
         if plan.run.fits:
-            return plan if plan is first else _of_first(plan, first, asked_bytes)
+            plan = simulated.with_changes(plan)
+            return plan if vram_bytes == asked_bytes else _of_first(plan, first)
         found = plan
-        assert vram_bytes is not None and first.usable_bytes is not None, "without a budget, everything fits"
+        assert first.usable_bytes is not None, "without a budget, everything fits"
         excess_bytes = max(plan.run.total_bytes - first.usable_bytes, _SMALLEST_STEP_BYTES)
-        vram_bytes = plan.peak.total_bytes - excess_bytes
+        vram_bytes = min(plan.peak.total_bytes, first.usable_bytes) - excess_bytes
         if vram_bytes <= card.context_bytes:
             break
     assert found is not None and first is not None
     return _too_large(first, found)
 
 
-def _of_first(plan: Plan, first: Plan, asked_bytes: int | None) -> Plan:
+def _of_first(plan: Plan, first: Plan) -> Plan:
     """Returns a plan that was made for less memory with the budget that the user has."""
-    if plan.vram_bytes == asked_bytes:
-        return plan
-    note = (
-        f"the step was planned for {format_size(plan.vram_bytes or 0)}, because the whole run needs more memory than its "
-        "largest step"
-    )
+    size = format_size(plan.vram_bytes or 0)
+    note = f"the step was planned for {size}, because the whole run needs more memory than its largest step"
     return dataclasses.replace(
         plan,
         vram_bytes=first.vram_bytes,
@@ -126,7 +125,7 @@ def _too_large(first: Plan, found: Plan) -> Plan:
         binding_bytes=breakdown[binding],
         next_step=None,
     )
-    return dataclasses.replace(_of_first(found, first, first.vram_bytes), fits=False, shortfall=shortfall)
+    return dataclasses.replace(_of_first(found, first), fits=False, shortfall=shortfall)
 
 
 class _Simulated:
@@ -140,7 +139,6 @@ class _Simulated:
         decisions = without_roles(plan.decisions, Role.ALLOCATOR)
         self._recordings = RunRecordings(at, decisions, card, watch)
         self._batches = run.batches
-        self._worst: tuple[int, ...] = run.batches.orders[0]
         lengths = [*run.batches.lengths, *(n for _, orders in run.batches.changes for order in orders for n in order)]
         if not self._recordings.add(lengths):
             self._batches = _coarse(run.batches, lengths)
@@ -151,38 +149,58 @@ class _Simulated:
     def with_best_allocator(self, usable_bytes: int | None) -> Plan:
         """Returns the plan with the options of the allocator that suit the run, and with `Plan.run`.
 
-        These are the options of the plan if the run stays inside the budget without releasing cached memory, or if no
-        others make it fit.
+        The first options are taken with which the run stays inside the budget without releasing cached memory: those of
+        the plan, or else others. If there are none, those are taken that release it least often.
         """
         own = with_roles(self._plan.decisions, Role.ALLOCATOR)
-        alternatives = allocator_alternatives(self._card, self._constraints)
-        possible = []
-        for allocator in dict.fromkeys((own, *alternatives)):
-            facts = self._facts(allocator, usable_bytes)
-            possible.append((allocator, facts))
-            if facts.fits and not facts.retries:
+        capacity = None if usable_bytes is None else usable_bytes - self._card.context_bytes
+        possible: list[tuple[int, _Setting]] = []
+        chosen = None
+        for setting in dict.fromkeys((own, *allocator_alternatives(self._card, self._constraints))):
+            outcome, order = self._worst([(order, setting) for order in self._batches.orders], None)
+            possible.append((outcome.peak_bytes, setting))
+            if capacity is None or outcome.peak_bytes <= capacity:
+                chosen = outcome, order, setting
                 break
-        allocator, facts = min(possible, key=lambda pair: (not pair[1].fits, pair[1].retries))
-        facts = dataclasses.replace(facts, changes=self._changes(allocator))
-        decisions = (*without_roles(self._plan.decisions, Role.ALLOCATOR), *allocator)
+        needed_bytes, best = min(possible, key=lambda pair: pair[0])
+        if chosen is None:
+            limited = [
+                (*self._worst([(order, setting) for order in self._batches.orders], capacity), setting)
+                for setting in dict.fromkeys((best, own))
+            ]
+            chosen = min(limited, key=lambda found: (found[0].out_of_memory is not None, sum(found[0].retries)))
+        outcome, order, setting = chosen
+        if outcome.out_of_memory is None:
+            needed_bytes = outcome.peak_bytes
+        facts = self._facts(outcome, order, needed_bytes + self._card.context_bytes)
+        decisions = (*without_roles(self._plan.decisions, Role.ALLOCATOR), *setting)
         return dataclasses.replace(
             self._plan, decisions=decisions, run=facts, notes=(*self._plan.notes, *self._batches.notes)
         )
 
-    def _facts(self, allocator: tuple[Decision, ...], usable_bytes: int | None) -> RunFacts:
-        """Returns the memory of the run under options of the allocator, in the order that needs most."""
-        capacity = None if usable_bytes is None else usable_bytes - self._card.context_bytes
-        orders = self._batches.orders
-        outcomes = self._simulate([(order, allocator) for order in orders], capacity)
-        outcome, order = max(
-            zip(outcomes, orders, strict=True), key=lambda pair: (pair[0].out_of_memory is not None, pair[0].peak_bytes)
+    def with_changes(self, plan: Plan) -> Plan:
+        """Returns the plan with changes of its run, each with its memory without a limit, and its time."""
+        assert plan.run is not None
+        setting, usual = with_roles(plan.decisions, Role.ALLOCATOR), self._batches.orders[0]
+        options: list[tuple[str, Orders, _Setting]] = [
+            (name, orders, setting) for name, orders in self._batches.changes
+        ]
+        expandable = [option for option in allocator_alternatives(self._card, self._constraints) if _expands(option)]
+        options += [(option[0].describe(), self._batches.orders, option) for option in expandable if option != setting]
+        outcomes = self._simulate([(orders[0], setting) for _, orders, setting in options], None)
+        changes = tuple(
+            RunChange(
+                change=name,
+                total_bytes=outcome.peak_bytes + self._card.context_bytes,
+                relative_time=self._time(orders[0]) / max(self._time(usual), 1),
+            )
+            for (name, orders, _), outcome in zip(options, outcomes, strict=True)
         )
-        self._worst = order
+        return dataclasses.replace(plan, run=dataclasses.replace(plan.run, changes=changes))
+
+    def _facts(self, outcome: RunOutcome, order: Sequence[int], total_bytes: int) -> RunFacts:
+        """Returns what a plan says about the outcome of an order."""
         names, fits = self._sequence(order)[0], outcome.out_of_memory is None
-        total_bytes = outcome.peak_bytes + self._card.context_bytes
-        if not fits:  # say how much memory the run would need
-            unlimited = self._simulate([(order, allocator) for order in orders], None)
-            total_bytes = max(result.peak_bytes for result in unlimited) + self._card.context_bytes
         lengths = self._batches.lengths
         longest = self._recordings.steps[lengths[-1]].moment
         taken = _taken(outcome, names)
@@ -190,7 +208,7 @@ class _Simulated:
             RunMoment(name=name, tensor_bytes=moment.peak_bytes, new_bytes=taken[name])
             for name, moment in ((STEP, longest), *((moment.name, moment) for moment in self._activities))
         )
-        binding = names[outcome.settled] if fits else names[outcome.out_of_memory or 0]
+        last = outcome.settled if outcome.out_of_memory is None else outcome.out_of_memory
         return RunFacts(
             steps=len(order),
             shortest=lengths[0],
@@ -199,41 +217,33 @@ class _Simulated:
             order=self._batches.name,
             predicted_lengths=sum(self._recordings.steps[length].is_predicted for length in lengths),
             total_bytes=total_bytes,
-            settled=names[: outcome.settled + 1].count(STEP),
+            settled=names[: last + 1].count(STEP),
             retries=sum(outcome.retries),
             fits=fits,
-            binding=binding,
+            binding=names[last],
             moments=moments,
             changes=(),
         )
 
-    def _changes(self, allocator: tuple[Decision, ...]) -> tuple[RunChange, ...]:
-        """Returns the changes of the order that needs most, each with its memory without a limit, and its time."""
-        number = self._batches.orders.index(self._worst)
-        options = [(name, orders[number], allocator) for name, orders in self._batches.changes]
-        expandable = [option for option in allocator_alternatives(self._card, self._constraints) if _expands(option)]
-        options += [(option[0].describe(), self._worst, option) for option in expandable if option != allocator]
-        outcomes = self._simulate([(order, setting) for _, order, setting in options], None)
-        return tuple(
-            RunChange(
-                change=name,
-                total_bytes=outcome.peak_bytes + self._card.context_bytes,
-                relative_time=self._time(order) / max(self._time(self._worst), 1),
-            )
-            for (name, order, _), outcome in zip(options, outcomes, strict=True)
-        )
+    def _worst(
+        self, runs: Sequence[tuple[Sequence[int], _Setting]], capacity: int | None
+    ) -> tuple[RunOutcome, Sequence[int]]:
+        """Returns the outcome of the run that needs most, and its order."""
+        outcomes = self._simulate(runs, capacity)
+        pairs = [(outcome, order) for outcome, (order, _) in zip(outcomes, runs, strict=True)]
+        return max(pairs, key=lambda pair: (pair[0].out_of_memory is not None, pair[0].peak_bytes))
 
     def _time(self, order: Sequence[int]) -> int:
         return sum(self._recordings.steps[length].step_ns for length in order)
 
     def _simulate(
-        self, runs: Sequence[tuple[Sequence[int], tuple[Decision, ...]]], capacity: int | None
+        self, runs: Sequence[tuple[Sequence[int], _Setting]], capacity: int | None
     ) -> list[RunOutcome]:
         """Returns the outcome of each run, which is given as an order of lengths and options of the allocator."""
         steps = sum(len(order) for order, _ in runs)
         self._watch.stage(f"simulating {steps:,} steps in the allocator")
 
-        def simulated(order: Sequence[int], allocator: tuple[Decision, ...]) -> RunOutcome:
+        def simulated(order: Sequence[int], allocator: _Setting) -> RunOutcome:
             return simulate(
                 self._sequence(order)[1], settings_of(allocator_options_of(allocator)), self._card, capacity
             )
@@ -241,11 +251,16 @@ class _Simulated:
         waiting = [functools.partial(simulated, order, allocator) for order, allocator in runs]
         outcomes: list[RunOutcome] = []
         running: list[Child] = []
-        while waiting or running:
-            while waiting and len(running) < _AT_ONCE:
-                function = waiting.pop(0)
-                running.append(Child(lambda _, function=function: function()).timed_by(self._watch))
-            outcomes.append(running.pop(0).result())
+        try:
+            while waiting or running:
+                while waiting and len(running) < _AT_ONCE:
+                    function = waiting.pop(0)
+                    running.append(Child(lambda _, function=function: function()).timed_by(self._watch))
+                outcomes.append(running[0].result())
+                running.pop(0)
+        finally:
+            for child in running:
+                child.end()
         return outcomes
 
     def _sequence(self, order: Sequence[int]) -> tuple[list[str], list[tuple[Events, ...]]]:
