@@ -69,7 +69,7 @@ class Question:
     constraints: Constraints | None = None
     """None to record the step only."""
     is_tradeoff: bool = False
-    run: RunRequest = RunRequest()
+    run: RunRequest = dataclasses.field(default_factory=RunRequest)
 
     def answer(self, watch: Watch) -> Plan | Tradeoff | StepGraph:
         """Plans in this process. Raises `PlannerError` if an argument cannot be used."""
@@ -78,9 +78,7 @@ class Question:
             return pipeline.record_step(self.work.resolve(card, watch), card, watch=watch)
         card, vram_bytes = card_and_budget(self.gpu, self.vram)
         compute = (
-            pipeline.tradeoff_workload
-            if self.is_tradeoff
-            else functools.partial(plan_step_or_run, request=self.run)
+            pipeline.tradeoff_workload if self.is_tradeoff else functools.partial(plan_step_or_run, request=self.run)
         )
         work = self.work.resolve(card, watch)
         return compute(work, card, vram_bytes=vram_bytes, constraints=self.constraints, watch=watch)

@@ -35,6 +35,7 @@ from planner.progress import TimeIsUp, Watch
 from planner.recording.step_graph import StepGraph
 from planner.rewrite import rehearse
 from planner.space.search_space import SearchSpace
+from planner.virtual_gpu.forked_process import Child
 from planner.workload.budget import Budget
 from planner.workload.workload import Workload
 
@@ -166,6 +167,17 @@ def record_step(
     """
     with _ended_without_plan(watch):
         return rehearse.certifying_graph(rehearse.with_gradient_names(workload, card, watch), decisions, card, watch)
+
+
+def start_steps(
+    workload: Workload, card: DeviceProfile, decisions: Sequence[Decision], between: Sequence[rehearse.Between] = ()
+) -> Child:
+    """Start the rehearsal of two training steps, and twice of each function that runs between the steps of a run.
+
+    Returns:
+        A child process, whose `.result()` is a recording without workspaces.
+    """
+    return rehearse.start_run(workload, decisions, card, between)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,8 +26,11 @@ from planner.workload.call_convention import loss_of
 from planner.workload.optimizer_choice import for_copies
 from planner.workload.workload import Workload, resized
 
-Between = Callable[[Rewritten], object]
-"""What happens between steps of a run, such as an evaluation, with the rewritten model, its step and its optimizers."""
+Between = Callable[[torch.nn.Module, Any, Callable[[], contextlib.AbstractContextManager]], object]
+"""A function that runs between the steps of a run, such as an evaluation.
+
+Arguments: the rewritten model, its optimizer or optimizers, and a function that returns the context of its forwards.
+"""
 
 
 def with_gradient_names(workload: Workload, card: DeviceProfile | None, watch: Watch | None = None) -> Workload:
@@ -73,7 +78,7 @@ def start_certificate(workload: Workload, decisions: Sequence[Decision], card: D
 def start_run(
     workload: Workload, decisions: Sequence[Decision], card: DeviceProfile, between: Sequence[Between]
 ) -> Child:
-    """Start the rehearsal of two steps, and of what happens between the steps of a run, each of it twice."""
+    """Start the rehearsal of two steps, and twice of each function that runs between the steps of a run."""
     sizes = rehearsed_sizes(workload, decisions)
     return start_rehearsal(
         workload, decisions, card, sizes=sizes, steps=2, primed=False, what_if=False, between=between
@@ -119,7 +124,7 @@ def start_rehearsal(
         primed: True if the optimizer state exists before the first step.
         what_if: True for a recording that shows the tensors that every module saves. Candidates for recomputing are
             derived from it.
-        between: what happens between steps; each of them is recorded twice after the steps.
+        between: functions that run between steps; each of them is recorded twice after the steps.
     """
     decisions = without_roles(decisions, Role.ALLOCATOR)  # the recording does not depend on the allocator
     _import_once(decisions)
@@ -153,8 +158,14 @@ def start_rehearsal(
         what_if=what_if,
         loss_fn=workload.loss_fn,
         own_step=workload.step,
-        between=tuple(lambda activity=activity: activity(made[0]) for activity in between),
+        between=tuple(functools.partial(_happens, activity, made) for activity in between),
     ).start()
+
+
+def _happens(activity: Between, made: Sequence[Rewritten]) -> None:
+    step = made[0].step
+    autocast = step.autocast if isinstance(step, TrainingStep) else contextlib.nullcontext
+    activity(made[0].module, made[0].optimizer, autocast)
 
 
 def start_forward(workload: Workload, card: DeviceProfile, samples: int) -> Child:

@@ -105,7 +105,7 @@ def round_size(size_bytes: int, settings: AllocatorSettings) -> int:
         if divisions > 1 and size_bytes > SMALLEST_BLOCK_BYTES * divisions:
             step_bytes = (1 << power) // divisions
             return -(-size_bytes // step_bytes) * step_bytes
-    return max(-(-size_bytes // SMALLEST_BLOCK_BYTES), 1) * SMALLEST_BLOCK_BYTES
+    return -(-(size_bytes or 1) // SMALLEST_BLOCK_BYTES) * SMALLEST_BLOCK_BYTES
 
 
 def segment_size(size_bytes: int, settings: AllocatorSettings) -> int:

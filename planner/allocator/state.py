@@ -21,11 +21,11 @@ class AllocatorState:
     """
 
     next_address: int
-    """Where the next segment will be placed (`Placement.next_address`)."""
+    """Address at which the next segment is placed (`Placement.next_address`)."""
     segments: tuple[tuple[int, bool, int, bool, tuple[int, ...]], ...]
     """For each segment, by ascending address: its address, whether it is in the small pool, its stream, whether it is
-    expandable, and for each of its blocks the size in bytes and the mark, one after the other. Adjacent blocks that stay
-    allocated for ever are one block."""
+    expandable, and for each of its blocks the size in bytes and the mark, one after the other. Adjacent blocks that
+    stay allocated for ever are one block."""
 
 
 def capture(allocator: CachingAllocator, marks: Mapping[int, int]) -> AllocatorState:

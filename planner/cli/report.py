@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from planner.cli.run_report import run_parts
+from planner.cli.run_report import run_advice, run_parts
 from planner.estimate.largest_tensors import shape_text
 from planner.plan_types.plan import Footprint, ModelFacts, Plan, Shortfall
 from planner.plan_types.plan_summary import in_time, speed_text
@@ -216,6 +216,8 @@ def _shortfall(plan: Plan, shortfall: Shortfall) -> list[RenderableType]:
         if plan.room_bytes is not None and plan.room_bytes >= 0 and plan.run is None:
             lines.append(Text(f"It would fit with a smaller margin: {format_size(plan.room_bytes)} stay free."))
         lines.append(Text(f"largest part: {shortfall.binding}, {format_size(shortfall.binding_bytes)}"))
+    if plan.run is not None and not plan.run.fits:
+        return [*lines, Text(run_advice(plan.run))]
     if shortfall.next_step is None:
         needed_bytes = (plan.usable_bytes or 0) + shortfall.missing_bytes
         if plan.card_bytes is not None and needed_bytes > plan.card_bytes - plan.margin_bytes:

@@ -18,19 +18,37 @@ def run_parts(run: RunFacts) -> list[RenderableType]:
     table.add_column("takes from\nthe card", justify="right")
     for moment in run.moments:
         style = "bold" if moment.name == run.binding else None
-        table.add_row(moment.name, format_size(moment.tensor_bytes), format_size(moment.new_bytes) if moment.new_bytes else "-", style=style)
+        table.add_row(
+            moment.name,
+            format_size(moment.tensor_bytes),
+            format_size(moment.new_bytes) if moment.new_bytes else "-",
+            style=style,
+        )
     lines: list[RenderableType] = [table, Text(_steps(run))]
     if run.retries:
         times = "once" if run.retries == 1 else f"{run.retries:,} times"
-        lines.append(Text(f"To stay inside the budget, the allocator empties its cache {times}; each makes a step wait."))
+        lines.append(
+            Text(f"To stay inside the budget, the allocator empties its cache {times}; each makes a step wait.")
+        )
     return [*lines, *_changes(run)]
+
+
+def run_advice(run: RunFacts) -> str:
+    """Returns a sentence that says what the user can do about a run that does not fit."""
+    if run.binding != run.moments[0].name:
+        return f"The {run.binding} needs most, and no plan for the training step makes it smaller: give it less to do."
+    return "Try shorter samples (--seq-len), a smaller batch, or a lower fidelity (--fidelity)."
 
 
 def _steps(run: RunFacts) -> str:
     """Returns one sentence about the simulated steps, and when memory reaches its maximum."""
-    lengths = f"{run.lengths} different lengths, {run.shortest:,} to {run.longest:,}" if run.lengths > 1 else "one length"
+    lengths = (
+        f"{run.lengths} different lengths, {run.shortest:,} to {run.longest:,}" if run.lengths > 1 else "one length"
+    )
     rehearsed = f", {run.lengths - run.predicted_lengths} of them rehearsed" if run.predicted_lengths else ""
-    maximum = f"The {run.binding} number {run.settled:,}" if run.binding == run.moments[0].name else f"The {run.binding}"
+    maximum = (
+        f"The {run.binding} number {run.settled:,}" if run.binding == run.moments[0].name else f"The {run.binding}"
+    )
     reaches = "reaches the maximum" if run.fits else "does not fit"
     return f"{run.steps:,} steps simulated ({lengths}{rehearsed}; order: {run.order}). {maximum} {reaches}."
 

@@ -288,8 +288,7 @@ def _run_from_json(data: dict[str, Any] | None) -> RunFacts | None:
     if data is None:
         return None
     moments, changes = (
-        tuple(kind(**item) for item in data[name])
-        for name, kind in (("moments", RunMoment), ("changes", RunChange))
+        tuple(kind(**item) for item in data[name]) for name, kind in (("moments", RunMoment), ("changes", RunChange))
     )
     return RunFacts(**{**data, "moments": moments, "changes": changes})
 

@@ -279,7 +279,7 @@ class RunChange:
     """A change of the run that reduces its memory or its time, with its price."""
 
     change: str
-    """What is done, for example 'the longest batch first'."""
+    """Description, for example 'the longest batch first'."""
     total_bytes: int
     """Memory of the process in the changed run, if it has no limit."""
     relative_time: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import importlib
 import logging
@@ -70,7 +71,7 @@ class Rehearsal:
     own_step: Callable | None = None
     """The user's own training step; None for the planner's step."""
     between: tuple[Callable[[], object], ...] = ()
-    """What happens between steps of a run, such as an evaluation. Each function is recorded twice after the steps."""
+    """Functions that run between the steps of a run, such as an evaluation. Each is recorded twice after the steps."""
 
     def start(self) -> Child:
         """Starts the rehearsal in a child process. `Child.result` waits for it and returns its `StepGraph`."""
@@ -208,7 +209,7 @@ def record_steps(
             after = plain_state(model, *function) if before else {}
             for number, activity in enumerate((activity for activity in between for _ in range(2)), start=steps):
                 recorder.starts_step(number)
-                _run_step(lambda _, activity=activity: activity(), batch, model, hook_errors)
+                _run_step(functools.partial(_without_batch, activity), batch, model, hook_errors)
                 gc.collect()
         graph = recorder.finish(steps=steps, primed=primed, micro_batch_sizes=micro_batch_sizes)
         drew_on_host = host_random_state() != random_before  # the forwards may differ for this reason only
@@ -217,6 +218,11 @@ def record_steps(
             changed_state=changed_state(before, after),
             forwards_differ=graph.forwards_differ and not drew_on_host,
         )
+
+
+def _without_batch(activity: Callable[[], object], batch: Any) -> None:
+    """Runs what happens between steps, which makes its own batches."""
+    activity()
 
 
 def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module, hook_errors: HookErrors) -> None:

@@ -23,10 +23,10 @@ FIRST_LOCAL = 1 << 32
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Events:
-    """What the allocator receives in one moment. Two objects are equal only if they are the same object."""
+    """Requests that the allocator receives in one moment. Two objects are equal only if they are the same object."""
 
     stream: tuple[tuple[int, int], ...]
-    """Number of a block, and its size in bytes to allocate it, or 0 to free it. A slot may be empty when it is freed."""
+    """Number of a block, and its size in bytes to allocate it, or 0 to free it. Freeing an empty slot has no effect."""
     leaves: tuple[tuple[int, int], ...]
     """Blocks of the moment that it leaves allocated in a slot, as (number of the block, slot)."""
 
@@ -159,4 +159,3 @@ class _Windows:
             slot[block] = self._slots.number(*kind, counts[window, kind])
             counts[window, kind] += 1
         return slot
-

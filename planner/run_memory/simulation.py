@@ -72,7 +72,7 @@ def simulate(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Transition:
-    """What events do in a state of the allocator."""
+    """Effect of events in a state of the allocator."""
 
     after: int
     """Number of the state in which it ends."""
@@ -96,8 +96,11 @@ class _Simulation:
 
     def run(self, run: Iterable[tuple[Events, ...]], tick: Callable[[int], None]) -> RunOutcome:
         """Returns the outcome of a run that begins without any segment."""
-        small, large = (self._number(AllocatorState(address, ())) for address in (FIRST_ADDRESS + _APART_BYTES, FIRST_ADDRESS))
-        peaks, retries = [], []
+        small, large = (
+            self._number(AllocatorState(address, ())) for address in (FIRST_ADDRESS + _APART_BYTES, FIRST_ADDRESS)
+        )
+        peaks: list[int] = []
+        retries: list[int] = []
         for number, moment in enumerate(run):
             if number % _MOMENTS_BETWEEN_REPORTS == 0:
                 tick(number)
@@ -115,9 +118,7 @@ class _Simulation:
                 fits = _replay(allocator, slots, events)
                 peak_bytes, released = max(peak_bytes, allocator.peak_reserved_bytes), released + allocator.retries
                 if not fits:
-                    return RunOutcome(
-                        peaks=(*peaks, peak_bytes), retries=(*retries, released), out_of_memory=number
-                    )
+                    return RunOutcome(peaks=(*peaks, peak_bytes), retries=(*retries, released), out_of_memory=number)
                 small, large = map(self._number, self._separated(_captured(allocator, slots)))
             peaks.append(peak_bytes)
             retries.append(released)
@@ -142,20 +143,17 @@ class _Simulation:
         """Returns what the events of one pool do in a state, without a limit."""
         transition = self._transitions.get((state, events))
         if transition is None:
-            allocator, slots = self._live.pop(state, None) or self._restored(self._states[state], None)
+            live = self._live[state] if state in self._live else self._restored(self._states[state], None)
+            allocator, slots = live
             _replay(allocator, slots, events)
             after = self._number(_captured(allocator, slots))
-            self._live = {**dict(list(self._live.items())[-1:]), after: (allocator, slots)}
+            self._live.pop(state, None)
+            self._live = {**dict(list(self._live.items())[-1:]), after: live}
             transition = self._transitions[state, events] = _Transition(after, allocator.reserved_bytes)
         return transition
 
-    def _restored(
-        self, state: AllocatorState, capacity_bytes: int | None
-    ) -> tuple[CachingAllocator, dict[int, Block]]:
-        return restore(
-            state, self._settings, capacity_bytes, card_bytes=self._card_bytes, descending=self._descending
-        )
-
+    def _restored(self, state: AllocatorState, capacity_bytes: int | None) -> tuple[CachingAllocator, dict[int, Block]]:
+        return restore(state, self._settings, capacity_bytes, card_bytes=self._card_bytes, descending=self._descending)
 
     def _joined(self, small: AllocatorState, large: AllocatorState) -> AllocatorState:
         """Returns the state of an allocator with both pools. New segments come after those of either pool."""

@@ -1,11 +1,12 @@
-"""What a training program does between steps: evaluation, an average of the weights, saving, resuming.
+"""Activities between the steps of a training run: evaluation, an average of the weights, saving, resuming.
 
-Each activity is a function that runs on the virtual GPU with the rewritten model, its step and its optimizers, so that
-its memory is that of the real code, not a formula.
+Each activity is a function that runs on the virtual GPU with the rewritten model and its optimizers, so that its memory
+is that of the real code, not a formula.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
@@ -16,8 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from planner.errors import WorkloadError
 from planner.recording.virtual_batch import virtual_batch
-from planner.rewrite.application import Rewritten
-from planner.rewrite.step import TrainingStep
 from planner.workload.workload import Workload
 
 EVALUATION, AVERAGING, SAVING, RESUMING = (
@@ -28,12 +27,17 @@ EVALUATION, AVERAGING, SAVING, RESUMING = (
 )
 
 
+Run = Callable[[torch.nn.Module, Any, Callable[[], contextlib.AbstractContextManager]], object]
+"""Runs an activity. Arguments: the rewritten model, its optimizers, and a function that returns the context
+of its forwards."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Activity:
     """Something that happens between steps."""
 
     name: str
-    run: Callable[[Rewritten], object]
+    run: Run
 
 
 def evaluation(workload: Workload, batch_size: int, *, kept_samples: int = 0) -> Activity:
@@ -55,20 +59,19 @@ def evaluation(workload: Workload, batch_size: int, *, kept_samples: int = 0) ->
             "the model is called: give the evaluation as a function, with between=[evaluate]"
         )
 
-    def run(rewritten: Rewritten) -> None:
-        module, device = rewritten.module, next(rewritten.module.parameters()).device.type
-        assert isinstance(rewritten.step, TrainingStep)
+    def run(module: torch.nn.Module, _: Any, autocast: Callable[[], contextlib.AbstractContextManager]) -> None:
+        device = next(module.parameters()).device.type
         was_training = module.training
         module.eval()
         kept = None
-        with torch.no_grad(), rewritten.step.autocast():
+        with torch.no_grad(), autocast():
             for number in range(2):
                 batch = virtual_batch(
                     workload.batch, workload.batch_size, batch_size, device, not_by_sample=workload.not_by_sample
                 )
                 output = workload.calling.call(module, batch)
                 if workload.loss_fn is not None:
-                    loss = workload.loss_fn(output, batch)
+                    _ = workload.loss_fn(output, batch)
                 if not kept_samples:
                     continue
                 logits = _logits(output)
@@ -85,11 +88,11 @@ def averaging() -> Activity:
     """Returns the update of an exponential moving average of the weights, whose copy is on the card (EMA)."""
     averages: list[torch.optim.swa_utils.AveragedModel] = []
 
-    def run(rewritten: Rewritten) -> None:
+    def run(module: torch.nn.Module, optimizer: Any, _: object) -> None:
         if not averages:
             average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.999)
-            averages.append(torch.optim.swa_utils.AveragedModel(rewritten.module, multi_avg_fn=average))
-        averages[0].update_parameters(rewritten.module)
+            averages.append(torch.optim.swa_utils.AveragedModel(module, multi_avg_fn=average))
+        averages[0].update_parameters(module)
 
     return Activity(name=AVERAGING, run=run)
 
@@ -97,8 +100,8 @@ def averaging() -> Activity:
 def saving() -> Activity:
     """Returns the saving of a checkpoint: `torch.save` copies one tensor after the other to the host."""
 
-    def run(rewritten: Rewritten) -> None:
-        for tensor in _state(rewritten):
+    def run(module: torch.nn.Module, optimizer: Any, _: object) -> None:
+        for tensor in _state(module, optimizer):
             tensor.cpu()
 
     return Activity(name=SAVING, run=run)
@@ -110,10 +113,10 @@ def resuming() -> Activity:
     Until the load ends, weights and optimizer state are on the card twice.
     """
 
-    def run(rewritten: Rewritten) -> None:
-        loaded = [torch.empty_like(tensor) for tensor in _state(rewritten)]
+    def run(module: torch.nn.Module, optimizer: Any, _: object) -> None:
+        loaded = [torch.empty_like(tensor) for tensor in _state(module, optimizer)]
         with torch.no_grad():
-            for tensor, new in zip(_state(rewritten), loaded, strict=True):
+            for tensor, new in zip(_state(module, optimizer), loaded, strict=True):
                 tensor.copy_(new)
 
     return Activity(name=RESUMING, run=run)
@@ -125,7 +128,7 @@ def own(function: Callable[..., object], name: str | None = None) -> Activity:
     Raises:
         WorkloadError: it is not a function of one or two arguments.
     """
-    label = name or getattr(function, "__name__", type(function).__name__)
+    label = name or str(getattr(function, "__name__", type(function).__name__))
     try:
         inspect.signature(function).bind(None, None)
         takes = 2
@@ -138,9 +141,7 @@ def own(function: Callable[..., object], name: str | None = None) -> Activity:
                 f"between has '{label}', which cannot be called as function(model, optimizer): give functions of the "
                 "model, or of the model and the optimizer"
             ) from error
-    return Activity(
-        name=label, run=lambda rewritten: function(*(rewritten.module, rewritten.optimizer)[:takes])
-    )
+    return Activity(name=label, run=lambda module, optimizer, _: function(*(module, optimizer)[:takes]))
 
 
 KNOWN: dict[str, Callable[[], Activity]] = {"average": averaging, "save": saving, "resume": resuming}
@@ -156,14 +157,16 @@ def activity(given: str | Callable[..., object], name: str | None = None) -> Act
     if callable(given):
         return own(given, name)
     if given not in KNOWN:
-        raise WorkloadError(f"'{given}' is not something that is known to happen between steps: choose from {', '.join(KNOWN)}")
+        raise WorkloadError(
+            f"'{given}' is not something that is known to happen between steps: choose from {', '.join(KNOWN)}"
+        )
     return KNOWN[given]()
 
 
-def _state(rewritten: Rewritten) -> list[torch.Tensor]:
+def _state(module: torch.nn.Module, optimizer: Any) -> list[torch.Tensor]:
     """Returns the tensors on the card of which a checkpoint consists: weights, buffers, and optimizer state."""
-    states = (rewritten.module.state_dict(), *(optimizer.state_dict() for optimizer in rewritten.optimizers))
-    device = next(rewritten.module.parameters()).device
+    states = (module.state_dict(), *(each.state_dict() for each in tree_leaves(optimizer)))
+    device = next(module.parameters()).device
     leaves = (leaf for state in states for leaf in tree_leaves(state))
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device == device]
 
@@ -173,5 +176,7 @@ def _logits(output: Any) -> torch.Tensor:
     if isinstance(output, Mapping):
         tensors = [value for name, value in output.items() if name != "loss" and isinstance(value, torch.Tensor)]
     else:
-        tensors = [value for value in output if isinstance(value, torch.Tensor)] if isinstance(output, tuple) else [output]
+        tensors = (
+            [value for value in output if isinstance(value, torch.Tensor)] if isinstance(output, tuple) else [output]
+        )
     return tensors[0]

@@ -87,7 +87,7 @@ def random_orders(samples: Sequence[int], *, batch_size: int, multiple: int, lon
 
     plain = orders()
     coarse = coarser([length for order in plain for length in order], _MOST_LENGTHS)
-    notes = ()
+    notes: tuple[str, ...] = ()
     if coarse > multiple:
         notes = (
             f"the batches of the run have more than {_MOST_LENGTHS} different lengths: they were simulated as if they "

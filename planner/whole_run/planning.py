@@ -21,12 +21,12 @@ from planner.plan_types.decision_base import Decision, Role, allocator_options_o
 from planner.plan_types.plan import Plan, RunChange, RunFacts, RunMoment, Shortfall
 from planner.plan_types.sizes import format_size
 from planner.profiles.device import DeviceProfile
-from planner.progress import Watch
+from planner.progress import TimeIsUp, Watch
 from planner.run_memory.lengths import coarser, padded
 from planner.run_memory.moments import Events, Moment
 from planner.run_memory.simulation import RunOutcome, simulate
 from planner.space.search_space import allocator_alternatives
-from planner.virtual_gpu.forked_process import Child
+from planner.virtual_gpu.forked_process import Child, Refuse
 from planner.whole_run.activities import Activity
 from planner.whole_run.orders import Batches, Orders
 from planner.whole_run.recordings import STEP, RunRecordings
@@ -79,23 +79,29 @@ def plan_run(
         plan_step: plans one step, as `plan_or_adapt` does.
     """
     watch = watch or Watch()
-    asked_bytes, first, found = vram_bytes, None, None
+    step_bytes, first, found = vram_bytes, None, None
+    preferred: _Setting | None = None
     for _ in range(_MOST_TRIES):
-        plan = plan_step(run.at(run.longest), card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
+        plan = plan_step(run.at(run.longest), card, vram_bytes=step_bytes, constraints=constraints, watch=watch)
         first = first or plan
         if not plan.fits:
             return plan if found is None else _too_large(first, found)
-        simulated = _Simulated(run, plan, card, constraints, watch)
-        plan = simulated.with_best_allocator(first.usable_bytes)
-        assert plan.run is not None
-        if plan.run.fits:
-            plan = simulated.with_changes(plan)
-            return plan if vram_bytes == asked_bytes else _of_first(plan, first)
-        found = plan
+        try:
+            simulated = _Simulated(run, plan, card, constraints, watch)
+            plan = simulated.with_best_allocator(first.usable_bytes, preferred)
+            assert plan.run is not None
+            if plan.run.fits:
+                return _of_first(simulated.with_changes(plan), first)
+        except TimeIsUp:
+            note = f"planning ended {watch.cause}: the whole run was not simulated, so that the plan is for one step"
+            return dataclasses.replace(first, notes=(note, *first.notes))
+        found, preferred = plan, with_roles(plan.decisions, Role.ALLOCATOR)
+        if plan.run.binding != STEP:
+            break  # another plan for the step makes nothing else smaller
         assert first.usable_bytes is not None, "without a budget, everything fits"
         excess_bytes = max(plan.run.total_bytes - first.usable_bytes, _SMALLEST_STEP_BYTES)
-        vram_bytes = min(plan.peak.total_bytes, first.usable_bytes) - excess_bytes
-        if vram_bytes <= card.context_bytes:
+        step_bytes = min(plan.peak.total_bytes, first.usable_bytes) - excess_bytes
+        if step_bytes <= card.context_bytes:
             break
     assert found is not None and first is not None
     return _too_large(first, found)
@@ -103,6 +109,8 @@ def plan_run(
 
 def _of_first(plan: Plan, first: Plan) -> Plan:
     """Returns a plan that was made for less memory with the budget that the user has."""
+    if plan.vram_bytes == first.vram_bytes:
+        return plan
     size = format_size(plan.vram_bytes or 0)
     note = f"the step was planned for {size}, because the whole run needs more memory than its largest step"
     return dataclasses.replace(
@@ -131,9 +139,7 @@ def _too_large(first: Plan, found: Plan) -> Plan:
 class _Simulated:
     """The run with the decisions of a plan."""
 
-    def __init__(
-        self, run: Run, plan: Plan, card: DeviceProfile, constraints: Constraints, watch: Watch
-    ) -> None:
+    def __init__(self, run: Run, plan: Plan, card: DeviceProfile, constraints: Constraints, watch: Watch) -> None:
         self._plan, self._card, self._constraints, self._watch = plan, card, constraints, watch
         at = run.at if plan.model.adapter == run.at(run.longest).adapter else _with_adapter(run.at, plan)
         decisions = without_roles(plan.decisions, Role.ALLOCATOR)
@@ -145,18 +151,25 @@ class _Simulated:
             orders = (self._batches.orders, *(orders for _, orders in self._batches.changes))
             self._recordings.rehearse(n for found in orders for order in found for n in order)
         self._activities = self._recordings.activities(run.activities, run.longest)
+        # Limits on the size of split blocks hardly ever help where segments can be expanded.
+        possible = allocator_alternatives(card, constraints)
+        expandable = [setting for setting in possible if _expands(setting)]
+        self._alternatives = tuple(expandable) if expandable else possible
 
-    def with_best_allocator(self, usable_bytes: int | None) -> Plan:
+    def with_best_allocator(self, usable_bytes: int | None, preferred: _Setting | None) -> Plan:
         """Returns the plan with the options of the allocator that suit the run, and with `Plan.run`.
 
         The first options are taken with which the run stays inside the budget without releasing cached memory: those of
         the plan, or else others. If there are none, those are taken that release it least often.
+
+        Args:
+            preferred: options that are tried first; None for those of the plan.
         """
-        own = with_roles(self._plan.decisions, Role.ALLOCATOR)
+        own = with_roles(self._plan.decisions, Role.ALLOCATOR) if preferred is None else preferred
         capacity = None if usable_bytes is None else usable_bytes - self._card.context_bytes
         possible: list[tuple[int, _Setting]] = []
         chosen = None
-        for setting in dict.fromkeys((own, *allocator_alternatives(self._card, self._constraints))):
+        for setting in dict.fromkeys((own, *self._alternatives)):
             outcome, order = self._worst([(order, setting) for order in self._batches.orders], None)
             possible.append((outcome.peak_bytes, setting))
             if capacity is None or outcome.peak_bytes <= capacity:
@@ -185,8 +198,8 @@ class _Simulated:
         options: list[tuple[str, Orders, _Setting]] = [
             (name, orders, setting) for name, orders in self._batches.changes
         ]
-        expandable = [option for option in allocator_alternatives(self._card, self._constraints) if _expands(option)]
-        options += [(option[0].describe(), self._batches.orders, option) for option in expandable if option != setting]
+        expandable = [option for option in self._alternatives if _expands(option) and option != setting]
+        options += [(option[0].describe(), self._batches.orders, option) for option in expandable]
         outcomes = self._simulate([(orders[0], setting) for _, orders, setting in options], None)
         changes = tuple(
             RunChange(
@@ -236,9 +249,7 @@ class _Simulated:
     def _time(self, order: Sequence[int]) -> int:
         return sum(self._recordings.steps[length].step_ns for length in order)
 
-    def _simulate(
-        self, runs: Sequence[tuple[Sequence[int], _Setting]], capacity: int | None
-    ) -> list[RunOutcome]:
+    def _simulate(self, runs: Sequence[tuple[Sequence[int], _Setting]], capacity: int | None) -> list[RunOutcome]:
         """Returns the outcome of each run, which is given as an order of lengths and options of the allocator."""
         steps = sum(len(order) for order, _ in runs)
         self._watch.stage(f"simulating {steps:,} steps in the allocator")
@@ -255,7 +266,7 @@ class _Simulated:
             while waiting or running:
                 while waiting and len(running) < _AT_ONCE:
                     function = waiting.pop(0)
-                    running.append(Child(lambda _, function=function: function()).timed_by(self._watch))
+                    running.append(Child(functools.partial(_answered, function)).timed_by(self._watch))
                 outcomes.append(running[0].result())
                 running.pop(0)
         finally:
@@ -283,6 +294,10 @@ class _Simulated:
             events.append(step.moment.again)
         happen(self._activities)
         return names, events
+
+
+def _answered(function: Callable[[], RunOutcome], refuse: Refuse) -> RunOutcome:
+    return function()
 
 
 def _taken(outcome: RunOutcome, names: Sequence[str]) -> Counter[str]:
@@ -315,8 +330,8 @@ def _coarse(batches: Batches, lengths: Sequence[int]) -> Batches:
         return tuple(tuple(padded(length, multiple, longest) for length in order) for order in orders)
 
     note = (
-        f"the steps of the lengths could not be predicted from each other: batches were simulated as if they were padded "
-        f"to multiples of {multiple}"
+        "the steps of the lengths could not be predicted from each other: batches were simulated as if they were "
+        f"padded to multiples of {multiple}"
     )
     return dataclasses.replace(
         batches,

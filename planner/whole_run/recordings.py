@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from planner import pipeline
 from planner.estimate import roofline
 from planner.estimate.add_workspaces import with_workspaces
 from planner.estimate.footprint import granularity_bytes, with_whole_batch
@@ -14,7 +15,6 @@ from planner.plan_types.decision_base import Decision, micro_batches_of
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
 from planner.recording.step_graph import StepGraph
-from planner.rewrite import rehearse
 from planner.run_memory.interpolation import interpolate, lengths_to_record, value_at
 from planner.run_memory.moments import Events, Moment, Slots, moments_of
 from planner.virtual_gpu.forked_process import Child
@@ -94,8 +94,8 @@ class RunRecordings:
             return []
         workload = self._at(length)
         self._watch.stage(f"rehearsing {activities[0].name}" if len(activities) == 1 else "rehearsing the activities")
-        child = rehearse.start_run(workload, self._decisions, self._card, [a.run for a in activities])
-        graph = rehearse.finish_certificate(child.timed_by(self._watch).result(), workload, self._card)
+        child = pipeline.start_steps(workload, self._card, self._decisions, [activity.run for activity in activities])
+        graph = self._with_workspaces(child.timed_by(self._watch).result(), workload.batch_bytes)
         # Two activities of the same name are two moments.
         labels = [f"{number} {activity.name}" for number, activity in enumerate(activities)]
         names = [STEP, STEP, *(label for label in labels for _ in range(2))]
@@ -112,16 +112,17 @@ class RunRecordings:
             self._watch.stage(f"rehearsing the step at {len(lengths)} lengths" if len(lengths) > 1 else "rehearsing")
             workload = self._at(length)
             self._batch_bytes[length] = workload.batch_bytes
-            child = rehearse.start_certificate(workload, self._decisions, self._card).timed_by(self._watch)
+            child = pipeline.start_steps(workload, self._card, self._decisions).timed_by(self._watch)
             running.append((length, child))
             while len(running) >= _AT_ONCE or (running and number + 1 == len(lengths)):
                 done, first = running.pop(0)
                 self._recorded[done] = first.result()
 
+    def _with_workspaces(self, graph: StepGraph, batch_bytes: int) -> StepGraph:
+        return with_workspaces(with_whole_batch(graph, batch_bytes), self._card, torch.__version__)
+
     def _step(self, graph: StepGraph, batch_bytes: int, *, is_predicted: bool) -> RecordedStep:
-        graph = with_workspaces(with_whole_batch(graph, batch_bytes), self._card, torch.__version__)
-        setup, moments = moments_of(
-            graph, (STEP, STEP), self._slots, granularity_bytes=granularity_bytes(self._card)
-        )
+        graph = self._with_workspaces(graph, batch_bytes)
+        setup, moments = moments_of(graph, (STEP, STEP), self._slots, granularity_bytes=granularity_bytes(self._card))
         times = roofline.op_times_ns(graph, self._card, micro_batches_of(self._decisions))
         return RecordedStep(setup=setup, moment=moments[STEP], step_ns=sum(times), is_predicted=is_predicted)

@@ -1,4 +1,4 @@
-"""What the user says about the run, and the `Run` that follows from it and from the batches."""
+"""The user's description of the run, and the `Run` that follows from it and from the batches."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
 from planner.run_memory.lengths import padded
 from planner.whole_run.activities import Activity, activity, evaluation
-from planner.whole_run.orders import Batches, constant, given_order, random_orders
+from planner.whole_run.orders import constant, given_order, random_orders
 from planner.whole_run.planning import MOST_REHEARSED, Run, plan_run
 from planner.workload.batch_source import BatchStream, elements
 from planner.workload.workload import Workload, batch_size_of, described
 
 Between = Sequence[str | Callable[..., object]] | Mapping[str, Callable[..., object]] | Callable[..., object]
-"""What happens between steps: names of known activities, or functions of the user's own, with or without names."""
+"""Names of known activities between steps, or functions of the user's own, with or without names."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """What the user says about the run."""
+    """The user's description of the run."""
 
     samples: tuple[int, ...] = ()
     """Lengths of the samples; empty if they are not stated."""
@@ -48,8 +48,8 @@ class RunRequest:
         """Returns what happens between steps. Raises `WorkloadError` if it cannot be rehearsed."""
         if self.eval_samples and self.eval_batch_size is None:
             raise WorkloadError(
-                "the number of samples whose logits the evaluation keeps (--eval-samples) was given without the size of "
-                "its batches: add --eval-batch-size"
+                "the number of samples whose logits the evaluation keeps (--eval-samples) was given without the size "
+                "of its batches: add --eval-batch-size"
             )
         evaluations = []
         if self.eval_batch_size is not None:
@@ -79,10 +79,9 @@ def plan_step_or_run(
     """
     run, notes = _run_of(workload, request, at)
     workload = dataclasses.replace(workload, notes=(*workload.notes, *notes))
-    arguments = {"vram_bytes": vram_bytes, "constraints": constraints, "watch": watch}
     if run is None:
-        return plan_or_adapt(workload, card, **arguments)
-    return plan_run(run, card, **arguments)
+        return plan_or_adapt(workload, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
+    return plan_run(run, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
 
 
 def _run_of(
@@ -93,15 +92,15 @@ def _run_of(
     if request.samples:
         if at is None or workload.seq_len is None:
             raise WorkloadError(
-                "the lengths of the samples are of no use here, because the length of the batch cannot be changed: give "
-                "a transformers model, a function with an argument seq_len, or a data loader"
+                "the lengths of the samples are of no use here, because the length of the batch cannot be changed: "
+                "give a transformers model, a function with an argument seq_len, or a data loader"
             )
         batches = random_orders(
             request.samples, batch_size=workload.batch_size, multiple=request.multiple, longest=workload.seq_len
         )
         longest = workload.seq_len
         by_length = functools.cache(lambda length: workload if length == longest else at(length))
-        return Run(at=by_length, batches=batches, activities=activities), batches.notes
+        return Run(at=by_length, batches=batches, activities=activities), ()
     if workload.stream is not None and len(workload.stream.different) > 1:
         return _of_stream(workload, workload.stream, activities)
     if activities:
