@@ -1,0 +1,167 @@
+"""A simulated run against one recording of all its steps, and against a plain replay of the same requests."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from planner import profiles
+from planner.allocator.blocks import Placement
+from planner.allocator.caching_allocator import CachingAllocator, OutOfMemory
+from planner.allocator.settings import PYTORCH_DEFAULTS, settings_of
+from planner.estimate.allocation_stream import allocation_stream
+from planner.plan_types.sizes import MIB
+from planner.recording.step_graph import StepGraph
+from planner.rewrite import rehearse
+from planner.run_memory.moments import FIRST_LOCAL, Events, Slots, moments_of
+from planner.run_memory.simulation import RunOutcome, simulate
+from planner.workload.workload import Workload, workload
+
+CARD = dataclasses.replace(profiles.load("rtx-2060"), segment_addresses="descending")
+SETTINGS = [PYTORCH_DEFAULTS, settings_of({"expandable_segments": True}), settings_of({"max_split_size_mb": 128})]
+LENGTHS = (50, 100, 130, 222, 400)
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5000, 256)
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in "ab"))
+        self.head = nn.Linear(256, 5000)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.embedding(tokens)))
+
+
+def training(lengths: list[int], *, holds: bool) -> Workload:
+    """A step that makes its own batch, each time of the next length, and holds what it returned until the next step."""
+    following, held, model = iter(lengths), {}, Tagger()
+
+    def step(model, optimizer, _):
+        tokens = torch.zeros(4, next(following), dtype=torch.long, device=model.head.weight.device)
+        optimizer.zero_grad()
+        output = model(tokens)
+        loss = nn.functional.cross_entropy(output.flatten(0, 1), tokens.flatten())
+        loss.backward()
+        optimizer.step()
+        held["before"] = output.detach() if holds else loss.detach()
+
+    return workload(model, None, step=step, optimizer=torch.optim.AdamW(model.parameters()))
+
+
+def recorded(lengths: list[int], *, holds: bool) -> StepGraph:
+    work = training(lengths, holds=holds)
+    child = rehearse.start_rehearsal(work, (), CARD, sizes=(1,), steps=len(lengths), primed=False, what_if=False)
+    return rehearse.finish_certificate(child.result(), work, CARD)
+
+
+def composed(order: list[int], *, holds: bool) -> list[tuple[Events, ...]]:
+    """The moments of a run, each from a recording of two steps of the same length."""
+    slots = Slots()
+    moments = {
+        length: moments_of(recorded([length] * 2, holds=holds), ("step", "step"), slots, granularity_bytes=512)
+        for length in sorted(set(order))
+    }
+    setup, first = moments[order[0]]
+    return [setup, first["step"].first, *(moments[length][1]["step"].again for length in order[1:])]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["loss-held", "output-held"])
+def run(request) -> tuple[list[int], bool, list[tuple[Events, ...]]]:
+    source = random.Random(3)
+    order = [source.choice(LENGTHS) for _ in range(40)]
+    return order, request.param, composed(order, holds=request.param)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_put_together_reserves_what_one_recording_of_all_steps_reserves(run):
+    order, holds, moments = run
+    graph = recorded(order, holds=holds)
+    ids, sizes, ticks = (column.tolist() for column in allocation_stream(graph))
+    for settings in SETTINGS[:2]:
+        allocator = CachingAllocator(settings, None, place=Placement(descending=True), card_bytes=CARD.vram_bytes)
+        alive, peaks, starts = {}, [], itertools.chain(graph.step_starts, [graph.ticks])
+        start = next(starts)
+        for block, size_bytes, tick in zip(ids, sizes, ticks, strict=True):
+            while tick > start:
+                peaks.append(allocator.reserved_bytes)
+                start = next(starts)
+            if size_bytes:
+                alive[block] = allocator.malloc(size_bytes)
+            else:
+                allocator.free(alive.pop(block))
+        assert simulate(moments, settings, CARD, None).peaks == (*peaks, allocator.reserved_bytes)
+
+
+def plain(moments: list[tuple[Events, ...]], settings, capacity_bytes: int | None) -> RunOutcome:
+    """The outcome of a run without any shortcut: one allocator, all requests."""
+    allocator = CachingAllocator(settings, capacity_bytes, place=Placement(descending=True), card_bytes=CARD.vram_bytes)
+    slots, peaks, retries = {}, [], []
+    for number, moment in enumerate(moments):
+        allocator.driver.peak_reserved_bytes, before, out = allocator.reserved_bytes, allocator.retries, None
+        for events in moment:
+            local = {}
+            try:
+                for block, size_bytes in events.stream:
+                    if size_bytes:
+                        local[block] = allocator.malloc(size_bytes)
+                    elif block >= FIRST_LOCAL:
+                        allocator.free(local.pop(block))
+                    elif block in slots:
+                        allocator.free(slots.pop(block))
+            except OutOfMemory:
+                out = number
+                break
+            slots.update((slot, local[block]) for block, slot in events.leaves)
+        peaks.append(allocator.peak_reserved_bytes)
+        retries.append(allocator.retries - before)
+        if out is not None:
+            break
+    return RunOutcome(peaks=tuple(peaks), retries=tuple(retries), out_of_memory=out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", SETTINGS, ids=["defaults", "expandable", "split-limit"])
+def test_shortcuts_change_nothing_with_and_without_a_limit(run, settings):
+    _, holds, moments = run
+    free = plain(moments, settings, None)
+    assert simulate(moments, settings, CARD, None) == free
+    seen = set()
+    for missing_mib in range(2, 120, 10):
+        limited = plain(moments, settings, free.peak_bytes - missing_mib * MIB)
+        found = simulate(moments, settings, CARD, free.peak_bytes - missing_mib * MIB)
+        assert (found.out_of_memory, found.retries) == (limited.out_of_memory, limited.retries)
+        if limited.out_of_memory is None:
+            assert found == limited
+        seen |= {limited.out_of_memory is None, any(limited.retries)}
+    assert seen == {True, False} or holds, "some limits are harmless, and some are not"
+
+
+def test_what_a_step_keeps_for_ever_grows_with_each_step():
+    kept: list[torch.Tensor] = []
+    model = nn.Linear(512, 512)
+
+    def step(model, optimizer, _):
+        loss = model(torch.zeros(1024, 512, device=model.weight.device)).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        kept.append(torch.zeros(3 * MIB, dtype=torch.uint8, device=loss.device))
+
+    work = workload(model, None, step=step, optimizer=torch.optim.SGD(model.parameters()))
+    child = rehearse.start_rehearsal(work, (), CARD, sizes=(1,), steps=2, primed=False, what_if=False)
+    setup, moments = moments_of(child.result(), ("step", "step"), Slots(), granularity_bytes=512)
+    outcome = simulate([setup, moments["step"].first, *[moments["step"].again] * 40], PYTORCH_DEFAULTS, CARD, None)
+    assert outcome.peaks[-1] - outcome.peaks[0] > 40 * 3 * MIB
+    assert outcome.settled > 30
+
+
+def test_each_moment_must_be_recorded_twice():
+    graph = recorded([10, 10], holds=False)
+    with pytest.raises(ValueError, match="twice"):
+        moments_of(graph, ("step", "evaluation"), Slots(), granularity_bytes=512)
