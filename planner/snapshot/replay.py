@@ -30,7 +30,7 @@ from planner.allocator.expandable_segments import UNKNOWN_CARD_BYTES
 from planner.allocator.settings import LARGEST_SMALL_BYTES, round_size
 from planner.errors import SnapshotError
 from planner.plan_types.sizes import format_size
-from planner.snapshot.file import Action, Event, History
+from planner.snapshot.history import Action, Event, History
 from planner.snapshot.initial_state import StartState
 from planner.snapshot.result import AddressMismatch, Counts, DriverMismatch, Levels, ReplayResult, pair_segments
 
