@@ -1,0 +1,153 @@
+"""Explains a snapshot of a run that failed or took more memory than planned: `explain(snapshot, plan)`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from planner.errors import SnapshotError
+from planner.plan_types.plan import Plan
+from planner.plan_types.sizes import parse_size
+from planner.snapshot.explain.comparison import Comparison, causes
+from planner.snapshot.explain.contents import KEPT, Contents, contents_of
+from planner.snapshot.explain.explanation import Explanation, describe_group
+from planner.snapshot.explain.moment import Moment, failed_event, moment_of, peak_event
+from planner.snapshot.explain.program import read_program
+from planner.snapshot.explain.steps import step_starts
+from planner.snapshot.explain.trials import Trial, Trials
+from planner.snapshot.file import load
+from planner.snapshot.history import Action, History, Sources
+from planner.snapshot.replay import replay_history
+from planner.snapshot.result import ReplayResult
+
+__all__ = ["Explanation", "explain"]
+
+
+def explain(
+    snapshot: str | os.PathLike[str] | Mapping[str, Any],
+    plan: Plan | str | os.PathLike[str] | None = None,
+    *,
+    device: int | None = None,
+    capacity: str | int | None = None,
+) -> Explanation:
+    """Explain why a run ran out of memory or took more than planned, from a snapshot of the caching allocator.
+
+    The moment that is explained is the last request that failed, or else the one at which most bytes were allocated.
+    Settings of the allocator are replayed on the recorded requests in the simulated allocator.
+
+    Args:
+        snapshot: the file that `torch.cuda.memory._dump_snapshot` wrote, or what `torch.cuda.memory._snapshot()`
+            returns. With `torch.cuda.memory._record_memory_history()` before the program, it holds the history of all
+            requests; without it, only the state at the end can be explained.
+        plan: the plan of the run, or its file; None if there is none.
+        device: index of the CUDA device; None for the first one on which a request failed, or else that has events.
+        capacity: the most memory that the allocator could hold on the card, such as "23GiB"; None to take it from the
+            record: what was reserved when the request failed, and what the card had free.
+
+    Raises:
+        planner.errors.PlannerError: the snapshot or the plan cannot be read.
+    """
+    if plan is not None and not isinstance(plan, Plan):
+        plan = Plan.load(pathlib.Path(plan))
+    limit = None if capacity is None else parse_size(capacity, device_bytes=None)
+    record = _Record(load(snapshot, device=device, needs_events=False))
+    moment = moment_of(record.history, record.program, record.replayed, record.event, limit)
+    step = max((start for start in record.steps if record.event is not None and start < record.event), default=None)
+    event = -1 if record.event is None else record.event
+    contents = contents_of(record.program, event, step, plan, record.history.settings)
+    trials, more_bytes, notes = _trials(record, moment, contents)
+    compared = Comparison(plan, moment, contents, record.history.settings)
+    return Explanation(
+        device=record.history.device,
+        events=len(record.history.events),
+        is_exact=None if record.replayed is None else record.replayed.is_equal,
+        moment=moment,
+        causes=tuple(causes(moment, record.history, plan)),
+        trials=tuple(trials),
+        more_memory_bytes=more_bytes,
+        parts=contents.parts,
+        groups=contents.groups,
+        findings=tuple(compared.findings()),
+        exceeds_plan=compared.exceeds,
+        notes=(*record.history.notes, *record.notes, *notes),
+    )
+
+
+class _Record:
+    """A history with its moment, and with its replay if it has one."""
+
+    def __init__(self, history: History) -> None:
+        self.notes: list[str] = []
+        self.replayed: ReplayResult | None = None
+        self.event: int | None = None
+        """Index of the event that is explained, -1 for the state before the first one; None without events."""
+        self.history, self.program = history, read_program(dataclasses.replace(history, events=(), sources=Sources()))
+        try:
+            self.program = read_program(history)
+        except SnapshotError as error:
+            self.notes.append(f"only the state at the end is explained, because the history is not complete: {error}")
+            self.history = history = dataclasses.replace(history, events=())
+        if history.events:
+            failed = failed_event(history)
+            self.event = peak_event(self.program) if failed is None else failed
+            self._replay(failed)
+        self.steps = step_starts(self.program, len(history.events))
+
+    def _replay(self, failed: int | None) -> None:
+        """Replay the history, and note what that shows about its replays under other settings."""
+        try:
+            self.replayed = replay_history(self.history, look_at=self.event)
+        except SnapshotError as error:
+            self.notes.append(f"free memory and its pieces are not known: {error}")
+            return
+        self.program = read_program(self.history, self.replayed.emptied)
+        if not self.replayed.is_equal:
+            self.notes.append(
+                f"the simulated allocator gives other addresses than the record for {len(self.replayed.addresses)} "
+                f"requests, so the replays are not exact (python -m planner.snapshot shows the differences)"
+            )
+        if self.replayed.start:
+            self.notes.append(
+                "the record starts in the middle of the run: with expandable segments, the replays assume that "
+                "what was alive then has no gaps"
+            )
+        failures = sum(event.action is Action.OOM for event in self.history.events)
+        if failures > 1:
+            self.notes.append(f"{failures} requests failed in the record; the last one is explained")
+        if failed is not None and any(event.action is Action.ALLOC for event in self.history.events[failed:]):
+            self.notes.append("the program went on after this request")
+
+
+def _trials(record: _Record, moment: Moment, contents: Contents) -> tuple[list[Trial], int | None, list[str]]:
+    """Returns the replays under other circumstances, the memory that would have helped, and notes."""
+    if record.event is None:
+        return [], None, []
+    until = record.event if moment.failed else len(record.history.events) - 1
+    trials = Trials(record.program, record.replayed, record.history.settings, moment, until=until, steps=record.steps)
+    if not moment.failed:
+        return [trial for trial in trials.settings() if _saves(trial, moment)], None, []
+    if trials.unchanged().failed_event is None:
+        note = (
+            "the replay with this limit does not run out of memory, also without any change, so replays with other "
+            "settings say nothing: give the memory that the process could take with --capacity"
+        )
+        return [], None, [note]
+    found = trials.settings()
+    if not any(trial.passes for trial in found):
+        if contents.scale is not None and contents.scale > 1.01:
+            found.append(trials.scaled("tensors of the step as large as planned", 1 / contents.scale))
+        for group in contents.groups:
+            if group.unplanned_bytes or group.purpose == KEPT:
+                found.append(trials.without(f"without the {describe_group(group)}", group.numbers))
+        found += trials.smaller_batches()
+    return sorted(found, key=lambda trial: not trial.passes), trials.more_memory_bytes(), []
+
+
+def _saves(trial: Trial, moment: Moment) -> bool:
+    """True if a run in which no request failed would have needed less memory, by at least 1 %."""
+    if trial.spare_bytes is None:
+        return trial.passes and trial.peak_reserved_bytes < 0.99 * moment.peak_reserved_bytes
+    return trial.spare_bytes > 0.01 * moment.peak_reserved_bytes

@@ -1,0 +1,274 @@
+"""What was alive at a moment: by purpose, compared with the plan, and by the place in the program that allocated it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from planner.allocator.settings import AllocatorSettings, round_size
+from planner.plan_types.categories import Category
+from planner.plan_types.plan import LiveTensor, Plan
+from planner.snapshot.explain.program import Program, RecordedBlock
+from planner.snapshot.explain.steps import is_backward, is_loading, is_optimizer, place_of, source_of
+
+BEFORE = "parameters and optimizer state"
+"""Purpose of blocks that were alive before the step, if nothing says which of the two they are."""
+KEPT = "kept from before the step"
+"""Purpose of blocks that were alive before the step, and are neither parameters nor optimizer state."""
+REST = "activations and temporaries"
+"""Purpose of everything that a step makes, except gradients."""
+IN_STEP = "made since the step began"
+"""Purpose of blocks of a step in a record without stack traces."""
+ALL = "all tensors"
+"""Purpose of blocks of which nothing is known."""
+_ROWS = (Category.PARAMETER, Category.OPTIMIZER_STATE, BEFORE, KEPT, Category.GRADIENT, REST, IN_STEP, ALL)
+_WITH_BATCH = (Category.ACTIVATION, Category.LOGITS, Category.TEMPORARY, Category.INPUT)
+"""Categories of the plan's tensors whose size grows with the batch."""
+_MOSTLY = 0.5
+"""Part of the comparable bytes for which the size of the batch must account."""
+_STATE = ("_init_group", "init_state", "state_init")
+"""Functions in which optimizers create their state."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """Memory of one purpose."""
+
+    purpose: str
+    total_bytes: int
+    planned_bytes: int | None
+    """The most that the plan has for this purpose; None without a plan, or if the plan does not say it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """Blocks of one purpose that the same place in the program allocated."""
+
+    purpose: str
+    place: str
+    """The place, as 'forward, model.py:12'; empty if it is not known."""
+    caller: str
+    """The place in the user's own code from which it was called; empty if there is none or it is not known."""
+    total_bytes: int
+    blocks: int
+    largest_bytes: int
+    unplanned_bytes: int
+    """Bytes of blocks that are larger than the smallest listed tensor of the plan, and not in its list."""
+    numbers: tuple[int, ...]
+    """Numbers of the blocks in the record."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What was alive at a moment."""
+
+    parts: tuple[Part, ...]
+    groups: tuple[Group, ...]
+    """Largest first."""
+    scale: float | None
+    """Size of the step's tensors as a multiple of the planned size; None if too few of them are in the plan."""
+
+
+def contents_of(
+    program: Program, event: int, step: int | None, plan: Plan | None, settings: AllocatorSettings
+) -> Contents:
+    """Returns what is alive right after an event.
+
+    Args:
+        program: What the recorded program did.
+        event: Index of the event; -1 for the state before the first event.
+        step: Index of the event after which the last step began; None if it is not known.
+        plan: The plan to compare with; None to compare with nothing.
+        settings: Options of the allocator, which round sizes.
+    """
+    live = [
+        (number, block)
+        for number, block in enumerate(program.blocks)
+        if block.born <= event and (block.freed is None or block.freed > event)
+    ]
+    sizes = {number: round_size(block.requested_bytes, settings) for number, block in live}
+    purposes = _purposes(program, live, sizes, step, plan)
+    in_step = {number for number, _ in live if purposes[number] in (REST, KEPT, IN_STEP, ALL)}
+    scale = None if plan is None else _scale(plan, [(sizes[n], block) for n, block in live if n in in_step])
+    unplanned = set() if plan is None else _unplanned(plan, [(n, b) for n, b in live if n in in_step], sizes, scale)
+    totals: collections.Counter[str] = collections.Counter()
+    members: dict[tuple[str, str, str], list[int]] = collections.defaultdict(list)
+    for number, block in live:
+        totals[purposes[number]] += sizes[number]
+        place, caller = place_of(block.frames)
+        members[purposes[number], place, caller].append(number)
+    groups = [
+        Group(
+            purpose=purpose,
+            place=place,
+            caller=caller,
+            total_bytes=sum(sizes[number] for number in numbers),
+            blocks=len(numbers),
+            largest_bytes=max(sizes[number] for number in numbers),
+            unplanned_bytes=sum(sizes[number] for number in numbers if number in unplanned),
+            numbers=tuple(numbers),
+        )
+        for (purpose, place, caller), numbers in members.items()
+    ]
+    return Contents(
+        parts=tuple(
+            Part(purpose=str(row), total_bytes=totals[row], planned_bytes=_planned(plan, row, totals))
+            for row in _ROWS
+            if totals[row]
+        ),
+        groups=tuple(sorted(groups, key=lambda group: -group.total_bytes)),
+        scale=scale,
+    )
+
+
+# ---- purposes -----------------------------------------------------------------------------------------------------
+
+
+def _purposes(
+    program: Program,
+    live: Sequence[tuple[int, RecordedBlock]],
+    sizes: Mapping[int, int],
+    step: int | None,
+    plan: Plan | None,
+) -> dict[int, str]:
+    """Returns the purpose of each block that is alive, by its number."""
+    has_traces = any(frame.filename for block in program.blocks for frame in block.frames)
+    found = {number: _purpose(block, step, has_traces=has_traces) for number, block in live}
+    weights = {sizes[number] for number, purpose in found.items() if purpose in (Category.PARAMETER, BEFORE)}
+    for number, purpose in found.items():
+        if purpose == Category.GRADIENT and sizes[number] not in weights:
+            found[number] = REST
+    if not has_traces and step is None and plan is not None and ALL in found.values():
+        # The first blocks of a program are its parameters.
+        left = plan.peak.breakdown.get(Category.PARAMETER, 0)
+        for number, _ in sorted(live, key=lambda item: item[1].born):
+            found[number] = BEFORE if sizes[number] <= left else IN_STEP
+            left -= sizes[number] if sizes[number] <= left else left
+    if BEFORE in found.values():
+        merged = (Category.PARAMETER, Category.OPTIMIZER_STATE)
+        found = {number: BEFORE if purpose in merged else purpose for number, purpose in found.items()}
+    return found
+
+
+def _purpose(block: RecordedBlock, step: int | None, *, has_traces: bool) -> str:
+    """Returns the purpose of a block. A block that may be a gradient counts as one."""
+    noted = next((category for category in Category if block.remark.startswith(category)), None)
+    if noted is not None:
+        return noted if noted in _ROWS else REST
+    is_old = block.born < 0 or (step is not None and block.born <= step)
+    if is_optimizer(block.frames):
+        is_state = is_old or any(frame.name in _STATE for frame in block.frames)
+        return Category.OPTIMIZER_STATE if is_state else REST
+    if is_loading(block.frames):
+        return Category.PARAMETER
+    if is_backward(block.frames) or (has_traces and not block.frames and block.born >= 0):
+        return Category.GRADIENT
+    if is_old:
+        return KEPT if has_traces and block.frames else BEFORE
+    return REST if has_traces else ALL if step is None else IN_STEP
+
+
+def _planned(plan: Plan | None, row: str, totals: Mapping[str, int]) -> int | None:
+    """Returns the most bytes that the plan has for a purpose; None without a plan.
+
+    Args:
+        plan: The plan.
+        row: The purpose.
+        totals: Bytes that are alive, by purpose.
+    """
+    if plan is None:
+        return None
+    at_peak, most = plan.peak.breakdown, plan.peak.most or plan.peak.breakdown
+    lasting = at_peak.get(Category.PARAMETER, 0) + at_peak.get(Category.OPTIMIZER_STATE, 0)
+    if row == BEFORE:
+        return most.get(Category.PARAMETER, 0) + most.get(Category.OPTIMIZER_STATE, 0)
+    if row == REST:
+        return max(plan.peak.allocated_bytes - lasting, 0)
+    if row == IN_STEP:
+        return max(plan.peak.allocated_bytes - min(lasting, totals[BEFORE]), 0)
+    if row == ALL:
+        return plan.peak.allocated_bytes
+    return 0 if row == KEPT else most.get(row, 0)
+
+
+# ---- tensors of the plan ------------------------------------------------------------------------------------------
+
+
+def _scale(plan: Plan, blocks: Iterable[tuple[int, RecordedBlock]]) -> float | None:
+    """Returns the factor by which the tensors of the plan that are found among the blocks of the step are larger.
+
+    A tensor of the plan is found if a block comes from its line of code. Without stack traces, any block may be that
+    tensor. The factor must hold for most of what is found, and for at least two sizes of tensors; without stack traces
+    for three.
+
+    Args:
+        plan: The plan, whose largest tensors are compared.
+        blocks: Sizes in bytes of the blocks of the step, and the blocks.
+    """
+    planned = [tensor for tensor in plan.tensors if tensor.category in _WITH_BATCH and tensor.size_bytes]
+    counts = collections.Counter((size_bytes, frozenset(source_of(block.frames))) for size_bytes, block in blocks)
+    has_sources = any(sources for _, sources in counts)
+    factors: dict[str, dict[int, float]] = {}
+    found: dict[str, dict[int, int]] = collections.defaultdict(dict)
+    for (size_bytes, sources), count in counts.items():
+        for tensor in planned:
+            if has_sources and tensor.source.rpartition("/")[2] not in sources:
+                continue
+            factor = size_bytes / tensor.size_bytes
+            rounded = f"{factor:.2g}"
+            explained = min(count, tensor.count) * size_bytes
+            if explained > found[rounded].get(tensor.size_bytes, 0):
+                found[rounded][tensor.size_bytes] = explained
+                factors.setdefault(rounded, {})[size_bytes] = factor
+    totals = {rounded: sum(sizes.values()) for rounded, sizes in found.items()}
+    agreed = [rounded for rounded, sizes in found.items() if len(sizes) >= (2 if has_sources else 3)]
+    if not agreed:
+        return None
+    best = max(agreed, key=lambda rounded: totals[rounded])
+    comparable = sum(
+        size * count for (size, sources), count in counts.items() if _is_comparable(size, sources, planned)
+    )
+    if totals[best] < _MOSTLY * comparable:
+        return None
+    return factors[best][max(factors[best])]
+
+
+def _is_comparable(size_bytes: int, sources: Collection[str], planned: Sequence[LiveTensor]) -> bool:
+    """True if a block should be a tensor of the plan: it comes from a line of one, or is as large as one."""
+    if sources:
+        return any(tensor.source.rpartition("/")[2] in sources for tensor in planned)
+    return size_bytes >= min(tensor.size_bytes for tensor in planned)
+
+
+def _unplanned(
+    plan: Plan, live: Sequence[tuple[int, RecordedBlock]], sizes: Mapping[int, int], scale: float | None
+) -> set[int]:
+    """Returns the numbers of the blocks that the plan would list at its peak if it had them, and does not list.
+
+    Args:
+        plan: The plan.
+        live: Numbers and blocks of what the step made, or what was kept from before it.
+        sizes: Sizes of all blocks in bytes, by number.
+        scale: Size of the step's tensors as a multiple of the planned size; None if it is not known.
+    """
+    if not plan.tensors:
+        return set()
+    left: collections.Counter[int] = collections.Counter()
+    for tensor in plan.tensors:
+        left[tensor.size_bytes] += tensor.count
+    factor = scale or 1.0
+    smallest = min(left) * max(factor, 1.0)
+    found = set()
+    for number, _ in sorted(live, key=lambda item: -item[1].born):
+        size_bytes = sizes[number]
+        match = next(
+            (size for size in left if left[size] and abs(size_bytes - size * factor) <= size_bytes / 150), None
+        )
+        if match is None:
+            match = size_bytes if left[size_bytes] else None
+        if match is not None:
+            left[match] -= 1
+        elif size_bytes > smallest:
+            found.add(number)
+    return found

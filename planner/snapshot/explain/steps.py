@@ -1,0 +1,126 @@
+"""Where the training steps of a record begin, and what the frames of a stack trace say about an allocation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from planner.snapshot.explain.program import Program
+from planner.snapshot.history import Frame
+
+_OPTIMIZERS = ("torch/optim/", "bitsandbytes/optim/", "apex/optimizers/", "deepspeed/ops/adam")
+_LIBRARY = ("torch/", "torch\\")
+_INSTALLED = ("site-packages/", "dist-packages/", "<frozen")
+_LEAST_FALL = 0.2
+"""Least fall of allocated memory at the end of a step, as a fraction of the highest level of the record."""
+
+
+def is_optimizer(frames: Sequence[Frame]) -> bool:
+    """True if an optimizer's step made the allocation."""
+    return any(
+        any(part in frame.filename for part in _OPTIMIZERS) or frame.name.endswith(", optimizer") for frame in frames
+    )
+
+
+def is_backward(frames: Sequence[Frame]) -> bool:
+    """True if autograd's backward made the allocation."""
+    return any(
+        "torch::autograd::Engine" in frame.name
+        or "AccumulateGrad" in frame.name
+        or frame.name.endswith((", backward", ", recompute"))
+        for frame in frames
+    )
+
+
+def is_loading(frames: Sequence[Frame]) -> bool:
+    """True if the allocation made a parameter or buffer: while the model was built, loaded or moved to the card."""
+    names = {frame.name for frame in frames}
+    return bool(
+        names & {"_apply", "from_pretrained", "load_state_dict", "_load_pretrained_model", "__init__"}
+    ) and not (is_optimizer(frames))
+
+
+def step_starts(program: Program, until: int) -> list[int]:
+    """Returns the events after which a training step begins, up to the event `until`.
+
+    If stack traces show updates by an optimizer, a step begins where allocated memory is lowest after an update.
+    Otherwise it begins where memory is lowest between two rises, if it falls and rises by at least half of its largest
+    fall, and if that is a fifth of the highest level. The result is empty if neither is found.
+    """
+    levels = [level for level in program.levels() if 0 <= level[0] <= until]
+    traces = {block.born: block.frames for block in program.blocks if block.born >= 0}
+    is_update = [is_optimizer(traces[event]) if traces.get(event) else None for event, _ in levels]
+    if any(is_update):
+        return _after_updates(levels, is_update)
+    return _lows(levels)
+
+
+def _after_updates(levels: Sequence[tuple[int, int]], is_update: Sequence[bool | None]) -> list[int]:
+    """Returns the event with the lowest level between each update and the next one.
+
+    Args:
+        levels: Requested bytes that are alive after each event, as (event, bytes).
+        is_update: For each of them, True if an optimizer asked; None for a free, and if there is no stack trace.
+    """
+    starts: list[int] = []
+    since: list[tuple[int, int]] = []
+    in_update = seen = False
+    for level, update in zip(levels, is_update, strict=True):
+        if update is not None and update != in_update:
+            if update and seen and since:
+                starts.append(min(since, key=lambda found: found[1])[0])
+            in_update, seen = update, True
+        if update is True:
+            since = []
+        elif seen:
+            since.append(level)
+    if not in_update and since:
+        starts.append(min(since, key=lambda found: found[1])[0])
+    return starts
+
+
+def _lows(levels: Sequence[tuple[int, int]]) -> list[int]:
+    """Returns the events at which the level is lowest between two rises. See `step_starts`."""
+    highest = list(itertools.accumulate((level for _, level in levels), max))
+    fall = max((high - level for high, (_, level) in zip(highest, levels, strict=True)), default=0)
+    if not levels or fall < _LEAST_FALL * highest[-1]:
+        return []
+    starts: list[int] = []
+    low = high = levels[0]
+    falling = False
+    for at in levels:
+        if falling:
+            low = min(low, at, key=lambda found: found[1])
+            if at[1] - low[1] >= fall / 2:
+                starts.append(low[0])
+                high, falling = at, False
+        else:
+            high = max(high, at, key=lambda found: found[1])
+            if high[1] - at[1] >= fall / 2:
+                low, falling = at, True
+    return starts
+
+
+def place_of(frames: Sequence[Frame]) -> tuple[str, str]:
+    """Returns the place in the program that made an allocation, and the place of the user's own code that called it.
+
+    Both are texts such as 'forward, model.py:12', and empty if not known. Frames of PyTorch and of C++ are passed over,
+    unless there are no others.
+    """
+    python = [frame for frame in frames if frame.filename.endswith(".py") or not frame.filename]
+    shown = [frame for frame in python if not any(part in frame.filename for part in (*_LIBRARY, "<frozen"))] or python
+    shown = shown or [frame for frame in frames if frame.name]
+    if not shown:
+        return "", ""
+    own = [frame for frame in shown[1:] if frame.filename and not any(part in frame.filename for part in _INSTALLED)]
+    return _text(shown[0]), _text(own[0]) if own else ""
+
+
+def _text(frame: Frame) -> str:
+    name = frame.filename.replace("\\", "/").rpartition("/")[2]
+    return f"{frame.name}, {name}:{frame.line}" if name else frame.name
+
+
+def source_of(frames: Sequence[Frame]) -> set[str]:
+    """Returns the lines of a stack trace as 'file.py:12', without folders."""
+    return {_text(frame).rpartition(", ")[2] for frame in frames if frame.filename}
