@@ -31,6 +31,7 @@ examples:
   plan examples/roberta_84m --batch-size 64 --seq-len 128 --tradeoff --svg front.svg
   plan plan.json --vram 5GiB                        check a saved plan under another budget
   plan diff old.json new.json                       what differs between two saved plans
+  plan explain snapshot.pickle plan.json            why a run ran out of memory, or took more than planned
 
 sizes: GiB and MiB are binary, GB and MB are decimal, and % is a share of the card's memory.
 
@@ -107,6 +108,30 @@ def diff_parser() -> argparse.ArgumentParser:
     arguments.add_argument("first", type=pathlib.Path, metavar="first.json", help="a saved plan")
     arguments.add_argument("second", type=pathlib.Path, metavar="second.json", help="another saved plan")
     arguments.add_argument("--json", action="store_true", help="print the fields that differ as one JSON object")
+    return arguments
+
+
+def explain_parser() -> argparse.ArgumentParser:
+    """Returns the parser of `plan explain`. For wrong usage it raises `WorkloadError` instead of exiting the process."""
+    arguments = _Arguments(
+        prog="plan explain",
+        description="Explain why a run ran out of memory or took more than planned, and which settings would have "
+        "helped. Exit code 1 if a request failed or more was taken than planned.",
+    )
+    arguments.add_argument(
+        "snapshot",
+        metavar="snapshot.pickle",
+        help="what torch.cuda.memory._dump_snapshot wrote; with _record_memory_history() before the program it also has "
+        "the history",
+    )
+    arguments.add_argument("plan", nargs="?", metavar="plan.json", help="the saved plan of the run")
+    arguments.add_argument("--device", type=int, metavar="N", help="number of the CUDA device")
+    arguments.add_argument(
+        "--capacity",
+        metavar="SIZE",
+        help="the most memory that the allocator could hold, such as 23GiB (default: as the record shows it)",
+    )
+    arguments.add_argument("--json", action="store_true", help="print the explanation as one JSON object")
     return arguments
 
 

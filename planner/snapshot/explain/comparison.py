@@ -136,16 +136,10 @@ class Comparison:
         extra = [group for group in self._contents.groups if group.unplanned_bytes]
         for group in sorted(extra, key=lambda group: -group.unplanned_bytes)[:_MOST_NAMED]:
             yield f"the plan has no such tensors at its peak: {describe_group(group)}"
-        scale = self._contents.scale
-        if (
-            plan.decisions
-            and not extra
-            and scale in (None, 1.0)
-            and self._needed_bytes <= plan.baseline.allocated_bytes
-        ):
+        if plan.decisions and self._contents.scale is None and self._needed_bytes <= plan.baseline.allocated_bytes:
             yield (
-                f"the step without the plan would take {format_size(plan.baseline.allocated_bytes)}: check that the "
-                "plan was applied"
+                f"the step without the plan takes {format_size(plan.baseline.allocated_bytes)}: check that the plan was "
+                "applied"
             )
 
     def _options(self) -> Iterator[str]:

@@ -65,9 +65,19 @@ class Explanation:
             return "the snapshot has no events, so only the state in which it was written can be explained"
         return f"no request failed; most memory was allocated{where} (event {moment.event})"
 
+    def state(self) -> str:
+        """Returns a line with the memory that was allocated, reserved and free at the moment."""
+        moment = self.moment
+        texts = [f"{format_size(moment.allocated_bytes)} allocated", f"{format_size(moment.reserved_bytes)} reserved"]
+        if moment.device_free_bytes is not None:
+            texts.append(f"{format_size(moment.device_free_bytes)} of the card free")
+        if moment.limit_bytes is not None:
+            texts.append(f"limit {format_size(moment.limit_bytes)} ({moment.limit_source})")
+        return ", ".join(texts)
+
     def __str__(self) -> str:
         moment = self.moment
-        lines = [self.headline(), _state(moment), *self.causes]
+        lines = [self.headline(), self.state(), *self.causes]
         if self.trials:
             lines += ["replayed with other settings:", *(f"  {describe(trial, moment)}" for trial in self.trials)]
         if self.more_memory_bytes:
@@ -97,15 +107,6 @@ class Explanation:
             "findings": list(self.findings),
             "notes": list(self.notes),
         }
-
-
-def _state(moment: Moment) -> str:
-    texts = [f"{format_size(moment.allocated_bytes)} allocated", f"{format_size(moment.reserved_bytes)} reserved"]
-    if moment.device_free_bytes is not None:
-        texts.append(f"{format_size(moment.device_free_bytes)} of the card free")
-    if moment.limit_bytes is not None:
-        texts.append(f"limit {format_size(moment.limit_bytes)} ({moment.limit_source})")
-    return ", ".join(texts)
 
 
 def describe(trial: Trial, moment: Moment) -> str:
