@@ -112,7 +112,7 @@ def diff_parser() -> argparse.ArgumentParser:
 
 
 def explain_parser() -> argparse.ArgumentParser:
-    """Returns the parser of `plan explain`. For wrong usage it raises `WorkloadError` instead of exiting the process."""
+    """Returns the parser of `plan explain`, which raises `WorkloadError` for wrong usage, as that of `plan diff`."""
     arguments = _Arguments(
         prog="plan explain",
         description="Explain why a run ran out of memory or took more than planned, and which settings would have "
@@ -121,8 +121,8 @@ def explain_parser() -> argparse.ArgumentParser:
     arguments.add_argument(
         "snapshot",
         metavar="snapshot.pickle",
-        help="what torch.cuda.memory._dump_snapshot wrote; with _record_memory_history() before the program it also has "
-        "the history",
+        help="what torch.cuda.memory._dump_snapshot wrote; with _record_memory_history() before the program, it "
+        "has the history of all requests",
     )
     arguments.add_argument("plan", nargs="?", metavar="plan.json", help="the saved plan of the run")
     arguments.add_argument("--device", type=int, metavar="N", help="number of the CUDA device")

@@ -12,10 +12,10 @@ from planner.errors import SnapshotError
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import parse_size
 from planner.snapshot.explain.comparison import Comparison, causes
-from planner.snapshot.explain.contents import KEPT, Contents, contents_of
+from planner.snapshot.explain.contents import KEPT, OUTSIDE, Contents, contents_of
 from planner.snapshot.explain.explanation import Explanation, describe_group
 from planner.snapshot.explain.moment import Moment, failed_event, moment_of, peak_event
-from planner.snapshot.explain.program import read_program
+from planner.snapshot.explain.program import RecordedBlock, read_program
 from planner.snapshot.explain.steps import step_starts
 from planner.snapshot.explain.trials import Trial, Trials
 from planner.snapshot.file import load
@@ -57,7 +57,12 @@ def explain(
     moment = moment_of(record.history, record.program, record.replayed, record.event, limit)
     step = max((start for start in record.steps if record.event is not None and start < record.event), default=None)
     event = -1 if record.event is None else record.event
-    contents = contents_of(record.program, event, step, plan, record.history.settings)
+    asked = None
+    if moment.failed:
+        asked = RecordedBlock(
+            address=0, requested_bytes=moment.asked_bytes, born=event, freed=None, frames=moment.frames
+        )
+    contents = contents_of(record.program, event, step, plan, record.history.settings, asked)
     trials, more_bytes, notes = _trials(record, moment, contents)
     compared = Comparison(plan, moment, contents, record.history.settings)
     return Explanation(
@@ -136,12 +141,13 @@ def _trials(record: _Record, moment: Moment, contents: Contents) -> tuple[list[T
         )
         return [], None, [note]
     found = trials.settings()
-    if not any(trial.passes for trial in found):
-        if contents.scale is not None and contents.scale > 1.01:
-            found.append(trials.scaled("tensors of the step as large as planned", 1 / contents.scale))
-        for group in contents.groups:
-            if group.unplanned_bytes or group.purpose == KEPT:
-                found.append(trials.without(f"without the {describe_group(group)}", group.numbers))
+    is_curable = any(trial.passes for trial in found)
+    if contents.scale is not None and contents.scale > 1.01:
+        found.append(trials.scaled("tensors of the step as large as planned", 1 / contents.scale))
+    for group in contents.groups:
+        if group.unplanned_bytes or group.purpose in (KEPT, OUTSIDE):
+            found.append(trials.without(f"without the {describe_group(group)}", group.numbers))
+    if not is_curable:
         found += trials.smaller_batches()
     return sorted(found, key=lambda trial: not trial.passes), trials.more_memory_bytes(), []
 

@@ -119,27 +119,30 @@ class Comparison:
         yield (
             f"tensors{' and the request' if moment.failed else ''} take {format_size(self._needed_bytes)}; the plan's "
             f"peak is {format_size(planned.allocated_bytes)} in tensors and {format_size(planned.reserved_bytes)} "
-            f"reserved, of which the run reserved {format_size(moment.peak_reserved_bytes)}"
+            f"reserved, and the run reserved {format_size(moment.peak_reserved_bytes)}"
         )
         yield from self._options()
         if self._needed_bytes <= planned.allocated_bytes + _LOOP_BYTES:
             yield from self._within_plan()
             return
         for part in self._contents.parts:
-            if part.planned_bytes is not None and part.total_bytes > part.planned_bytes * _MORE + _LOOP_BYTES:
-                times = f"{part.total_bytes / part.planned_bytes:.2f} times" if part.planned_bytes else "more than"
-                yield (
-                    f"{part.purpose} take {format_size(part.total_bytes)}, {times} the "
-                    f"{format_size(part.planned_bytes)} of the plan"
+            taken, planned_bytes = part.total_bytes + part.asked_bytes, part.planned_bytes
+            if planned_bytes is not None and taken > planned_bytes * _MORE + _LOOP_BYTES:
+                asked = " with the request" if part.asked_bytes else ""
+                of_plan = (
+                    f"{taken / planned_bytes:.2f} times the {format_size(planned_bytes)} of the plan"
+                    if planned_bytes
+                    else "none in the plan"
                 )
+                yield f"{part.purpose}{asked}: {format_size(taken)} in the run, {of_plan}"
         yield from self._batch()
         extra = [group for group in self._contents.groups if group.unplanned_bytes]
         for group in sorted(extra, key=lambda group: -group.unplanned_bytes)[:_MOST_NAMED]:
             yield f"the plan has no such tensors at its peak: {describe_group(group)}"
         if plan.decisions and self._contents.scale is None and self._needed_bytes <= plan.baseline.allocated_bytes:
             yield (
-                f"the step without the plan takes {format_size(plan.baseline.allocated_bytes)}: check that the plan was "
-                "applied"
+                f"the step without the plan takes {format_size(plan.baseline.allocated_bytes)}: check that the plan "
+                "was applied"
             )
 
     def _options(self) -> Iterator[str]:

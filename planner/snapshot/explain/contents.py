@@ -10,7 +10,7 @@ from planner.allocator.settings import AllocatorSettings, round_size
 from planner.plan_types.categories import Category
 from planner.plan_types.plan import LiveTensor, Plan
 from planner.snapshot.explain.program import Program, RecordedBlock
-from planner.snapshot.explain.steps import is_backward, is_loading, is_optimizer, place_of, source_of
+from planner.snapshot.explain.steps import is_backward, is_loading, is_optimizer, is_outside, place_of, source_of
 
 BEFORE = "parameters and optimizer state"
 """Purpose of blocks that were alive before the step, if nothing says which of the two they are."""
@@ -18,11 +18,17 @@ KEPT = "kept from before the step"
 """Purpose of blocks that were alive before the step, and are neither parameters nor optimizer state."""
 REST = "activations and temporaries"
 """Purpose of everything that a step makes, except gradients."""
+OUTSIDE = "evaluation, generation and saving"
+"""Purpose of blocks that were allocated outside training steps."""
 IN_STEP = "made since the step began"
 """Purpose of blocks of a step in a record without stack traces."""
 ALL = "all tensors"
 """Purpose of blocks of which nothing is known."""
-_ROWS = (Category.PARAMETER, Category.OPTIMIZER_STATE, BEFORE, KEPT, Category.GRADIENT, REST, IN_STEP, ALL)
+_ROWS = (Category.PARAMETER, Category.OPTIMIZER_STATE, BEFORE, KEPT, OUTSIDE, Category.GRADIENT, REST, IN_STEP, ALL)
+_OF_STEP = (REST, KEPT, IN_STEP, ALL)
+"""Purposes of blocks that are compared with the list of the plan's largest tensors."""
+_ASKED = -1
+"""Number that stands for the request that failed."""
 _WITH_BATCH = (Category.ACTIVATION, Category.LOGITS, Category.TEMPORARY, Category.INPUT)
 """Categories of the plan's tensors whose size grows with the batch."""
 _MOSTLY = 0.5
@@ -39,6 +45,8 @@ class Part:
     total_bytes: int
     planned_bytes: int | None
     """The most that the plan has for this purpose; None without a plan, or if the plan does not say it."""
+    asked_bytes: int = 0
+    """Size of the request that failed, if it has this purpose. It is not part of `total_bytes`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +79,12 @@ class Contents:
 
 
 def contents_of(
-    program: Program, event: int, step: int | None, plan: Plan | None, settings: AllocatorSettings
+    program: Program,
+    event: int,
+    step: int | None,
+    plan: Plan | None,
+    settings: AllocatorSettings,
+    asked: RecordedBlock | None = None,
 ) -> Contents:
     """Returns what is alive right after an event.
 
@@ -81,17 +94,20 @@ def contents_of(
         step: Index of the event after which the last step began; None if it is not known.
         plan: The plan to compare with; None to compare with nothing.
         settings: Options of the allocator, which round sizes.
+        asked: The request that failed at the event; None if none failed.
     """
     live = [
         (number, block)
         for number, block in enumerate(program.blocks)
         if block.born <= event and (block.freed is None or block.freed > event)
     ]
-    sizes = {number: round_size(block.requested_bytes, settings) for number, block in live}
-    purposes = _purposes(program, live, sizes, step, plan)
-    in_step = {number for number, _ in live if purposes[number] in (REST, KEPT, IN_STEP, ALL)}
-    scale = None if plan is None else _scale(plan, [(sizes[n], block) for n, block in live if n in in_step])
-    unplanned = set() if plan is None else _unplanned(plan, [(n, b) for n, b in live if n in in_step], sizes, scale)
+    everything = live if asked is None else [*live, (_ASKED, asked)]
+    sizes = {number: round_size(block.requested_bytes, settings) for number, block in everything}
+    purposes = _purposes(program, everything, sizes, step, plan)
+    in_step = [(number, block) for number, block in everything if purposes[number] in _OF_STEP]
+    scale = None if plan is None else _scale(plan, [(sizes[number], block) for number, block in in_step])
+    unplanned = set() if plan is None else _unplanned(plan, in_step, sizes, scale)
+    unplanned |= {number for number, _ in live if plan is not None and purposes[number] == OUTSIDE}
     totals: collections.Counter[str] = collections.Counter()
     members: dict[tuple[str, str, str], list[int]] = collections.defaultdict(list)
     for number, block in live:
@@ -113,9 +129,14 @@ def contents_of(
     ]
     return Contents(
         parts=tuple(
-            Part(purpose=str(row), total_bytes=totals[row], planned_bytes=_planned(plan, row, totals))
+            Part(
+                purpose=str(row),
+                total_bytes=totals[row],
+                planned_bytes=_planned(plan, row, totals),
+                asked_bytes=sizes[_ASKED] if purposes.get(_ASKED) == row else 0,
+            )
             for row in _ROWS
-            if totals[row]
+            if totals[row] or purposes.get(_ASKED) == row
         ),
         groups=tuple(sorted(groups, key=lambda group: -group.total_bytes)),
         scale=scale,
@@ -156,6 +177,8 @@ def _purpose(block: RecordedBlock, step: int | None, *, has_traces: bool) -> str
     noted = next((category for category in Category if block.remark.startswith(category)), None)
     if noted is not None:
         return noted if noted in _ROWS else REST
+    if is_outside(block.frames):
+        return OUTSIDE
     is_old = block.born < 0 or (step is not None and block.born <= step)
     if is_optimizer(block.frames):
         is_state = is_old or any(frame.name in _STATE for frame in block.frames)
@@ -189,7 +212,7 @@ def _planned(plan: Plan | None, row: str, totals: Mapping[str, int]) -> int | No
         return max(plan.peak.allocated_bytes - min(lasting, totals[BEFORE]), 0)
     if row == ALL:
         return plan.peak.allocated_bytes
-    return 0 if row == KEPT else most.get(row, 0)
+    return 0 if row in (KEPT, OUTSIDE) else most.get(row, 0)
 
 
 # ---- tensors of the plan ------------------------------------------------------------------------------------------

@@ -122,7 +122,8 @@ def describe(trial: Trial, moment: Moment) -> str:
 
 def _part(part: Part) -> str:
     planned = "" if part.planned_bytes is None else f" (plan: at most {format_size(part.planned_bytes)})"
-    return f"{part.purpose}: {format_size(part.total_bytes)}{planned}"
+    asked = f" and the request of {format_size(part.asked_bytes)}" if part.asked_bytes else ""
+    return f"{part.purpose}: {format_size(part.total_bytes)}{asked}{planned}"
 
 
 def describe_group(group: Group) -> str:

@@ -13,15 +13,12 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from planner.allocator.blocks import Block, Segment, rising_addresses
+from planner.allocator.blocks import Block, Segment, falling_addresses, rising_addresses
 from planner.allocator.caching_allocator import CachingAllocator, OutOfMemory
 from planner.allocator.expandable_segments import UNKNOWN_CARD_BYTES
 from planner.allocator.settings import AllocatorSettings
 from planner.snapshot.history import Action, Frame, History
 from planner.snapshot.initial_state import StartState
-
-_FIRST_ADDRESS = 1 << 60
-"""Address of the first simulated segment, above all addresses in a record."""
 
 
 class Kind(enum.Enum):
@@ -68,6 +65,8 @@ class Program:
 
     operations: tuple[Operation, ...]
     blocks: tuple[RecordedBlock, ...]
+    taken: tuple[int, ...]
+    """Addresses of the segments that the allocator took from the driver, in order."""
 
     def alive_at(self, event: int) -> list[RecordedBlock]:
         """Returns the blocks that are alive right after an event."""
@@ -135,10 +134,64 @@ def read_program(history: History, emptied: Collection[int] = ()) -> Program:
         )
         for number, (address, size_bytes, event) in enumerate(born)
     ]
-    return Program(operations=tuple(operations), blocks=tuple(blocks))
+    taken = tuple(event.address for event in history.events if event.action is Action.SEGMENT_ALLOC)
+    return Program(operations=tuple(operations), blocks=tuple(blocks), taken=taken)
 
 
 _KINDS = {Action.ALLOC: Kind.REQUEST, Action.FREE_COMPLETED: Kind.FREE, Action.OOM: Kind.FAILED}
+
+
+class Order(enum.Enum):
+    """The order of the addresses of new segments. Among free blocks of equal size, the lowest address is taken."""
+
+    RECORDED = "recorded"
+    """The addresses of the record, one after the other. If one is in use, the next rising address."""
+    RISING = "rising"
+    FALLING = "falling"
+
+
+class _Places:
+    """Chooses the addresses of new segments.
+
+    Args:
+        taken: Addresses that the recorded program got from the driver, in order.
+        order: Order of the addresses after `taken`.
+        start: Segments that exist from the beginning.
+    """
+
+    def __init__(self, taken: Sequence[int], order: Order, start: Sequence[Segment]) -> None:
+        self.exchanges: list[tuple[int, int]] = []
+        """Changes of the simulated allocator's memory since the last segment, as (address, bytes)."""
+        self._taken = iter(taken)
+        self._invent = falling_addresses() if order is Order.FALLING else rising_addresses()
+        self._sizes = {segment.address: segment.size_bytes for segment in start}
+        self._addresses = sorted(self._sizes)
+
+    def place(self, size_bytes: int) -> int:
+        """Returns the address of a new segment."""
+        for address, change_bytes in self.exchanges:
+            if change_bytes > 0:
+                self._sizes[address] = change_bytes
+                bisect.insort(self._addresses, address)
+            else:
+                del self._sizes[address], self._addresses[bisect.bisect_left(self._addresses, address)]
+        self.exchanges.clear()
+        recorded = next(self._taken, None)
+        if recorded is None or not self._is_free(recorded, size_bytes):
+            return _INVENTED + self._invent(size_bytes)
+        return recorded
+
+    def _is_free(self, address: int, size_bytes: int) -> bool:
+        """True if no segment overlaps the addresses."""
+        after = bisect.bisect_left(self._addresses, address)
+        if after < len(self._addresses) and self._addresses[after] < address + size_bytes:
+            return False
+        before = self._addresses[after - 1] if after else None
+        return before is None or before + self._sizes[before] <= address
+
+
+_INVENTED = 1 << 60
+"""Number added to invented addresses, so that they are above all addresses in a record."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,6 +213,7 @@ def what_if(
     *,
     until: int,
     start: Sequence[Segment] = (),
+    order: Order = Order.RECORDED,
     empty_at: Collection[int] = (),
     sizes: Mapping[int, int] | None = None,
     asked_bytes: int | None = None,
@@ -173,17 +227,16 @@ def what_if(
         until: Index of the last event.
         start: Segments before the first event. If empty, or with expandable segments, blocks that were alive before
             the first event are requested anew, by ascending address.
+        order: Order of the addresses of new segments.
         empty_at: Indices of events after which `empty_cache` is called in addition.
         sizes: Other sizes in bytes for some blocks, by their numbers; 0 leaves a block out.
         asked_bytes: Another size for the request that failed at `until`; 0 leaves it out.
     """
-    place = rising_addresses()
-    allocator = CachingAllocator(
-        settings,
-        limit_bytes,
-        place=lambda size_bytes: _FIRST_ADDRESS + place(size_bytes),
-        card_bytes=UNKNOWN_CARD_BYTES,
+    places = _Places(
+        program.taken if order is Order.RECORDED and not settings.expandable_segments else (), order, start
     )
+    allocator = CachingAllocator(settings, limit_bytes, place=places.place, card_bytes=UNKNOWN_CARD_BYTES)
+    places.exchanges = allocator.record_exchanges()
     sizes = sizes or {}
     empty_at = set(empty_at)
     live: dict[int, Block] = {}

@@ -11,6 +11,12 @@ from planner.snapshot.history import Frame
 _OPTIMIZERS = ("torch/optim/", "bitsandbytes/optim/", "apex/optimizers/", "deepspeed/ops/adam")
 _LIBRARY = ("torch/", "torch\\")
 _INSTALLED = ("site-packages/", "dist-packages/", "<frozen")
+_OUTSIDE = {
+    *("evaluate", "evaluation_loop", "prediction_loop", "prediction_step", "predict", "eval_step", "run_evaluation"),
+    *("validate", "validation", "validation_step", "test_step", "generate", "sample", "save_pretrained", "save_model"),
+    *("save_checkpoint", "_save_checkpoint", "_save"),
+}
+"""Names of functions outside training steps, in transformers, Lightning, accelerate's examples and many scripts."""
 _LEAST_FALL = 0.2
 """Least fall of allocated memory at the end of a step, as a fraction of the highest level of the record."""
 
@@ -38,6 +44,11 @@ def is_loading(frames: Sequence[Frame]) -> bool:
     return bool(
         names & {"_apply", "from_pretrained", "load_state_dict", "_load_pretrained_model", "__init__"}
     ) and not (is_optimizer(frames))
+
+
+def is_outside(frames: Sequence[Frame]) -> bool:
+    """True if the allocation was made outside training steps: by an evaluation, a generation, or to save the model."""
+    return any(frame.name in _OUTSIDE for frame in frames)
 
 
 def step_starts(program: Program, until: int) -> list[int]:

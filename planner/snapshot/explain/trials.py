@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 from planner.allocator.settings import PYTORCH_DEFAULTS, AllocatorSettings
 from planner.plan_types.decision_base import ALLOCATOR_VARIABLE
 from planner.plan_types.sizes import MIB
 from planner.snapshot.explain.moment import Moment
-from planner.snapshot.explain.program import Outcome, Program, what_if
+from planner.snapshot.explain.program import Order, Outcome, Program, what_if
 from planner.snapshot.result import ReplayResult
 
 _SPLIT_LIMITS_MB = (32, 64, 128, 256, 512, 1024)
@@ -29,7 +30,8 @@ class Trial:
     name: str
     """What is changed, such as 'PYTORCH_ALLOC_CONF=expandable_segments:True'."""
     passes: bool
-    """True if every request of the record up to the moment fits."""
+    """True if every request of the record up to the moment fits, whatever the order of the addresses of new segments:
+    as recorded, rising or falling."""
     spare_bytes: int | None
     """Memory that could be missing, and every request would still fit; None without a limit, or if one does not fit."""
     peak_reserved_bytes: int
@@ -66,7 +68,7 @@ class Trials:
 
     def unchanged(self) -> Outcome:
         """Returns the outcome under the recorded settings. It should fail if the record does."""
-        return self._run(self._settings, self._moment.limit_bytes)
+        return self._run_in(Order.RECORDED, self._settings, self._moment.limit_bytes)
 
     def settings(self) -> list[Trial]:
         """Returns the trials of settings, those that pass with the most memory to spare first."""
@@ -195,8 +197,25 @@ class Trials:
                 low = middle
         return high
 
-    def _run(self, settings: AllocatorSettings, limit_bytes: int | None, **changes: object) -> Outcome:
-        return what_if(self._program, settings, limit_bytes, until=self._until, start=self._start, **changes)  # type: ignore[arg-type]
+    def _run(self, settings: AllocatorSettings, limit_bytes: int | None, **changes: Any) -> Outcome:
+        """Returns the worst outcome over the orders in which a card may give addresses to new segments."""
+        orders = list(Order)
+        if settings.expandable_segments or len(self._program.operations) > _MOST_OPERATIONS:
+            orders = [Order.RECORDED]
+        worst = None
+        for order in orders:
+            outcome = self._run_in(order, settings, limit_bytes, **changes)
+            if outcome.failed_event is not None:
+                return outcome
+            if worst is None or outcome.peak_reserved_bytes > worst.peak_reserved_bytes:
+                worst = outcome
+        assert worst is not None
+        return worst
+
+    def _run_in(self, order: Order, settings: AllocatorSettings, limit_bytes: int | None, **changes: Any) -> Outcome:
+        return what_if(
+            self._program, settings, limit_bytes, until=self._until, start=self._start, order=order, **changes
+        )
 
     def _scaled(self, factor: float) -> tuple[dict[int, int], int]:
         """Returns the sizes of the last step's blocks with another batch, by number, and that of the failed request.

@@ -1,0 +1,327 @@
+"""Why a run ran out of memory: the moment, its causes, what would have helped, and what differs from the plan.
+
+Every setting that an explanation advises is tried on a simulated card of the same size, from its first request on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+import planner
+from planner.allocator.caching_allocator import CachingAllocator, OutOfMemory
+from planner.allocator.expandable_segments import UNKNOWN_CARD_BYTES
+from planner.allocator.settings import AllocatorSettings, settings_of
+from planner.cli import main
+from planner.plan_types.categories import Category
+from planner.plan_types.decisions import Allocator
+from planner.plan_types.plan import LiveTensor
+from planner.plan_types.sizes import MIB
+from tests.plan_types.test_plan import example
+from tests.support.card import EXPANDABLE, NATIVE, Card
+
+pytestmark = pytest.mark.no_torch
+
+TRAIN = ("main", "train.py", 30)
+LOADING = [("convert", "lib/torch/nn/modules/module.py", 900), ("_apply", "lib/torch/nn/modules/module.py", 910), TRAIN]
+STATE = [("_init_group", "lib/torch/optim/adamw.py", 150), ("step", "lib/torch/optim/adamw.py", 220), TRAIN]
+LINEAR = [("linear", "lib/torch/nn/functional.py", 9), ("forward", "net/model.py", 20), TRAIN]
+LOGITS = [("forward", "net/model.py", 40), TRAIN]
+EVALUATION = [("forward", "net/model.py", 40), ("evaluate", "evaluate.py", 12), ("main", "train.py", 50)]
+WEIGHT, TOKEN, LAYERS, PLANNED_TOKENS = 4 * MIB, 16 * 1024, 4, 512
+ACTIVATION, LOGITS_BYTES = PLANNED_TOKENS * TOKEN, 2 * PLANNED_TOKENS * TOKEN
+
+
+class Training:
+    """Training of a model with four layers of 4 MiB, whose tensors grow with the number of tokens."""
+
+    def __init__(self, card: Card, *, has_traces: bool = True) -> None:
+        self.card, self.has_traces = card, has_traces
+        self.weights = [self.ask(WEIGHT, LOADING) for _ in range(LAYERS)]
+        self.state: list = []
+
+    def ask(self, size_bytes: int, frames: list):
+        self.card.frames = frames if self.has_traces else []
+        return self.card.malloc(size_bytes)
+
+    def step(self, tokens: int = PLANNED_TOKENS) -> bool:
+        """One step; False if the card ran out of memory in it."""
+        alive = [self.ask(tokens * TOKEN, LINEAR) for _ in range(LAYERS)]
+        alive += [self.ask(2 * tokens * TOKEN, LOGITS)]
+        if None in alive:
+            return False
+        gradients = []
+        for block in reversed(alive):
+            gradients.append(self.ask(WEIGHT, []))
+            self.card.free(block)
+        if not self.state:
+            self.state = [self.ask(WEIGHT, STATE) for _ in range(2 * LAYERS)]
+        for block in gradients:
+            self.card.free(block)
+        return True
+
+
+def plan_of_training(**changes):
+    """A plan that promises what a step of `Training` with 512 tokens takes."""
+    parts = {
+        Category.PARAMETER: LAYERS * WEIGHT,
+        Category.OPTIMIZER_STATE: 2 * LAYERS * WEIGHT,
+        Category.GRADIENT: WEIGHT,
+        Category.ACTIVATION: LAYERS * ACTIVATION,
+        Category.LOGITS: LOGITS_BYTES,
+    }
+    plan = example(**changes)
+    peak = dataclasses.replace(
+        plan.peak,
+        allocated_bytes=sum(parts.values()),
+        reserved_bytes=sum(parts.values()) + 40 * MIB,
+        breakdown={str(name): size for name, size in parts.items()},
+        most={str(name): size * (LAYERS if name == Category.GRADIENT else 1) for name, size in parts.items()},
+    )
+    tensors = [
+        ("activations", "net/model.py:20", ACTIVATION, LAYERS),
+        ("logits and loss", "net/model.py:40", LOGITS_BYTES, 1),
+    ]
+    listed = tuple(
+        LiveTensor(
+            category=category, name="", module="", source=source, shape=(1,), dtype="float32", size_bytes=size, count=n
+        )
+        for category, source, size, n in tensors
+    )
+    workload = dataclasses.replace(plan.workload, batch_size=1, seq_len=PLANNED_TOKENS)
+    return dataclasses.replace(plan, peak=peak, tensors=listed, workload=workload)
+
+
+def explained(card: Card, plan=None, **options):
+    return planner.explain(card.snapshot(), plan, **options)
+
+
+def trial(found, part: str):
+    return next(trial for trial in found.trials if part in trial.name)
+
+
+# ---- pieces ---------------------------------------------------------------------------------------------------------
+
+
+def fragmented(card: Card, *, empties: bool = False) -> bool:
+    """Leaves free pieces of 14 MiB between blocks that stay, and then asks for 240 MiB; False if that fails."""
+    blocks = [card.malloc(30 * MIB) for _ in range(10)]
+    for block in blocks:
+        card.free(block)
+    if empties:
+        card.empty_cache()
+    for _ in range(5):
+        card.malloc(16 * MIB)
+    return card.malloc(240 * MIB) is not None
+
+
+def test_free_memory_in_pieces_is_shown_and_expandable_segments_help():
+    card = Card(NATIVE, 350 * MIB)
+    assert not fragmented(card)
+    found = explained(card)
+    assert found.is_exact and found.is_surprise
+    moment = found.moment
+    assert (moment.asked_bytes, moment.allocated_bytes, moment.reserved_bytes) == (240 * MIB, 80 * MIB, 150 * MIB)
+    assert (moment.device_free_bytes, moment.limit_bytes) == (200 * MIB, 350 * MIB)
+    (pieces,) = moment.free
+    assert (pieces.total_bytes, pieces.largest_bytes, pieces.blocks) == (70 * MIB, 14 * MIB, 5)
+    assert any("smaller than the limit by 30.0 MiB: memory is lost in pieces" in cause for cause in found.causes)
+    expandable, emptied = trial(found, "expandable_segments:True"), trial(found, "empty_cache() before the step")
+    assert {expandable, emptied} <= set(found.advice)
+    assert fragmented(Card(EXPANDABLE, 350 * MIB - expandable.spare_bytes))
+    assert fragmented(Card(NATIVE, 350 * MIB - emptied.spare_bytes), empties=True)
+    assert found.more_memory_bytes and fragmented(Card(NATIVE, 350 * MIB + found.more_memory_bytes))
+    assert not fragmented(Card(NATIVE, 350 * MIB + found.more_memory_bytes - 3 * MIB))
+
+
+@pytest.mark.parametrize(
+    ("stream", "size", "reason"),
+    [
+        (7, 60 * MIB, "belongs to stream 7, and the request is on stream 0"),
+        (0, MIB, "in the pool for small requests, which serves at most 1 MiB"),
+    ],
+)
+def test_free_memory_of_other_streams_and_of_the_small_pool_is_named(stream, size, reason):
+    card = Card(NATIVE, 200 * MIB)
+    blocks = [card.malloc(size, stream) for _ in range(120 * MIB // size)]
+    for block in blocks[::2] if size == MIB else [blocks[0]]:
+        card.free(block)
+    if size != MIB:
+        card.malloc(20 * MIB, stream)
+    assert card.malloc(100 * MIB) is None
+    assert reason in [free.reason for free in explained(card).moment.free]
+
+
+def test_a_limit_of_the_process_is_named_if_the_card_had_enough_free():
+    card = Card(NATIVE, 100 * MIB)
+    assert card.malloc(120 * MIB) is None
+    card.trace[-1]["device_free"] = 300 * MIB
+    assert any("set_per_process_memory_fraction" in cause for cause in explained(card).causes)
+
+
+def test_no_setting_is_advised_if_tensors_exceed_the_card():
+    card = Card(NATIVE, 200 * MIB)
+    for _ in range(3):
+        last = card.malloc(80 * MIB)
+    assert last is None
+    found = explained(card)
+    assert not found.advice
+    assert any(
+        "exceed the limit by 40.0 MiB, so no setting of the allocator is enough" in cause for cause in found.causes
+    )
+
+
+def random_run(card: CachingAllocator, seed: int) -> bool:
+    """Three hundred random requests and frees; False if one of them failed."""
+    generator, live = random.Random(seed), []
+    for _ in range(300):
+        if generator.random() < 0.4 and live:
+            card.free(live.pop(generator.randrange(len(live))))
+        else:
+            live.append(card.malloc(generator.randint(1, generator.choice([MIB, 10 * MIB, 60 * MIB]))))
+            if live[-1] is None:
+                return False
+    return True
+
+
+def runs_again(trace: list[dict], settings: AllocatorSettings, limit_bytes: int) -> bool:
+    """True if all requests of a trace fit, also the last one, which failed."""
+    allocator, live = CachingAllocator(settings, limit_bytes, card_bytes=UNKNOWN_CARD_BYTES), {}
+    try:
+        for event in trace:
+            if event["action"] in ("alloc", "oom"):
+                live[event.get("addr")] = allocator.malloc(event["size"], event["stream"])
+            elif event["action"] == "free_completed":
+                allocator.free(live.pop(event["addr"]))
+    except OutOfMemory:
+        return False
+    return True
+
+
+@given(seed=st.integers(0, 10**6), limit_mb=st.integers(150, 400))
+@hypothesis_settings(max_examples=25, deadline=None)
+def test_every_advised_option_passes_on_a_fresh_card_with_what_is_spared_less(seed, limit_mb):
+    card = Card(NATIVE, limit_mb * MIB)
+    if random_run(card, seed):
+        return
+    found = explained(card, capacity=f"{limit_mb}MiB")
+    for advice in found.advice:
+        option, _, value = advice.name.removeprefix("PYTORCH_ALLOC_CONF=").partition(":")
+        if option in ("expandable_segments", "max_split_size_mb"):
+            settings = settings_of({option: value == "True" if option == "expandable_segments" else int(value)})
+            assert runs_again(card.trace, settings, limit_mb * MIB - advice.spare_bytes), advice
+    assert runs_again(card.trace, NATIVE, limit_mb * MIB + found.more_memory_bytes)
+
+
+# ---- compared with a plan -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_traces", [True, False])
+def test_a_batch_that_is_longer_than_planned_is_found(has_traces):
+    tokens = 922
+    card = Card(NATIVE, 150 * MIB)
+    training = Training(card, has_traces=has_traces)
+    assert training.step() and training.step() and not training.step(tokens)
+    found = explained(card, plan_of_training())
+    assert found.exceeds_plan
+    text = "\n".join(found.findings)
+    if has_traces:
+        assert "1.80 times as large as those of the plan" in text and "samples of 922 tokens instead of the 512" in text
+        assert trial(found, "as large as planned").passes
+    parts = {part.purpose: part.total_bytes for part in found.parts}
+    if has_traces:
+        assert parts["parameters"] == LAYERS * WEIGHT and parts["optimizer state"] == 2 * LAYERS * WEIGHT
+    else:
+        assert parts["parameters and optimizer state"] == 3 * LAYERS * WEIGHT
+
+
+def test_logits_that_an_evaluation_keeps_are_named_by_their_place():
+    card = Card(NATIVE, 200 * MIB)
+    training = Training(card)
+    assert training.step() and training.step()
+    for _ in range(5):
+        training.ask(LOGITS_BYTES, EVALUATION)
+    assert not training.step()
+    found = explained(card, plan_of_training())
+    kept = next(part for part in found.parts if part.purpose == "evaluation, generation and saving")
+    assert (kept.total_bytes, kept.planned_bytes) == (5 * LOGITS_BYTES, 0)
+    assert any("evaluate, evaluate.py:12" in finding for finding in found.findings)
+    assert trial(found, "evaluate.py:12").passes
+
+
+def test_a_run_like_its_plan_is_no_surprise():
+    card = Card(NATIVE, None)
+    training = Training(card)
+    assert training.step() and training.step()
+    found = explained(card, plan_of_training())
+    assert not found.is_surprise and found.findings[-1] == "no more is allocated than planned"
+
+
+def test_a_run_without_the_options_of_the_plan_is_found():
+    card = Card(NATIVE, 120 * MIB)
+    training = Training(card)
+    assert training.step() and not training.step(2000)
+    found = explained(card, dataclasses.replace(plan_of_training(), decisions=(Allocator(expandable_segments=True),)))
+    assert any("PYTORCH_ALLOC_CONF=expandable_segments:True, but the run" in finding for finding in found.findings)
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_without_history_says_what_is_in_the_segments():
+    card = Card(NATIVE, None)
+    card.free(card.malloc(80 * MIB))
+    card.malloc(30 * MIB)
+    snapshot = card.snapshot()
+    snapshot["device_traces"] = [[], []]
+    found = planner.explain(snapshot)
+    assert found.moment.event is None and not found.trials
+    assert (found.moment.allocated_bytes, found.moment.reserved_bytes) == (30 * MIB, 80 * MIB)
+    assert found.groups[0].place == "step, train.py:1"
+    assert "no events" in str(found)
+
+
+class Malicious:
+    """Unpickling it would create a folder."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_the_command_prints_the_explanation_or_one_line(tmp_path, capsys):
+    card = Card(NATIVE, 350 * MIB)
+    fragmented(card)
+    whole = pickle.dumps(card.snapshot())
+    (tmp_path / "ok.pickle").write_bytes(whole)
+    plan_of_training().save(tmp_path / "plan.json")
+    assert main(["explain", str(tmp_path / "ok.pickle"), str(tmp_path / "plan.json")]) == 1
+    assert "expandable_segments:True" in capsys.readouterr().out
+    assert main(["explain", str(tmp_path / "ok.pickle"), "--json"]) == 1
+    assert '"is_surprise": true' in capsys.readouterr().out
+    victim = tmp_path / "victim"
+    for content in (
+        whole[: len(whole) // 2],
+        pickle.dumps([1, 2]),
+        pickle.dumps({"segments": 3, "device_traces": [[]]}),
+        pickle.dumps({"segments": [], "device_traces": []}),
+        pickle.dumps(Malicious(str(victim))),
+        b"",
+    ):
+        (tmp_path / "bad.pickle").write_bytes(content)
+        assert main(["explain", str(tmp_path / "bad.pickle")]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("plan: '") and "bad.pickle" in line
+    assert not victim.exists()
+    for wrong in (["explain"], ["explain", "a", "b", "c"], ["explain", str(tmp_path / "ok.pickle"), "no.json"]):
+        assert main(wrong) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
