@@ -239,7 +239,7 @@ def test_a_batch_that_is_longer_than_planned_is_found(has_traces):
     if has_traces:
         assert parts["parameters"] == LAYERS * WEIGHT and parts["optimizer state"] == 2 * LAYERS * WEIGHT
     else:
-        assert parts["parameters and optimizer state"] == 3 * LAYERS * WEIGHT
+        assert parts["from before the step, such as parameters"] == 3 * LAYERS * WEIGHT
 
 
 def test_logits_that_an_evaluation_keeps_are_named_by_their_place():

@@ -133,7 +133,8 @@ def _trials(record: _Record, moment: Moment, contents: Contents) -> tuple[list[T
     until = record.event if moment.failed else len(record.history.events) - 1
     trials = Trials(record.program, record.replayed, record.history.settings, moment, until=until, steps=record.steps)
     if not moment.failed:
-        return [trial for trial in trials.settings() if _saves(trial, moment)], None, []
+        recorded = trials.recorded()
+        return [recorded, *(trial for trial in trials.settings() if _saves(trial, recorded))], None, []
     if trials.unchanged().failed_event is None:
         note = (
             "the replay with this limit does not run out of memory, also without any change, so replays with other "
@@ -152,8 +153,8 @@ def _trials(record: _Record, moment: Moment, contents: Contents) -> tuple[list[T
     return sorted(found, key=lambda trial: not trial.passes), trials.more_memory_bytes(), []
 
 
-def _saves(trial: Trial, moment: Moment) -> bool:
-    """True if a run in which no request failed would have needed less memory, by at least 1 %."""
-    if trial.spare_bytes is None:
-        return trial.passes and trial.peak_reserved_bytes < 0.99 * moment.peak_reserved_bytes
-    return trial.spare_bytes > 0.01 * moment.peak_reserved_bytes
+def _saves(trial: Trial, recorded: Trial) -> bool:
+    """True if a run in which no request failed would have needed less memory than as recorded, by at least 1 %."""
+    if trial.spare_bytes is None or recorded.spare_bytes is None:
+        return trial.passes and trial.peak_reserved_bytes < 0.99 * recorded.peak_reserved_bytes
+    return trial.spare_bytes > recorded.spare_bytes + 0.01 * recorded.peak_reserved_bytes

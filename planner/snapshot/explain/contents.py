@@ -12,21 +12,26 @@ from planner.plan_types.plan import LiveTensor, Plan
 from planner.snapshot.explain.program import Program, RecordedBlock
 from planner.snapshot.explain.steps import is_backward, is_loading, is_optimizer, is_outside, place_of, source_of
 
-BEFORE = "parameters and optimizer state"
-"""Purpose of blocks that were alive before the step, if nothing says which of the two they are."""
+BEFORE = "from before the step, such as parameters"
+"""Purpose of blocks that were alive before the step, if no stack trace says what they are."""
+EARLIER = "from before the record, such as parameters"
+"""Purpose of blocks that were alive before the record, if it does not show where a step begins."""
 KEPT = "kept from before the step"
 """Purpose of blocks that were alive before the step, and are neither parameters nor optimizer state."""
 REST = "activations and temporaries"
 """Purpose of everything that a step makes, except gradients."""
 OUTSIDE = "evaluation, generation and saving"
 """Purpose of blocks that were allocated outside training steps."""
-IN_STEP = "made since the step began"
+IN_STEP = "made in the step"
 """Purpose of blocks of a step in a record without stack traces."""
-ALL = "all tensors"
-"""Purpose of blocks of which nothing is known."""
-_ROWS = (Category.PARAMETER, Category.OPTIMIZER_STATE, BEFORE, KEPT, OUTSIDE, Category.GRADIENT, REST, IN_STEP, ALL)
+ALL = "allocated in the record"
+"""Purpose of blocks of which nothing else is known."""
+_WEIGHTS = (Category.PARAMETER, Category.OPTIMIZER_STATE)
+_ROWS = (*_WEIGHTS, BEFORE, EARLIER, KEPT, OUTSIDE, Category.GRADIENT, REST, IN_STEP, ALL)
 _OF_STEP = (REST, KEPT, IN_STEP, ALL)
 """Purposes of blocks that are compared with the list of the plan's largest tensors."""
+_UNKNOWN = (BEFORE, EARLIER)
+"""Purposes of blocks that may be parameters or optimizer state."""
 _ASKED = -1
 """Number that stands for the request that failed."""
 _WITH_BATCH = (Category.ACTIVATION, Category.LOGITS, Category.TEMPORARY, Category.INPUT)
@@ -156,7 +161,7 @@ def _purposes(
     """Returns the purpose of each block that is alive, by its number."""
     has_traces = any(frame.filename for block in program.blocks for frame in block.frames)
     found = {number: _purpose(block, step, has_traces=has_traces) for number, block in live}
-    weights = {sizes[number] for number, purpose in found.items() if purpose in (Category.PARAMETER, BEFORE)}
+    weights = {sizes[number] for number, purpose in found.items() if purpose in (Category.PARAMETER, *_UNKNOWN)}
     for number, purpose in found.items():
         if purpose == Category.GRADIENT and sizes[number] not in weights:
             found[number] = REST
@@ -166,9 +171,8 @@ def _purposes(
         for number, _ in sorted(live, key=lambda item: item[1].born):
             found[number] = BEFORE if sizes[number] <= left else IN_STEP
             left -= sizes[number] if sizes[number] <= left else left
-    if BEFORE in found.values():
-        merged = (Category.PARAMETER, Category.OPTIMIZER_STATE)
-        found = {number: BEFORE if purpose in merged else purpose for number, purpose in found.items()}
+    for unknown in set(_UNKNOWN) & set(found.values()):
+        found = {number: unknown if purpose in _WEIGHTS else purpose for number, purpose in found.items()}
     return found
 
 
@@ -188,7 +192,9 @@ def _purpose(block: RecordedBlock, step: int | None, *, has_traces: bool) -> str
     if is_backward(block.frames) or (has_traces and not block.frames and block.born >= 0):
         return Category.GRADIENT
     if is_old:
-        return KEPT if has_traces and block.frames else BEFORE
+        if has_traces and block.frames:
+            return KEPT
+        return EARLIER if step is None else BEFORE
     return REST if has_traces else ALL if step is None else IN_STEP
 
 
@@ -204,14 +210,12 @@ def _planned(plan: Plan | None, row: str, totals: Mapping[str, int]) -> int | No
         return None
     at_peak, most = plan.peak.breakdown, plan.peak.most or plan.peak.breakdown
     lasting = at_peak.get(Category.PARAMETER, 0) + at_peak.get(Category.OPTIMIZER_STATE, 0)
-    if row == BEFORE:
+    if row in _UNKNOWN:
         return most.get(Category.PARAMETER, 0) + most.get(Category.OPTIMIZER_STATE, 0)
     if row == REST:
         return max(plan.peak.allocated_bytes - lasting, 0)
-    if row == IN_STEP:
-        return max(plan.peak.allocated_bytes - min(lasting, totals[BEFORE]), 0)
-    if row == ALL:
-        return plan.peak.allocated_bytes
+    if row in (IN_STEP, ALL):
+        return max(plan.peak.allocated_bytes - min(lasting, totals[BEFORE] + totals[EARLIER]), 0)
     return 0 if row in (KEPT, OUTSIDE) else most.get(row, 0)
 
 

@@ -129,5 +129,5 @@ def _part(part: Part) -> str:
 def describe_group(group: Group) -> str:
     """Returns a line for blocks of one place: their size, number, purpose and place."""
     count = "" if group.blocks == 1 else f" in {group.blocks} blocks"
-    place = " called at ".join(text for text in (group.place, group.caller) if text) or "without a stack trace"
-    return f"{format_size(group.total_bytes)}{count}: {place} ({group.purpose})"
+    place = " called at ".join(text for text in (group.place, group.caller) if text) or "no stack trace"
+    return f"{format_size(group.total_bytes)}{count}, {group.purpose}: {place}"

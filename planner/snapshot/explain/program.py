@@ -73,14 +73,18 @@ class Program:
         return [block for block in self.blocks if block.born <= event and (block.freed is None or block.freed > event)]
 
     def levels(self) -> list[tuple[int, int]]:
-        """Returns the requested bytes that are alive after each request and free, as (event, bytes)."""
+        """Returns the requested bytes that are alive after each request and free, as (event, bytes).
+
+        For a request that failed, its size counts at this event.
+        """
         found, level = [], 0
         for operation in self.operations:
             if operation.kind is Kind.REQUEST:
                 level += operation.size_bytes
             elif operation.kind is Kind.FREE:
                 level -= operation.size_bytes
-            found.append((operation.event, level))
+            asked = operation.size_bytes if operation.kind is Kind.FAILED else 0
+            found.append((operation.event, level + asked))
         return found
 
 

@@ -54,16 +54,18 @@ def is_outside(frames: Sequence[Frame]) -> bool:
 def step_starts(program: Program, until: int) -> list[int]:
     """Returns the events after which a training step begins, up to the event `until`.
 
-    If stack traces show updates by an optimizer, a step begins where allocated memory is lowest after an update.
-    Otherwise it begins where memory is lowest between two rises, if it falls and rises by at least half of its largest
-    fall, and if that is a fifth of the highest level. The result is empty if neither is found.
+    If stack traces show updates by an optimizer, a step begins where allocated memory is lowest after an update. If
+    they show that parameters are made, the first step begins after that. Otherwise, and for later steps without an
+    update, a step begins where memory is lowest between two rises, if it falls and rises by at least half of its
+    largest fall, and if that is a fifth of the highest level. The result is empty if neither is found.
     """
     levels = [level for level in program.levels() if 0 <= level[0] <= until]
     traces = {block.born: block.frames for block in program.blocks if block.born >= 0}
     is_update = [is_optimizer(traces[event]) if traces.get(event) else None for event, _ in levels]
     if any(is_update):
         return _after_updates(levels, is_update)
-    return _lows(levels)
+    loaded = max((event for event, frames in traces.items() if event <= until and is_loading(frames)), default=-1)
+    return [*([loaded] if loaded >= 0 else []), *_lows([level for level in levels if level[0] > loaded])]
 
 
 def _after_updates(levels: Sequence[tuple[int, int]], is_update: Sequence[bool | None]) -> list[int]:

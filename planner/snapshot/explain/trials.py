@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from planner.allocator.settings import PYTORCH_DEFAULTS, AllocatorSettings
@@ -19,7 +19,7 @@ _THRESHOLDS = (0.6, 0.8)
 """Values of garbage_collection_threshold that are tried."""
 _FINENESS = 128
 """The smallest sufficient limit is found to this fraction of the limit, or to 2 MiB."""
-_MOST_OPERATIONS = 200_000
+_MOST_OPERATIONS = 50_000
 """Number of requests and frees up to which the memory to spare is searched for, which takes several replays."""
 
 
@@ -68,7 +68,11 @@ class Trials:
 
     def unchanged(self) -> Outcome:
         """Returns the outcome under the recorded settings. It should fail if the record does."""
-        return self._run_in(Order.RECORDED, self._settings, self._moment.limit_bytes)
+        return self._run(self._settings, self._moment.limit_bytes, [Order.RECORDED])
+
+    def recorded(self) -> Trial:
+        """Returns the trial of the recorded settings."""
+        return self._trial("as recorded", self._settings)
 
     def settings(self) -> list[Trial]:
         """Returns the trials of settings, those that pass with the most memory to spare first."""
@@ -116,9 +120,11 @@ class Trials:
         limit_bytes = self._moment.limit_bytes
         if limit_bytes is None:
             return None
-        free = self._run(self._settings, None)
+        free = self._run(self._settings, None, tuple(Order))
         fineness = 2 * MIB if len(self._program.operations) <= _MOST_OPERATIONS else None
-        smallest = self._smallest_limit(lambda limit: self._run(self._settings, limit), limit_bytes, free, fineness)
+        smallest = self._smallest_limit(
+            lambda limit, orders: self._run(self._settings, limit, orders), limit_bytes, free, fineness
+        )
         return smallest - limit_bytes
 
     def _candidates(self) -> Iterator[tuple[str, AllocatorSettings]]:
@@ -155,18 +161,16 @@ class Trials:
         asked_bytes: int | None = None,
         is_setting: bool = True,
     ) -> Trial:
-        def run(limit: int | None) -> Outcome:
+        def run(limit: int | None, orders: Collection[Order]) -> Outcome:
             limited = settings if settings.allowed_bytes is None else dataclasses.replace(settings, allowed_bytes=limit)
-            return self._run(limited, limit, empty_at=empty_at, sizes=sizes, asked_bytes=asked_bytes)
+            return self._run(limited, limit, orders, empty_at=empty_at, sizes=sizes, asked_bytes=asked_bytes)
 
         limit_bytes = self._moment.limit_bytes
-        outcome = run(limit_bytes)
+        outcome = run(limit_bytes, tuple(Order))
         passes = outcome.failed_event is None
         spare_bytes = None
-        if limit_bytes is not None and passes:
-            spare_bytes = limit_bytes - outcome.peak_reserved_bytes
-            if outcome.retries and len(self._program.operations) <= _MOST_OPERATIONS:
-                spare_bytes = limit_bytes - self._smallest_limit(run, self._moment.allocated_bytes, outcome)
+        if limit_bytes is not None and passes and len(self._program.operations) <= _MOST_OPERATIONS:
+            spare_bytes = limit_bytes - self._smallest_limit(run, self._moment.allocated_bytes, outcome)
         return Trial(
             name=name,
             passes=passes,
@@ -176,12 +180,16 @@ class Trials:
         )
 
     def _smallest_limit(
-        self, run: Callable[[int], Outcome], low: int, passing: Outcome, fineness: int | None = None
+        self,
+        run: Callable[[int, Collection[Order]], Outcome],
+        low: int,
+        passing: Outcome,
+        fineness: int | None = None,
     ) -> int:
         """Returns a limit with which a replay passes, and which is at most `fineness` larger than necessary.
 
         Args:
-            run: The replay with a limit.
+            run: The replay with a limit, and with orders of addresses.
             low: A limit with which it fails, or the smallest one to try.
             passing: The outcome of a replay that passes.
             fineness: Size in bytes; None for a small part of the result.
@@ -189,33 +197,33 @@ class Trials:
         high = passing.peak_reserved_bytes
         low = min(low, high)
         fineness = max(2 * MIB, high // _FINENESS) if fineness is None else fineness
-        while high - low > fineness:
-            middle = (low + high) // 2
-            if run(middle).failed_event is None:
-                high = middle
-            else:
-                low = middle
+        for orders in ((Order.RECORDED,), tuple(Order)):  # Most limits that pass in one order pass in all of them.
+            if orders == tuple(Order) and run(high, orders).failed_event is None:
+                break
+            low, high = (low, high) if len(orders) == 1 else (high, passing.peak_reserved_bytes)
+            while high - low > fineness:
+                middle = (low + high) // 2
+                if run(middle, orders).failed_event is None:
+                    high = middle
+                else:
+                    low = middle
         return high
 
-    def _run(self, settings: AllocatorSettings, limit_bytes: int | None, **changes: Any) -> Outcome:
+    def _run(
+        self, settings: AllocatorSettings, limit_bytes: int | None, orders: Iterable[Order], **changes: Any
+    ) -> Outcome:
         """Returns the worst outcome over the orders in which a card may give addresses to new segments."""
-        orders = list(Order)
-        if settings.expandable_segments or len(self._program.operations) > _MOST_OPERATIONS:
-            orders = [Order.RECORDED]
         worst = None
-        for order in orders:
-            outcome = self._run_in(order, settings, limit_bytes, **changes)
+        for order in [Order.RECORDED] if settings.expandable_segments else orders:
+            outcome = what_if(
+                self._program, settings, limit_bytes, until=self._until, start=self._start, order=order, **changes
+            )
             if outcome.failed_event is not None:
                 return outcome
             if worst is None or outcome.peak_reserved_bytes > worst.peak_reserved_bytes:
                 worst = outcome
         assert worst is not None
         return worst
-
-    def _run_in(self, order: Order, settings: AllocatorSettings, limit_bytes: int | None, **changes: Any) -> Outcome:
-        return what_if(
-            self._program, settings, limit_bytes, until=self._until, start=self._start, order=order, **changes
-        )
 
     def _scaled(self, factor: float) -> tuple[dict[int, int], int]:
         """Returns the sizes of the last step's blocks with another batch, by number, and that of the failed request.
