@@ -28,7 +28,9 @@ class Card(CachingAllocator):
     """
 
     def __init__(self, settings: AllocatorSettings, capacity_bytes: int | None, *, seed: int = 0) -> None:
-        places = [place << 43 if settings.expandable_segments else (1 << 46) + place * GIB for place in range(1, 999)]
+        places = [
+            place << 43 if settings.expandable_segments else (1 << 46) + 64 * place * GIB for place in range(1, 999)
+        ]
         if not settings.expandable_segments:
             random.Random(seed).shuffle(places)
         super().__init__(settings, capacity_bytes, place=lambda size_bytes: places.pop(0))

@@ -81,6 +81,12 @@ def explain(
     )
 
 
+_LEAST_LEFT_OUT = 0.05
+"""Least size of blocks that are left out in a replay, as a part of the request that failed."""
+_MOST_LEFT_OUT = 3
+"""Number of places in the program whose blocks are left out in a replay."""
+
+
 class _Record:
     """A history with its moment, and with its replay if it has one."""
 
@@ -145,9 +151,10 @@ def _trials(record: _Record, moment: Moment, contents: Contents) -> tuple[list[T
     is_curable = any(trial.passes for trial in found)
     if contents.scale is not None and contents.scale > 1.01:
         found.append(trials.scaled("tensors of the step as large as planned", 1 / contents.scale))
-    for group in contents.groups:
-        if group.unplanned_bytes or group.purpose in (KEPT, OUTSIDE):
-            found.append(trials.without(f"without the {describe_group(group)}", group.numbers))
+    avoidable = [group for group in contents.groups if group.unplanned_bytes or group.purpose in (KEPT, OUTSIDE)]
+    large = [group for group in avoidable if group.place and group.total_bytes >= _LEAST_LEFT_OUT * moment.asked_bytes]
+    for group in large[:_MOST_LEFT_OUT]:
+        found.append(trials.without(f"without the {describe_group(group)}", group.numbers))
     if not is_curable:
         found += trials.smaller_batches()
     return sorted(found, key=lambda trial: not trial.passes), trials.more_memory_bytes(), []

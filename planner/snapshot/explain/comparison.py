@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from planner.allocator.settings import LARGEST_SMALL_BYTES, AllocatorSettings, segment_size, settings_of
 from planner.plan_types.categories import Category
 from planner.plan_types.decision_base import ALLOCATOR_VARIABLE, allocator_conf, allocator_options_of
+from planner.plan_types.decisions import Precision
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import MIB, format_size
 from planner.snapshot.explain.contents import Contents
@@ -136,7 +137,7 @@ class Comparison:
                 )
                 yield f"{part.purpose}{asked}: {format_size(taken)} in the run, {of_plan}"
         yield from self._batch()
-        extra = [group for group in self._contents.groups if group.unplanned_bytes]
+        extra = [group for group in self._contents.groups if group.unplanned_bytes and group.place]
         for group in sorted(extra, key=lambda group: -group.unplanned_bytes)[:_MOST_NAMED]:
             yield f"the plan has no such tensors at its peak: {describe_group(group)}"
         if plan.decisions and self._contents.scale is None and self._needed_bytes <= plan.baseline.allocated_bytes:
@@ -186,6 +187,9 @@ class Comparison:
         samples = scale * workload.batch_size
         if abs(samples - round(samples)) < 0.05:
             ways.append(f"{round(samples)} samples instead of the {workload.batch_size} of the plan")
+        precision = self._plan.decision(Precision)
+        if precision is not None and abs(scale - 2) < 0.01:
+            ways.append(f"float32 instead of the {precision.dtype} of the plan")
         longer = "longer" if workload.seq_len else "larger"
-        cause = f"a batch of {' or '.join(ways)}" if ways else f"a {longer} batch than planned"
+        cause = " or ".join(ways) if ways else f"a {longer} batch than planned"
         yield f"tensors of the step are {scale:.2f} times as large as those of the plan, as for {cause}"

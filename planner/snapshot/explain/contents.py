@@ -36,8 +36,10 @@ _ASKED = -1
 """Number that stands for the request that failed."""
 _WITH_BATCH = (Category.ACTIVATION, Category.LOGITS, Category.TEMPORARY, Category.INPUT)
 """Categories of the plan's tensors whose size grows with the batch."""
-_MOSTLY = 0.5
-"""Part of the comparable bytes for which the size of the batch must account."""
+_LEAST_EXPLAINED = 0.25
+"""Part of the comparable bytes for which a larger batch must account."""
+_LEAST_LEAD = 1.5
+"""Multiple of the bytes of any other factor for which a larger batch must account."""
 _STATE = ("_init_group", "init_state", "state_init")
 """Functions in which optimizers create their state."""
 
@@ -226,8 +228,7 @@ def _scale(plan: Plan, blocks: Iterable[tuple[int, RecordedBlock]]) -> float | N
     """Returns the factor by which the tensors of the plan that are found among the blocks of the step are larger.
 
     A tensor of the plan is found if a block comes from its line of code. Without stack traces, any block may be that
-    tensor. The factor must hold for most of what is found, and for at least two sizes of tensors; without stack traces
-    for three.
+    tensor. Several tensors of the plan must agree on the factor, and it must explain much of what is found.
 
     Args:
         plan: The plan, whose largest tensors are compared.
@@ -236,29 +237,27 @@ def _scale(plan: Plan, blocks: Iterable[tuple[int, RecordedBlock]]) -> float | N
     planned = [tensor for tensor in plan.tensors if tensor.category in _WITH_BATCH and tensor.size_bytes]
     counts = collections.Counter((size_bytes, frozenset(source_of(block.frames))) for size_bytes, block in blocks)
     has_sources = any(sources for _, sources in counts)
-    factors: dict[str, dict[int, float]] = {}
-    found: dict[str, dict[int, int]] = collections.defaultdict(dict)
+    found: dict[str, dict[tuple[int, str], tuple[int, float]]] = collections.defaultdict(dict)
     for (size_bytes, sources), count in counts.items():
         for tensor in planned:
-            if has_sources and tensor.source.rpartition("/")[2] not in sources:
+            source = tensor.source.rpartition("/")[2] if has_sources else ""
+            if has_sources and source not in sources:
                 continue
             factor = size_bytes / tensor.size_bytes
-            rounded = f"{factor:.2g}"
-            explained = min(count, tensor.count) * size_bytes
-            if explained > found[rounded].get(tensor.size_bytes, 0):
-                found[rounded][tensor.size_bytes] = explained
-                factors.setdefault(rounded, {})[size_bytes] = factor
-    totals = {rounded: sum(sizes.values()) for rounded, sizes in found.items()}
-    agreed = [rounded for rounded, sizes in found.items() if len(sizes) >= (2 if has_sources else 3)]
-    if not agreed:
-        return None
-    best = max(agreed, key=lambda rounded: totals[rounded])
+            agreeing = found[f"{factor:.2g}"]
+            explained = min(count, tensor.count) * size_bytes, factor
+            agreeing[tensor.size_bytes, source] = max(explained, agreeing.get((tensor.size_bytes, source), (0, 0.0)))
+    totals = {rounded: sum(size for size, _ in agreeing.values()) for rounded, agreeing in found.items()}
+    likely = [rounded for rounded, agreeing in found.items() if len(agreeing) >= (2 if has_sources else 3)]
+    likely.sort(key=lambda rounded: totals[rounded], reverse=True)
     comparable = sum(
         size * count for (size, sources), count in counts.items() if _is_comparable(size, sources, planned)
     )
-    if totals[best] < _MOSTLY * comparable:
+    if not likely or totals[likely[0]] < _LEAST_EXPLAINED * comparable:
         return None
-    return factors[best][max(factors[best])]
+    if len(likely) > 1 and totals[likely[0]] < _LEAST_LEAD * totals[likely[1]]:
+        return None
+    return max(found[likely[0]].values())[1]
 
 
 def _is_comparable(size_bytes: int, sources: Collection[str], planned: Sequence[LiveTensor]) -> bool:

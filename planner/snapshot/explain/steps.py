@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sequence
 
@@ -57,7 +58,8 @@ def step_starts(program: Program, until: int) -> list[int]:
     If stack traces show updates by an optimizer, a step begins where allocated memory is lowest after an update. If
     they show that parameters are made, the first step begins after that. Otherwise, and for later steps without an
     update, a step begins where memory is lowest between two rises, if it falls and rises by at least half of its
-    largest fall, and if that is a fifth of the highest level. The result is empty if neither is found.
+    largest fall, and if that is a fifth of the highest level. Blocks from before that which are freed while memory
+    rises again, such as gradients after the update, belong to the step before. The result is empty if neither is found.
     """
     levels = [level for level in program.levels() if 0 <= level[0] <= until]
     traces = {block.born: block.frames for block in program.blocks if block.born >= 0}
@@ -65,7 +67,8 @@ def step_starts(program: Program, until: int) -> list[int]:
     if any(is_update):
         return _after_updates(levels, is_update)
     loaded = max((event for event, frames in traces.items() if event <= until and is_loading(frames)), default=-1)
-    return [*([loaded] if loaded >= 0 else []), *_lows([level for level in levels if level[0] > loaded])]
+    ends = sorted((block.freed, block.born) for block in program.blocks if block.freed is not None)
+    return [*([loaded] if loaded >= 0 else []), *_lows([level for level in levels if level[0] > loaded], ends)]
 
 
 def _after_updates(levels: Sequence[tuple[int, int]], is_update: Sequence[bool | None]) -> list[int]:
@@ -92,8 +95,13 @@ def _after_updates(levels: Sequence[tuple[int, int]], is_update: Sequence[bool |
     return starts
 
 
-def _lows(levels: Sequence[tuple[int, int]]) -> list[int]:
-    """Returns the events at which the level is lowest between two rises. See `step_starts`."""
+def _lows(levels: Sequence[tuple[int, int]], ends: Sequence[tuple[int, int]]) -> list[int]:
+    """Returns the events at which steps begin, by the level alone. See `step_starts`.
+
+    Args:
+        levels: Requested bytes that are alive after each event, as (event, bytes).
+        ends: Events that free and allocate each freed block, as (freed, born), in ascending order.
+    """
     highest = list(itertools.accumulate((level for _, level in levels), max))
     fall = max((high - level for high, (_, level) in zip(highest, levels, strict=True)), default=0)
     if not levels or fall < _LEAST_FALL * highest[-1]:
@@ -105,7 +113,8 @@ def _lows(levels: Sequence[tuple[int, int]]) -> list[int]:
         if falling:
             low = min(low, at, key=lambda found: found[1])
             if at[1] - low[1] >= fall / 2:
-                starts.append(low[0])
+                meanwhile = ends[bisect.bisect(ends, (low[0], low[0])) : bisect.bisect(ends, (at[0], at[0]))]
+                starts.append(max((freed for freed, born in meanwhile if born <= low[0]), default=low[0]))
                 high, falling = at, False
         else:
             high = max(high, at, key=lambda found: found[1])
