@@ -79,6 +79,8 @@ def history_of(data: Mapping[str, Any], wanted: int | None, shown: str, *, needs
             f"{len(private)} segments and {len(events) - len(kept)} events of private pools (CUDA graphs, "
             "torch.cuda.MemPool) are left out, because the simulator has no private pools"
         )
+    if lost := sum(event.action is Action.OOM for event in events) - sum(events[i].action is Action.OOM for i in kept):
+        notes.append(f"{lost} requests of private pools failed, and are not explained")
     events, trace = [events[index] for index in kept], [trace[index] for index in kept]
     with naming(f"{shown}: allocator_settings"):
         options = data.get("allocator_settings", {})
@@ -145,7 +147,12 @@ def _traces(trace: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Frame, ...]]:
 
 def _frames(frames: Sequence[Mapping[str, Any]]) -> tuple[Frame, ...]:
     return tuple(
-        Frame(str(frame.get("name", "")), str(frame.get("filename", "")), int(frame.get("line", 0))) for frame in frames
+        Frame(
+            str(frame.get("name", "")),
+            str(frame.get("filename", "")),
+            line if type(line := frame.get("line")) is int else 0,
+        )
+        for frame in frames
     )
 
 

@@ -157,7 +157,8 @@ def _trials(record: _Record, moment: Moment, contents: Contents) -> tuple[list[T
         found.append(trials.without(f"without the {describe_group(group)}", group.numbers))
     if not is_curable:
         found += trials.smaller_batches()
-    return sorted(found, key=lambda trial: not trial.passes), trials.more_memory_bytes(), []
+    notes = ["the replays end with this request: the record does not show what the program would have asked for next"]
+    return sorted(found, key=lambda trial: not trial.passes), trials.more_memory_bytes(), notes
 
 
 def _saves(trial: Trial, recorded: Trial) -> bool:

@@ -29,6 +29,11 @@ def causes(moment: Moment, history: History, plan: Plan | None) -> Iterator[str]
     unused = moment.reserved_bytes - moment.allocated_bytes
     if moment.failed:
         yield from _why_no_segment(moment, segment_size(moment.asked_bytes, history.settings))
+    elif moment.retries:
+        yield (
+            f"{moment.retries} requests found the card full, and got memory after all unused segments were released, "
+            "which takes time"
+        )
     for free in moment.free:
         if free.total_bytes >= LARGEST_SMALL_BYTES:
             pieces = (

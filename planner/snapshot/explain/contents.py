@@ -24,8 +24,8 @@ OUTSIDE = "evaluation, generation and saving"
 """Purpose of blocks that were allocated outside training steps."""
 IN_STEP = "made in the step"
 """Purpose of blocks of a step in a record without stack traces."""
-ALL = "allocated in the record"
-"""Purpose of blocks of which nothing else is known."""
+ALL = "of unknown purpose"
+"""Purpose of blocks of which nothing is known."""
 _WEIGHTS = (Category.PARAMETER, Category.OPTIMIZER_STATE)
 _ROWS = (*_WEIGHTS, BEFORE, EARLIER, KEPT, OUTSIDE, Category.GRADIENT, REST, IN_STEP, ALL)
 _OF_STEP = (REST, KEPT, IN_STEP, ALL)
@@ -162,7 +162,10 @@ def _purposes(
 ) -> dict[int, str]:
     """Returns the purpose of each block that is alive, by its number."""
     has_traces = any(frame.filename for block in program.blocks for frame in block.frames)
+    has_events = any(block.born >= 0 for block in program.blocks)
     found = {number: _purpose(block, step, has_traces=has_traces) for number, block in live}
+    if not has_events:
+        found = {number: ALL if purpose in (EARLIER, KEPT) else purpose for number, purpose in found.items()}
     weights = {sizes[number] for number, purpose in found.items() if purpose in (Category.PARAMETER, *_UNKNOWN)}
     for number, purpose in found.items():
         if purpose == Category.GRADIENT and sizes[number] not in weights:
@@ -173,9 +176,29 @@ def _purposes(
         for number, _ in sorted(live, key=lambda item: item[1].born):
             found[number] = BEFORE if sizes[number] <= left else IN_STEP
             left -= sizes[number] if sizes[number] <= left else left
+    if plan is not None:
+        _name_kept(found, sizes, plan)
     for unknown in set(_UNKNOWN) & set(found.values()):
         found = {number: unknown if purpose in _WEIGHTS else purpose for number, purpose in found.items()}
     return found
+
+
+def _name_kept(found: dict[int, str], sizes: Mapping[int, int], plan: Plan) -> None:
+    """Counts blocks that are kept from before the step as parameters and optimizer state, as far as the plan has them.
+
+    Stack traces do not show these if they were made by code that is not known here.
+
+    Args:
+        found: The purpose of each block, which is changed.
+        sizes: Size of each block in bytes.
+        plan: The plan.
+    """
+    for purpose in _WEIGHTS:
+        left = plan.peak.breakdown.get(purpose, 0) - sum(sizes[n] for n, known in found.items() if known == purpose)
+        for number in [number for number, known in found.items() if known == KEPT]:
+            if sizes[number] <= left:
+                found[number] = purpose
+                left -= sizes[number]
 
 
 def _purpose(block: RecordedBlock, step: int | None, *, has_traces: bool) -> str:
@@ -194,9 +217,9 @@ def _purpose(block: RecordedBlock, step: int | None, *, has_traces: bool) -> str
     if is_backward(block.frames) or (has_traces and not block.frames and block.born >= 0):
         return Category.GRADIENT
     if is_old:
-        if has_traces and block.frames:
-            return KEPT
-        return EARLIER if step is None else BEFORE
+        if step is None:
+            return EARLIER
+        return KEPT if has_traces and block.frames else BEFORE
     return REST if has_traces else ALL if step is None else IN_STEP
 
 

@@ -47,6 +47,9 @@ class Moment:
     """Bytes of `allocated_bytes` that the program asked for. The rest is rounding."""
     reserved_bytes: int
     """Memory that the allocator held, without private pools."""
+    retries: int
+    """Number of requests of the record that found the card full, so that all unused segments were released. They
+    include those that failed; 0 if the record could not be replayed."""
     peak_reserved_bytes: int
     """Most memory that the allocator held at any moment of the record."""
     private_bytes: int
@@ -113,7 +116,9 @@ def moment_of(
     asked_bytes = 0 if at is None else at.size_bytes
     limit_bytes, source = limit, "given"
     if limit_bytes is None:
-        limit_bytes, source = _limit(history, asked_bytes, reserved_bytes, device_free, failed=at is not None)
+        limit_bytes, source = _limit(history, asked_bytes, reserved_bytes, device_free)
+        if at is None and (replayed is None or not replayed.retries):
+            limit_bytes, source = None, ""
     return Moment(
         event=event,
         failed=at is not None,
@@ -123,6 +128,7 @@ def moment_of(
         allocated_bytes=allocated_bytes,
         requested_bytes=requested_bytes,
         reserved_bytes=reserved_bytes,
+        retries=0 if replayed is None else replayed.retries,
         peak_reserved_bytes=max(*reserved_levels(history), reserved_bytes),
         private_bytes=history.sources.private_bytes,
         device_free_bytes=device_free,
@@ -158,14 +164,9 @@ _CHANGE = {Action.SEGMENT_ALLOC: 1, Action.SEGMENT_MAP: 1, Action.SEGMENT_FREE: 
 """The sign with which the size of an event changes the reserved memory."""
 
 
-def _limit(
-    history: History, asked_bytes: int, reserved_bytes: int, device_free: int | None, *, failed: bool
-) -> tuple[int | None, str]:
+def _limit(history: History, asked_bytes: int, reserved_bytes: int, device_free: int | None) -> tuple[int | None, str]:
     """Returns the most memory that the allocator could hold, and where it is known from."""
     peak_bytes = max(reserved_levels(history))
-    if not failed:
-        released = any(_CHANGE.get(event.action) == -1 for event in history.events)
-        return (peak_bytes, "the most that was ever reserved") if released else (None, "")
     new_bytes = segment_size(asked_bytes, history.settings)
     if device_free is not None and device_free < new_bytes:
         return reserved_bytes + device_free, "reserved memory, and what the card had free"

@@ -240,7 +240,8 @@ def what_if(
         program.taken if order is Order.RECORDED and not settings.expandable_segments else (), order, start
     )
     allocator = CachingAllocator(settings, limit_bytes, place=places.place, card_bytes=UNKNOWN_CARD_BYTES)
-    places.exchanges = allocator.record_exchanges()
+    if not settings.expandable_segments:  # The address ranges of expandable segments are never in each other's way.
+        places.exchanges = allocator.record_exchanges()
     sizes = sizes or {}
     empty_at = set(empty_at)
     live: dict[int, Block] = {}

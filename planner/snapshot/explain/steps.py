@@ -12,6 +12,11 @@ from planner.snapshot.history import Frame
 _OPTIMIZERS = ("torch/optim/", "bitsandbytes/optim/", "apex/optimizers/", "deepspeed/ops/adam")
 _LIBRARY = ("torch/", "torch\\")
 _INSTALLED = ("site-packages/", "dist-packages/", "<frozen")
+_LOADING = {
+    *("_apply", "to_empty", "from_pretrained", "_load_pretrained_model", "load_state_dict", "reset_parameters"),
+    *("set_module_tensor_to_device", "load_checkpoint_in_model", "_load_state_dict_into_meta_model"),
+}
+"""Names of functions that make parameters, or move them to the card."""
 _OUTSIDE = {
     *("evaluate", "evaluation_loop", "prediction_loop", "prediction_step", "predict", "eval_step", "run_evaluation"),
     *("validate", "validation", "validation_step", "test_step", "generate", "sample", "save_pretrained", "save_model"),
@@ -41,10 +46,7 @@ def is_backward(frames: Sequence[Frame]) -> bool:
 
 def is_loading(frames: Sequence[Frame]) -> bool:
     """True if the allocation made a parameter or buffer: while the model was built, loaded or moved to the card."""
-    names = {frame.name for frame in frames}
-    return bool(
-        names & {"_apply", "from_pretrained", "load_state_dict", "_load_pretrained_model", "__init__"}
-    ) and not (is_optimizer(frames))
+    return any(frame.name in _LOADING for frame in frames) and not is_optimizer(frames)
 
 
 def is_outside(frames: Sequence[Frame]) -> bool:
