@@ -122,8 +122,8 @@ class _Record:
             )
         if self.replayed.start:
             self.notes.append(
-                "the record starts in the middle of the run: with expandable segments, the replays assume that "
-                "what was alive then has no gaps"
+                "the record starts in the middle of the run: with expandable_segments or max_split_size_mb, the "
+                "replays assume that what was alive then has no gaps"
             )
         failures = sum(event.action is Action.OOM for event in self.history.events)
         if failures > 1:

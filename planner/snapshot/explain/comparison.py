@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planner.allocator.settings import LARGEST_SMALL_BYTES, AllocatorSettings, segment_size, settings_of
+from planner.allocator.settings import LARGEST_SMALL_BYTES, AllocatorSettings, settings_of
 from planner.plan_types.categories import Category
 from planner.plan_types.decision_base import ALLOCATOR_VARIABLE, allocator_conf, allocator_options_of
 from planner.plan_types.decisions import Precision
@@ -12,7 +12,7 @@ from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import MIB, format_size
 from planner.snapshot.explain.contents import Contents
 from planner.snapshot.explain.explanation import describe_group
-from planner.snapshot.explain.moment import Moment
+from planner.snapshot.explain.moment import Moment, new_memory_bytes
 from planner.snapshot.history import History
 
 _LOOP_BYTES = 2**16
@@ -28,7 +28,7 @@ def causes(moment: Moment, history: History, plan: Plan | None) -> Iterator[str]
     """Yields sentences that say why the request did not fit, and why free memory could not be used."""
     unused = moment.reserved_bytes - moment.allocated_bytes
     if moment.failed:
-        yield from _why_no_segment(moment, segment_size(moment.asked_bytes, history.settings))
+        yield from _why_no_segment(moment, new_memory_bytes(moment.asked_bytes, history.settings))
     elif moment.retries:
         yield (
             f"{moment.retries} requests found the card full, and got memory after all unused segments were released, "

@@ -10,7 +10,13 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from planner.allocator.blocks import Segment
-from planner.allocator.settings import LARGEST_SMALL_BYTES, AllocatorSettings, round_size, segment_size
+from planner.allocator.settings import (
+    LARGEST_SMALL_BYTES,
+    SMALL_SEGMENT_BYTES,
+    AllocatorSettings,
+    round_size,
+    segment_size,
+)
 from planner.snapshot.explain.program import Program
 from planner.snapshot.history import Action, Frame, History
 from planner.snapshot.result import ReplayResult
@@ -164,10 +170,18 @@ _CHANGE = {Action.SEGMENT_ALLOC: 1, Action.SEGMENT_MAP: 1, Action.SEGMENT_FREE: 
 """The sign with which the size of an event changes the reserved memory."""
 
 
+def new_memory_bytes(asked_bytes: int, settings: AllocatorSettings) -> int:
+    """Returns the most memory in bytes that a request takes from the driver if no free block serves it."""
+    if not settings.expandable_segments:
+        return segment_size(asked_bytes, settings)
+    page_bytes = SMALL_SEGMENT_BYTES if asked_bytes <= LARGEST_SMALL_BYTES else settings.large_segment_bytes
+    return -(-asked_bytes // page_bytes) * page_bytes
+
+
 def _limit(history: History, asked_bytes: int, reserved_bytes: int, device_free: int | None) -> tuple[int | None, str]:
     """Returns the most memory that the allocator could hold, and where it is known from."""
     peak_bytes = max(reserved_levels(history))
-    new_bytes = segment_size(asked_bytes, history.settings)
+    new_bytes = new_memory_bytes(asked_bytes, history.settings)
     if device_free is not None and device_free < new_bytes:
         return reserved_bytes + device_free, "reserved memory, and what the card had free"
     return max(peak_bytes, reserved_bytes), "the most that was ever reserved"

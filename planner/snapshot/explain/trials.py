@@ -213,10 +213,13 @@ class Trials:
         self, settings: AllocatorSettings, limit_bytes: int | None, orders: Iterable[Order], **changes: Any
     ) -> Outcome:
         """Returns the worst outcome over the orders in which a card may give addresses to new segments."""
+        # A state with blocks that were split is impossible under a smaller limit of splitting.
+        can_adopt = settings.max_split_size_bytes in (None, self._settings.max_split_size_bytes)
+        start = self._start if can_adopt else ()
         worst = None
         for order in [Order.RECORDED] if settings.expandable_segments else orders:
             outcome = what_if(
-                self._program, settings, limit_bytes, until=self._until, start=self._start, order=order, **changes
+                self._program, settings, limit_bytes, until=self._until, start=start, order=order, **changes
             )
             if outcome.failed_event is not None:
                 return outcome
