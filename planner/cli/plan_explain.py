@@ -48,14 +48,17 @@ def _bullets(title: str, lines: tuple[str, ...]) -> list[RenderableType]:
 
 
 def _trials(found: Explanation) -> Table:
+    has_limit = found.moment.limit_bytes is not None
     table = Table()
     table.add_column("", overflow="fold")
-    table.add_column("fits")
-    table.add_column("to spare", justify="right")
+    if has_limit:
+        table.add_column("fits")
+        table.add_column("to spare", justify="right")
     table.add_column("reserved at most", justify="right")
     for trial in found.trials:
         spare = "" if trial.spare_bytes is None else format_size(trial.spare_bytes)
-        table.add_row(Text(trial.name), "yes" if trial.passes else "no", spare, format_size(trial.peak_reserved_bytes))
+        verdict = ("yes" if trial.passes else "no", spare) if has_limit else ()
+        table.add_row(Text(trial.name), *verdict, format_size(trial.peak_reserved_bytes))
     return table
 
 
@@ -67,7 +70,8 @@ def _contents(found: Explanation) -> Table:
         table.add_column(title, justify="right")
     for part in found.parts:
         planned = () if part.planned_bytes is None else (format_size(part.planned_bytes),)
-        table.add_row(part.purpose, format_size(part.total_bytes), *planned)
+        asked = f" + {format_size(part.asked_bytes)} that failed" if part.asked_bytes else ""
+        table.add_row(part.purpose, format_size(part.total_bytes) + asked, *planned)
     return table
 
 
@@ -75,7 +79,7 @@ def _places(found: Explanation) -> Table:
     table = Table()
     for title in ("size", "blocks"):
         table.add_column(title, justify="right")
-    for title in ("allocated at", "called at", "purpose"):
+    for title in ("allocated at", "called by", "purpose"):
         table.add_column(title, overflow="fold")
     for group in found.groups[:MOST_GROUPS]:
         place = Text(group.place or "no stack trace")

@@ -15,7 +15,7 @@ from planner.plan_types.sizes import MIB
 from planner.snapshot.history import Action, Event, Frame, History, Sources
 
 GIVE = "give a file that torch.cuda.memory._dump_snapshot wrote"
-"""What an error message asks the user for."""
+"""The request to the user at the end of an error message."""
 _ACTIONS = {action.value: action for action in Action}
 _WITHOUT_EFFECT = {"snapshot", "workspace_snapshot", "user_defined"}
 

@@ -49,7 +49,7 @@ class Event(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sources:
-    """What a record holds in addition to sizes and addresses. Every field is empty if the record does not have it."""
+    """The content of a record in addition to sizes and addresses. Fields that a record lacks are empty."""
 
     traces: tuple[tuple[Frame, ...], ...] = ()
     """For each event its stack trace, innermost frame first."""

@@ -23,7 +23,7 @@ from planner.cli import main
 from planner.plan_types.categories import Category
 from planner.plan_types.decisions import Allocator
 from planner.plan_types.plan import LiveTensor
-from planner.plan_types.sizes import MIB
+from planner.plan_types.sizes import GIB, MIB
 from tests.plan_types.test_plan import example
 from tests.support.card import EXPANDABLE, NATIVE, Card
 
@@ -220,6 +220,52 @@ def test_every_advised_option_passes_on_a_fresh_card_with_what_is_spared_less(se
     assert runs_again(card.trace, NATIVE, limit_mb * MIB + found.more_memory_bytes)
 
 
+def broken_run(seed: int, settings: AllocatorSettings = NATIVE) -> Card:
+    """A card on which a random run has failed."""
+    card = Card(settings, 200 * MIB, seed=seed)
+    assert not random_run(card, seed)
+    return card
+
+
+def test_a_replay_with_the_recorded_settings_fails_where_the_record_failed():
+    for seed in range(20):
+        found = explained(broken_run(seed))
+        assert found.is_exact and found.trials, seed
+
+
+def test_a_record_that_starts_in_the_middle_is_replayed_under_other_limits_of_splitting():
+    settings = AllocatorSettings(max_split_size_bytes=64 * MIB)
+    for seed in range(20):
+        card = broken_run(seed, settings)
+        snapshot = card.snapshot(first_event=len(card.trace) // 2)
+        snapshot["allocator_settings"]["max_split_size"] = settings.max_split_size_bytes
+        found = planner.explain(snapshot)
+        assert found.is_exact and trial(found, "max_split_size_mb:") and "starts in the middle" in str(found)
+
+
+HISTORIES = (
+    "Constructor-Sun_memory_snapshot_b5ef67_gpu1",
+    "HugePandaCoder_my_snapshot_007209",
+    "NiuHuangxiaozi_forward_memory_snapshot_100_baf850",
+)
+
+
+@pytest.mark.parametrize("number", range(len(HISTORIES)))
+def test_the_histories_of_real_cards_are_explained(shared_data, number):
+    path = shared_data / "allocator_traces" / f"{HISTORIES[number]}.json.gz"
+    if not path.is_file():
+        pytest.skip(f"{path.name} is not there")
+    found = planner.explain(path)
+    assert found.is_exact and found.moment.failed == (number == 0)
+    if number == 0:  # An attempt to allocate 4.94 GiB in 78.42 GiB, of which 78.29 GiB are in use.
+        assert any("no setting of the allocator is enough" in cause for cause in found.causes) and not found.advice
+        assert 0 <= found.more_memory_bytes - (found.moment.missing_bytes) <= 200 * MIB
+    if number == 1:
+        assert found.moment.retries == 1 and trial(found, "expandable_segments").spare_bytes > 2 * GIB
+    if number == 2:
+        assert trial(found, "expandable_segments").peak_reserved_bytes < found.moment.peak_reserved_bytes
+
+
 # ---- compared with a plan -------------------------------------------------------------------------------------------
 
 
@@ -252,7 +298,7 @@ def test_logits_that_an_evaluation_keeps_are_named_by_their_place():
     found = explained(card, plan_of_training())
     kept = next(part for part in found.parts if part.purpose == "evaluation, generation and saving")
     assert (kept.total_bytes, kept.planned_bytes) == (5 * LOGITS_BYTES, 0)
-    assert any("evaluate, evaluate.py:12" in finding for finding in found.findings)
+    assert any("evaluate (evaluate.py:12)" in finding for finding in found.findings)
     assert trial(found, "evaluate.py:12").passes
 
 
@@ -284,7 +330,7 @@ def test_a_snapshot_without_history_says_what_is_in_the_segments():
     found = planner.explain(snapshot)
     assert found.moment.event is None and not found.trials
     assert (found.moment.allocated_bytes, found.moment.reserved_bytes) == (30 * MIB, 80 * MIB)
-    assert found.groups[0].place == "step, train.py:1"
+    assert found.groups[0].place == "step (train.py:1)"
     assert "no events" in str(found)
 
 

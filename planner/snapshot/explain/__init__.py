@@ -117,8 +117,9 @@ class _Record:
         self.program = read_program(self.history, self.replayed.emptied)
         if not self.replayed.is_equal:
             self.notes.append(
-                f"the simulated allocator gives other addresses than the record for {len(self.replayed.addresses)} "
-                f"requests, so the replays are not exact (python -m planner.snapshot shows the differences)"
+                "the replays are not exact: the simulated allocator differs from the record in "
+                f"{len(self.replayed.addresses)} addresses and {len(self.replayed.driver)} exchanges with the driver "
+                "(python -m planner.snapshot shows them)"
             )
         if self.replayed.start:
             self.notes.append(

@@ -1,4 +1,4 @@
-"""What was alive at a moment: by purpose, compared with the plan, and by the place in the program that allocated it."""
+"""The blocks that were alive at a moment: by purpose, compared with the plan, and by the place that allocated them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Group:
 
     purpose: str
     place: str
-    """The place, as 'forward, model.py:12'; empty if it is not known."""
+    """The place, as 'forward (model.py:12)'; empty if it is not known."""
     caller: str
     """The place in the user's own code from which it was called; empty if there is none or it is not known."""
     total_bytes: int
@@ -76,7 +76,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What was alive at a moment."""
+    """The blocks that were alive at a moment."""
 
     parts: tuple[Part, ...]
     groups: tuple[Group, ...]
@@ -93,7 +93,7 @@ def contents_of(
     settings: AllocatorSettings,
     asked: RecordedBlock | None = None,
 ) -> Contents:
-    """Returns what is alive right after an event.
+    """Returns the blocks that are alive right after an event.
 
     Args:
         program: What the recorded program did.

@@ -18,7 +18,7 @@ MOST_GROUPS = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What a snapshot says about the moment at which memory ran out, or at which most memory was in use."""
+    """The facts of a snapshot about the moment at which memory ran out, or at which most memory was in use."""
 
     device: int
     """Index of the CUDA device."""
@@ -34,9 +34,9 @@ class Explanation:
     more_memory_bytes: int | None
     """Additional memory with which every request would have fit; None if that is not known."""
     parts: tuple[Part, ...]
-    """What was alive, by purpose."""
+    """Memory that was allocated, by purpose."""
     groups: tuple[Group, ...]
-    """What was alive, by the place in the program that allocated it; largest first."""
+    """Memory that was allocated, by the place in the program that allocated it; largest first."""
     findings: tuple[str, ...]
     """Sentences that compare the run with the plan. Empty without a plan."""
     exceeds_plan: bool | None
@@ -57,7 +57,7 @@ class Explanation:
     def headline(self) -> str:
         """Returns a sentence that names the moment."""
         moment = self.moment
-        where = " called at ".join(text for text in place_of(moment.frames) if text)
+        where = ", called by ".join(text for text in place_of(moment.frames) if text)
         where = f" at {where}" if where else ""
         if moment.failed:
             return f"a request of {format_size(moment.asked_bytes)} did not fit{where} (event {moment.event})"
@@ -129,5 +129,5 @@ def _part(part: Part) -> str:
 def describe_group(group: Group) -> str:
     """Returns a line for blocks of one place: their size, number, purpose and place."""
     count = "" if group.blocks == 1 else f" in {group.blocks} blocks"
-    place = " called at ".join(text for text in (group.place, group.caller) if text) or "no stack trace"
+    place = ", called by ".join(text for text in (group.place, group.caller) if text) or "no stack trace"
     return f"{format_size(group.total_bytes)}{count}, {group.purpose}: {place}"

@@ -65,7 +65,7 @@ class Moment:
     limit_bytes: int | None
     """Most memory that the allocator could hold, without private pools; None if no limit is known."""
     limit_source: str
-    """Where the limit is known from."""
+    """The source of the limit."""
     free: tuple[FreeMemory, ...]
     """Free memory of the allocator by the reason why the request could not use it."""
     waiting_bytes: int

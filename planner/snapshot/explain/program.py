@@ -1,4 +1,4 @@
-"""What a recorded program asked of the allocator, and what would have happened under other settings.
+"""The requests of a recorded program, and what would have happened to them under other settings.
 
 `read_program` takes requests, frees and calls of `empty_cache` out of a record. `what_if` runs them through the
 simulated allocator, perhaps with other settings, another limit, or some requests left out.
@@ -22,7 +22,7 @@ from planner.snapshot.initial_state import StartState
 
 
 class Kind(enum.Enum):
-    """What a program may do."""
+    """The kinds of actions of a program."""
 
     REQUEST = "request"
     FREE = "free"

@@ -128,8 +128,8 @@ def _lows(levels: Sequence[tuple[int, int]], ends: Sequence[tuple[int, int]]) ->
 def place_of(frames: Sequence[Frame]) -> tuple[str, str]:
     """Returns the place in the program that made an allocation, and the place of the user's own code that called it.
 
-    Both are texts such as 'forward, model.py:12', and empty if not known. Frames of PyTorch and of C++ are passed over,
-    unless there are no others.
+    Both are texts such as 'forward (model.py:12)', and empty if not known. Frames of PyTorch and of C++ are passed
+    over, unless there are no others.
     """
     python = [frame for frame in frames if frame.filename.endswith(".py") or not frame.filename]
     shown = [frame for frame in python if not any(part in frame.filename for part in (*_LIBRARY, "<frozen"))] or python
@@ -141,10 +141,13 @@ def place_of(frames: Sequence[Frame]) -> tuple[str, str]:
 
 
 def _text(frame: Frame) -> str:
-    name = frame.filename.replace("\\", "/").rpartition("/")[2]
-    return f"{frame.name}, {name}:{frame.line}" if name else frame.name
+    return f"{frame.name} ({_line(frame)})" if frame.filename else frame.name
+
+
+def _line(frame: Frame) -> str:
+    return f"{frame.filename.replace(chr(92), '/').rpartition('/')[2]}:{frame.line}"
 
 
 def source_of(frames: Sequence[Frame]) -> set[str]:
     """Returns the lines of a stack trace as 'file.py:12', without folders."""
-    return {_text(frame).rpartition(", ")[2] for frame in frames if frame.filename}
+    return {_line(frame) for frame in frames if frame.filename}

@@ -28,7 +28,7 @@ class Trial:
     """A setting or technique, and what the replay with it gives."""
 
     name: str
-    """What is changed, such as 'PYTORCH_ALLOC_CONF=expandable_segments:True'."""
+    """The change, such as 'PYTORCH_ALLOC_CONF=expandable_segments:True'."""
     passes: bool
     """True if every request of the record up to the moment fits, whatever the order of the addresses of new segments:
     as recorded, rising or falling."""
