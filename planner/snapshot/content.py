@@ -148,12 +148,17 @@ def _traces(trace: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Frame, ...]]:
 def _frames(frames: Sequence[Mapping[str, Any]]) -> tuple[Frame, ...]:
     return tuple(
         Frame(
-            str(frame.get("name", "")),
-            str(frame.get("filename", "")),
+            _shown(frame.get("name", "")),
+            _shown(frame.get("filename", "")),
             line if type(line := frame.get("line")) is int else 0,
         )
         for frame in frames
     )
+
+
+def _shown(value: object) -> str:
+    """Returns a text of the file without control characters, which could change what a terminal shows."""
+    return "".join(letter if letter.isprintable() else "?" for letter in str(value))
 
 
 def _block_traces(segments: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, tuple[Frame, ...]]]:

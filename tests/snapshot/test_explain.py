@@ -166,6 +166,23 @@ def test_a_limit_of_the_process_is_named_if_the_card_had_enough_free():
     assert any("set_per_process_memory_fraction" in cause for cause in explained(card).causes)
 
 
+def test_memory_of_other_processes_is_named_if_the_plan_knows_the_card():
+    card = Card(NATIVE, 100 * MIB)
+    assert card.malloc(120 * MIB) is None
+    plan = dataclasses.replace(plan_of_training(), card_bytes=1124 * MIB)
+    assert any("1.00 GiB of the card belong to other processes" in cause for cause in explained(card, plan).causes)
+
+
+def test_the_device_on_which_a_request_failed_is_explained():
+    healthy, full = Card(NATIVE, None), Card(NATIVE, 100 * MIB)
+    assert healthy.malloc(MIB) and full.malloc(120 * MIB) is None
+    snapshot = healthy.snapshot()
+    snapshot["device_traces"].append(full.snapshot()["device_traces"][0])
+    found = planner.explain(snapshot)
+    assert (found.device, found.moment.failed) == (1, True) and "devices 0, 1 have" in str(found)
+    assert not planner.explain(snapshot, device=0).moment.failed
+
+
 def test_no_setting_is_advised_if_tensors_exceed_the_card():
     card = Card(NATIVE, 200 * MIB)
     for _ in range(3):
@@ -306,6 +323,10 @@ def test_a_run_like_its_plan_is_no_surprise():
     assert training.step() and training.step()
     found = explained(card, plan_of_training())
     assert not found.is_surprise and found.findings[-1] == "no more is allocated than planned"
+    training.has_traces = False
+    assert training.step(2 * PLANNED_TOKENS)
+    without_tensors = dataclasses.replace(plan_of_training(), tensors=())
+    assert explained(card, without_tensors).exceeds_plan
 
 
 def test_a_run_without_the_options_of_the_plan_is_found():
@@ -329,6 +350,9 @@ def test_a_snapshot_without_history_says_what_is_in_the_segments():
     assert found.moment.event is None and not found.trials
     assert (found.moment.allocated_bytes, found.moment.reserved_bytes) == (30 * MIB, 80 * MIB)
     assert found.groups[0].place == "step (train.py:1)"
+    card.frames = [("\x1b[2J", "train.py", 1)]
+    card.malloc(90 * MIB)
+    assert "\x1b" not in str(explained(card)) and "?[2J (train.py:1)" in str(explained(card))
     assert "no events" in str(found)
 
 

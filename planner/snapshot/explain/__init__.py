@@ -63,7 +63,7 @@ def explain(
             address=0, requested_bytes=moment.asked_bytes, born=event, freed=None, frames=moment.frames
         )
     contents = contents_of(record.program, event, step, plan, record.history.settings, asked)
-    trials, more_bytes, notes = _trials(record, moment, contents)
+    trials, more_bytes, notes = _trials(record, moment, contents, has_plan=plan is not None)
     compared = Comparison(plan, moment, contents, record.history.settings)
     return Explanation(
         device=record.history.device,
@@ -133,7 +133,9 @@ class _Record:
             self.notes.append("the program went on after this request")
 
 
-def _trials(record: _Record, moment: Moment, contents: Contents) -> tuple[list[Trial], int | None, list[str]]:
+def _trials(
+    record: _Record, moment: Moment, contents: Contents, *, has_plan: bool
+) -> tuple[list[Trial], int | None, list[str]]:
     """Returns the replays under other circumstances, the memory that would have helped, and notes."""
     if record.event is None:
         return [], None, []
@@ -152,7 +154,8 @@ def _trials(record: _Record, moment: Moment, contents: Contents) -> tuple[list[T
     is_curable = any(trial.passes for trial in found)
     if contents.scale is not None and contents.scale > 1.01:
         found.append(trials.scaled("tensors of the step as large as planned", 1 / contents.scale))
-    avoidable = [group for group in contents.groups if group.unplanned_bytes or group.purpose in (KEPT, OUTSIDE)]
+    removable = (KEPT, OUTSIDE) if has_plan else (OUTSIDE,)  # Without a plan, parameters may be among what is kept.
+    avoidable = [group for group in contents.groups if group.unplanned_bytes or group.purpose in removable]
     large = [group for group in avoidable if group.place and group.total_bytes >= _LEAST_LEFT_OUT * moment.asked_bytes]
     for group in large[:_MOST_LEFT_OUT]:
         found.append(trials.without(f"without the {describe_group(group)}", group.numbers))

@@ -258,6 +258,8 @@ def _scale(plan: Plan, blocks: Iterable[tuple[int, RecordedBlock]]) -> float | N
         blocks: Sizes in bytes of the blocks of the step, and the blocks.
     """
     planned = [tensor for tensor in plan.tensors if tensor.category in _WITH_BATCH and tensor.size_bytes]
+    if not planned:
+        return None
     counts = collections.Counter((size_bytes, frozenset(source_of(block.frames))) for size_bytes, block in blocks)
     has_sources = any(sources for _, sources in counts)
     found: dict[str, dict[tuple[int, str], tuple[int, float]]] = collections.defaultdict(dict)

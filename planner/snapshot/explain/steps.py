@@ -19,8 +19,8 @@ _LOADING = {
 """Names of functions that make parameters, or move them to the card."""
 _OUTSIDE = {
     *("evaluate", "evaluation_loop", "prediction_loop", "prediction_step", "predict", "eval_step", "run_evaluation"),
-    *("validate", "validation", "validation_step", "test_step", "generate", "sample", "save_pretrained", "save_model"),
-    *("save_checkpoint", "_save_checkpoint", "_save"),
+    *("validate", "validation", "validation_step", "test_step", "generate", "save_pretrained", "save_model"),
+    *("save_checkpoint", "_save_checkpoint"),
 }
 """Names of functions outside training steps, in transformers, Lightning, accelerate's examples and many scripts."""
 _LEAST_FALL = 0.2
@@ -46,7 +46,11 @@ def is_backward(frames: Sequence[Frame]) -> bool:
 
 def is_loading(frames: Sequence[Frame]) -> bool:
     """True if the allocation made a parameter or buffer: while the model was built, loaded or moved to the card."""
-    return any(frame.name in _LOADING for frame in frames) and not is_optimizer(frames)
+    if is_optimizer(frames):
+        return False
+    return any(
+        frame.name in _LOADING or (frame.name == "__init__" and "torch/nn/" in frame.filename) for frame in frames
+    )
 
 
 def is_outside(frames: Sequence[Frame]) -> bool:
