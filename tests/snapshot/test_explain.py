@@ -390,6 +390,13 @@ def test_the_command_prints_the_explanation_or_one_line(tmp_path, capsys):
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("plan: '") and "bad.pickle" in line
     assert not victim.exists()
-    for wrong in (["explain"], ["explain", "a", "b", "c"], ["explain", str(tmp_path / "ok.pickle"), "no.json"]):
+    good = str(tmp_path / "ok.pickle")
+    for wrong in (
+        ["explain"],
+        ["explain", "a", "b", "c"],
+        ["explain", good, "no.json"],
+        ["explain", good, "--device", "3"],
+        ["explain", good, "--capacity", "100MiB"],  # less than was reserved
+    ):
         assert main(wrong) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1

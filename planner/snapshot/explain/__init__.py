@@ -10,7 +10,7 @@ from typing import Any
 
 from planner.errors import SnapshotError
 from planner.plan_types.plan import Plan
-from planner.plan_types.sizes import parse_size
+from planner.plan_types.sizes import format_size, parse_size
 from planner.snapshot.explain.comparison import Comparison, causes
 from planner.snapshot.explain.contents import KEPT, OUTSIDE, Contents, contents_of
 from planner.snapshot.explain.explanation import Explanation, describe_group
@@ -52,9 +52,16 @@ def explain(
     """
     if plan is not None and not isinstance(plan, Plan):
         plan = Plan.load(pathlib.Path(plan))
-    limit = None if capacity is None else parse_size(capacity, device_bytes=None)
+    limit = None
+    if capacity is not None:
+        limit = parse_size(capacity, device_bytes=None if plan is None else plan.card_bytes)
     record = _Record(load(snapshot, device=device, needs_events=False))
     moment = moment_of(record.history, record.program, record.replayed, record.event, limit)
+    if limit is not None and limit < moment.peak_reserved_bytes:
+        raise SnapshotError(
+            f"the allocator of the record held {format_size(moment.peak_reserved_bytes)}, which is more than the capacity "
+            f"of {format_size(limit)}: give the memory that it could hold (--capacity)"
+        )
     step = max((start for start in record.steps if record.event is not None and start < record.event), default=None)
     event = -1 if record.event is None else record.event
     asked = None
@@ -147,7 +154,7 @@ def _trials(
     if trials.unchanged().failed_event is None:
         note = (
             "the replay with this limit does not run out of memory, also without any change, so replays with other "
-            "settings say nothing: give the memory that the process could take with --capacity"
+            "settings say nothing"
         )
         return [], None, [note]
     found = trials.settings()
