@@ -59,8 +59,8 @@ def explain(
     moment = moment_of(record.history, record.program, record.replayed, record.event, limit)
     if limit is not None and limit < moment.peak_reserved_bytes:
         raise SnapshotError(
-            f"the allocator of the record held {format_size(moment.peak_reserved_bytes)}, which is more than the capacity "
-            f"of {format_size(limit)}: give the memory that it could hold (--capacity)"
+            f"the allocator of the record held {format_size(moment.peak_reserved_bytes)}, which is more than the "
+            f"capacity of {format_size(limit)}: give the memory that it could hold (--capacity)"
         )
     step = max((start for start in record.steps if record.event is not None and start < record.event), default=None)
     event = -1 if record.event is None else record.event
