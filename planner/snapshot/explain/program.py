@@ -13,7 +13,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from planner.allocator.blocks import Block, Segment, falling_addresses, rising_addresses
+from planner.allocator.blocks import Block, Placement, Segment
 from planner.allocator.caching_allocator import CachingAllocator, OutOfMemory
 from planner.allocator.expandable_segments import UNKNOWN_CARD_BYTES
 from planner.allocator.settings import AllocatorSettings
@@ -167,7 +167,7 @@ class _Places:
         self.exchanges: list[tuple[int, int]] = []
         """Changes of the simulated allocator's memory since the last segment, as (address, bytes)."""
         self._taken = iter(taken)
-        self._invent = falling_addresses() if order is Order.FALLING else rising_addresses()
+        self._invent = Placement(descending=order is Order.FALLING)
         self._sizes = {segment.address: segment.size_bytes for segment in start}
         self._addresses = sorted(self._sizes)
 
