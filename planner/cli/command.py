@@ -24,7 +24,7 @@ from rich.console import Console
 
 from planner.cli.hub import refuse_unreachable
 from planner.cli.option_checks import CONFIG_SUFFIXES, refuse_unknown_values, refuse_what_does_not_go_together
-from planner.cli.options import diff_parser, explain_parser, parser
+from planner.cli.options import parser
 from planner.cli.output_files import refuse_to_overwrite
 from planner.errors import BudgetError, PlannerError, WorkloadError
 from planner.plan_types.plan import SCHEMA_VERSION, write_atomically
@@ -98,9 +98,9 @@ def _on_files(command: str, words: Sequence[str], out: TextIO) -> int:
     """Runs `plan diff` or `plan explain` and returns its exit code: 1 if plans differ, or if memory is a surprise."""
     from planner.cli import plan_diff, plan_explain
 
-    run, arguments = (plan_diff.run, diff_parser) if command == "diff" else (plan_explain.run, explain_parser)
+    module = plan_diff if command == "diff" else plan_explain
     try:
-        is_found, answer = run(arguments().parse_args(words))
+        is_found, answer = module.run(module.parser().parse_args(words))
     except PlannerError as error:
         return _refuse(error, as_json="--json" in words, out=out)
     if isinstance(answer, str):

@@ -43,7 +43,7 @@ _FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
 """The functions with which shells complete the name of a file, as shtab needs them (`shtab.FILE`)."""
 
 
-class _Arguments(argparse.ArgumentParser):
+class Arguments(argparse.ArgumentParser):
     """A parser that raises usage errors as `WorkloadError`, so that --json reports them like all other errors."""
 
     def error(self, message: str) -> NoReturn:
@@ -80,7 +80,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 def parser() -> argparse.ArgumentParser:
     """Returns the command's parser. For wrong usage it raises `WorkloadError` instead of exiting the process."""
-    arguments = _Arguments(
+    arguments = Arguments(
         prog="plan",
         usage=_USAGE,
         description=textwrap.fill(_DESCRIPTION, 98),
@@ -97,41 +97,6 @@ def parser() -> argparse.ArgumentParser:
     for action in arguments._actions:
         if action.dest == "model" or action.type is pathlib.Path:
             vars(action)["complete"] = _FILES
-    return arguments
-
-
-def diff_parser() -> argparse.ArgumentParser:
-    """Returns the parser of `plan diff`. For wrong usage it raises `WorkloadError` instead of exiting the process."""
-    arguments = _Arguments(
-        prog="plan diff", description="Show what differs between two saved plans. Exit code 1 if anything differs."
-    )
-    arguments.add_argument("first", type=pathlib.Path, metavar="first.json", help="a saved plan")
-    arguments.add_argument("second", type=pathlib.Path, metavar="second.json", help="another saved plan")
-    arguments.add_argument("--json", action="store_true", help="print the fields that differ as one JSON object")
-    return arguments
-
-
-def explain_parser() -> argparse.ArgumentParser:
-    """Returns the parser of `plan explain`, which raises `WorkloadError` for wrong usage, as that of `plan diff`."""
-    arguments = _Arguments(
-        prog="plan explain",
-        description="Explain why a run ran out of memory or took more than planned, and which settings would have "
-        "helped. Exit code 1 if a request failed or more was taken than planned.",
-    )
-    arguments.add_argument(
-        "snapshot",
-        metavar="snapshot.pickle",
-        help="what torch.cuda.memory._dump_snapshot wrote; with _record_memory_history() before the program, it "
-        "has the history of all requests",
-    )
-    arguments.add_argument("plan", nargs="?", metavar="plan.json", help="the saved plan of the run")
-    arguments.add_argument("--device", type=int, metavar="N", help="number of the CUDA device")
-    arguments.add_argument(
-        "--capacity",
-        metavar="SIZE",
-        help="the most memory that the allocator could hold, such as 23GiB (default: as the record shows it)",
-    )
-    arguments.add_argument("--json", action="store_true", help="print the explanation as one JSON object")
     return arguments
 
 

@@ -12,9 +12,34 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from planner.cli.options import Arguments
 from planner.plan_types.sizes import format_size
 from planner.snapshot.explain import Explanation, explain
 from planner.snapshot.explain.explanation import MOST_GROUPS
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of `plan explain`, which raises `WorkloadError` for wrong usage, as that of `plan diff`."""
+    arguments = Arguments(
+        prog="plan explain",
+        description="Explain why a run ran out of memory or took more than planned, and which settings would have "
+        "helped. Exit code 1 if a request failed or more was taken than planned.",
+    )
+    arguments.add_argument(
+        "snapshot",
+        metavar="snapshot.pickle",
+        help="what torch.cuda.memory._dump_snapshot wrote; with _record_memory_history() before the program, it "
+        "has the history of all requests",
+    )
+    arguments.add_argument("plan", nargs="?", metavar="plan.json", help="the saved plan of the run")
+    arguments.add_argument("--device", type=int, metavar="N", help="number of the CUDA device")
+    arguments.add_argument(
+        "--capacity",
+        metavar="SIZE",
+        help="the most memory that the allocator could hold, such as 23GiB (default: as the record shows it)",
+    )
+    arguments.add_argument("--json", action="store_true", help="print the explanation as one JSON object")
+    return arguments
 
 
 def run(options: argparse.Namespace) -> tuple[bool, RenderableType | str]:
