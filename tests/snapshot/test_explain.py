@@ -22,7 +22,7 @@ from planner.allocator.settings import AllocatorSettings, settings_of
 from planner.cli import main
 from planner.plan_types.categories import Category
 from planner.plan_types.decisions import Allocator
-from planner.plan_types.plan import LiveTensor
+from planner.plan_types.plan import LiveTensor, RunFacts, RunMoment
 from planner.plan_types.sizes import GIB, MIB
 from tests.plan_types.test_plan import example
 from tests.support.card import EXPANDABLE, NATIVE, Card
@@ -315,6 +315,17 @@ def test_logits_that_an_evaluation_keeps_are_named_by_their_place():
     assert (kept.total_bytes, kept.planned_bytes) == (5 * LOGITS_BYTES, 0)
     assert any("evaluate (evaluate.py:12)" in finding for finding in found.findings)
     assert trial(found, "evaluate.py:12").passes
+    moments = tuple(
+        RunMoment(name=name, tensor_bytes=size, new_bytes=0)
+        for name, size in (("training step", 40 * MIB), ("evaluation", 3 * LAYERS * WEIGHT + 5 * LOGITS_BYTES))
+    )
+    facts = RunFacts(
+        steps=9, shortest=512, longest=512, lengths=1, order="", predicted_lengths=0, total_bytes=500 * MIB, settled=2,
+        retries=0, fits=True, binding="evaluation", moments=moments, changes=(),
+    )  # fmt: skip
+    found = explained(card, dataclasses.replace(plan_of_training(), run=facts))
+    planned = [part.planned_bytes for part in found.parts if part.purpose == "evaluation, generation and saving"]
+    assert planned == [5 * LOGITS_BYTES] and not any("no such tensors" in finding for finding in found.findings)
 
 
 def test_a_run_like_its_plan_is_no_surprise():

@@ -105,6 +105,14 @@ class Comparison:
     def __init__(self, plan: Plan | None, moment: Moment, contents: Contents, settings: AllocatorSettings) -> None:
         self._plan, self._moment, self._contents, self._settings = plan, moment, contents, settings
         self._needed_bytes = moment.allocated_bytes + moment.asked_bytes
+        self._allocated_bytes = self._reserved_bytes = 0
+        """The most that the plan has, in the step and, if it was planned, in the whole run."""
+        if plan is not None:
+            self._allocated_bytes, self._reserved_bytes = plan.peak.allocated_bytes, plan.peak.reserved_bytes
+            if plan.run is not None:
+                context = plan.peak.breakdown.get(Category.CONTEXT, 0)
+                self._allocated_bytes = max([self._allocated_bytes, *(part.tensor_bytes for part in plan.run.moments)])
+                self._reserved_bytes = max(self._reserved_bytes, plan.run.total_bytes - context)
 
     @property
     def exceeds(self) -> bool | None:
@@ -112,8 +120,8 @@ class Comparison:
         if self._plan is None:
             return None
         return (
-            self._needed_bytes > self._plan.peak.allocated_bytes + _LOOP_BYTES
-            or self._moment.peak_reserved_bytes > self._plan.peak.reserved_bytes + _SEGMENT_BYTES
+            self._needed_bytes > self._allocated_bytes + _LOOP_BYTES
+            or self._moment.peak_reserved_bytes > self._reserved_bytes + _SEGMENT_BYTES
         )
 
     def findings(self) -> Iterator[str]:
@@ -121,14 +129,13 @@ class Comparison:
         plan, moment = self._plan, self._moment
         if plan is None:
             return
-        planned = plan.peak
         yield (
-            f"tensors{' and the request' if moment.failed else ''} take {format_size(self._needed_bytes)}; the plan's "
-            f"peak is {format_size(planned.allocated_bytes)} in tensors and {format_size(planned.reserved_bytes)} "
-            f"reserved, and the run reserved {format_size(moment.peak_reserved_bytes)}"
+            f"tensors{' and the request' if moment.failed else ''} take {format_size(self._needed_bytes)}, and the "
+            f"plan has at most {format_size(self._allocated_bytes)}; the run reserved "
+            f"{format_size(moment.peak_reserved_bytes)}, and the plan {format_size(self._reserved_bytes)}"
         )
         yield from self._options()
-        if self._needed_bytes <= planned.allocated_bytes + _LOOP_BYTES:
+        if self._needed_bytes <= self._allocated_bytes + _LOOP_BYTES:
             yield from self._within_plan()
             return
         for part in self._contents.parts:
@@ -168,14 +175,14 @@ class Comparison:
     def _within_plan(self) -> Iterator[str]:
         """Yields a sentence on a run whose tensors are within the plan."""
         assert self._plan is not None
-        moment, planned = self._moment, self._plan.peak
-        if moment.failed and moment.limit_bytes is not None and moment.limit_bytes < planned.reserved_bytes:
+        moment = self._moment
+        if moment.failed and moment.limit_bytes is not None and moment.limit_bytes < self._reserved_bytes:
             yield (
                 f"no more is allocated than planned: the process could reserve only {format_size(moment.limit_bytes)}, "
-                f"and the plan needs {format_size(planned.reserved_bytes)}"
+                f"and the plan needs {format_size(self._reserved_bytes)}"
             )
-        elif moment.peak_reserved_bytes > planned.reserved_bytes + _SEGMENT_BYTES:
-            excess = moment.peak_reserved_bytes - planned.reserved_bytes
+        elif moment.peak_reserved_bytes > self._reserved_bytes + _SEGMENT_BYTES:
+            excess = moment.peak_reserved_bytes - self._reserved_bytes
             yield f"no more is allocated than planned: the allocator holds {format_size(excess)} more in unused pieces"
         else:
             yield "no more is allocated than planned"

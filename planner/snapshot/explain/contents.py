@@ -114,7 +114,8 @@ def contents_of(
     in_step = [(number, block) for number, block in everything if purposes[number] in _OF_STEP]
     scale = None if plan is None else _scale(plan, [(sizes[number], block) for number, block in in_step])
     unplanned = set() if plan is None else _unplanned(plan, in_step, sizes, scale)
-    unplanned |= {number for number, _ in live if plan is not None and purposes[number] == OUTSIDE}
+    if plan is not None and _planned(plan, OUTSIDE, {}) == 0:
+        unplanned |= {number for number, _ in live if purposes[number] == OUTSIDE}
     totals: collections.Counter[str] = collections.Counter()
     members: dict[tuple[str, str, str], list[int]] = collections.defaultdict(list)
     for number, block in live:
@@ -241,7 +242,10 @@ def _planned(plan: Plan | None, row: str, totals: Mapping[str, int]) -> int | No
         return max(plan.peak.allocated_bytes - lasting, 0)
     if row in (IN_STEP, ALL):
         return max(plan.peak.allocated_bytes - min(lasting, totals[BEFORE] + totals[EARLIER]), 0)
-    return 0 if row in (KEPT, OUTSIDE) else most.get(row, 0)
+    if row == OUTSIDE:
+        activities = () if plan.run is None else plan.run.moments[1:]  # The first moment is the training step.
+        return max((moment.tensor_bytes - lasting for moment in activities), default=0)
+    return 0 if row == KEPT else most.get(row, 0)
 
 
 # ---- tensors of the plan ------------------------------------------------------------------------------------------
