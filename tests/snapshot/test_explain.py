@@ -166,6 +166,18 @@ def test_a_limit_of_the_process_is_named_if_the_card_had_enough_free():
     assert any("set_per_process_memory_fraction" in cause for cause in explained(card).causes)
 
 
+def test_memory_that_waits_for_a_stream_and_memory_of_private_pools_are_named():
+    card = Card(NATIVE, 120 * MIB)
+    block = card.malloc(60 * MIB)
+    card.trace.append({"action": "free_requested", "addr": block.address, "size": 60 * MIB, "stream": 0})
+    assert card.malloc(100 * MIB) is None
+    snapshot = card.snapshot()
+    snapshot["segments"].append(snapshot["segments"][0] | {"address": 1 << 40, "segment_pool_id": (0, 1)})
+    causes = "\n".join(planner.explain(snapshot).causes)
+    assert "60.0 MiB were freed by the program, but another stream still uses them" in causes
+    assert "60.0 MiB are in private pools" in causes
+
+
 def test_memory_of_other_processes_is_named_if_the_plan_knows_the_card():
     card = Card(NATIVE, 100 * MIB)
     assert card.malloc(120 * MIB) is None

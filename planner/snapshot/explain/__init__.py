@@ -160,7 +160,7 @@ def _trials(
     found = trials.settings()
     is_curable = any(trial.passes for trial in found)
     if contents.scale is not None and contents.scale > 1.01:
-        found.append(trials.scaled("tensors of the step as large as planned", 1 / contents.scale))
+        found += trials.scaled("tensors of the step as large as planned", 1 / contents.scale)
     removable = (KEPT, OUTSIDE) if has_plan else (OUTSIDE,)  # Without a plan, parameters may be among what is kept.
     avoidable = [group for group in contents.groups if group.unplanned_bytes or group.purpose in removable]
     large = [group for group in avoidable if group.place and group.total_bytes >= _LEAST_LEFT_OUT * moment.asked_bytes]

@@ -30,10 +30,8 @@ def causes(moment: Moment, history: History, plan: Plan | None) -> Iterator[str]
     if moment.failed:
         yield from _why_no_segment(moment, new_memory_bytes(moment.asked_bytes, history.settings))
     elif moment.retries:
-        yield (
-            f"{moment.retries} requests found the card full, and got memory after all unused segments were released, "
-            "which takes time"
-        )
+        number = "one request" if moment.retries == 1 else f"{moment.retries} requests"
+        yield f"{number} found the card full, and got memory after all unused segments were released, which takes time"
     for free in moment.free:
         if free.total_bytes >= LARGEST_SMALL_BYTES:
             pieces = (

@@ -171,10 +171,10 @@ def _purposes(
     for number, purpose in found.items():
         if purpose == Category.GRADIENT and sizes[number] not in weights:
             found[number] = REST
-    if not has_traces and step is None and plan is not None and ALL in found.values():
-        # The first blocks of a program are its parameters.
-        left = plan.peak.breakdown.get(Category.PARAMETER, 0)
-        for number, _ in sorted(live, key=lambda item: item[1].born):
+    if has_events and not has_traces and step is None and plan is not None:
+        # The first blocks of a program are its parameters, unless the record begins after them.
+        left = 0 if EARLIER in found.values() else plan.peak.breakdown.get(Category.PARAMETER, 0)
+        for number in [number for number, purpose in found.items() if purpose == ALL]:
             found[number] = BEFORE if sizes[number] <= left else IN_STEP
             left -= sizes[number] if sizes[number] <= left else left
     if plan is not None:

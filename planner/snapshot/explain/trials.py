@@ -90,22 +90,22 @@ class Trials:
 
     def smaller_batches(self) -> list[Trial]:
         """Returns trials in which the tensors of the last step, except gradients, have a part of their size."""
-        if not self._steps:
-            return []
-        found = []
+        found: list[Trial] = []
         for parts in (2, 4, 8):
-            sizes, asked_bytes = self._scaled(1 / parts)
-            name = f"micro-batches of 1/{parts} of the size (gradient accumulation)"
-            trial = self._trial(name, self._settings, sizes=sizes, asked_bytes=asked_bytes, is_setting=False)
-            found.append(trial)
-            if trial.passes:
+            found += self.scaled(f"micro-batches of 1/{parts} of the size (gradient accumulation)", 1 / parts)
+            if any(trial.passes for trial in found):
                 break
         return found
 
-    def scaled(self, name: str, factor: float) -> Trial:
-        """Returns the trial in which the tensors of the last step, except gradients, are `factor` as large."""
+    def scaled(self, name: str, factor: float) -> list[Trial]:
+        """Returns the trial in which the tensors of the last step, except gradients, are `factor` as large.
+
+        The list is empty if it is not known where the step begins.
+        """
+        if not self._steps:
+            return []
         sizes, asked_bytes = self._scaled(factor)
-        return self._trial(name, self._settings, sizes=sizes, asked_bytes=asked_bytes, is_setting=False)
+        return [self._trial(name, self._settings, sizes=sizes, asked_bytes=asked_bytes, is_setting=False)]
 
     def without(self, name: str, blocks: Collection[int], *, asked_bytes: int | None = None) -> Trial:
         """Returns the trial in which the program does not allocate some blocks, which are given by number."""
@@ -233,7 +233,7 @@ class Trials:
 
         Blocks as large as one that was alive before the step count as gradients, which keep their size.
         """
-        begin = self._steps[-1] if self._steps else -1
+        begin = self._steps[-1]
         before = {
             block.requested_bytes
             for block in self._program.blocks
