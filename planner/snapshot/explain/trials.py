@@ -231,7 +231,8 @@ class Trials:
     def _scaled(self, factor: float) -> tuple[dict[int, int], int]:
         """Returns the sizes of the last step's blocks with another batch, by number, and that of the failed request.
 
-        Blocks as large as one that was alive before the step count as gradients, which keep their size.
+        Blocks as large as one that was alive before the step count as gradients, which keep their size. Blocks half as
+        large count as its copies in a lower precision, and keep their size, too.
         """
         begin = self._steps[-1]
         before = {
@@ -239,6 +240,7 @@ class Trials:
             for block in self._program.blocks
             if block.born <= begin and (block.freed is None or block.freed > begin)
         }
+        before |= {size_bytes // 2 for size_bytes in before}
         sizes = {
             number: max(round(block.requested_bytes * factor), 1)
             for number, block in enumerate(self._program.blocks)
