@@ -94,6 +94,17 @@ FAULTS = (
         why="a longer batch is not recognized if its largest tensor is the one that did not fit",
     ),
     Fault(
+        name="explain-only-updates-end-a-step",
+        path="planner/snapshot/explain/steps.py",
+        old="return not frames or is_optimizer(frames) or is_backward(frames)",
+        new="return is_optimizer(frames)",
+        tests=(
+            "tests/snapshot/test_explain.py::"
+            "test_what_each_step_leaves_behind_is_found_although_only_the_first_update_allocates",
+        ),
+        why="tensors that every step leaves behind count as activations, if the update allocates nothing",
+    ),
+    Fault(
         name="explain-step-begins-before-the-update",
         path="planner/snapshot/explain/steps.py",
         old="max((freed for freed, born in meanwhile if born <= low[0]), default=low[0])",

@@ -340,6 +340,18 @@ def test_logits_that_an_evaluation_keeps_are_named_by_their_place():
     assert planned == [5 * LOGITS_BYTES] and not any("no such tensors" in finding for finding in found.findings)
 
 
+def test_what_each_step_leaves_behind_is_found_although_only_the_first_update_allocates():
+    card = Card(NATIVE, 220 * MIB)
+    training, steps = Training(card), 0
+    while training.step():
+        training.ask(8 * MIB, LINEAR)
+        steps += 1
+    found = explained(card, plan_of_training())
+    kept = next(part for part in found.parts if part.purpose == "kept from before the step")
+    assert steps > 10 and (kept.total_bytes, kept.planned_bytes) == ((steps - 1) * 8 * MIB, 0)
+    assert trial(found, "kept from before the step: forward (model.py:20)").passes
+
+
 def test_a_run_like_its_plan_is_no_surprise():
     card = Card(NATIVE, None)
     training = Training(card)

@@ -23,6 +23,8 @@ _OUTSIDE = {
     *("save_checkpoint", "_save_checkpoint"),
 }
 """Names of functions outside training steps, in transformers, Lightning, accelerate's examples and many scripts."""
+_RECOMPUTATION = {"backward", "unpack_hook", "recompute_fn"}
+"""Names of functions of torch.utils.checkpoint that run in the backward."""
 _LEAST_FALL = 0.2
 """Least fall of allocated memory at the end of a step, as a fraction of the highest level of the record."""
 
@@ -35,11 +37,13 @@ def is_optimizer(frames: Sequence[Frame]) -> bool:
 
 
 def is_backward(frames: Sequence[Frame]) -> bool:
-    """True if autograd's backward made the allocation."""
+    """True if autograd's backward made the allocation, also to recompute activations."""
     return any(
-        "torch::autograd::Engine" in frame.name
+        frame.name == "backward"
+        or "torch::autograd::Engine" in frame.name
         or "AccumulateGrad" in frame.name
         or frame.name.endswith((", backward", ", recompute"))
+        or (frame.name in _RECOMPUTATION and "torch/utils/checkpoint" in frame.filename)
         for frame in frames
     )
 
@@ -61,42 +65,58 @@ def is_outside(frames: Sequence[Frame]) -> bool:
 def step_starts(program: Program, until: int) -> list[int]:
     """Returns the events after which a training step begins, up to the event `until`.
 
-    If stack traces show updates by an optimizer, a step begins where allocated memory is lowest after an update. If
-    they show that parameters are made, the first step begins after that. Otherwise, and for later steps without an
-    update, a step begins where memory is lowest between two rises, if it falls and rises by at least half of its
+    If stack traces show backwards and updates, a step begins where allocated memory is lowest after them, and before
+    the next backward. So with gradient accumulation, each micro-batch counts as a step. If they show that parameters
+    are made, the first step begins after that.
+
+    Otherwise a step begins where memory is lowest between two rises, if it falls and rises by at least half of its
     largest fall, and if that is a fifth of the highest level. Blocks from before that which are freed while memory
     rises again, such as gradients after the update, belong to the step before. The result is empty if neither is found.
     """
     levels = [level for level in program.levels() if 0 <= level[0] <= until]
     traces = {block.born: block.frames for block in program.blocks if block.born >= 0}
-    is_update = [is_optimizer(traces[event]) if traces.get(event) else None for event, _ in levels]
-    if any(is_update):
-        return _after_updates(levels, is_update)
     loaded = max((event for event, frames in traces.items() if event <= until and is_loading(frames)), default=-1)
+    first = [loaded] if loaded >= 0 else []
+    levels = [level for level in levels if level[0] > loaded]
+    has_traces = any(frame.filename for frames in traces.values() for frame in frames)
+    ends_step = [_ends_step(traces.get(event)) for event, _ in levels]
+    if has_traces and any(ends_step):
+        return [*first, *_after(levels, ends_step)]
     ends = sorted((block.freed, block.born) for block in program.blocks if block.freed is not None)
-    return [*([loaded] if loaded >= 0 else []), *_lows([level for level in levels if level[0] > loaded], ends)]
+    return [*first, *_lows(levels, ends)]
 
 
-def _after_updates(levels: Sequence[tuple[int, int]], is_update: Sequence[bool | None]) -> list[int]:
-    """Returns the event with the lowest level between each update and the next one.
+def _ends_step(frames: Sequence[Frame] | None) -> bool | None:
+    """True for an allocation of a backward or an update, and False for one of a forward.
+
+    None for a free (without `frames`) and for allocations outside steps. Backwards run in a thread without Python
+    frames.
+    """
+    if frames is None or is_outside(frames):
+        return None
+    return not frames or is_optimizer(frames) or is_backward(frames)
+
+
+def _after(levels: Sequence[tuple[int, int]], ends_step: Sequence[bool | None]) -> list[int]:
+    """Returns the event with the lowest level between the end of each step and the backward of the next step.
 
     Args:
         levels: Requested bytes that are alive after each event, as (event, bytes).
-        is_update: For each of them, True if an optimizer asked; None for a free, and if there is no stack trace.
+        ends_step: For each of them, the result of `_ends_step`.
     """
     starts: list[int] = []
     since: list[tuple[int, int]] = []
-    in_update = seen = False
-    for level, update in zip(levels, is_update, strict=True):
-        if update is not None and update != in_update:
-            if update and seen and since:
+    is_ending = seen = False
+    for level, ends in zip(levels, ends_step, strict=True):
+        if ends is True:
+            if not is_ending and seen:
                 starts.append(min(since, key=lambda found: found[1])[0])
-            in_update, seen = update, True
-        if update is True:
+            is_ending = seen = True
             since = []
         elif seen:
             since.append(level)
-    if not in_update and since:
+            is_ending = is_ending and ends is None
+    if since and not is_ending:
         starts.append(min(since, key=lambda found: found[1])[0])
     return starts
 
