@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from planner.plan_types.plan import Footprint, Plan
 from planner.plan_types.tradeoff import DEFAULT_SECONDS, Tradeoff
 from planner.progress import Progress, Report
+from planner.snapshot.explain import explain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from planner.workload.call_convention import LossFn, StepFn
     from planner.workload.optimizer_choice import OptimizerChoice
 
-__all__ = ["Footprint", "Plan", "Progress", "Tradeoff", "plan", "record", "to_networkx", "tradeoff"]
+__all__ = ["Footprint", "Plan", "Progress", "Tradeoff", "explain", "plan", "record", "to_networkx", "tradeoff"]
 
 
 def __getattr__(name: str) -> ModuleType | str:

@@ -1,4 +1,4 @@
-"""Planted faults: the page of `--report`, and memory snapshots."""
+"""Planted faults: the page of `--report`, memory snapshots, and their explanation."""
 
 from __future__ import annotations
 
@@ -63,5 +63,53 @@ FAULTS = (
         new="name or storage.name",
         tests=("tests/estimate/test_memory_history.py::test_tied_weights_have_their_first_name",),
         why="a tied weight has another name than in named_parameters",
+    ),
+    Fault(
+        name="explain-ignores-the-order-of-segments",
+        path="planner/snapshot/explain/trials.py",
+        old="for order in [Order.RECORDED] if settings.expandable_segments else orders:",
+        new="for order in [Order.RISING]:",
+        tests=(
+            "tests/snapshot/test_explain.py::test_a_replay_with_the_recorded_settings_fails_where_the_record_failed",
+        ),
+        why="the replay runs where the real card failed, because segments have other addresses, and nothing is advised",
+    ),
+    Fault(
+        name="explain-adopts-impossible-states",
+        path="planner/snapshot/explain/trials.py",
+        old="start = self._start if can_adopt else ()",
+        new="start = self._start",
+        tests=(
+            "tests/snapshot/test_explain.py::"
+            "test_a_record_that_starts_in_the_middle_is_replayed_under_other_limits_of_splitting",
+        ),
+        why="a part of a segment is released as if it were a segment, and the advice is wrong or an error",
+    ),
+    Fault(
+        name="explain-batch-without-the-failed-request",
+        path="planner/snapshot/explain/contents.py",
+        old="    everything = live if asked is None else [*live, (_ASKED, asked)]\n",
+        new="    everything = live\n",
+        tests=("tests/snapshot/test_explain.py::test_a_batch_that_is_longer_than_planned_is_found",),
+        why="a longer batch is not recognized if its largest tensor is the one that did not fit",
+    ),
+    Fault(
+        name="explain-only-updates-end-a-step",
+        path="planner/snapshot/explain/steps.py",
+        old="return not frames or is_optimizer(frames) or is_backward(frames)",
+        new="return is_optimizer(frames)",
+        tests=(
+            "tests/snapshot/test_explain.py::"
+            "test_what_each_step_leaves_behind_is_found_although_only_the_first_update_allocates",
+        ),
+        why="tensors that every step leaves behind count as activations, if the update allocates nothing",
+    ),
+    Fault(
+        name="explain-step-begins-before-the-update",
+        path="planner/snapshot/explain/steps.py",
+        old="max((freed for freed, born in meanwhile if born <= low[0]), default=low[0])",
+        new="low[0]",
+        tests=("tests/snapshot/test_explain.py::test_a_batch_that_is_longer_than_planned_is_found",),
+        why="without stack traces, optimizer state that the first update makes counts as made in the next step",
     ),
 )

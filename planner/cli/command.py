@@ -24,7 +24,7 @@ from rich.console import Console
 
 from planner.cli.hub import refuse_unreachable
 from planner.cli.option_checks import CONFIG_SUFFIXES, refuse_unknown_values, refuse_what_does_not_go_together
-from planner.cli.options import diff_parser, parser
+from planner.cli.options import parser
 from planner.cli.output_files import refuse_to_overwrite
 from planner.errors import BudgetError, PlannerError, WorkloadError
 from planner.plan_types.plan import SCHEMA_VERSION, write_atomically
@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     out = sys.stdout
-    if words[:1] == ["diff"]:
-        return _diff(words[1:], out)
+    if words[:1] in (["diff"], ["explain"]):
+        return _on_files(words[0], words[1:], out)
     cut = words.index("--") if "--" in words else len(words)
     words, script_arguments = words[:cut], words[cut + 1 :]
     try:
@@ -94,20 +94,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return FITS if answer.fits and (verification is None or verification.kept) else DOES_NOT_FIT
 
 
-def _diff(words: Sequence[str], out: TextIO) -> int:
-    """Runs `plan diff` and returns its exit code: 1 if the plans differ, as the command diff does."""
-    from planner.cli import plan_diff
+def _on_files(command: str, words: Sequence[str], out: TextIO) -> int:
+    """Runs `plan diff` or `plan explain` and returns its exit code: 1 if plans differ, or if memory is a surprise."""
+    from planner.cli import plan_diff, plan_explain
 
+    module = plan_diff if command == "diff" else plan_explain
     try:
-        options = diff_parser().parse_args(words)
-        differ, answer = plan_diff.run(options)
+        is_found, answer = module.run(module.parser().parse_args(words))
     except PlannerError as error:
         return _refuse(error, as_json="--json" in words, out=out)
     if isinstance(answer, str):
         print(answer, file=out)
     else:
         _console(out).print(answer)
-    return int(differ)
+    return int(is_found)
 
 
 def _console(out: TextIO) -> Console:

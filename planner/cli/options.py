@@ -31,6 +31,7 @@ examples:
   plan examples/roberta_84m --batch-size 64 --seq-len 128 --tradeoff --svg front.svg
   plan plan.json --vram 5GiB                        check a saved plan under another budget
   plan diff old.json new.json                       what differs between two saved plans
+  plan explain snapshot.pickle plan.json            why a run ran out of memory, or took more than planned
 
 sizes: GiB and MiB are binary, GB and MB are decimal, and % is a share of the card's memory.
 
@@ -42,7 +43,7 @@ _FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
 """The functions with which shells complete the name of a file, as shtab needs them (`shtab.FILE`)."""
 
 
-class _Arguments(argparse.ArgumentParser):
+class Arguments(argparse.ArgumentParser):
     """A parser that raises usage errors as `WorkloadError`, so that --json reports them like all other errors."""
 
     def error(self, message: str) -> NoReturn:
@@ -79,7 +80,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 def parser() -> argparse.ArgumentParser:
     """Returns the command's parser. For wrong usage it raises `WorkloadError` instead of exiting the process."""
-    arguments = _Arguments(
+    arguments = Arguments(
         prog="plan",
         usage=_USAGE,
         description=textwrap.fill(_DESCRIPTION, 98),
@@ -96,17 +97,6 @@ def parser() -> argparse.ArgumentParser:
     for action in arguments._actions:
         if action.dest == "model" or action.type is pathlib.Path:
             vars(action)["complete"] = _FILES
-    return arguments
-
-
-def diff_parser() -> argparse.ArgumentParser:
-    """Returns the parser of `plan diff`. For wrong usage it raises `WorkloadError` instead of exiting the process."""
-    arguments = _Arguments(
-        prog="plan diff", description="Show what differs between two saved plans. Exit code 1 if anything differs."
-    )
-    arguments.add_argument("first", type=pathlib.Path, metavar="first.json", help="a saved plan")
-    arguments.add_argument("second", type=pathlib.Path, metavar="second.json", help="another saved plan")
-    arguments.add_argument("--json", action="store_true", help="print the fields that differ as one JSON object")
     return arguments
 
 

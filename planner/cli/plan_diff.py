@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import pathlib
 from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from planner.cli.options import Arguments
 from planner.plan_types.categories import Category
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
@@ -140,6 +142,17 @@ def _sizes(plan: Plan) -> dict[str, int]:
         "allocated": plan.peak.allocated_bytes,
         **{f"{category} at the peak": plan.peak.breakdown.get(category, 0) for category in Category},
     }
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of `plan diff`. For wrong usage it raises `WorkloadError` instead of exiting the process."""
+    arguments = Arguments(
+        prog="plan diff", description="Show what differs between two saved plans. Exit code 1 if anything differs."
+    )
+    arguments.add_argument("first", type=pathlib.Path, metavar="first.json", help="a saved plan")
+    arguments.add_argument("second", type=pathlib.Path, metavar="second.json", help="another saved plan")
+    arguments.add_argument("--json", action="store_true", help="print the fields that differ as one JSON object")
+    return arguments
 
 
 def run(options: argparse.Namespace) -> tuple[bool, RenderableType | str]:

@@ -14,9 +14,9 @@ from planner.estimate.allocation_stream import allocation_stream
 from planner.plan_types.decision_base import Decision, allocator_options_of
 from planner.profiles.device import SEGMENT_ADDRESSES, DeviceProfile
 from planner.recording.step_graph import Op, Phase, StepGraph
-from planner.snapshot.file import Action
+from planner.snapshot.history import Action, Frame
 from planner.snapshot.simulate import SimulatedHistory, simulate
-from planner.snapshot.write import Frame, Origin
+from planner.snapshot.write import Origin
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

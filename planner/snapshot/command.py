@@ -23,7 +23,8 @@ from rich.table import Table
 from planner.allocator.blocks import Segment
 from planner.errors import PlannerError, SnapshotError
 from planner.plan_types.sizes import format_size, parse_size
-from planner.snapshot.file import History, load
+from planner.snapshot.file import load
+from planner.snapshot.history import History
 from planner.snapshot.replay import replay_history
 from planner.snapshot.result import ReplayResult, SegmentPair
 

@@ -14,7 +14,7 @@ import itertools
 from planner.allocator.blocks import Segment, SegmentBlock
 from planner.allocator.settings import LARGEST_SMALL_BYTES, SMALL_SEGMENT_BYTES, AllocatorSettings, round_size
 from planner.errors import SnapshotError
-from planner.snapshot.file import Action, Event, History
+from planner.snapshot.history import Action, Event, History
 
 
 class StartState:

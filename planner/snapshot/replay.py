@@ -24,13 +24,13 @@ import itertools
 
 import numpy as np
 
-from planner.allocator.blocks import Block
+from planner.allocator.blocks import Block, Segment
 from planner.allocator.caching_allocator import CachingAllocator, OutOfMemory
 from planner.allocator.expandable_segments import UNKNOWN_CARD_BYTES
 from planner.allocator.settings import LARGEST_SMALL_BYTES, round_size
 from planner.errors import SnapshotError
 from planner.plan_types.sizes import format_size
-from planner.snapshot.file import Action, Event, History
+from planner.snapshot.history import Action, Event, History
 from planner.snapshot.initial_state import StartState
 from planner.snapshot.result import AddressMismatch, Counts, DriverMismatch, Levels, ReplayResult, pair_segments
 
@@ -41,20 +41,21 @@ _FIRST_SYNTHETIC_ADDRESS = 1 << 60
 recorded) has no such allocation. It is above all addresses of devices."""
 
 
-def replay_history(history: History, *, capacity_bytes: int | None = None) -> ReplayResult:
+def replay_history(history: History, *, capacity_bytes: int | None = None, look_at: int | None = None) -> ReplayResult:
     """Runs a record through the simulator, and returns the comparison of the simulation with the record.
 
     Args:
         history: The record.
         capacity_bytes: Memory that segments could take on the card. If None, it is inferred as described at the top of
             this module.
+        look_at: Index of an event. The result then has the segments of the simulator right after it.
 
     Raises:
         SnapshotError: the state before the first event cannot be found, because events are missing in the record, or it
             does not fit in the capacity.
     """
     start = StartState(history)
-    return _Replay(history, start, capacity_bytes).run()
+    return _Replay(history, start, capacity_bytes).run(look_at)
 
 
 def recorded_stream(history: History) -> tuple[np.ndarray, np.ndarray]:
@@ -159,6 +160,9 @@ class _Replay:
         self._synthetic_address = _FIRST_SYNTHETIC_ADDRESS
         self._addresses: list[AddressMismatch] = []
         self._driver: list[DriverMismatch] = []
+        self._emptied: list[int] = []
+        """Indices of the last releases of each `empty_cache` of the program."""
+        self._looked_at: tuple[Segment, ...] | None = None
         self._start = start.segments()
         if capacity_bytes is not None and start.reserved_bytes > capacity_bytes:
             raise SnapshotError(
@@ -177,7 +181,7 @@ class _Replay:
         self._live: dict[int, Block] = self._allocator.adopt(self._start)
         """Maps the recorded address of each allocated block to the block of the simulator."""
 
-    def run(self) -> ReplayResult:
+    def run(self, look_at: int | None = None) -> ReplayResult:
         """Runs all events of the record through the simulator, and returns the comparison."""
         while self._index < len(self._events):
             event = self._events[self._index]
@@ -193,6 +197,8 @@ class _Replay:
                     self._exchange(event.size_bytes)
                 case Action.SEGMENT_FREE | Action.SEGMENT_UNMAP:
                     self._run_releases()
+            if look_at is not None and self._looked_at is None and self._index >= look_at:
+                self._looked_at = self._allocator.segments()
             self._index += 1
         if self._change_bytes or self._released:
             self._compare(self._allocator.reserved_bytes, self._fixed_segments())
@@ -217,6 +223,9 @@ class _Replay:
             retries=allocator.retries,
             starts_empty=not self._start,
             capacity_bytes=self._capacity_bytes,
+            start=self._start,
+            emptied=tuple(self._emptied),
+            looked_at=self._looked_at,
         )
 
     def _place(self, size_bytes: int) -> int:
@@ -284,6 +293,7 @@ class _Replay:
         if not self._is_for_a_request(following, recorded_bytes):
             before, reserved_bytes = self._fixed_segments(), self._allocator.reserved_bytes
             self._allocator.empty_cache()
+            self._emptied.append(self._index)
             self._compare(reserved_bytes, before)
 
     def _is_for_a_request(self, following: int, reserved_bytes: int) -> bool:

@@ -106,6 +106,12 @@ class ReplayResult:
     """True if no memory is reserved before the first event."""
     capacity_bytes: int | None
     """Memory that segments could take in the simulation. None means no limit."""
+    start: tuple[Segment, ...] = ()
+    """Segments before the first event."""
+    emptied: tuple[int, ...] = ()
+    """Indices of the events with which the program released unused memory (`torch.cuda.empty_cache`)."""
+    looked_at: tuple[Segment, ...] | None = None
+    """Segments of the simulator after the event `look_at`; None if it was not asked for."""
 
     @property
     def is_equal(self) -> bool:

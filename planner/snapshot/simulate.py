@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from planner.allocator.blocks import Block, Placement
 from planner.allocator.caching_allocator import CachingAllocator
 from planner.allocator.settings import PYTORCH_DEFAULTS, AllocatorSettings
-from planner.snapshot.file import Action, Event, History
+from planner.snapshot.history import Action, Event, History
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,17 +13,10 @@ from typing import Any, NamedTuple
 
 from planner.allocator.blocks import Segment
 from planner.plan_types.plan import write_atomically
+from planner.snapshot.history import Frame
 from planner.snapshot.simulate import SimulatedHistory
 
 _DEFAULT_POOL = (0, 0)
-
-
-class Frame(NamedTuple):
-    """One line of the stack trace of an allocation."""
-
-    name: str
-    filename: str = ""
-    line: int = 0
 
 
 class Origin(NamedTuple):
