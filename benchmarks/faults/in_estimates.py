@@ -33,7 +33,7 @@ FAULTS = (
     Fault(
         name="allocator-rounds-down",
         path="planner/allocator/settings.py",
-        old="    return max(-(-size_bytes // SMALLEST_BLOCK_BYTES), 1) * SMALLEST_BLOCK_BYTES",
+        old="    return -(-(size_bytes or 1) // SMALLEST_BLOCK_BYTES) * SMALLEST_BLOCK_BYTES",
         new="    return max(size_bytes // SMALLEST_BLOCK_BYTES, 1) * SMALLEST_BLOCK_BYTES",
         tests=("tests/allocator/test_allocator.py::test_requests_are_rounded_up_to_512_bytes",),
         why="the promise counts each block with up to 511 bytes too few",
@@ -61,11 +61,11 @@ FAULTS = (
         name="allocator-small-pool-below-the-limit",
         path=_ALLOCATOR,
         old=(
-            "        pool = self._pool(rounded_bytes <= LARGEST_SMALL_BYTES, stream)\n"
+            "        pool = self.pool(rounded_bytes <= LARGEST_SMALL_BYTES, stream)\n"
             "        block = self._take_free(pool, rounded_bytes) or"
         ),
         new=(
-            "        pool = self._pool(rounded_bytes < LARGEST_SMALL_BYTES, stream)\n"
+            "        pool = self.pool(rounded_bytes < LARGEST_SMALL_BYTES, stream)\n"
             "        block = self._take_free(pool, rounded_bytes) or"
         ),
         tests=("tests/allocator/test_allocator.py::test_requests_are_rounded_up_to_512_bytes",),
@@ -374,8 +374,8 @@ FAULTS = (
     Fault(
         name="extrapolate-from-the-wrong-size",
         path="planner/estimate/extrapolate.py",
-        old="    return at_two + (samples - BASE_SIZES[0]) * (at_three - at_two)",
-        new="    return at_two + (samples - BASE_SIZES[1]) * (at_three - at_two)",
+        old="pair[0] + (samples - BASE_SIZES[0]) * (pair[1] - pair[0])",
+        new="pair[0] + (samples - BASE_SIZES[1]) * (pair[1] - pair[0])",
         tests=(
             "tests/estimate/test_extrapolate.py::test_the_predicted_recording_is_the_recorded_one[roberta-decisions0]",
         ),
