@@ -127,9 +127,9 @@ class _Windows:
         self._slot = self._slots_of_blocks()
 
     def bounds(self, window: int) -> tuple[int, int]:
-        """Returns the first and the last tick of a window."""
-        edges = (-1, *self._graph.step_starts, self._graph.ticks - 1)
-        return edges[window] + 1, edges[window + 1]
+        """Returns the last tick before a window, and its last tick."""
+        edges = (0, *self._graph.step_starts, self._graph.ticks - 1)
+        return edges[window], edges[window + 1]
 
     def events(self, window: int) -> Events:
         stream = []

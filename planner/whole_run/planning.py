@@ -41,6 +41,8 @@ _MOST_TRIES = 3
 """Maximum number of times that the step is planned again with less memory."""
 _AT_ONCE = 2
 """Maximum number of simulations that run at the same time."""
+_LEAST_SAVED = 0.005
+"""Minimum part of the memory or the time that a change must save to be offered."""
 _START = "start"
 _Setting = tuple[Decision, ...]
 """The decision about the options of the allocator, in a tuple; empty for PyTorch's defaults."""
@@ -192,7 +194,7 @@ class _Simulated:
         )
 
     def with_changes(self, plan: Plan) -> Plan:
-        """Returns the plan with changes of its run, each with its memory without a limit, and its time."""
+        """Returns the plan with the changes of its run that save memory or time."""
         assert plan.run is not None
         setting, usual = with_roles(plan.decisions, Role.ALLOCATOR), self._batches.orders[0]
         options: list[tuple[str, Orders, _Setting]] = [
@@ -209,7 +211,8 @@ class _Simulated:
             )
             for (name, orders, _), outcome in zip(options, outcomes, strict=True)
         )
-        return dataclasses.replace(plan, run=dataclasses.replace(plan.run, changes=changes))
+        helpful = tuple(change for change in changes if _helps(change, plan.run))
+        return dataclasses.replace(plan, run=dataclasses.replace(plan.run, changes=helpful))
 
     def _facts(self, outcome: RunOutcome, order: Sequence[int], total_bytes: int) -> RunFacts:
         """Returns what a plan says about the outcome of an order."""
@@ -308,6 +311,12 @@ def _taken(outcome: RunOutcome, names: Sequence[str]) -> Counter[str]:
         taken[name] += max(peak_bytes - highest, 0)
         highest = max(highest, peak_bytes)
     return taken
+
+
+def _helps(change: RunChange, run: RunFacts) -> bool:
+    """True if a change saves memory or time."""
+    saves_memory = change.total_bytes < run.total_bytes * (1 - _LEAST_SAVED)
+    return saves_memory or change.relative_time < 1 - _LEAST_SAVED
 
 
 def _expands(option: tuple[Decision, ...]) -> bool:

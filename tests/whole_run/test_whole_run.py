@@ -1,0 +1,251 @@
+"""Plans of whole runs: batches of several lengths, and what happens between the steps."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner import Plan
+from planner.cli.command import main
+from planner.errors import WorkloadError
+from planner.plan_types.sizes import MIB
+from planner.progress import TimeIsUp
+from planner.whole_run import planning
+from planner.whole_run.request import RunRequest
+
+LENGTHS = (50, 100, 130, 222, 400)
+SAMPLES = 8
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5000, 256)
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in "ab"))
+        self.head = nn.Linear(256, 5000)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.embedding(tokens)))
+
+
+def loss(output: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), tokens.flatten())
+
+
+def tokens(length: int, samples: int = SAMPLES) -> torch.Tensor:
+    return torch.zeros(samples, length, dtype=torch.long)
+
+
+def mixed() -> list[torch.Tensor]:
+    source = random.Random(0)
+    return [tokens(source.choice(LENGTHS)) for _ in range(50)]
+
+
+def planned(batches, vram: str | None = "2GiB", **options) -> Plan:
+    batch = iter(batches) if isinstance(batches, list) else batches
+    return planner.plan(
+        Tagger(), batch, vram=vram, gpu="rtx-3060", loss_fn=loss, fidelity="exact", progress=False, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def run() -> Plan:
+    return planned(mixed(), forbid=["allocator"])
+
+
+@pytest.mark.slow
+def test_a_run_of_several_lengths_needs_more_than_its_largest_step(run):
+    assert run.fits
+    assert run.run.fits
+    assert run.total_bytes == run.run.total_bytes > run.peak.total_bytes + 10 * MIB
+    assert (run.run.lengths, run.run.shortest, run.run.longest, run.run.steps) == (5, 50, 400, 1000)
+    assert run.run.retries == 0
+    assert run.room_bytes == 2048 * MIB - run.total_bytes
+
+
+@pytest.mark.slow
+def test_batches_of_one_shape_are_planned_as_one_step():
+    assert planned([tokens(50)] * 3).run is None
+    assert planned(tokens(50)).run is None
+
+
+@pytest.mark.slow
+def test_a_smaller_last_batch_of_an_epoch_is_no_second_length():
+    assert planned([tokens(50), tokens(50), tokens(50, samples=3)]).run is None
+
+
+@pytest.mark.slow
+def test_the_options_of_the_allocator_are_chosen_for_the_run(run):
+    vram = f"{(run.run.total_bytes + run.peak.total_bytes) // 2 // MIB}MiB"
+    plan = planned(mixed(), vram=vram)
+    assert plan.fits
+    assert plan.run.retries == 0
+    assert "allocator" in {decision.kind for decision in plan.decisions}
+    assert plan.peak.total_bytes <= plan.total_bytes <= plan.vram_bytes
+
+
+@pytest.mark.slow
+def test_without_options_the_step_is_planned_smaller_or_the_cache_is_emptied(run):
+    vram = f"{(run.run.total_bytes + run.peak.total_bytes) // 2 // MIB}MiB"
+    plan = planned(mixed(), vram=vram, forbid=["allocator"])
+    assert plan.fits
+    assert plan.run.retries or plan.peak.total_bytes < run.peak.total_bytes
+    assert plan.total_bytes <= plan.vram_bytes
+
+
+@pytest.mark.slow
+def test_without_a_budget_the_run_is_simulated_too():
+    plan = planned(mixed(), vram=None)
+    assert plan.run.fits
+    assert plan.run.total_bytes > plan.peak.total_bytes
+
+
+@pytest.mark.slow
+def test_what_happens_between_steps_takes_its_memory(run):
+    def evaluate(model: nn.Module) -> None:
+        with torch.no_grad():
+            model(tokens(400, samples=64).to(model.head.weight.device))
+
+    plan = planned(mixed(), between={"my evaluation": evaluate}, forbid=["allocator"])
+    assert [moment.name for moment in plan.run.moments] == ["training step", "my evaluation"]
+    assert plan.run.binding == "my evaluation"
+    assert plan.run.moments[1].tensor_bytes > 64 * 400 * 5000 * 4
+    taken = sum(moment.new_bytes for moment in plan.run.moments)
+    assert run.total_bytes < plan.total_bytes
+    assert taken <= plan.total_bytes
+
+
+def test_an_activity_that_does_not_fit_is_named_and_the_step_is_not_blamed():
+    plan = planned(tokens(100), vram="500MiB", eval_batch_size=512)
+    assert not plan.fits
+    assert plan.run.binding == "evaluation"
+    assert plan.shortfall.missing_bytes > 0
+
+
+@pytest.mark.slow
+def test_an_average_of_the_weights_stays_on_the_card():
+    weights = sum(p.numel() * 4 for p in Tagger().parameters())
+    with_average, without = (
+        planned(tokens(50), between=between) for between in (["average", "save"], ["save", lambda model: None])
+    )
+    grown = with_average.run.moments[0].tensor_bytes + weights
+    assert with_average.run.moments[1].tensor_bytes >= without.run.moments[1].tensor_bytes + weights
+    assert with_average.total_bytes > without.total_bytes
+    assert grown > weights
+
+
+def test_an_evaluation_that_keeps_logits_needs_more():
+    batch = {"input_ids": tokens(64), "labels": tokens(64)}
+
+    class WithLoss(Tagger):
+        def forward(self, input_ids, labels):
+            logits = super().forward(input_ids)
+            return {"loss": loss(logits, labels), "logits": logits}
+
+    def evaluated(**options) -> int:
+        question = RunRequest(eval_batch_size=8, **options)
+        from planner.ask import LiveWorkload
+        from planner.plan_types.constraints import parse_constraints
+        from planner.profiles import load
+        from planner.progress import Watch
+        from planner.whole_run.request import plan_step_or_run
+
+        card = load("rtx-3060")
+        plan = plan_step_or_run(
+            LiveWorkload(model=WithLoss(), batch=batch).resolve(card, Watch()),
+            card,
+            vram_bytes=None,
+            constraints=parse_constraints(fidelity="exact", force=(), forbid=(), only=None, max_slowdown=None),
+            request=question,
+        )
+        return plan.run.moments[1].tensor_bytes
+
+    kept, dropped = evaluated(eval_samples=80), evaluated()
+    assert kept - dropped > 80 * 64 * 5000 * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"between": ["nap"]}, "choose from average, save, resume"),
+        ({"between": [lambda a, b, c: None]}, r"function\(model, optimizer\)"),
+    ],
+)
+def test_what_cannot_happen_between_steps_is_refused(options, words):
+    with pytest.raises(WorkloadError, match=words):
+        planned(tokens(50), **options)
+
+
+def test_an_evaluation_by_size_needs_to_know_how_the_model_is_called():
+    def step(model, optimizer, batch):
+        loss(model(batch), batch).backward()
+        optimizer.step()
+
+    with pytest.raises(WorkloadError, match="only your code says how the model is called"):
+        planner.plan(Tagger(), tokens(50), vram=None, step=step, eval_batch_size=4, progress=False)
+
+
+def test_if_time_is_up_the_plan_of_the_step_says_so(monkeypatch):
+    def ended(*_):
+        raise TimeIsUp
+
+    monkeypatch.setattr(planning.RunRecordings, "add", ended)
+    plan = planned(mixed())
+    assert plan.run is None
+    assert "the whole run was not simulated" in plan.notes[0]
+
+
+@pytest.mark.slow
+def test_a_plan_file_holds_the_run(run, tmp_path):
+    run.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == run
+    data = run.to_json()
+    del data["run"]
+    assert Plan.from_json(data).run is None
+
+
+CONFIG = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 2000, "n_positions": 528}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "architectures": ["GPT2LMHeadModel"]}))
+    (tmp_path / "lengths.txt").write_text("\n".join(str(length) for length in range(16, 500, 3)))
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_the_command_plans_the_run_over_lengths_of_samples(folder, capsys):
+    arguments = [str(folder), "--vram", "1GiB", "--gpu", "rtx-3060", "--batch-size", "4"]
+    run = ["--lengths", str(folder / "lengths.txt"), "--pad-to-multiple-of", "48", "--between", "save"]
+    saved = folder / "plan.json"
+    assert main([*arguments, *run, "--fidelity", "exact", "--save", str(saved)]) == 0
+    text = capsys.readouterr().out
+    assert "Memory of the whole run" in text
+    assert "1,000 steps simulated (" in text
+    assert "saving a checkpoint" in text
+    assert "samples grouped by length" in text
+    plan = Plan.load(saved)
+    assert (plan.run.longest, plan.workload.seq_len) == (528, 528)
+    assert 0 < plan.run.predicted_lengths < plan.run.lengths
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--pad-to-multiple-of", "8"], "works only with --lengths"),
+        (["--eval-samples", "8"], "works only with --eval-batch-size"),
+        (["--lengths", "missing.txt"], "cannot be read"),
+        (["--between", "nap"], "choose from average, save, resume"),
+        (["--between", "save", "--largest-batch", "--vram", "1GiB"], "cannot be combined with --largest-batch"),
+        (["--eval-batch-size", "4", "--for", "axolotl"], "cannot be combined with --for axolotl"),
+    ],
+)
+def test_options_of_the_run_that_do_not_go_together_are_refused(folder, capsys, options, words):
+    assert main([str(folder), "--batch-size", "4", *options]) == 2
+    assert words in capsys.readouterr().err
