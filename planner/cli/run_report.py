@@ -24,13 +24,7 @@ def run_parts(run: RunFacts) -> list[RenderableType]:
             format_size(moment.new_bytes) if moment.new_bytes else "-",
             style=style,
         )
-    lines: list[RenderableType] = [table, Text(_steps(run))]
-    if run.retries:
-        times = "once" if run.retries == 1 else f"{run.retries:,} times"
-        lines.append(
-            Text(f"To stay inside the budget, the allocator empties its cache {times}; each makes a step wait.")
-        )
-    return [*lines, *_changes(run)]
+    return [table, Text(run_sentence(run)), *_changes(run)]
 
 
 def run_advice(run: RunFacts) -> str:
@@ -40,17 +34,20 @@ def run_advice(run: RunFacts) -> str:
     return "Try shorter samples (--seq-len), a smaller batch, or a lower fidelity (--fidelity)."
 
 
-def _steps(run: RunFacts) -> str:
-    """Returns one sentence about the simulated steps, and when memory reaches its maximum."""
-    lengths = (
-        f"{run.lengths} different lengths, {run.shortest:,} to {run.longest:,}" if run.lengths > 1 else "one length"
-    )
+def run_sentence(run: RunFacts) -> str:
+    """Returns sentences about the simulated steps, and about when memory reaches its maximum."""
+    is_step = run.binding == run.moments[0].name
+    lengths = "one length"
+    if run.lengths > 1:
+        lengths = f"{run.lengths} different lengths, {run.shortest:,} to {run.longest:,}"
     rehearsed = f", {run.lengths - run.predicted_lengths} of them rehearsed" if run.predicted_lengths else ""
-    maximum = (
-        f"The {run.binding} number {run.settled:,}" if run.binding == run.moments[0].name else f"The {run.binding}"
-    )
-    reaches = "reaches the maximum" if run.fits else "does not fit"
-    return f"{run.steps:,} steps simulated ({lengths}{rehearsed}; order: {run.order}). {maximum} {reaches}."
+    which = f"The {run.binding} number {run.settled:,}" if is_step else f"The {run.binding}"
+    reaches = "reaches the maximum of memory" if run.fits else "does not fit"
+    text = f"{run.steps:,} steps simulated ({lengths}{rehearsed}; order: {run.order}). {which} {reaches}."
+    if run.retries:
+        times = "once" if run.retries == 1 else f"{run.retries:,} times"
+        text += f" To stay inside the budget, the allocator empties its cache {times}; each time makes a step wait."
+    return text
 
 
 def _changes(run: RunFacts) -> list[RenderableType]:

@@ -77,15 +77,23 @@ def predicted(recordings: Sequence[StepGraph], predict: Predict) -> StepGraph | 
 
 
 def _alike(graph: StepGraph, other: StepGraph) -> bool:
-    """True if the recordings have the same ops, calls and saves, and storages that live at the same ticks."""
+    """True if the recordings have the same kernels, calls and saves, and storages that live at the same ticks.
+
+    The views between the kernels may differ: a slice of a whole tensor, for example, is an alias.
+    """
     return (
         graph.ticks == other.ticks
         and len(graph.storages) == len(other.storages)
-        and [op.name for op in graph.ops] == [op.name for op in other.ops]
+        and _kernels(graph) == _kernels(other)
         and [storage.lives for storage in graph.storages] == [storage.lives for storage in other.storages]
         and graph.saves == other.saves
         and graph.calls == other.calls
     )
+
+
+def _kernels(graph: StepGraph) -> list[str]:
+    """Returns the names of all ops, with an empty text for each view."""
+    return ["" if op.is_view else op.name for op in graph.ops]
 
 
 def _scaled(values: Sequence[Any], scaled: Callable[..., int]) -> Any:

@@ -36,11 +36,41 @@ class Batches:
     changes: tuple[tuple[str, Orders], ...] = ()
     """Changes of the run in words, each with the orders of its batches."""
     notes: tuple[str, ...] = ()
+    is_fixed: bool = False
+    """True if there are no batches of other lengths than these."""
 
     @property
     def lengths(self) -> list[int]:
         """All different lengths of batches, shortest first."""
         return sorted({length for order in self.orders for length in order})
+
+    @property
+    def all_lengths(self) -> list[int]:
+        """All different lengths of batches, also those of the changes, shortest first."""
+        changed = {length for _, orders in self.changes for order in orders for length in order}
+        return sorted(changed.union(self.lengths))
+
+    def padded(self, multiple: int) -> Batches:
+        """Returns the batches padded to a multiple of a length, but not beyond the longest one.
+
+        If their lengths are fixed, those between two multiples are padded to the longest of them.
+        """
+        if multiple == 1:
+            return self
+        known = self.all_lengths
+        longer = {length: padded(length, multiple, known[-1]) for length in known}
+        if self.is_fixed:
+            longer = {length: max(n for n in known if longer[n] == longer[length]) for length in known}
+
+        def rounded(orders: Orders) -> Orders:
+            return tuple(tuple(longer[length] for length in order) for order in orders)
+
+        note = (
+            "the steps of some lengths could not be predicted from those of others: batches were simulated as if they "
+            f"were padded, so that {len(set(longer.values()))} lengths differ"
+        )
+        changes = tuple((name, rounded(orders)) for name, orders in self.changes)
+        return dataclasses.replace(self, orders=rounded(self.orders), changes=changes, notes=(*self.notes, note))
 
 
 def given_order(lengths: Sequence[int]) -> Batches:
@@ -50,7 +80,9 @@ def given_order(lengths: Sequence[int]) -> Batches:
         epochs.append(source.sample(lengths, len(lengths)))
     order = tuple(itertools.chain.from_iterable(epochs))[:MOST_STEPS]
     changes = (("the longest batch first", (tuple(longest_first(order)),)),) if len(set(order)) > 1 else ()
-    return Batches(orders=(order,), name="as given, then the same batches in random order", changes=changes)
+    return Batches(
+        orders=(order,), name="as given, then the same batches in random order", changes=changes, is_fixed=True
+    )
 
 
 def constant(length: int) -> Batches:

@@ -22,7 +22,7 @@ from planner.plan_types.plan import Plan, RunChange, RunFacts, RunMoment, Shortf
 from planner.plan_types.sizes import format_size
 from planner.profiles.device import DeviceProfile
 from planner.progress import TimeIsUp, Watch
-from planner.run_memory.lengths import coarser, padded
+from planner.run_memory.lengths import coarser
 from planner.run_memory.moments import Events, Moment
 from planner.run_memory.simulation import RunOutcome, simulate
 from planner.space.search_space import allocator_alternatives
@@ -37,6 +37,8 @@ _ACTIVITIES_EACH = 4
 """How often each activity happens in a run."""
 MOST_REHEARSED = 8
 """Maximum number of lengths that are rehearsed if the steps of other lengths cannot be predicted from them."""
+_ALIGNMENT = 8
+"""Multiple to which batches are padded if the steps of other lengths are not alike."""
 _MOST_TRIES = 3
 """Maximum number of times that the step is planned again with less memory."""
 _AT_ONCE = 2
@@ -145,13 +147,7 @@ class _Simulated:
         self._plan, self._card, self._constraints, self._watch = plan, card, constraints, watch
         at = run.at if plan.model.adapter == run.at(run.longest).adapter else _with_adapter(run.at, plan)
         decisions = without_roles(plan.decisions, Role.ALLOCATOR)
-        self._recordings = RunRecordings(at, decisions, card, watch)
-        self._batches = run.batches
-        lengths = [*run.batches.lengths, *(n for _, orders in run.batches.changes for order in orders for n in order)]
-        if not self._recordings.add(lengths):
-            self._batches = _coarse(run.batches, lengths)
-            orders = (self._batches.orders, *(orders for _, orders in self._batches.changes))
-            self._recordings.rehearse(n for found in orders for order in found for n in order)
+        self._recordings, self._batches = _recorded(lambda: RunRecordings(at, decisions, card, watch), run.batches)
         self._activities = self._recordings.activities(run.activities, run.longest)
         # Limits on the size of split blocks hardly ever help where segments can be expanded.
         possible = allocator_alternatives(card, constraints)
@@ -331,20 +327,16 @@ def _with_adapter(at: Callable[[int], Workload], plan: Plan) -> Callable[[int], 
     return lambda length: adapted_workload(at(length), adapter)
 
 
-def _coarse(batches: Batches, lengths: Sequence[int]) -> Batches:
-    """Returns the batches with so few different lengths that all can be rehearsed."""
-    multiple, longest = coarser(lengths, MOST_REHEARSED), max(lengths)
+def _recorded(make: Callable[[], RunRecordings], batches: Batches) -> tuple[RunRecordings, Batches]:
+    """Returns the recordings of the steps of all batches, and the batches, padded where this makes steps alike.
 
-    def rounded(orders: Orders) -> Orders:
-        return tuple(tuple(padded(length, multiple, longest) for length in order) for order in orders)
-
-    note = (
-        "the steps of the lengths could not be predicted from each other: batches were simulated as if they were "
-        f"padded to multiples of {multiple}"
-    )
-    return dataclasses.replace(
-        batches,
-        orders=rounded(batches.orders),
-        changes=tuple((name, rounded(orders)) for name, orders in batches.changes),
-        notes=(*batches.notes, note),
-    )
+    Kernels such as those of attention may need other ops for lengths that are not a multiple of 8.
+    """
+    lengths = batches.all_lengths
+    for multiple in (1, _ALIGNMENT):
+        recordings, rounded = make(), batches.padded(multiple)
+        if recordings.add(rounded.all_lengths):
+            return recordings, rounded
+    recordings, rounded = make(), batches.padded(coarser(lengths, MOST_REHEARSED))
+    recordings.rehearse(rounded.all_lengths)
+    return recordings, rounded

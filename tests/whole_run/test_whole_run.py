@@ -16,6 +16,7 @@ from planner.errors import WorkloadError
 from planner.plan_types.sizes import MIB
 from planner.progress import TimeIsUp
 from planner.whole_run import planning
+from planner.whole_run.orders import given_order, random_orders
 from planner.whole_run.request import RunRequest
 
 LENGTHS = (50, 100, 130, 222, 400)
@@ -249,3 +250,11 @@ def test_the_command_plans_the_run_over_lengths_of_samples(folder, capsys):
 def test_options_of_the_run_that_do_not_go_together_are_refused(folder, capsys, options, words):
     assert main([str(folder), "--batch-size", "4", *options]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_lengths_that_cannot_be_predicted_are_padded_to_a_few_that_exist():
+    fixed = given_order([3, 10, 11, 17, 30])
+    assert fixed.padded(8).lengths == [3, 11, 17, 30]
+    free = random_orders([3, 10, 11, 17, 30] * 4, batch_size=1, multiple=1, longest=30)
+    assert free.padded(8).lengths == [8, 16, 24, 30]
+    assert "padded" in free.padded(8).notes[-1]

@@ -74,7 +74,7 @@ def page(
         ),
         choices=_buttons([(name, _TITLES[name].lower()) for name in recordings.named]),
         plan=sections.plan_section(plan, stages),
-        peak=sections.peak_section(plan),
+        peak=sections.peak_section(plan) + sections.run_section(plan.run),
         tradeoff=sections.tradeoff_section(tradeoff, "" if tradeoff is None else front_svg(tradeoff)),
         code=_code(code),
         notes=sections.notes_list(notes),

@@ -7,7 +7,8 @@ from html import escape
 
 from planner.cli.page.recorded import Stage
 from planner.cli.page.timeline import STACK
-from planner.plan_types.plan import Footprint, Plan
+from planner.cli.run_report import run_sentence
+from planner.plan_types.plan import Footprint, Plan, RunFacts
 from planner.plan_types.plan_summary import in_time
 from planner.plan_types.sizes import format_size
 from planner.plan_types.tradeoff import Tradeoff
@@ -146,6 +147,23 @@ def peak_section(plan: Plan) -> str:
         f"the allocator holds at its own peak beyond the tensors. {escape('. '.join(moments))}."
     )
     return _section("peak", "Memory at the peak", f"<p>{lead}</p>{table}")
+
+
+def run_section(run: RunFacts | None) -> str:
+    """Returns the tables of the whole run: its moments, and changes that would help; empty if no run was planned."""
+    if run is None:
+        return ""
+    rows = [(escape(moment.name), format_size(moment.tensor_bytes), _size(moment.new_bytes)) for moment in run.moments]
+    body = f"<p>{escape(run_sentence(run))}</p>"
+    body += _table(("moment", "its tensors, at most", "takes from the card"), rows, numbers=2)
+    if run.changes:
+        changes = [
+            (escape(change.change), format_size(change.total_bytes), f"{change.relative_time:.2f} x")
+            for change in run.changes
+        ]
+        body += "<p>The same run with a change, without a limit of memory:</p>"
+        body += _table(("change", "total", "time"), changes, numbers=2)
+    return _section("run", "Memory of the whole run", body)
 
 
 def _footprints(plan: Plan) -> list[Footprint]:

@@ -1,0 +1,160 @@
+"""Simulate whole training runs in the allocator: batches of many lengths, in random orders.
+
+    python -m benchmarks.whole_run [--only NAME ...] [--gpu rtx-3090] [--steps 5000]
+    python -m benchmarks.whole_run --predicted [--only NAME ...]
+    python -m benchmarks.whole_run --speed
+
+The first form prints one row for each model: the memory of the process for the longest step alone, and for a run over
+samples whose lengths are distributed log-normally (median 200 tokens, sigma 0.8, cut at the longest length), in two
+random orders; and for the same run with a change. The second form predicts the training steps of lengths from those of
+seven others, rehearses them, too, and counts the steps in which all requests to the allocator are equal. The third form
+measures the CPU time to simulate 10,000 steps of 40 lengths. No card is used, and models have no weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import random
+import time
+from collections.abc import Callable
+
+import torch
+import transformers
+
+from planner.allocator.settings import PYTORCH_DEFAULTS, settings_of
+from planner.plan_types.constraints import parse_constraints
+from planner.plan_types.sizes import MIB
+from planner.profiles.device import DeviceProfile
+from planner.progress import Watch
+from planner.run_memory.lengths import batch_lengths
+from planner.run_memory.simulation import simulate
+from planner.whole_run.orders import random_orders
+from planner.whole_run.planning import Run, plan_run
+from planner.whole_run.recordings import RunRecordings
+from planner.workload.cards import resolve_card
+from planner.workload.synthetic_batch import synthetic_batch
+from planner.workload.workload import Workload, workload
+
+# Class, samples in a batch, longest length, and changes of the default configuration of the class.
+MODELS: dict[str, tuple[str, int, int, dict[str, int]]] = {
+    "gpt2": ("GPT2LMHeadModel", 4, 1024, {}),
+    "roberta": ("RobertaForMaskedLM", 16, 512, {"max_position_embeddings": 514}),
+    "bert": ("BertForSequenceClassification", 32, 512, {}),
+    "distilbert": ("DistilBertForMaskedLM", 16, 512, {}),
+    "electra": ("ElectraForMaskedLM", 32, 512, {}),
+    "opt_125m": ("OPTForCausalLM", 4, 1024, {}),
+    "bloom": ("BloomForCausalLM", 8, 512, {}),
+    "t5_small": ("T5ForConditionalGeneration", 16, 512, {"decoder_start_token_id": 0}),
+    "bart": ("BartForConditionalGeneration", 4, 1024, {}),
+    "llama_300m": (
+        "LlamaForCausalLM", 4, 1024,
+        {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16, "num_attention_heads": 16},
+    ),
+}  # fmt: skip
+EXPANDABLE = settings_of({"expandable_segments": True})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS), help="names of models")
+    parser.add_argument("--gpu", default="rtx-3090", help="profile of the card (default rtx-3090)")
+    parser.add_argument("--steps", type=int, default=5000, help="number of steps in each order (default 5000)")
+    parser.add_argument("--predicted", action="store_true", help="compare predicted steps with rehearsed ones")
+    parser.add_argument("--speed", action="store_true", help="measure the time of a simulation")
+    options = parser.parse_args()
+    card = resolve_card(options.gpu, None)
+    if options.speed:
+        _measure_speed(card)
+    elif options.predicted:
+        _compare_predicted(options.only, card)
+    else:
+        _compare_runs(options.only, card, options.steps)
+
+
+def at_length(name: str) -> Callable[[int], Workload]:
+    """Returns a function that builds the workload of a length, always with the same model on the meta device."""
+    kind, samples, _, changes = MODELS[name]
+    with torch.device("meta"):
+        model_class = getattr(transformers, kind)
+        model = model_class(model_class.config_class(**changes)).train()
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False
+
+    @functools.cache
+    def at(length: int) -> Workload:
+        return workload(
+            model, synthetic_batch(model, batch_size=samples, seq_len=length), seq_len=length, is_synthetic=True
+        )
+
+    return at
+
+
+def sample_lengths(count: int, longest: int) -> list[int]:
+    """Returns the lengths of samples."""
+    source = random.Random(0)
+    return [min(longest, max(16, int(source.lognormvariate(5.3, 0.8)))) for _ in range(count)]
+
+
+def _compare_runs(names: list[str], card: DeviceProfile, steps: int) -> None:
+    constraints = parse_constraints(fidelity="exact", force=(), forbid=())
+    print("| model | batch | longest step (MiB) | run (MiB) | settled after | longest first | grouped by length |"
+          " expandable segments |\n|---|---|---:|---:|---:|---:|---:|---:|")  # fmt: skip
+    for name in names:
+        _, samples, longest, _ = MODELS[name]
+        batches = random_orders(
+            sample_lengths(steps * samples, longest), batch_size=samples, multiple=8, longest=longest
+        )
+        run = Run(at=at_length(name), batches=batches)
+        plan = plan_run(run, card, vram_bytes=None, constraints=constraints)
+        assert plan.run is not None
+        found = {change.change: change.total_bytes for change in plan.run.changes}
+        cells = [
+            next((f"{size // MIB:,}" for change, size in found.items() if word in change), "no less")
+            for word in ("longest batch first", "grouped", "expandable")
+        ]
+        row = (f"{samples} x up to {longest}", f"{plan.peak.total_bytes // MIB:,}", f"{plan.run.total_bytes // MIB:,}")
+        print(f"| {name} | {' | '.join((*row, f'{plan.run.settled:,}', *cells))} |", flush=True)
+
+
+def _compare_predicted(names: list[str], card: DeviceProfile) -> None:
+    print("| model | lengths | predicted | equal to the rehearsed step |\n|---|---|---:|---:|")
+    for name in names:
+        longest = MODELS[name][2]
+        source = random.Random(1)
+        lengths = sorted({longest, *(source.randrange(16, longest) for _ in range(17))})
+        predicted, rehearsed = (RunRecordings(at_length(name), (), card, Watch()) for _ in range(2))
+        if not predicted.add(lengths):
+            print(f"| {name} | {len(lengths)} | none | - |", flush=True)
+            continue
+        guesses = [length for length in lengths if predicted.steps[length].is_predicted]
+        rehearsed.rehearse(guesses)
+        equal = sum(
+            [event.stream for event in predicted.steps[length].moment.again]
+            == [event.stream for event in rehearsed.steps[length].moment.again]
+            for length in guesses
+        )
+        print(f"| {name} | {lengths[0]} to {longest} | {len(guesses)} | {equal} |", flush=True)
+
+
+def _measure_speed(card: DeviceProfile) -> None:
+    recordings = RunRecordings(at_length("gpt2"), (), card, Watch())
+    lengths = [64 + 24 * number for number in range(40)]
+    began = time.perf_counter()
+    recordings.add(lengths)
+    print(f"40 lengths of GPT-2, 4 samples: {time.perf_counter() - began:.1f} s to rehearse 7 and to predict 33")
+    order = batch_lengths(lengths, batch_size=1, seed=0, steps=10_000)
+    steps = [recordings.steps[length] for length in order]
+    run = [steps[0].setup, steps[0].moment.first, *(step.moment.again for step in steps[1:])]
+    for setting, settings in (("default", PYTORCH_DEFAULTS), ("expandable segments", EXPANDABLE)):
+        began = time.process_time()
+        outcome = simulate(run, settings, card, None)
+        seconds = time.process_time() - began
+        print(
+            f"10,000 steps, {setting}, {card.segment_addresses} order of addresses: {seconds:.1f} CPU s, "
+            f"{outcome.peak_bytes // MIB:,} MiB reserved, settled after {outcome.settled:,} steps"
+        )
+
+
+if __name__ == "__main__":
+    main()
