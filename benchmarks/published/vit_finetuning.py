@@ -59,7 +59,7 @@ class EarlierAttention(nn.Module):
 
 
 class EarlierAdam(torch.optim.Optimizer):
-    """Memory of the foreach form of Adam in torch 2.0: the root of the second moments and the divisor are both alive."""
+    """Adam as torch 2.0 computes it: the root of the second moments and the divisor are both alive."""
 
     def __init__(self, parameters: Iterator[nn.Parameter], lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
