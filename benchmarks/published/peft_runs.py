@@ -25,8 +25,8 @@ The stream of events of a run (`run.py`, `utils.py` and `data.py` at commit 5d60
    start again. A batch is padded on the right to its longest sample. A step is `zero_grad()` (the gradients of the step
    before are alive until then), forward, backward, clipping of gradients to a norm of 1.0, `step()`, and
    `loss.item()`. The outputs and the batch of a step stay alive until the next ones replace them.
-4. After every 250th step: `generate()` in inference mode on 50 questions of GSM8K in one batch (`batch_size_eval` is 50),
-   padded on the left, with a cache of keys and values, until 300 new tokens or 800 in all. The last outputs of the
+4. After every 250th step: `generate()` in inference mode on 50 questions of GSM8K in one batch, padded
+   on the left, with a cache of keys and values, until 300 new tokens or 800 in all. The last outputs of the
    training step stay alive meanwhile.
 5. After every 10th step, and after the generation of that step: `empty_cache()`.
 6. At the end: `generate()` on the 1,319 questions of GSM8K's test set in batches of 50, and the forwards of 2 again,
