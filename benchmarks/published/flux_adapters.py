@@ -2,16 +2,23 @@
 
 The script is `method_comparison/image-gen/run.py` of github.com/huggingface/peft (commit 1159d5aac, August 2026):
 batches of 2, 512 prompt tokens and 1024 image tokens, weights in bf16, gradient checkpointing, AdamW. Prompts and
-images are encoded before, and DINOv2-base, which judges generated images, stays on the card. Then the cache is emptied and peaks are reset. Every 100 steps the script notes
+images are encoded before, and DINOv2-base, which judges generated images, stays on the card. Then the cache is emptied
+and peaks are reset. Every 100 steps the script notes
 `max_memory_reserved()`, generates images, empties the cache and resets the peaks, so that the published maximum is that
 of training steps. Blocks that generation leaves, and fragments of them, are not rehearsed.
+
+    python -m benchmarks.published.flux_adapters    (needs the package diffusers)
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 from typing import Any
 
 import torch
+
+from benchmarks.published.rehearsing import outcome
 
 SAMPLES, PROMPTS, TEXT_TOKENS, TEXT_WIDTH, CHANNELS, SIDE = 2, 14, 512, 7680, 128, 32
 STEPS = 3
@@ -25,7 +32,7 @@ TARGETS = [
 
 def training(device: torch.device, settings: dict[str, Any] | None) -> None:
     """Train a few steps with an adapter, or all weights if `settings` is None."""
-    import diffusers
+    import diffusers  # type: ignore[import-not-found]
     import peft
 
     with device:
@@ -82,3 +89,32 @@ def training(device: torch.device, settings: dict[str, Any] | None) -> None:
         losses.append(loss)
     torch.zeros(1, device=device)  # the moment at which the memory is read
     del judge
+
+
+ALL = {"target_modules": TARGETS}
+RESULTS: dict[str, tuple[int, dict[str, Any] | None]] = {
+    "LoRA, rank 32": (10_708_058_112, {"peft_type": "LORA", "r": 32, "lora_alpha": 32, **ALL}),
+    "LoRA, rank 64": (11_383_341_056, {"peft_type": "LORA", "r": 64, "lora_alpha": 64, **ALL}),
+    "DoRA, rank 64": (13_176_406_016, {"peft_type": "LORA", "r": 64, "lora_alpha": 64, "use_dora": True, **ALL}),
+    "IA3": (9_586_081_792, {"peft_type": "IA3", "feedforward_modules": TARGETS, **ALL}),
+    "MiSS, rank 32": (10_561_257_472, {"peft_type": "MISS", "r": 32, **ALL}),
+    "VeRA, rank 32": (10_565_451_776, {"peft_type": "VERA", "r": 32, **ALL}),
+    "all weights": (39_873_150_976, None),
+}
+"""Published `accelerator_memory_max` in bytes, and the settings of peft."""
+
+
+def main() -> None:
+    for name in ("bitsandbytes", "peft", "transformers.models.dinov2.modeling_dinov2"):
+        importlib.import_module(name)
+    diffusers = importlib.import_module("diffusers")
+    diffusers.Flux2Transformer2DModel, diffusers.Flux2KleinPipeline  # noqa: B018 (loads the modules)
+    for name, (published, settings) in RESULTS.items():
+        found = outcome(functools.partial(training, settings=settings), "l40s", "2.12.0").peak_reserved_bytes
+        print(
+            f"{name:15} published {published / 1e9:.3f} GB, predicted {found / 1e9:.3f} GB, {found / published - 1:+.2%}"
+        )
+
+
+if __name__ == "__main__":
+    main()

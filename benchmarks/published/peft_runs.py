@@ -13,7 +13,7 @@ of 4 samples in buckets of similar lengths, AdamW. Each result holds the setting
 
 The lengths do not depend on the method. So both are taken from one run (`REFERENCE`), and all others are predicted.
 
-The stream of events of a run (`run.py`, `utils.py` and `data.py` at commit 5d602fdbf), of which two steps are rehearsed:
+The stream of events of a run (`run.py`, `utils.py`, `data.py`; commit 5d602fdbf), of which two steps are rehearsed:
 
 1. Weights are loaded to the card in bf16, and adapters are added (in fp32, unless `autocast_adapter_dtype` is false).
 2. Without the adapter, in inference mode: 25 forwards of 4 Wikipedia texts, truncated to 768 tokens and padded on the

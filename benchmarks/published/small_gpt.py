@@ -56,6 +56,7 @@ class OwnAttention(nn.Module):
         super().__init__()
         self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
         self.out, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(DROPOUT)
+        self.keeps_mask = keeps_mask
         if keeps_mask:
             self.register_buffer("mask", torch.empty(TOKENS, TOKENS))
 
@@ -74,8 +75,8 @@ class OwnAttention(nn.Module):
         return self.out(attended)
 
     def _hidden(self, tokens: int, device: torch.device) -> torch.Tensor:
-        if hasattr(self, "mask"):
-            return self.mask.bool()[:tokens, :tokens]
+        if self.keeps_mask:
+            return self.get_buffer("mask").bool()[:tokens, :tokens]
         return torch.triu(torch.ones(tokens, tokens, device=device), diagonal=1).bool()
 
 
@@ -179,8 +180,7 @@ def first_epoch(device: torch.device, changes: Changes) -> None:
     if changes.bfloat16:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
-    fused = {"fused": True} if changes.fused_optimizer else {}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.1, **fused)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.1, fused=changes.fused_optimizer or None)
     model.train()
     for step in range(STEPS):
         optimizer.zero_grad()
