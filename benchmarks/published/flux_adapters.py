@@ -112,7 +112,7 @@ def main() -> None:
     for name, (published, settings) in RESULTS.items():
         found = outcome(functools.partial(training, settings=settings), "l40s", "2.12.0").peak_reserved_bytes
         print(
-            f"{name:15} published {published / 1e9:.3f} GB, predicted {found / 1e9:.3f} GB, {found / published - 1:+.2%}"
+            f"{name:15} published {published / 1e9:.3f} GB, predicted {found / 1e9:.3f}, {found / published - 1:+.2%}"
         )
 
 
