@@ -12,6 +12,25 @@ of 4 samples in buckets of similar lengths, AdamW. Each result holds the setting
   longest batch, which is not published, and depends on the order of the lengths and on the generation between steps.
 
 The lengths do not depend on the method. So both are taken from one run (`REFERENCE`), and all others are predicted.
+
+The stream of events of a run (`run.py`, `utils.py`, `data.py`; commit 5d602fdbf), of which two steps are rehearsed:
+
+1. Weights are loaded to the card in bf16, and adapters are added (in fp32, unless `autocast_adapter_dtype` is false).
+2. Without the adapter, in inference mode: 25 forwards of 4 Wikipedia texts, truncated to 768 tokens and padded on the
+   left, without labels: bf16 logits of [4, up to 768, vocabulary], then a cross-entropy of one text after the other.
+   The last outputs stay alive until the function returns.
+3. 5,000 steps. MetaMathQA in its own order, without shuffling: only pairs of at most 1,300 characters (query, a space,
+   response), as "Question: {query} Think step by step.\nAnswer:" and the response, cut to 768 tokens. Buckets of 80
+   samples are sorted by length, longest first, and cut into 20 batches of 4, so that the lengths fall 20 times and then
+   start again. A batch is padded on the right to its longest sample. A step is `zero_grad()` (the gradients of the step
+   before are alive until then), forward, backward, clipping of gradients to a norm of 1.0, `step()`, and
+   `loss.item()`. The outputs and the batch of a step stay alive until the next ones replace them.
+4. After every 250th step: `generate()` in inference mode on 50 questions of GSM8K in one batch, padded
+   on the left, with a cache of keys and values, until 300 new tokens or 800 in all. The last outputs of the
+   training step stay alive meanwhile.
+5. After every 10th step, and after the generation of that step: `empty_cache()`.
+6. At the end: `generate()` on the 1,319 questions of GSM8K's test set in batches of 50, and the forwards of 2 again,
+   with the adapter. `accelerator_memory_max` is `max_memory_reserved()` of all of this, except before 1.
 """
 
 from __future__ import annotations
