@@ -266,8 +266,7 @@ class _Simulated:
                 while waiting and len(running) < _AT_ONCE:
                     function = waiting.pop(0)
                     running.append(Child(functools.partial(_answered, function)).timed_by(self._watch))
-                outcomes.append(running[0].result())
-                running.pop(0)
+                outcomes.append(running.pop(0).result())
         finally:
             for child in running:
                 child.end()

@@ -108,15 +108,22 @@ class RunRecordings:
     def _record(self, lengths: Sequence[int]) -> None:
         """Rehearses the steps of these lengths, some of them at the same time."""
         running: list[tuple[int, Child]] = []
-        for number, length in enumerate(lengths):
-            self._watch.stage(f"rehearsing the step at {len(lengths)} lengths" if len(lengths) > 1 else "rehearsing")
-            workload = self._at(length)
-            self._batch_bytes[length] = workload.batch_bytes
-            child = pipeline.start_steps(workload, self._card, self._decisions).timed_by(self._watch)
-            running.append((length, child))
-            while len(running) >= _AT_ONCE or (running and number + 1 == len(lengths)):
-                done, first = running.pop(0)
-                self._recorded[done] = first.result()
+        waiting = list(lengths)
+        try:
+            while waiting or running:
+                while waiting and len(running) < _AT_ONCE:
+                    many = f"rehearsing the step at {len(lengths)} lengths"
+                    self._watch.stage(many if len(lengths) > 1 else "rehearsing the step")
+                    length = waiting.pop(0)
+                    workload = self._at(length)
+                    self._batch_bytes[length] = workload.batch_bytes
+                    child = pipeline.start_steps(workload, self._card, self._decisions).timed_by(self._watch)
+                    running.append((length, child))
+                length, child = running.pop(0)
+                self._recorded[length] = child.result()
+        finally:
+            for _, child in running:
+                child.end()
 
     def _with_workspaces(self, graph: StepGraph, batch_bytes: int) -> StepGraph:
         return with_workspaces(with_whole_batch(graph, batch_bytes), self._card, torch.__version__)
