@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.plan_types.plan import RunFacts
+from planner.plan_types.plan_parts import TRAINING_STEP
 from planner.plan_types.sizes import format_size
 
 
@@ -29,14 +30,14 @@ def run_parts(run: RunFacts) -> list[RenderableType]:
 
 def run_advice(run: RunFacts) -> str:
     """Returns a sentence that says what the user can do about a run that does not fit."""
-    if run.binding != run.moments[0].name:
+    if run.binding != TRAINING_STEP:
         return f"The {run.binding} needs most, and no plan for the training step makes it smaller: give it less to do."
     return "Try shorter samples (--seq-len), a smaller batch, or a lower fidelity (--fidelity)."
 
 
 def run_sentence(run: RunFacts) -> str:
     """Returns sentences about the simulated steps, and about when memory reaches its maximum."""
-    is_step = run.binding == run.moments[0].name
+    is_step = run.binding == TRAINING_STEP
     lengths = "one length"
     if run.lengths > 1:
         lengths = f"{run.lengths} different lengths, {run.shortest:,} to {run.longest:,}"

@@ -263,11 +263,16 @@ class Shortfall:
     helps."""
 
 
+LOADING, TRAINING_STEP = "loading the model", "training step"
+"""Names of the first two moments of a run."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunMoment:
     """The memory of a training step or of an activity, such as an evaluation, in a whole run."""
 
     name: str
+    """`LOADING`, `TRAINING_STEP`, or the name of an activity between steps."""
     tensor_bytes: int
     """Maximum of the bytes of all tensors while it happens, for the longest batch."""
     new_bytes: int

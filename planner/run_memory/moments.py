@@ -8,6 +8,7 @@ all recordings by the kind of its storage: category, name, op, dtype, and number
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -29,6 +30,13 @@ class Events:
     """Number of a block, and its size in bytes to allocate it, or 0 to free it. Freeing an empty slot has no effect."""
     leaves: tuple[tuple[int, int], ...]
     """Blocks of the moment that it leaves allocated in a slot, as (number of the block, slot)."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Maximum of the bytes of the blocks that the moment allocates."""
+        sizes = {number: size_bytes for number, size_bytes in self.stream if size_bytes}
+        live = itertools.accumulate(size_bytes or -sizes.get(number, 0) for number, size_bytes in self.stream)
+        return max(live, default=0)
 
     def part(self, numbers: set[int]) -> Events:
         """Returns the events of the blocks that the moment allocates with these numbers, and of all slots."""

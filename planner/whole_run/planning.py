@@ -19,6 +19,7 @@ from planner.plan_types.categories import Category
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision, Role, allocator_options_of, with_roles, without_roles
 from planner.plan_types.plan import Plan, RunChange, RunFacts, RunMoment, Shortfall
+from planner.plan_types.plan_parts import LOADING, TRAINING_STEP
 from planner.plan_types.sizes import format_size
 from planner.profiles.device import DeviceProfile
 from planner.progress import TimeIsUp, Watch
@@ -29,7 +30,7 @@ from planner.space.search_space import allocator_alternatives
 from planner.virtual_gpu.forked_process import Child, Refuse
 from planner.whole_run.activities import Activity
 from planner.whole_run.orders import Batches, Orders
-from planner.whole_run.recordings import STEP, RunRecordings
+from planner.whole_run.recordings import RunRecordings
 from planner.workload.adapters import adapted_workload
 from planner.workload.workload import Workload
 
@@ -45,7 +46,6 @@ _AT_ONCE = 2
 """Maximum number of simulations that run at the same time."""
 _LEAST_SAVED = 0.005
 """Minimum part of the memory or the time that a change must save to be offered."""
-_START = "start"
 _Setting = tuple[Decision, ...]
 """The decision about the options of the allocator, in a tuple; empty for PyTorch's defaults."""
 _SMALLEST_STEP_BYTES = 1 << 20
@@ -100,7 +100,7 @@ def plan_run(
             note = f"planning ended {watch.cause}: the whole run was not simulated, so that the plan is for one step"
             return dataclasses.replace(first, notes=(note, *first.notes))
         found, preferred = plan, with_roles(plan.decisions, Role.ALLOCATOR)
-        if plan.run.binding != STEP:
+        if plan.run.binding != TRAINING_STEP:
             break  # another plan for the step makes nothing else smaller
         assert first.usable_bytes is not None, "without a budget, everything fits"
         excess_bytes = max(plan.run.total_bytes - first.usable_bytes, _SMALLEST_STEP_BYTES)
@@ -214,11 +214,13 @@ class _Simulated:
         """Returns what a plan says about the outcome of an order."""
         names, fits = self._sequence(order)[0], outcome.out_of_memory is None
         lengths = self._batches.lengths
-        longest = self._recordings.steps[lengths[-1]].moment
+        longest, setup = self._recordings.steps[lengths[-1]].moment, self._recordings.steps[lengths[-1]].setup
+        loaded_bytes = max(events.peak_bytes for events in setup)
         taken = _taken(outcome, names)
+        sizes = {LOADING: loaded_bytes, TRAINING_STEP: longest.peak_bytes}
+        sizes |= {moment.name: moment.peak_bytes for moment in self._activities}
         moments = tuple(
-            RunMoment(name=name, tensor_bytes=moment.peak_bytes, new_bytes=taken[name])
-            for name, moment in ((STEP, longest), *((moment.name, moment) for moment in self._activities))
+            RunMoment(name=name, tensor_bytes=size_bytes, new_bytes=taken[name]) for name, size_bytes in sizes.items()
         )
         last = outcome.settled if outcome.out_of_memory is None else outcome.out_of_memory
         return RunFacts(
@@ -229,7 +231,7 @@ class _Simulated:
             order=self._batches.name,
             predicted_lengths=sum(self._recordings.steps[length].is_predicted for length in lengths),
             total_bytes=total_bytes,
-            settled=names[: last + 1].count(STEP),
+            settled=names[: last + 1].count(TRAINING_STEP),
             retries=sum(outcome.retries),
             fits=fits,
             binding=names[last],
@@ -275,7 +277,7 @@ class _Simulated:
     def _sequence(self, order: Sequence[int]) -> tuple[list[str], list[tuple[Events, ...]]]:
         """Returns names and events of all moments of a run: the setup, the steps, and the activities between them."""
         steps = [self._recordings.steps[length] for length in order]
-        names, events = [_START, STEP], [steps[0].setup, steps[0].moment.first]
+        names, events = [LOADING, TRAINING_STEP], [steps[0].setup, steps[0].moment.first]
         every = max(len(steps) // (_ACTIVITIES_EACH + 1), 1)
         happened: set[str] = set()
 
@@ -288,7 +290,7 @@ class _Simulated:
         for number, step in enumerate(itertools.islice(steps, 1, None), start=1):
             if number % every == 0:
                 happen(self._activities)
-            names.append(STEP)
+            names.append(TRAINING_STEP)
             events.append(step.moment.again)
         happen(self._activities)
         return names, events

@@ -12,6 +12,7 @@ from planner.estimate import roofline
 from planner.estimate.add_workspaces import with_workspaces
 from planner.estimate.footprint import granularity_bytes, with_whole_batch
 from planner.plan_types.decision_base import Decision, micro_batches_of
+from planner.plan_types.plan_parts import TRAINING_STEP
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
 from planner.recording.step_graph import StepGraph
@@ -21,8 +22,6 @@ from planner.virtual_gpu.forked_process import Child
 from planner.whole_run.activities import Activity
 from planner.workload.workload import Workload
 
-STEP = "training step"
-"""Name of the moment that is a training step."""
 _AT_ONCE = 2
 """Maximum number of rehearsals that run at the same time."""
 
@@ -98,7 +97,7 @@ class RunRecordings:
         graph = self._with_workspaces(child.timed_by(self._watch).result(), workload.batch_bytes)
         # Two activities of the same name are two moments.
         labels = [f"{number} {activity.name}" for number, activity in enumerate(activities)]
-        names = [STEP, STEP, *(label for label in labels for _ in range(2))]
+        names = [TRAINING_STEP, TRAINING_STEP, *(label for label in labels for _ in range(2))]
         moments = moments_of(graph, names, self._slots, granularity_bytes=granularity_bytes(self._card))[1]
         return [
             dataclasses.replace(moments[label], name=activity.name)
@@ -130,6 +129,8 @@ class RunRecordings:
 
     def _step(self, graph: StepGraph, batch_bytes: int, *, is_predicted: bool) -> RecordedStep:
         graph = self._with_workspaces(graph, batch_bytes)
-        setup, moments = moments_of(graph, (STEP, STEP), self._slots, granularity_bytes=granularity_bytes(self._card))
+        setup, moments = moments_of(
+            graph, (TRAINING_STEP, TRAINING_STEP), self._slots, granularity_bytes=granularity_bytes(self._card)
+        )
         times = roofline.op_times_ns(graph, self._card, micro_batches_of(self._decisions))
-        return RecordedStep(setup=setup, moment=moments[STEP], step_ns=sum(times), is_predicted=is_predicted)
+        return RecordedStep(setup=setup, moment=moments[TRAINING_STEP], step_ns=sum(times), is_predicted=is_predicted)

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from planner.allocator.settings import AllocatorSettings, round_size
 from planner.plan_types.categories import Category
 from planner.plan_types.plan import LiveTensor, Plan
+from planner.plan_types.plan_parts import LOADING, TRAINING_STEP
 from planner.snapshot.explain.program import Program, RecordedBlock
 from planner.snapshot.explain.steps import is_backward, is_loading, is_optimizer, is_outside, place_of, source_of
 
@@ -243,7 +244,8 @@ def _planned(plan: Plan | None, row: str, totals: Mapping[str, int]) -> int | No
     if row in (IN_STEP, ALL):
         return max(plan.peak.allocated_bytes - min(lasting, totals[BEFORE] + totals[EARLIER]), 0)
     if row == OUTSIDE:
-        activities = () if plan.run is None else plan.run.moments[1:]  # The first moment is the training step.
+        moments = () if plan.run is None else plan.run.moments
+        activities = [moment for moment in moments if moment.name not in (LOADING, TRAINING_STEP)]
         return max((moment.tensor_bytes - lasting for moment in activities), default=0)
     return 0 if row == KEPT else most.get(row, 0)
 
