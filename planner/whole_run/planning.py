@@ -186,7 +186,10 @@ class _Simulated:
         facts = self._facts(outcome, order, needed_bytes + self._card.context_bytes)
         decisions = (*without_roles(self._plan.decisions, Role.ALLOCATOR), *setting)
         return dataclasses.replace(
-            self._plan, decisions=decisions, run=facts, notes=(*self._plan.notes, *self._batches.notes)
+            self._plan,
+            decisions=decisions,
+            run=facts,
+            notes=tuple(dict.fromkeys((*self._plan.notes, *self._batches.notes, *self._recordings.assumptions))),
         )
 
     def with_changes(self, plan: Plan) -> Plan:

@@ -60,6 +60,8 @@ class RunRecordings:
         """Recordings without workspaces, by length."""
         self._batch_bytes: dict[int, int] = {}
         self.steps: dict[int, RecordedStep] = {}
+        self.assumptions: tuple[str, ...] = ()
+        """Assumptions about values that the activities read, such as the end of a generated text."""
 
     def add(self, lengths: Iterable[int]) -> bool:
         """Adds the steps of these lengths to `steps`, and returns True; False if they cannot be predicted.
@@ -95,6 +97,7 @@ class RunRecordings:
         self._watch.stage(f"rehearsing {activities[0].name}" if len(activities) == 1 else "rehearsing the activities")
         child = pipeline.start_steps(workload, self._card, self._decisions, [activity.run for activity in activities])
         graph = self._with_workspaces(child.timed_by(self._watch).result(), workload.batch_bytes)
+        self.assumptions = graph.assumptions
         # Two activities of the same name are two moments.
         labels = [f"{number} {activity.name}" for number, activity in enumerate(activities)]
         names = [TRAINING_STEP, TRAINING_STEP, *(label for label in labels for _ in range(2))]
