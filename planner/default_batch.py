@@ -45,9 +45,10 @@ def with_default_batch(
     if samples == 1:
         return workload
     largest = f"the largest power of two up to {_MOST_SAMPLES} whose baseline is predicted to fit"
+    or_search = "" if workload.program is not None else ", or find the largest that fits with --largest-batch"
     note = (
-        f"the batch has {samples} samples, {largest}, because no size was given: state yours with --batch-size, or "
-        "find the largest that fits with --largest-batch"
+        f"the batch has {samples} samples, {largest}, because no size was given: state yours with --batch-size"
+        f"{or_search}"
     )
     chosen = load(samples)
     return dataclasses.replace(chosen, notes=(*chosen.notes, note))

@@ -14,6 +14,22 @@ FAULTS = (
         why="a plan file with a text instead of a number ends in a traceback later",
     ),
     Fault(
+        name="notes-as-a-text",
+        path="planner/plan_types/plan.py",
+        old='notes=as_tuple(data["notes"])',
+        new='notes=tuple(data["notes"])',
+        tests=("tests/plan_types/test_plan.py::test_values_of_another_kind_are_refused_on_one_line",),
+        why="a text instead of the list of notes is read letter by letter",
+    ),
+    Fault(
+        name="budget-of-six-bytes",
+        path="planner/workload/budget.py",
+        old="    if size_bytes < SMALLEST_PLAIN_BYTES and type(vram) is int and card.allocator:\n",
+        new="    if False:\n",
+        tests=("tests/workload/test_budget.py::test_a_bare_number_that_no_card_could_have_in_bytes_is_refused",),
+        why="vram=6 is planned for 6 bytes",
+    ),
+    Fault(
         name="head-of-a-classifier-in-4-bits",
         path="planner/plan_types/adapter.py",
         old='    return options | ({} if heads is None else {"llm_int8_skip_modules": heads})\n',

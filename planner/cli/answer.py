@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import pathlib
@@ -162,14 +163,24 @@ def _for_program(
     own_values = Answers(values=dict(map(parse_answer, options.value)), worst_case=False)
     load = functools.partial(load, dtype=terms.dtype, answers=own_values)
 
-    def load_hopeful(program: TrainingProgram) -> Workload:
-        workload = load(batch_size=options.batch_size, seq_len=options.seq_len, program=program)
+    def load_hopeful(program: TrainingProgram, batch_size: int | None) -> Workload:
+        workload = load(batch_size=batch_size, seq_len=options.seq_len, program=program)
         if budget is not None:
             refuse_hopeless(workload, card, budget, constraints)
         return workload
 
+    plain = TrainingProgram(name=options.loop, gradient_checkpointing=False)
+    first = load_hopeful(plain, options.batch_size)
+    if budget is not None:
+        first = with_default_batch(first, functools.partial(load_hopeful, plain), card, budget, watch)
+
+    def load_batch(program: TrainingProgram) -> Workload:
+        """Loads the workload with the batch of the first one, and with its notes."""
+        workload = load_hopeful(program, first.batch_size)
+        return dataclasses.replace(workload, notes=tuple(dict.fromkeys((*workload.notes, *first.notes))))
+
     plan, workload = plan_for_program(
-        options.loop, load_hopeful, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch
+        options.loop, load_batch, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch
     )
     load = functools.partial(load, program=workload.program)
     return advised(plan, workload, card, constraints=constraints, load=load, watch=watch)
@@ -228,7 +239,7 @@ def _refuse_another_loop(saved: Plan, options: argparse.Namespace) -> None:
 def _saved_plan(reference: str) -> Plan | None:
     """Returns the saved plan if MODEL is the path of one, else None."""
     path = pathlib.Path(reference)
-    if path.suffix != ".json" or not path.is_file():
+    if path.suffix.lower() != ".json" or not path.is_file():
         return None
     try:
         data = json.loads(path.read_text())

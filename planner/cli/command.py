@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TextIO
 from rich.console import Console
 
 from planner.cli.hub import refuse_unreachable
-from planner.cli.option_checks import CONFIG_SUFFIXES, refuse_unknown_values, refuse_what_does_not_go_together
+from planner.cli.option_checks import emitted_form, refuse_unknown_values, refuse_what_does_not_go_together
 from planner.cli.options import parser
 from planner.cli.output_files import refuse_to_overwrite
 from planner.errors import BudgetError, PlannerError, WorkloadError
@@ -143,8 +143,7 @@ def _lines_to_paste(answer: Plan | Tradeoff, options: argparse.Namespace) -> str
     Raises:
         PlannerError: that kind of loop cannot follow the plan.
     """
-    is_written = options.emit is not None and options.emit.suffix in CONFIG_SUFFIXES
-    if options.loop is None or isinstance(answer, Tradeoff) or is_written:
+    if options.loop is None or isinstance(answer, Tradeoff) or emitted_form(options) == "config":
         return ""
     from planner.cli.training_lines import training_lines
 
@@ -226,16 +225,17 @@ def _write(answer: Plan | Tradeoff, options: argparse.Namespace, watch: Watch) -
     else:
         if options.save is not None:
             answer.save(options.save)
-        if options.emit is not None and options.emit.suffix == ".json":
+        form = emitted_form(options)
+        if form == "json":
             from planner.rewrite.trainer.arguments import training_arguments
 
             settings = training_arguments(answer, output_dir="out")
             write_atomically(options.emit, json.dumps(settings, indent=2) + "\n")
-        elif options.emit is not None and options.emit.suffix in CONFIG_SUFFIXES:
+        elif form == "config":
             from planner.rewrite.trainer.program_config import program_config
 
             write_atomically(options.emit, program_config(answer))
-        elif options.emit is not None:
+        elif form == "python":
             from planner.rewrite.emitter.emit import emit
 
             emit(answer, options.emit)

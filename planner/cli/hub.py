@@ -22,7 +22,7 @@ def refuse_unreachable(model: str) -> None:
         WorkloadError: `model` is no file or folder, and cannot be loaded from the hub; the message says why.
     """
     path = pathlib.Path(model)
-    is_hub_id = _HUB_ID.fullmatch(model) is not None and path.suffix not in (".json", ".py") and model[0] != "."
+    is_hub_id = _HUB_ID.fullmatch(model) is not None and path.suffix.lower() not in (".json", ".py") and model[0] != "."
     if path.exists() or not is_hub_id:
         return
     try:

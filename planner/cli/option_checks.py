@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-from typing import get_args
+from typing import Literal, get_args
 
 from planner import profiles
 from planner.errors import DeviceProfileError, WorkloadError
@@ -49,7 +49,7 @@ def refuse_what_does_not_go_together(options: argparse.Namespace) -> None:
             "--snapshot cannot be combined with --gpu bare, which has no allocator: name another card, or leave "
             "--gpu out"
         )
-    if options.emit is not None and options.emit.suffix == ".json" and options.loop != "trainer":
+    if emitted_form(options) == "json" and options.loop != "trainer":
         raise WorkloadError("--emit FILE.json writes the Trainer's arguments: add --for trainer, or name a .py file")
     _refuse_for_program(options, used)
     if question == "largest_batch" and "vram" not in used:
@@ -62,7 +62,7 @@ def _refuse_for_program(options: argparse.Namespace, used: set[str]) -> None:
     Raises:
         WorkloadError: the message says what to leave out or to add.
     """
-    is_config = options.emit is not None and options.emit.suffix in CONFIG_SUFFIXES
+    is_config = emitted_form(options) == "config"
     if options.loop not in get_args(ProgramName):
         if is_config:
             raise WorkloadError(
@@ -108,8 +108,8 @@ def refuse_unknown_values(options: argparse.Namespace) -> None:
             raise DeviceProfileError(str(error)) from error
 
 
-CONFIG_SUFFIXES = (".yaml", ".yml")
-"""Endings of the names of config files."""
+_EMITTED_FORMS: dict[str, Literal["json", "config"]] = {".json": "json", ".yaml": "config", ".yml": "config"}
+"""What --emit writes, by the ending of the file's name in lower case. A file with another ending is a Python file."""
 _OF_RUN = ("lengths", "pad_to_multiple_of", "eval_batch_size", "eval_samples", "between")
 """Options that describe the whole run."""
 _OUR_BATCH = "the program makes batches of token ids and attention masks, padded to --seq-len"
@@ -147,6 +147,13 @@ _NEEDS = {"pad_to_multiple_of": "lengths", "eval_samples": "eval_batch_size"}
 """Options that work only together with another option, and that other option."""
 _SPELLINGS = {"gradients_alive": "--accumulating-loop (--gradients-alive)", "loop": "--for", "arguments": "--"}
 """Options that have two names on the command line, and how messages write them."""
+
+
+def emitted_form(options: argparse.Namespace) -> Literal["json", "config", "python"] | None:
+    """Returns what --emit writes: the Trainer's arguments, a program's config or a Python file; None without --emit."""
+    if options.emit is None:
+        return None
+    return _EMITTED_FORMS.get(options.emit.suffix.lower(), "python")
 
 
 def option(name: str) -> str:

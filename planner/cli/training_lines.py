@@ -59,7 +59,7 @@ def _model_lines(plan: Plan) -> str:
         adapter = "" if plan.model.adapter is None else f", with {plan.model.adapter}"
         return f"model = ...  # the model that {reference} returns{adapter}\n"
     folder = pathlib.Path(reference)
-    name = str(folder.parent if folder.suffix == ".json" else folder)
+    name = str(folder.parent if folder.suffix.lower() == ".json" else folder)
     if plan.model.adapter is not None:
         return adapted_model(plan, f'"{name}"')
     return f'model = transformers.{kind}.from_pretrained("{name}", dtype=torch.{plan.model.dtype})\n'

@@ -26,6 +26,7 @@ from planner.plan_types.plan_parts import (
     SolverFacts,
     TrainingProgram,
     WorkloadFacts,
+    as_tuple,
     check_field_types,
 )
 from planner.plan_types.techniques import canonical_kind, decision_from_json
@@ -183,7 +184,7 @@ class Plan:
                 shortfall=None if shortfall is None else _shortfall_from_json(shortfall),
                 forced=tuple(map(canonical_kind, data["forced"])),
                 forbidden=tuple(map(canonical_kind, data["forbidden"])),
-                notes=tuple(data["notes"]),
+                notes=as_tuple(data["notes"]),
                 tensors=tuple(LiveTensor(**{**t, "shape": tuple(t["shape"])}) for t in data["tensors"]),
                 run=_run_from_json(data.get("run")),
                 **{name: data[name] for name in _PLAIN_FIELDS},
@@ -269,7 +270,7 @@ def _workload_from_json(data: dict[str, Any]) -> WorkloadFacts:
     batch, own_loss = tuple((p, tuple(s), d) for p, s, d in data["batch"]), data["own_loss"]
     own_loss = None if own_loss is None else OwnLoss(**own_loss)
     return WorkloadFacts(
-        **{**data, "batch": batch, "own_loss": own_loss, "not_by_sample": tuple(data.get("not_by_sample", ()))}
+        **{**data, "batch": batch, "own_loss": own_loss, "not_by_sample": as_tuple(data.get("not_by_sample", ()))}
     )
 
 

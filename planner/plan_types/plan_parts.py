@@ -147,11 +147,11 @@ class ModelFacts:
         """Returns the facts from their JSON form."""
         adapter = data.get("adapter")
         if adapter is not None:
-            adapter = Adapter(**{**adapter, "targets": tuple(adapter["targets"])})
+            adapter = Adapter(**{**adapter, "targets": as_tuple(adapter["targets"])})
         program = data.get("program")
         if program is not None:
-            program = TrainingProgram(**{**program, "targets": tuple(program["targets"])})
-        arguments = tuple(data.get("arguments", ()))
+            program = TrainingProgram(**{**program, "targets": as_tuple(program["targets"])})
+        arguments = as_tuple(data.get("arguments", ()))
         return cls(**{**data, "adapter": adapter, "program": program, "arguments": arguments})
 
 
@@ -320,6 +320,11 @@ class RunFacts:
 
 
 # ---- types of fields -------------------------------------------------------------------------------------------------
+
+
+def as_tuple(value: Any) -> Any:
+    """Converts a list of JSON to a tuple. Returns other values, such as a text, for `check_field_types` to refuse."""
+    return tuple(value) if isinstance(value, (list, tuple)) else value
 
 
 def check_field_types(record: Any, path: str = "") -> None:

@@ -9,7 +9,7 @@ import torch
 
 from planner.errors import BudgetError, SizeError
 from planner.plan_types.quantized import stored_bytes
-from planner.plan_types.sizes import GIB, format_size, margin_bytes, parse_size
+from planner.plan_types.sizes import GIB, SMALLEST_PLAIN_BYTES, format_size, margin_bytes, parse_size
 from planner.profiles.device import DeviceProfile
 from planner.workload.cards import GENERIC, resolve_card
 
@@ -119,7 +119,8 @@ def card_and_budget(gpu: str | None, vram: str | int | None) -> tuple[DeviceProf
         vram: the budget: a size such as '6GiB', a percentage of the card's memory such as '80%', or a number of bytes.
 
     Raises:
-        SizeError: the budget is zero or negative, cannot be read, or is a percentage and the card has no fixed memory.
+        SizeError: the budget is zero or negative, cannot be read, is a number of less than 1 MiB for a card with an
+            allocator, or is a percentage and the card has no fixed memory.
         DeviceProfileError: the card is unknown.
     """
     if vram is None:
@@ -133,4 +134,10 @@ def card_and_budget(gpu: str | None, vram: str | int | None) -> tuple[DeviceProf
             f"budget of {vram} bytes is not above zero: give a number of bytes above zero, or a text such as 6GiB"
         )
     size_bytes = vram if type(vram) is int else parse_size(vram, device_bytes=None)
-    return resolve_card(gpu, size_bytes), size_bytes
+    card = resolve_card(gpu, size_bytes)
+    if size_bytes < SMALLEST_PLAIN_BYTES and type(vram) is int and card.allocator:
+        raise SizeError(
+            f"budget of {vram} bytes is too small for any card: a whole number counts bytes, so give the size as a "
+            f'text, such as vram="{vram}GiB"'
+        )
+    return card, size_bytes

@@ -11,6 +11,7 @@ import pathlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.machinery import SourceFileLoader
 from typing import Any
 
 import torch
@@ -35,10 +36,7 @@ from planner.workload.workload import Workload, main_dtype, resized, workload
 DEFAULT_SEQ_LEN = 512
 """Default number of tokens in a sample. Models with a smaller maximum length use their maximum."""
 
-ONE_SAMPLE = (
-    "the batch is a single sample, because no size was given: state yours with --batch-size, or find the largest that "
-    "fits with --largest-batch"
-)
+ONE_SAMPLE = "the batch is a single sample, because no size was given: state yours with --batch-size"
 """Note of a transformers model whose batch size nobody stated."""
 
 FORMS = "config.json, a model folder or hub id, path/file.py:name, package.module:name, or a saved plan"
@@ -123,9 +121,10 @@ def load_workload(
     path = pathlib.Path(reference)
     if not (path / "config.json").is_file() and (saved := saved_config(reference)) is not None:
         return _from_adapter_folder(reference, saved, request)
-    if not path.exists() and (path.suffix == ".json" or (path.parent != pathlib.Path() and path.parent.is_dir())):
+    suffix = path.suffix.lower()
+    if not path.exists() and (suffix == ".json" or (path.parent != pathlib.Path() and path.parent.is_dir())):
         raise WorkloadError(f"'{reference}' does not exist: give {FORMS}")
-    if path.suffix == ".py":
+    if suffix == ".py":
         raise WorkloadError(f"'{reference}' names a Python file but no function or class in it: write {reference}:name")
     if path.is_file() or path.is_dir() or not reference.startswith((".", "/")):
         return _from_transformers(reference, request)
@@ -347,7 +346,9 @@ def _failed(name: str, error: Exception, remedy: str) -> WorkloadError:
 def _callable(reference: str) -> Callable[..., Any]:
     """Returns the function or class that 'path/file.py:name' or 'package.module:name' refers to."""
     location, _, name = reference.rpartition(":")
-    module = _module_from_file(pathlib.Path(location)) if location.endswith(".py") else _module_by_name(location)
+    module = (
+        _module_from_file(pathlib.Path(location)) if location.lower().endswith(".py") else _module_by_name(location)
+    )
     target: Any = module
     for part in name.split("."):
         target = getattr(target, part, None)
@@ -372,8 +373,8 @@ def _module_from_file(path: pathlib.Path) -> Any:
         # The file may import other files of its folder. At the end of the path they hide no installed package.
         sys.path.append(folder)
     name = f"planned_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # None only for a suffix that Python does not import
+    spec = importlib.util.spec_from_file_location(name, path, loader=SourceFileLoader(name, str(path)))
+    assert spec is not None and spec.loader is not None  # None only without a path or a loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

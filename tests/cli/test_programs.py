@@ -123,6 +123,19 @@ def test_the_config_has_what_was_planned(name, folder, tmp_path, monkeypatch, ca
     capsys.readouterr()
 
 
+def test_without_a_batch_size_the_batch_is_as_large_as_its_baseline_fits(folder, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    options = ["--seq-len", "8", "--gpu", "bare", "--vram", "4MiB", "--for", "axolotl", "--save", str(path), "--json"]
+    assert main([str(folder), *options]) == 0
+    plan = Plan.load(path)
+    samples = plan.workload.batch_size
+    assert samples > 1 and plan.baseline.total_bytes <= 4 << 20
+    notes = [note for note in plan.notes if "no size was given" in note]
+    assert len(notes) == 1 and notes[0].startswith(f"the batch has {samples} samples")
+    assert "--largest-batch" not in notes[0]  # which is refused with --for axolotl
+    capsys.readouterr()
+
+
 @pytest.mark.parametrize(
     ("name", "frozen"), [("axolotl", torch.bfloat16), ("llama-factory", torch.bfloat16), (None, torch.float32)]
 )

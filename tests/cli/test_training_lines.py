@@ -92,11 +92,11 @@ def test_without_a_saved_plan_the_lines_say_what_is_missing(folder, tmp_path, mo
 
 def test_the_trainers_arguments_are_written_as_json(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    arguments = ["--emit", "arguments.json", "--optimizer", "sgd-momentum"]
+    arguments = ["--emit", "arguments.JSON", "--optimizer", "sgd-momentum"]
     planned(folder, tmp_path, capsys, "--for", "trainer", *arguments)
     plan = Plan.load("plan.json")
     parser = transformers.HfArgumentParser(transformers.TrainingArguments)
-    (read,) = parser.parse_json_file("arguments.json")
+    (read,) = parser.parse_json_file("arguments.JSON")
     for name, value in planner.rewrite.training_arguments(plan, output_dir="out").items():
         assert getattr(read, name) == value
     assert main([str(folder), "--vram", "300KiB", "--gpu", "bare", *arguments]) == 2

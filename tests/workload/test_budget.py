@@ -54,6 +54,12 @@ def test_no_bytes_are_no_budget(vram):
         planned(vram)
 
 
+@pytest.mark.parametrize("gpu", ["rtx-2060", None])
+def test_a_bare_number_that_no_card_could_have_in_bytes_is_refused(gpu):
+    with pytest.raises(SizeError, match='a whole number counts bytes, .* such as vram="6GiB"'):
+        card_and_budget(gpu, 6)
+
+
 @pytest.mark.parametrize("vram", [True, 6e9, [6]])
 def test_what_is_neither_text_nor_whole_bytes_is_refused(vram):
     with pytest.raises(SizeError, match=f"is a {type(vram).__name__}"):

@@ -37,6 +37,7 @@ def test_the_batch_is_the_largest_power_of_two_whose_baseline_fits():
         found = chosen(needed(samples))
         assert found.batch_size == samples
         assert found.notes[0].startswith(f"the batch has {samples} samples, the largest power of two up to 64")
+        assert "--largest-batch" in found.notes[0]
     assert chosen(needed(16) - 1).batch_size == 8
 
 
