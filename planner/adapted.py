@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 from planner import pipeline
@@ -20,6 +21,10 @@ from planner.workload.workload import Workload
 _RANK = 16
 ADAPTERS = tuple(Adapter(rank=_RANK, targets=(ALL_LINEAR,), is_quantized=in_4_bits) for in_4_bits in (False, True))
 """The adapters that are tried, in this order: the first with which a plan fits is taken."""
+
+_WEIGHTS_SHARE, _LORA_SHARE = 0.5, 0.7
+"""The parts of the time that is left in which a plan that trains the weights, and then one with adapters on weights in
+full precision, has to be found, so that the next attempt gets some time."""
 
 _Found = Plan | TimeLimitError | str
 """The plan of a model with adapters, or the reason why there is none."""
@@ -54,10 +59,16 @@ def plan_or_adapt(
             return plan
         rounded = dataclasses.replace(constraints, fidelity=Fidelity.ROUNDED)
         return _advised(plan, _tried(workload, card, vram_bytes=vram_bytes, constraints=rounded, watch=watch))
-    fitting = plan_that_fits(workload, card, vram_bytes=vram_bytes, constraints=rounded, watch=watch)
-    tried = [] if fitting else _tried(workload, card, vram_bytes=vram_bytes, constraints=rounded, watch=watch)
+    why = f"no plan that trains the weights fits in {format_size(vram_bytes)}"
+    fitting, tried = None, []
+    try:
+        with watch.until_found(_WEIGHTS_SHARE):
+            fitting = plan_that_fits(workload, card, vram_bytes=vram_bytes, constraints=rounded, watch=watch)
+    except TimeLimitError:
+        why = f"no plan that trains the weights was found in {watch.elapsed_seconds:.0f} s (a longer --time-limit may)"
+    if fitting is None:
+        tried = _tried(workload, card, vram_bytes=vram_bytes, constraints=rounded, watch=watch)
     if fitting is None and isinstance(tried[-1][1], Plan):
-        why = f"no plan that trains the weights fits in {format_size(vram_bytes)}"
         note = f"adapters are trained instead of the weights, because {why}; the baseline is the model with adapters"
         fitting = dataclasses.replace(tried[-1][1], notes=(note, *tried[-1][1].notes))
     if fitting is not None:
@@ -87,13 +98,14 @@ def _tried(
         try:
             watch.check()
             adapted = adapted_workload(workload, adapter)
-            found = plan_that_fits(adapted, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
+            with contextlib.nullcontext() if adapter is ADAPTERS[-1] else watch.until_found(_LORA_SHARE):
+                found = plan_that_fits(adapted, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
         except (TimeIsUp, TimeLimitError):
             found = TimeLimitError(f"planning ended {watch.cause}")
         except PlannerError as error:
             found = str(error)
         tried.append((adapter, found or "not enough on its own"))
-        if isinstance(found, (Plan, TimeLimitError)):
+        if isinstance(found, Plan) or watch.left_seconds <= 0:
             break
     return tried
 

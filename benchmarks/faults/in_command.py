@@ -30,6 +30,17 @@ FAULTS = (
         why="vram=6 is planned for 6 bytes",
     ),
     Fault(
+        name="no-time-for-adapters",
+        path="planner/adapted.py",
+        old="watch.until_found(_WEIGHTS_SHARE):",
+        new="contextlib.nullcontext():",
+        tests=(
+            "tests/workload/test_adapters.py::"
+            "test_a_search_that_finds_nothing_for_the_weights_leaves_time_for_both_adapters",
+        ),
+        why="under a time limit, the search for a plan that trains the weights takes all of the time",
+    ),
+    Fault(
         name="head-of-a-classifier-in-4-bits",
         path="planner/plan_types/adapter.py",
         old='    return options | ({} if heads is None else {"llm_int8_skip_modules": heads})\n',

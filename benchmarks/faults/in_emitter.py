@@ -12,6 +12,14 @@ _SAME_BITS = f"{_TEST}::test_a_file_trains_to_the_same_bits_as_the_live_objects"
 
 FAULTS = (
     Fault(
+        name="check-refuses-4-bit-layers",
+        path="planner/rewrite/emitter/check_source.py",
+        old='"in_single(planned)\\nin_single(plain)\\n" if is_quantized else ""',
+        new='""',
+        tests=("tests/workload/test_adapters.py::test_the_command_plans_and_the_files_it_writes_build_the_same_model",),
+        why="--check of an emitted file with 4-bit weights refuses every step",
+    ),
+    Fault(
         name="emitter-loses-the-environment",
         path="rewrite/emitter/emit.py",
         old='        if environment and "import os" in block:\n',

@@ -68,7 +68,8 @@ class Watch:
         self.limit_seconds, self._report = seconds, report
         self._reported = time.monotonic()
         self._began = self._reported - elapsed_seconds
-        self._deadline = math.inf if seconds is None else self._began + seconds
+        self._deadlines = [math.inf if seconds is None else self._began + seconds]
+        self._until_found: float | None = None
         self._stage = "starting"
         self._best: tuple[int, float] | None = None
         self._is_ended = self._goes_on = False
@@ -79,6 +80,11 @@ class Watch:
     def elapsed_seconds(self) -> float:
         """Time in seconds since the watch was made."""
         return time.monotonic() - self._began
+
+    @property
+    def _deadline(self) -> float:
+        """The earliest moment at which a present limit is over."""
+        return min(self._deadlines if self._until_found is None else (*self._deadlines, self._until_found))
 
     @property
     def left_seconds(self) -> float:
@@ -122,6 +128,7 @@ class Watch:
 
     def found(self, total_bytes: int, slowdown: float) -> None:
         """Note a certified plan inside the budget. It is reported if it is faster than the best one so far."""
+        self._until_found = None
         if self._best is None or slowdown < self._best[1]:
             self._best = total_bytes, slowdown
             self._send()
@@ -129,11 +136,23 @@ class Watch:
     @contextlib.contextmanager
     def at_most(self, seconds: float) -> Iterator[None]:
         """Limit the time of a part of planning, from now on. The time limit of the whole stays valid inside it."""
-        outer, self._deadline = self._deadline, min(self._deadline, time.monotonic() + seconds)
+        self._deadlines.append(time.monotonic() + seconds)
         try:
             yield
         finally:
-            self._deadline = outer
+            self._deadlines.pop()
+
+    @contextlib.contextmanager
+    def until_found(self, share: float) -> Iterator[None]:
+        """Limit the time of a part of planning to a share of what is left, until a plan inside the budget is found.
+
+        Then only the other limits count. It may not be used inside itself.
+        """
+        self._until_found = time.monotonic() + share * self.left_seconds
+        try:
+            yield
+        finally:
+            self._until_found = None
 
     @contextlib.contextmanager
     def after_end(self) -> Iterator[None]:

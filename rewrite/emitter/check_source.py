@@ -15,6 +15,7 @@ from planner.rewrite.portable.plain_comparison import (
     Rounding,
     compare,
     compare_updates,
+    in_single,
     largest,
     result_of,
     without_dropout,
@@ -41,6 +42,7 @@ def check_source(plan: Plan, fragments: list[EmittedCode], loss: str, clipped: s
     """
     is_split = any(fragment.split for fragment in fragments)
     is_scaled = any(fragment.scaled for fragment in fragments)
+    is_quantized = plan.model.adapter is not None and plan.model.adapter.is_quantized
     has_8_bit_state = any(fragment.optimizer for fragment in fragments)
     has_floats = any("float" in dtype for _, _, dtype in plan.workload.batch)
     replaces_forwards = any(".forward = " in text for fragment in fragments for text in fragment.rewriting)
@@ -55,6 +57,7 @@ def check_source(plan: Plan, fragments: list[EmittedCode], loss: str, clipped: s
         _REFUSAL if replaces_forwards else "",
         "scaler = torch.amp.GradScaler(next(model.parameters()).device.type)\n" if is_scaled else "",
         _COPIES,
+        "in_single(planned)\nin_single(plain)\n" if is_quantized else "",
         "without_dropout(planned)\nwithout_dropout(plain)\n" if is_split else "",
         _IN_DOUBLE if has_floats else "",
         _STEPS.format(planned=_call(named), loss=loss, clip=_CLIP.format(clipped=clipped) if clipped else ""),
@@ -74,6 +77,7 @@ def check_source(plan: Plan, fragments: list[EmittedCode], loss: str, clipped: s
         compare,
         largest,
         Rounding,
+        *([in_single] if is_quantized else []),
         *([without_dropout] if is_split else []),
         *([compare_updates] if has_8_bit_state else []),
     ]

@@ -77,6 +77,14 @@ class Rounding(TorchDispatchMode):
         return result
 
 
+def in_single(model):
+    """Let the 4-bit layers of bitsandbytes compute in float32."""
+    for module in model.modules():
+        state = getattr(getattr(module, "weight", None), "quant_state", None)
+        if state is not None:
+            module.compute_dtype = state.dtype = torch.float32
+
+
 def without_dropout(model):
     """Switch dropout off, and let batch normalization use its running statistics: both depend on the micro-batches."""
     for module in model.modules():

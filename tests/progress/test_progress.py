@@ -86,6 +86,11 @@ def test_a_part_may_have_less_time_than_the_whole_but_not_more():
     watch.check()
     with watch.at_most(1e6):
         assert watch.left_seconds <= 60
+    with watch.until_found(0), watch.at_most(30):
+        with pytest.raises(TimeIsUp):
+            watch.check()
+        watch.found(100, 1.5)
+        assert 0 < watch.left_seconds <= 30
     watch.end()
     with pytest.raises(TimeIsUp):
         watch.check()

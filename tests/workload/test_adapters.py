@@ -10,13 +10,16 @@ import pytest
 import torch
 
 import planner
-from planner import cli, rewrite
-from planner.errors import WorkloadError
+from planner import cli, profiles, rewrite
+from planner.errors import TimeLimitError, WorkloadError
 from planner.plan_types.adapter import Adapter
+from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import Plan
+from planner.progress import Watch
 from planner.workload.adapters import adapted
 from planner.workload.loading import load_workload
+from planner.workload.workload import workload
 from tests.support.training import imported
 
 transformers = pytest.importorskip("transformers")
@@ -130,8 +133,10 @@ def test_the_command_plans_and_the_files_it_writes_build_the_same_model(folder, 
     shown = capsys.readouterr().out
     assert "them trained" in shown and ("DoRA" if "dora" in option else "LoRA") in shown
     plan = Plan.load(plan_path)
-    model = imported(emitted).build(str(folder))
+    written = imported(emitted)
+    model = written.build(str(folder))
     assert fingerprint(model) == plan.model.fingerprint
+    written.check(model, written.synthetic_batch("cpu"))
     assert all(len(line) <= 120 for line in emitted.read_text().splitlines())
     ast.parse(emitted.read_text())
     assert cli.main([str(plan_path), "--vram", "100MiB"]) == 0  # the saved plan is rehearsed again
@@ -287,6 +292,26 @@ def test_adapters_are_trained_if_nothing_else_fits(vram, quantized):
         users = peft.get_peft_model(wide_llama(), config)
         assert fingerprint(users) == plan.model.fingerprint
         rewrite.apply(plan, users).step(batch)
+
+
+def test_a_search_that_finds_nothing_for_the_weights_leaves_time_for_both_adapters(monkeypatch):
+    tried, watch = [], Watch(seconds=1000)
+
+    def out_of_time(workload, *_, watch, **__):
+        tried.append((workload.adapter and workload.adapter.is_quantized, watch.left_seconds))
+        raise TimeLimitError("the time was up")
+
+    monkeypatch.setattr(planner.adapted, "plan_that_fits", out_of_time)
+    monkeypatch.setattr(planner.adapted.pipeline, "plan_workload", out_of_time)
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    work = workload(wide_llama(), {"input_ids": ids, "labels": ids})
+    constraints = parse_constraints(fidelity="adapted", force=(), forbid=())
+    with pytest.raises(TimeLimitError):
+        planner.adapted.plan_or_adapt(
+            work, profiles.load("bare"), vram_bytes=1 << 24, constraints=constraints, watch=watch
+        )
+    assert [adapter for adapter, _ in tried] == [None, False, True, None]
+    assert [round(left, -2) for _, left in tried] == [500, 700, 1000, 1000]
 
 
 def test_adapters_that_cannot_be_added_are_named_with_the_reason():

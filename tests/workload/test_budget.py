@@ -56,7 +56,7 @@ def test_no_bytes_are_no_budget(vram):
 
 @pytest.mark.parametrize("gpu", ["rtx-2060", None])
 def test_a_bare_number_that_no_card_could_have_in_bytes_is_refused(gpu):
-    with pytest.raises(SizeError, match='a whole number counts bytes, .* such as vram="6GiB"'):
+    with pytest.raises(SizeError, match=r'a whole number counts bytes, .* such as vram="6GiB"'):
         card_and_budget(gpu, 6)
 
 
