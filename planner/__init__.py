@@ -6,14 +6,9 @@ This module imports torch only when a plan is computed, so that plan files and t
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from planner.plan_types.plan import Footprint, Plan
-from planner.plan_types.tradeoff import DEFAULT_SECONDS, Tradeoff
-from planner.progress import Progress, Report
-from planner.snapshot.explain import explain
+from planner.plan_types.words import DEFAULT_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,7 +16,11 @@ if TYPE_CHECKING:
     import networkx
     import torch
 
+    from planner.plan_types.plan import Footprint, Plan
+    from planner.plan_types.tradeoff import Tradeoff
     from planner.plan_types.words import FidelityName, Techniques
+    from planner.progress import Progress, Report
+    from planner.snapshot.explain import explain
     from planner.whole_run.request import Between
     from planner.workload.call_convention import LossFn, StepFn
     from planner.workload.optimizer_choice import OptimizerChoice
@@ -29,10 +28,25 @@ if TYPE_CHECKING:
 __all__ = ["Footprint", "Plan", "Progress", "Tradeoff", "explain", "plan", "record", "to_networkx", "tradeoff"]
 
 
-def __getattr__(name: str) -> ModuleType | str:
-    """Import `planner.rewrite` and `planner.profiles` when they are first used: the rewriter needs torch."""
+_HOMES = {
+    "Footprint": "planner.plan_types.plan",
+    "Plan": "planner.plan_types.plan",
+    "Progress": "planner.progress",
+    "Tradeoff": "planner.plan_types.tradeoff",
+    "explain": "planner.snapshot.explain",
+}
+"""Names of this module that are imported when they are first used, and the modules that define them."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import types, `explain`, `planner.rewrite` and `planner.profiles` when they are first used.
+
+    So the command can handle Ctrl-C early, and plan files can be read without torch, which the rewriter needs.
+    """
     if name == "__version__":
-        return importlib.metadata.version("torch-planner")
+        return importlib.import_module("importlib.metadata").version("torch-planner")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
     if name in ("rewrite", "profiles"):
         return importlib.import_module(f"planner.{name}")
     raise AttributeError(f"module 'planner' has no attribute {name!r}")

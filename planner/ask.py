@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from planner import pipeline
@@ -73,6 +75,10 @@ class Question:
 
     def answer(self, watch: Watch) -> Plan | Tradeoff | StepGraph:
         """Plans in this process. Raises `PlannerError` if an argument cannot be used."""
+        with _without_warnings_of("bitsandbytes"):
+            return self._answer(watch)
+
+    def _answer(self, watch: Watch) -> Plan | Tradeoff | StepGraph:
         if self.constraints is None:
             card = resolve_card(self.gpu, None)
             return pipeline.record_step(self.work.resolve(card, watch), card, watch=watch)
@@ -82,6 +88,18 @@ class Question:
         )
         work = self.work.resolve(card, watch)
         return compute(work, card, vram_bytes=vram_bytes, constraints=self.constraints, watch=watch)
+
+
+@contextlib.contextmanager
+def _without_warnings_of(library: str) -> Iterator[None]:
+    """Hide log records below errors of a library within the context, such as hints about its kernels for the CPU."""
+    logger = logging.getLogger(library)
+    level = logger.level
+    logger.setLevel(max(level, logging.ERROR))
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def ask(question: Question, *, progress: bool | Report | None, time_limit: str | float | None) -> Any:

@@ -355,7 +355,10 @@ def _has_gradient_checkpointing(model: torch.nn.Module) -> bool:
 
 
 def refuse_another_model(plan: Plan, model: torch.nn.Module) -> None:
-    """Raise `PlanFileError` unless the plan was made for this model. The message says what differs."""
+    """Raise `PlanFileError` unless the plan was made for this model. The message says what differs.
+
+    A warning is given if only the scale of the adapters (`lora_alpha`) differs, which takes no memory.
+    """
     program = plan.model.program
     if program is not None and program.gradient_checkpointing and not _has_gradient_checkpointing(model):
         raise PlanFileError(
@@ -363,6 +366,7 @@ def refuse_another_model(plan: Plan, model: torch.nn.Module) -> None:
             "by the config that --emit config.yaml writes"
         )
     if fingerprint(model) == plan.model.fingerprint:
+        _warn_of_another_scale(plan, model)
         return
     name = type(model).__name__
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -374,3 +378,18 @@ def refuse_another_model(plan: Plan, model: torch.nn.Module) -> None:
         dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
         difference = f"a name, shape or dtype of a parameter or buffer differs (its parameters are {', '.join(dtypes)})"
     raise PlanFileError(f"the plan was made for another model: {difference}; make the plan again for this model")
+
+
+def _warn_of_another_scale(plan: Plan, model: torch.nn.Module) -> None:
+    """Warn if the user's adapters have another `lora_alpha` than the planned ones."""
+    adapter = plan.model.adapter
+    if adapter is None or adapter.folder:
+        return
+    planned = adapter.lora_options(plan.model.name)["lora_alpha"]
+    for config in getattr(model, "peft_config", {}).values():
+        if (given := getattr(config, "lora_alpha", planned)) != planned:
+            warnings.warn(
+                f"the adapters of the model have lora_alpha={given}, and those of the plan lora_alpha={planned}: "
+                "memory and step time are as planned, but the adapters are scaled differently",
+                stacklevel=4,
+            )

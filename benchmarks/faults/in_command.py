@@ -4,7 +4,57 @@ from __future__ import annotations
 
 from benchmarks.faults.fault import Fault
 
+_CONFIGS = ("tests/cli/test_programs.py::test_the_config_has_what_was_planned",)
+
 FAULTS = (
+    Fault(
+        name="axolotl-keeps-reentrant-checkpointing",
+        path="rewrite/trainer/program_config.py",
+        old='**({"gradient_checkpointing_kwargs": {"use_reentrant": False}} if checkpointing else {}),',
+        new="",
+        tests=_CONFIGS,
+        why="axolotl trains with another kind of gradient checkpointing than the one that was planned",
+    ),
+    Fault(
+        name="llama-factory-in-autocast",
+        path="rewrite/trainer/program_config.py",
+        old='"pure_bf16": adapter is None and plan.model.dtype == "bfloat16",',
+        new='"pure_bf16": False,',
+        tests=_CONFIGS,
+        why="LLaMA-Factory converts bf16 weights to fp32, which takes twice the planned memory of the weights",
+    ),
+    Fault(
+        name="axolotl-without-accumulation",
+        path="rewrite/trainer/program_config.py",
+        old='arguments["gradient_accumulation_steps"],\n        "gradient_checkpointing"',
+        new='1,\n        "gradient_checkpointing"',
+        tests=_CONFIGS,
+        why="axolotl trains with a smaller batch than the planned one",
+    ),
+    Fault(
+        name="positions-beyond-the-table",
+        path="planner/workload/transformers_models.py",
+        old="    if table is not None and asked > table:\n",
+        new="    if False:\n",
+        tests=("tests/workload/test_transformers_models.py::test_a_sample_is_not_longer_than_the_table_of_positions",),
+        why="a plan is made for samples that the model cannot take",
+    ),
+    Fault(
+        name="early-interrupt-with-a-traceback",
+        path="planner/cli/__init__.py",
+        old="    except KeyboardInterrupt:\n",
+        new="    except ZeroDivisionError:\n",
+        tests=("tests/cli/test_command_errors.py::test_ctrl_c_while_the_command_is_imported_gives_one_line",),
+        why="Ctrl-C right after the start shows a traceback",
+    ),
+    Fault(
+        name="another-scale-of-adapters",
+        path="rewrite/application.py",
+        old="        _warn_of_another_scale(plan, model)\n",
+        new="",
+        tests=("tests/workload/test_adapters.py::test_adapters_are_trained_if_nothing_else_fits",),
+        why="adapters with another scale than the planned ones are trained silently",
+    ),
     Fault(
         name="plan-with-fields-of-any-type",
         path="planner/plan_types/plan.py",

@@ -13,7 +13,7 @@ _SAME_BITS = f"{_TEST}::test_a_file_trains_to_the_same_bits_as_the_live_objects"
 FAULTS = (
     Fault(
         name="check-refuses-4-bit-layers",
-        path="planner/rewrite/emitter/check_source.py",
+        path="rewrite/emitter/check_source.py",
         old='"in_single(planned)\\nin_single(plain)\\n" if is_quantized else ""',
         new='""',
         tests=("tests/workload/test_adapters.py::test_the_command_plans_and_the_files_it_writes_build_the_same_model",),

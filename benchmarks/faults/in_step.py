@@ -220,8 +220,8 @@ FAULTS = (
     Fault(
         name="apply-takes-any-model",
         path="rewrite/application.py",
-        old="    if fingerprint(model) == plan.model.fingerprint:\n        return",
-        new="    if len(fingerprint(model)) == len(plan.model.fingerprint):\n        return",
+        old="    if fingerprint(model) == plan.model.fingerprint:\n",
+        new="    if len(fingerprint(model)) == len(plan.model.fingerprint):\n",
         tests=("tests/rewrite/test_application.py::test_a_plan_for_another_model_is_refused",),
         why="a plan is applied to another model than it was made for",
     ),

@@ -2,6 +2,19 @@
 
 from __future__ import annotations
 
-from planner.cli.command import main
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code. Ctrl-C while its modules are imported gives one line as well."""
+    try:
+        from planner.cli import command
+
+        return command.main(arguments)
+    except KeyboardInterrupt:
+        print("plan: interrupted", file=sys.stderr)
+        return 2
+
 
 __all__ = ["main"]

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from planner.cli.command import main
+from planner.cli import main
 
 sys.exit(main())

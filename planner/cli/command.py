@@ -28,7 +28,8 @@ from planner.cli.options import parser
 from planner.cli.output_files import refuse_to_overwrite
 from planner.errors import BudgetError, PlannerError, WorkloadError
 from planner.plan_types.plan import SCHEMA_VERSION, write_atomically
-from planner.plan_types.tradeoff import DEFAULT_SECONDS, Tradeoff
+from planner.plan_types.tradeoff import Tradeoff
+from planner.plan_types.words import DEFAULT_SECONDS
 from planner.progress import Watch
 from planner.progress.display import shown
 from planner.progress.durations import parse_duration
@@ -56,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(error, as_json="--json" in words, out=out)
     except KeyboardInterrupt:
         return _refuse(PlannerError("interrupted"), as_json="--json" in words, out=out)
+    watch = Watch()  # until the options are read
     try:
         is_shown = not (options.json or options.quiet)
         # The model's code may print, and must not mix with the answer.
@@ -73,7 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as error:
         message = f"the model's code called sys.exit({error.code!r}): give a function that only builds the model"
         return _refuse(WorkloadError(message), as_json=options.json, out=out)
-    except Exception as error:  # a bug in the planner: show the whole traceback
+    except Exception as error:
+        if _was_interrupted(error, watch):
+            return _refuse(PlannerError("interrupted"), as_json=options.json, out=out)
+        # a bug in the planner: show the whole traceback
         traceback.print_exc()
         message = (
             f"{type(error).__name__}: {error}; this is a bug of the planner, please report it with the traceback above"
@@ -92,6 +97,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for path in written:
             print(f"wrote {path}", file=sys.stderr)
     return FITS if answer.fits and (verification is None or verification.kept) else DOES_NOT_FIT
+
+
+def _was_interrupted(error: BaseException | None, watch: Watch) -> bool:
+    """True if Ctrl-C caused the error: libraries turn an exception of an import into one of their own."""
+    if watch.is_ended and not watch.is_checked:
+        return True
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _on_files(command: str, words: Sequence[str], out: TextIO) -> int:
@@ -167,9 +181,9 @@ def _answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
     for library in ("bitsandbytes", "transformers"):
         logging.getLogger(library).setLevel(logging.ERROR)
     watch.stage("loading torch")
-    from planner.cli import answer
-
     with _ended_by_ctrl_c(watch):
+        from planner.cli import answer
+
         return answer.answer(options, watch)
 
 
@@ -181,9 +195,10 @@ def _ended_by_ctrl_c(watch: Watch) -> Iterator[None]:
         return
 
     def end(*_: object) -> None:
-        if watch.is_ended or not watch.is_checked:
-            raise KeyboardInterrupt
+        is_first = not watch.is_ended
         watch.end()
+        if not is_first or not watch.is_checked:
+            raise KeyboardInterrupt
         os.write(2, b"plan: ending with the best plan so far; Ctrl-C again ends at once\n")
 
     previous = signal.signal(signal.SIGINT, end)

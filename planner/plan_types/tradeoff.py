@@ -6,9 +6,6 @@ import dataclasses
 
 from planner.plan_types.plan import SCHEMA_VERSION, Footprint, Plan
 
-DEFAULT_SECONDS = 30.0
-"""Default time limit in seconds for computing a trade-off, which is kept approximately."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tradeoff:

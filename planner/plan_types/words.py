@@ -1,4 +1,4 @@
-"""The words that arguments accept, as types: editors complete them, and type checkers refuse others."""
+"""The words that arguments accept, as types: editors complete them, and type checkers refuse others; and a default."""
 
 from __future__ import annotations
 
@@ -48,3 +48,6 @@ ProgramName = Literal["axolotl", "llama-factory"]
 
 Loop = Literal["loop", "trainer", "lightning", "accelerate", ProgramName]
 """A kind of training loop."""
+
+DEFAULT_SECONDS = 30.0
+"""Default time limit in seconds for computing a trade-off, which is kept approximately."""

@@ -26,7 +26,7 @@ from planner.workload.own_step import of_own_step
 from planner.workload.programs.program import padded
 from planner.workload.synthetic_batch import synthetic_batch
 from planner.workload.transformers_models import (
-    length_limit,
+    sequence_length,
     stored_dtype,
     transformers_config,
     transformers_model,
@@ -170,7 +170,7 @@ def _from_transformers(reference: str, request: _Request) -> Workload:
     model, program = transformers_model(
         config, reference, dtype=dtype, adapter=request.adapter, program=request.program, device=request.device
     )
-    seq_len = request.seq_len or min(DEFAULT_SEQ_LEN, length_limit(config) or DEFAULT_SEQ_LEN)
+    seq_len = sequence_length(config, model, request.seq_len, default=DEFAULT_SEQ_LEN)
     batch = request.batch(model, seq_len)
     takes_tokens = request.input_shapes is None and (
         "input_ids" in batch or ("labels" in batch and batch["labels"].dim() == 2)

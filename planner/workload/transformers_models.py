@@ -67,9 +67,37 @@ def transformers_model(
     return model, program
 
 
-def length_limit(config: Any) -> int | None:
-    """Returns the maximum number of tokens in a sample that the config states; None if it states none."""
-    return next((limit for name in _LENGTH_LIMITS if (limit := getattr(config, name, None))), None)
+def sequence_length(config: Any, model: torch.nn.Module, asked: int | None, *, default: int) -> int:
+    """Returns the number of tokens in a sample: the one that is asked for, or `default` if the model allows that many.
+
+    Raises:
+        WorkloadError: the model has a table of positions (absolute positions) that is shorter than what is asked for.
+    """
+    name, limit = next(((name, n) for name in _LENGTH_LIMITS if (n := getattr(config, name, None))), ("", None))
+    table = None if limit is None else _positions_in_table(model, limit)
+    if asked is None:
+        return min(default, table or limit or default)
+    if table is not None and asked > table:
+        raise WorkloadError(
+            f"--seq-len {asked} is more than the {table} positions that the model has ({name} is {limit} in its "
+            f"config): give --seq-len {table} or less"
+        )
+    return asked
+
+
+def _positions_in_table(model: torch.nn.Module, limit: int) -> int | None:
+    """Returns the number of tokens for which a model has embeddings of positions; None if it has no such embeddings.
+
+    Args:
+        limit: the number of positions in the config. A table has a few rows more if its first rows are not used.
+    """
+    for name, module in model.named_modules():
+        own_name = name.rpartition(".")[2]
+        is_table = isinstance(module, torch.nn.Embedding) and ("position" in own_name or own_name == "wpe")
+        if is_table and limit <= module.num_embeddings <= limit + 2:
+            unused = 0 if module.padding_idx is None else module.padding_idx + 1
+            return min(limit, module.num_embeddings - unused)
+    return None
 
 
 def stored_dtype(config: Any, reference: str) -> str | None:

@@ -67,7 +67,7 @@ def _transformers_source(plan: Plan, reference: str) -> ModelSource:
     config_path = pathlib.Path(reference)
     if config_path.is_dir():
         config_path /= "config.json"
-    if config_path.suffix != ".json" and not config_path.exists():
+    if config_path.suffix.lower() != ".json" and not config_path.exists():
         if plan.model.adapter is not None:
             return _adapted_source(plan, {}, reference)
         return _hub_source(kind, reference, plan.model.dtype)

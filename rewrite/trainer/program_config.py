@@ -160,4 +160,4 @@ def _weights(plan: Plan) -> str:
     """Returns the folder or hub id from which the weights are loaded."""
     assert plan.model.reference is not None, "a plan for a program is for a transformers model by name"
     path = pathlib.Path(plan.model.reference)
-    return str(path.parent if path.suffix == ".json" else path)
+    return str(path.parent if path.suffix.lower() == ".json" else path)

@@ -57,6 +57,16 @@ def returns_nothing():
 def interrupted():
     raise KeyboardInterrupt
 
+class InterruptedInAnImport(torch.nn.Module):
+    def parameters(self, recurse=True):
+        try:
+            raise KeyboardInterrupt
+        except BaseException as error:
+            raise ModuleNotFoundError("could not import module") from error
+
+def interrupted_in_an_import():
+    return InterruptedInAnImport(), (torch.zeros(4, 8),)
+
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -134,6 +144,28 @@ FAULTS = {
 def test_what_the_users_code_does_is_reported_on_one_line_with_exit_code_two(folder, capsys, monkeypatch, name):
     monkeypatch.delattr(torch._C, "_cuda_getDeviceCount", raising=False)  # as in a CPU build of PyTorch
     assert FAULTS[name] in refused(f"net.py:{name}", capsys=capsys)
+
+
+@pytest.mark.parametrize("module", ["planner.plan_types.plan", "planner.cli.options"])
+def test_ctrl_c_while_the_command_is_imported_gives_one_line(module, tmp_path):
+    blocked = f"""
+import sys
+
+class Interrupting:
+    def find_spec(name, *_):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupting)
+from planner.cli import main
+sys.exit(main(["model", "--vram", "6GiB"]))
+"""
+    ended = subprocess.run([sys.executable, "-c", blocked], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", "plan: interrupted\n")
+
+
+def test_ctrl_c_that_a_library_turns_into_an_error_is_an_interruption(folder, capsys):
+    assert refused("net.py:interrupted_in_an_import", capsys=capsys) == "interrupted"
 
 
 SCRIPT = """

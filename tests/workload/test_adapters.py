@@ -292,6 +292,9 @@ def test_adapters_are_trained_if_nothing_else_fits(vram, quantized):
         users = peft.get_peft_model(wide_llama(), config)
         assert fingerprint(users) == plan.model.fingerprint
         rewrite.apply(plan, users).step(batch)
+        other = peft.LoraConfig(**plan.model.adapter.lora_options("LlamaForCausalLM") | {"lora_alpha": 8})
+        with pytest.warns(UserWarning, match="lora_alpha=8, and those of the plan lora_alpha=32"):
+            rewrite.apply_for_trainer(plan, peft.get_peft_model(wide_llama(), other))
 
 
 def test_a_search_that_finds_nothing_for_the_weights_leaves_time_for_both_adapters(monkeypatch):

@@ -54,6 +54,30 @@ def test_without_a_dtype_in_the_config_that_of_the_weights_counts(tmp_path):
     assert loaded(tmp_path).model_facts().dtype == "float32"
 
 
+@pytest.mark.parametrize(
+    ("kind", "config", "longest"),
+    [
+        ("BertForMaskedLM", transformers.BertConfig(**SIZES, vocab_size=50, max_position_embeddings=24), 24),
+        ("RobertaForMaskedLM", transformers.RobertaConfig(**SIZES, vocab_size=50, max_position_embeddings=24), 22),
+        ("GPT2LMHeadModel", transformers.GPT2Config(n_embd=64, n_layer=1, n_head=2, n_positions=24), 24),
+        ("BartForConditionalGeneration", transformers.BartConfig(d_model=64, max_position_embeddings=24), 24),
+    ],
+)
+def test_a_sample_is_not_longer_than_the_table_of_positions(kind, config, longest, tmp_path):
+    config.architectures = [kind]
+    config.save_pretrained(tmp_path)
+    assert loaded(tmp_path).seq_len == loaded(tmp_path, seq_len=longest).seq_len == longest
+    with pytest.raises(WorkloadError, match=f"more than the {longest} positions .* give --seq-len {longest} or less"):
+        loaded(tmp_path, seq_len=longest + 1)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "T5ForConditionalGeneration"])
+def test_a_model_without_a_table_of_positions_takes_samples_of_any_length(name, tmp_path):
+    MODELS[name].architectures = [name]
+    MODELS[name].save_pretrained(tmp_path)
+    assert loaded(tmp_path, seq_len=5000).seq_len == 5000
+
+
 def test_the_length_of_whisper_is_limited_by_its_decoder(tmp_path):
     MODELS["WhisperForConditionalGeneration"].architectures = ["WhisperForConditionalGeneration"]
     MODELS["WhisperForConditionalGeneration"].save_pretrained(tmp_path)

@@ -44,7 +44,7 @@ from planner.virtual_gpu.values.shadow_ops import (
 
 _aten = torch.ops.aten
 
-MOST_ELEMENTS = 2**16
+MOST_ELEMENTS = 2**19
 """Maximum number of elements of a tensor for which every value is computed."""
 MOST_FLOATS = 16
 """Maximum number of elements of a floating point tensor on the card for which every value is computed."""
