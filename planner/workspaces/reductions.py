@@ -265,3 +265,19 @@ def log_sum_exp(call: KernelCall, card: DeviceProfile) -> list[int]:
     layout = call.tensor("self")
     sums_bytes = reduction(layout, _dims(call), accumulator_bytes=layout.accumulator_bytes, card=card)
     return [call.outputs[0].nbytes, layout.nbytes, *sums_bytes]
+
+
+@takes_scratch("aten._safe_softmax.default")
+def safe_softmax(call: KernelCall, card: DeviceProfile) -> list[int]:
+    """Returns the sizes in bytes of the scratch blocks of the softmax that is zero in rows without a finite score.
+
+    The blocks are a mask of the infinite elements, a mask of the rows that have no others, a zero of the output's
+    dtype, and the scratch blocks of the reduction to rows. The zeros are written into the output.
+
+    Source: transformers/attention.cpp, `_safe_softmax`.
+    """
+    scores, output = call.tensor("self"), call.outputs[0]
+    masked = dataclasses.replace(scores, itemsize=1, dtype="bool")
+    dim = call.arguments["dim"]
+    rows_bytes = masked.numel // max(scores.shape[dim], 1) if scores.shape else 1
+    return [masked.nbytes, rows_bytes, output.itemsize, *reduction(masked, (dim,), accumulator_bytes=1, card=card)]
