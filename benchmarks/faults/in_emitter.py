@@ -12,6 +12,17 @@ _SAME_BITS = f"{_TEST}::test_a_file_trains_to_the_same_bits_as_the_live_objects"
 
 FAULTS = (
     Fault(
+        name="absolute-path-of-the-model",
+        path="rewrite/emitter/emit.py",
+        old="folder=path.resolve().parent))",
+        new="folder=None))",
+        tests=(
+            "tests/rewrite/emitter/test_emit.py::"
+            "test_a_model_file_may_have_the_name_of_another_module_and_import_its_neighbours",
+        ),
+        why="an emitted file that is moved together with the user's file does not find it",
+    ),
+    Fault(
         name="check-refuses-4-bit-layers",
         path="rewrite/emitter/check_source.py",
         old='"in_single(planned)\\nin_single(plain)\\n" if is_quantized else ""',

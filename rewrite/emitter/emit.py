@@ -36,10 +36,10 @@ def emit(plan: Plan, path: str | pathlib.Path) -> None:
         PlanFileError: if the file cannot be written, or if the configuration file of the model cannot be read.
     """
     path = pathlib.Path(path)
-    write_atomically(path, source(plan, file_name=path.name))
+    write_atomically(path, source(plan, file_name=path.name, folder=path.resolve().parent))
 
 
-def source(plan: Plan, *, file_name: str = "train_step.py") -> str:
+def source(plan: Plan, *, file_name: str = "train_step.py", folder: pathlib.Path | None = None) -> str:
     """Return the text of the emitted file: `rewrite`, `make_optimizer`, `training_step`, and a `main` that runs them.
 
     The sections have this order: constants, `build` (which creates the model), `rewrite`, `make_optimizer`,
@@ -50,6 +50,7 @@ def source(plan: Plan, *, file_name: str = "train_step.py") -> str:
     Args:
         plan: The plan.
         file_name: Name of the file, which the text mentions.
+        folder: Folder of the file, from which the text names the user's own file; None to name its absolute path.
 
     Raises:
         PlanFileError: if the configuration file of the model cannot be read, or the plan is for a program's config.
@@ -62,7 +63,7 @@ def source(plan: Plan, *, file_name: str = "train_step.py") -> str:
         )
     by_kind = one_of_each_kind(plan.decisions)
     fragments = [emitted(plan, by_kind[kind]) for kind, emitted in SOURCES.items() if kind in by_kind]
-    model = model_source(plan)
+    model = model_source(plan, folder)
     scaled = any(fragment.scaled for fragment in fragments)
     is_own = plan.workload.calling == Calling.STEP.name
     if is_own:

@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import importlib.util
 import json
+import os
 import pathlib
 import textwrap
 from typing import Any
@@ -47,8 +48,13 @@ class ModelSource:
     """The transformers configuration; empty if it is not known."""
 
 
-def model_source(plan: Plan) -> ModelSource:
+def model_source(plan: Plan, folder: pathlib.Path | None = None) -> ModelSource:
     """Return the source that builds the model that the plan was made for.
+
+    Args:
+        plan: the plan.
+        folder: the folder of the emitted file, which finds the user's file by a path from there, so that both can be
+            moved together; None to write the absolute path.
 
     Raises:
         PlanFileError: if `plan.model.reference` is a configuration file that cannot be read.
@@ -58,7 +64,7 @@ def model_source(plan: Plan) -> ModelSource:
         return ModelSource(imports=_loss_imports(plan), functions=_loss_functions(plan))
     if ":" in reference and not pathlib.Path(reference).exists():
         location, _, name = reference.rpartition(":")
-        return _callable_source(plan, location, name)
+        return _callable_source(plan, location, name, folder)
     return _transformers_source(plan, reference)
 
 
@@ -160,7 +166,7 @@ def build():
     )
 
 
-def _callable_source(plan: Plan, location: str, name: str) -> ModelSource:
+def _callable_source(plan: Plan, location: str, name: str, folder: pathlib.Path | None) -> ModelSource:
     """Return the source that builds the model by calling the user's function or class `name`.
 
     `location` is the Python file or the dotted name of the module that defines it.
@@ -171,10 +177,10 @@ def _callable_source(plan: Plan, location: str, name: str) -> ModelSource:
     imports: tuple[str, ...] = ("import sys",) if plan.model.arguments else ()
     given = f"    sys.argv = {literal([location, *plan.model.arguments])}\n" if plan.model.arguments else ""
     own_imports: frozenset[str] = frozenset()
-    if location.endswith(".py"):
+    if location.lower().endswith(".py"):
         path = pathlib.Path(location).resolve()
         load = f"""\
-    path = pathlib.Path({literal(str(path))})
+    path = {_path_from(folder, path)}
     sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location({literal(f"planned_{path.stem}")}, path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -206,6 +212,14 @@ def _callable_source(plan: Plan, location: str, name: str) -> ModelSource:
         own_imports=own_imports,
         target="model, loss_fn" if loss_fn else "model",
     )
+
+
+def _path_from(folder: pathlib.Path | None, path: pathlib.Path) -> str:
+    """Return an expression for the path of the user's file: from the emitted file's folder if they share one."""
+    if folder is None or not set(folder.parts[1:2]) & set(path.parts[1:2]):
+        return f"pathlib.Path({literal(str(path))})"
+    relative = pathlib.PurePath(os.path.relpath(path, folder)).as_posix()
+    return f"pathlib.Path(__file__).parent / {literal(relative)}"
 
 
 def _parameters(location: str, name: str) -> set[str]:

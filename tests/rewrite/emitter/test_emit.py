@@ -336,7 +336,11 @@ def test_a_model_file_may_have_the_name_of_another_module_and_import_its_neighbo
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "neighbour_of_nets", raising=False)
     before = sys.modules.get(name)
-    model, loss_fn = imported(tmp_path / "step.py").build()
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for path in (folder, tmp_path / "step.py"):
+        path.rename(moved / path.name)  # the file and the model can be moved together
+    model, loss_fn = imported(moved / "step.py").build()
     assert loss_fn(model(batch[0]), batch).shape == ()
     assert sys.modules.get(name) is before
 
