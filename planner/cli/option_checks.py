@@ -109,7 +109,7 @@ def refuse_unknown_values(options: argparse.Namespace) -> None:
 
 
 _EMITTED_FORMS: dict[str, Literal["json", "config"]] = {".json": "json", ".yaml": "config", ".yml": "config"}
-"""What --emit writes, by the ending of the file's name in lower case. A file with another ending is a Python file."""
+"""Forms of emitted files by the endings of their names in lower case. A file with another ending is a Python file."""
 _OF_RUN = ("lengths", "pad_to_multiple_of", "eval_batch_size", "eval_samples", "between")
 """Options that describe the whole run."""
 _OUR_BATCH = "the program makes batches of token ids and attention masks, padded to --seq-len"

@@ -114,8 +114,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help=(
             "samples in one optimizer step (default: for a transformers model with --vram, the largest power of two up "
-            "to 64 that is predicted to fit without a plan; 1 without --vram, or with --for axolotl or llama-factory; "
-            "otherwise the function's own)"
+            "to 64 that is predicted to fit without a plan; 1 without --vram; otherwise the function's own)"
         ),
     )
     group.add_argument(
