@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import planner
+from planner import adapted as adapting
 from planner import cli, profiles, rewrite
 from planner.errors import TimeLimitError, WorkloadError
 from planner.plan_types.adapter import Adapter
@@ -304,15 +305,13 @@ def test_a_search_that_finds_nothing_for_the_weights_leaves_time_for_both_adapte
         tried.append((workload.adapter and workload.adapter.is_quantized, watch.left_seconds))
         raise TimeLimitError("the time was up")
 
-    monkeypatch.setattr(planner.adapted, "plan_that_fits", out_of_time)
-    monkeypatch.setattr(planner.adapted.pipeline, "plan_workload", out_of_time)
+    monkeypatch.setattr(adapting, "plan_that_fits", out_of_time)
+    monkeypatch.setattr(adapting.pipeline, "plan_workload", out_of_time)
     ids = torch.zeros(1, 8, dtype=torch.long)
     work = workload(wide_llama(), {"input_ids": ids, "labels": ids})
     constraints = parse_constraints(fidelity="adapted", force=(), forbid=())
     with pytest.raises(TimeLimitError):
-        planner.adapted.plan_or_adapt(
-            work, profiles.load("bare"), vram_bytes=1 << 24, constraints=constraints, watch=watch
-        )
+        adapting.plan_or_adapt(work, profiles.load("bare"), vram_bytes=1 << 24, constraints=constraints, watch=watch)
     assert [adapter for adapter, _ in tried] == [None, False, True, None]
     assert [round(left, -2) for _, left in tried] == [500, 700, 1000, 1000]
 
