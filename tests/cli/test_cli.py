@@ -260,7 +260,7 @@ def test_the_names_of_optimizers_in_the_trainer_are_known(folder, capsys, name, 
 
 def test_a_shell_can_complete_the_files():
     completed = {action.dest for action in parser()._actions if hasattr(action, "complete")}
-    assert completed == {"model", "input_shapes", "save", "emit", "report", "snapshot", "svg"}
+    assert completed == {"model", "input_shapes", "lengths", "save", "emit", "report", "snapshot", "svg"}
 
 
 def test_quiet_prints_one_line(folder, capsys):
