@@ -13,7 +13,7 @@ from planner.estimate.footprint import measure, smallest_capacity_bytes
 from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.decisions import Allocator
 from planner.plan_types.sizes import MIB
-from planner.space.search_space import _allocators
+from planner.space.search_space import allocator_alternatives
 from planner.workload.cards import resolve_card
 from planner.workload.workload import workload
 
@@ -64,7 +64,7 @@ def test_forced_options_are_used_where_they_are_not_needed(graph):
 
 
 def alternatives(card=CARD, **options):
-    return _allocators(card, parse_constraints(**{"fidelity": "exact", "force": (), "forbid": (), **options}))
+    return allocator_alternatives(card, parse_constraints(**{"fidelity": "exact", "force": (), "forbid": (), **options}))
 
 
 def test_where_a_technique_cannot_be_used_it_is_not_offered(monkeypatch):
