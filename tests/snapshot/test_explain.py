@@ -401,7 +401,8 @@ class Malicious:
         return os.mkdir, (self.path,)
 
 
-def test_the_command_prints_the_explanation_or_one_line(tmp_path, capsys):
+def test_the_command_prints_the_explanation_or_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
     card = Card(NATIVE, 350 * MIB)
     fragmented(card)
     whole = pickle.dumps(card.snapshot())
