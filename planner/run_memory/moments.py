@@ -153,17 +153,37 @@ class _Windows:
 
         Blocks that the last round of a moment leaves allocated are in the slots of those that its first round left.
         """
-        last_rounds = {name: number for number, name in enumerate(self._names, start=1)}
-        counts: Counter[tuple[object, ...]] = Counter()
-        slot: dict[int, int] = {}
+        left: dict[tuple[int, tuple[object, ...]], list[int]] = {}
         for block in sorted(self._born):
-            window, death = self._born[block], self._dies.get(block)
-            name = self._names[window - 1] if window else "setup"
-            if death == window or (death is None and last_rounds.get(name) != window):
-                continue
-            storage = self._graph.storages[self._storage[block]]
-            op = None if storage.op is None else self._graph.ops[storage.op].name
-            kind = (name, storage.category, storage.name, op, storage.dtype)
-            slot[block] = self._slots.number(*kind, counts[window, kind])
-            counts[window, kind] += 1
+            window = self._born[block]
+            if self._dies.get(block) != window:
+                left.setdefault((window, self._kind(block)), []).append(block)
+        rounds = {name: [n for n, other in enumerate(self._names, start=1) if other == name] for name in self._names}
+        slot: dict[int, int] = {}
+        for (window, kind), blocks in left.items():
+            dying = [block for block in blocks if block in self._dies]
+            if window and rounds[self._names[window - 1]][-1] == window:
+                first = left.get((rounds[self._names[window - 1]][0], kind), [])
+                dying = self._dying(blocks, first)
+            for number, block in enumerate(dying):
+                slot[block] = self._slots.number(*kind, number)
         return slot
+
+    def _dying(self, blocks: Sequence[int], first: Sequence[int]) -> list[int]:
+        """Returns the blocks that die in a later round: all but entries of a growing list, for example.
+
+        Args:
+            blocks: what the last round of a moment leaves allocated, of one kind.
+            first: what its first round left, of the same kind. It may start with what is made only once.
+        """
+        if len(blocks) <= sum(block in self._dies for block in first):
+            return list(blocks)
+        counterparts = dict(zip(reversed(blocks), reversed(first), strict=False))
+        stay = {block for block, other in counterparts.items() if other not in self._dies}
+        return [block for block in blocks if block in self._dies or block not in stay]
+
+    def _kind(self, block: int) -> tuple[object, ...]:
+        storage, window = self._graph.storages[self._storage[block]], self._born[block]
+        op = None if storage.op is None else self._graph.ops[storage.op].name
+        name = self._names[window - 1] if window else "setup"
+        return name, storage.category, storage.name, op, storage.dtype
