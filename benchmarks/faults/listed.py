@@ -11,6 +11,7 @@ from benchmarks.faults import (
     in_losses,
     in_page,
     in_recompute,
+    in_runs,
     in_search,
     in_step,
     in_updates,
@@ -27,6 +28,7 @@ _LISTS = (
     in_checks,
     in_first_step,
     in_estimates,
+    in_runs,
     in_search,
     in_command,
 )

@@ -126,9 +126,14 @@ def own(function: Callable[..., object], name: str | None = None) -> Activity:
     """Returns an activity of the user's own, called as `function(model, optimizer)` or `function(model)`.
 
     Raises:
-        WorkloadError: it is not a function of one or two arguments.
+        WorkloadError: it is not a function of one or two arguments, or a call of it runs nothing.
     """
     label = name or str(getattr(function, "__name__", type(function).__name__))
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise WorkloadError(
+            f"between has '{label}', which is a coroutine or a generator, so that a call of it runs nothing: give a "
+            "function that runs to its end"
+        )
     try:
         inspect.signature(function).bind(None, None)
         takes = 2

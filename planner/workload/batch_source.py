@@ -71,6 +71,11 @@ def candidate_batches(batch: Any) -> Candidates:
     note = f"the plan is for the batch whose step needs the most memory, of the {first}{seen} batches"
     if seen == 1:
         return Candidates(kept, (), None)
+    if not stream.different:
+        note += (
+            f"; the run was not simulated, because its batches have more than {_MOST_DIFFERENT} different shapes: "
+            "let the collate function pad to a multiple of 8 or more"
+        )
     kept.sort(key=elements, reverse=True)
     if len(kept) > _MOST_CANDIDATES:
         note += f"; of {len(kept)} different shapes, only the {_MOST_CANDIDATES} with the most elements were rehearsed"

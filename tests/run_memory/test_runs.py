@@ -164,7 +164,7 @@ def test_what_a_step_keeps_for_ever_grows_with_each_step_and_what_it_holds_does_
     setup, moments = moments_of(child.result(), ("step", "step"), Slots(), granularity_bytes=512)
     outcome = simulate([setup, moments["step"].first, *[moments["step"].again] * 40], PYTORCH_DEFAULTS, CARD, None)
     assert 40 * 3 * MIB < outcome.peaks[-1] - outcome.peaks[0] < (40 * 3 + 4 * 64) * MIB
-    assert outcome.settled > 30
+    assert outcome.settled > 20
 
 
 def test_each_moment_must_be_recorded_twice():

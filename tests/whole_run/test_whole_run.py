@@ -175,6 +175,7 @@ def test_an_evaluation_that_keeps_logits_needs_more():
     [
         ({"between": ["nap"]}, "choose from average, save, resume"),
         ({"between": [lambda a, b, c: None]}, r"function\(model, optimizer\)"),
+        ({"between": [lambda model: (yield)]}, "a coroutine or a generator"),
     ],
 )
 def test_what_cannot_happen_between_steps_is_refused(options, words):

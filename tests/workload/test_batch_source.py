@@ -238,3 +238,9 @@ def test_the_command_plans_a_model_without_data(tmp_path, monkeypatch):
     assert main(["net.py:Net", "--batch-size", "12", "--save", "plan.json", *shapes]) == 0
     assert json.loads((tmp_path / "plan.json").read_text())["workload"]["batch_size"] == 12
     assert main(["net.py:Net", "--seq-len", "12", *shapes]) == 2
+
+
+@pytest.mark.parametrize("shapes", [64, 65])
+def test_a_run_over_too_many_different_shapes_is_noted(shapes):
+    found = candidate_batches(iter([torch.zeros(2, length) for length in range(1, shapes + 1)]))
+    assert (found.stream is None) == ("the run was not simulated" in found.notes[0]) == (shapes > 64)
