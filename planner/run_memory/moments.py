@@ -42,7 +42,7 @@ class Events:
         return max(live, default=0)
 
     def part(self, numbers: set[int]) -> Events:
-        """Returns the events of the blocks that the moment allocates with these numbers, and of all slots, and the releases."""
+        """Returns the events of the blocks that the moment allocates with these numbers, and of all slots."""
         return Events(
             tuple(event for event in self.stream if event[0] < FIRST_LOCAL or event[0] in numbers),
             tuple(pair for pair in self.leaves if pair[0] in numbers),

@@ -41,7 +41,7 @@ class Tagger(nn.Module):
 def training(lengths: list[int], *, holds: bool) -> Workload:
     """A step that makes its own batch, each time of the next length, and holds its loss until the next step.
 
-    If `holds` is true, it holds its output instead, and releases the cache while the logits and the gradients are alive.
+    If `holds` is true, it holds its output instead, and releases the cache while logits and gradients are alive.
     """
     following, held, model = iter(lengths), {}, Tagger()
 
