@@ -1,7 +1,7 @@
 """Compares the runs that peft published, one for each of its methods, with predictions.
 
     python -m benchmarks.published.peft_runs FOLDER [NAME ...]
-    python -m benchmarks.published.peft_runs FOLDER --whole [--steps 1000] NAME ...
+    python -m benchmarks.published.peft_runs FOLDER NAME ... --whole [--steps 1000]
 
 FOLDER holds the results of Llama-3.2-3B on MetaMathQA (github.com/huggingface/peft,
 `method_comparison/MetaMathQA/results/*.json`): an NVIDIA L40S, torch 2.13.0, transformers 5.13.1, bf16 weights, batches
@@ -45,6 +45,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib
 import json
 import math
 import pathlib
@@ -300,6 +301,7 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="simulate the whole runs")
     parser.add_argument("--steps", type=int, default=1000, help="number of steps of a whole run (default 1000)")
     arguments = parser.parse_args()
+    importlib.import_module("peft")  # bitsandbytes, which it imports, cannot be imported on the virtual GPU
     results = {path.stem: json.loads(path.read_text()) for path in sorted(arguments.folder.glob("*.json"))}
     if arguments.whole:
         named = {name: result for name, result in results.items() if name.startswith(tuple(arguments.names))}
