@@ -232,4 +232,27 @@ FAULTS = (
         tests=("tests/space/test_carried_state.py::test_state_that_the_next_forward_does_not_use_is_not_reported",),
         why="a model that keeps a mask is not accumulated",
     ),
+    # ---- the whole run
+    Fault(
+        name="run-forgets-the-reserved-bytes-before-a-release",
+        path="planner/run_memory/simulation.py",
+        old="            _replay(allocator, slots, events, lambda: peaks.append(allocator.reserved_bytes))\n",
+        new="            _replay(allocator, slots, events)\n",
+        tests=(
+            "tests/run_memory/test_runs.py"
+            "::test_a_run_that_is_put_together_reserves_what_one_recording_of_all_steps_reserves",
+        ),
+        why="the memory that a step reserves before it calls torch.cuda.empty_cache is not part of its maximum",
+    ),
+    Fault(
+        name="run-never-releases-the-cache",
+        path="planner/run_memory/moments.py",
+        old="releases = [(RELEASE, 0, tick) for tick in graph.cache_releases]",
+        new="releases = [(RELEASE, 0, tick) for tick in graph.cache_releases[:0]]",
+        tests=(
+            "tests/run_memory/test_runs.py"
+            "::test_a_run_that_is_put_together_reserves_what_one_recording_of_all_steps_reserves",
+        ),
+        why="steps that call torch.cuda.empty_cache are planned as if they kept their cache",
+    ),
 )

@@ -83,6 +83,7 @@ def _alike(graph: StepGraph, other: StepGraph) -> bool:
     """
     return (
         graph.ticks == other.ticks
+        and graph.cache_releases == other.cache_releases
         and len(graph.storages) == len(other.storages)
         and _kernels(graph) == _kernels(other)
         and [storage.lives for storage in graph.storages] == [storage.lives for storage in other.storages]

@@ -389,6 +389,7 @@ class Recorder(TorchDispatchMode):
             batch_statistics=tuple(self._batch_statistics),
             update_tick=None if self._own_step else self.updates.tick,
             step_starts=tuple(self._step_starts),
+            cache_releases=tuple(self.table.cache_releases),
             trained=self.updates.trained,
             assumptions=tuple(self.data_dependence.assumptions),
             forwards_differ=len(set(self._forwards.values())) > 1,

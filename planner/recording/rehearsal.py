@@ -22,6 +22,7 @@ from planner.recording.recorder import Recorder
 from planner.recording.step_graph import Category, StepGraph
 from planner.recording.virtual_batch import learn_values, virtual_batch
 from planner.virtual_gpu import backend, fake_tensor_cache, kernels, quantized_weights, rnn
+from planner.virtual_gpu.cuda_functions import empty_cache
 from planner.virtual_gpu.forked_process import Child, Refuse
 from planner.virtual_gpu.in_place import InPlaceRule
 from planner.virtual_gpu.sparse_tensors import no_rows_of, virtual_sparse
@@ -103,6 +104,7 @@ def on_virtual_gpu(target: backend.Target, refuse: Refuse, *, what_if: bool) -> 
         backend.VirtualGpuMode(),
     ):
         recorder = Recorder(target.device, what_if=what_if, in_place=InPlaceRule(target.device))
+        empty_cache.on_call = recorder.table.note_cache_release
         recorder.data_dependence.on_refusal_in_backward = refuse
         recorder.data_dependence.install(target.autograd_key)
         kernels.register_routes(recorder.data_dependence, target.autograd_key)

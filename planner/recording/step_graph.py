@@ -180,6 +180,9 @@ class StepGraph:
     it ran inside the backward, or read a sparse gradient, which only a backward can make."""
     step_starts: tuple[int, ...] = ()
     """For each training step, the last tick before it. Earlier ticks than the first of them belong to the setup."""
+    cache_releases: tuple[int, ...] = ()
+    """Ticks, at which nothing else happens, of the calls of `torch.cuda.empty_cache`. They matter only in a whole run:
+    the footprint of one step is that of the largest cache."""
     trained: tuple[str, ...] = ()
     """Names of the parameters that received a gradient."""
     assumptions: tuple[str, ...] = ()

@@ -28,6 +28,8 @@ class StorageTable:
         self.tick = 0
         """Tick of the last event."""
         self.storages: list[Storage] = []
+        self.cache_releases: list[int] = []
+        """Ticks at which the program called `torch.cuda.empty_cache`."""
         self.birth_op: int | None = None
         """Index of the op that new storages are attributed to; None during the setup."""
         self._alive: dict[int, tuple[int, int, weakref.ref]] = {}  # storage pointer -> (index, birth, finalizer)
@@ -36,6 +38,10 @@ class StorageTable:
         """Advances the clock by one event and returns its tick."""
         self.tick += 1
         return self.tick
+
+    def note_cache_release(self) -> None:
+        """Notes that the program releases the allocator's cache now."""
+        self.cache_releases.append(self.next_tick())
 
     def watches(self, tensor: torch.Tensor) -> bool:
         """True if the tensor's memory belongs to the watched device."""

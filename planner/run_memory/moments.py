@@ -18,6 +18,8 @@ from planner.estimate.allocation_stream import allocation_stream
 from planner.plan_types.categories import Category
 from planner.recording.step_graph import StepGraph, Storage
 
+RELEASE = -1
+"""Stands for the number of a block in an event that releases the cache: all segments without an allocated block."""
 FIRST_LOCAL = 1 << 32
 """Numbers of blocks from here on belong to blocks that are allocated in the moment; smaller numbers are slots."""
 
@@ -27,7 +29,8 @@ class Events:
     """Requests that the allocator receives in one moment. Two objects are equal only if they are the same object."""
 
     stream: tuple[tuple[int, int], ...]
-    """Number of a block, and its size in bytes to allocate it, or 0 to free it. Freeing an empty slot has no effect."""
+    """Number of a block, and its size in bytes to allocate it, or 0 to free it. Freeing an empty slot has no effect.
+    `(RELEASE, 0)` releases the cache, as `torch.cuda.empty_cache` does."""
     leaves: tuple[tuple[int, int], ...]
     """Blocks of the moment that it leaves allocated in a slot, as (number of the block, slot)."""
 
@@ -124,13 +127,18 @@ class _Windows:
 
     def __init__(self, graph: StepGraph, names: Sequence[str], slots: Slots) -> None:
         self._graph, self._names, self._slots = graph, names, slots
-        self._blocks, self._sizes, ticks = (column.tolist() for column in allocation_stream(graph))
+        releases = [(RELEASE, 0, tick) for tick in graph.cache_releases]
+        requests = zip(*(column.tolist() for column in allocation_stream(graph)), strict=True)
+        # Each release has a tick of its own.
+        events = sorted((*requests, *releases), key=lambda event: event[2]) if releases else [*requests]
+        self._stream = [(block, size_bytes) for block, size_bytes, _ in events]
+        ticks = [tick for _, _, tick in events]
         self._window = np.searchsorted(np.array(graph.step_starts), ticks, side="left").tolist()
         spans = graph.spans()
         self._storage = [index for index, lives in enumerate(spans) for _ in lives]
         self._born: dict[int, int] = {}
         self._dies: dict[int, int] = {}
-        for block, size_bytes, window in zip(self._blocks, self._sizes, self._window, strict=True):
+        for (block, size_bytes), window in zip(self._stream, self._window, strict=True):
             (self._born if size_bytes else self._dies)[block] = window
         self._slot = self._slots_of_blocks()
 
@@ -141,10 +149,14 @@ class _Windows:
 
     def events(self, window: int) -> Events:
         stream = []
-        for block, size_bytes, its_window in zip(self._blocks, self._sizes, self._window, strict=True):
-            if its_window == window:
-                is_local = size_bytes or self._born[block] == window
-                stream.append((FIRST_LOCAL + block if is_local else self._slot[block], size_bytes))
+        for (block, size_bytes), its_window in zip(self._stream, self._window, strict=True):
+            if its_window != window:
+                continue
+            if block == RELEASE:
+                stream.append((RELEASE, 0))
+                continue
+            is_local = size_bytes or self._born[block] == window
+            stream.append((FIRST_LOCAL + block if is_local else self._slot[block], size_bytes))
         leaves = ((FIRST_LOCAL + block, slot) for block, slot in self._slot.items() if self._born[block] == window)
         return Events(tuple(stream), tuple(leaves))
 

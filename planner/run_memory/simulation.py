@@ -9,6 +9,7 @@ simulated separately, which makes the states fewer, and together only in moments
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Sequence
 
 from planner.allocator.blocks import FIRST_ADDRESS, Block
@@ -16,7 +17,7 @@ from planner.allocator.caching_allocator import CachingAllocator, OutOfMemory
 from planner.allocator.settings import LARGEST_SMALL_BYTES, AllocatorSettings, round_size
 from planner.allocator.state import AllocatorState, capture, restore
 from planner.profiles.device import SEGMENT_ADDRESSES, DeviceProfile
-from planner.run_memory.moments import FIRST_LOCAL, Events
+from planner.run_memory.moments import FIRST_LOCAL, RELEASE, Events
 
 _MOMENTS_BETWEEN_REPORTS = 256
 """Number of moments after which progress is reported."""
@@ -76,7 +77,8 @@ class _Transition:
 
     after: int
     """Number of the state in which it ends."""
-    peak_bytes: int
+    peaks: tuple[int, ...]
+    """Bytes that are reserved before each release of the cache, and at the end. In between, they never fall."""
 
 
 class _Simulation:
@@ -108,7 +110,7 @@ class _Simulation:
             for events in moment:
                 of_small, of_large = self._halves(events)
                 first, second = self._transition(small, of_small), self._transition(large, of_large)
-                reserved_bytes = first.peak_bytes + second.peak_bytes  # without a limit, nothing is released
+                reserved_bytes = max(map(operator.add, first.peaks, second.peaks))
                 if self._capacity_bytes is None or reserved_bytes <= self._capacity_bytes:
                     small, large = first.after, second.after
                     peak_bytes = max(peak_bytes, reserved_bytes)
@@ -145,11 +147,12 @@ class _Simulation:
         if transition is None:
             live = self._live[state] if state in self._live else self._restored(self._states[state], None)
             allocator, slots = live
-            _replay(allocator, slots, events)
+            peaks: list[int] = []
+            _replay(allocator, slots, events, lambda: peaks.append(allocator.reserved_bytes))
             after = self._number(_captured(allocator, slots))
             self._live.pop(state, None)
             self._live = {**dict(list(self._live.items())[-1:]), after: live}
-            transition = self._transitions[state, events] = _Transition(after, allocator.reserved_bytes)
+            transition = self._transitions[state, events] = _Transition(after, (*peaks, allocator.reserved_bytes))
         return transition
 
     def _restored(self, state: AllocatorState, capacity_bytes: int | None) -> tuple[CachingAllocator, dict[int, Block]]:
@@ -174,10 +177,18 @@ def _captured(allocator: CachingAllocator, slots: dict[int, Block]) -> Allocator
     return capture(allocator, {block.address: slot for slot, block in slots.items()})
 
 
-def _replay(allocator: CachingAllocator, slots: dict[int, Block], events: Events) -> bool:
+def _replay(
+    allocator: CachingAllocator,
+    slots: dict[int, Block],
+    events: Events,
+    before_release: Callable[[], None] = lambda: None,
+) -> bool:
     """Sends events to an allocator, and changes the blocks in the slots accordingly.
 
     Returns True; False if a request does not fit in the capacity.
+
+    Args:
+        before_release: called before each release of the cache.
     """
     malloc, free = allocator.malloc, allocator.free
     local: dict[int, Block] = {}
@@ -187,6 +198,9 @@ def _replay(allocator: CachingAllocator, slots: dict[int, Block], events: Events
                 local[number] = malloc(size_bytes)
             elif number >= FIRST_LOCAL:
                 free(local.pop(number))
+            elif number == RELEASE:
+                before_release()
+                allocator.empty_cache()
             elif number in slots:
                 free(slots.pop(number))
     except OutOfMemory:

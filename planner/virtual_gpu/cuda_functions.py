@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import importlib
 import types
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -104,6 +105,23 @@ class _InCurrentStream(Device):
             _refuse("enters a CUDA stream", _ONE_STREAM)
 
 
+def _nothing(*arguments: object, **options: object) -> None:
+    pass
+
+
+class EmptyCache:
+    """Stands in for `torch.cuda.empty_cache`: calls `on_call`. The virtual GPU has no cache."""
+
+    def __init__(self) -> None:
+        self.on_call: Callable[[], object] = _nothing
+
+    def __call__(self) -> None:
+        self.on_call()
+
+
+empty_cache = EmptyCache()
+
+
 def redirect_cuda_functions(device: str, *, capability: tuple[int, int], sm_count: int, memory_bytes: int) -> None:
     """Replaces functions of `torch.cuda` in this process by ones for the virtual GPU.
 
@@ -177,6 +195,7 @@ def _stand_ins(stream: CurrentStream, capability: tuple[int, int], sm_count: int
         "get_memory_info": lambda device=None: _refuse("asks for the free memory of the card", _NO_FREE_MEMORY),
         "get_rng_state": lambda device=None: torch.empty(16, dtype=torch.uint8, device="cpu"),
         "initial_seed": torch.initial_seed,
+        "empty_cache": empty_cache,
         "memory_snapshot": lambda mempool_id=None: [],
         "memory_summary": lambda device=None, abbreviated=False: "",
     }
@@ -188,17 +207,13 @@ def _stand_ins(stream: CurrentStream, capability: tuple[int, int], sm_count: int
     ):
         stand_ins[name] = lambda device=None: collections.defaultdict(int)
     for name in (
-        *("_lazy_init", "init", "synchronize", "set_device", "set_stream", "empty_cache", "ipc_collect"),
+        *("_lazy_init", "init", "synchronize", "set_device", "set_stream", "ipc_collect"),
         *(*_RESETS, "reset_max_memory_allocated", "reset_max_memory_cached"),
         *("reset_peak_host_memory_stats", "reset_accumulated_host_memory_stats", "set_sync_debug_mode"),
         *("set_rng_state", "manual_seed", "manual_seed_all", "seed", "seed_all", "set_per_process_memory_fraction"),
     ):
         stand_ins[name] = _nothing
     return stand_ins
-
-
-def _nothing(*arguments: object, **options: object) -> None:
-    pass
 
 
 def _refuse(what: str, way_out: str) -> NoReturn:

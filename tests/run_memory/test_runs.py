@@ -18,7 +18,7 @@ from planner.estimate.allocation_stream import allocation_stream
 from planner.plan_types.sizes import MIB
 from planner.recording.step_graph import StepGraph
 from planner.rewrite import rehearse
-from planner.run_memory.moments import FIRST_LOCAL, Events, Slots, moments_of
+from planner.run_memory.moments import FIRST_LOCAL, RELEASE, Events, Slots, moments_of
 from planner.run_memory.simulation import RunOutcome, simulate
 from planner.workload.workload import Workload, workload
 
@@ -39,7 +39,10 @@ class Tagger(nn.Module):
 
 
 def training(lengths: list[int], *, holds: bool) -> Workload:
-    """A step that makes its own batch, each time of the next length, and holds what it returned until the next step."""
+    """A step that makes its own batch, each time of the next length, and holds its loss until the next step.
+
+    If `holds` is true, it holds its output instead, and releases the cache while logits and gradients are alive.
+    """
     following, held, model = iter(lengths), {}, Tagger()
 
     def step(model, optimizer, _):
@@ -48,6 +51,8 @@ def training(lengths: list[int], *, holds: bool) -> Workload:
         output = model(tokens)
         loss = nn.functional.cross_entropy(output.flatten(0, 1), tokens.flatten())
         loss.backward()
+        if holds:
+            torch.cuda.empty_cache()
         optimizer.step()
         held["before"] = output.detach() if holds else loss.detach()
 
@@ -71,7 +76,7 @@ def composed(order: list[int], *, holds: bool) -> list[tuple[Events, ...]]:
     return [setup, first["step"].first, *(moments[length][1]["step"].again for length in order[1:])]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["loss-held", "output-held"])
+@pytest.fixture(scope="module", params=[False, True], ids=["loss-held", "output-held-cache-released"])
 def run(request) -> tuple[list[int], bool, list[tuple[Events, ...]]]:
     source = random.Random(3)
     order = [source.choice(LENGTHS) for _ in range(40)]
@@ -82,20 +87,25 @@ def run(request) -> tuple[list[int], bool, list[tuple[Events, ...]]]:
 def test_a_run_that_is_put_together_reserves_what_one_recording_of_all_steps_reserves(run):
     order, holds, moments = run
     graph = recorded(order, holds=holds)
-    ids, sizes, ticks = (column.tolist() for column in allocation_stream(graph))
+    requests = [*zip(*(column.tolist() for column in allocation_stream(graph)), strict=True)]
+    events = sorted([*requests, *((RELEASE, 0, tick) for tick in graph.cache_releases)], key=lambda event: event[2])
+    assert len(graph.cache_releases) == (len(order) if holds else 0)
     for settings in SETTINGS[:2]:
         allocator = CachingAllocator(settings, None, place=Placement(descending=True), card_bytes=CARD.vram_bytes)
         alive, peaks, starts = {}, [], itertools.chain(graph.step_starts, [graph.ticks])
         start = next(starts)
-        for block, size_bytes, tick in zip(ids, sizes, ticks, strict=True):
+        for block, size_bytes, tick in events:
             while tick > start:
-                peaks.append(allocator.reserved_bytes)
+                peaks.append(allocator.peak_reserved_bytes)
+                allocator.driver.peak_reserved_bytes = allocator.reserved_bytes
                 start = next(starts)
             if size_bytes:
                 alive[block] = allocator.malloc(size_bytes)
+            elif block == RELEASE:
+                allocator.empty_cache()
             else:
                 allocator.free(alive.pop(block))
-        assert simulate(moments, settings, CARD, None).peaks == (*peaks, allocator.reserved_bytes)
+        assert simulate(moments, settings, CARD, None).peaks == (*peaks, allocator.peak_reserved_bytes)
 
 
 def plain(moments: list[tuple[Events, ...]], settings, capacity_bytes: int | None) -> RunOutcome:
@@ -110,6 +120,8 @@ def plain(moments: list[tuple[Events, ...]], settings, capacity_bytes: int | Non
                 for block, size_bytes in events.stream:
                     if size_bytes:
                         local[block] = allocator.malloc(size_bytes)
+                    elif block == RELEASE:
+                        allocator.empty_cache()
                     elif block >= FIRST_LOCAL:
                         allocator.free(local.pop(block))
                     elif block in slots:
