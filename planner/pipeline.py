@@ -170,7 +170,7 @@ def record_step(
 
 
 def start_steps(
-    workload: Workload, card: DeviceProfile, decisions: Sequence[Decision], between: Sequence[rehearse.Between] = ()
+    workload: Workload, card: DeviceProfile, decisions: Sequence[Decision], between: Sequence[rehearse.Activity] = ()
 ) -> Child:
     """Start the rehearsal of two training steps, and twice of each function that runs between the steps of a run.
 

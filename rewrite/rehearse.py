@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,7 +16,7 @@ from planner.estimate.footprint import with_whole_batch
 from planner.plan_types.decision_base import Decision, Role, micro_batch_size_of, micro_batches_of, without_roles
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
-from planner.recording.rehearsal import Rehearsal
+from planner.recording.rehearsal import Between, MakeBatch, Rehearsal
 from planner.recording.step_graph import StepGraph
 from planner.rewrite.application import Rewritten, apply_decisions
 from planner.rewrite.step import TrainingStep
@@ -26,11 +26,22 @@ from planner.workload.call_convention import loss_of
 from planner.workload.optimizer_choice import for_copies
 from planner.workload.workload import Workload, resized
 
-Between = Callable[[torch.nn.Module, Any, Callable[[], contextlib.AbstractContextManager]], object]
-"""A function that runs between the steps of a run, such as an evaluation.
+RunActivity = Callable[[torch.nn.Module, Any, Callable[[], contextlib.AbstractContextManager], MakeBatch], object]
+"""Runs an activity between the steps of a run, such as an evaluation.
 
-Arguments: the rewritten model, its optimizer or optimizers, and a function that returns the context of its forwards.
+Arguments: the rewritten model, its optimizer or optimizers, a function that returns the context of its forwards, and
+one that makes a batch of a number of samples.
 """
+
+
+class Activity(Protocol):
+    """An activity between the steps of a run."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def run(self) -> RunActivity: ...
 
 
 def with_gradient_names(workload: Workload, card: DeviceProfile | None, watch: Watch | None = None) -> Workload:
@@ -76,7 +87,7 @@ def start_certificate(workload: Workload, decisions: Sequence[Decision], card: D
 
 
 def start_run(
-    workload: Workload, decisions: Sequence[Decision], card: DeviceProfile, between: Sequence[Between]
+    workload: Workload, decisions: Sequence[Decision], card: DeviceProfile, between: Sequence[Activity]
 ) -> Child:
     """Start the rehearsal of two steps, and twice of each function that runs between the steps of a run."""
     sizes = rehearsed_sizes(workload, decisions)
@@ -113,7 +124,7 @@ def start_rehearsal(
     steps: int,
     primed: bool,
     what_if: bool,
-    between: Sequence[Between] = (),
+    between: Sequence[Activity] = (),
 ) -> Child:
     """Start the rehearsal of the step rewritten by `decisions`; `.result()` is a `StepGraph` without workspaces.
 
@@ -158,14 +169,19 @@ def start_rehearsal(
         what_if=what_if,
         loss_fn=workload.loss_fn,
         own_step=workload.step,
-        between=tuple(functools.partial(_happens, activity, made) for activity in between),
+        between=tuple(_bound(activity, made) for activity in between),
     ).start()
 
 
-def _happens(activity: Between, made: Sequence[Rewritten]) -> None:
+def _bound(activity: Activity, made: Sequence[Rewritten]) -> Between:
+    """Return the activity with the model, optimizers and context of the rewritten step, which is made later."""
+    return Between(name=activity.name, run=functools.partial(_happens, activity.run, made))
+
+
+def _happens(activity: RunActivity, made: Sequence[Rewritten], make_batch: MakeBatch) -> None:
     step = made[0].step
     autocast = step.autocast if isinstance(step, TrainingStep) else contextlib.nullcontext
-    activity(made[0].module, made[0].optimizer, autocast)
+    activity(made[0].module, made[0].optimizer, autocast, make_batch)
 
 
 def start_forward(workload: Workload, card: DeviceProfile, samples: int) -> Child:

@@ -46,6 +46,7 @@ import argparse
 import contextlib
 import functools
 import importlib
+import itertools
 import json
 import math
 import pathlib
@@ -84,7 +85,7 @@ MEAN_SAMPLE = 4_198_051 / 20_000 - 1
 """Mean tokens of a sample: `train total tokens`, which counts one more token for each of the 20,000 samples."""
 LARGEST_SAMPLE, MOST_CHARACTERS, KEPT = 768, 1300, 0.938
 """Limits of a sample in tokens and characters, and the part of all texts that is within the limit (`data.py`)."""
-BUCKET, ROUNDING, EMPTY_EVERY = 20, 32, 10
+BUCKET, LONGEST_BUCKETS, ROUNDING, EMPTY_EVERY = 20, 10, 32, 10
 LLAMA_3B = {
     "hidden_size": 3072,
     "intermediate_size": 8192,
@@ -274,13 +275,13 @@ def whole_run(recordings: RunRecordings, batches: Sequence[int], start: Moment) 
 def compare_whole_runs(results: dict[str, dict[str, Any]], count: int) -> None:
     """Prints the three figures of each run.
 
-    The bucket with the longest batch is the last one that is simulated: the cache is released before it, so that the
-    maximum depends on no other bucket.
+    After the first steps, the ten buckets with the longest batches follow, because one of them sets the maximum.
     """
     batches = batches_of(sample_lengths(20_000))
-    longest = batches.index(max(batches)) // BUCKET * BUCKET
+    buckets = [batches[start : start + BUCKET] for start in range(0, len(batches), BUCKET)]
+    longest = sorted(buckets, reverse=True)[:LONGEST_BUCKETS]
     print(f"{len(batches)} batches: mean {statistics.mean(batches):.0f} tokens, longest {max(batches)}")
-    taken = [*batches[:count], *batches[longest : longest + BUCKET]]
+    taken = [*batches[:count], *itertools.chain.from_iterable(longest)]
     print("| run | mean: published | predicted | error | 99th | predicted | error | maximum | predicted | error |")
     for name, result in results.items():
         recordings = RunRecordings(Training(result).at, (), resolve_card(CARD, None), Watch())

@@ -101,10 +101,15 @@ class HookErrors:
         return wrapping
 
 
-def failure(error: BaseException, message: str, model: torch.nn.Module) -> str:
-    """Returns the message for an error of the training step: what failed, where, and what the user can change."""
+def failure(error: BaseException, message: str, model: torch.nn.Module, between: str | None = None) -> str:
+    """Returns the message for an error of the training step: what failed, where, and what the user can change.
+
+    Args:
+        between: name of the activity between steps that failed; None for the training step.
+    """
     running = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    what, way_out = "the training step failed with this batch", "check that it runs without the planner"
+    what = "the training step failed with this batch" if between is None else f"'{between}' failed between the steps"
+    way_out = "check that it runs without the planner"
     where = _location(error, model)
     if isinstance(error, TypeError) and "positional argument" in message and ".forward()" in message:
         way_out = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import importlib
 import logging
@@ -36,6 +35,18 @@ Prepare = Callable[[torch.nn.Module], tuple[Callable[[Any], Any], Sequence[torch
 
 It is called in the child process, with the virtual model.
 """
+
+
+MakeBatch = Callable[[int], Any]
+"""Returns a virtual batch of a number of samples, with the values that a rehearsal knows or assumes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Between:
+    """A function that runs between the steps of a run, and its name for messages."""
+
+    name: str
+    run: Callable[[MakeBatch], object]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +82,7 @@ class Rehearsal:
     """The loss function, whose state is compared before and after the last step; None if it is part of the model."""
     own_step: Callable | None = None
     """The user's own training step; None for the planner's step."""
-    between: tuple[Callable[[], object], ...] = ()
+    between: tuple[Between, ...] = ()
     """Functions that run between the steps of a run, such as an evaluation. Each is recorded twice after the steps."""
 
     def start(self) -> Child:
@@ -128,12 +139,17 @@ def _rehearse(rehearsal: Rehearsal, refuse: Refuse) -> tuple[StepGraph, bytes]:
         device = rehearsal.target.device
         make_virtual(rehearsal.model, device, recorder.data_dependence.known)
         wanted_size = sum(rehearsal.micro_batch_sizes)
-        batch = virtual_batch(
-            rehearsal.batch, rehearsal.batch_size, wanted_size, device, not_by_sample=rehearsal.not_by_sample
-        )
         given = rehearsal.batch if rehearsal.values_from is None else rehearsal.values_from
         recorder.data_dependence.answers = rehearsal.answers
-        learn_values(recorder.data_dependence.known, batch, given, worst_case=rehearsal.answers.worst_case)
+
+        def make_batch(samples: int) -> Any:
+            batch = virtual_batch(
+                rehearsal.batch, rehearsal.batch_size, samples, device, not_by_sample=rehearsal.not_by_sample
+            )
+            learn_values(recorder.data_dependence.known, batch, given, worst_case=rehearsal.answers.worst_case)
+            return batch
+
+        batch = make_batch(wanted_size)
         graph = record_steps(
             recorder,
             rehearsal.model,
@@ -146,6 +162,7 @@ def _rehearse(rehearsal: Rehearsal, refuse: Refuse) -> tuple[StepGraph, bytes]:
             loss_fn=rehearsal.loss_fn,
             own_step=rehearsal.own_step,
             between=rehearsal.between,
+            make_batch=make_batch,
         )
         return graph, fake_tensor_cache.fresh(since=known_calls)
 
@@ -162,7 +179,8 @@ def record_steps(
     trained: tuple[str, ...] | None = None,
     loss_fn: Callable | None = None,
     own_step: Callable | None = None,
-    between: Sequence[Callable[[], object]] = (),
+    between: Sequence[Between] = (),
+    make_batch: MakeBatch | None = None,
 ) -> StepGraph:
     """Runs training steps under the recorder, and returns the recording.
 
@@ -172,6 +190,7 @@ def record_steps(
         recorder: a recorder for the virtual GPU or for a real device.
         model, batch: the model and its batch, on the recorder's device.
         prepare, steps, primed, micro_batch_sizes, trained, loss_fn, own_step, between: as in `Rehearsal`.
+        make_batch: makes the batches of `between`; needed if there are any.
 
     Raises:
         WorkloadError: the training step raised an error, or exits; the message names the module and the line.
@@ -211,7 +230,8 @@ def record_steps(
             after = plain_state(model, *function) if before else {}
             for number, activity in enumerate((activity for activity in between for _ in range(2)), start=steps):
                 recorder.starts_step(number)
-                _run_step(functools.partial(_without_batch, activity), batch, model, hook_errors)
+                recorder.data_dependence.numbers_are_for_logging = True
+                _run_step(activity.run, make_batch, model, hook_errors, what=activity.name)
                 gc.collect()
         graph = recorder.finish(steps=steps, primed=primed, micro_batch_sizes=micro_batch_sizes)
         drew_on_host = host_random_state() != random_before  # the forwards may differ for this reason only
@@ -222,13 +242,14 @@ def record_steps(
         )
 
 
-def _without_batch(activity: Callable[[], object], batch: Any) -> None:
-    """Runs what happens between steps, which makes its own batches."""
-    activity()
+def _run_step(
+    step: Callable[[Any], Any], batch: Any, model: torch.nn.Module, hook_errors: HookErrors, *, what: str | None = None
+) -> None:
+    """Runs one step. If it fails, raises `WorkloadError`, which names the module and the line.
 
-
-def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module, hook_errors: HookErrors) -> None:
-    """Runs one step. If it fails, raises `WorkloadError`, which names the module and the line."""
+    Args:
+        what: name of what runs, if it is not the training step.
+    """
     try:
         step(batch)
         hook_errors.raise_first()
@@ -236,7 +257,7 @@ def _run_step(step: Callable[[Any], Any], batch: Any, model: torch.nn.Module, ho
         raise
     except (Exception, SystemExit) as error:
         message = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
-        raise WorkloadError(failure(error, message, model)) from error
+        raise WorkloadError(failure(error, message, model, what)) from error
 
 
 def _prime(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -21,7 +21,7 @@ from planner.run_memory.moments import FIRST_LOCAL, RELEASE, Events
 
 _MOMENTS_BETWEEN_REPORTS = 256
 """Number of moments after which progress is reported."""
-_APART_BYTES = 1 << 45
+_APART_BYTES = 1 << 60
 """Distance between the first segments for small requests and those for large ones. They must never overlap."""
 
 

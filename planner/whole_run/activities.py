@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from planner.errors import WorkloadError
-from planner.recording.virtual_batch import virtual_batch
+from planner.recording.rehearsal import MakeBatch
 from planner.workload.workload import Workload
 
 EVALUATION, AVERAGING, SAVING, RESUMING = (
@@ -27,9 +27,12 @@ EVALUATION, AVERAGING, SAVING, RESUMING = (
 )
 
 
-Run = Callable[[torch.nn.Module, Any, Callable[[], contextlib.AbstractContextManager]], object]
-"""Runs an activity. Arguments: the rewritten model, its optimizers, and a function that returns the context
-of its forwards."""
+Run = Callable[[torch.nn.Module, Any, Callable[[], contextlib.AbstractContextManager], MakeBatch], object]
+"""Runs an activity.
+
+Arguments: the rewritten model, its optimizers, a function that returns the context of its forwards, and one that makes a
+batch of a number of samples.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,16 +62,18 @@ def evaluation(workload: Workload, batch_size: int, *, kept_samples: int = 0) ->
             "the model is called: give the evaluation as a function, with between=[evaluate]"
         )
 
-    def run(module: torch.nn.Module, _: Any, autocast: Callable[[], contextlib.AbstractContextManager]) -> None:
-        device = next(module.parameters()).device.type
+    def run(
+        module: torch.nn.Module,
+        _: object,
+        autocast: Callable[[], contextlib.AbstractContextManager],
+        make_batch: MakeBatch,
+    ) -> None:
         was_training = module.training
         module.eval()
         kept = None
         with torch.no_grad(), autocast():
             for number in range(2):
-                batch = virtual_batch(
-                    workload.batch, workload.batch_size, batch_size, device, not_by_sample=workload.not_by_sample
-                )
+                batch = make_batch(batch_size)
                 output = workload.calling.call(module, batch)
                 if workload.loss_fn is not None:
                     _ = workload.loss_fn(output, batch)
@@ -88,7 +93,7 @@ def averaging() -> Activity:
     """Returns the update of an exponential moving average of the weights, whose copy is on the card (EMA)."""
     averages: list[torch.optim.swa_utils.AveragedModel] = []
 
-    def run(module: torch.nn.Module, optimizer: Any, _: object) -> None:
+    def run(module: torch.nn.Module, optimizer: Any, *_: object) -> None:
         if not averages:
             average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.999)
             averages.append(torch.optim.swa_utils.AveragedModel(module, multi_avg_fn=average))
@@ -100,7 +105,7 @@ def averaging() -> Activity:
 def saving() -> Activity:
     """Returns the saving of a checkpoint: `torch.save` copies one tensor after the other to the host."""
 
-    def run(module: torch.nn.Module, optimizer: Any, _: object) -> None:
+    def run(module: torch.nn.Module, optimizer: Any, *_: object) -> None:
         for tensor in _state(module, optimizer):
             tensor.cpu()
 
@@ -113,7 +118,7 @@ def resuming() -> Activity:
     Until the load ends, weights and optimizer state are on the card twice.
     """
 
-    def run(module: torch.nn.Module, optimizer: Any, _: object) -> None:
+    def run(module: torch.nn.Module, optimizer: Any, *_: object) -> None:
         loaded = [torch.empty_like(tensor) for tensor in _state(module, optimizer)]
         with torch.no_grad():
             for tensor, new in zip(_state(module, optimizer), loaded, strict=True):
@@ -146,7 +151,7 @@ def own(function: Callable[..., object], name: str | None = None) -> Activity:
                 f"between has '{label}', which cannot be called as function(model, optimizer): give functions of the "
                 "model, or of the model and the optimizer"
             ) from error
-    return Activity(name=label, run=lambda module, optimizer, _: function(*(module, optimizer)[:takes]))
+    return Activity(name=label, run=lambda module, optimizer, *_: function(*(module, optimizer)[:takes]))
 
 
 KNOWN: dict[str, Callable[[], Activity]] = {"average": averaging, "save": saving, "resume": resuming}

@@ -95,7 +95,7 @@ class RunRecordings:
             return []
         workload = self._at(length)
         self._watch.stage(f"rehearsing {activities[0].name}" if len(activities) == 1 else "rehearsing the activities")
-        child = pipeline.start_steps(workload, self._card, self._decisions, [activity.run for activity in activities])
+        child = pipeline.start_steps(workload, self._card, self._decisions, activities)
         graph = self._with_workspaces(child.timed_by(self._watch).result(), workload.batch_bytes)
         self.assumptions = graph.assumptions
         # Two activities of the same name are two moments.

@@ -64,7 +64,9 @@ def test_forced_options_are_used_where_they_are_not_needed(graph):
 
 
 def alternatives(card=CARD, **options):
-    return allocator_alternatives(card, parse_constraints(**{"fidelity": "exact", "force": (), "forbid": (), **options}))
+    return allocator_alternatives(
+        card, parse_constraints(**{"fidelity": "exact", "force": (), "forbid": (), **options})
+    )
 
 
 def test_where_a_technique_cannot_be_used_it_is_not_offered(monkeypatch):

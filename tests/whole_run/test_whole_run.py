@@ -183,6 +183,20 @@ def test_what_cannot_happen_between_steps_is_refused(options, words):
         planned(tokens(50), **options)
 
 
+def test_an_error_between_steps_names_the_function():
+    def evaluate(model):
+        raise RuntimeError("no data")
+
+    with pytest.raises(WorkloadError, match="'evaluate' failed between the steps: RuntimeError: no data"):
+        planned(tokens(50), between=[evaluate])
+
+
+def test_numbers_may_be_logged_between_steps():
+    logged = []
+    plan = planned(tokens(50), between=[lambda model: logged.append(float(model.head.weight.sum()))])
+    assert plan.fits
+
+
 def test_an_evaluation_by_size_needs_to_know_how_the_model_is_called():
     def step(model, optimizer, batch):
         loss(model(batch), batch).backward()
