@@ -72,8 +72,10 @@ class ExpandableRanges:
             start = before if before is not None and not before.is_allocated else unmapped
             if _has_room(start, size_bytes):
                 return start
-        address = self._driver.place(self._range_bytes)
-        unmapped = Block(address=address, size_bytes=self._range_bytes, pool=pool, range_start=address)
+        # A request that no card of this size could serve is simulated too, to say how much memory it would need.
+        range_bytes = max(self._range_bytes, -(-size_bytes // self._page_bytes) * self._page_bytes)
+        address = self._driver.place(range_bytes)
+        unmapped = Block(address=address, size_bytes=range_bytes, pool=pool, range_start=address)
         unmapped.is_mapped = False
         pool.insert_unmapped(unmapped)
         self.heads[address] = unmapped

@@ -30,8 +30,8 @@ EVALUATION, AVERAGING, SAVING, RESUMING = (
 Run = Callable[[torch.nn.Module, Any, Callable[[], contextlib.AbstractContextManager], MakeBatch], object]
 """Runs an activity.
 
-Arguments: the rewritten model, its optimizers, a function that returns the context of its forwards, and one that makes a
-batch of a number of samples.
+Arguments: the rewritten model, its optimizers, a function that returns the context of its forwards, and one that makes
+a batch of a number of samples.
 """
 
 

@@ -382,3 +382,10 @@ def test_a_block_cannot_be_freed_twice_and_nothing_cannot_be_allocated() -> None
         subject.free(block)
     with pytest.raises(ValueError, match="0 bytes"):
         subject.malloc(0)
+
+
+def test_a_request_beyond_the_card_is_answered_if_memory_has_no_limit():
+    allocator = CachingAllocator(AllocatorSettings(expandable_segments=True), None, card_bytes=100 * MIB)
+    assert allocator.malloc(500 * MIB).size_bytes == 500 * MIB
+    with pytest.raises(OutOfMemory):
+        CachingAllocator(AllocatorSettings(expandable_segments=True), 100 * MIB).malloc(500 * MIB)
