@@ -19,6 +19,8 @@ def summary(plan: Plan) -> str:
     budget = format_size(plan.limit_bytes)
     if plan.shortfall is None:
         verdict = f"fits {budget} with {total}"
+    elif plan.run is not None and not plan.run.fits:
+        verdict = f"does not fit {budget}: the whole run takes {total}"
     elif plan.shortfall.missing_bytes:
         verdict = f"does not fit {budget}: the smallest plan{in_time(plan)} takes {total}"
     else:

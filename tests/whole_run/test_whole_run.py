@@ -127,6 +127,7 @@ def test_an_activity_that_does_not_fit_is_named_and_the_step_is_not_blamed():
     assert not plan.fits
     assert plan.run.binding == "evaluation"
     assert plan.shortfall.missing_bytes > 0
+    assert "the whole run takes" in plan.summary()
 
 
 @pytest.mark.slow
