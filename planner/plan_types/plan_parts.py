@@ -302,7 +302,7 @@ class RunFacts:
     lengths: int
     """Number of different lengths of batches."""
     order: str
-    """The order of the batches, for example 'random, seeds 0 to 2'."""
+    """The order of the batches, for example 'random, seeds 0 and 1'."""
     predicted_lengths: int
     """Number of lengths whose steps were predicted from those of other lengths. All others were rehearsed."""
     total_bytes: int

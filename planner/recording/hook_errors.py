@@ -182,4 +182,4 @@ def _location(error: BaseException, model: torch.nn.Module) -> str:
         module = names.get(id(frame.f_locals.get("self")), module)
         if is_model_code(frame.f_code.co_filename):
             line = f"{frame.f_code.co_filename}:{number}"
-    return f"in '{module or 'the step'}' at {line or 'unknown line'}"
+    return f"in '{module or 'the step'}'" + (f" at {line}" if line else "")

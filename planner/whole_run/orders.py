@@ -140,7 +140,7 @@ def random_orders(samples: Sequence[int], *, batch_size: int, multiple: int, lon
     different = len({length for order in plain for length in order}) > 1
     return Batches(
         orders=rounded(plain),
-        name=f"random, seeds {_SEEDS[0]} to {_SEEDS[-1]}",
+        name=f"random, seeds {' and '.join(map(str, _SEEDS))}",
         changes=tuple((name, make()) for name, make in candidates) if different else (),
         notes=notes,
     )
