@@ -12,6 +12,7 @@ from rich.text import Text
 from planner.cli.run_report import run_advice, run_parts
 from planner.estimate.largest_tensors import shape_text
 from planner.plan_types.plan import Footprint, ModelFacts, Plan, Shortfall
+from planner.plan_types.plan_parts import TRAINING_STEP
 from planner.plan_types.plan_summary import in_time, speed_text
 from planner.plan_types.sizes import MIB, format_size
 from planner.recording.step_graph import Category
@@ -215,7 +216,8 @@ def _shortfall(plan: Plan, shortfall: Shortfall) -> list[RenderableType]:
     if shortfall.missing_bytes:
         if plan.room_bytes is not None and plan.room_bytes >= 0 and plan.run is None:
             lines.append(Text(f"It would fit with a smaller margin: {format_size(plan.room_bytes)} stay free."))
-        lines.append(Text(f"largest part: {shortfall.binding}, {format_size(shortfall.binding_bytes)}"))
+        if plan.run is None or plan.run.binding == TRAINING_STEP:
+            lines.append(Text(f"largest part: {shortfall.binding}, {format_size(shortfall.binding_bytes)}"))
     if plan.run is not None and not plan.run.fits:
         return [*lines, Text(run_advice(plan.run))]
     if shortfall.next_step is None:

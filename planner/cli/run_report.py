@@ -9,6 +9,14 @@ from rich.text import Text
 from planner.plan_types.plan import RunFacts
 from planner.plan_types.plan_parts import TRAINING_STEP
 from planner.plan_types.sizes import format_size
+from planner.whole_run.activities import AVERAGING, EVALUATION, RESUMING
+
+_ADVICE = {
+    EVALUATION: "lower --eval-batch-size, or keep fewer logits on the card (a lower --eval-samples, or none)",
+    AVERAGING: "keep the average on the CPU, and leave it out of --between",
+    RESUMING: 'load with map_location="cpu", and leave it out of --between',
+}
+"""What the user can do about a moment that needs too much memory, by its name."""
 
 
 def run_parts(run: RunFacts) -> list[RenderableType]:
@@ -31,7 +39,8 @@ def run_parts(run: RunFacts) -> list[RenderableType]:
 def run_advice(run: RunFacts) -> str:
     """Returns a sentence that says what the user can do about a run that does not fit."""
     if run.binding != TRAINING_STEP:
-        return f"The {run.binding} needs most, and no plan for the training step makes it smaller: give it less to do."
+        advice = _ADVICE.get(run.binding, "keep fewer tensors on the card")
+        return f"No plan for the training step makes the {run.binding} smaller: {advice}."
     return "Try shorter samples (--seq-len), a smaller batch, or a lower fidelity (--fidelity)."
 
 

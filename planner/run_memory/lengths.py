@@ -53,9 +53,10 @@ def _pair(item: object) -> tuple[object, object]:
 
 
 def _whole(value: object) -> int:
-    if isinstance(value, (bool, float)) or int(str(value)) < 1:
+    text = str(value)
+    if isinstance(value, (bool, float)) or not text.isdecimal() or int(text) < 1:
         raise ValueError(f"{value!r} is not a whole number above zero")
-    return int(str(value))
+    return int(text)
 
 
 Arrange = Callable[[Sequence[int], int, random.Random], list[int]]

@@ -168,7 +168,8 @@ def activity(given: str | Callable[..., object], name: str | None = None) -> Act
         return own(given, name)
     if given not in KNOWN:
         raise WorkloadError(
-            f"'{given}' is not something that is known to happen between steps: choose from {', '.join(KNOWN)}"
+            f"between has '{given}', which is not known: choose from {', '.join(KNOWN)}; planner.plan in Python also "
+            "takes functions"
         )
     return KNOWN[given]()
 

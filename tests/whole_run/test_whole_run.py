@@ -12,6 +12,7 @@ from torch import nn
 import planner
 from planner import Plan
 from planner.cli.command import main
+from planner.cli.run_report import run_advice
 from planner.errors import WorkloadError
 from planner.plan_types.sizes import MIB
 from planner.profiles import load
@@ -128,6 +129,7 @@ def test_an_activity_that_does_not_fit_is_named_and_the_step_is_not_blamed():
     assert plan.run.binding == "evaluation"
     assert plan.shortfall.missing_bytes > 0
     assert "the whole run takes" in plan.summary()
+    assert "lower --eval-batch-size" in run_advice(plan.run)
 
 
 @pytest.mark.slow
