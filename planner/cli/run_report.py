@@ -16,7 +16,7 @@ _ADVICE = {
     AVERAGING: "keep the average on the CPU, and leave it out of --between",
     RESUMING: 'load with map_location="cpu", and leave it out of --between',
 }
-"""What the user can do about a moment that needs too much memory, by its name."""
+"""Advice about a moment that needs too much memory, by its name."""
 
 
 def run_parts(run: RunFacts) -> list[RenderableType]:
