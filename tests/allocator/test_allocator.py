@@ -211,14 +211,6 @@ def test_the_memory_fraction_is_a_limit_as_well() -> None:
         subject.malloc(12 * MIB)
 
 
-def test_without_a_capacity_a_request_may_be_larger_than_the_card() -> None:
-    subject = CachingAllocator(EXPANDABLE, None, card_bytes=GIB)
-    subject.malloc(30 * MIB)
-    assert subject.malloc(5 * GIB).size_bytes == 5 * GIB
-    with pytest.raises(OutOfMemory):
-        CachingAllocator(EXPANDABLE, GIB, card_bytes=GIB).malloc(5 * GIB)
-
-
 def test_garbage_collection_gives_back_the_oldest_free_segments_first() -> None:
     collecting = AllocatorSettings(allowed_bytes=100 * MIB, garbage_collection_threshold=0.5)
     subject = allocator(collecting)
