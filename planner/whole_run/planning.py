@@ -97,6 +97,8 @@ def plan_run(
             if plan.run.fits:
                 return _of_first(simulated.with_changes(plan), first)
         except TimeIsUp:
+            if found is not None:
+                return _too_large(first, found)
             note = f"planning ended {watch.cause}: the whole run was not simulated, so that the plan is for one step"
             return dataclasses.replace(first, notes=(note, *first.notes))
         found, preferred = plan, with_roles(plan.decisions, Role.ALLOCATOR)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 
@@ -217,6 +218,24 @@ def test_if_time_is_up_the_plan_of_the_step_says_so(monkeypatch):
     plan = planned(mixed())
     assert plan.run is None
     assert "the whole run was not simulated" in plan.notes[0]
+
+
+def test_if_time_is_up_after_a_run_did_not_fit_the_plan_does_not_fit(monkeypatch):
+    real, tries = planning._Simulated.with_best_allocator, []
+
+    def ended(*arguments):
+        tries.append(arguments)
+        if len(tries) > 1:
+            raise TimeIsUp
+        plan = real(*arguments)
+        needed = plan.usable_bytes + 10 * MIB
+        return dataclasses.replace(plan, run=dataclasses.replace(plan.run, fits=False, total_bytes=needed))
+
+    monkeypatch.setattr(planning._Simulated, "with_best_allocator", ended)
+    plan = planned([tokens(50), tokens(100)] * 3)
+    assert len(tries) == 2
+    assert not plan.fits
+    assert plan.shortfall.missing_bytes == 10 * MIB
 
 
 @pytest.mark.slow
