@@ -176,16 +176,16 @@ def layers(*, whole_only: bool = False) -> tuple[torch.nn.Module, tuple[torch.Te
     ("options", "why"),
     [
         ({"force": "step-in-backward", "forbid": "accumulation"}, "frees each gradient at once"),
-        ({"force": "step-in-backward", "forbid": "precision", "gpu": "t4"}, "fp16's gradient scaler"),
+        ({"force": "step-in-backward", "forbid": "precision", "gpu": "t4", "vram": "2MiB"}, "fp16's gradient scaler"),
         ({"whole_only": True, "forbid": "accumulation"}, "no part of a batch"),
     ],
     ids=("accumulation", "scaler", "refused"),
 )
 def test_a_way_out_that_cannot_be_taken_is_reported_with_the_reason(options, why):
     """Also where a frozen prefix would be looked for with it."""
-    options = {"gpu": "bare", "fidelity": "partial", "loss_fn": loss_fn, "whole_only": False, **options}
+    options = {"gpu": "bare", "vram": 64, "fidelity": "partial", "loss_fn": loss_fn, "whole_only": False, **options}
     model, batch = layers(whole_only=options.pop("whole_only"))
-    plan = planner.plan(model, batch, vram=64, **options)
+    plan = planner.plan(model, batch, **options)
     *_, reported = plan.shortfall.relaxations  # after the adapters, which cannot be added here
     assert not plan.fits and reported.opens is False and why in reported.why
 
