@@ -80,7 +80,7 @@ REFERENCE = "lora--llama-3.2-3B-rank32"
 CARD, TORCH = "l40s", "2.13.0"
 SAMPLES, STEPS = 4, 2
 FIRST_BYTES = 2 * MIB
-"""What `run.py` subtracts from the figures after a step: the segment of a small layer, made before the model."""
+"""Bytes that `run.py` subtracts from the figures after a step: the segment of a small layer, made before the model."""
 MEAN_SAMPLE = 4_198_051 / 20_000 - 1
 """Mean tokens of a sample: `train total tokens`, which counts one more token for each of the 20,000 samples."""
 LARGEST_SAMPLE, MOST_CHARACTERS, KEPT = 768, 1300, 0.938

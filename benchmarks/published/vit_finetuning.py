@@ -22,7 +22,7 @@ STEPS = 6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Script:
-    """What differs between the scripts."""
+    """Settings in which the scripts differ."""
 
     samples: int
     fabric: bool = True

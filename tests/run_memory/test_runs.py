@@ -21,21 +21,11 @@ from planner.rewrite import rehearse
 from planner.run_memory.moments import FIRST_LOCAL, RELEASE, Events, Slots, moments_of
 from planner.run_memory.simulation import RunOutcome, simulate
 from planner.workload.workload import Workload, workload
+from tests.support.tagger import Tagger
 
 CARD = dataclasses.replace(profiles.load("rtx-2060"), segment_addresses="descending")
 SETTINGS = [PYTORCH_DEFAULTS, settings_of({"expandable_segments": True}), settings_of({"max_split_size_mb": 128})]
 LENGTHS = (50, 100, 130, 222, 400)
-
-
-class Tagger(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(5000, 256)
-        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in "ab"))
-        self.head = nn.Linear(256, 5000)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(self.embedding(tokens)))
 
 
 def training(lengths: list[int], *, holds: bool) -> Workload:

@@ -21,20 +21,10 @@ from planner.progress import TimeIsUp
 from planner.whole_run import planning
 from planner.whole_run.orders import given_order, random_orders
 from planner.whole_run.request import RunRequest
+from tests.support.tagger import Tagger
 
 LENGTHS = (50, 100, 130, 222, 400)
 SAMPLES = 8
-
-
-class Tagger(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(5000, 256)
-        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in "ab"))
-        self.head = nn.Linear(256, 5000)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(self.embedding(tokens)))
 
 
 def loss(output: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
