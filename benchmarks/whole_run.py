@@ -6,8 +6,9 @@
 
 The first form prints one row for each model: the memory of the process for the longest step alone, and for a run over
 samples whose lengths are distributed log-normally (median 200 tokens, sigma 0.8, cut at the longest length), in two
-random orders; and for the same run with a change. The second form predicts the training steps of lengths from those of
-seven others, rehearses them, too, and counts the steps in which all requests to the allocator are equal. The third form
+random orders; and for the same run with a change. The second form predicts the training steps for batches of many
+shapes from those for others, rehearses them, too, and counts the steps in which all requests to the allocator are
+equal: first for batches with one number of samples, then for batches with a limit on their tokens. The third form
 measures the CPU time to simulate 10,000 steps of 40 lengths. No card is used, and models have no weights.
 """
 
@@ -27,7 +28,7 @@ from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.sizes import MIB
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
-from planner.run_memory.lengths import batch_lengths
+from planner.run_memory.batches import BatchShape
 from planner.run_memory.simulation import simulate
 from planner.whole_run.orders import random_orders
 from planner.whole_run.planning import Run, plan_run
@@ -72,9 +73,9 @@ def main() -> None:
         _compare_runs(options.only, card, options.steps)
 
 
-def at_length(name: str) -> Callable[[int], Workload]:
-    """Returns a function that builds the workload of a length, always with the same model on the meta device."""
-    kind, samples, _, changes = MODELS[name]
+def by_shape(name: str) -> Callable[[BatchShape], Workload]:
+    """Returns a function that builds the workload for a shape, always with the same model on the meta device."""
+    kind, _, _, changes = MODELS[name]
     with torch.device("meta"):
         model_class = getattr(transformers, kind)
         model = model_class(model_class.config_class(**changes)).train()
@@ -82,10 +83,9 @@ def at_length(name: str) -> Callable[[int], Workload]:
         model.config.use_cache = False
 
     @functools.cache
-    def at(length: int) -> Workload:
-        return workload(
-            model, synthetic_batch(model, batch_size=samples, seq_len=length), seq_len=length, is_synthetic=True
-        )
+    def at(shape: BatchShape) -> Workload:
+        batch = synthetic_batch(model, batch_size=shape.samples, seq_len=shape.length)
+        return workload(model, batch, seq_len=shape.length, is_synthetic=True)
 
     return at
 
@@ -105,7 +105,7 @@ def _compare_runs(names: list[str], card: DeviceProfile, steps: int) -> None:
         batches = random_orders(
             sample_lengths(steps * samples, longest), batch_size=samples, multiple=8, longest=longest
         )
-        run = Run(at=at_length(name), batches=batches)
+        run = Run(at=by_shape(name), batches=batches)
         plan = plan_run(run, card, vram_bytes=None, constraints=constraints)
         assert plan.run is not None
         found = {change.change: change.total_bytes for change in plan.run.changes}
@@ -118,33 +118,36 @@ def _compare_runs(names: list[str], card: DeviceProfile, steps: int) -> None:
 
 
 def _compare_predicted(names: list[str], card: DeviceProfile) -> None:
-    print("| model | lengths | predicted | equal to the rehearsed step |\n|---|---|---:|---:|")
+    print("| model | batches | shapes | rehearsed | predicted | equal |\n|---|---|---:|---:|---:|---:|")
     for name in names:
-        longest = MODELS[name][2]
+        _, samples, longest, _ = MODELS[name]
         source = random.Random(1)
         lengths = sorted({longest, *(source.randrange(16, longest) for _ in range(17))})
-        predicted, rehearsed = (RunRecordings(at_length(name), (), card, Watch()) for _ in range(2))
-        if not predicted.add(lengths):
-            print(f"| {name} | {len(lengths)} | none | - |", flush=True)
-            continue
-        guesses = [length for length in lengths if predicted.steps[length].is_predicted]
-        rehearsed.rehearse(guesses)
-        equal = sum(
-            [event.stream for event in predicted.steps[length].moment.again]
-            == [event.stream for event in rehearsed.steps[length].moment.again]
-            for length in guesses
-        )
-        print(f"| {name} | {lengths[0]} to {longest} | {len(guesses)} | {equal} |", flush=True)
+        same = [BatchShape(samples, length) for length in lengths]
+        by_tokens = [BatchShape(2 * longest // length, length) for length in lengths]
+        at = by_shape(name)
+        predicted, rehearsed = (RunRecordings(at, (), card, Watch()) for _ in range(2))
+        for words, shapes in ((f"{samples} samples", same), (f"{2 * longest:,} tokens", by_tokens)):
+            is_known = predicted.add(shapes)
+            guesses = [shape for shape in shapes if is_known and predicted.steps[shape].is_predicted]
+            rehearsed.rehearse(guesses)
+            equal = sum(
+                [event.stream for event in predicted.steps[shape].moment.again]
+                == [event.stream for event in rehearsed.steps[shape].moment.again]
+                for shape in guesses
+            )
+            known = len(shapes) - len(guesses) if is_known else "-"
+            print(f"| {name} | {words} | {len(shapes)} | {known} | {len(guesses)} | {equal} |", flush=True)
 
 
 def _measure_speed(card: DeviceProfile) -> None:
-    recordings = RunRecordings(at_length("gpt2"), (), card, Watch())
-    lengths = [64 + 24 * number for number in range(40)]
+    recordings = RunRecordings(by_shape("gpt2"), (), card, Watch())
+    shapes = [BatchShape(4, 64 + 24 * number) for number in range(40)]
     began = time.perf_counter()
-    recordings.add(lengths)
+    recordings.add(shapes)
     print(f"40 lengths of GPT-2, 4 samples: {time.perf_counter() - began:.1f} s to rehearse 7 and to predict 33")
-    order = batch_lengths(lengths, batch_size=1, seed=0, steps=10_000)
-    steps = [recordings.steps[length] for length in order]
+    order = random.Random(0).choices(shapes, k=10_000)
+    steps = [recordings.steps[shape] for shape in order]
     run = [steps[0].setup, steps[0].moment.first, *(step.moment.again for step in steps[1:])]
     for setting, settings in (("default", PYTORCH_DEFAULTS), ("expandable segments", EXPANDABLE)):
         began = time.process_time()

@@ -36,6 +36,22 @@ FAULTS = (
         why="steps of other lengths are predicted from sums that disagree with the recordings",
     ),
     Fault(
+        name="run-predicts-one-sample-from-several",
+        path="planner/run_memory/interpolation.py",
+        old="    return shape.samples < BASE_SIZES[0] * parts\n",
+        new="    return False\n",
+        tests=("tests/run_memory/test_interpolation.py::test_steps_with_one_sample_are_recorded_apart",),
+        why="steps with one sample, for which PyTorch runs other ops, are predicted from those with several",
+    ),
+    Fault(
+        name="run-compares-time-per-step",
+        path="planner/whole_run/planning.py",
+        old=" / sum(shape.samples for shape in order)",
+        new=" / len(order)",
+        tests=("tests/whole_run/test_whole_run.py::test_the_command_plans_the_run_over_lengths_of_samples",),
+        why="batches with other numbers of samples are compared by the time of a step",
+    ),
+    Fault(
         name="run-accepts-generators",
         path="planner/whole_run/activities.py",
         old=" or inspect.isgeneratorfunction(function)",

@@ -69,6 +69,7 @@ from planner.errors import PlannerError
 from planner.estimate.add_workspaces import with_workspaces
 from planner.plan_types.sizes import MIB
 from planner.progress import Watch
+from planner.run_memory.batches import BatchShape
 from planner.run_memory.moments import RELEASE, Events, Moment
 from planner.run_memory.simulation import simulate
 from planner.whole_run.activities import Activity
@@ -256,13 +257,13 @@ def forwards_at_the_start(model: Any, *_: object) -> None:
     model.train()
 
 
-def whole_run(recordings: RunRecordings, batches: Sequence[int], start: Moment) -> tuple[float, float, int]:
+def whole_run(recordings: RunRecordings, batches: Sequence[BatchShape], start: Moment) -> tuple[float, float, int]:
     """Returns mean and 99th percentile of the bytes that are reserved after a step, and the maximum of the run."""
     released = (Events(((RELEASE, 0),), ()),)
     moments, steps = [recordings.steps[batches[0]].setup, start.first], []
-    for number, tokens in enumerate(batches, start=1):
+    for number, shape in enumerate(batches, start=1):
         steps.append(len(moments))
-        moment = recordings.steps[tokens].moment
+        moment = recordings.steps[shape].moment
         moments.append(moment.first if number == 1 else moment.again)
         if number % EMPTY_EVERY == 0:
             moments.append(released)
@@ -270,6 +271,11 @@ def whole_run(recordings: RunRecordings, batches: Sequence[int], start: Moment) 
     after = [outcome.peaks[number] - FIRST_BYTES for number in steps]
     percentile = statistics.quantiles(after, n=100, method="inclusive")[-1]
     return statistics.mean(after), percentile, outcome.peak_bytes
+
+
+def recordings_of(training: Training) -> RunRecordings:
+    """Returns recordings of a run of peft's benchmark, without any step so far."""
+    return RunRecordings(lambda shape: training.at(shape.length), (), resolve_card(CARD, None), Watch())
 
 
 def compare_whole_runs(results: dict[str, dict[str, Any]], count: int) -> None:
@@ -281,10 +287,10 @@ def compare_whole_runs(results: dict[str, dict[str, Any]], count: int) -> None:
     buckets = [batches[start : start + BUCKET] for start in range(0, len(batches), BUCKET)]
     longest = sorted(buckets, reverse=True)[:LONGEST_BUCKETS]
     print(f"{len(batches)} batches: mean {statistics.mean(batches):.0f} tokens, longest {max(batches)}")
-    taken = [*batches[:count], *itertools.chain.from_iterable(longest)]
+    taken = [BatchShape(SAMPLES, tokens) for tokens in (*batches[:count], *itertools.chain.from_iterable(longest))]
     print("| run | mean: published | predicted | error | 99th | predicted | error | maximum | predicted | error |")
     for name, result in results.items():
-        recordings = RunRecordings(Training(result).at, (), resolve_card(CARD, None), Watch())
+        recordings = recordings_of(Training(result))
         recordings.rehearse(taken)
         activity = Activity(name="forwards at the start", run=forwards_at_the_start)
         start = recordings.activities([activity], taken[0])[0]

@@ -109,14 +109,13 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
         )
     if options.tradeoff:
         return pipeline.tradeoff_workload(workload, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
-    batch_size = workload.batch_size
     plan = plan_step_or_run(
         workload,
         card,
         vram_bytes=vram_bytes,
         constraints=constraints,
         request=request,
-        at=lambda length: load(batch_size=batch_size, seq_len=length),
+        at=lambda shape: load(batch_size=shape.samples, seq_len=shape.length),
         watch=watch,
     )
     if plan.run is not None:

@@ -47,13 +47,16 @@ def run_advice(run: RunFacts) -> str:
 def run_sentence(run: RunFacts) -> str:
     """Returns sentences about the simulated steps, and about when memory reaches its maximum."""
     is_step = run.binding == TRAINING_STEP
-    lengths = "one length"
-    if run.lengths > 1:
-        lengths = f"{run.lengths} different lengths, {run.shortest:,} to {run.longest:,}"
-    rehearsed = f", {run.lengths - run.predicted_lengths} of them rehearsed" if run.predicted_lengths else ""
+    batches = "one shape of batches"
+    if run.shapes > 1:
+        (fewest, most), (shortest, longest) = run.samples, run.lengths
+        samples = f", {fewest:,} to {most:,} samples" if fewest < most else ""
+        lengths = f", lengths {shortest:,} to {longest:,}" if shortest < longest else ""
+        batches = f"{run.shapes} different shapes of batches{samples}{lengths}"
+    rehearsed = f"; {run.shapes - run.predicted_shapes} of them rehearsed" if run.predicted_shapes else ""
     which = f"The {run.binding} number {run.settled:,}" if is_step else f"The {run.binding}"
     reaches = "reaches the maximum of memory" if run.fits else "does not fit"
-    text = f"{run.steps:,} steps simulated ({lengths}{rehearsed}; order: {run.order}). {which} {reaches}."
+    text = f"{run.steps:,} steps simulated ({batches}{rehearsed}; order: {run.order}). {which} {reaches}."
     if run.retries:
         times = "once" if run.retries == 1 else f"{run.retries:,} times"
         text += f" To stay inside the budget, the allocator empties its cache {times}; each time makes a step wait."

@@ -291,7 +291,8 @@ def _run_from_json(data: dict[str, Any] | None) -> RunFacts | None:
     moments, changes = (
         tuple(kind(**item) for item in data[name]) for name, kind in (("moments", RunMoment), ("changes", RunChange))
     )
-    return RunFacts(**{**data, "moments": moments, "changes": changes})
+    sizes = {name: as_tuple(data[name]) for name in ("lengths", "samples")}
+    return RunFacts(**{**data, **sizes, "moments": moments, "changes": changes})
 
 
 def _next_step_from_json(data: dict[str, Any] | None) -> NextStep | None:

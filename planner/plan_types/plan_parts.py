@@ -293,18 +293,20 @@ class RunChange:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """The memory of a whole run in the simulated allocator: steps of several lengths, and what happens between them."""
+    """The memory of a whole run in the simulated allocator: the steps, and what happens between them."""
 
     steps: int
     """Number of simulated steps, in each order."""
-    shortest: int
-    longest: int
-    lengths: int
-    """Number of different lengths of batches."""
+    shapes: int
+    """Number of different shapes of batches."""
+    lengths: tuple[int, int]
+    """Smallest and largest length of a batch."""
+    samples: tuple[int, int]
+    """Smallest and largest number of samples in a batch."""
     order: str
     """The order of the batches, for example 'random, seeds 0 and 1'."""
-    predicted_lengths: int
-    """Number of lengths whose steps were predicted from those of other lengths. All others were rehearsed."""
+    predicted_shapes: int
+    """Number of shapes for which the step was predicted from others. The step was rehearsed for all other shapes."""
     total_bytes: int
     """Maximum of the memory of the process, in the order that needs most, under the budget if there is one."""
     settled: int

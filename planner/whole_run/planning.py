@@ -17,13 +17,20 @@ from planner.allocator.settings import settings_of
 from planner.errors import PlannerError
 from planner.plan_types.categories import Category
 from planner.plan_types.constraints import Constraints
-from planner.plan_types.decision_base import Decision, Role, allocator_options_of, with_roles, without_roles
+from planner.plan_types.decision_base import (
+    Decision,
+    Role,
+    allocator_options_of,
+    micro_batches_of,
+    with_roles,
+    without_roles,
+)
 from planner.plan_types.plan import Plan, RunChange, RunFacts, RunMoment, Shortfall
 from planner.plan_types.plan_parts import LOADING, TRAINING_STEP
 from planner.plan_types.sizes import format_size
 from planner.profiles.device import DeviceProfile
 from planner.progress import TimeIsUp, Watch
-from planner.run_memory.lengths import coarser
+from planner.run_memory.batches import BatchShape
 from planner.run_memory.moments import Events, Moment
 from planner.run_memory.simulation import RunOutcome, simulate
 from planner.space.search_space import allocator_alternatives
@@ -37,9 +44,9 @@ from planner.workload.workload import Workload
 _ACTIVITIES_EACH = 4
 """How often each activity happens in a run."""
 MOST_REHEARSED = 8
-"""Maximum number of lengths that are rehearsed if the steps of other lengths cannot be predicted from them."""
+"""Maximum number of shapes of batches that are rehearsed if the others cannot be predicted from them."""
 _ALIGNMENT = 8
-"""Multiple to which batches are padded if the steps of other lengths are not alike."""
+"""Multiple to which batches are padded if the steps for other lengths are not alike."""
 _MOST_TRIES = 3
 """Maximum number of times that the step is planned again with less memory."""
 _AT_ONCE = 2
@@ -55,14 +62,14 @@ _SMALLEST_STEP_BYTES = 1 << 20
 class Run:
     """A training run to plan."""
 
-    at: Callable[[int], Workload]
-    """Returns the workload of a step of a length."""
+    at: Callable[[BatchShape], Workload]
+    """Returns the workload of the step for a batch of a shape."""
     batches: Batches
     activities: tuple[Activity, ...] = ()
 
     @property
-    def longest(self) -> int:
-        return self.batches.lengths[-1]
+    def largest(self) -> BatchShape:
+        return self.batches.shapes[-1]
 
 
 def plan_run(
@@ -86,7 +93,7 @@ def plan_run(
     step_bytes, first, found = vram_bytes, None, None
     preferred: _Setting | None = None
     for _ in range(_MOST_TRIES):
-        plan = plan_step(run.at(run.longest), card, vram_bytes=step_bytes, constraints=constraints, watch=watch)
+        plan = plan_step(run.at(run.largest), card, vram_bytes=step_bytes, constraints=constraints, watch=watch)
         first = first or plan
         if not plan.fits:
             return plan if found is None else _too_large(first, found)
@@ -147,10 +154,12 @@ class _Simulated:
 
     def __init__(self, run: Run, plan: Plan, card: DeviceProfile, constraints: Constraints, watch: Watch) -> None:
         self._plan, self._card, self._constraints, self._watch = plan, card, constraints, watch
-        at = run.at if plan.model.adapter == run.at(run.longest).adapter else _with_adapter(run.at, plan)
+        at = run.at if plan.model.adapter == run.at(run.largest).adapter else _with_adapter(run.at, plan)
         decisions = without_roles(plan.decisions, Role.ALLOCATOR)
-        self._recordings, self._batches = _recorded(lambda: RunRecordings(at, decisions, card, watch), run.batches)
-        self._activities = self._recordings.activities(run.activities, run.longest)
+        self._parts = micro_batches_of(decisions)
+        batches = run.batches.with_samples(self._parts)
+        self._recordings, self._batches = _recorded(lambda: RunRecordings(at, decisions, card, watch), batches)
+        self._activities = self._recordings.activities(run.activities, run.largest)
         # Limits on the size of split blocks hardly ever help where segments can be expanded.
         possible = allocator_alternatives(card, constraints)
         expandable = [setting for setting in possible if _expands(setting)]
@@ -201,6 +210,9 @@ class _Simulated:
         options: list[tuple[str, Orders, _Setting]] = [
             (name, orders, setting) for name, orders in self._batches.changes
         ]
+        by_tokens = self._batches.by_tokens(self._parts)
+        if by_tokens is not None and self._recordings.add(shape for order in by_tokens[1] for shape in order):
+            options.append((*by_tokens, setting))
         expandable = [option for option in self._alternatives if _expands(option) and option != setting]
         options += [(option[0].describe(), self._batches.orders, option) for option in expandable]
         outcomes = self._simulate([(orders[0], setting) for _, orders, setting in options], None)
@@ -208,21 +220,22 @@ class _Simulated:
             RunChange(
                 change=name,
                 total_bytes=outcome.peak_bytes + self._card.context_bytes,
-                relative_time=self._time(orders[0]) / max(self._time(usual), 1),
+                relative_time=self._sample_ns(orders[0]) / self._sample_ns(usual),
             )
             for (name, orders, _), outcome in zip(options, outcomes, strict=True)
         )
         helpful = tuple(change for change in changes if _helps(change, plan.run))
         return dataclasses.replace(plan, run=dataclasses.replace(plan.run, changes=helpful))
 
-    def _facts(self, outcome: RunOutcome, order: Sequence[int], total_bytes: int) -> RunFacts:
+    def _facts(self, outcome: RunOutcome, order: Sequence[BatchShape], total_bytes: int) -> RunFacts:
         """Returns what a plan says about the outcome of an order."""
         names, fits = self._sequence(order)[0], outcome.out_of_memory is None
-        lengths = self._batches.lengths
-        longest, setup = self._recordings.steps[lengths[-1]].moment, self._recordings.steps[lengths[-1]].setup
+        shapes = self._batches.shapes
+        lengths, samples = [shape.length for shape in shapes], [shape.samples for shape in shapes]
+        largest, setup = self._recordings.steps[shapes[-1]].moment, self._recordings.steps[shapes[-1]].setup
         loaded_bytes = max(events.peak_bytes for events in setup)
         taken = _taken(outcome, names)
-        sizes = {LOADING: loaded_bytes, TRAINING_STEP: longest.peak_bytes}
+        sizes = {LOADING: loaded_bytes, TRAINING_STEP: largest.peak_bytes}
         sizes |= {moment.name: moment.peak_bytes for moment in self._activities}
         moments = tuple(
             RunMoment(name=name, tensor_bytes=size_bytes, new_bytes=taken[name]) for name, size_bytes in sizes.items()
@@ -230,11 +243,11 @@ class _Simulated:
         last = outcome.settled if outcome.out_of_memory is None else outcome.out_of_memory
         return RunFacts(
             steps=len(order),
-            shortest=lengths[0],
-            longest=lengths[-1],
-            lengths=len(lengths),
+            shapes=len(shapes),
+            lengths=(min(lengths), max(lengths)),
+            samples=(min(samples), max(samples)),
             order=self._batches.name,
-            predicted_lengths=sum(self._recordings.steps[length].is_predicted for length in lengths),
+            predicted_shapes=sum(self._recordings.steps[shape].is_predicted for shape in shapes),
             total_bytes=total_bytes,
             settled=names[: last + 1].count(TRAINING_STEP),
             retries=sum(outcome.retries),
@@ -245,22 +258,26 @@ class _Simulated:
         )
 
     def _worst(
-        self, runs: Sequence[tuple[Sequence[int], _Setting]], capacity: int | None
-    ) -> tuple[RunOutcome, Sequence[int]]:
+        self, runs: Sequence[tuple[Sequence[BatchShape], _Setting]], capacity: int | None
+    ) -> tuple[RunOutcome, Sequence[BatchShape]]:
         """Returns the outcome of the run that needs most, and its order."""
         outcomes = self._simulate(runs, capacity)
         pairs = [(outcome, order) for outcome, (order, _) in zip(outcomes, runs, strict=True)]
         return max(pairs, key=lambda pair: (pair[0].out_of_memory is not None, pair[0].peak_bytes))
 
-    def _time(self, order: Sequence[int]) -> int:
-        return sum(self._recordings.steps[length].step_ns for length in order)
+    def _sample_ns(self, order: Sequence[BatchShape]) -> float:
+        """Returns the mean time of a sample."""
+        total_ns = sum(self._recordings.steps[shape].step_ns for shape in order)
+        return max(total_ns, 1) / sum(shape.samples for shape in order)
 
-    def _simulate(self, runs: Sequence[tuple[Sequence[int], _Setting]], capacity: int | None) -> list[RunOutcome]:
-        """Returns the outcome of each run, which is given as an order of lengths and options of the allocator."""
+    def _simulate(
+        self, runs: Sequence[tuple[Sequence[BatchShape], _Setting]], capacity: int | None
+    ) -> list[RunOutcome]:
+        """Returns the outcome of each run, which is given as an order of batches and options of the allocator."""
         steps = sum(len(order) for order, _ in runs)
         self._watch.stage(f"simulating {steps:,} steps in the allocator")
 
-        def simulated(order: Sequence[int], allocator: _Setting) -> RunOutcome:
+        def simulated(order: Sequence[BatchShape], allocator: _Setting) -> RunOutcome:
             return simulate(
                 self._sequence(order)[1], settings_of(allocator_options_of(allocator)), self._card, capacity
             )
@@ -279,9 +296,9 @@ class _Simulated:
                 child.end()
         return outcomes
 
-    def _sequence(self, order: Sequence[int]) -> tuple[list[str], list[tuple[Events, ...]]]:
+    def _sequence(self, order: Sequence[BatchShape]) -> tuple[list[str], list[tuple[Events, ...]]]:
         """Returns names and events of all moments of a run: the setup, the steps, and the activities between them."""
-        steps = [self._recordings.steps[length] for length in order]
+        steps = [self._recordings.steps[shape] for shape in order]
         names, events = [LOADING, TRAINING_STEP], [steps[0].setup, steps[0].moment.first]
         every = max(len(steps) // (_ACTIVITIES_EACH + 1), 1)
         happened: set[str] = set()
@@ -325,12 +342,12 @@ def _expands(option: tuple[Decision, ...]) -> bool:
     return bool(allocator_options_of(option).get("expandable_segments"))
 
 
-def _with_adapter(at: Callable[[int], Workload], plan: Plan) -> Callable[[int], Workload]:
+def _with_adapter(at: Callable[[BatchShape], Workload], plan: Plan) -> Callable[[BatchShape], Workload]:
     """Returns the workloads with the adapters that the plan trains instead of the weights."""
     adapter = plan.model.adapter
     if adapter is None:
         raise PlannerError("the plan has no adapters, but the workload has")
-    return lambda length: adapted_workload(at(length), adapter)
+    return lambda shape: adapted_workload(at(shape), adapter)
 
 
 def _recorded(make: Callable[[], RunRecordings], batches: Batches) -> tuple[RunRecordings, Batches]:
@@ -338,11 +355,10 @@ def _recorded(make: Callable[[], RunRecordings], batches: Batches) -> tuple[RunR
 
     Kernels such as those of attention may need other ops for lengths that are not a multiple of 8.
     """
-    lengths = batches.all_lengths
     for multiple in (1, _ALIGNMENT):
         recordings, rounded = make(), batches.padded(multiple)
-        if recordings.add(rounded.all_lengths):
+        if recordings.add(rounded.all_shapes):
             return recordings, rounded
-    recordings, rounded = make(), batches.padded(coarser(lengths, MOST_REHEARSED))
-    recordings.rehearse(rounded.all_lengths)
+    recordings, rounded = make(), batches.reduced(MOST_REHEARSED)
+    recordings.rehearse(rounded.all_shapes)
     return recordings, rounded

@@ -1,4 +1,4 @@
-"""Rehearses the steps of a run at a few lengths, predicts those of the others, and records what happens in between."""
+"""Rehearses the steps of a run for a few shapes of batches, predicts the others, and records what happens between."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from planner.plan_types.plan_parts import TRAINING_STEP
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
 from planner.recording.step_graph import StepGraph
-from planner.run_memory.interpolation import interpolate, lengths_to_record, value_at
+from planner.run_memory.batches import BatchShape
+from planner.run_memory.interpolation import Interpolation, shapes_to_record
 from planner.run_memory.moments import Events, Moment, Slots, moments_of
 from planner.virtual_gpu.forked_process import Child
 from planner.whole_run.activities import Activity
@@ -28,72 +29,74 @@ _AT_ONCE = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordedStep:
-    """The training step of one length."""
+    """The training step for batches of one shape."""
 
     setup: tuple[Events, ...]
     moment: Moment
     step_ns: int
     """Predicted time of the step."""
     is_predicted: bool
-    """True if the step was not rehearsed at this length."""
+    """True if the step was not rehearsed with this shape."""
 
 
 class RunRecordings:
-    """The training steps of a run by length, and its activities, all with the same decisions.
+    """The training steps of a run by the shape of their batches, and its activities, all with the same decisions.
 
     Args:
-        at: function that takes a length and returns the workload of a step of this length.
+        at: function that takes the shape of a batch and returns the workload of its step.
         decisions: the decisions with which the steps are rewritten.
         watch: limits the time, and receives progress.
     """
 
     def __init__(
         self,
-        at: Callable[[int], Workload],
+        at: Callable[[BatchShape], Workload],
         decisions: Sequence[Decision],
         card: DeviceProfile,
         watch: Watch,
     ) -> None:
         self._at, self._decisions, self._card, self._watch = at, tuple(decisions), card, watch
+        self._parts = micro_batches_of(self._decisions)
         self._slots = Slots()
-        self._recorded: dict[int, StepGraph] = {}
-        """Recordings without workspaces, by length."""
-        self._batch_bytes: dict[int, int] = {}
-        self.steps: dict[int, RecordedStep] = {}
+        self._recorded: dict[BatchShape, StepGraph] = {}
+        """Recordings without workspaces."""
+        self._batch_bytes: dict[BatchShape, int] = {}
+        self.steps: dict[BatchShape, RecordedStep] = {}
         self.assumptions: tuple[str, ...] = ()
         """Assumptions about values that the activities read, such as the end of a generated text."""
 
-    def add(self, lengths: Iterable[int]) -> bool:
-        """Adds the steps of these lengths to `steps`, and returns True; False if they cannot be predicted.
+    def add(self, shapes: Iterable[BatchShape]) -> bool:
+        """Adds the steps for these shapes to `steps`, and returns True; False if they cannot be predicted.
 
-        If the lengths are many, only some are rehearsed, and the others are predicted.
+        If the shapes are many, only some are rehearsed, and the others are predicted.
         """
-        missing = sorted(set(lengths) - set(self.steps))
-        self._record([length for length in lengths_to_record(missing) if length not in self._recorded])
-        for length in missing:
-            graph, batch_bytes = self._recorded.get(length), self._batch_bytes.get(length)
-            is_predicted = graph is None
-            if graph is None:
+        missing = sorted(set(shapes) - set(self.steps))
+        self._record(shapes_to_record(missing, self._recorded, self._parts))
+        interpolation = Interpolation(self._recorded, self._batch_bytes, self._parts)
+        steps: dict[BatchShape, RecordedStep] = {}
+        for shape in missing:
+            known = self._recorded.get(shape)
+            if known is None:
                 self._watch.check()
-                graph = interpolate(self._recorded, length)
-                batch_bytes = value_at(tuple(self._batch_bytes), tuple(self._batch_bytes.values()), length)
-            if graph is None or batch_bytes is None:
+            found = interpolation.at(shape) if known is None else (known, self._batch_bytes[shape])
+            if found is None:
                 return False
-            self.steps[length] = self._step(graph, batch_bytes, is_predicted=is_predicted)
+            steps[shape] = self._step(*found, is_predicted=known is None)
+        self.steps |= steps
         return True
 
-    def rehearse(self, lengths: Iterable[int]) -> None:
-        """Adds the steps of these lengths to `steps`. All of them are rehearsed."""
-        missing = sorted(set(lengths) - set(self._recorded))
-        self._record(missing)
-        for length in missing:
-            self.steps[length] = self._step(self._recorded[length], self._batch_bytes[length], is_predicted=False)
+    def rehearse(self, shapes: Iterable[BatchShape]) -> None:
+        """Adds the steps for these shapes to `steps`. All of them are rehearsed."""
+        chosen = sorted(set(shapes))
+        self._record(chosen)
+        for shape in chosen:
+            self.steps[shape] = self._step(self._recorded[shape], self._batch_bytes[shape], is_predicted=False)
 
-    def activities(self, activities: Sequence[Activity], length: int) -> list[Moment]:
-        """Returns the moments of activities, which are recorded after steps of this length."""
+    def activities(self, activities: Sequence[Activity], shape: BatchShape) -> list[Moment]:
+        """Returns the moments of activities, which are recorded after steps with batches of this shape."""
         if not activities:
             return []
-        workload = self._at(length)
+        workload = self._at(shape)
         self._watch.stage(f"rehearsing {activities[0].name}" if len(activities) == 1 else "rehearsing the activities")
         child = pipeline.start_steps(workload, self._card, self._decisions, activities)
         graph = self._with_workspaces(child.timed_by(self._watch).result(), workload.batch_bytes)
@@ -107,22 +110,23 @@ class RunRecordings:
             for label, activity in zip(labels, activities, strict=True)
         ]
 
-    def _record(self, lengths: Sequence[int]) -> None:
-        """Rehearses the steps of these lengths, some of them at the same time."""
-        running: list[tuple[int, Child]] = []
-        waiting = list(lengths)
+    def _record(self, shapes: Sequence[BatchShape]) -> None:
+        """Rehearses the steps for these shapes that were not rehearsed before, some of them at the same time."""
+        running: list[tuple[BatchShape, Child]] = []
+        waiting = [shape for shape in shapes if shape not in self._recorded]
+        many = f"rehearsing the step with {len(waiting)} shapes of batches"
+        stage = many if len(waiting) > 1 else "rehearsing the step"
         try:
             while waiting or running:
                 while waiting and len(running) < _AT_ONCE:
-                    many = f"rehearsing the step at {len(lengths)} lengths"
-                    self._watch.stage(many if len(lengths) > 1 else "rehearsing the step")
-                    length = waiting.pop(0)
-                    workload = self._at(length)
-                    self._batch_bytes[length] = workload.batch_bytes
+                    self._watch.stage(stage)
+                    shape = waiting.pop(0)
+                    workload = self._at(shape)
+                    self._batch_bytes[shape] = workload.batch_bytes
                     child = pipeline.start_steps(workload, self._card, self._decisions).timed_by(self._watch)
-                    running.append((length, child))
-                length, child = running.pop(0)
-                self._recorded[length] = child.result()
+                    running.append((shape, child))
+                shape, child = running.pop(0)
+                self._recorded[shape] = child.result()
         finally:
             for _, child in running:
                 child.end()
@@ -135,5 +139,5 @@ class RunRecordings:
         setup, moments = moments_of(
             graph, (TRAINING_STEP, TRAINING_STEP), self._slots, granularity_bytes=granularity_bytes(self._card)
         )
-        times = roofline.op_times_ns(graph, self._card, micro_batches_of(self._decisions))
+        times = roofline.op_times_ns(graph, self._card, self._parts)
         return RecordedStep(setup=setup, moment=moments[TRAINING_STEP], step_ns=sum(times), is_predicted=is_predicted)

@@ -12,7 +12,7 @@ from planner.plan_types.constraints import Constraints
 from planner.plan_types.plan import Plan
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
-from planner.run_memory.lengths import padded
+from planner.run_memory.batches import BatchShape, padded
 from planner.whole_run.activities import Activity, activity, evaluation
 from planner.whole_run.orders import constant, given_order, random_orders
 from planner.whole_run.planning import MOST_REHEARSED, Run, plan_run
@@ -67,14 +67,14 @@ def plan_step_or_run(
     vram_bytes: int | None,
     constraints: Constraints,
     request: RunRequest,
-    at: Callable[[int], Workload] | None = None,
+    at: Callable[[BatchShape], Workload] | None = None,
     watch: Watch | None = None,
 ) -> Plan:
     """Return the plan of the run; the plan of one step if its batches are alike and nothing happens between the steps.
 
     Args:
         workload: the training step of the longest batch.
-        at: returns the workload of a step of another length; needed if `request` states lengths.
+        at: returns the workload of the step for a batch of another shape; needed if `request` states lengths.
         watch: limits the time of planning, and receives its progress; None for no limit.
     """
     run, notes = _run_of(workload, request, at)
@@ -85,7 +85,7 @@ def plan_step_or_run(
 
 
 def _run_of(
-    workload: Workload, request: RunRequest, at: Callable[[int], Workload] | None
+    workload: Workload, request: RunRequest, at: Callable[[BatchShape], Workload] | None
 ) -> tuple[Run | None, tuple[str, ...]]:
     """Returns the run, None if one step stands for all of it, and notes."""
     activities = request.activities(workload)
@@ -98,53 +98,64 @@ def _run_of(
         batches = random_orders(
             request.samples, batch_size=workload.batch_size, multiple=request.multiple, longest=workload.seq_len
         )
-        longest = workload.seq_len
-        by_length = functools.cache(lambda length: workload if length == longest else at(length))
-        return Run(at=by_length, batches=batches, activities=activities), ()
+        largest = BatchShape(workload.batch_size, workload.seq_len)
+        by_shape = functools.cache(lambda shape: workload if shape == largest else at(shape))
+        return Run(at=by_shape, batches=batches, activities=activities), ()
     if workload.stream is not None and len(workload.stream.different) > 1:
         return _of_stream(workload, workload.stream, activities)
     if activities:
-        return Run(at=lambda _: workload, batches=constant(workload.seq_len or 1), activities=activities), ()
+        only = BatchShape(workload.batch_size, workload.seq_len or 1)
+        return Run(at=lambda _: workload, batches=constant(only), activities=activities), ()
     return None, ()
 
 
 def _of_stream(
     workload: Workload, stream: BatchStream, activities: tuple[Activity, ...]
 ) -> tuple[Run | None, tuple[str, ...]]:
-    """Returns the run over the batches of a source, and notes. Batches with fewer samples are left out."""
-    whole = [number for number in stream.order if _size(stream, number) == workload.batch_size]
-    numbers = sorted(set(whole), key=lambda number: elements(stream.different[number]))
-    lengths = _lengths([stream.different[number] for number in numbers])
-    if lengths is None:
-        lengths = list(range(1, len(numbers) + 1))
-        if len(numbers) > MOST_REHEARSED:
+    """Returns the run over the batches of a source, and notes."""
+    stream = _without_rest(stream)
+    if len(stream.different) == 1 and not activities:
+        return None, ()
+    shapes = _shapes(stream.different)
+    if shapes is None:
+        if len(stream.different) > MOST_REHEARSED:
             note = (
-                f"the run was not simulated, because its batches have {len(numbers)} different shapes that differ in "
-                "more than one size: the plan is for single steps"
+                f"the run was not simulated, because its batches have {len(stream.different)} different shapes that "
+                "differ in more sizes than the number of samples and one length: the plan is for single steps"
             )
             return None, (note,)
-    number_at = dict(zip(lengths, numbers, strict=True))
-    length_of = {number: length for length, number in number_at.items()}
+        # All of them are rehearsed, so that any order by size will do.
+        ranks = sorted(range(len(stream.different)), key=lambda number: elements(stream.different[number]))
+        shapes = [BatchShape(workload.batch_size, ranks.index(number) + 1) for number in range(len(ranks))]
+    number_of = {shape: number for number, shape in enumerate(shapes)}
 
-    def at(length: int) -> Workload:
-        batch = stream.different[number_at[length]]
-        return dataclasses.replace(workload, batch=batch)
+    def at(shape: BatchShape) -> Workload:
+        return dataclasses.replace(workload, batch=stream.different[number_of[shape]])
 
-    batches = given_order([length_of[number] for number in whole])
-    if len(numbers) == 1 and not activities:
-        return None, ()
+    batches = given_order([shapes[number] for number in stream.order])
     return Run(at=at, batches=batches, activities=activities), ()
 
 
-def _size(stream: BatchStream, number: int) -> int:
-    return batch_size_of(stream.different[number])
+def _without_rest(stream: BatchStream) -> BatchStream:
+    """Returns the stream without its last batch if this is the only one of its shape and has the fewest samples."""
+    *others, last = stream.order
+    samples = [batch_size_of(batch) for batch in stream.different]
+    if last in others or samples[last] >= min(samples[other] for other in others):
+        return stream
+    kept = sorted(set(others))
+    return BatchStream(
+        order=tuple(kept.index(number) for number in others), different=tuple(stream.different[n] for n in kept)
+    )
 
 
-def _lengths(batches: Sequence[object]) -> list[int] | None:
-    """Returns the length of each batch: the one size in which they differ; None if they differ in several sizes."""
-    shapes = [[size for _, shape, _ in described(batch) for size in shape] for batch in batches]
-    columns = [column for column in zip(*shapes, strict=False) if len(set(column)) > 1]
-    if not columns or len(set(map(len, shapes))) > 1 or any(column != columns[0] for column in columns):
+def _shapes(batches: Sequence[object]) -> list[BatchShape] | None:
+    """Returns the shape of each batch; None if they differ in other sizes than the number of samples and one length."""
+    samples = [batch_size_of(batch) for batch in batches]
+    sizes = [[size for _, shape, _ in described(batch) for size in shape] for batch in batches]
+    if len(set(map(len, sizes))) > 1:
         return None
-    lengths = list(columns[0])
-    return lengths if len(set(lengths)) == len(lengths) else None
+    columns = {column for column in zip(*sizes, strict=True) if len(set(column)) > 1 and column != tuple(samples)}
+    if len(columns) > 1:
+        return None
+    lengths = columns.pop() if columns else (1,) * len(batches)
+    return [BatchShape(*shape) for shape in zip(samples, lengths, strict=True)]

@@ -332,7 +332,8 @@ def test_logits_that_an_evaluation_keeps_are_named_by_their_place():
         for name, size in (("training step", 40 * MIB), ("evaluation", 3 * LAYERS * WEIGHT + 5 * LOGITS_BYTES))
     )
     facts = RunFacts(
-        steps=9, shortest=512, longest=512, lengths=1, order="", predicted_lengths=0, total_bytes=500 * MIB, settled=2,
+        steps=9, shapes=1, lengths=(512, 512), samples=(8, 8), order="",
+        predicted_shapes=0, total_bytes=500 * MIB, settled=2,
         retries=0, fits=True, binding="evaluation", moments=moments, changes=(),
     )  # fmt: skip
     found = explained(card, dataclasses.replace(plan_of_training(), run=facts))

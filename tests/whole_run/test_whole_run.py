@@ -13,11 +13,12 @@ from torch import nn
 import planner
 from planner import Plan
 from planner.cli.command import main
-from planner.cli.run_report import run_advice
+from planner.cli.run_report import run_advice, run_sentence
 from planner.errors import WorkloadError
 from planner.plan_types.sizes import MIB
 from planner.profiles import load
 from planner.progress import TimeIsUp
+from planner.run_memory.batches import BatchShape
 from planner.whole_run import planning
 from planner.whole_run.orders import given_order, random_orders
 from planner.whole_run.request import RunRequest
@@ -57,7 +58,7 @@ def test_a_run_of_several_lengths_needs_more_than_its_largest_step(run):
     assert run.fits
     assert run.run.fits
     assert run.total_bytes == run.run.total_bytes > run.peak.total_bytes + 10 * MIB
-    assert (run.run.lengths, run.run.shortest, run.run.longest, run.run.steps) == (5, 50, 400, 1000)
+    assert (run.run.shapes, run.run.lengths, run.run.samples, run.run.steps) == (5, (50, 400), (8, 8), 1000)
     assert run.run.retries == 0
     assert run.room_bytes == 2048 * MIB - run.total_bytes
 
@@ -71,6 +72,17 @@ def test_batches_of_one_shape_are_planned_as_one_step():
 @pytest.mark.slow
 def test_a_smaller_last_batch_of_an_epoch_is_no_second_length():
     assert planned([tokens(50), tokens(50), tokens(50, samples=3)]).run is None
+
+
+@pytest.mark.slow
+def test_batches_may_differ_in_samples_and_length():
+    shapes = [(1600 // length, length) for length in range(40, 440, 8)]
+    run = planned([tokens(length, samples=count) for count, length in shapes]).run
+    assert (run.shapes, run.lengths, run.samples) == (50, (40, 432), (3, 40))
+    assert run.shapes - run.predicted_shapes == 11
+    assert "50 different shapes of batches, 3 to 40 samples, lengths 40 to 432; 11 of them rehearsed" in run_sentence(
+        run
+    )
 
 
 @pytest.mark.slow
@@ -259,8 +271,11 @@ def test_the_command_plans_the_run_over_lengths_of_samples(folder, capsys):
     assert "saving a checkpoint" in text
     assert "samples grouped by length" in text
     plan = Plan.load(saved)
-    assert (plan.run.longest, plan.workload.seq_len) == (528, 528)
-    assert 0 < plan.run.predicted_lengths < plan.run.lengths
+    assert (plan.run.lengths[1], plan.workload.seq_len) == (528, 528)
+    assert 0 < plan.run.predicted_shapes < plan.run.shapes
+    by_tokens = next(change for change in plan.run.changes if "tokens" in change.change)
+    assert 0.82 < by_tokens.relative_time < 0.95
+    assert by_tokens.total_bytes < plan.run.total_bytes
 
 
 @pytest.mark.parametrize(
@@ -280,8 +295,8 @@ def test_options_of_the_run_that_do_not_go_together_are_refused(folder, capsys, 
 
 
 def test_lengths_that_cannot_be_predicted_are_padded_to_a_few_that_exist():
-    fixed = given_order([3, 10, 11, 17, 30])
-    assert fixed.padded(8).lengths == [3, 11, 17, 30]
+    fixed = given_order([BatchShape(2, length) for length in (3, 10, 11, 17, 30)])
+    assert [shape.length for shape in fixed.padded(8).shapes] == [3, 11, 17, 30]
     free = random_orders([3, 10, 11, 17, 30] * 4, batch_size=1, multiple=1, longest=30)
-    assert free.padded(8).lengths == [8, 16, 24, 30]
+    assert [shape.length for shape in free.padded(8).shapes] == [8, 16, 24, 30]
     assert "padded" in free.padded(8).notes[-1]
