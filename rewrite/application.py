@@ -10,7 +10,7 @@ from typing import Any, Literal, final
 import torch
 
 from planner.errors import DecisionError, PlanFileError, WorkloadError
-from planner.plan_types.decision_base import Decision, conflict, has_role, micro_batch_size_of, micro_batches_of
+from planner.plan_types.decision_base import Decision, Role, conflict, has_role, micro_batch_size_of, micro_batches_of
 from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import Plan
 from planner.rewrite.accumulation_check import AccumulationCheck, CouplingCheck
@@ -139,7 +139,8 @@ def apply(
         not_by_sample=plan.workload.not_by_sample,
     )
     if isinstance(rewritten.step, TrainingStep):
-        rewritten.step.require_wrapper()
+        if not has_role(plan.decisions, Role.SHARDING):
+            rewritten.step.require_wrapper()
         rewritten.step.observers += _checks(plan, rewritten._rewriting)
     elif makes_checks and has_role(plan.decisions, *REPLACE_FORWARDS):
         logger.warning(
@@ -314,6 +315,8 @@ def apply_decisions(
             decisions=tuple(by_kind.values()),
             observers=_recompute_checks(rewriting),
         )
+        if rewriting.wrapper is not None:
+            training_step.wrap_with(rewriting.wrapper)
     except BaseException:
         rewriting.restore()
         raise

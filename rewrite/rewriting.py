@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -15,7 +15,7 @@ from planner.rewrite.optimizers import make_optimizers
 from planner.rewrite.portable.module_forward import forward_function
 from planner.rewrite.portable.recompute_check import RecomputeCheck
 from planner.workload.call_convention import Calling, LossFn
-from planner.workload.optimizer_choice import Optimizers
+from planner.workload.optimizer_choice import Optimizers, by_name
 
 LossWeight = Callable[[Any], torch.Tensor | float]
 """`loss_weight(batch)` returns the number of terms over which the loss of a batch or micro-batch is a mean."""
@@ -42,12 +42,14 @@ class Rewriting:
     Attributes:
         not_by_sample: paths of the tensors of a batch that are the same for all samples.
         autocast_dtype: lower precision of forward and loss; None without autocast.
+        sharded_precision: FSDP2's policy for mixed precision; None if parameters are gathered in their own dtype.
         scaler: the gradient scaler; None unless the step runs in fp16.
         split: splits a batch into micro-batches; None if the step takes the batch whole.
         loss_terms: function that takes a batch or micro-batch and its number of samples, and returns the number of
             terms over which its loss is a mean.
         backward: context of a backward that updates the parameters itself; None if the optimizer steps after it.
         chunked_head: module that computes its logits in chunks; None if the loss is not computed in chunks.
+        wrapper: module through which the model is called, such as DistributedDataParallel; None if it is called itself.
         recompute_check: compares the tensors that backward gets in watched modules with those of their forward; None if
         no module is watched.
         changes: changes to the model, in the order in which they were made.
@@ -71,11 +73,13 @@ class Rewriting:
         self.loss_weight = loss_weight
         self.not_by_sample = not_by_sample
         self.autocast_dtype: torch.dtype | None = None
+        self.sharded_precision: Any = None
         self.scaler: torch.amp.GradScaler | None = None
         self.split: Callable[[Any], Any] | None = None
         self.loss_terms: Callable[[Any, int], torch.Tensor | float] | None = None
         self.backward: Callable[[], contextlib.AbstractContextManager] | None = None
         self.chunked_head: torch.nn.Module | None = None
+        self.wrapper: torch.nn.Module | None = None
         self.recompute_check: RecomputeCheck | None = None
         self.changes: list[Change] = []
         self._latest: dict[tuple[int, str], object] = {}
@@ -87,6 +91,23 @@ class Rewriting:
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """The optimizers by name; '' names the only one. They are made on first use, after rules that freeze."""
         return make_optimizers(self._choice, self.model)
+
+    def replace_in_optimizers(self, replaced: Mapping[int, torch.nn.Parameter]) -> None:
+        """Put new parameters into the groups of the optimizers that the user gave, by the `id` of the old ones.
+
+        Raises:
+            DecisionError: if an optimizer has taken a step already, so that it has state for the old parameters.
+        """
+        for given in by_name(self._choice).values():
+            if not isinstance(given, torch.optim.Optimizer):
+                continue
+            if given.state:
+                raise DecisionError(
+                    f"{type(given).__name__} has state for parameters that are sharded now: apply the plan before the "
+                    "first step, and load a state that was saved before with torch.distributed.checkpoint"
+                )
+            for group in given.param_groups:
+                group["params"] = [replaced.get(id(parameter), parameter) for parameter in group["params"]]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from planner.allocator.blocks import Block, Placement
@@ -47,8 +48,9 @@ def replay(
     *,
     card_bytes: int | None = None,
     descending: bool = False,
+    streams: Mapping[int, int] = MappingProxyType({}),
 ) -> AllocatorOutcome:
-    """Runs allocations and frees of storages, all on one stream, through an empty simulated allocator.
+    """Runs allocations and frees of storages through an empty simulated allocator.
 
     Args:
         events: Pairs (number of a storage, size in bytes), as a sequence, an int64 array of shape (n, 2), or a tuple of
@@ -61,6 +63,7 @@ def replay(
             means `capacity_bytes`.
         descending: True if each new segment lies below the segment before it, False if above. Among free blocks of
             equal size the one at the lowest address is taken, so the order decides which segments are split.
+        streams: The CUDA stream of each storage that is not allocated in the default stream.
 
     Returns:
         The peaks and the final state. A request that does not fit ends the replay, and is reported in the result.
@@ -81,7 +84,7 @@ def replay(
                     "event, or use another number"
                 )
             try:
-                alive[storage] = allocator.malloc(size_bytes)
+                alive[storage] = allocator.malloc(size_bytes, streams.get(storage, 0))
             except OutOfMemory as error:
                 failure, failed_event = error.report, index
                 break

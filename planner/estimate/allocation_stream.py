@@ -32,6 +32,14 @@ def allocation_stream(graph: StepGraph) -> tuple[np.ndarray, np.ndarray, np.ndar
     return table[:, 3], table[:, 4], table[:, 0]
 
 
+def streams_of_blocks(graph: StepGraph) -> dict[int, int]:
+    """Returns the CUDA stream of each block of `allocation_stream` that is not allocated in the default stream."""
+    if not any(storage.stream for storage in graph.storages):
+        return {}
+    of_lives = (storage.stream for storage, spans in zip(graph.storages, graph.spans(), strict=True) for _ in spans)
+    return {block: stream for block, stream in enumerate(of_lives) if stream}
+
+
 def signed_sizes(ids: Sequence[int], sizes: Sequence[int], *, granularity_bytes: int) -> list[int]:
     """Returns the change of allocated bytes at each event: positive for an allocation, negative for a free.
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 
 from planner.allocator.replay import AllocatorOutcome, replay
 from planner.allocator.settings import PYTORCH_DEFAULTS, AllocatorSettings, settings_of
 from planner.estimate import roofline
-from planner.estimate.allocation_stream import allocation_stream
+from planner.estimate.allocation_stream import allocation_stream, streams_of_blocks
 from planner.plan_types.decision_base import Decision, allocator_options_of, micro_batches_of
 from planner.plan_types.plan import Footprint
 from planner.profiles.device import SEGMENT_ADDRESSES, DeviceProfile
@@ -74,12 +75,13 @@ def measure(
     capacity = None if vram_bytes is None else vram_bytes - card.context_bytes
     if card.allocator:
         ids, sizes, ticks = allocation_stream(graph)
-        outcome = replayed((ids, sizes), card, capacity, settings)
+        streams = streams_of_blocks(graph)
+        outcome = replayed((ids, sizes), card, capacity, settings, streams)
         retries = outcome.retries
         if outcome.out_of_memory_event is not None:
             # The report says how much memory the step would need: replay it to its end, without a limit.
             fits = False
-            outcome = replayed((ids, sizes), card, None, settings)
+            outcome = replayed((ids, sizes), card, None, settings, streams)
         allocated, reserved = outcome.peak_allocated_bytes, outcome.peak_reserved_bytes
         tick = int(ticks[outcome.peak_allocated_event])
     elif capacity is not None:
@@ -119,12 +121,12 @@ def smallest_capacity_bytes(
     if not card.allocator:
         return int(graph.live_bytes().max()) + card.context_bytes
     ids, sizes, _ = allocation_stream(graph)
-    settings = settings_of(allocator_options_of(decisions))
-    outcome = replayed((ids, sizes), card, None, settings)
+    settings, streams = settings_of(allocator_options_of(decisions)), streams_of_blocks(graph)
+    outcome = replayed((ids, sizes), card, None, settings, streams)
     low, high = outcome.peak_allocated_bytes - 1, outcome.peak_reserved_bytes
     while high - low > within_bytes:
         middle = (low + high) // 2
-        outcome = replayed((ids, sizes), card, middle, settings)
+        outcome = replayed((ids, sizes), card, middle, settings, streams)
         if outcome.out_of_memory_event is None:
             high = outcome.peak_reserved_bytes
         else:
@@ -137,6 +139,7 @@ def replayed(
     card: DeviceProfile,
     capacity_bytes: int | None,
     settings: AllocatorSettings = PYTORCH_DEFAULTS,
+    streams: Mapping[int, int] = MappingProxyType({}),
 ) -> AllocatorOutcome:
     """Replays allocations for each order of addresses that the card's driver may give to segments.
 
@@ -144,12 +147,13 @@ def replayed(
         stream: block ids and sizes in bytes from `allocation_stream`.
         capacity_bytes: maximum number of bytes that the allocator may reserve; None for no limit.
         settings: options of the allocator.
+        streams: CUDA streams by block (`streams_of_blocks`).
 
     Returns:
         The worst outcome: one that runs out of memory, or else the one with the largest peak of reserved bytes.
     """
     outcomes = [
-        replay(stream, settings, capacity_bytes, card_bytes=card.vram_bytes, descending=descending)
+        replay(stream, settings, capacity_bytes, card_bytes=card.vram_bytes, descending=descending, streams=streams)
         for descending in SEGMENT_ADDRESSES[card.segment_addresses]
     ]
     return max(outcomes, key=lambda outcome: (outcome.out_of_memory_event is not None, outcome.peak_reserved_bytes))

@@ -10,7 +10,7 @@ import numpy as np
 
 from planner.allocator.settings import settings_of
 from planner.estimate import roofline
-from planner.estimate.allocation_stream import allocation_stream
+from planner.estimate.allocation_stream import allocation_stream, streams_of_blocks
 from planner.plan_types.decision_base import Decision, allocator_options_of
 from planner.profiles.device import SEGMENT_ADDRESSES, DeviceProfile
 from planner.recording.step_graph import Op, Phase, StepGraph
@@ -70,6 +70,7 @@ def memory_history(
             settings=settings,
             card_bytes=card.vram_bytes,
             descending=descending,
+            streams=streams_of_blocks(graph),
         )
         for descending in SEGMENT_ADDRESSES[card.segment_addresses]
     ]

@@ -58,6 +58,8 @@ class Role(enum.Enum):
     """The decision sets when the optimizer updates a parameter: after the backward, or inside it."""
     RECOMPUTE = "recompute"
     """The decision sets how the backward gets its saved tensors: recomputed, or copied back from host memory."""
+    SHARDING = "sharding"
+    """The decision sets how several cards train together."""
     ALLOCATOR = "allocator"
     """The decision sets options of CUDA's caching allocator. The step is the same with and without it."""
 

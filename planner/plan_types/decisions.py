@@ -7,6 +7,7 @@ of the base class (`decision_base.Decision`), so that they need not know the cla
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import ClassVar
 
 from planner.errors import DecisionError
@@ -38,6 +39,8 @@ __all__ = [
     "Precision",
     "Replay",
     "Role",
+    "Shard",
+    "ShardedPrecision",
     "StepInBackward",
     "conflict",
     "micro_batches_of",
@@ -83,6 +86,100 @@ class Precision(Decision):
     def describe(self) -> str:
         scaler = " with a gradient scaler" if self.needs_gradient_scaler else ""
         return f"mixed precision: {self.dtype} autocast{scaler}, trained weights in fp32"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardedPrecision(Decision):
+    """Gather parameters in a lower precision, and compute in it (FSDP2's MixedPrecisionPolicy).
+
+    The shards and the optimizer's state stay in fp32, and so does the sum of the gradients over the cards.
+    """
+
+    kind: ClassVar[str] = "sharded-precision"
+    fidelity: ClassVar[Fidelity] = Fidelity.ROUNDED
+    role: ClassVar[Role] = Role.PRECISION
+    dtype: str = "bf16"
+    reduce_dtype: str = "fp32"
+    """Precision in which gradients are added up over the cards."""
+
+    def __post_init__(self) -> None:
+        if self.dtype != "bf16" or self.reduce_dtype not in ("bf16", "fp32"):
+            raise DecisionError(
+                f"sharded-precision has dtype {self.dtype!r} and reduce_dtype {self.reduce_dtype!r}: choose bf16, and "
+                "bf16 or fp32"
+            )
+
+    def describe(self) -> str:
+        return f"sharded parameters are gathered in {self.dtype}, gradients are added up in {self.reduce_dtype}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shard(Decision):
+    """Train one model on several cards, each with its part of the batch.
+
+    'fsdp' divides parameters, gradients and optimizer state among the cards (FSDP2, ZeRO-3). Each unit is a module
+    whose parameters are gathered before its forward and its backward, and freed afterwards. 'ddp' keeps all of them on
+    each card (DistributedDataParallel). 'zero1' does so, too, but divides the optimizer state
+    (ZeroRedundancyOptimizer).
+    """
+
+    kind: ClassVar[str] = "shard"
+    fidelity: ClassVar[Fidelity] = Fidelity.EXACT
+    role: ClassVar[Role] = Role.SHARDING
+    left_out_if_empty: ClassVar[tuple[str, ...]] = ("units", "kept", "offload")
+    way: str
+    """'fsdp', 'zero1' or 'ddp'."""
+    mesh: tuple[int, ...]
+    """Number of cards; for 'fsdp' also (copies, cards that hold one copy together), which is hybrid sharding (HSDP)."""
+    units: tuple[str, ...] = ()
+    """Paths of the modules that are units of their own. The parameters of all other modules form one more unit."""
+    kept: tuple[str, ...] = ()
+    """Units whose parameters are not freed between forward and backward, which saves gathering them again (ZeRO-2)."""
+    offload: bool = False
+    """True if the shards, their gradients and the optimizer state are in host memory, where the optimizer runs."""
+
+    def __post_init__(self) -> None:
+        if self.way not in ("fsdp", "zero1", "ddp"):
+            raise DecisionError(f"shard way '{self.way}' is unknown: choose fsdp, zero1 or ddp")
+        if not 1 <= len(self.mesh) <= (2 if self.way == "fsdp" else 1) or not all(
+            type(size) is int and size > 0 for size in self.mesh
+        ):
+            raise DecisionError(
+                f"shard has mesh={self.mesh!r}: give the number of cards, or for fsdp (copies, cards for each copy)"
+            )
+        if self.way != "fsdp" and (self.units or self.offload):
+            raise DecisionError(f"shard way '{self.way}' has neither units nor offload: use fsdp for them")
+        if unknown := sorted(set(self.kept) - set(self.units)):
+            raise DecisionError(f"shard keeps '{unknown[0]}', which is not one of its units")
+
+    @property
+    def cards(self) -> int:
+        """Number of cards."""
+        return math.prod(self.mesh)
+
+    @property
+    def reorders_sums(self) -> bool:
+        return True
+
+    def excludes(self, other: Decision) -> str | None:
+        if other.steps_in_backward:
+            return "step-in-backward uses each gradient before those of the other cards are added to it"
+        if other.eight_bit_state and self.way != "ddp":
+            return "bitsandbytes' optimizers do not take sharded parameters"
+        return None
+
+    def describe(self) -> str:
+        if self.way == "ddp":
+            return f"a copy of the model on each of {self.cards} cards (DistributedDataParallel)"
+        if self.way == "zero1":
+            return f"a copy of the model on each of {self.cards} cards, with divided optimizer state (ZeRO-1)"
+        copies = f"{self.mesh[0]} copies, each sharded over {self.mesh[1]}" if len(self.mesh) > 1 else "sharded over"
+        text = f"{copies} cards (FSDP2)" if len(self.mesh) > 1 else f"{copies} {self.cards} cards (FSDP2)"
+        if self.units:
+            text += f", in units {module_listing(self.units)}"
+        if self.kept:
+            text += f"; gathered once in a step: {module_listing(self.kept)}"
+        return text + (", with the shards in host memory" if self.offload else "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from planner.errors import WorkloadError
 from planner.recording.step_graph import Category, Op
-from planner.recording.storage_table import StorageTable
+from planner.recording.storage_table import StorageTable, local_part
 from planner.virtual_gpu.values.data_dependence import DataDependence
 
 
@@ -110,7 +110,7 @@ class Updates:
         known = (pair for optimizer in self._optimizers for pair in optimizer.state.items())
         states = (state for p, state in known if self._names.get(id(p)) not in self._is_sparse)
         tensors = (value for state in states for value in state.values() if isinstance(value, torch.Tensor))
-        return {index for tensor in tensors if (index := self._table.storage_of(tensor)) is not None}
+        return {index for tensor in tensors if (index := self._table.storage_of(local_part(tensor))) is not None}
 
     def _got_gradient(self, parameter: torch.Tensor) -> None:
         """Hook of a parameter, which autograd calls after it has accumulated into `parameter.grad`."""
@@ -127,7 +127,7 @@ class Updates:
     def _before_update(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """Hook that runs before every `optimizer.step`."""
         self._depth += 1
-        if not any(map(self._table.watches, _parameters_of(optimizer))):
+        if not any(self._table.watches(local_part(parameter)) for parameter in _parameters_of(optimizer)):
             raise WorkloadError(
                 f"the step calls step() of {type(optimizer).__name__}, which has no parameter of the model: give this "
                 "optimizer as optimizer=..., and use the one that the step function gets"
@@ -135,12 +135,11 @@ class Updates:
         if not self.in_setup:
             self.in_backward = torch._C._current_autograd_node() is not None
             self._began = None if self.in_backward else self._table.next_tick()
-            for parameter in _parameters_of(
-                optimizer
-            ):  # a step may set gradients itself, as `torch.autograd.grad` does
-                if parameter.grad is not None and id(parameter) in self._names:
-                    self._table.mark(parameter.grad, Category.GRADIENT)
-                    self._is_sparse.setdefault(self._names[id(parameter)], parameter.grad.is_sparse)
+            for parameter in _parameters_of(optimizer):
+                # A step may set gradients itself, as `torch.autograd.grad` and FSDP2 do.
+                if parameter.grad is not None and (name := self._names.get(id(parameter))) is not None:
+                    self._table.mark(parameter.grad, Category.GRADIENT, name=name)
+                    self._is_sparse.setdefault(name, parameter.grad.is_sparse)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """Hook that runs after every `optimizer.step`."""
@@ -148,7 +147,7 @@ class Updates:
         updated, self._waiting = self._waiting, []
         if self.in_backward:
             for weight in updated:
-                if (storage := self._table.storage_of(weight)) is not None:
+                if (storage := self._table.storage_of(local_part(weight))) is not None:
                     self._updated[storage] = self._names[id(weight)]
         # An update inside of backward uses the gradients of the waiting parameters; a later update uses all.
         parameters: Iterable[torch.Tensor] = updated if self.in_backward else tuple(optimizer.state)

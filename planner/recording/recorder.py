@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.recording.categories import classify, note_obstacles
+from planner.recording.collectives import Ranks
 from planner.recording.flops import flops_of
 from planner.recording.gradients import Backwards, Updates
 from planner.recording.module_calls import OWN_GENERATOR, ModuleCalls
@@ -48,7 +49,7 @@ from planner.recording.op_schema import (
 )
 from planner.recording.saved_tensors import SavedTensors
 from planner.recording.step_graph import Category, Op, Phase, StepGraph
-from planner.recording.storage_table import StorageTable
+from planner.recording.storage_table import StorageTable, local_part
 from planner.virtual_gpu import sparse_tensors
 from planner.virtual_gpu.in_place import InPlaceRule
 from planner.virtual_gpu.kernels import kernels_of
@@ -71,10 +72,17 @@ class Recorder(TorchDispatchMode):
         what_if: True to also record what every module saves, from which candidates for recomputing are derived.
         in_place: decides which ops are recorded as in-place, because they would run in place on real tensors although
             they return a new tensor for fake tensors. If it is None, ops are recorded as they run.
+        is_rank: True if the process is one rank of several.
     """
 
     def __init__(
-        self, device: str, *, virtual: bool = True, what_if: bool, in_place: InPlaceRule | None = None
+        self,
+        device: str,
+        *,
+        virtual: bool = True,
+        what_if: bool,
+        in_place: InPlaceRule | None = None,
+        is_rank: bool = False,
     ) -> None:
         super().__init__()
         self.virtual = virtual
@@ -91,6 +99,7 @@ class Recorder(TorchDispatchMode):
         self.sequence = -1
         """Number of nodes that autograd had created when the last op that made or changed a storage had run."""
         self._paused = False
+        self._ranks = Ranks(self.table, self.pause) if is_rank else None
         self._kernels = kernels_of(device)
         self._saved = SavedTensors(self, self.table, self.calls, self.data_dependence.known)
         self._own_step = False
@@ -116,6 +125,8 @@ class Recorder(TorchDispatchMode):
         if op is torch.ops.prim.device.default:  # two thirds of all calls: C++ asks a fake for its device
             return args[0].fake_device
         kwargs = kwargs or {}
+        if self._ranks is not None and any(issubclass(kind, self._ranks.wrappers) for kind in types):
+            return NotImplemented
         if self._paused or op.namespace in _IGNORED_NAMESPACES:
             return op(*args, **kwargs)
         if kwargs.get("generator") is not None:
@@ -232,6 +243,8 @@ class Recorder(TorchDispatchMode):
         if traits.writes:
             targets = nested_tensors(traits.written_arguments(args, kwargs))
             record.written = tuple(i for t in targets if watches(t) and (i := storage_of(t)) is not None)
+        if self._ranks is not None:
+            record.collective = self._ranks.note(op, args, kwargs)
         # 3. Notes for later: the last op that made a storage, reads after an update in backward, in-place writes.
         if record.makes_or_changes:
             self.sequence = torch.autograd._get_sequence_nr()
@@ -329,7 +342,7 @@ class Recorder(TorchDispatchMode):
             else contextlib.nullcontext()
         )
         try:
-            with hooks, self._backwards.watching():
+            with hooks, self._backwards.watching(), self._ranks.watching() if self._ranks else contextlib.nullcontext():
                 yield
         finally:
             for handle in handles:
@@ -340,7 +353,7 @@ class Recorder(TorchDispatchMode):
         for name, module in model.named_modules():
             is_norm = isinstance(module, torch.nn.modules.batchnorm._NormBase)
             for _, buffer in module.named_buffers(recurse=False):
-                if (storage := self.table.storage_of(buffer)) is not None:
+                if (storage := self.table.storage_of(local_part(buffer))) is not None:
                     self._buffers[storage] = (name, is_norm)
 
     def setup_ends(self) -> None:
@@ -372,8 +385,8 @@ class Recorder(TorchDispatchMode):
         idle = self.updates.idle_state() if primed else set()
         self.table.close(ticks)
         storages = self.table.storages
-        if primed:  # remove storages that died before the steps, and state that a real step does not make
-            for index, storage in enumerate(storages):
+        if primed or self._ranks is not None:  # remove storages that died before the steps, such as whole parameters
+            for index, storage in enumerate(storages):  # and optimizer state that a real step does not make
                 storage.lives = [] if index in idle else [life for life in storage.lives if life[1] > self._setup_tick]
         note_obstacles(self.calls.all, self._writes, self._buffers, storages)
         graph = StepGraph(

@@ -20,7 +20,7 @@ from planner.recording.module_state import changed_state, host_random_state, pla
 from planner.recording.recorder import Recorder
 from planner.recording.step_graph import Category, StepGraph
 from planner.recording.virtual_batch import learn_values, virtual_batch
-from planner.virtual_gpu import backend, fake_tensor_cache, kernels, quantized_weights, rnn
+from planner.virtual_gpu import backend, fake_tensor_cache, kernels, quantized_weights, ranks, rnn
 from planner.virtual_gpu.cuda_functions import empty_cache
 from planner.virtual_gpu.forked_process import Child, Refuse
 from planner.virtual_gpu.in_place import InPlaceRule
@@ -114,7 +114,11 @@ def on_virtual_gpu(target: backend.Target, refuse: Refuse, *, what_if: bool) -> 
         torch.autograd.set_multithreading_enabled(False),
         backend.VirtualGpuMode(),
     ):
-        recorder = Recorder(target.device, what_if=what_if, in_place=InPlaceRule(target.device))
+        if target.cards > 1:
+            ranks.join(target.device, cards=target.cards, rank=target.rank)
+        recorder = Recorder(
+            target.device, what_if=what_if, in_place=InPlaceRule(target.device), is_rank=target.cards > 1
+        )
         empty_cache.on_call = recorder.table.note_cache_release
         recorder.data_dependence.on_refusal_in_backward = refuse
         recorder.data_dependence.install(target.autograd_key)
@@ -202,11 +206,11 @@ def record_steps(
     if recorder.virtual:
         hook_errors.install(model)
     with recorder:
-        for name, tensor in _in_order_of_arrival(model):
-            recorder.mark(tensor, Category.PARAMETER, name=name)
+        _mark_parameters(recorder, model)
         for path, tensor in tensors_of(batch):
             recorder.mark(tensor, Category.INPUT, name=path)
         step, optimizers = prepare(model)
+        _mark_parameters(recorder, model)  # sharding replaces them
         with recorder.watching(model, optimizers, own_step=own_step is not None):
             if trained is not None:
                 recorder.updates.note_trained(trained)
@@ -310,6 +314,11 @@ def make_virtual(model: torch.nn.Module, device: str, known: ShadowValues | None
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
             if device == backend.NAME:
                 rnn.flatten_weights(module)
+
+
+def _mark_parameters(recorder: Recorder, model: torch.nn.Module) -> None:
+    for name, tensor in _in_order_of_arrival(model):
+        recorder.mark(tensor, Category.PARAMETER, name=name)
 
 
 def _in_order_of_arrival(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

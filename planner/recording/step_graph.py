@@ -30,6 +30,20 @@ class Phase(enum.StrEnum):
     """Ops between a backward and the next forward: unscaling, clipping, optimizer step, zeroing of gradients."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """A collective that an op runs."""
+
+    kind: str
+    """Name of the op without its namespace, such as '_allgather_base_'."""
+    size_bytes: int
+    """Bytes of the larger of its inputs and its outputs."""
+    cards: int
+    """Number of ranks that take part."""
+    span: int
+    """Distance between the first and the last of these ranks, plus 1."""
+
+
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Op:
     """One op that ran below autograd: a kernel call, or a view."""
@@ -71,6 +85,8 @@ class Op:
     """True if the op changes an argument in place."""
     written: tuple[int, ...] = ()
     """Indices of the storages that the op changes in place."""
+    collective: Collective | None = None
+    """The collective that the op runs together with other ranks; None for other ops."""
     draws_random_numbers: bool = False
     """True if the op advances the random generator; dropout and attention with dropout do."""
 
@@ -98,6 +114,8 @@ class Storage:
     """Shape of the first tensor that was seen on the storage; empty for memory that belongs to no tensor."""
     dtype: str = ""
     """Dtype of that tensor, such as 'float32'; empty for memory that belongs to no tensor."""
+    stream: int = 0
+    """Number of the CUDA stream in which the storage is allocated; 0 for the default stream."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

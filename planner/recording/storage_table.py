@@ -6,13 +6,14 @@ its death at the moment at which PyTorch frees the memory.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.recording.step_graph import Category, Storage
-from planner.virtual_gpu import sparse_tensors
+from planner.virtual_gpu import sparse_tensors, streams
 
 
 class StorageTable:
@@ -33,6 +34,8 @@ class StorageTable:
         self.birth_op: int | None = None
         """Index of the op that new storages are attributed to; None during the setup."""
         self._alive: dict[int, tuple[int, int, weakref.ref]] = {}  # storage pointer -> (index, birth, finalizer)
+        self._freed: dict[int, tuple[int, weakref.ref]] = {}
+        """Storages that were resized to 0: pointer -> (index, finalizer)."""
 
     def next_tick(self) -> int:
         """Advances the clock by one event and returns its tick."""
@@ -82,20 +85,46 @@ class StorageTable:
                     op=self.birth_op,
                     shape=tuple(tensor.shape),
                     dtype=str(tensor.dtype).removeprefix("torch."),
+                    stream=streams.current().number,
                 )
             )
         else:
             index = adopt
 
         def died(_: weakref.ref, pointer: int = pointer) -> None:
-            dead, born, _finalizer = self._alive.pop(pointer)
-            self.storages[dead].lives.append((born, self.next_tick()))
+            if pointer in self._alive:  # else its memory was freed before, by a resize
+                self._ends(pointer)
+            self._freed.pop(pointer, None)
 
         self._alive[pointer] = (index, birth, weakref.ref(untyped, died))
         return index
 
+    def resized(self, untyped: torch.UntypedStorage) -> None:
+        """Notes that a storage has another size now: one life ends and, unless the size is 0, another begins."""
+        pointer, size_bytes = untyped._cdata, untyped.nbytes()
+        if pointer in self._alive:
+            index, _, finalizer = self._ends(pointer)
+        elif pointer in self._freed:
+            index, finalizer = self._freed.pop(pointer)
+        else:
+            return  # of another device, or never seen: it is registered when an op uses it
+        if not size_bytes:
+            self._freed[pointer] = index, finalizer
+            return
+        if size_bytes != self.storages[index].size_bytes:
+            self.storages.append(dataclasses.replace(self.storages[index], size_bytes=size_bytes, lives=[]))
+            index = len(self.storages) - 1
+        self._alive[pointer] = index, self.next_tick(), finalizer
+
+    def _ends(self, pointer: int) -> tuple[int, int, weakref.ref]:
+        """Ends the life of the storage at a pointer, and returns its entry."""
+        entry = self._alive.pop(pointer)
+        self.storages[entry[0]].lives.append((entry[1], self.next_tick()))
+        return entry
+
     def mark(self, tensor: torch.Tensor | None, category: Category, *, name: str = "") -> None:
         """Sets category and name of a tensor's storage. A sparse tensor has storages for its indices and its values."""
+        tensor = None if tensor is None else local_part(tensor)
         if tensor is not None and tensor.is_sparse:
             of_model = sparse_tensors.has_elements(tensor)
             for part in sparse_tensors.parts_of(tensor):
@@ -104,6 +133,12 @@ class StorageTable:
                     self._describe(index, category, name)
         elif tensor is not None and (index := self.storage_of(tensor)) is not None:
             self._describe(index, category, name)
+
+    def mark_if_temporary(self, tensor: torch.Tensor, category: Category) -> None:
+        """Sets the category of a tensor's storage if it has no other one yet."""
+        index = self.storage_of(tensor)
+        if index is not None and self.storages[index].category is Category.TEMPORARY:
+            self.storages[index].category = category
 
     def _describe(self, index: int, category: Category, name: str) -> None:
         """Sets the category of a storage, and its name if it has none, so that tied weights keep their first name."""
@@ -115,3 +150,8 @@ class StorageTable:
         for index, birth, _finalizer in self._alive.values():
             self.storages[index].lives.append((birth, ticks))
         self._alive.clear()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the part of a DTensor that this rank has; another tensor unchanged."""
+    return getattr(tensor, "_local_tensor", tensor)

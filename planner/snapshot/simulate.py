@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from planner.allocator.blocks import Block, Placement
 from planner.allocator.caching_allocator import CachingAllocator
@@ -16,7 +17,7 @@ from planner.snapshot.history import Action, Event, History
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimulatedHistory:
-    """The history of a simulated allocator that starts empty and gets a sequence of requests on stream 0."""
+    """The history of a simulated allocator that starts empty and gets a sequence of requests."""
 
     history: History
     requests: tuple[int, ...]
@@ -36,6 +37,7 @@ def simulate(
     settings: AllocatorSettings = PYTORCH_DEFAULTS,
     card_bytes: int | None = None,
     descending: bool = False,
+    streams: Mapping[int, int] = MappingProxyType({}),
 ) -> SimulatedHistory:
     """Runs allocations and frees through an empty simulated allocator.
 
@@ -45,6 +47,7 @@ def simulate(
         settings: Options of the allocator.
         card_bytes: Total memory of the card, as for `planner.allocator.replay.replay`.
         descending: True if each new segment lies below the segment before it, False if above.
+        streams: The CUDA stream of each storage that is not allocated in the default stream.
 
     Raises:
         OutOfMemory: a request does not fit in the capacity.
@@ -63,18 +66,21 @@ def simulate(
     causes: list[int] = []
     for index, (storage, size_bytes) in enumerate(requests):
         if size_bytes:
-            block = allocator.malloc(size_bytes)
+            stream = streams.get(storage, 0)
+            block = allocator.malloc(size_bytes, stream)
             alive[storage] = block, index
             if allocator.allocated_bytes > peak_bytes:
                 peak_bytes, peak_request = allocator.allocated_bytes, index
-            events += [Event(taken if size > 0 else released, address, abs(size), 0) for address, size in exchanges]
+            events += [
+                Event(taken if size > 0 else released, address, abs(size), stream) for address, size in exchanges
+            ]
             exchanges.clear()
-            events.append(Event(Action.ALLOC, block.address, size_bytes, 0))
+            events.append(Event(Action.ALLOC, block.address, size_bytes, stream))
         else:
             block, _ = alive.pop(storage)
-            freed = block.requested_bytes
-            events.append(Event(Action.FREE_REQUESTED, block.address, freed, 0))
-            events.append(Event(Action.FREE_COMPLETED, block.address, freed, 0))
+            freed, stream = block.requested_bytes, streams.get(storage, 0)
+            events.append(Event(Action.FREE_REQUESTED, block.address, freed, stream))
+            events.append(Event(Action.FREE_COMPLETED, block.address, freed, stream))
             allocator.free(block)
         causes += [index] * (len(events) - len(causes))
     return SimulatedHistory(

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from planner.profiles.device import DeviceProfile
-from planner.virtual_gpu import quantized_weights
+from planner.virtual_gpu import quantized_weights, streams
 from planner.virtual_gpu.autocast import Autocast
 from planner.virtual_gpu.cuda_functions import redirect_cuda_functions
 from planner.virtual_gpu.fake_tensor_cache import FakeTensorCache
@@ -95,13 +95,23 @@ class Target:
     """Number of multiprocessors of the simulated card."""
     memory_bytes: int = 0
     """Total memory of the simulated card in bytes."""
+    cards: int = 1
+    """Number of processes that train together, each on a card of its own."""
+    rank: int = 0
+    """Number of the process whose step is rehearsed, counted from 0."""
 
     @classmethod
-    def of(cls, card: DeviceProfile | None) -> Target:
-        """Returns the target for a card, or for the CPU if `card` is None."""
+    def of(cls, card: DeviceProfile | None, *, cards: int = 1, rank: int = 0) -> Target:
+        """Returns the target for one of several cards, or for a process on the CPU if `card` is None."""
         if card is None:
-            return cls(compute_capability=None)
-        return cls(compute_capability=card.compute_capability, sm_count=card.sm_count, memory_bytes=card.vram_bytes)
+            return cls(compute_capability=None, cards=cards, rank=rank)
+        return cls(
+            compute_capability=card.compute_capability,
+            sm_count=card.sm_count,
+            memory_bytes=card.vram_bytes,
+            cards=cards,
+            rank=rank,
+        )
 
     @property
     def device(self) -> str:
@@ -116,6 +126,14 @@ class Target:
 
 class _DeviceModule:
     """The module `torch.vgpu`. It has the functions that PyTorch calls in the module of an accelerator."""
+
+    Stream, Event = streams.Stream, streams.Event
+    stream = staticmethod(streams.entered)
+    current_stream = staticmethod(streams.current)
+    default_stream = staticmethod(streams.default)
+
+    def set_device(self, device: object) -> None:
+        pass
 
     def _is_in_bad_fork(self) -> bool:
         return False

