@@ -71,7 +71,7 @@ def assemble_plan(
         max_slowdown=constraints.max_slowdown,
         baseline=session.baseline.measured.footprint,
         peak=certified.measured.footprint,
-        decisions=certified.choice.decisions,
+        decisions=(*session.workload.sharding, *certified.choice.decisions),
         fits=shortfall is None,
         certified=True,
         solver=SolverFacts(

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from planner.profiles.links import Links
+
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -83,6 +85,9 @@ class DeviceProfile:
     """
     allocator: bool = True
     """True if the caching allocator is simulated; False if only the bytes of tensors are counted (card 'bare')."""
+
+    links: Links | None = None
+    """The links to other cards; None if the card trains alone. Profile files do not have them (`links.links`)."""
 
     def __post_init__(self) -> None:
         """Raises `ProfileError` if a field has a wrong value."""

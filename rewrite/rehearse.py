@@ -13,7 +13,15 @@ import torch
 
 from planner.estimate.add_workspaces import with_workspaces
 from planner.estimate.footprint import with_whole_batch
-from planner.plan_types.decision_base import Decision, Role, micro_batch_size_of, micro_batches_of, without_roles
+from planner.plan_types.decision_base import (
+    Decision,
+    Role,
+    cards_of,
+    has_role,
+    micro_batch_size_of,
+    micro_batches_of,
+    without_roles,
+)
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
 from planner.recording.rehearsal import Between, MakeBatch, Rehearsal
@@ -137,7 +145,7 @@ def start_rehearsal(
             derived from it.
         between: functions that run between steps; each of them is recorded twice after the steps.
     """
-    decisions = without_roles(decisions, Role.ALLOCATOR)  # the recording does not depend on the allocator
+    decisions = _with_sharding(workload, without_roles(decisions, Role.ALLOCATOR))  # the recording has no allocator
     _import_once(decisions)
     shortened = tuple(decision.with_micro_batches(len(sizes)) for decision in decisions)
     rewrite = _rewriter(workload, shortened)
@@ -161,7 +169,7 @@ def start_rehearsal(
         batch_size=workload.batch_size,
         not_by_sample=workload.not_by_sample,
         prepare=prepare,
-        target=Target.of(card, cards=workload.cards, rank=workload.rank),
+        target=Target.of(card, cards=cards_of(decisions)),
         answers=workload.answers,
         micro_batch_sizes=sizes,
         steps=steps,
@@ -200,7 +208,7 @@ def start_forward(workload: Workload, card: DeviceProfile, samples: int) -> Chil
         values_from=workload.batch,
         batch_size=samples,
         prepare=prepare,
-        target=Target.of(card, cards=workload.cards, rank=workload.rank),
+        target=Target.of(card),
         answers=workload.answers,
         micro_batch_sizes=(samples,),
         steps=1,
@@ -218,6 +226,7 @@ def start_update(
         decisions: the decisions, without micro-batching and recomputing, on which the update does not depend.
         trained: names of the parameters that have a gradient.
     """
+    decisions = _with_sharding(workload, decisions)
     _import_once(decisions)
     rewrite = _rewriter(workload, decisions)
 
@@ -242,7 +251,7 @@ def start_update(
         batch_size=workload.batch_size,
         not_by_sample=workload.not_by_sample,
         prepare=prepare,
-        target=Target.of(card, cards=workload.cards, rank=workload.rank),
+        target=Target.of(card, cards=cards_of(decisions)),
         answers=workload.answers,
         micro_batch_sizes=(1,),
         steps=1,
@@ -250,6 +259,11 @@ def start_update(
         what_if=False,
         trained=tuple(trained),
     ).start()
+
+
+def _with_sharding(workload: Workload, decisions: Sequence[Decision]) -> tuple[Decision, ...]:
+    """Return the decisions with the one by which several cards train together, unless they have one."""
+    return (*(() if has_role(decisions, Role.SHARDING) else workload.sharding), *decisions)
 
 
 def _adding_to_gradients(

@@ -51,7 +51,7 @@ class Candidate:
         self._graph, self._granularity_bytes = graph, granularity_bytes(card)
         self._host_copies = roofline.HostCopies(card=card, repeats=roofline.repetitions(graph, split.micro_batches))
         self._op_ns = roofline.op_times_ns(graph, card, split.micro_batches)
-        self.step_ns = sum(self._op_ns)
+        self.step_ns = roofline.step_ns(graph, card, split.micro_batches)
         """Step time in nanoseconds without recompute: no plan of this candidate is faster."""
         self.optimizer_ns = optimizer_ns(graph, self._op_ns)
         self._cheapest: dict[tuple[int, int | None], Selection | None] = {}

@@ -95,7 +95,7 @@ def measure(
         module=op.module if op else "",
         op=op.name if op else "",
         breakdown=_breakdown(by_category[:, tick], reserved, card),
-        step_ns=sum(roofline.op_times_ns(graph, card, micro_batches)),
+        step_ns=roofline.step_ns(graph, card, micro_batches),
         flops=roofline.step_flops(graph, micro_batches),
         most=_named(by_category.max(axis=1)),
     )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from planner.estimate.lanes import exposed_ns
 from planner.profiles.device import DeviceProfile
 from planner.recording.step_graph import Op, Phase, StepGraph
 
@@ -28,7 +29,7 @@ are smallest at 1.7 over all five tables, and at 2.5 over the two tables of trai
 
 def op_ns(op: Op, card: DeviceProfile) -> int:
     """Returns the time that one op takes when it runs once, in nanoseconds."""
-    if op.is_view:
+    if op.is_view or op.collective is not None:  # `lanes` has the time of collectives
         return 0
     by_flops_s = op.flops / card.flops_per_s.get(op.dtype, card.flops_per_s["fp32"])
     by_bytes_s = op.moved_bytes / card.memory_bandwidth_bytes_per_s
@@ -62,6 +63,12 @@ def op_times_ns(graph: StepGraph, card: DeviceProfile, micro_batches: int) -> li
     """
     counts = _counts(graph, micro_batches)
     return [op_ns(op, card) * count for op, count in zip(graph.ops, counts, strict=True)]
+
+
+def step_ns(graph: StepGraph, card: DeviceProfile, micro_batches: int) -> int:
+    """Returns the time of one training step in nanoseconds, with the time for which it waits for other cards."""
+    times = op_times_ns(graph, card, micro_batches)
+    return sum(times) + exposed_ns(graph, card, times, _counts(graph, micro_batches))
 
 
 def step_flops(graph: StepGraph, micro_batches: int) -> int:

@@ -136,6 +136,16 @@ class Decision:
         return {}
 
     @property
+    def cards(self) -> int:
+        """Number of cards that train together."""
+        return 1
+
+    @property
+    def divides_parameters_by(self) -> int:
+        """Number of cards among which the parameters and gradients of one model are divided; 1 if each has all."""
+        return 1
+
+    @property
     def reorders_sums(self) -> bool:
         """True if the step adds the same numbers in another order, so that its results differ by rounding errors."""
         return False
@@ -222,6 +232,11 @@ def optimizer_kernel_of(decisions: Iterable[Decision]) -> str | None:
 def frozen_modules_of(decisions: Iterable[Decision]) -> tuple[str, ...]:
     """Names of the modules whose parameters are not trained."""
     return tuple(name for decision in decisions for name in decision.frozen_modules)
+
+
+def cards_of(decisions: Iterable[Decision]) -> int:
+    """Number of cards that train together."""
+    return max((decision.cards for decision in decisions), default=1)
 
 
 def allocator_options_of(decisions: Iterable[Decision]) -> dict[str, bool | int]:

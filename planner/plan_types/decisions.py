@@ -154,8 +154,11 @@ class Shard(Decision):
 
     @property
     def cards(self) -> int:
-        """Number of cards."""
         return math.prod(self.mesh)
+
+    @property
+    def divides_parameters_by(self) -> int:
+        return self.mesh[-1] if self.way == "fsdp" else 1
 
     @property
     def reorders_sums(self) -> bool:

@@ -73,6 +73,8 @@ def uses_batch_statistics(op: torch._ops.OpOverload, args: tuple, kwargs: dict) 
     return bool(in_training) and args[0].shape[0] > 1
 
 
+_OF_RANKS = ("c10d", "_c10d_functional", "fsdp")
+"""Namespaces of the ops that copy buffers and exchange them with other ranks. NCCL's memory is not the allocator's."""
 _NO_SCRATCH_TAGS = frozenset({torch.Tag.pointwise, torch.Tag.inplace_view})
 """Ops with one of these tags take no scratch memory."""
 
@@ -89,7 +91,13 @@ def op_traits(op: torch._ops.OpOverload) -> OpTraits:
     )
     is_view = any(result.alias_info is not None for result in schema.returns) and not written
     takes_tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
-    known = is_view or not takes_tensors or not _NO_SCRATCH_TAGS.isdisjoint(op.tags) or is_known(str(op))
+    known = (
+        is_view
+        or not takes_tensors
+        or op.namespace in _OF_RANKS
+        or not _NO_SCRATCH_TAGS.isdisjoint(op.tags)
+        or is_known(str(op))
+    )
     of_values = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
     asks_values = not of_values.isdisjoint(op.tags) or str(op) in BOUNDED
     return OpTraits(name=str(op), is_view=is_view, written=written, scratch_known=known, asks_values=asks_values)

@@ -33,6 +33,8 @@ _IDEMPOTENT = ("aten.clamp_", "aten.clamp_min_", "aten.clamp_max_", "aten.relu_.
 """Ops that change nothing if they run a second time. Forwards use them to constrain trained parameters."""
 _READ_SHAPES = ("_like.", ".new_", "sym_size", "sym_numel")
 """Parts of the names of ops that read only shapes of their arguments."""
+_OF_RANKS = (Category.UNSHARDED, Category.COMMUNICATION)
+"""Memory that FSDP2 and DistributedDataParallel keep between the steps. The forwards overwrite it."""
 _ITEM_BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
 
 
@@ -67,9 +69,14 @@ def _left_behind(graph: StepGraph) -> dict[int, Op]:
     """
     trained, inputs = _trained(graph), _inputs(graph)
     derived, left, again = trained | inputs, {}, set[int]()
+    is_rank, in_model = any(op.collective for op in graph.ops), set[tuple[int, int]]()
     for index, op in enumerate(graph.ops):
         if op.phase is not Phase.FORWARD or op.is_view:
             continue
+        if op.call is not None:
+            in_model.add((op.step, op.micro_batch))
+        elif is_rank and (op.step, op.micro_batch) not in in_model:
+            continue  # DistributedDataParallel sends buffers and makes its buckets before the model runs
         written = _written(op)
         if op.step:
             again |= written
@@ -83,7 +90,9 @@ def _left_behind(graph: StepGraph) -> dict[int, Op]:
     return {
         storage: op
         for storage, op in left.items()
-        if storage not in inputs and (storage in derived or storage in again or _dies(graph, storage))
+        if storage not in inputs
+        and graph.storages[storage].category not in _OF_RANKS
+        and (storage in derived or storage in again or _dies(graph, storage))
     }
 
 

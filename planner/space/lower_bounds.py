@@ -68,7 +68,8 @@ def lower_bound_bytes(
         optimizer_peak_bytes: peak of the baseline while its optimizer steps.
         state_bytes: size of the baseline's optimizer state.
     """
-    parameter_bytes = sum(map(stored_bytes, workload.model.parameters()))
+    shards = max((decision.divides_parameters_by for decision in workload.sharding), default=1)
+    parameter_bytes = sum(map(stored_bytes, workload.model.parameters())) // shards
     if workload.step is not None:  # while one of its optimizers steps, activations may be alive and gradients be freed
         return parameter_bytes
     frozen = {id(p) for name in set(frozen_modules_of(config)) for p in workload.model.get_submodule(name).parameters()}
@@ -81,7 +82,7 @@ def lower_bound_bytes(
     # Parameters are always alive, and so are all gradients unless the backward frees each of them.
     least_bytes = parameter_bytes
     if not in_backward:
-        least_bytes += sum(p.numel() * p.itemsize for p in still_trained.with_gradient)
+        least_bytes += sum(p.numel() * p.itemsize for p in still_trained.with_gradient) // shards
     if eight_bit:
         return least_bytes + least_state_bytes(workload.model, still_trained.with_state)
     # If the state is not known to be proportional to the parameters that have state, no state is counted.

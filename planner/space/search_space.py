@@ -24,6 +24,7 @@ from planner.plan_types.decisions import (
     Optimizer,
     OptimizerKernel,
     Precision,
+    ShardedPrecision,
     StepInBackward,
 )
 from planner.plan_types.techniques import KINDS
@@ -198,6 +199,14 @@ def _precisions(workload: Workload, card: DeviceProfile, constraints: Constraint
         {str(p.dtype).removeprefix("torch.") for p in workload.model.parameters() if p.requires_grad} - {"float32"}
     ):
         why_not = f"trained parameters are {odd[0]}, and autocast needs fp32 master weights"
+    is_sharded = any(decision.divides_parameters_by > 1 for decision in workload.sharding)
+    if is_sharded and "bf16" in card.native_dtypes and not constraints.force(Precision):
+        return _alternatives(constraints, ShardedPrecision, None if why_not else (ShardedPrecision(),), why_not)
+    if constraints.force(ShardedPrecision):
+        raise DecisionError(
+            f"sharded-precision is forced, but parameters are {'not gathered in bf16' if is_sharded else 'not sharded'}"
+            " here: do not force it"
+        )
     decisions = None if why_not else (Precision(dtype=card.native_dtypes[0]),)
     if why_not and constraints.allow(Precision):
         notes.append(f"no autocast: {why_not}")
@@ -216,7 +225,10 @@ def _optimizers(workload: Workload, constraints: Constraints, notes: list[str]) 
     """
     named = by_name(workload.optimizer)
     is_own = workload.step is not None
-    reasons = {name: why_not_eight_bit(spec, workload.model, of_own_step=is_own) for name, spec in named.items()}
+    divides = next((why for sharding in workload.sharding if (why := sharding.excludes(Optimizer()))), None)
+    reasons = {
+        name: divides or why_not_eight_bit(spec, workload.model, of_own_step=is_own) for name, spec in named.items()
+    }
     able, why_not = tuple(name for name in named if reasons[name] is None), next(iter(reasons.values()))
     for name, reason in reasons.items():
         if reason and constraints.allow(Optimizer):
@@ -242,7 +254,7 @@ def _updates(workload: Workload, constraints: Constraints, notes: list[str]) -> 
         why_not = "the gradients of several batches are added up before the optimizer may use them"
         if constraints.allow(StepInBackward):
             notes.append(f"no step in backward: {why_not}")
-    elif several_processes():
+    elif several_processes() or workload.sharding:
         why_not = "gradients of several processes are added up before the optimizer may use them"
     elif isinstance(optimizer, str):
         why_not = None

@@ -73,8 +73,22 @@ def _let_data_parallel_run() -> None:
     def init(self: torch.nn.parallel.DistributedDataParallel, *arguments: Any, **options: Any) -> None:
         initialise(self, *arguments, **options)
         self.register_comm_hook(None, _averaged)
+        self.logger = _SilentLogger(self.logger)
 
     patched.DistributedDataParallel.__init__ = init
+
+
+class _SilentLogger:
+    """A logger of DistributedDataParallel that collects no times, and does not warn that this device has none."""
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._logger, name)
+
+    def set_runtime_stats_and_log(self) -> None:
+        pass
 
 
 def _averaged(state, bucket):  # PyTorch compares annotations with classes, and here they would be texts

@@ -139,5 +139,5 @@ class RunRecordings:
         setup, moments = moments_of(
             graph, (TRAINING_STEP, TRAINING_STEP), self._slots, granularity_bytes=granularity_bytes(self._card)
         )
-        times = roofline.op_times_ns(graph, self._card, self._parts)
-        return RecordedStep(setup=setup, moment=moments[TRAINING_STEP], step_ns=sum(times), is_predicted=is_predicted)
+        step_ns = roofline.step_ns(graph, self._card, self._parts)
+        return RecordedStep(setup=setup, moment=moments[TRAINING_STEP], step_ns=step_ns, is_predicted=is_predicted)

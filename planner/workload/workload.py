@@ -14,6 +14,7 @@ import torch
 from planner.errors import WorkloadError
 from planner.plan_types.adapter import Adapter
 from planner.plan_types.answers import NOTHING_STATED, Answers
+from planner.plan_types.decision_base import Decision
 from planner.plan_types.fingerprint import fingerprint
 from planner.plan_types.plan import ModelFacts, TrainingProgram, WorkloadFacts
 from planner.plan_types.quantized import element_count
@@ -67,10 +68,8 @@ class Workload:
     """JSON data from which the batch was made (`batch_of_shapes`); None if it was not made from such data."""
     step: StepFn | None = None
     """The user's own training step; None for the planner's step of forward, loss, backward and update."""
-    cards: int = 1
-    """Number of cards that train together. `batch` is the part of the batch that one of them gets."""
-    rank: int = 0
-    """Number of the card whose step is planned, counted from 0. The first one holds the most if shards are uneven."""
+    sharding: tuple[Decision, ...] = ()
+    """The decision by which several cards train together; empty for one card. `batch` is the part of one card."""
     stream: BatchStream | None = None
     """The batches of the run, if they came from a source of batches."""
     is_by_sample_stated: bool = True
@@ -309,11 +308,17 @@ def has_mapping_for_each_sample(batch: Any) -> bool:
 
 
 def resized(
-    batch: Any, batch_size: int, *, device: str = "meta", present: int | None = None, not_by_sample: Iterable[str] = ()
+    batch: Any,
+    batch_size: int,
+    *,
+    device: str | None = "meta",
+    present: int | None = None,
+    not_by_sample: Iterable[str] = (),
 ) -> Any:
-    """Returns a copy of the batch on `device` that has its first `batch_size` samples, repeated if there are fewer.
+    """Returns a copy of the batch that has its first `batch_size` samples, repeated if there are fewer.
 
     Args:
+        device: device of the copy; None to leave each tensor on its own.
         present: number of samples that the batch has; None to find it out (`batch_size_of`).
         not_by_sample: paths of the tensors that are the same for all samples, and stay the same.
     """
@@ -322,7 +327,7 @@ def resized(
     times = -(-batch_size // present)
 
     def resize(tensor: torch.Tensor) -> torch.Tensor:
-        moved = tensor.to(device)
+        moved = tensor if device is None else tensor.to(device)
         has_samples = tensor.dim() and tensor.shape[0] == present and id(tensor) not in unchanged
         return torch.cat([moved] * times)[:batch_size].clone() if has_samples else moved
 
@@ -330,7 +335,9 @@ def resized(
         if len(mappings) != present:
             return None
         repeated = (mappings * times)[:batch_size]
-        return [map_batch(lambda tensor: tensor.to(device, copy=True), mapping) for mapping in repeated]
+        return [
+            map_batch(lambda tensor: tensor.to(device or tensor.device, copy=True), mapping) for mapping in repeated
+        ]
 
     return map_batch(resize, batch, of_mappings=resize_list)
 

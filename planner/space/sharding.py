@@ -1,0 +1,124 @@
+"""The ways in which several cards can train one model, and the units that FSDP2 gathers together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import torch
+
+from planner.errors import WorkloadError
+from planner.plan_types.decisions import Shard
+from planner.plan_types.quantized import is_quantized
+from planner.profiles.links import CARDS_PER_NODE
+
+WAYS = ("ddp", "zero1", "zero2", "fsdp")
+"""Names of the ways that users can choose from, from the one that divides least among the cards to that which divides
+most. 'zero2' is FSDP2 whose parameters stay gathered between forward and backward."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cards:
+    """The cards that train together, as the user describes them."""
+
+    count: int
+    mesh: tuple[int, ...] | None = None
+    """Copies of the model, and cards that hold one copy together; None to let the planner choose."""
+    way: str | None = None
+    """One of `WAYS`; None to let the planner choose."""
+    offload: bool = False
+    """True if shards are in host memory."""
+    per_node: int = CARDS_PER_NODE
+    """Number of cards in a machine."""
+    link: str | None = None
+    """Name of the link within a machine (`planner.profiles.links.known`); None for the fastest one of the card."""
+
+    def __post_init__(self) -> None:
+        if type(self.count) is not int or self.count < 2:
+            raise WorkloadError(f"cards={self.count!r}: give the number of cards, at least 2, or leave it out for one")
+        if self.way is not None and self.way not in WAYS:
+            raise WorkloadError(
+                f"'{self.way}' is no known way to train on several cards: choose from {', '.join(WAYS)}"
+            )
+        if self.mesh is not None:
+            copies_and_shards = len(self.mesh) == 2 and all(size > 1 for size in self.mesh)
+            if not copies_and_shards or self.mesh[0] * self.mesh[1] != self.count:
+                raise WorkloadError(
+                    f"a mesh of {' x '.join(map(str, self.mesh))} does not have {self.count} cards: give the number of "
+                    f"copies and the cards for each copy, such as {max(self.count // 8, 2)}x{min(self.count // 2, 8)}"
+                )
+            if self.way in ("ddp", "zero1"):
+                raise WorkloadError(
+                    f"a mesh is for sharded models, and '{self.way}' does not shard: leave the mesh out"
+                )
+        if self.offload and self.way in ("ddp", "zero1"):
+            raise WorkloadError(f"offloading is for sharded models, and '{self.way}' does not shard: use fsdp")
+
+
+def shardings(model: torch.nn.Module, cards: Cards) -> tuple[Shard, ...]:
+    """Returns the ways to train on these cards, from the one that divides least to the one that divides most."""
+    units, shard_mesh = repeated_blocks(model), cards.mesh or (cards.count,)
+    refuse_quantized(model)
+    by_way = {
+        "ddp": Shard(way="ddp", mesh=(cards.count,)),
+        "zero1": Shard(way="zero1", mesh=(cards.count,)),
+        "zero2": Shard(way="fsdp", mesh=shard_mesh, units=units, kept=units, offload=cards.offload),
+        "fsdp": Shard(way="fsdp", mesh=shard_mesh, units=units, offload=cards.offload),
+    }
+    if cards.way is not None:
+        return (by_way[cards.way],)
+    sharded_only = cards.mesh is not None or cards.offload
+    ways = tuple(way for way in WAYS if not (sharded_only and way in ("ddp", "zero1")))
+    return tuple(by_way[way] for way in ways if way != "zero2" or units)
+
+
+def refuse_quantized(model: torch.nn.Module) -> None:
+    """Raises `WorkloadError` if the model has quantized parameters, which FSDP2 cannot divide."""
+    for name, parameter in model.named_parameters():
+        if is_quantized(parameter):
+            raise WorkloadError(
+                f"'{name}' has 4-bit weights, which cannot be planned for several cards: train adapters on weights in "
+                "full precision (--lora), or plan for one card"
+            )
+
+
+def repeated_blocks(model: torch.nn.Module) -> tuple[str, ...]:
+    """Returns the paths of the blocks that a model repeats, such as 'model.layers.0': the outermost ones.
+
+    Blocks are modules of one class in the same container, at least two, which have parameters and modules of their
+    own. A block that shares a parameter with a module outside of it is left out: FSDP2 would divide the parameter
+    twice.
+    """
+    owners = Counter(
+        id(parameter)
+        for module in model.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None
+    )
+    blocks: list[str] = []
+    for path, container in model.named_modules():
+        if any(path == block or path.startswith(f"{block}.") for block in blocks):
+            continue
+        composite = {
+            name: child
+            for name, child in container.named_children()
+            if any(True for _ in child.children()) and any(True for _ in child.parameters())
+        }
+        kinds = Counter(map(type, composite.values()))
+        if not isinstance(container, (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)):
+            continue
+        for name, child in composite.items():
+            if kinds[type(child)] > 1 and _is_alone(child, owners):
+                blocks.append(f"{path}.{name}".lstrip("."))
+    return tuple(blocks)
+
+
+def _is_alone(block: torch.nn.Module, owners: Counter[int]) -> bool:
+    """True if no module outside of the block has one of its parameters."""
+    inside = Counter(
+        id(parameter)
+        for module in block.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None
+    )
+    return all(owners[number] == count for number, count in inside.items())
