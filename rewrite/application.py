@@ -141,7 +141,9 @@ def apply(
     if isinstance(rewritten.step, TrainingStep):
         if not has_role(plan.decisions, Role.SHARDING):
             rewritten.step.require_wrapper()
-        rewritten.step.observers += _checks(plan, rewritten._rewriting)
+            rewritten.step.observers += _checks(plan, rewritten._rewriting)
+        else:
+            logger.warning("the first step is not compared with the original model, because the model is on several cards")
     elif makes_checks and has_role(plan.decisions, *REPLACE_FORWARDS):
         logger.warning(
             "the first step is not compared with the original modules, because only the step function knows the loss; "
@@ -311,6 +313,7 @@ def apply_decisions(
             scaler=rewriting.scaler,
             scheduler=None if scheduler is None else make_scheduler(scheduler, rewriting.optimizer),
             split=rewriting.split,
+            rank_share=rewriting.rank_share,
             backward=rewriting.backward,
             decisions=tuple(by_kind.values()),
             observers=_recompute_checks(rewriting),

@@ -49,6 +49,7 @@ class Rewriting:
             terms over which its loss is a mean.
         backward: context of a backward that updates the parameters itself; None if the optimizer steps after it.
         chunked_head: module that computes its logits in chunks; None if the loss is not computed in chunks.
+        rank_share: function that takes the batch of a rank, and returns the factor of its loss; None for one process.
         wrapper: module through which the model is called, such as DistributedDataParallel; None if it is called itself.
         recompute_check: compares the tensors that backward gets in watched modules with those of their forward; None if
         no module is watched.
@@ -79,6 +80,7 @@ class Rewriting:
         self.loss_terms: Callable[[Any, int], torch.Tensor | float] | None = None
         self.backward: Callable[[], contextlib.AbstractContextManager] | None = None
         self.chunked_head: torch.nn.Module | None = None
+        self.rank_share: Callable[[Any], torch.Tensor] | None = None
         self.wrapper: torch.nn.Module | None = None
         self.recompute_check: RecomputeCheck | None = None
         self.changes: list[Change] = []

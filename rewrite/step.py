@@ -36,6 +36,8 @@ class TrainingStep:
 
     Args:
         split: splits a batch into micro-batches; None to train on the whole batch at once.
+        rank_share: returns the factor of this rank's loss for a batch; None for one process. The mean over the ranks of
+            the loss that is returned is then the loss of the batches of all of them.
         backward: returns the context of a backward that updates the parameters itself; None if the optimizer steps
             after backward.
         decisions: the plan's decisions, which are saved in `state_dict`.
@@ -54,6 +56,7 @@ class TrainingStep:
         scaler: torch.amp.GradScaler | None = None,
         scheduler: LRScheduler | None = None,
         split: BatchSplitter | None = None,
+        rank_share: Callable[[Any], torch.Tensor] | None = None,
         backward: Callable[[], contextlib.AbstractContextManager] | None = None,
         decisions: Sequence[Decision] = (),
         observers: tuple[StepObserver, ...] = (),
@@ -68,6 +71,7 @@ class TrainingStep:
         self.scheduler = scheduler
         self.observers = observers
         self._split = split
+        self._rank_share = rank_share
         self._backward = backward
         self._decisions = tuple(decisions)
         self._closed = False
@@ -106,7 +110,10 @@ class TrainingStep:
     def _accumulate_gradients(self, batch: Any) -> torch.Tensor:
         """Run forward and backward of each micro-batch, and return the loss of the batch."""
         total = None
+        share = None if self._rank_share is None else self._rank_share(batch)
         for part, weight, no_sync in self._micro_batches(batch):
+            if share is not None:
+                weight = share if weight is None else share * weight
             with no_sync:
                 loss = self._loss(part, weight)
                 if weight is not None:

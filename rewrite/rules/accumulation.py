@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -22,10 +20,11 @@ from planner.errors import DecisionError
 from planner.plan_types.decisions import Accumulation
 from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import EmittedCode, assignment
+from planner.rewrite.loss_terms import loss_terms_of
 from planner.rewrite.portable.batch_slicing import count_samples, map_tensors, samples_between
 from planner.rewrite.portable.loss_and_clipping import weighted
-from planner.rewrite.rewriting import LossWeight, Rewriting
-from planner.workload.model_loss import own_loss
+from planner.rewrite.portable.loss_terms import counted_labels, samples_only
+from planner.rewrite.rewriting import Rewriting
 
 
 def accumulation(rewriting: Rewriting, decision: Accumulation) -> None:
@@ -40,17 +39,7 @@ def accumulation(rewriting: Rewriting, decision: Accumulation) -> None:
             f"the plan has {decision.micro_batches} micro-batches of {decision.micro_batch_size} samples, but a batch "
             f"of {rewriting.batch_size} samples makes {needed}: make the plan again for this batch size"
         )
-    # The loss is a mean over the terms that the user states. Otherwise they are read from the model, or are samples.
-    loss_terms: Callable[[Any, int], torch.Tensor | float]
-    if rewriting.loss_weight is not None:
-        loss_terms = functools.partial(_stated_terms, loss_weight=rewriting.loss_weight)
-    else:
-        own = own_loss(rewriting.model, rewriting.calling, rewriting.loss_fn)
-        loss_terms = (
-            samples_only
-            if own is None
-            else functools.partial(counted_labels, shifted=own.shifted, ignored=own.ignored, divides=own.divides)
-        )
+    loss_terms = loss_terms_of(rewriting)
     rewriting.loss_terms = loss_terms
     rewriting.split = functools.partial(
         micro_batches,
@@ -59,15 +48,6 @@ def accumulation(rewriting: Rewriting, decision: Accumulation) -> None:
         loss_terms=loss_terms,
         not_by_sample=rewriting.not_by_sample,
     )
-
-
-def _stated_terms(batch: Any, samples: int, *, loss_weight: LossWeight) -> float:
-    """Return the number of terms in a batch, according to the user's function `loss_weight`, as a Python float.
-
-    A tensor on a GPU would not do: a quotient of integer tensors is computed in fp32, and a micro-batch with 0 terms
-    could only be skipped after a synchronization.
-    """
-    return float(loss_weight(batch))
 
 
 # ---- below: the text that runs here is the text that is emitted -------------------------------------------------
@@ -94,32 +74,6 @@ def micro_batches(batch, *, micro_batch_size, batch_size, loss_terms, not_by_sam
         share = loss_terms(part, stop - start) / terms
         if isinstance(share, torch.Tensor) or share != 0:  # a mean over no terms has the gradient NaN
             yield part, share
-
-
-def samples_only(batch, samples):
-    """Return the number of terms of a loss that is a mean over samples: the number of samples.
-
-    For a loss that is a mean over other terms, pass your own function that counts them as `loss_terms`. For a loss that
-    is a sum, that function must return 1.
-    """
-    return samples
-
-
-def counted_labels(batch, samples, *, shifted, ignored, divides=False):
-    """Return the number of terms of a loss that is a mean over `batch["labels"]`, as a tensor on their device.
-
-    Without integer labels the loss is a mean over samples, and the result is their number.
-
-    shifted: if True, the first label of each sample does not count. ignored: labels of this value do not count.
-    divides: if True and the batch has `num_items_in_batch`, the loss is a sum divided by that number. The losses of
-    micro-batches then add up without weights, so the result is 1.
-    """
-    if divides and batch.get("num_items_in_batch") is not None:
-        return 1.0
-    labels = batch.get("labels")
-    if not isinstance(labels, torch.Tensor) or labels.dim() < 1 or labels.is_floating_point():
-        return samples
-    return (labels[..., 1:] if shifted and labels.dim() > 1 else labels).ne(ignored).sum(dtype=torch.float64)
 
 
 def accumulation_source(plan: Plan, decision: Accumulation) -> EmittedCode:

@@ -12,6 +12,7 @@ parameters; its groups get the new ones here.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -21,6 +22,8 @@ from planner.errors import DecisionError
 from planner.plan_types.decisions import Shard
 from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import EmittedCode
+from planner.rewrite.loss_terms import loss_terms_of
+from planner.rewrite.portable.loss_terms import share_of_rank
 from planner.rewrite.rewriting import Rewriting
 
 
@@ -38,6 +41,13 @@ def shard(rewriting: Rewriting, decision: Shard) -> None:
             f"--nproc-per-node {decision.cards}, and call torch.distributed.init_process_group() before the plan is "
             "applied"
         )
+    rewriting.rank_share = functools.partial(
+        share_of_rank,
+        batch_size=rewriting.batch_size,
+        loss_terms=loss_terms_of(rewriting),
+        device=next(rewriting.model.parameters()).device,
+        not_by_sample=rewriting.not_by_sample,
+    )
     if decision.way == "fsdp":
         _fully_shard(rewriting, decision)
     else:

@@ -1,0 +1,49 @@
+"""How many terms a loss is a mean over, in a batch or a part of it; and the share of a rank in the loss of all ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from planner.rewrite.portable.batch_slicing import count_samples
+
+# ---- below: the text that runs here is the text that is emitted -------------------------------------------------
+
+
+def samples_only(batch, samples):
+    """Return the number of terms of a loss that is a mean over samples: the number of samples.
+
+    For a loss that is a mean over other terms, pass your own function that counts them as `loss_terms`. For a loss that
+    is a sum, that function must return 1.
+    """
+    return samples
+
+
+def counted_labels(batch, samples, *, shifted, ignored, divides=False):
+    """Return the number of terms of a loss that is a mean over `batch["labels"]`, as a tensor on their device.
+
+    Without integer labels the loss is a mean over samples, and the result is their number.
+
+    shifted: if True, the first label of each sample does not count. ignored: labels of this value do not count.
+    divides: if True and the batch has `num_items_in_batch`, the loss is a sum divided by that number. The losses of
+    micro-batches then add up without weights, so the result is 1.
+    """
+    if divides and batch.get("num_items_in_batch") is not None:
+        return 1.0
+    labels = batch.get("labels")
+    if not isinstance(labels, torch.Tensor) or labels.dim() < 1 or labels.is_floating_point():
+        return samples
+    return (labels[..., 1:] if shifted and labels.dim() > 1 else labels).ne(ignored).sum(dtype=torch.float64)
+
+
+def share_of_rank(batch, *, batch_size, loss_terms, device, not_by_sample=()):
+    """Return the factor for the loss of this rank with which the mean over all ranks is the loss of the whole batch.
+
+    FSDP2 and DistributedDataParallel average the gradients of the ranks. If the ranks have different numbers of terms,
+    such as labels that are not ignored, that mean alone would weigh the terms of different ranks differently.
+    """
+    terms = loss_terms(batch, count_samples(batch, batch_size, not_by_sample))
+    if not isinstance(terms, torch.Tensor):
+        terms = torch.full((), float(terms), dtype=torch.float64, device=device)
+    total = terms.clone()
+    torch.distributed.all_reduce(total)
+    return terms * torch.distributed.get_world_size() / total

@@ -1,0 +1,263 @@
+"""Several processes that train together by gloo reach the weights of one process that trains with the whole batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from planner.errors import DecisionError
+from planner.plan_types.decisions import Accumulation, ChunkedLoss, Decision, OptimizerKernel, Shard
+from planner.plan_types.recompute_decisions import Checkpoint
+from planner.rewrite.application import Rewritten, apply_decisions
+from planner.space.sharding import repeated_blocks
+from planner.virtual_gpu.forked_process import Child, run_in_child
+from planner.workload.call_convention import Calling
+from planner.workload.workload import resized
+from tests.support.truth import LANGUAGE, TEXT_TO_TEXT, hugging_face, mean_square, tied, with_loss
+
+pytestmark = pytest.mark.slow
+
+SAMPLES, STEPS = 8, 3
+DEEP = {**LANGUAGE, "num_hidden_layers": 3}
+
+
+class Blocks(torch.nn.Module):
+    """Blocks with layer normalization and a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.LayerNorm(24), torch.nn.Linear(24, 24), torch.nn.GELU()) for _ in range(3)
+        )
+        self.out = torch.nn.Linear(24, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.out(x)
+
+
+class Half(Blocks):
+    """The same, with a frozen block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+
+
+def convolutions() -> torch.nn.Module:
+    blocks = [
+        torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3, padding=1), torch.nn.GroupNorm(2, 8), torch.nn.SiLU())
+        for _ in range(2)
+    ]
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.Sequential(*blocks), torch.nn.Flatten(), torch.nn.Linear(2048, 8)
+    )
+
+
+def with_ignored_labels(build: Callable) -> Callable:
+    """The same model and batch. The samples have different numbers of labels that count."""
+
+    def built():
+        model, batch, loss_fn = build()
+        for sample, row in enumerate(batch["labels"]):
+            row[: len(row) * sample // (SAMPLES + 1)] = -100
+        return model, batch, loss_fn
+
+    return built
+
+
+def language(kind: str, head: str, **settings: object) -> Callable:
+    return with_ignored_labels(hugging_face(kind, head, batch_size=SAMPLES, **settings))
+
+
+LLAMA = language("llama", "LlamaForCausalLM", **DEEP, num_key_value_heads=2)
+MODELS = {
+    "llama": LLAMA,
+    "bert, tied": language("bert", "BertForMaskedLM", **LANGUAGE, hidden_dropout_prob=0, attention_probs_dropout_prob=0),
+    "gpt2": language("gpt2", "GPT2LMHeadModel", n_embd=32, n_layer=2, n_head=4, vocab_size=60, resid_pdrop=0,
+                     embd_pdrop=0, attn_pdrop=0),
+    "qwen3": language("qwen3", "Qwen3ForCausalLM", **LANGUAGE, num_key_value_heads=2, head_dim=8),
+    "mixtral": language("mixtral", "MixtralForCausalLM", **LANGUAGE, num_key_value_heads=2, num_local_experts=2),
+    "t5": language("t5", "T5ForConditionalGeneration", **TEXT_TO_TEXT, decoder_start_token_id=0, dropout_rate=0),
+    "gemma": language("gemma", "GemmaForCausalLM", **LANGUAGE, num_key_value_heads=2, head_dim=8),
+    "roberta": language("roberta", "RobertaForMaskedLM", **LANGUAGE, hidden_dropout_prob=0,
+                        attention_probs_dropout_prob=0),
+    "blocks": with_loss(Blocks, SAMPLES, 24),
+    "frozen block": with_loss(Half, SAMPLES, 24),
+    "convolutions": with_loss(convolutions, SAMPLES, 3, 16, 16),
+    "wide": with_loss(lambda: torch.nn.Sequential(torch.nn.Linear(24, 70), torch.nn.Tanh(), torch.nn.Linear(70, 8)),
+                      SAMPLES, 24),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """A training on several cards that is compared with one on a single card."""
+
+    build: Callable
+    cards: int = 2
+    decisions: Callable[[torch.nn.Module], tuple[Decision, ...]] = lambda model: ()
+    """Decisions besides the sharding."""
+    shard: Callable[[torch.nn.Module, int], Shard]
+    max_grad_norm: float | None = None
+
+
+def fsdp(model: torch.nn.Module, cards: int) -> Shard:
+    return Shard(way="fsdp", mesh=(cards,), units=repeated_blocks(model))
+
+
+def kept(model: torch.nn.Module, cards: int) -> Shard:
+    return dataclasses.replace(fsdp(model, cards), kept=repeated_blocks(model)[:1])
+
+
+def hybrid(model: torch.nn.Module, cards: int) -> Shard:
+    return dataclasses.replace(fsdp(model, cards), mesh=(2, cards // 2))
+
+
+def offloaded(model: torch.nn.Module, cards: int) -> Shard:
+    return dataclasses.replace(fsdp(model, cards), offload=True)
+
+
+def copies(way: str) -> Callable[[torch.nn.Module, int], Shard]:
+    return lambda model, cards: Shard(way=way, mesh=(cards,))
+
+
+SPLIT = Accumulation(micro_batch_size=1, micro_batches=4)
+TRAININGS = {
+    **{f"{name}, FSDP2": Training(build=build, shard=fsdp) for name, build in MODELS.items()},
+    "three uneven shards": Training(build=with_loss(Blocks, 6, 24), shard=fsdp, cards=3),
+    "kept": Training(build=LLAMA, shard=kept),
+    "hybrid": Training(build=LLAMA, shard=hybrid, cards=4),
+    "offloaded": Training(build=LLAMA, shard=offloaded),
+    "clipped": Training(build=LLAMA, shard=fsdp, max_grad_norm=0.01),
+    "accumulated": Training(build=LLAMA, shard=fsdp, decisions=lambda model: (SPLIT,)),
+    "accumulated and clipped": Training(
+        build=LLAMA, shard=kept, decisions=lambda model: (SPLIT,), max_grad_norm=0.01
+    ),
+    "checkpointed": Training(
+        build=LLAMA, shard=fsdp, decisions=lambda model: (Checkpoint(modules=repeated_blocks(model)),)
+    ),
+    "loss in chunks": Training(
+        build=LLAMA, shard=fsdp, decisions=lambda model: (ChunkedLoss(module="lm_head", chunks=2),)
+    ),
+    "fused optimizer": Training(
+        build=LLAMA, shard=fsdp, decisions=lambda model: (OptimizerKernel(kernel="fused"),)
+    ),
+    "DDP": Training(build=LLAMA, shard=copies("ddp")),
+    "DDP, accumulated": Training(build=LLAMA, shard=copies("ddp"), decisions=lambda model: (SPLIT,)),
+    "ZeRO-1": Training(build=LLAMA, shard=copies("zero1")),
+    "ZeRO-1, tied": Training(build=tied, shard=copies("zero1")),
+}  # fmt: skip
+
+
+def applied(training: Training, model: torch.nn.Module, samples: int, loss_fn, batch, *decisions: Decision) -> Rewritten:
+    return apply_decisions(
+        decisions,
+        model,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+        calling=Calling.of(batch, loss_fn),
+        batch_size=samples,
+        loss_fn=loss_fn,
+        max_grad_norm=training.max_grad_norm,
+    )
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the whole weights. All ranks have to call this."""
+    return {
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().cpu().clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+def built(training: Training):
+    model, batch, loss_fn = training.build()
+    doubled = {
+        name: value.double() if value.is_floating_point() else value for name, value in batch.items()
+    } if isinstance(batch, dict) else batch if isinstance(batch, torch.Tensor) else tuple(
+        value.double() for value in batch
+    )  # fmt: skip
+    return model.double().train(), doubled, loss_fn
+
+
+def samples_of(batch: object) -> int:
+    return len(next(iter(batch.values())) if isinstance(batch, dict) else batch if torch.is_tensor(batch) else batch[0])
+
+
+def compute_losses_in_double() -> None:
+    """Keeps transformers from rounding logits to fp32 before the loss. To be called in a child process."""
+    to_float = torch.Tensor.float
+    torch.Tensor.float = lambda self, **options: (
+        self if self.dtype is torch.float64 else to_float(self, **options)
+    )  # fmt: skip
+
+
+def rank_of(training: Training, rank: int, folder: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+    torch.set_num_threads(1)
+    compute_losses_in_double()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=training.cards)
+    model, batch, loss_fn = built(training)
+    samples = samples_of(batch) // training.cards
+    part = _rows(batch, rank * samples, samples)
+    decisions = (training.shard(model, training.cards), *training.decisions(model))
+    rewritten = applied(training, model, samples, loss_fn, part, *decisions)
+    losses = [rewritten.step(part).double() for _ in range(STEPS)]
+    for loss in losses:
+        dist.all_reduce(loss)
+    found = weights(rewritten.module), [float(loss) / training.cards for loss in losses]
+    dist.barrier()
+    return found
+
+
+def _rows(batch: object, start: int, count: int) -> object:
+    if isinstance(batch, dict):
+        return {name: value[start : start + count] for name, value in batch.items()}
+    return batch[start : start + count] if torch.is_tensor(batch) else tuple(v[start : start + count] for v in batch)
+
+
+def alone(training: Training) -> tuple[dict[str, torch.Tensor], list[float]]:
+    torch.set_num_threads(1)
+    compute_losses_in_double()
+    model, batch, loss_fn = built(training)
+    rewritten = applied(training, model, samples_of(batch), loss_fn, batch)
+    losses = [float(rewritten.step(batch)) for _ in range(STEPS)]
+    return weights(rewritten.module), losses
+
+
+def together(training: Training) -> list[tuple[dict[str, torch.Tensor], list[float]]]:
+    with tempfile.TemporaryDirectory() as folder:
+        children = [Child(lambda _, rank=rank: rank_of(training, rank, folder)) for rank in range(training.cards)]
+        return [child.result() for child in children]
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_several_cards_train_as_one_does(name):
+    training = TRAININGS[name]
+    (expected, losses), ranks = run_in_child(lambda: alone(training)), together(training)
+    before = {key: value.clone() for key, value in built(training)[0].state_dict().items()}
+    assert any(not torch.equal(before[key], value) for key, value in expected.items() if value.is_floating_point())
+    for found, found_losses in ranks:
+        assert found_losses == pytest.approx(losses, rel=1e-12)
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert torch.allclose(found[key], value, rtol=1e-9, atol=1e-12), key
+
+
+def test_another_number_of_processes_is_refused():
+    model, batch, _ = built(Training(build=LLAMA, shard=fsdp))
+    training = Training(build=LLAMA, shard=fsdp)
+    with pytest.raises(DecisionError, match="the plan is for 2 cards, and 1 processes train: start them with torchrun"):
+        applied(training, model, 4, None, batch, fsdp(model, 2))
+
+
+def test_the_batch_of_a_card_is_a_part_of_the_whole():
+    _, batch, _ = with_loss(Blocks, SAMPLES, 24)()
+    part = resized(batch, 2, device=None, present=SAMPLES)
+    assert torch.equal(part[0], batch[0][:2])
+    assert mean_square(part[1], part) == 0
