@@ -143,7 +143,7 @@ def apply(
             rewritten.step.require_wrapper()
             rewritten.step.observers += _checks(plan, rewritten._rewriting)
         else:
-            logger.warning("the first step is not compared with the original model, because the model is on several cards")
+            logger.warning("the first step is not compared with the original model, which is on several cards now")
     elif makes_checks and has_role(plan.decisions, *REPLACE_FORWARDS):
         logger.warning(
             "the first step is not compared with the original modules, because only the step function knows the loss; "
@@ -310,6 +310,7 @@ def apply_decisions(
             loss_fn=loss_fn,
             max_grad_norm=max_grad_norm,
             autocast_dtype=rewriting.autocast_dtype,
+            device_type=None if rewriting.rank_share is None else rewriting.device_type,
             scaler=rewriting.scaler,
             scheduler=None if scheduler is None else make_scheduler(scheduler, rewriting.optimizer),
             split=rewriting.split,

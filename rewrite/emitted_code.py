@@ -34,12 +34,20 @@ class EmittedCode:
     """Context expression for a backward that also applies the updates; empty if the optimizer steps after it."""
     split: str = ""
     """Expression over `batch` that yields (micro-batch, weight of its loss); empty if the batch is not split."""
+    share: str = ""
+    """Expression over `batch`: the factor for the loss of this rank; empty for one process."""
+    cards: int = 1
+    """Number of processes that run the file."""
+    shards: bool = False
+    """True if `rewrite` divides the model among the processes, and moves its part to the device."""
     options: tuple[str, ...] = ()
     """Keyword parameters that the emitted step has because `split` needs them."""
     main_arguments: tuple[str, ...] = ()
     """Arguments that the emitted `main` passes for these `options`."""
     optimizer: str = ""
     """Source text of `make_optimizer(model)`; empty if the plan's own optimizer is used."""
+    optimizer_class: str = ""
+    """Class that divides the optimizer among the processes, and gets the optimizer's class as `optimizer_class`."""
     optimizer_options: tuple[str, ...] = ()
     """Further keyword arguments for a torch optimizer, in addition to its hyperparameters."""
 

@@ -41,6 +41,7 @@ class Rewriting:
 
     Attributes:
         not_by_sample: paths of the tensors of a batch that are the same for all samples.
+        device_type: type of the device on which the step computes.
         autocast_dtype: lower precision of forward and loss; None without autocast.
         sharded_precision: FSDP2's policy for mixed precision; None if parameters are gathered in their own dtype.
         scaler: the gradient scaler; None unless the step runs in fp16.
@@ -86,6 +87,7 @@ class Rewriting:
         self.changes: list[Change] = []
         self._latest: dict[tuple[int, str], object] = {}
         """(id of an object, name of an attribute) -> the last value to which a rule set the attribute."""
+        self.device_type = next(model.parameters()).device.type
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._choice = optimizer
 
@@ -156,10 +158,6 @@ class Rewriting:
         if self.recompute_check is None:
             self.recompute_check = RecomputeCheck()
         return self.recompute_check.watched(forward_function(module), name)
-
-    def device_type(self) -> str:
-        """Return the type of the device that the parameters are on, for `torch.autocast`."""
-        return next(self.model.parameters()).device.type
 
     def replace(self, owner: object, name: str, value: object, *, place: str) -> None:
         """Set an attribute of an object. Undo restores its former value.

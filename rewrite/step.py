@@ -35,6 +35,7 @@ class TrainingStep:
     stay in memory.
 
     Args:
+        device_type: type of the device of forwards; None for that of the parameters when a forward begins.
         split: splits a batch into micro-batches; None to train on the whole batch at once.
         rank_share: returns the factor of this rank's loss for a batch; None for one process. The mean over the ranks of
             the loss that is returned is then the loss of the batches of all of them.
@@ -53,6 +54,7 @@ class TrainingStep:
         loss_fn: LossFn | None = None,
         max_grad_norm: float | None = None,
         autocast_dtype: torch.dtype | None = None,
+        device_type: str | None = None,
         scaler: torch.amp.GradScaler | None = None,
         scheduler: LRScheduler | None = None,
         split: BatchSplitter | None = None,
@@ -67,6 +69,7 @@ class TrainingStep:
         self.loss_fn = loss_fn
         self.max_grad_norm = max_grad_norm
         self.autocast_dtype = autocast_dtype
+        self._device_type = device_type
         self.scaler = scaler
         self.scheduler = scheduler
         self.observers = observers
@@ -164,7 +167,8 @@ class TrainingStep:
         """Return the context in which forwards run: autocast, or one without effect if the step has full precision."""
         if self.autocast_dtype is None:
             return contextlib.nullcontext()
-        return torch.autocast(next(self.module.parameters()).device.type, dtype=self.autocast_dtype)
+        device_type = self._device_type or next(self.module.parameters()).device.type
+        return torch.autocast(device_type, dtype=self.autocast_dtype)
 
     def update(self) -> None:
         """Update the parameters from their gradients, then set the gradients to None. Each call of the step ends with

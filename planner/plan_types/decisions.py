@@ -90,7 +90,7 @@ class Precision(Decision):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardedPrecision(Decision):
-    """Gather parameters in a lower precision, and compute in it (FSDP2's MixedPrecisionPolicy).
+    """Run the forward and the loss under autocast, and gather sharded parameters in its dtype.
 
     The shards and the optimizer's state stay in fp32, and so does the sum of the gradients over the cards.
     """
@@ -109,8 +109,15 @@ class ShardedPrecision(Decision):
                 "bf16 or fp32"
             )
 
+    @property
+    def autocast_dtype(self) -> str | None:
+        return self.dtype
+
     def describe(self) -> str:
-        return f"sharded parameters are gathered in {self.dtype}, gradients are added up in {self.reduce_dtype}"
+        return (
+            f"mixed precision: {self.dtype} autocast, parameters are gathered in {self.dtype}, gradients added up in "
+            f"{self.reduce_dtype}"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

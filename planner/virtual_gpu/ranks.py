@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -56,7 +56,8 @@ def _let_shards_stay() -> None:
         if self._sharded_param_data.untyped_storage()._cdata != shard.untyped_storage()._cdata:
             pad(self)
 
-    FSDPParam.reset_sharded_param = pad_if_replaced
+    parameter: Any = FSDPParam  # mypy does not allow to patch methods of a class
+    parameter.reset_sharded_param = pad_if_replaced
 
 
 def _let_data_parallel_run() -> None:
@@ -70,7 +71,7 @@ def _let_data_parallel_run() -> None:
     initialise = distributed.DistributedDataParallel.__init__
 
     @functools.wraps(initialise)
-    def init(self: torch.nn.parallel.DistributedDataParallel, *arguments: Any, **options: Any) -> None:
+    def init(self: Any, *arguments: Any, **options: Any) -> None:
         initialise(self, *arguments, **options)
         self.register_comm_hook(None, _averaged)
         self.logger = _SilentLogger(self.logger)
@@ -118,7 +119,7 @@ def _compute_on_real_host(owner: type, name: str) -> None:
 class _RealHost(TorchDispatchMode):
     """A mode in which ops with a fake argument, or for the fake device, run in a fake mode, and all others really."""
 
-    def __init__(self, fakes: FakeTensorMode) -> None:
+    def __init__(self, fakes: TorchDispatchMode) -> None:
         super().__init__()
         self._fakes = fakes
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import pathlib
 import textwrap
+from collections.abc import Iterable
 
 from planner.errors import PlanFileError
 from planner.plan_types.plan import Plan, write_atomically
@@ -17,6 +18,7 @@ from planner.rewrite.emitted_code import WIDTH, EmittedCode, literal
 from planner.rewrite.emitter import own_step_source
 from planner.rewrite.emitter.check_source import CheckSource, check_source
 from planner.rewrite.emitter.header import header
+from planner.rewrite.emitter.main_of_rank import main_of_rank
 from planner.rewrite.emitter.model_source import ModelSource, batch_source, model_source
 from planner.rewrite.portable.loss_and_clipping import clip_gradients
 from planner.rewrite.rules import SOURCES
@@ -69,9 +71,12 @@ def source(plan: Plan, *, file_name: str = "train_step.py", folder: pathlib.Path
     if is_own:
         own_step_source.refuse_replaced_optimizers(fragments)
         check = CheckSource(imports=own_step_source.IMPORTS, functions=(own_step_source.CHECK,))
+    elif any(fragment.cards > 1 for fragment in fragments):
+        check = CheckSource(imports=("import os",), functions=())
     else:
         check = check_source(plan, fragments, _loss(plan, model, "batch"), _clipping(plan, fragments))
-    constants = ["\n".join(group) for group in (model.constants, *(code.constants for code in fragments)) if group]
+    groups = _without_repetition((model.constants, *(code.constants for code in fragments)))
+    constants = ["\n".join(group) for group in groups if group]
     # Several rules may need the same function: it is written once, where it is first needed.
     functions = tuple(dict.fromkeys(function for fragment in fragments for function in fragment.functions))
     helpers = [
@@ -97,7 +102,9 @@ def source(plan: Plan, *, file_name: str = "train_step.py", folder: pathlib.Path
                 own_step_source.MAIN if is_own else _main(plan, model, fragments, scaled=scaled),
             ]
             if model.build
-            else [_guidance(file_name, "make_optimizers" if is_own else "make_optimizer")]
+            else [
+                _guidance(file_name, "make_optimizers" if is_own else "make_optimizer", has_check=bool(check.functions))
+            ]
         ),
         *([_HELPERS] if helpers else []),
         *helpers,
@@ -110,7 +117,7 @@ def _planners_step(plan: Plan, fragments: list[EmittedCode], model: ModelSource)
     """Return the sources of `make_optimizer`, of defaults of the step's parameters, and of `training_step`."""
     return [
         next((fragment.optimizer for fragment in fragments if fragment.optimizer), _optimizer(plan, fragments)),
-        *(function for fragment in fragments for function in fragment.defaults),
+        *dict.fromkeys(function for fragment in fragments for function in fragment.defaults),
         _training_step(plan, fragments, model),
     ]
 
@@ -167,18 +174,37 @@ def _merged(lines: set[str]) -> set[str]:
     }
 
 
+def _without_repetition(groups: Iterable[Iterable[str]]) -> list[list[str]]:
+    """Return groups of constants without those that an earlier group has, too."""
+    seen: set[str] = set()
+    found = []
+    for group in groups:
+        found.append([constant for constant in group if constant not in seen])
+        seen.update(group)
+    return found
+
+
 def _rewrite(plan: Plan, fragments: list[EmittedCode]) -> str:
     """Return the source of `rewrite(model)`, which changes the model as the rules do."""
+    if any(fragment.shards for fragment in fragments):
+        signature, doc = "def rewrite(model, device):\n", _SHARDED_DOC
+    else:
+        signature, doc = "def rewrite(model):\n", _REWRITE_DOC
     statements = "".join(text for fragment in fragments for text in fragment.rewriting)
     if turns_cache_off(plan):
         statements += _CACHE_OFF
-    return (
-        "def rewrite(model):\n"
-        '    """Prepare the model for the planned step, in place. Parameters and `state_dict` keys stay the same."""\n'
-        f"{textwrap.indent(statements, '    ')}    return model\n"
-    )
+    return f"{signature}{doc}{textwrap.indent(statements, '    ')}    return model\n"
 
 
+_REWRITE_DOC = (
+    '    """Prepare the model for the planned step, in place. Parameters and `state_dict` keys stay the same."""\n'
+)
+_SHARDED_DOC = '''\
+    """Prepare the model for the planned step: this process keeps its shards, and moves them to the device.
+
+    The parameters become DTensors with the same names: make the optimizer afterwards.
+    """
+'''
 _CACHE_OFF = """\
 for module in model.modules():
     if getattr(getattr(module, "config", None), "use_cache", False):
@@ -209,11 +235,16 @@ def _optimizer(plan: Plan, fragments: list[EmittedCode]) -> str:
         )
     choice = OPTIMIZERS[name]
     hyperparameters = [f"{key}={literal(value)}" for key, value in choice.hyperparameters.items()]
-    arguments = ", ".join([*hyperparameters, *options])
+    dividing = next((fragment.optimizer_class for fragment in fragments if fragment.optimizer_class), "")
+    kind = [f"optimizer_class={choice.path}"] if dividing else []
+    arguments = ", ".join(["parameters", *kind, *hyperparameters, *options])
+    made = f"{dividing or choice.path}({arguments})"
+    if len(made) > WIDTH - len("    return "):
+        made = f"{dividing or choice.path}(\n        {arguments}\n    )"
     return (
         "def make_optimizer(model):\n"
         '    """Set the hyperparameters that you train with here: the plan does not depend on them."""\n'
-        f"    parameters = {parameters}\n" + _returned(f"{choice.path}(parameters, {arguments})", fragments)
+        f"    parameters = {parameters}\n" + _returned(made, fragments)
     )
 
 
@@ -246,6 +277,7 @@ def _training_step(plan: Plan, fragments: list[EmittedCode], model: ModelSource)
     forward = f"loss = {_loss(plan, model, part)}\n"
     if autocast:
         forward = f"with {autocast}:\n    {forward}"
+    share = next((fragment.share for fragment in fragments if fragment.share), "")
     # Backward, of the scaled loss if there is a gradient scaler. With step-in-backward it also updates the parameters.
     stepping = next((fragment.backward for fragment in fragments if fragment.backward), "")
     backward = "scaler.scale(loss).backward()\n" if scaled else "loss.backward()\n"
@@ -253,12 +285,16 @@ def _training_step(plan: Plan, fragments: list[EmittedCode], model: ModelSource)
         backward = f"with {stepping}:\n    {backward}"
     # A loop over micro-batches, if the batch is split, which frees each loss before the next forward.
     if split:
-        share = "if weight is not None:\n    loss = weighted(loss, weight)\n"
+        weigh = "if weight is not None:\n    loss = weighted(loss, weight)\n"
+        if share:
+            weigh = "loss = weighted(loss, share if weight is None else share * weight)\n"
         running = "total = loss.detach() if total is None else total + loss.detach()\ndel loss\n"
-        body = textwrap.indent(forward + share + backward + running, "    ")
+        body = textwrap.indent(forward + weigh + backward + running, "    ")
         compute = f"total = None\nparts = {split}\nfor part, weight in parts:\n{body}"
     else:
-        compute = forward + backward
+        compute = forward + ("loss = weighted(loss, share)\n" if share else "") + backward
+    if share:
+        compute = f"share = {share}\n{compute}"
     if any(fragment.is_watched for fragment in fragments):
         compute = f"RECOMPUTE_CHECK.begin_step()\n{compute}RECOMPUTE_CHECK.refuse_difference()\n"
     if split or any(fragment.is_watched for fragment in fragments):
@@ -278,7 +314,7 @@ def _training_step(plan: Plan, fragments: list[EmittedCode], model: ModelSource)
         + ("return total\n" if split else "return loss.detach()\n")
     )
     # The signature: parameters without a default, then those with one.
-    options = [option for fragment in fragments for option in fragment.options]
+    options = list(dict.fromkeys(option for fragment in fragments for option in fragment.options))
     named = [
         *(["scaler"] if scaled else []),
         *(["loss_fn"] if plan.workload.has_loss_fn else []),
@@ -352,10 +388,13 @@ def _main(plan: Plan, model: ModelSource, fragments: list[EmittedCode], scaled: 
     """Return the source of `main`, which trains a few steps on random data."""
     own = [
         *(["loss_fn=loss_fn"] if plan.workload.has_loss_fn else []),
-        *(argument for fragment in fragments for argument in fragment.main_arguments),
+        *dict.fromkeys(argument for fragment in fragments for argument in fragment.main_arguments),
     ]
     named = [*(["scaler=scaler"] if scaled else []), *own]
     call = f"training_step({', '.join(['model', 'optimizer', 'batch', *named])})"
+    if (cards := max((fragment.cards for fragment in fragments), default=1)) > 1:
+        is_sharded = any(fragment.shards for fragment in fragments)
+        return main_of_rank(model, call, scaled=scaled, cards=cards, is_sharded=is_sharded)
     lines = [
         "def main():",
         '    parser = argparse.ArgumentParser(description="Train a few steps on random data.")',
@@ -380,13 +419,13 @@ def _main(plan: Plan, model: ModelSource, fragments: list[EmittedCode], scaled: 
     return "\n".join(lines) + "\n"
 
 
-def _guidance(file_name: str, make_optimizer: str) -> str:
+def _guidance(file_name: str, make_optimizer: str, *, has_check: bool) -> str:
     """Return the source of `main` for a plan of a live model. It only says how to import the file's functions."""
     module = pathlib.Path(file_name).stem
     return (
         "def main():\n"
         "    raise SystemExit(\n"
         '        "The plan was made for a live model, which this file cannot build. Where yours is built:\\n"\n'
-        f'        "    from {module} import check, {make_optimizer}, rewrite, training_step"\n'
+        f'        "    from {module} import {"check, " if has_check else ""}{make_optimizer}, rewrite, training_step"\n'
         "    )\n"
     )

@@ -1,10 +1,10 @@
-"""How many terms a loss is a mean over, in a batch or a part of it; and the share of a rank in the loss of all ranks."""
+"""Counts the terms that a loss is a mean over, and the share of a rank in the loss of all ranks."""
 
 from __future__ import annotations
 
 import torch
 
-from planner.rewrite.portable.batch_slicing import count_samples
+from planner.rewrite.portable.batch_slicing import count_samples, map_tensors
 
 # ---- below: the text that runs here is the text that is emitted -------------------------------------------------
 
@@ -35,7 +35,7 @@ def counted_labels(batch, samples, *, shifted, ignored, divides=False):
     return (labels[..., 1:] if shifted and labels.dim() > 1 else labels).ne(ignored).sum(dtype=torch.float64)
 
 
-def share_of_rank(batch, *, batch_size, loss_terms, device, not_by_sample=()):
+def share_of_rank(batch, *, batch_size, loss_terms, not_by_sample=()):
     """Return the factor for the loss of this rank with which the mean over all ranks is the loss of the whole batch.
 
     FSDP2 and DistributedDataParallel average the gradients of the ranks. If the ranks have different numbers of terms,
@@ -43,7 +43,9 @@ def share_of_rank(batch, *, batch_size, loss_terms, device, not_by_sample=()):
     """
     terms = loss_terms(batch, count_samples(batch, batch_size, not_by_sample))
     if not isinstance(terms, torch.Tensor):
-        terms = torch.full((), float(terms), dtype=torch.float64, device=device)
+        devices = []
+        map_tensors(lambda tensor: devices.append(tensor.device), batch)
+        terms = torch.full((), float(terms), dtype=torch.float64, device=devices[0])
     total = terms.clone()
     torch.distributed.all_reduce(total)
     return terms * torch.distributed.get_world_size() / total

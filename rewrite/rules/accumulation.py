@@ -11,8 +11,10 @@ samples only see one micro-batch: batch normalization computes its statistics fr
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
+from collections.abc import Callable
 
 import torch
 
@@ -20,10 +22,10 @@ from planner.errors import DecisionError
 from planner.plan_types.decisions import Accumulation
 from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import EmittedCode, assignment
+from planner.rewrite.emitted_terms import terms_source
 from planner.rewrite.loss_terms import loss_terms_of
 from planner.rewrite.portable.batch_slicing import count_samples, map_tensors, samples_between
 from planner.rewrite.portable.loss_and_clipping import weighted
-from planner.rewrite.portable.loss_terms import counted_labels, samples_only
 from planner.rewrite.rewriting import Rewriting
 
 
@@ -77,54 +79,16 @@ def micro_batches(batch, *, micro_batch_size, batch_size, loss_terms, not_by_sam
 
 
 def accumulation_source(plan: Plan, decision: Accumulation) -> EmittedCode:
-    """Return the code that does the same as `accumulation` in an emitted file.
-
-    If the plan knows how the model's own loss counts labels, the emitted code counts them in the same way. Otherwise
-    the emitted training step has an argument `loss_terms`, a function that the user passes.
-    """
-    labels = next((entry for entry in plan.workload.batch if entry[0] == "labels"), None)
-    own = plan.workload.own_loss
-    by_labels = labels is not None and len(labels[1]) > 0 and "int" in labels[2] and own is not None and own.certain
-    counting = counted_labels if by_labels else samples_only
-    functions = (micro_batches, samples_between, count_samples, map_tensors, counting)
+    """Return the code that does the same as `accumulation` in an emitted file."""
+    terms = terms_source(plan)
     arguments = "batch, micro_batch_size=MICRO_BATCH_SIZE, batch_size=BATCH_SIZE, loss_terms=loss_terms"
-    constants = [
-        assignment("BATCH_SIZE", plan.workload.batch_size),
-        assignment("MICRO_BATCH_SIZE", decision.micro_batch_size),
-    ]
     if plan.workload.not_by_sample:
-        constants.append(assignment("NOT_BY_SAMPLE", plan.workload.not_by_sample) + _NOT_BY_SAMPLE_COMMENT)
         arguments += ", not_by_sample=NOT_BY_SAMPLE"
-    if by_labels and own is not None:
-        constants.append(assignment("LABELS_SHIFTED", own.shifted) + _SHIFTED_COMMENT)
-        constants.append(assignment("IGNORED_LABEL", own.ignored))
-        constants.append(assignment("LOSS_DIVIDES", own.divides) + _DIVIDES_COMMENT)
-    return EmittedCode(
-        imports=(
-            "import copy",
-            "import dataclasses",
-            "from collections.abc import Mapping",
-        ),
-        constants=tuple(constants),
-        functions=(
-            *map(inspect.getsource, functions),
-            inspect.getsource(weighted),
-        ),
-        defaults=(_LOSS_TERMS,) if by_labels else (),
+    functions: list[Callable] = [micro_batches, samples_between, count_samples, map_tensors]
+    first, *others = terms.constants
+    return dataclasses.replace(
+        terms,
+        constants=(first, assignment("MICRO_BATCH_SIZE", decision.micro_batch_size), *others),
+        functions=(*map(inspect.getsource, functions), *terms.functions, inspect.getsource(weighted)),
         split=f"micro_batches({arguments})",
-        options=("loss_terms=loss_terms",) if by_labels else ("loss_terms",),
-        main_arguments=() if by_labels else ("loss_terms=samples_only",),
     )
-
-
-_LOSS_TERMS = '''\
-def loss_terms(batch, samples):
-    """Count the terms that this model's loss is a mean over."""
-    return counted_labels(batch, samples, shifted=LABELS_SHIFTED, ignored=IGNORED_LABEL, divides=LOSS_DIVIDES)
-'''
-
-_NOT_BY_SAMPLE_COMMENT = "  # paths of tensors that each micro-batch gets whole"
-
-_SHIFTED_COMMENT = "  # True if the loss leaves out each sample's first label, as next-token losses do"
-
-_DIVIDES_COMMENT = "  # True if the loss is a sum divided by num_items_in_batch, for batches that have it"

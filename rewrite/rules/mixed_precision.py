@@ -31,7 +31,7 @@ def mixed_precision(rewriting: Rewriting, decision: Precision) -> None:
             )
     rewriting.autocast_dtype = _DTYPES[decision.dtype]
     if decision.dtype == "fp16":
-        rewriting.scaler = torch.amp.GradScaler(rewriting.device_type())
+        rewriting.scaler = torch.amp.GradScaler(rewriting.device_type)
 
 
 def mixed_precision_source(plan: Plan, decision: Precision) -> EmittedCode:

@@ -12,17 +12,22 @@ parameters; its groups get the new ones here.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from planner.errors import DecisionError
-from planner.plan_types.decisions import Shard
+from planner.plan_types.decisions import Shard, ShardedPrecision
 from planner.plan_types.plan import Plan
-from planner.rewrite.emitted_code import EmittedCode
+from planner.rewrite.emitted_code import EmittedCode, assignment, literal
+from planner.rewrite.emitted_terms import terms_source
 from planner.rewrite.loss_terms import loss_terms_of
+from planner.rewrite.portable.batch_slicing import count_samples, map_tensors
+from planner.rewrite.portable.loss_and_clipping import weighted
 from planner.rewrite.portable.loss_terms import share_of_rank
 from planner.rewrite.rewriting import Rewriting
 
@@ -45,7 +50,6 @@ def shard(rewriting: Rewriting, decision: Shard) -> None:
         share_of_rank,
         batch_size=rewriting.batch_size,
         loss_terms=loss_terms_of(rewriting),
-        device=next(rewriting.model.parameters()).device,
         not_by_sample=rewriting.not_by_sample,
     )
     if decision.way == "fsdp":
@@ -59,11 +63,14 @@ def _fully_shard(rewriting: Rewriting, decision: Shard) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
     names = ("replicate", "shard")[-len(decision.mesh) :]
-    options: dict[str, Any] = {"mesh": init_device_mesh(rewriting.device_type(), decision.mesh, mesh_dim_names=names)}
+    if torch.distributed.get_backend() == "nccl":  # the model may be on the host: FSDP2 moves one unit after the other
+        rewriting.device_type = "cuda"
+    mesh = init_device_mesh(rewriting.device_type, decision.mesh, mesh_dim_names=names)
+    options: dict[str, Any] = {"mesh": mesh}
     if rewriting.sharded_precision is not None:
         options["mp_policy"] = rewriting.sharded_precision
     if decision.offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=rewriting.device_type() == "cuda")
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=rewriting.device_type == "cuda")
     model = rewriting.model
     before = dict(model.named_parameters())
     for name in decision.units:
@@ -95,5 +102,59 @@ def _replicate(rewriting: Rewriting, decision: Shard) -> None:
 
 
 def shard_source(plan: Plan, decision: Shard) -> EmittedCode:
-    """Return the code that does the same as `shard` in an emitted file."""
-    return EmittedCode()
+    """Return the code that does the same as `shard` in an emitted file, which torchrun starts on each card."""
+    terms = terms_source(plan)
+    functions: list[Callable] = [share_of_rank, count_samples, map_tensors, weighted]
+    named = ", not_by_sample=NOT_BY_SAMPLE" if plan.workload.not_by_sample else ""
+    common = dataclasses.replace(
+        terms,
+        functions=(*terms.functions, *map(inspect.getsource, functions)),
+        share=f"share_of_rank(batch, batch_size=BATCH_SIZE, loss_terms=loss_terms{named})",
+        cards=decision.cards,
+    )
+    if decision.way != "fsdp":
+        return dataclasses.replace(
+            common,
+            imports=(
+                *terms.imports,
+                "from torch.nn.parallel import DistributedDataParallel",
+                *(["from torch.distributed.optim import ZeroRedundancyOptimizer"] if decision.way == "zero1" else []),
+            ),
+            rewriting=("model = DistributedDataParallel(model, gradient_as_bucket_view=True)\n",),
+            optimizer_class="ZeroRedundancyOptimizer" if decision.way == "zero1" else "",
+        )
+    names = ("replicate", "shard")[-len(decision.mesh) :]
+    mesh = f"init_device_mesh(device, {literal(decision.mesh)}, mesh_dim_names={literal(names)})"
+    options = ["mesh=mesh"]
+    if any(other.kind == ShardedPrecision.kind for other in plan.decisions):
+        options.append("mp_policy=SHARDED_PRECISION")
+    if decision.offload:
+        options.append("offload_policy=CPUOffloadPolicy(pin_memory=torch.cuda.is_available())")
+    reshard = "reshard_after_forward=name not in KEPT, " if decision.kept else ""
+    return dataclasses.replace(
+        common,
+        imports=(
+            *terms.imports,
+            "from torch.distributed.device_mesh import init_device_mesh",
+            f"from torch.distributed.fsdp import {'CPUOffloadPolicy, ' if decision.offload else ''}fully_shard",
+        ),
+        constants=(
+            *terms.constants,
+            *((_UNITS, assignment("UNITS", decision.units)) if decision.units else ()),
+            *((_KEPT, assignment("KEPT", decision.kept)) if decision.kept else ()),
+        ),
+        rewriting=(
+            f"mesh = {mesh}\noptions = dict({', '.join(options)})\n",
+            *(
+                [f"for name in UNITS:\n    fully_shard(model.get_submodule(name), {reshard}**options)\n"]
+                if decision.units
+                else []
+            ),
+            "fully_shard(model, **options)\n",
+        ),
+        shards=True,
+    )
+
+
+_UNITS = "# The parameters of each of these modules are gathered together, and those of all other modules, too."
+_KEPT = "# These modules stay gathered between forward and backward."

@@ -25,7 +25,7 @@ from planner.plan_types.plan import Plan
 from planner.rewrite.accumulation_check import AccumulationCheck, CouplingCheck
 from planner.rewrite.portable.batch_slicing import count_samples
 from planner.rewrite.portable.loss_and_clipping import weighted
-from planner.rewrite.rules.accumulation import counted_labels
+from planner.rewrite.portable.loss_terms import counted_labels
 from planner.rewrite.trainer.arguments import micro_batches
 from planner.workload.model_loss import divides_by_count, ignored_label, shifts_labels, takes_the_loss
 

@@ -79,11 +79,13 @@ def language(kind: str, head: str, **settings: object) -> Callable:
 LLAMA = language("llama", "LlamaForCausalLM", **DEEP, num_key_value_heads=2)
 MODELS = {
     "llama": LLAMA,
-    "bert, tied": language("bert", "BertForMaskedLM", **LANGUAGE, hidden_dropout_prob=0, attention_probs_dropout_prob=0),
+    "bert, tied": language("bert", "BertForMaskedLM", **LANGUAGE, hidden_dropout_prob=0,
+                           attention_probs_dropout_prob=0),
     "gpt2": language("gpt2", "GPT2LMHeadModel", n_embd=32, n_layer=2, n_head=4, vocab_size=60, resid_pdrop=0,
                      embd_pdrop=0, attn_pdrop=0),
     "qwen3": language("qwen3", "Qwen3ForCausalLM", **LANGUAGE, num_key_value_heads=2, head_dim=8),
-    "mixtral": language("mixtral", "MixtralForCausalLM", **LANGUAGE, num_key_value_heads=2, num_local_experts=2),
+    "mixtral": language("mixtral", "MixtralForCausalLM", **LANGUAGE, num_key_value_heads=2, num_local_experts=2,
+                        experts_implementation="eager"),
     "t5": language("t5", "T5ForConditionalGeneration", **TEXT_TO_TEXT, decoder_start_token_id=0, dropout_rate=0),
     "gemma": language("gemma", "GemmaForCausalLM", **LANGUAGE, num_key_value_heads=2, head_dim=8),
     "roberta": language("roberta", "RobertaForMaskedLM", **LANGUAGE, hidden_dropout_prob=0,
@@ -143,9 +145,6 @@ TRAININGS = {
     "checkpointed": Training(
         build=LLAMA, shard=fsdp, decisions=lambda model: (Checkpoint(modules=repeated_blocks(model)),)
     ),
-    "loss in chunks": Training(
-        build=LLAMA, shard=fsdp, decisions=lambda model: (ChunkedLoss(module="lm_head", chunks=2),)
-    ),
     "fused optimizer": Training(
         build=LLAMA, shard=fsdp, decisions=lambda model: (OptimizerKernel(kernel="fused"),)
     ),
@@ -156,7 +155,9 @@ TRAININGS = {
 }  # fmt: skip
 
 
-def applied(training: Training, model: torch.nn.Module, samples: int, loss_fn, batch, *decisions: Decision) -> Rewritten:
+def applied(
+    training: Training, model: torch.nn.Module, samples: int, loss_fn, batch, *decisions: Decision
+) -> Rewritten:
     return apply_decisions(
         decisions,
         model,
@@ -247,6 +248,16 @@ def test_several_cards_train_as_one_does(name):
         assert found.keys() == expected.keys()
         for key, value in expected.items():
             assert torch.allclose(found[key], value, rtol=1e-9, atol=1e-12), key
+
+
+def test_a_loss_in_chunks_is_that_of_one_card_up_to_the_rounding_of_its_logits():
+    """Logits in chunks are rounded to fp32 before the loss, as transformers does with all logits."""
+    chunks = (ChunkedLoss(module="lm_head", chunks=2),)
+    training = Training(build=LLAMA, shard=fsdp, decisions=lambda model: chunks)
+    (expected, losses), ranks = run_in_child(lambda: alone(training)), together(training)
+    for found, found_losses in ranks:
+        assert found_losses == pytest.approx(losses, rel=1e-6)
+        assert all(torch.allclose(found[key], value, rtol=1e-3, atol=1e-4) for key, value in expected.items())
 
 
 def test_another_number_of_processes_is_refused():

@@ -12,7 +12,6 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from planner.plan_types.decisions import Decision
 from planner.recording.recorder import Recorder
 from planner.recording.rehearsal import make_virtual, record_steps
 from planner.recording.step_graph import StepGraph

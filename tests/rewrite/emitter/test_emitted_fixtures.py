@@ -26,6 +26,8 @@ from planner.plan_types.decisions import (
     Optimizer,
     OptimizerKernel,
     Precision,
+    Shard,
+    ShardedPrecision,
     StepInBackward,
 )
 from planner.plan_types.plan import Plan
@@ -113,23 +115,34 @@ CASES = {
         Checkpoint(modules=LAYERS, kept=((0, 1, 2), (0, 1, 2))),
     ),
 }  # fmt: skip
+RANK_CASES = {
+    "sharded": of_roberta(
+        ShardedPrecision(),
+        Shard(way="fsdp", mesh=(2,), units=LAYERS, kept=LAYERS[1:]),
+        Accumulation(micro_batch_size=2, micro_batches=3),
+        Checkpoint(modules=LAYERS[:1]),
+    ),
+    "sharded_on_host": of_flat(Shard(way="fsdp", mesh=(2,), offload=True)),
+    "copies_with_divided_state": of_roberta(Shard(way="zero1", mesh=(2,))),
+}  # fmt: skip
+"""Files that torchrun starts. tests/ranks/test_rank_emitted.py runs them."""
 each_case = pytest.mark.parametrize("name", CASES)
 
 
 def test_every_decision_is_in_a_fixture():
-    found = {decision.kind for case in CASES.values() for decision in case.decisions}
+    found = {decision.kind for case in (CASES | RANK_CASES).values() for decision in case.decisions}
     assert found == set(KINDS)
 
 
 def test_every_fixture_has_its_plan_here():
-    assert {path.stem for path in FOLDER.glob("*.py")} == set(CASES)
+    assert {path.stem for path in FOLDER.glob("*.py")} == set(CASES | RANK_CASES)
 
 
-@each_case
+@pytest.mark.parametrize("name", CASES | RANK_CASES)
 def test_a_plan_is_emitted_as_this_text(name, monkeypatch, request):
     monkeypatch.chdir(ROOT)
     path = FOLDER / f"{name}.py"
-    text = source(CASES[name].plan(), file_name=path.name)
+    text = source((CASES | RANK_CASES)[name].plan(), file_name=path.name)
     if request.config.getoption("--rewrite-fixtures"):
         path.write_text(text)
     before = path.read_text()
