@@ -51,6 +51,7 @@ from planner.recording.step_graph import Category, Op, Phase, StepGraph
 from planner.recording.storage_table import StorageTable
 from planner.virtual_gpu import sparse_tensors
 from planner.virtual_gpu.in_place import InPlaceRule
+from planner.virtual_gpu.inference_mode import composite_kernel
 from planner.virtual_gpu.kernels import kernels_of
 from planner.virtual_gpu.source_lines import source_line
 from planner.virtual_gpu.values.data_dependence import DataDependence
@@ -116,16 +117,22 @@ class Recorder(TorchDispatchMode):
         if op is torch.ops.prim.device.default:  # two thirds of all calls: C++ asks a fake for its device
             return args[0].fake_device
         kwargs = kwargs or {}
-        if self._paused or op.namespace in _IGNORED_NAMESPACES:
+        if torch.is_inference_mode_enabled() and (kernel := composite_kernel(op, self.table.device)) is not None:
+            with self:
+                return kernel(*args, **kwargs)
+        asks_number = op is torch.ops.aten._local_scalar_dense.default
+        if self._paused or op.namespace in _IGNORED_NAMESPACES or (asks_number and not self.virtual):
             return op(*args, **kwargs)
         if kwargs.get("generator") is not None:
             self.calls.note_obstacle(self.calls.innermost[1], OWN_GENERATOR)
-        if not self.virtual:
-            return self._run_really(op, args, kwargs)
-        if op is torch.ops.aten._local_scalar_dense.default and (value := self._scalar(args[0])) is not None:
+        if asks_number and (value := self._scalar(args[0])) is not None:
             return value
         tick = self.table.next_tick()
         traits = op_traits(op)
+        if not self.virtual:
+            out = op(*args, **kwargs)
+            self._note_op(op, traits, args, kwargs, out, tick)
+            return out
         # 1. Ops that the real device runs in place: fakes return a copy, so the result is the argument itself.
         if self.in_place is not None and self.in_place(op, args, self._maker):
             self._note_op(op, traits, args, kwargs, args[0], tick)
@@ -164,15 +171,6 @@ class Recorder(TorchDispatchMode):
         if self.table.device != "cpu":  # the scratch tensors are those that CUDA's kernels allocate
             for tensor in scratch:
                 self.table.storage_of(tensor)
-        return out
-
-    def _run_really(self, op, args, kwargs):
-        """Runs an op on real tensors, records it, and returns its result."""
-        if op is torch.ops.aten._local_scalar_dense.default:
-            return op(*args, **kwargs)
-        tick = self.table.next_tick()
-        out = op(*args, **kwargs)
-        self._note_op(op, op_traits(op), args, kwargs, out, tick)
         return out
 
     def _scalar(self, tensor: torch.Tensor) -> float | bool | None:
@@ -344,7 +342,7 @@ class Recorder(TorchDispatchMode):
                     self._buffers[storage] = (name, is_norm)
 
     def setup_ends(self) -> None:
-        """Ends the setup: all later events belong to the recorded steps. The setup may have been a whole step."""
+        """Ends the setup, which may have been a whole step. All later events belong to the recorded steps."""
         self.calls.all.clear()
         self._saved.all.clear()
         self._in_setup, self._setup_tick = False, self.table.tick

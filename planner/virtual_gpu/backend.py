@@ -17,6 +17,7 @@ import functools
 import importlib
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from planner.profiles.device import DeviceProfile
-from planner.virtual_gpu import quantized_weights
+from planner.virtual_gpu import inference_mode, quantized_weights
 from planner.virtual_gpu.autocast import Autocast
 from planner.virtual_gpu.cuda_functions import redirect_cuda_functions
 from planner.virtual_gpu.fake_tensor_cache import FakeTensorCache
@@ -196,7 +197,7 @@ def _names_cuda(device: Any) -> bool:
 
 
 def _redirect_cuda_tensors() -> None:
-    """Makes `tensor.to("cuda")` and `tensor.cuda()` mean the virtual GPU."""
+    """Makes `tensor.to("cuda")`, `tensor.cuda()` and `torch.as_tensor(..., device="cuda")` mean the virtual GPU."""
     move: Any = torch.Tensor.to
 
     def to(self: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
@@ -206,8 +207,14 @@ def _redirect_cuda_tensors() -> None:
     def cuda(self: torch.Tensor, device: object = None, non_blocking: bool = False, **options: Any) -> torch.Tensor:
         return move(self, NAME, non_blocking=non_blocking, **options)
 
+    convert = torch.as_tensor
+
+    def as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
+        return convert(data, dtype=dtype, device=NAME if _names_cuda(device) else device)
+
     tensor: Any = torch.Tensor  # mypy does not allow to patch methods of a class
     tensor.to, tensor.cuda = to, cuda
+    torch.as_tensor = as_tensor
 
 
 def let_libraries_take_fakes_for_real(device: str = NAME) -> None:
@@ -235,6 +242,18 @@ def library(namespace: str) -> torch.library.Library:
     return library
 
 
+def route(name: str, function: Callable[..., Any], autograd_key: str = "AutogradPrivateUse1") -> None:
+    """Registers a function that runs instead of an op, with and without inference mode, until the process ends.
+
+    Args:
+        name: the op with its namespace and overload, such as 'aten::lstm.input'.
+        autograd_key: dispatch key of composite ops on the device of the rehearsal (`Target.autograd_key`).
+    """
+    namespace, _, op = name.partition("::")
+    library(namespace).impl(op, function, autograd_key)
+    inference_mode.note_route(name, function)
+
+
 def _register_kernels(target: Target) -> None:
     """Registers kernels for ops that run or allocate differently on CUDA than on other devices."""
     aten = library("aten")
@@ -256,7 +275,7 @@ def _register_kernels(target: Target) -> None:
         )
         return run_backend(choose_backend(call, capability), call)
 
-    aten.impl("scaled_dot_product_attention", scaled_dot_product_attention, "AutogradPrivateUse1")
+    route("aten::scaled_dot_product_attention", scaled_dot_product_attention)
 
     def like_last(grad, input):
         """Allocates the gradient as the CUDA kernel does, without intermediate tensors."""
@@ -264,7 +283,7 @@ def _register_kernels(target: Target) -> None:
 
     for name in ONE_KERNEL_ON_CUDA:
         aten.impl(name, like_last, "PrivateUse1")
-    quantized_weights.register(capability, target.sm_count, library)
+    quantized_weights.register(capability, target.sm_count, route)
 
 
 def _fused_steps_without_a_fake() -> list[str]:

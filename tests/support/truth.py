@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from planner.plan_types.decisions import Accumulation, Decision, Precision
 from planner.plan_types.recompute_decisions import Checkpoint
 from planner.recording.recorder import Recorder
-from planner.recording.rehearsal import make_virtual, record_steps
+from planner.recording.rehearsal import Between, make_virtual, record_steps
 from planner.recording.step_graph import StepGraph
 from planner.recording.virtual_batch import learn_batch, virtual_batch
 from planner.rewrite.application import apply_decisions
@@ -37,6 +37,8 @@ class Case:
     decisions: tuple[Decision, ...] = ()
     max_grad_norm: float | None = None
     step: StepFn | None = None
+    between: tuple[Callable[[torch.nn.Module], object], ...] = ()
+    """Functions of the model that run after the steps, each of them twice."""
 
     def workload(self) -> Workload:
         model, batch, loss_fn = self.build()
@@ -75,7 +77,10 @@ def rehearsal(case: Case) -> StepGraph:
 def _recorded(
     case: Case, work: Workload, batch: object, optimizers: Callable[[torch.nn.Module], Optimizers], *, virtual: bool
 ) -> StepGraph:
+    made: list[torch.nn.Module] = []
+
     def prepare(model: torch.nn.Module):
+        made.append(model)
         rewritten = apply_decisions(
             case.decisions,
             model,
@@ -104,6 +109,8 @@ def _recorded(
         primed=False,
         micro_batch_sizes=(work.batch_size,),
         own_step=work.step,
+        between=[Between(name=each.__name__, run=lambda _, each=each: each(made[0])) for each in case.between],
+        make_batch=lambda samples: batch,
     )
 
 
