@@ -215,12 +215,24 @@ def _compile_notes(model: torch.nn.Module) -> tuple[str, ...]:
 
 def _later_calls_notes(session: PlanningSession, certified: Certified) -> tuple[str, ...]:
     """Return a note if the user's own step may do other work in later calls than in the rehearsed ones."""
-    changed = certified.graph.changed_state
-    if session.workload.step is None or changed is None:
+    graph = certified.graph
+    schedule, changed = graph.schedule, graph.changed_state or "nothing that the planner sees"
+    if session.workload.step is None or schedule.is_certain:
         return ()
+    if schedule.growth_bytes:
+        return (
+            f"the calls of your step hold more and more memory, {format_size(schedule.growth_bytes)} more in each call, "
+            f"and the plan covers {schedule.watched} calls: keep fewer tensors from one call to the next (as in "
+            "collections.deque(maxlen=8)), or move them to the host",
+        )
+    if not schedule.repeats:
+        return (
+            f"the calls of your step did not repeat within {schedule.watched} calls, which the plan covers (each changes "
+            f"{changed}): if a later call does more, plan a step function that always does it",
+        )
     return (
-        f"each step changes {changed}, and the plan covers two calls: if a later call does more, such as a penalty in "
-        "each 16th step, plan a step function that always does it",
+        f"each step changes {changed}, and the plan covers {schedule.watched} calls: if a later call does more, such as "
+        f"a penalty in each {2 * schedule.watched}th step, plan a step function that always does it",
     )
 
 
@@ -229,10 +241,11 @@ def _host_memory_notes(certified: Certified) -> tuple[str, ...]:
     graph = certified.graph
     if not any(decision.needs_host_memory for decision in certified.choice.decisions):
         return ()
-    copied_bytes: dict[int, int] = {}
+    copied_bytes: dict[tuple[int, int], int] = {}
     for op in graph.ops:
-        if op.host_bytes and op.phase is Phase.FORWARD and op.step == graph.steps - 1:
-            copied_bytes[op.micro_batch] = copied_bytes.get(op.micro_batch, 0) + op.host_bytes
+        if op.host_bytes and op.phase is Phase.FORWARD and op.step >= graph.steps - graph.schedule.period:
+            part = op.step, op.micro_batch
+            copied_bytes[part] = copied_bytes.get(part, 0) + op.host_bytes
     most_bytes = max(copied_bytes.values(), default=0)
     return (f"offloading keeps up to {format_size(most_bytes)} in pinned host memory",)
 

@@ -7,6 +7,7 @@ its death at the moment at which PyTorch frees the memory.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -93,6 +94,16 @@ class StorageTable:
 
         self._alive[pointer] = (index, birth, weakref.ref(untyped, died))
         return index
+
+    def held_bytes(self) -> int:
+        """Returns the bytes of all storages that are alive now."""
+        return sum(self.storages[index].size_bytes for index, _, _ in self._alive.values())
+
+    def lives(self) -> Iterator[tuple[int, int, int | None]]:
+        """Yields the index, birth and death of each life of the storages so far. The death is None if it is alive."""
+        for index, storage in enumerate(self.storages):
+            yield from ((index, birth, death) for birth, death in storage.lives)
+        yield from ((index, birth, None) for index, birth, _ in self._alive.values())
 
     def mark(self, tensor: torch.Tensor | None, category: Category, *, name: str = "") -> None:
         """Sets category and name of a tensor's storage. A sparse tensor has storages for its indices and its values."""
