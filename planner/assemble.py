@@ -221,18 +221,18 @@ def _later_calls_notes(session: PlanningSession, certified: Certified) -> tuple[
         return ()
     if schedule.growth_bytes:
         return (
-            f"the calls of your step hold more and more memory, {format_size(schedule.growth_bytes)} more in each call, "
-            f"and the plan covers {schedule.watched} calls: keep fewer tensors from one call to the next (as in "
+            f"the calls of your step hold more and more memory, {format_size(schedule.growth_bytes)} more in each "
+            f"call, and the plan covers {schedule.watched} calls: keep fewer tensors from one call to the next (as in "
             "collections.deque(maxlen=8)), or move them to the host",
         )
     if not schedule.repeats:
         return (
-            f"the calls of your step did not repeat within {schedule.watched} calls, which the plan covers (each changes "
-            f"{changed}): if a later call does more, plan a step function that always does it",
+            f"the calls of your step did not repeat within {schedule.watched} calls, which the plan covers (each "
+            f"changes {changed}): if a later call does more, plan a step function that always does it",
         )
     return (
-        f"each step changes {changed}, and the plan covers {schedule.watched} calls: if a later call does more, such as "
-        f"a penalty in each {2 * schedule.watched}th step, plan a step function that always does it",
+        f"each step changes {changed}, and the plan covers {schedule.watched} calls: if a later call does more, such "
+        f"as a penalty in each {2 * schedule.watched}nd step, plan a step function that always does it",
     )
 
 

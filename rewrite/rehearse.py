@@ -17,7 +17,7 @@ from planner.plan_types.decision_base import Decision, Role, micro_batch_size_of
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
 from planner.recording.rehearsal import Between, MakeBatch, Rehearsal
-from planner.recording.step_graph import Schedule, StepGraph
+from planner.recording.step_graph import TWO_STEPS, Schedule, StepGraph
 from planner.rewrite.application import Rewritten, apply_decisions
 from planner.rewrite.step import TrainingStep
 from planner.virtual_gpu.backend import Target
@@ -97,14 +97,14 @@ def start_certificate(
         between: functions that run between the steps of a run; each of them is recorded twice after the steps.
     """
     if schedule is None and workload.step is None:
-        schedule = Schedule()
+        schedule = TWO_STEPS
     return start_rehearsal(
         workload,
         decisions,
         card,
         sizes=rehearsed_sizes(workload, decisions),
         steps=None if schedule is None else schedule.calls,
-        schedule=schedule or Schedule(),
+        schedule=schedule or TWO_STEPS,
         primed=False,
         what_if=False,
         between=between,
@@ -156,7 +156,7 @@ def start_rehearsal(
     steps: int | None,
     primed: bool,
     what_if: bool,
-    schedule: Schedule = Schedule(),
+    schedule: Schedule = TWO_STEPS,
     between: Sequence[Activity] = (),
 ) -> Child:
     """Start the rehearsal of the step rewritten by `decisions`; `.result()` is a `StepGraph` without workspaces.

@@ -83,4 +83,38 @@ FAULTS = (
         tests=("tests/whole_run/test_generation.py::test_texts_are_generated_to_their_largest_length[sampling]",),
         why="a generation is predicted to end after its first token",
     ),
+    Fault(
+        name="run-stops-watching-calls-that-count",
+        path="planner/recording/repetition.py",
+        old="            and self._calls[number].state == self._calls[last].state\n",
+        new="",
+        tests=("tests/system/test_calls_that_differ.py::test_calls_are_recorded_until_they_repeat[in every 12th]",),
+        why="a step that updates in every n-th call is promised the memory of calls without an update",
+    ),
+    Fault(
+        name="run-ignores-memory-that-calls-hold",
+        path="planner/recording/repetition.py",
+        old="            self._calls[number].held_bytes == self._calls[last].held_bytes\n            and ",
+        new="            ",
+        tests=("tests/system/test_calls_that_differ.py::test_memory_that_no_number_shows_is_seen",),
+        why="a step that keeps its last outputs where no attribute shows them is promised too few bytes",
+    ),
+    Fault(
+        name="run-certifies-two-calls-of-a-step-that-repeats-later",
+        path="rewrite/rehearse.py",
+        old="        steps=None if schedule is None else schedule.calls,\n",
+        new="        steps=None if schedule is None else 2,\n",
+        tests=("tests/system/test_calls_that_differ.py::test_the_certificates_of_a_plan_cover_the_same_calls",),
+        why="a rewritten step is certified for fewer calls than the baseline",
+    ),
+    Fault(
+        name="run-repeats-the-last-call-only",
+        path="planner/run_memory/moments.py",
+        old="starts[steps - graph.schedule.period]",
+        new="starts[steps - 1]",
+        tests=(
+            "tests/run_memory/test_runs.py::test_a_run_of_calls_that_differ_reserves_what_one_recording_of_all_calls_reserves",
+        ),
+        why="a run repeats the call with the update, or the one without, for ever",
+    ),
 )

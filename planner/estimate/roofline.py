@@ -73,8 +73,8 @@ def step_flops(graph: StepGraph, micro_batches: int) -> int:
 def _counts(graph: StepGraph, micro_batches: int) -> list[int]:
     """Returns, for each op of the graph, how often it runs in one training step, or in the steps that repeat.
 
-    The count is taken from the last step that was recorded, or from the last ones that repeat: an op of its forward or backward runs once for every
-    micro-batch that it stands for, an op of its optimizer once. Ops before the last step get 0.
+    The count is taken from the last step that was recorded, or from the last ones that repeat: an op of a forward or
+    backward runs once for every micro-batch that it stands for, an op of an optimizer once. Earlier ops get 0.
     """
     repeats, first = repetitions(graph, micro_batches), graph.steps - graph.schedule.period
     return [

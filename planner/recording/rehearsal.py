@@ -19,7 +19,7 @@ from planner.recording.hook_errors import HookErrors, failure, failure_in_backwa
 from planner.recording.module_state import host_random_state, plain_state
 from planner.recording.recorder import Recorder
 from planner.recording.repetition import MOST_CALLS, Repetition
-from planner.recording.step_graph import Category, Schedule, StepGraph, first_steps
+from planner.recording.step_graph import TWO_STEPS, Category, Schedule, StepGraph, first_steps
 from planner.recording.virtual_batch import learn_values, virtual_batch
 from planner.virtual_gpu import backend, fake_tensor_cache, kernels, quantized_weights, rnn
 from planner.virtual_gpu.cuda_functions import empty_cache
@@ -73,7 +73,7 @@ class Rehearsal:
     the training step splits it."""
     steps: int | None
     """Number of training steps to record. None to watch the calls of a step of the user's own until they repeat."""
-    schedule: Schedule = Schedule()
+    schedule: Schedule = TWO_STEPS
     """How the steps continue after the recorded ones, if `steps` is a number."""
     primed: bool
     """True if the optimizer's state exists before the first recorded step."""
@@ -183,7 +183,7 @@ def record_steps(
     steps: int | None,
     primed: bool,
     micro_batch_sizes: tuple[int, ...],
-    schedule: Schedule = Schedule(),
+    schedule: Schedule = TWO_STEPS,
     trained: tuple[str, ...] | None = None,
     loss_fn: Callable | None = None,
     own_step: Callable | None = None,

@@ -1,12 +1,12 @@
 """Finds out how many calls of the user's own training step have to be recorded until the calls repeat.
 
-A step may update in every n-th call, keep its last outputs, or fill a cache later than in its first call. Two calls take
-the same *course* if they allocate and free storages of the same sizes in the same order. A storage from an earlier call
-is the same if it is as many calls old, and was the same of that call's storages.
+A step may update in every n-th call, keep its last outputs, or fill a cache later than in its first call. Two calls
+take the same *course* if they allocate and free storages of the same sizes in the same order. A storage from an earlier
+call is the same if it is as many calls old, and was the same of that call's storages.
 
 If the numbers and text that the function and the model hold are the same as after an earlier call, and the memory that
-is held, too, all later calls repeat those in between: most steps take two calls to show this. If a number changes in each
-call, such as a counter, any later call may do something else, so that `MOST_CALLS` calls are watched.
+is held, too, all later calls repeat those in between: most steps take two calls to show this. If a number changes in
+each call, such as a counter, any later call may do something else, so that `MOST_CALLS` calls are watched.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import bisect
 import dataclasses
 
 from planner.recording.module_state import changed_state
-from planner.recording.step_graph import Schedule
+from planner.recording.step_graph import TWO_STEPS, Schedule
 from planner.recording.storage_table import StorageTable
 
 MOST_CALLS = 16
@@ -62,7 +62,7 @@ class Repetition:
 
     @property
     def changed_state(self) -> str | None:
-        """What the last call changed of the state; None if nothing, or if there was only one call."""
+        """The state that the last call changed; None if it changed none, or if there was only one call."""
         return changed_state(self._calls[-2].state, self._calls[-1].state) if len(self._calls) > 1 else None
 
     @property
@@ -81,7 +81,7 @@ class Repetition:
         """Returns the calls that have to be recorded to cover all that were watched."""
         watched, is_certain = len(self._calls), self.is_certain
         if watched == 2 and is_certain:
-            return Schedule()
+            return TWO_STEPS
         held = [call.held_bytes for call in self._calls]
         # The period that explains most calls, and the shortest of those.
         start, period = min((self._repeats_from(period), period) for period in range(1, watched))

@@ -171,6 +171,10 @@ class Schedule:
     """Bytes by which the memory that calls hold grows in each call, if they do not repeat."""
 
 
+TWO_STEPS = Schedule()
+"""The schedule of a step of which each call after the first does the same."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepGraph:
     """One or more recorded training steps."""
@@ -207,7 +211,7 @@ class StepGraph:
     assumptions: tuple[str, ...] = ()
     """Assumptions about tensor values that the step reads and a rehearsal does not have, each with module and line."""
 
-    schedule: Schedule = Schedule()
+    schedule: Schedule = TWO_STEPS
     """How the steps after the recorded ones continue. It is known for plain recordings of two steps or more."""
     changed_state: str | None = None
     """Python state of the model or the loss function that the last step changed; None if it changed none, or if only

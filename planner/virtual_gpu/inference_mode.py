@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd  # type: ignore[attr-defined]  # not in the stub of torch._C
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _BACKENDS = {"cpu": "CPU", "cuda": "CUDA"}
 """Dispatch keys of the kernels of real devices. That of the virtual GPU is PrivateUse1."""
 

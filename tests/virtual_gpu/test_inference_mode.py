@@ -1,4 +1,4 @@
-"""Under inference mode the virtual GPU runs the ops that it runs under `no_grad`, which are compared with real steps."""
+"""Under inference mode the virtual GPU runs the ops that it runs under `no_grad`."""
 
 from __future__ import annotations
 
