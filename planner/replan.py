@@ -16,13 +16,19 @@ from planner.plan_types.decision_base import Fidelity, Role, micro_batch_size_of
 from planner.plan_types.plan import Plan
 from planner.progress import Watch
 from planner.workload.budget import Budget, card_and_budget
-from planner.workload.cards import resolve_card
+from planner.workload.cards import resolve_card, with_allocator_options
 from planner.workload.loading import load_workload
 from planner.workload.workload import Workload
 
 
 def replan(
-    saved: Plan, *, vram: str | None, gpu: str | None, margin: str | None = None, watch: Watch | None = None
+    saved: Plan,
+    *,
+    vram: str | None,
+    gpu: str | None,
+    margin: str | None = None,
+    alloc_conf: str | None = None,
+    watch: Watch | None = None,
 ) -> Plan:
     """Rehearse the decisions of a saved plan again, and return the plan with the new memory, time and verdict.
 
@@ -30,6 +36,7 @@ def replan(
         vram: a size such as "6GiB"; None keeps the budget of the saved plan.
         gpu: the name of a profile; None keeps the card of the saved plan.
         margin: the part of the card that stays free. None keeps the margin of the saved plan, except on another card.
+        alloc_conf: options of the caching allocator; None keeps those with which the saved plan was simulated.
         watch: limits the time, and receives progress; None for no limit.
 
     Raises:
@@ -42,6 +49,7 @@ def replan(
         card, vram_bytes = resolve_card(gpu or saved.card, saved.vram_bytes), saved.vram_bytes
     else:
         card, vram_bytes = card_and_budget(gpu or saved.card, vram)
+    card, given = with_allocator_options(card, saved.alloc_conf if alloc_conf is None else alloc_conf)
     constraints = Constraints(
         fidelity=Fidelity.parse(saved.fidelity),
         forced=saved.forced,
@@ -50,7 +58,7 @@ def replan(
         margin=saved.margin_bytes if margin is None and gpu is None else margin,
     )
     budget = None if vram_bytes is None else Budget.on(card, vram_bytes, margin=constraints.margin)
-    notes = () if budget is None else budget.notes(card)
+    notes = given if budget is None else (*given, *budget.notes(card))
     with pipeline.open_session(workload, card, budget, watch) as session:
         choice = Choice(
             decisions=saved.decisions,

@@ -6,10 +6,11 @@ import pathlib
 import re
 
 from planner.for_program import UNSUPPORTED
-from planner.plan_types.decision_base import ALLOCATOR_VARIABLE, allocator_conf
 from planner.plan_types.plan import Plan
 from planner.plan_types.words import Loop
+from planner.rewrite.emitted_code import environment_source
 from planner.rewrite.emitter.model_source import adapted_model
+from planner.rewrite.rules.allocator import environment_of
 from planner.rewrite.trainer.arguments import training_arguments
 from planner.rewrite.trainer.program_config import program_config
 from planner.workload.optimizer_choice import OPTIMIZERS
@@ -45,9 +46,9 @@ def training_lines(plan: Plan, loop: Loop, path: pathlib.Path | None) -> str:
     comment = "" if path else "  # add --save plan.json to the command"
     lines = f'plan = planner.Plan.load("{saved}"){comment}\n{_model_lines(plan)}{text}'
     used = [name for name in _MODULES if re.search(rf"(?<![\w.]){name}\.", lines)]
-    conf = allocator_conf(plan.decisions)
-    environment = f'import os\n\nos.environ["{ALLOCATOR_VARIABLE}"] = "{conf}"  # before CUDA starts\n\n'
-    return (environment if conf else "") + "".join(f"import {name}\n" for name in used) + f"\n{lines}"
+    variables = environment_source(environment_of(plan))
+    environment = f"import os\n\n{variables}  # before CUDA starts\n\n" if variables else ""
+    return environment + "".join(f"import {name}\n" for name in used) + f"\n{lines}"
 
 
 def _model_lines(plan: Plan) -> str:

@@ -98,6 +98,9 @@ class Plan:
     """The maximum `slowdown` that the user allowed; None for no limit."""
     run: RunFacts | None = None
     """The memory of the whole run; None if only one step was planned, and in plans of older versions."""
+    alloc_conf: str = ""
+    """Options of the caching allocator that the user has set, with which baseline and plan were simulated, in the
+    notation of PYTORCH_ALLOC_CONF. Empty for PyTorch's defaults, and in plans of older versions."""
     seconds: float | None = dataclasses.field(default=None, compare=False)
     """Time in seconds that planning took; None in a plan that was read from a file, which holds no times."""
 
@@ -187,6 +190,7 @@ class Plan:
                 notes=as_tuple(data["notes"]),
                 tensors=tuple(LiveTensor(**{**t, "shape": tuple(t["shape"])}) for t in data["tensors"]),
                 run=_run_from_json(data.get("run")),
+                alloc_conf=data.get("alloc_conf", ""),
                 **{name: data[name] for name in _PLAIN_FIELDS},
             )
             return _checked(plan)

@@ -13,14 +13,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from planner.adapted import plan_or_adapt
-from planner.allocator.settings import settings_of
+from planner.allocator.options import without_limit
+from planner.assemble import changed_notes
 from planner.errors import PlannerError
+from planner.estimate.footprint import settings_on
 from planner.plan_types.categories import Category
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import (
     Decision,
     Role,
     allocator_options_of,
+    changed_options,
     micro_batches_of,
     with_roles,
     without_roles,
@@ -162,7 +165,7 @@ class _Simulated:
         self._activities = self._recordings.activities(run.activities, run.largest)
         # Limits on the size of split blocks hardly ever help where segments can be expanded.
         possible = allocator_alternatives(card, constraints)
-        expandable = [setting for setting in possible if _expands(setting)]
+        expandable = [setting for setting in possible if self._expands(setting) and not self._limits_splits(setting)]
         self._alternatives = tuple(expandable) if expandable else possible
 
     def with_best_allocator(self, usable_bytes: int | None, preferred: _Setting | None) -> Plan:
@@ -176,32 +179,45 @@ class _Simulated:
         """
         own = with_roles(self._plan.decisions, Role.ALLOCATOR) if preferred is None else preferred
         capacity = None if usable_bytes is None else usable_bytes - self._card.context_bytes
-        possible: list[tuple[int, _Setting]] = []
-        chosen = None
-        for setting in dict.fromkeys((own, *self._alternatives)):
-            outcome, order = self._worst([(order, setting) for order in self._batches.orders], None)
-            possible.append((outcome.peak_bytes, setting))
-            if capacity is None or outcome.peak_bytes <= capacity:
-                chosen = outcome, order, setting
-                break
-        needed_bytes, best = min(possible, key=lambda pair: pair[0])
-        if chosen is None:
-            limited = [
-                (*self._worst([(order, setting) for order in self._batches.orders], capacity), setting)
-                for setting in dict.fromkeys((best, own))
-            ]
-            chosen = min(limited, key=lambda found: (found[0].out_of_memory is not None, sum(found[0].retries)))
-        outcome, order, setting = chosen
-        if outcome.out_of_memory is None:
-            needed_bytes = outcome.peak_bytes
+        settings = tuple(dict.fromkeys((own, *self._alternatives)))
+        # What the user has set is changed only if the run does not fit otherwise.
+        kept = [each for each in settings if each == own or not changed_options(each, self._card.alloc_conf)]
+        needed_bytes, (outcome, order), setting = self._best(kept, own, capacity)
+        if outcome.out_of_memory is not None and len(kept) < len(settings):
+            changing = [each for each in settings if each not in kept]
+            needed_bytes, (outcome, order), setting = self._best(changing, changing[0], capacity)
         facts = self._facts(outcome, order, needed_bytes + self._card.context_bytes)
         decisions = (*without_roles(self._plan.decisions, Role.ALLOCATOR), *setting)
+        before, after = (changed_notes(each, self._card.alloc_conf) for each in (self._plan.decisions, decisions))
+        notes = (*(note for note in self._plan.notes if note not in before), *after)
         return dataclasses.replace(
             self._plan,
             decisions=decisions,
             run=facts,
-            notes=tuple(dict.fromkeys((*self._plan.notes, *self._batches.notes, *self._recordings.assumptions))),
+            notes=tuple(dict.fromkeys((*notes, *self._batches.notes, *self._recordings.assumptions))),
         )
+
+    def _best(
+        self, settings: Sequence[_Setting], own: _Setting, capacity: int | None
+    ) -> tuple[int, tuple[RunOutcome, Sequence[BatchShape]], _Setting]:
+        """Returns the bytes that the allocator needs, the worst outcome with its order, and the options that suit.
+
+        Args:
+            own: options that are preferred among those that release cached memory equally often.
+        """
+        possible: list[tuple[int, _Setting]] = []
+        for setting in settings:
+            outcome, order = self._worst([(order, setting) for order in self._batches.orders], None)
+            possible.append((outcome.peak_bytes, setting))
+            if capacity is None or (outcome.peak_bytes <= capacity and outcome.out_of_memory is None):
+                return outcome.peak_bytes, (outcome, order), setting
+        needed_bytes, best = min(possible, key=lambda pair: pair[0])
+        limited = [
+            (self._worst([(order, setting) for order in self._batches.orders], capacity), setting)
+            for setting in dict.fromkeys((best, own))
+        ]
+        found, setting = min(limited, key=lambda pair: (pair[0][0].out_of_memory is not None, sum(pair[0][0].retries)))
+        return (needed_bytes if found[0].out_of_memory is not None else found[0].peak_bytes), found, setting
 
     def with_changes(self, plan: Plan) -> Plan:
         """Returns the plan with the changes of its run that save memory or time."""
@@ -213,7 +229,7 @@ class _Simulated:
         by_tokens = self._batches.by_tokens(self._parts)
         if by_tokens is not None and self._recordings.add(shape for order in by_tokens[1] for shape in order):
             options.append((*by_tokens, setting))
-        expandable = [option for option in self._alternatives if _expands(option) and option != setting]
+        expandable = [option for option in self._alternatives if option and self._expands(option) and option != setting]
         options += [(option[0].describe(), self._batches.orders, option) for option in expandable]
         outcomes = self._simulate([(orders[0], setting) for _, orders, setting in options], None)
         changes = tuple(
@@ -226,6 +242,12 @@ class _Simulated:
         )
         helpful = tuple(change for change in changes if _helps(change, plan.run))
         return dataclasses.replace(plan, run=dataclasses.replace(plan.run, changes=helpful))
+
+    def _expands(self, setting: _Setting) -> bool:
+        return settings_on(self._card, setting).expandable_segments
+
+    def _limits_splits(self, setting: _Setting) -> bool:
+        return "max_split_size_mb" in allocator_options_of(setting)
 
     def _facts(self, outcome: RunOutcome, order: Sequence[BatchShape], total_bytes: int) -> RunFacts:
         """Returns what a plan says about the outcome of an order."""
@@ -278,9 +300,9 @@ class _Simulated:
         self._watch.stage(f"simulating {steps:,} steps in the allocator")
 
         def simulated(order: Sequence[BatchShape], allocator: _Setting) -> RunOutcome:
-            return simulate(
-                self._sequence(order)[1], settings_of(allocator_options_of(allocator)), self._card, capacity
-            )
+            settings = settings_on(self._card, allocator)
+            settings = without_limit(settings) if capacity is None else settings
+            return simulate(self._sequence(order)[1], settings, self._card, capacity)
 
         waiting = [functools.partial(simulated, order, allocator) for order, allocator in runs]
         outcomes: list[RunOutcome] = []
@@ -336,10 +358,6 @@ def _helps(change: RunChange, run: RunFacts) -> bool:
     """True if a change saves memory or time."""
     saves_memory = change.total_bytes < run.total_bytes * (1 - _LEAST_SAVED)
     return saves_memory or change.relative_time < 1 - _LEAST_SAVED
-
-
-def _expands(option: tuple[Decision, ...]) -> bool:
-    return bool(allocator_options_of(option).get("expandable_segments"))
 
 
 def _with_adapter(at: Callable[[BatchShape], Workload], plan: Plan) -> Callable[[BatchShape], Workload]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import transformers
@@ -74,8 +78,23 @@ def test_options_of_the_allocator_come_first(folder, tmp_path, monkeypatch, caps
     assert "The baseline already fits" in report and "makes the step faster" not in report
     assert lines.strip().split("\n\n")[:2] == [
         "import os",
+        'os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)\n'
         'os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # before CUDA starts',
     ]
+
+
+def test_the_lines_set_all_options_whatever_the_process_has(folder, tmp_path, monkeypatch, capsys):
+    """The lines are run where both variables have other values: PyTorch then reads the options of the plan."""
+    monkeypatch.chdir(tmp_path)
+    options = ["--gpu", "rtx-2060", "--vram", "2GiB", "--for", "trainer", "--force", "allocator", "--only", "allocator"]
+    given = "roundup_power2_divisions:[256:1,512:2,>:4],max_split_size_mb:64"
+    lines = planned(folder, tmp_path, capsys, *options, "--alloc-conf", given).partition("paste into your script:\n")[2]
+    assert Plan.load("plan.json").alloc_conf == given
+    head = lines.split("import planner")[0]
+    code = f"{head}\nimport torch\nprint(torch._C._accelerator_getAllocatorSettings())"
+    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:32", "PYTORCH_ALLOC_CONF": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"{given},expandable_segments:True"
 
 
 def test_techniques_that_the_loop_cannot_do_are_not_used(folder, tmp_path, monkeypatch, capsys):
