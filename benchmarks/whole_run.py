@@ -33,8 +33,9 @@ from planner.progress import Watch
 from planner.run_memory.batches import BatchShape
 from planner.run_memory.simulation import simulate
 from planner.whole_run.orders import random_orders
-from planner.whole_run.planning import Run, plan_run
+from planner.whole_run.planning import plan_run
 from planner.whole_run.recordings import RunRecordings
+from planner.whole_run.simulated_run import Run
 from planner.workload.cards import resolve_card
 from planner.workload.synthetic_batch import synthetic_batch
 from planner.workload.workload import Workload, workload

@@ -15,6 +15,8 @@ from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Fidelity, Role, micro_batch_size_of, micro_batches_of, with_roles
 from planner.plan_types.plan import Plan
 from planner.progress import Watch
+from planner.run_memory.batches import BatchShape
+from planner.whole_run.request import verify_planned_run
 from planner.workload.budget import Budget, card_and_budget
 from planner.workload.cards import resolve_card, with_allocator_options
 from planner.workload.loading import load_workload
@@ -76,11 +78,25 @@ def replan(
         promised = dataclasses.replace(certified.choice, peak_bytes=certified.measured.curve_bytes)
         certified = dataclasses.replace(certified, choice=promised)
         shortfall = None if fits else fitting.shortfall(session, certified, ())
-        return assemble_plan(session, certified, constraints, budget, shortfall=shortfall, notes=notes, began=began)
+        plan = assemble_plan(session, certified, constraints, budget, shortfall=shortfall, notes=notes, began=began)
+    if saved.run is None:
+        return plan
+    return verify_planned_run(
+        plan,
+        workload,
+        card,
+        constraints=constraints,
+        source=saved.run.source,
+        at=lambda shape: load_planned(saved, shape),
+        watch=watch,
+    )
 
 
-def load_planned(saved: Plan) -> Workload:
+def load_planned(saved: Plan, shape: BatchShape | None = None) -> Workload:
     """Load the workload that the plan was made for, and check that model and batch size still match the plan.
+
+    Args:
+        shape: the shape of the batch; None for that of the plan.
 
     Raises:
         PlanFileError: the plan was made for a live model, which cannot be loaded, or its model has changed since.
@@ -92,8 +108,8 @@ def load_planned(saved: Plan) -> Workload:
         )
     workload = load_workload(
         saved.model.reference,
-        batch_size=saved.workload.batch_size,
-        seq_len=saved.workload.seq_len,
+        batch_size=saved.workload.batch_size if shape is None else shape.samples,
+        seq_len=saved.workload.seq_len if shape is None else shape.length,
         optimizer=saved.workload.optimizer,
         gradients_alive=saved.workload.gradients_alive,
         dtype=None if ":" in saved.model.reference else saved.model.dtype,
@@ -110,7 +126,7 @@ def load_planned(saved: Plan) -> Workload:
             "dtypes of its parameters or buffers differ; make the plan again"
         )
     size, count = micro_batch_size_of(saved.decisions), micro_batches_of(saved.decisions)
-    if size is not None and count != -(-workload.batch_size // size):
+    if size is not None and shape is None and count != -(-workload.batch_size // size):
         raise PlanFileError(
             f"the plan is inconsistent: {count} micro-batches of {size} samples do not make up its batch of "
             f"{workload.batch_size} samples; make the plan again"

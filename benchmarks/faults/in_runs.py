@@ -45,7 +45,7 @@ FAULTS = (
     ),
     Fault(
         name="run-compares-time-per-step",
-        path="planner/whole_run/planning.py",
+        path="planner/whole_run/simulated_run.py",
         old=" / sum(shape.samples for shape in order)",
         new=" / len(order)",
         tests=("tests/whole_run/test_whole_run.py::test_the_command_plans_the_run_over_lengths_of_samples",),
