@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import platform
 import time
@@ -11,10 +12,16 @@ import torch
 from planner.choose.pareto_front import Front, total_bytes
 from planner.choose.planning_session import Certified, PlanningSession
 from planner.estimate.add_workspaces import unknown_ops
-from planner.estimate.footprint import granularity_bytes
+from planner.estimate.footprint import granularity_bytes, measure
 from planner.estimate.largest_tensors import largest_tensors
 from planner.plan_types.constraints import Constraints
-from planner.plan_types.decision_base import Decision, allocator_options_of, frozen_modules_of
+from planner.plan_types.decision_base import (
+    Decision,
+    allocator_options_of,
+    changed_options,
+    frozen_modules_of,
+    options_in,
+)
 from planner.plan_types.plan import Plan, Shortfall, SolverFacts
 from planner.plan_types.sizes import format_size
 from planner.plan_types.tradeoff import Tradeoff
@@ -94,8 +101,11 @@ def assemble_plan(
             *_host_memory_notes(certified),
             *_paged_state_notes(session.workload),
             *_allocator_notes(certified.choice.decisions),
+            *changed_notes(certified.choice.decisions, session.card.alloc_conf),
+            *_default_options_notes(session, certified, budget, is_fitting=shortfall is None),
             *_workspace_notes(certified, session.card),
         ),
+        alloc_conf=session.card.alloc_conf,
         versions=versions(),
         tensors=largest_tensors(
             certified.graph, certified.measured.peak_tick, granularity_bytes=granularity_bytes(session.card)
@@ -155,6 +165,33 @@ def _allocator_notes(decisions: tuple[Decision, ...]) -> tuple[str, ...]:
     return (
         "max_split_size_mb is simulated from PyTorch's source: no recording of a card with this option was available "
         "to compare the simulation with",
+    )
+
+
+def changed_notes(decisions: tuple[Decision, ...], given: str) -> tuple[str, ...]:
+    """Return a note if the plan changes options of the allocator that the user has set."""
+    present = options_in(given)
+    changed = [f"{name} from {present[name]} to {value}" for name, value in changed_options(decisions, given).items()]
+    if not changed:
+        return ()
+    return (
+        f"the plan changes options of the allocator that you have set: {', '.join(changed)}, because it does not fit "
+        "with yours, or because the technique is forced",
+    )
+
+
+def _default_options_notes(
+    session: PlanningSession, certified: Certified, budget: Budget | None, *, is_fitting: bool
+) -> tuple[str, ...]:
+    """Return a note if a plan that does not fit would fit with PyTorch's default options of the allocator."""
+    if is_fitting or budget is None or not session.card.alloc_conf:
+        return ()
+    plain = dataclasses.replace(session.card, alloc_conf="")
+    if not measure(certified.graph, plain, vram_bytes=budget.usable_bytes).fits:
+        return ()
+    return (
+        f"the plan would fit with PyTorch's default options of the allocator: leave '{session.card.alloc_conf}' out "
+        '(--alloc-conf "" plans without it)',
     )
 
 

@@ -13,13 +13,14 @@ import textwrap
 from planner.errors import PlanFileError
 from planner.plan_types.plan import Plan, write_atomically
 from planner.rewrite.application import one_of_each_kind, turns_cache_off
-from planner.rewrite.emitted_code import WIDTH, EmittedCode, literal
+from planner.rewrite.emitted_code import WIDTH, EmittedCode, environment_source, literal
 from planner.rewrite.emitter import own_step_source
 from planner.rewrite.emitter.check_source import CheckSource, check_source
 from planner.rewrite.emitter.header import header
 from planner.rewrite.emitter.model_source import ModelSource, batch_source, model_source
 from planner.rewrite.portable.loss_and_clipping import clip_gradients
 from planner.rewrite.rules import SOURCES
+from planner.rewrite.rules.allocator import environment_of
 from planner.workload.call_convention import Calling
 from planner.workload.optimizer_choice import OPTIMIZERS
 from planner.workload.torch_optimizers import may_take_sparse
@@ -85,7 +86,7 @@ def source(plan: Plan, *, file_name: str = "train_step.py", folder: pathlib.Path
             (*check.imports, *(line for fragment in fragments for line in fragment.imports)),
             model,
             plan,
-            [variable for fragment in fragments for variable in fragment.environment],
+            dict((*environment_of(plan), *(pair for fragment in fragments for pair in fragment.environment))),
         )
         + ("\n\n" + "\n\n".join(constants) if constants else ""),
         *([model.build] if model.build else []),
@@ -129,7 +130,7 @@ _HELPERS = "# ---- Functions and classes that the functions above use."
 _LIBRARIES = ("torch", "transformers", "bitsandbytes", "peft")
 
 
-def _imports(needed: tuple[str, ...], model: ModelSource, plan: Plan, environment: list[tuple[str, str]]) -> str:
+def _imports(needed: tuple[str, ...], model: ModelSource, plan: Plan, environment: dict[str, str | None]) -> str:
     """Return the import statements of the file, in the order of isort, given those that its functions need.
 
     The standard library comes first, then libraries, then the user's own modules. In each block `import` statements
@@ -150,7 +151,7 @@ def _imports(needed: tuple[str, ...], model: ModelSource, plan: Plan, environmen
         if block:
             blocks.append("\n".join(sorted(block, key=lambda line: (line.startswith("from"), line.split()[1]))))
         if environment and "import os" in block:
-            blocks.append("\n".join(f'os.environ["{name}"] = "{value}"' for name, value in environment))
+            blocks.append(environment_source(environment.items()))
     return "\n\n".join(blocks)
 
 

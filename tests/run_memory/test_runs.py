@@ -14,7 +14,8 @@ from torch import nn
 from planner import profiles
 from planner.allocator.blocks import Placement
 from planner.allocator.caching_allocator import CachingAllocator, OutOfMemory
-from planner.allocator.settings import PYTORCH_DEFAULTS, settings_of
+from planner.allocator.options import settings_of
+from planner.allocator.settings import PYTORCH_DEFAULTS
 from planner.estimate.allocation_stream import allocation_stream
 from planner.plan_types.sizes import MIB
 from planner.recording.step_graph import StepGraph
@@ -25,7 +26,7 @@ from planner.workload.workload import Workload, workload
 from tests.support.tagger import Tagger
 
 CARD = dataclasses.replace(profiles.load("rtx-2060"), segment_addresses="descending")
-SETTINGS = [PYTORCH_DEFAULTS, settings_of({"expandable_segments": True}), settings_of({"max_split_size_mb": 128})]
+SETTINGS = [PYTORCH_DEFAULTS, settings_of("expandable_segments:True"), settings_of("max_split_size_mb:128")]
 LENGTHS = (50, 100, 130, 222, 400)
 
 
