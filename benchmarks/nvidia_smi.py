@@ -32,7 +32,7 @@ from planner.assemble import versions
 from planner.estimate.add_workspaces import with_workspaces
 from planner.estimate.allocation_stream import allocation_stream
 from planner.estimate.footprint import replayed
-from planner.recording.program import rehearse_program
+from planner.recording.rehearsal import rehearse_program
 from planner.virtual_gpu.backend import Target
 
 MIB = 1 << 20

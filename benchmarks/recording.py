@@ -33,7 +33,7 @@ from planner.recording.rehearsal import make_virtual, record_steps
 from planner.recording.virtual_batch import virtual_batch
 from planner.rewrite.application import apply_decisions
 from planner.rewrite.rehearse import start_rehearsal
-from planner.virtual_gpu import backend
+from planner.virtual_gpu import backend, library_patches
 from planner.virtual_gpu.forked_process import run_in_child
 from planner.virtual_gpu.in_place import InPlaceRule
 from planner.workload.loading import load_workload
@@ -118,7 +118,7 @@ def _timed(work: Workload, watched: Callable) -> tuple[float, int]:
         gc.disable()
         backend.install(backend.Target(compute_capability=CARD.compute_capability))
         mode = backend.VirtualGpuMode()
-        backend.let_libraries_take_fakes_for_real()
+        library_patches.let_libraries_take_fakes_for_real()
         with torch.autograd.set_multithreading_enabled(False), mode:
             make_virtual(work.model, backend.NAME)
             batch = virtual_batch(work.batch, work.batch_size, work.batch_size, backend.NAME)

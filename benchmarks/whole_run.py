@@ -19,11 +19,13 @@ import functools
 import random
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import transformers
 
-from planner.allocator.settings import PYTORCH_DEFAULTS, settings_of
+from planner.allocator.options import settings_of
+from planner.allocator.settings import PYTORCH_DEFAULTS
 from planner.plan_types.constraints import parse_constraints
 from planner.plan_types.sizes import MIB
 from planner.profiles.device import DeviceProfile
@@ -31,14 +33,15 @@ from planner.progress import Watch
 from planner.run_memory.batches import BatchShape
 from planner.run_memory.simulation import simulate
 from planner.whole_run.orders import random_orders
-from planner.whole_run.planning import Run, plan_run
+from planner.whole_run.planning import plan_run
 from planner.whole_run.recordings import RunRecordings
+from planner.whole_run.simulated_run import Run
 from planner.workload.cards import resolve_card
 from planner.workload.synthetic_batch import synthetic_batch
 from planner.workload.workload import Workload, workload
 
 # Class, samples in a batch, longest length, and changes of the default configuration of the class.
-MODELS: dict[str, tuple[str, int, int, dict[str, int]]] = {
+MODELS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", 4, 1024, {}),
     "roberta": ("RobertaForMaskedLM", 16, 512, {"max_position_embeddings": 514}),
     "bert": ("BertForSequenceClassification", 32, 512, {}),
@@ -53,12 +56,50 @@ MODELS: dict[str, tuple[str, int, int, dict[str, int]]] = {
         {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16, "num_attention_heads": 16},
     ),
 }  # fmt: skip
-EXPANDABLE = settings_of({"expandable_segments": True})
+_SMALL = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8}
+_GROUPED = {**_SMALL, "num_key_value_heads": 2, "head_dim": 64}
+# Further models of which only the predicted steps are compared. Two layers are enough to see whether formulas hold.
+ONLY_PREDICTED: dict[str, tuple[str, int, int, dict[str, Any]]] = {
+    "albert": ("AlbertForMaskedLM", 8, 512, {"num_hidden_layers": 2}),
+    "big_bird": ("BigBirdForMaskedLM", 4, 1024, {"num_hidden_layers": 2}),
+    "codegen": ("CodeGenForCausalLM", 4, 1024, {"n_embd": 512, "n_layer": 2, "n_head": 8, "rotary_dim": 32}),
+    "cohere": ("CohereForCausalLM", 4, 1024, _GROUPED),
+    "ctrl": ("CTRLLMHeadModel", 4, 256, {"n_layer": 2, "vocab_size": 32000}),
+    "deberta": ("DebertaForMaskedLM", 8, 512, {"num_hidden_layers": 2}),
+    "deberta_v2": ("DebertaV2ForSequenceClassification", 8, 512, {"num_hidden_layers": 2, "hidden_size": 768,
+                   "num_attention_heads": 12, "intermediate_size": 3072}),
+    "falcon": ("FalconForCausalLM", 4, 1024, {"hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8}),
+    "fnet": ("FNetForMaskedLM", 8, 512, {"num_hidden_layers": 2}),
+    "gemma": ("GemmaForCausalLM", 4, 1024, _GROUPED),
+    "gemma2": ("Gemma2ForCausalLM", 4, 1024, _GROUPED),
+    "gemma3": ("Gemma3ForCausalLM", 4, 1024, _GROUPED),
+    "glm": ("GlmForCausalLM", 4, 1024, _GROUPED),
+    "gpt_bigcode": ("GPTBigCodeForCausalLM", 4, 1024, {"n_layer": 2}),
+    "gpt_neo": ("GPTNeoForCausalLM", 4, 1024, {"hidden_size": 512, "num_layers": 2, "num_heads": 8,
+                "attention_types": [[["global", "local"], 1]]}),
+    "gpt_neox": ("GPTNeoXForCausalLM", 4, 1024, _SMALL),
+    "gptj": ("GPTJForCausalLM", 4, 1024, {"n_embd": 512, "n_layer": 2, "n_head": 8, "rotary_dim": 32}),
+    "granite": ("GraniteForCausalLM", 4, 1024, _GROUPED),
+    "m2m_100": ("M2M100ForConditionalGeneration", 4, 512, {"encoder_layers": 2, "decoder_layers": 2}),
+    "mamba": ("MambaForCausalLM", 2, 256, {"hidden_size": 256, "num_hidden_layers": 2}),
+    "mbart": ("MBartForConditionalGeneration", 4, 512, {"encoder_layers": 2, "decoder_layers": 2}),
+    "mistral": ("MistralForCausalLM", 4, 1024, _GROUPED),
+    "mixtral": ("MixtralForCausalLM", 4, 1024, {**_GROUPED, "num_local_experts": 4}),
+    "modernbert": ("ModernBertForMaskedLM", 8, 512, {"num_hidden_layers": 4}),
+    "olmo2": ("Olmo2ForCausalLM", 4, 1024, _GROUPED),
+    "phi": ("PhiForCausalLM", 4, 1024, _SMALL),
+    "qwen2": ("Qwen2ForCausalLM", 4, 1024, _GROUPED),
+    "starcoder2": ("Starcoder2ForCausalLM", 4, 1024, {**_SMALL, "num_key_value_heads": 2}),
+    "xlm_roberta": ("XLMRobertaForTokenClassification", 8, 512, {"num_hidden_layers": 2,
+                    "max_position_embeddings": 514}),
+}  # fmt: skip
+EXPANDABLE = settings_of("expandable_segments:True")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS), help="names of models")
+    known = {**MODELS, **ONLY_PREDICTED}
+    parser.add_argument("--only", nargs="*", default=[], choices=list(known), help="names of models (default all)")
     parser.add_argument("--gpu", default="rtx-3090", help="profile of the card (default rtx-3090)")
     parser.add_argument("--steps", type=int, default=5000, help="number of steps in each order (default 5000)")
     parser.add_argument("--predicted", action="store_true", help="compare predicted steps with rehearsed ones")
@@ -68,14 +109,14 @@ def main() -> None:
     if options.speed:
         _measure_speed(card)
     elif options.predicted:
-        _compare_predicted(options.only, card)
+        _compare_predicted(options.only or list(known), card)
     else:
-        _compare_runs(options.only, card, options.steps)
+        _compare_runs(options.only or list(MODELS), card, options.steps)
 
 
 def by_shape(name: str) -> Callable[[BatchShape], Workload]:
     """Returns a function that builds the workload for a shape, always with the same model on the meta device."""
-    kind, _, _, changes = MODELS[name]
+    kind, _, _, changes = {**MODELS, **ONLY_PREDICTED}[name]
     with torch.device("meta"):
         model_class = getattr(transformers, kind)
         model = model_class(model_class.config_class(**changes)).train()
@@ -120,7 +161,7 @@ def _compare_runs(names: list[str], card: DeviceProfile, steps: int) -> None:
 def _compare_predicted(names: list[str], card: DeviceProfile) -> None:
     print("| model | batches | shapes | rehearsed | predicted | equal |\n|---|---|---:|---:|---:|---:|")
     for name in names:
-        _, samples, longest, _ = MODELS[name]
+        _, samples, longest, _ = {**MODELS, **ONLY_PREDICTED}[name]
         source = random.Random(1)
         lengths = sorted({longest, *(source.randrange(16, longest) for _ in range(17))})
         same = [BatchShape(samples, length) for length in lengths]

@@ -71,6 +71,7 @@ def plan(
     by_sample: Sequence[str] | None = None,
     values: Mapping[str, float] | None = None,
     worst_case: bool = True,
+    alloc_conf: str | None = None,
     eval_batch_size: int | None = None,
     between: Between = (),
     time_limit: str | float | None = None,
@@ -116,6 +117,9 @@ def plan(
             line reads from a tensor (`.item()`, a condition), or the largest number of elements that it selects.
         worst_case: True to take the masks of the batch as full and its lengths as the longest one, so that the plan
             holds for all batches of this shape; False to use their own values, if the batch is on the CPU.
+        alloc_conf: options of PyTorch's caching allocator with which you train, in the notation of PYTORCH_ALLOC_CONF,
+            such as "expandable_segments:True"; "" for PyTorch's defaults. If None, the options that are set in the
+            environment of this process.
         eval_batch_size: number of samples in a batch of the evaluation that happens between steps; None for none.
         between: what else happens between steps: functions of your own, called as `function(model, optimizer)` or
             `function(model)`, in a list or in a dict with names; or "average" (a moving average of the weights),
@@ -154,7 +158,7 @@ def plan(
         worst_case=worst_case,
     )
     run = RunRequest(eval_batch_size=eval_batch_size, between=between)
-    question = Question(work=work, gpu=gpu, vram=vram, constraints=constraints, run=run)
+    question = Question(work=work, gpu=gpu, vram=vram, constraints=constraints, alloc_conf=alloc_conf, run=run)
     return ask(question, progress=progress, time_limit=time_limit)
 
 
@@ -177,6 +181,7 @@ def tradeoff(
     by_sample: Sequence[str] | None = None,
     values: Mapping[str, float] | None = None,
     worst_case: bool = True,
+    alloc_conf: str | None = None,
     seconds: float = DEFAULT_SECONDS,
     progress: bool | Report | None = None,
 ) -> Tradeoff:
@@ -212,7 +217,7 @@ def tradeoff(
         values=values or {},
         worst_case=worst_case,
     )
-    question = Question(work=work, gpu=gpu, vram=vram, constraints=constraints, is_tradeoff=True)
+    question = Question(work=work, gpu=gpu, vram=vram, constraints=constraints, alloc_conf=alloc_conf, is_tradeoff=True)
     return ask(question, progress=progress, time_limit=seconds)
 
 

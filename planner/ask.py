@@ -23,7 +23,7 @@ from planner.safe_process import in_safe_process
 from planner.whole_run.request import RunRequest, plan_step_or_run
 from planner.workload.batch_source import candidate_batches
 from planner.workload.budget import card_and_budget
-from planner.workload.cards import resolve_card
+from planner.workload.cards import resolve_card, with_allocator_options
 from planner.workload.workload import Workload, workload
 
 
@@ -70,6 +70,8 @@ class Question:
     vram: str | int | None = None
     constraints: Constraints | None = None
     """None to record the step only."""
+    alloc_conf: str | None = None
+    """Options of the caching allocator; None for those in the environment of this process."""
     is_tradeoff: bool = False
     run: RunRequest = dataclasses.field(default_factory=RunRequest)
 
@@ -83,10 +85,12 @@ class Question:
             card = resolve_card(self.gpu, None)
             return pipeline.record_step(self.work.resolve(card, watch), card, watch=watch)
         card, vram_bytes = card_and_budget(self.gpu, self.vram)
+        card, notes = with_allocator_options(card, self.alloc_conf)
         compute = (
             pipeline.tradeoff_workload if self.is_tradeoff else functools.partial(plan_step_or_run, request=self.run)
         )
         work = self.work.resolve(card, watch)
+        work = dataclasses.replace(work, notes=(*work.notes, *notes))
         return compute(work, card, vram_bytes=vram_bytes, constraints=self.constraints, watch=watch)
 
 

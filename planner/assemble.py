@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import platform
 import time
@@ -11,10 +12,16 @@ import torch
 from planner.choose.pareto_front import Front, total_bytes
 from planner.choose.planning_session import Certified, PlanningSession
 from planner.estimate.add_workspaces import unknown_ops
-from planner.estimate.footprint import granularity_bytes
+from planner.estimate.footprint import granularity_bytes, measure
 from planner.estimate.largest_tensors import largest_tensors
 from planner.plan_types.constraints import Constraints
-from planner.plan_types.decision_base import Decision, allocator_options_of, frozen_modules_of
+from planner.plan_types.decision_base import (
+    Decision,
+    allocator_options_of,
+    changed_options,
+    frozen_modules_of,
+    options_in,
+)
 from planner.plan_types.plan import Plan, Shortfall, SolverFacts
 from planner.plan_types.sizes import format_size
 from planner.plan_types.tradeoff import Tradeoff
@@ -94,8 +101,11 @@ def assemble_plan(
             *_host_memory_notes(certified),
             *_paged_state_notes(session.workload),
             *_allocator_notes(certified.choice.decisions),
+            *changed_notes(certified.choice.decisions, session.card.alloc_conf),
+            *_default_options_notes(session, certified, budget, is_fitting=shortfall is None),
             *_workspace_notes(certified, session.card),
         ),
+        alloc_conf=session.card.alloc_conf,
         versions=versions(),
         tensors=largest_tensors(
             certified.graph, certified.measured.peak_tick, granularity_bytes=granularity_bytes(session.card)
@@ -158,6 +168,33 @@ def _allocator_notes(decisions: tuple[Decision, ...]) -> tuple[str, ...]:
     )
 
 
+def changed_notes(decisions: tuple[Decision, ...], given: str) -> tuple[str, ...]:
+    """Return a note if the plan changes options of the allocator that the user has set."""
+    present = options_in(given)
+    changed = [f"{name} from {present[name]} to {value}" for name, value in changed_options(decisions, given).items()]
+    if not changed:
+        return ()
+    return (
+        f"the plan changes options of the allocator that you have set: {', '.join(changed)}, because it does not fit "
+        "with yours, or because the technique is forced",
+    )
+
+
+def _default_options_notes(
+    session: PlanningSession, certified: Certified, budget: Budget | None, *, is_fitting: bool
+) -> tuple[str, ...]:
+    """Return a note if a plan that does not fit would fit with PyTorch's default options of the allocator."""
+    if is_fitting or budget is None or not session.card.alloc_conf:
+        return ()
+    plain = dataclasses.replace(session.card, alloc_conf="")
+    if not measure(certified.graph, plain, vram_bytes=budget.usable_bytes).fits:
+        return ()
+    return (
+        f"the plan would fit with PyTorch's default options of the allocator: leave '{session.card.alloc_conf}' out "
+        '(--alloc-conf "" plans without it)',
+    )
+
+
 def versions() -> dict[str, str]:
     """Versions of everything that can change a plan, by name."""
     return {
@@ -215,12 +252,24 @@ def _compile_notes(model: torch.nn.Module) -> tuple[str, ...]:
 
 def _later_calls_notes(session: PlanningSession, certified: Certified) -> tuple[str, ...]:
     """Return a note if the user's own step may do other work in later calls than in the rehearsed ones."""
-    changed = certified.graph.changed_state
-    if session.workload.step is None or changed is None:
+    graph = certified.graph
+    schedule, changed = graph.schedule, graph.changed_state or "nothing that the planner sees"
+    if session.workload.step is None or schedule.is_certain:
         return ()
+    if schedule.growth_bytes:
+        return (
+            f"the calls of your step hold more and more memory, {format_size(schedule.growth_bytes)} more in each "
+            f"call, and the plan covers {schedule.watched} calls: keep fewer tensors from one call to the next (as in "
+            "collections.deque(maxlen=8)), or move them to the host",
+        )
+    if not schedule.repeats:
+        return (
+            f"the calls of your step did not repeat within {schedule.watched} calls, which the plan covers (each "
+            f"changes {changed}): if a later call does more, plan a step function that always does it",
+        )
     return (
-        f"each step changes {changed}, and the plan covers two calls: if a later call does more, such as a penalty in "
-        "each 16th step, plan a step function that always does it",
+        f"each step changes {changed}, and the plan covers {schedule.watched} calls: if a later call does more, such "
+        f"as a penalty in each {2 * schedule.watched}nd step, plan a step function that always does it",
     )
 
 
@@ -229,10 +278,11 @@ def _host_memory_notes(certified: Certified) -> tuple[str, ...]:
     graph = certified.graph
     if not any(decision.needs_host_memory for decision in certified.choice.decisions):
         return ()
-    copied_bytes: dict[int, int] = {}
+    copied_bytes: dict[tuple[int, int], int] = {}
     for op in graph.ops:
-        if op.host_bytes and op.phase is Phase.FORWARD and op.step == graph.steps - 1:
-            copied_bytes[op.micro_batch] = copied_bytes.get(op.micro_batch, 0) + op.host_bytes
+        if op.host_bytes and op.phase is Phase.FORWARD and op.step >= graph.steps - graph.schedule.period:
+            part = op.step, op.micro_batch
+            copied_bytes[part] = copied_bytes.get(part, 0) + op.host_bytes
     most_bytes = max(copied_bytes.values(), default=0)
     return (f"offloading keeps up to {format_size(most_bytes)} in pinned host memory",)
 

@@ -32,7 +32,7 @@ from planner.plan_types.plan import Plan
 from planner.plan_types.tradeoff import Tradeoff
 from planner.profiles.device import DeviceProfile
 from planner.progress import TimeIsUp, Watch
-from planner.recording.step_graph import StepGraph
+from planner.recording.step_graph import Schedule, StepGraph
 from planner.rewrite import rehearse
 from planner.space.search_space import SearchSpace
 from planner.virtual_gpu.forked_process import Child
@@ -170,14 +170,21 @@ def record_step(
 
 
 def start_steps(
-    workload: Workload, card: DeviceProfile, decisions: Sequence[Decision], between: Sequence[rehearse.Activity] = ()
+    workload: Workload,
+    card: DeviceProfile,
+    decisions: Sequence[Decision],
+    between: Sequence[rehearse.Activity] = (),
+    schedule: Schedule | None = None,
 ) -> Child:
     """Start the rehearsal of two training steps, and twice of each function that runs between the steps of a run.
+
+    Args:
+        schedule: the calls of a step of the user's own, as another recording found them; None if there is none.
 
     Returns:
         A child process, whose `.result()` is a recording without workspaces.
     """
-    return rehearse.start_run(workload, decisions, card, between)
+    return rehearse.start_certificate(workload, decisions, card, schedule, between)
 
 
 @contextlib.contextmanager
@@ -193,6 +200,7 @@ def open_session(
     with _without_garbage_collector(), _ended_without_plan(watch):
         watch.stage("rehearsing the step")
         workload = rehearse.with_gradient_names(workload, card, watch)
+        certifier = rehearse.Certifier(workload, card, watch)
         session = PlanningSession(
             workload,
             card,
@@ -204,10 +212,7 @@ def open_session(
             start_update=lambda decisions, trained: rehearse.start_update(workload, decisions, card, trained).timed_by(
                 watch
             ),
-            certificates=Certificates(
-                lambda decisions: rehearse.start_certificate(workload, decisions, card).timed_by(watch),
-                lambda graph: rehearse.finish_certificate(graph, workload, card),
-            ),
+            certificates=Certificates(certifier.start, certifier.finish),
             watch=watch,
         )
         with contextlib.closing(session):

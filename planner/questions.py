@@ -244,14 +244,20 @@ def largest_within(
         sides.append(known[asked] <= limit_bytes)
 
 
-def smallest_card(workload: Workload, constraints: Constraints, watch: Watch | None = None) -> Plan:
+def smallest_card(
+    workload: Workload, constraints: Constraints, watch: Watch | None = None, *, alloc_conf: str = ""
+) -> Plan:
     """Returns the plan for the known card with the least memory on which a plan fits.
 
     If no card is large enough, returns the plan for the largest card, with its shortfall. All cards are tried from the
     smallest to the largest, without bisection: kernels and dtypes differ between cards, so a plan may fit a smaller
     card and not a larger card.
+
+    Args:
+        alloc_conf: options of the caching allocator that the user has set.
     """
-    cards = sorted((profiles.load(name) for name in profiles.known()), key=lambda card: (card.vram_bytes, card.name))
+    known = (dataclasses.replace(profiles.load(name), alloc_conf=alloc_conf) for name in profiles.known())
+    cards = sorted(known, key=lambda card: (card.vram_bytes, card.name))
     for number, card in enumerate(cards):
         plan = plan_that_fits(workload, card, vram_bytes=card.vram_bytes, constraints=constraints, watch=watch)
         if plan is not None:

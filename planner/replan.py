@@ -15,14 +15,22 @@ from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Fidelity, Role, micro_batch_size_of, micro_batches_of, with_roles
 from planner.plan_types.plan import Plan
 from planner.progress import Watch
+from planner.run_memory.batches import BatchShape
+from planner.whole_run.request import verify_planned_run
 from planner.workload.budget import Budget, card_and_budget
-from planner.workload.cards import resolve_card
+from planner.workload.cards import resolve_card, with_allocator_options
 from planner.workload.loading import load_workload
 from planner.workload.workload import Workload
 
 
 def replan(
-    saved: Plan, *, vram: str | None, gpu: str | None, margin: str | None = None, watch: Watch | None = None
+    saved: Plan,
+    *,
+    vram: str | None,
+    gpu: str | None,
+    margin: str | None = None,
+    alloc_conf: str | None = None,
+    watch: Watch | None = None,
 ) -> Plan:
     """Rehearse the decisions of a saved plan again, and return the plan with the new memory, time and verdict.
 
@@ -30,6 +38,7 @@ def replan(
         vram: a size such as "6GiB"; None keeps the budget of the saved plan.
         gpu: the name of a profile; None keeps the card of the saved plan.
         margin: the part of the card that stays free. None keeps the margin of the saved plan, except on another card.
+        alloc_conf: options of the caching allocator; None keeps those with which the saved plan was simulated.
         watch: limits the time, and receives progress; None for no limit.
 
     Raises:
@@ -42,6 +51,7 @@ def replan(
         card, vram_bytes = resolve_card(gpu or saved.card, saved.vram_bytes), saved.vram_bytes
     else:
         card, vram_bytes = card_and_budget(gpu or saved.card, vram)
+    card, given = with_allocator_options(card, saved.alloc_conf if alloc_conf is None else alloc_conf)
     constraints = Constraints(
         fidelity=Fidelity.parse(saved.fidelity),
         forced=saved.forced,
@@ -50,7 +60,7 @@ def replan(
         margin=saved.margin_bytes if margin is None and gpu is None else margin,
     )
     budget = None if vram_bytes is None else Budget.on(card, vram_bytes, margin=constraints.margin)
-    notes = () if budget is None else budget.notes(card)
+    notes = given if budget is None else (*given, *budget.notes(card))
     with pipeline.open_session(workload, card, budget, watch) as session:
         choice = Choice(
             decisions=saved.decisions,
@@ -68,11 +78,25 @@ def replan(
         promised = dataclasses.replace(certified.choice, peak_bytes=certified.measured.curve_bytes)
         certified = dataclasses.replace(certified, choice=promised)
         shortfall = None if fits else fitting.shortfall(session, certified, ())
-        return assemble_plan(session, certified, constraints, budget, shortfall=shortfall, notes=notes, began=began)
+        plan = assemble_plan(session, certified, constraints, budget, shortfall=shortfall, notes=notes, began=began)
+    if saved.run is None:
+        return plan
+    return verify_planned_run(
+        plan,
+        workload,
+        card,
+        constraints=constraints,
+        source=saved.run.source,
+        at=lambda shape: load_planned(saved, shape),
+        watch=watch,
+    )
 
 
-def load_planned(saved: Plan) -> Workload:
+def load_planned(saved: Plan, shape: BatchShape | None = None) -> Workload:
     """Load the workload that the plan was made for, and check that model and batch size still match the plan.
+
+    Args:
+        shape: the shape of the batch; None for that of the plan.
 
     Raises:
         PlanFileError: the plan was made for a live model, which cannot be loaded, or its model has changed since.
@@ -84,8 +108,8 @@ def load_planned(saved: Plan) -> Workload:
         )
     workload = load_workload(
         saved.model.reference,
-        batch_size=saved.workload.batch_size,
-        seq_len=saved.workload.seq_len,
+        batch_size=saved.workload.batch_size if shape is None else shape.samples,
+        seq_len=saved.workload.seq_len if shape is None else shape.length,
         optimizer=saved.workload.optimizer,
         gradients_alive=saved.workload.gradients_alive,
         dtype=None if ":" in saved.model.reference else saved.model.dtype,
@@ -102,7 +126,7 @@ def load_planned(saved: Plan) -> Workload:
             "dtypes of its parameters or buffers differ; make the plan again"
         )
     size, count = micro_batch_size_of(saved.decisions), micro_batches_of(saved.decisions)
-    if size is not None and count != -(-workload.batch_size // size):
+    if size is not None and shape is None and count != -(-workload.batch_size // size):
         raise PlanFileError(
             f"the plan is inconsistent: {count} micro-batches of {size} samples do not make up its batch of "
             f"{workload.batch_size} samples; make the plan again"

@@ -85,6 +85,9 @@ class DeviceProfile:
     """
     allocator: bool = True
     """True if the caching allocator is simulated; False if only the bytes of tensors are counted (card 'bare')."""
+    alloc_conf: str = ""
+    """Options of the caching allocator that the user has set for the process on the card, in the notation of
+    PYTORCH_ALLOC_CONF. No profile file has them; empty for PyTorch's defaults."""
 
     links: Links | None = None
     """The links to other cards; None if the card trains alone. Profile files do not have them (`links.links`)."""

@@ -22,6 +22,7 @@ from planner.rewrite.own_step import OwnStep
 from planner.rewrite.recompute_observer import RecomputeObserver
 from planner.rewrite.rewriting import LossWeight, Rewriting
 from planner.rewrite.rules import RULES
+from planner.rewrite.rules.allocator import set_options
 from planner.rewrite.step import TrainingStep
 from planner.rewrite.step_observer import StepObserver
 from planner.workload.call_convention import Calling, LossFn, StepFn, loss_of
@@ -125,6 +126,8 @@ def apply(
         )
     if not plan.fits:
         warnings.warn(DOES_NOT_FIT, stacklevel=2)
+    if plan.alloc_conf and torch.cuda.is_available():
+        set_options(plan.decisions, plan.alloc_conf)
     rewritten = apply_decisions(
         plan.decisions,
         model,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Iterable
 
 WIDTH = 120
 """Maximum length of an emitted line."""
@@ -14,8 +15,8 @@ WIDTH = 120
 class EmittedCode:
     """The source text that one decision adds to the emitted file."""
 
-    environment: tuple[tuple[str, str], ...] = ()
-    """Names and values of environment variables, which the file sets before it imports torch."""
+    environment: tuple[tuple[str, str | None], ...] = ()
+    """Names and values of environment variables, which the file sets before it imports torch; None unsets one."""
     imports: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
     functions: tuple[str, ...] = ()
@@ -50,6 +51,14 @@ class EmittedCode:
     """Class that divides the optimizer among the processes, and gets the optimizer's class as `optimizer_class`."""
     optimizer_options: tuple[str, ...] = ()
     """Further keyword arguments for a torch optimizer, in addition to its hyperparameters."""
+
+
+def environment_source(environment: Iterable[tuple[str, str | None]]) -> str:
+    """Python statements that set environment variables, and unset those whose value is None."""
+    return "\n".join(
+        f'os.environ.pop("{name}", None)' if value is None else f'os.environ["{name}"] = "{value}"'
+        for name, value in environment
+    )
 
 
 def assignment(name: str, value: object) -> str:

@@ -25,7 +25,7 @@ from planner.plan_types.decision_base import (
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
 from planner.recording.rehearsal import Between, MakeBatch, Rehearsal
-from planner.recording.step_graph import StepGraph
+from planner.recording.step_graph import TWO_STEPS, Schedule, StepGraph
 from planner.rewrite.application import Rewritten, apply_decisions
 from planner.rewrite.step import TrainingStep
 from planner.virtual_gpu.backend import Target
@@ -81,6 +81,8 @@ def certifying_graph(
 ) -> StepGraph:
     """Rehearse two steps: the first creates the optimizer state, the second has it from the start.
 
+    The calls of a step of the user's own are rehearsed until they repeat.
+
     Args:
         watch: limits the time of the rehearsal; None for no limit.
     """
@@ -88,20 +90,50 @@ def certifying_graph(
     return finish_certificate(child.result(), workload, card)
 
 
-def start_certificate(workload: Workload, decisions: Sequence[Decision], card: DeviceProfile) -> Child:
-    """Start the rehearsal of two steps in a child process; `.result()` is a `StepGraph` without workspaces."""
-    sizes = rehearsed_sizes(workload, decisions)
-    return start_rehearsal(workload, decisions, card, sizes=sizes, steps=2, primed=False, what_if=False)
-
-
-def start_run(
-    workload: Workload, decisions: Sequence[Decision], card: DeviceProfile, between: Sequence[Activity]
+def start_certificate(
+    workload: Workload,
+    decisions: Sequence[Decision],
+    card: DeviceProfile,
+    schedule: Schedule | None = None,
+    between: Sequence[Activity] = (),
 ) -> Child:
-    """Start the rehearsal of two steps, and twice of each function that runs between the steps of a run."""
-    sizes = rehearsed_sizes(workload, decisions)
+    """Start the rehearsal of two steps in a child process; `.result()` is a `StepGraph` without workspaces.
+
+    Args:
+        schedule: the calls of a step of the user's own that have to be recorded, as another recording of it found them.
+            None to watch the calls until they repeat.
+        between: functions that run between the steps of a run; each of them is recorded twice after the steps.
+    """
+    if schedule is None and workload.step is None:
+        schedule = TWO_STEPS
     return start_rehearsal(
-        workload, decisions, card, sizes=sizes, steps=2, primed=False, what_if=False, between=between
+        workload,
+        decisions,
+        card,
+        sizes=rehearsed_sizes(workload, decisions),
+        steps=None if schedule is None else schedule.calls,
+        schedule=schedule or TWO_STEPS,
+        primed=False,
+        what_if=False,
+        between=between,
     )
+
+
+class Certifier:
+    """Rehearses the rewritten steps of one workload. All recordings have the calls that the first one needed."""
+
+    def __init__(self, workload: Workload, card: DeviceProfile, watch: Watch | None = None) -> None:
+        self._workload, self._card, self._watch = workload, card, watch
+        self._schedule: Schedule | None = None
+
+    def start(self, decisions: Sequence[Decision]) -> Child:
+        """Start the rehearsal of the step that these decisions rewrite."""
+        return start_certificate(self._workload, decisions, self._card, self._schedule).timed_by(self._watch)
+
+    def finish(self, graph: StepGraph) -> StepGraph:
+        """Add memory that is not in the recording (`finish_certificate`)."""
+        self._schedule = self._schedule or graph.schedule
+        return finish_certificate(graph, self._workload, self._card)
 
 
 def finish_certificate(graph: StepGraph, workload: Workload, card: DeviceProfile) -> StepGraph:
@@ -129,9 +161,10 @@ def start_rehearsal(
     card: DeviceProfile | None,
     *,
     sizes: tuple[int, ...],
-    steps: int,
+    steps: int | None,
     primed: bool,
     what_if: bool,
+    schedule: Schedule = TWO_STEPS,
     between: Sequence[Activity] = (),
 ) -> Child:
     """Start the rehearsal of the step rewritten by `decisions`; `.result()` is a `StepGraph` without workspaces.
@@ -139,7 +172,8 @@ def start_rehearsal(
     Args:
         card: the card that the step is rehearsed for; None for a step on the CPU.
         sizes: number of samples of each micro-batch to rehearse.
-        steps: number of optimizer steps.
+        steps: number of optimizer steps; None to watch the calls of a step of the user's own until they repeat.
+        schedule: how the steps continue after the recorded ones.
         primed: True if the optimizer state exists before the first step.
         what_if: True for a recording that shows the tensors that every module saves. Candidates for recomputing are
             derived from it.
@@ -173,6 +207,7 @@ def start_rehearsal(
         answers=workload.answers,
         micro_batch_sizes=sizes,
         steps=steps,
+        schedule=schedule,
         primed=primed,
         what_if=what_if,
         loss_fn=workload.loss_fn,

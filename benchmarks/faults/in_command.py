@@ -66,7 +66,7 @@ FAULTS = (
     Fault(
         name="notes-as-a-text",
         path="planner/plan_types/plan.py",
-        old='notes=as_tuple(data["notes"])',
+        old='notes=as_tuples(data["notes"])',
         new='notes=tuple(data["notes"])',
         tests=("tests/plan_types/test_plan.py::test_values_of_another_kind_are_refused_on_one_line",),
         why="a text instead of the list of notes is read letter by letter",

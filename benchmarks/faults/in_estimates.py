@@ -356,25 +356,25 @@ FAULTS = (
     ),
     Fault(
         name="graft-state-from-the-update-on",
-        path="planner/recording/graft_optimizer.py",
+        path="planner.choose.graft_optimizer.py",
         old="        return [(0, end + shift)] if storage.lives else []",
         new="        return [(begin + shift, end + shift)] if storage.lives else []",
         tests=(
-            "tests/recording/test_graft_optimizer.py"
+            "tests/choose/test_graft_optimizer.py"
             "::test_the_grafted_recording_is_the_recorded_one[roberta-decisions0-whole-8 bits]",
         ),
         why="optimizer state is not counted during forward and backward",
     ),
     Fault(
         name="graft-keeps-the-old-state",
-        path="planner/recording/graft_optimizer.py",
+        path="planner.choose.graft_optimizer.py",
         old=(
             "    if storage.category is Category.OPTIMIZER_STATE:\n"
             "        return dataclasses.replace(storage, lives=[])\n"
         ),
         new="",
         tests=(
-            "tests/recording/test_graft_optimizer.py"
+            "tests/choose/test_graft_optimizer.py"
             "::test_the_grafted_recording_is_the_recorded_one[roberta-decisions0-whole-8 bits]",
         ),
         why="the state of two optimizers is counted",

@@ -42,7 +42,7 @@ FAULTS = (
     Fault(
         name="plan-file-loses-stated-names",
         path="planner/plan_types/plan.py",
-        old='"not_by_sample": as_tuple(data.get("not_by_sample", ()))',
+        old='"not_by_sample": as_tuples(data.get("not_by_sample", ()))',
         new='"not_by_sample": ()',
         tests=(f"{_TEST_BY_SAMPLE}::test_with_the_names_stated_a_batch_trains_the_same_in_parts",),
         why="a saved plan cuts tensors that the user excluded",

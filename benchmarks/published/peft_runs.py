@@ -1,7 +1,7 @@
 """Compares the runs that peft published, one for each of its methods, with predictions.
 
     python -m benchmarks.published.peft_runs FOLDER [NAME ...]
-    python -m benchmarks.published.peft_runs FOLDER NAME ... --whole [--steps 1000]
+    python -m benchmarks.published.peft_runs FOLDER NAME ... --whole [--steps 1000] [--new-tokens 300]
 
 FOLDER holds the results of Llama-3.2-3B on MetaMathQA (github.com/huggingface/peft,
 `method_comparison/MetaMathQA/results/*.json`): an NVIDIA L40S, torch 2.13.0, transformers 5.13.1, bf16 weights, batches
@@ -17,8 +17,9 @@ The lengths do not depend on the method. So both are taken from one run (`REFERE
 With `--whole`, nothing is fitted: the steps of a run are simulated in the allocator, one after the other, and three
 figures are compared: the mean and the 99th percentile of the bytes that are reserved after a step, and the maximum. The
 lengths of the samples are not published. They are drawn at random from what is known (`sample_lengths`), and batches
-are rounded to the nearest multiple of 32 tokens, so that each length can be rehearsed. Generation (4 and 6 below) is
-left out.
+are rounded to the nearest multiple of 32 tokens, so that each length can be rehearsed. Generation (4 below) is left out
+unless `--new-tokens` gives the number of tokens that are generated after every 250th step; the runs generate 300. The
+generation for the test set at the end (6) is left out.
 
 The stream of events of a run (`run.py`, `utils.py`, `data.py`; commit 5d602fdbf):
 
@@ -51,7 +52,9 @@ import json
 import math
 import pathlib
 import random
+import resource
 import statistics
+import time
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -86,7 +89,9 @@ MEAN_SAMPLE = 4_198_051 / 20_000 - 1
 """Mean tokens of a sample: `train total tokens`, which counts one more token for each of the 20,000 samples."""
 LARGEST_SAMPLE, MOST_CHARACTERS, KEPT = 768, 1300, 0.938
 """Limits of a sample in tokens and characters, and the part of all texts that is within the limit (`data.py`)."""
-BUCKET, LONGEST_BUCKETS, ROUNDING, EMPTY_EVERY = 20, 10, 32, 10
+BUCKET, LONGEST_BUCKETS, ROUNDING, EMPTY_EVERY, GENERATE_EVERY = 20, 10, 32, 10, 250
+QUESTIONS, QUESTION_TOKENS = 50, 192
+"""Questions in a batch of generation, and the assumed tokens of the longest one. Their lengths are not published."""
 LLAMA_3B = {
     "hidden_size": 3072,
     "intermediate_size": 8192,
@@ -257,14 +262,35 @@ def forwards_at_the_start(model: Any, *_: object) -> None:
     model.train()
 
 
-def whole_run(recordings: RunRecordings, batches: Sequence[BatchShape], start: Moment) -> tuple[float, float, int]:
-    """Returns mean and 99th percentile of the bytes that are reserved after a step, and the maximum of the run."""
+def generation(model: Any, new_tokens: int) -> None:
+    """Generate answers to one batch of questions, as `evaluate` in `run.py` does."""
+    import transformers
+
+    device = next(model.parameters()).device
+    model.eval()
+    with torch.inference_mode():
+        ids = torch.zeros(QUESTIONS, QUESTION_TOKENS, dtype=torch.int64).to(device)
+        config = transformers.GenerationConfig(max_length=QUESTION_TOKENS + new_tokens, pad_token_id=0)
+        _answers = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    model.train()
+
+
+def whole_run(
+    recordings: RunRecordings, batches: Sequence[BatchShape], start: Moment, generated: Moment | None
+) -> tuple[float, float, int]:
+    """Returns mean and 99th percentile of the bytes that are reserved after a step, and the maximum of the run.
+
+    Args:
+        generated: the generation after every 250th step; None to leave it out.
+    """
     released = (Events(((RELEASE, 0),), ()),)
     moments, steps = [recordings.steps[batches[0]].setup, start.first], []
     for number, shape in enumerate(batches, start=1):
         steps.append(len(moments))
         moment = recordings.steps[shape].moment
         moments.append(moment.first if number == 1 else moment.again)
+        if generated is not None and number % GENERATE_EVERY == 0:
+            moments.append(generated.first if number == GENERATE_EVERY else generated.again)
         if number % EMPTY_EVERY == 0:
             moments.append(released)
     outcome = simulate(moments, PYTORCH_DEFAULTS, resolve_card(CARD, None), None)
@@ -278,8 +304,8 @@ def recordings_of(training: Training) -> RunRecordings:
     return RunRecordings(lambda shape: training.at(shape.length), (), resolve_card(CARD, None), Watch())
 
 
-def compare_whole_runs(results: dict[str, dict[str, Any]], count: int) -> None:
-    """Prints the three figures of each run.
+def compare_whole_runs(results: dict[str, dict[str, Any]], count: int, new_tokens: int) -> None:
+    """Prints the three figures of each run, and those with generation if there are new tokens.
 
     After the first steps, the ten buckets with the longest batches follow, because one of them sets the maximum.
     """
@@ -294,11 +320,27 @@ def compare_whole_runs(results: dict[str, dict[str, Any]], count: int) -> None:
         recordings.rehearse(taken)
         activity = Activity(name="forwards at the start", run=forwards_at_the_start)
         start = recordings.activities([activity], taken[0])[0]
-        info, cells = result["train_info"], []
-        figures = ("accelerator_memory_reserved_avg", "accelerator_memory_reserved_99th", "accelerator_memory_max")
-        for figure, value in zip(figures, whole_run(recordings, taken, start), strict=True):
-            cells += [f"{info[figure] / 1e9:.3f}", f"{value / 1e9:.3f}", f"{value / info[figure] - 1:+.1%}"]
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        _print_row(name, result, whole_run(recordings, taken, start, None))
+        if new_tokens:
+            generate = Activity(name="generation", run=lambda model, *_: generation(model, new_tokens))
+            began = time.process_time() + _seconds_of_children()
+            generated = recordings.activities([generate], taken[0])[0]
+            seconds = time.process_time() + _seconds_of_children() - began
+            _print_row(f"{name}, {new_tokens} new tokens", result, whole_run(recordings, taken, start, generated))
+            print(f"generation: {generated.peak_bytes / 1e9:.3f} GB of tensors, recorded in {seconds:.0f} CPU s")
+
+
+def _print_row(name: str, result: dict[str, Any], found: tuple[float, float, int]) -> None:
+    info, cells = result["train_info"], []
+    figures = ("accelerator_memory_reserved_avg", "accelerator_memory_reserved_99th", "accelerator_memory_max")
+    for figure, value in zip(figures, found, strict=True):
+        cells += [f"{info[figure] / 1e9:.3f}", f"{value / 1e9:.3f}", f"{value / info[figure] - 1:+.1%}"]
+    print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
+def _seconds_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def main() -> None:
@@ -307,12 +349,13 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="beginnings of names of results (default: all)")
     parser.add_argument("--whole", action="store_true", help="simulate the whole runs")
     parser.add_argument("--steps", type=int, default=1000, help="number of steps of a whole run (default 1000)")
+    parser.add_argument("--new-tokens", type=int, default=0, help="tokens of a generation (default 0: left out)")
     arguments = parser.parse_args()
     importlib.import_module("peft")  # bitsandbytes, which it imports, cannot be imported on the virtual GPU
     results = {path.stem: json.loads(path.read_text()) for path in sorted(arguments.folder.glob("*.json"))}
     if arguments.whole:
         named = {name: result for name, result in results.items() if name.startswith(tuple(arguments.names))}
-        compare_whole_runs(named, arguments.steps)
+        compare_whole_runs(named, arguments.steps, arguments.new_tokens)
         return
     reference = results[REFERENCE]
     after, reserved = measured(reference)

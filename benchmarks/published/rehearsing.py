@@ -12,7 +12,7 @@ from planner.allocator.replay import AllocatorOutcome
 from planner.estimate.add_workspaces import with_workspaces
 from planner.estimate.allocation_stream import allocation_stream
 from planner.estimate.footprint import replayed
-from planner.recording.program import Program, rehearse_program
+from planner.recording.rehearsal import Program, rehearse_program
 from planner.recording.step_graph import StepGraph
 from planner.virtual_gpu.backend import Target
 

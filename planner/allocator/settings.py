@@ -8,7 +8,6 @@ c10/cuda/CUDACachingAllocator.cpp. The constants are the same in every release f
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 from planner.plan_types.sizes import MIB
 
@@ -70,30 +69,15 @@ class AllocatorSettings:
                 f"roundup_power2_divisions is {self.roundup_power2_divisions}, but PyTorch accepts only powers of two: "
                 "give numbers such as 4"
             )
-        if self.max_split_size_bytes is not None and self.max_split_size_bytes <= self.large_segment_bytes:
+        if self.max_split_size_bytes is not None and self.max_split_size_bytes < self.large_segment_bytes:
             raise ValueError(
-                f"max_split_size_bytes is {self.max_split_size_bytes}, but must exceed large_segment_bytes "
+                f"max_split_size_bytes is {self.max_split_size_bytes}, but must be at least large_segment_bytes "
                 f"({self.large_segment_bytes}): give a larger value, or None for no limit"
             )
 
 
 PYTORCH_DEFAULTS = AllocatorSettings()
 """The settings of a process in which PYTORCH_ALLOC_CONF is not set."""
-
-
-def settings_of(options: Mapping[str, bool | int]) -> AllocatorSettings:
-    """Returns the settings with these options, by their names in PYTORCH_ALLOC_CONF; others have their defaults.
-
-    Raises:
-        ValueError: an option is not `expandable_segments` or `max_split_size_mb`, or has a value that PyTorch refuses.
-    """
-    if unknown := set(options) - {"expandable_segments", "max_split_size_mb"}:
-        raise ValueError(f"the allocator option '{min(unknown)}' cannot be set by a plan")
-    split_mb = options.get("max_split_size_mb")
-    return AllocatorSettings(
-        expandable_segments=bool(options.get("expandable_segments", False)),
-        max_split_size_bytes=None if split_mb is None else split_mb * MIB,
-    )
 
 
 def round_size(size_bytes: int, settings: AllocatorSettings) -> int:

@@ -24,7 +24,7 @@ from planner.estimate import roofline
 from planner.estimate.add_workspaces import with_workspaces
 from planner.estimate.footprint import Measured, measure, smallest_capacity_bytes
 from planner.plan_types.constraints import Constraints
-from planner.plan_types.decision_base import Decision, Role, has_role, without_roles
+from planner.plan_types.decision_base import Decision, Role, changed_options, has_role, without_roles
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
 from planner.recording.step_graph import Category, Op, Phase, StepGraph
@@ -181,7 +181,7 @@ class PlanningSession:
         """Return a choice with its certificate, and with its footprint under the budget.
 
         The choice gets the options of the allocator under which the step fits, by preference without releasing cached
-        memory; PyTorch's defaults if they are as good.
+        memory; the user's own, or else PyTorch's defaults, if they are as good.
 
         Args:
             then: the choice that will be certified next; its rehearsal starts in parallel. None if it is not known.
@@ -196,8 +196,12 @@ class PlanningSession:
 
     def _with_allocator(self, choice: Choice, graph: StepGraph, total_bytes: int | None) -> Certified:
         """Return a choice with the options of the allocator that suit its certificate, within `total_bytes`."""
-        possible = []
+        possible: list[Certified] = []
         for decisions in self._with_each_allocator(choice):
+            if changed_options(decisions, self.card.alloc_conf):  # what the user has set is changed last
+                fitting = next((certified for certified in possible if certified.measured.fits), None)
+                if fitting is not None:
+                    return fitting
             measured = measure(graph, self.card, vram_bytes=total_bytes, decisions=decisions)
             chosen = dataclasses.replace(choice, decisions=decisions)
             possible.append(Certified(choice=chosen, graph=graph, measured=measured))

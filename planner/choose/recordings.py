@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from planner.choose.graft_optimizer import can_be_grafted, graft_update
 from planner.errors import PlannerError, WorkloadError
 from planner.estimate.extrapolate import BASE_SIZES, extrapolate
 from planner.plan_types.decision_base import Decision, Role, has_role, without_roles
-from planner.recording.graft_optimizer import can_be_grafted, graft_update
 from planner.recording.step_graph import StepGraph
 from planner.space.micro_batches import MicroBatching
 from planner.virtual_gpu.forked_process import Child

@@ -8,6 +8,7 @@ import functools
 import json
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 from planner import pipeline, questions
 from planner.advice import advised, refuse_hopeless
@@ -21,12 +22,14 @@ from planner.plan_types.answers import Answers, parse_answer
 from planner.plan_types.constraints import Constraints, known_kinds, parse_constraints
 from planner.plan_types.plan import Plan, TrainingProgram
 from planner.plan_types.tradeoff import Tradeoff
+from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
 from planner.replan import replan
 from planner.run_memory.lengths import read_lengths
 from planner.whole_run.request import RunRequest, plan_step_or_run
 from planner.workload.batch_source import read_shapes
 from planner.workload.budget import Budget, card_and_budget
+from planner.workload.cards import resolve_card, with_allocator_options
 from planner.workload.loading import load_workload
 from planner.workload.programs import PROGRAMS
 from planner.workload.workload import Workload
@@ -64,7 +67,8 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
     _refuse_forced(options)
     optimizer, kinds = _TRAINER_OPTIMIZERS.get(options.optimizer, (options.optimizer or "adamw", ()))
     load = functools.partial(
-        load_workload,
+        _load_noted,
+        _allocator_notes(options),
         options.model,
         dtype=options.dtype,
         adapter=_adapter(options),
@@ -79,8 +83,10 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
         return _for_program(options, load, optimizer, kinds, watch)
     constraints = _constraints(options, force=kinds, forbid=LOOPS[options.loop] if options.loop else ())
     if options.smallest_card:
-        return questions.smallest_card(load(batch_size=options.batch_size, seq_len=options.seq_len), constraints, watch)
-    card, vram_bytes = card_and_budget(options.gpu, options.vram)
+        conf = with_allocator_options(resolve_card("generic", None), options.alloc_conf)[0].alloc_conf
+        workload = load(batch_size=options.batch_size, seq_len=options.seq_len)
+        return questions.smallest_card(workload, constraints, watch, alloc_conf=conf)
+    card, vram_bytes = _card_and_budget(options)
     load = functools.partial(load, choose=lambda workloads: pipeline.largest_step(workloads, card, watch))
     budget = None if vram_bytes is None else Budget.on(card, vram_bytes, margin=options.margin)
 
@@ -123,6 +129,23 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
     return advised(plan, workload, card, constraints=constraints, load=load, watch=watch)
 
 
+def _card_and_budget(options: argparse.Namespace) -> tuple[DeviceProfile, int | None]:
+    """Returns the card with the options of the allocator that the user has set, and the budget in bytes."""
+    card, vram_bytes = card_and_budget(options.gpu, options.vram)
+    return with_allocator_options(card, options.alloc_conf)[0], vram_bytes
+
+
+def _allocator_notes(options: argparse.Namespace) -> tuple[str, ...]:
+    """Returns notes about the options of the allocator that the user has set."""
+    return with_allocator_options(resolve_card(options.gpu or "generic", None), options.alloc_conf)[1]
+
+
+def _load_noted(notes: tuple[str, ...], reference: str, **settings: Any) -> Workload:
+    """Returns the workload that `load_workload` returns, with further notes."""
+    workload = load_workload(reference, **settings)
+    return dataclasses.replace(workload, notes=(*workload.notes, *notes))
+
+
 def _run_request(options: argparse.Namespace) -> RunRequest:
     """Returns what the options say about the whole run."""
     return RunRequest(
@@ -152,7 +175,7 @@ def _for_program(
     watch: Watch,
 ) -> Plan:
     """Returns the plan for the config of axolotl or LLaMA-Factory."""
-    card, vram_bytes = card_and_budget(options.gpu, options.vram)
+    card, vram_bytes = _card_and_budget(options)
     terms = terms_for(
         options.loop, options.model, card, adapter=_adapter(options), optimizer=optimizer, dtype=options.dtype
     )
@@ -214,7 +237,14 @@ def _replan(saved: Plan, options: argparse.Namespace, watch: Watch) -> Plan:
                 f"decisions: leave {option(name)} out, or give the model instead of the plan"
             )
     _refuse_another_loop(saved, options)
-    return replan(saved, vram=options.vram, gpu=options.gpu, margin=options.margin, watch=watch)
+    return replan(
+        saved,
+        vram=options.vram,
+        gpu=options.gpu,
+        margin=options.margin,
+        alloc_conf=options.alloc_conf,
+        watch=watch,
+    )
 
 
 def _refuse_another_loop(saved: Plan, options: argparse.Namespace) -> None:

@@ -204,6 +204,12 @@ def _add_budget(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--list-gpus", action=_ListGpus, help="list the known cards and their memory, and exit")
     group.add_argument(
+        "--alloc-conf",
+        metavar="OPTIONS",
+        help="options of PyTorch's caching allocator with which you train, such as expandable_segments:True; '' for "
+        "its defaults (default: the options that are set in this environment, in PYTORCH_ALLOC_CONF)",
+    )
+    group.add_argument(
         "--max-slowdown",
         type=_ratio,
         metavar="X",

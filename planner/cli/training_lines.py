@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pathlib
 import re
+from typing import Any
 
 from planner.for_program import UNSUPPORTED
-from planner.plan_types.decision_base import ALLOCATOR_VARIABLE, allocator_conf
 from planner.plan_types.plan import Plan
 from planner.plan_types.words import Loop
+from planner.rewrite.emitted_code import environment_source
 from planner.rewrite.emitter.model_source import adapted_model
+from planner.rewrite.rules.allocator import environment_of
 from planner.rewrite.trainer.arguments import training_arguments
 from planner.rewrite.trainer.program_config import program_config
 from planner.workload.optimizer_choice import OPTIMIZERS
@@ -45,9 +47,9 @@ def training_lines(plan: Plan, loop: Loop, path: pathlib.Path | None) -> str:
     comment = "" if path else "  # add --save plan.json to the command"
     lines = f'plan = planner.Plan.load("{saved}"){comment}\n{_model_lines(plan)}{text}'
     used = [name for name in _MODULES if re.search(rf"(?<![\w.]){name}\.", lines)]
-    conf = allocator_conf(plan.decisions)
-    environment = f'import os\n\nos.environ["{ALLOCATOR_VARIABLE}"] = "{conf}"  # before CUDA starts\n\n'
-    return (environment if conf else "") + "".join(f"import {name}\n" for name in used) + f"\n{lines}"
+    variables = environment_source(environment_of(plan))
+    environment = f"import os\n\n{variables}  # before CUDA starts\n\n" if variables else ""
+    return environment + "".join(f"import {name}\n" for name in used) + f"\n{lines}"
 
 
 def _model_lines(plan: Plan) -> str:
@@ -58,11 +60,16 @@ def _model_lines(plan: Plan) -> str:
     if ":" in reference:
         adapter = "" if plan.model.adapter is None else f", with {plan.model.adapter}"
         return f"model = ...  # the model that {reference} returns{adapter}\n"
-    folder = pathlib.Path(reference)
-    name = str(folder.parent if folder.suffix.lower() == ".json" else folder)
+    name = _weights(reference)
     if plan.model.adapter is not None:
         return adapted_model(plan, f'"{name}"')
     return f'model = transformers.{kind}.from_pretrained("{name}", dtype=torch.{plan.model.dtype})\n'
+
+
+def _weights(reference: str) -> str:
+    """Returns the folder or the hub id with the weights of a model."""
+    folder = pathlib.Path(reference)
+    return str(folder.parent if folder.suffix.lower() == ".json" else folder)
 
 
 def _loss(plan: Plan) -> str:
@@ -70,18 +77,54 @@ def _loss(plan: Plan) -> str:
 
 
 def _for_trainer(plan: Plan) -> str:
-    arguments = "".join(
-        f"    {name}={value!r},\n" for name, value in training_arguments(plan, output_dir="out").items()
-    )
+    source = None if plan.run is None else plan.run.source
+    evaluates = source is not None and source.eval_batch_size is not None
+    is_padded = source is not None and bool(source.lengths)
+    further: dict[str, Any] = {"eval_strategy": "epoch"} if evaluates else {}
+    settings = training_arguments(plan, output_dir="out", **further)
+    arguments = "".join(f"    {name}={value!r},\n" for name, value in settings.items())
+    datasets = f"    train_dataset=dataset,{_samples_comment(plan) if is_padded else ''}\n"
+    if evaluates:
+        datasets += "    eval_dataset=eval_dataset,\n"
+    if source is not None and source.eval_samples:
+        datasets += "    compute_metrics=compute_metrics,\n"
     return f"""\
 rewritten = planner.rewrite.apply_for_trainer(plan, model)
 arguments = transformers.TrainingArguments(
 {arguments})
+{_tokenizer(plan) if is_padded else ""}\
 trainer = transformers.Trainer(
-    model, arguments, train_dataset=dataset, callbacks=[planner.rewrite.trainer_callback(rewritten)]
+    model,
+    arguments,
+{datasets}{_collator(plan) if is_padded else ""}\
+    callbacks=[planner.rewrite.trainer_callback(rewritten)],
 )
 trainer.train()
 """
+
+
+def _samples_comment(plan: Plan) -> str:
+    return f"  # samples of at most {plan.workload.seq_len} tokens, which are not padded"
+
+
+def _tokenizer(plan: Plan) -> str:
+    """Returns the line that loads the tokenizer, which pads batches."""
+    reference = plan.model.reference
+    if reference is None or ":" in reference:
+        return "tokenizer = ...  # the tokenizer of your model\n"
+    return f'tokenizer = transformers.AutoTokenizer.from_pretrained("{_weights(reference)}")\n'
+
+
+def _collator(plan: Plan) -> str:
+    """Returns the argument with the collator that pads batches as planned, and labels if each token has one."""
+    assert plan.run is not None and plan.run.source is not None
+    multiple = plan.run.source.multiple
+    shapes = {path: shape for path, shape, _ in plan.workload.batch}
+    padded = next((shape for path, shape in shapes.items() if path.endswith("input_ids")), None)
+    labels = next((shape for path, shape in shapes.items() if path.endswith("labels")), ())
+    name = "DataCollatorForSeq2Seq" if padded is not None and len(labels) == len(padded) else "DataCollatorWithPadding"
+    option = f", pad_to_multiple_of={multiple}" if multiple > 1 else ""
+    return f"    data_collator=transformers.{name}(tokenizer{option}),\n"
 
 
 def _for_loop(plan: Plan) -> str:

@@ -8,11 +8,12 @@ from types import MappingProxyType
 
 import numpy as np
 
+from planner.allocator.options import settings_of, without_limit
 from planner.allocator.replay import AllocatorOutcome, replay
-from planner.allocator.settings import PYTORCH_DEFAULTS, AllocatorSettings, settings_of
+from planner.allocator.settings import PYTORCH_DEFAULTS, AllocatorSettings
 from planner.estimate import roofline
 from planner.estimate.allocation_stream import allocation_stream, streams_of_blocks
-from planner.plan_types.decision_base import Decision, allocator_options_of, micro_batches_of
+from planner.plan_types.decision_base import Decision, allocator_conf, micro_batches_of
 from planner.plan_types.plan import Footprint
 from planner.profiles.device import SEGMENT_ADDRESSES, DeviceProfile
 from planner.recording.step_graph import Category, StepGraph, Storage
@@ -66,7 +67,7 @@ def measure(
         decisions: The decisions of the step. They say how many micro-batches it has, of which the recording may hold
             fewer, and which options of the allocator are set.
     """
-    settings, micro_batches = settings_of(allocator_options_of(decisions)), micro_batches_of(decisions)
+    settings, micro_batches = settings_on(card, decisions), micro_batches_of(decisions)
     granularity = granularity_bytes(card)
     by_category = graph.category_bytes(granularity_bytes=granularity)
     live = by_category.sum(axis=0)
@@ -81,7 +82,7 @@ def measure(
         if outcome.out_of_memory_event is not None:
             # The report says how much memory the step would need: replay it to its end, without a limit.
             fits = False
-            outcome = replayed((ids, sizes), card, None, settings, streams)
+            outcome = replayed((ids, sizes), card, None, without_limit(settings), streams)
         allocated, reserved = outcome.peak_allocated_bytes, outcome.peak_reserved_bytes
         tick = int(ticks[outcome.peak_allocated_event])
     elif capacity is not None:
@@ -121,7 +122,7 @@ def smallest_capacity_bytes(
     if not card.allocator:
         return int(graph.live_bytes().max()) + card.context_bytes
     ids, sizes, _ = allocation_stream(graph)
-    settings, streams = settings_of(allocator_options_of(decisions)), streams_of_blocks(graph)
+    settings, streams = without_limit(settings_on(card, decisions)), streams_of_blocks(graph)
     outcome = replayed((ids, sizes), card, None, settings, streams)
     low, high = outcome.peak_allocated_bytes - 1, outcome.peak_reserved_bytes
     while high - low > within_bytes:
@@ -132,6 +133,11 @@ def smallest_capacity_bytes(
         else:
             low = middle
     return high + card.context_bytes
+
+
+def settings_on(card: DeviceProfile, decisions: Iterable[Decision]) -> AllocatorSettings:
+    """Returns the settings of the allocator: the options that the user has set, and those of the decisions."""
+    return settings_of(allocator_conf(decisions, card.alloc_conf), card_bytes=card.vram_bytes)
 
 
 def replayed(

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from planner.allocator.settings import settings_of
 from planner.estimate import roofline
 from planner.estimate.allocation_stream import allocation_stream, streams_of_blocks
-from planner.plan_types.decision_base import Decision, allocator_options_of
+from planner.estimate.footprint import settings_on
+from planner.plan_types.decision_base import Decision
 from planner.profiles.device import SEGMENT_ADDRESSES, DeviceProfile
 from planner.recording.step_graph import Op, Phase, StepGraph
 from planner.snapshot.history import Action, Frame
@@ -61,7 +61,7 @@ def memory_history(
     Raises:
         OutOfMemory: the recording does not run in `capacity_bytes`.
     """
-    settings = settings_of(allocator_options_of(decisions))
+    settings = settings_on(card, decisions)
     ids, sizes, ticks = (column.tolist() for column in allocation_stream(graph))
     histories = [
         simulate(

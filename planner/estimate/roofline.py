@@ -59,10 +59,10 @@ def op_times_ns(graph: StepGraph, card: DeviceProfile, micro_batches: int) -> li
     """Returns for each op of the graph the nanoseconds that it takes in one training step.
 
     An op of a micro-batch that stands for several counts once for each of them. If the graph has several steps, only
-    the ops of the last step count; the time of all other ops is 0.
+    the ops of the last step count, or the mean of the steps that repeat; the time of all other ops is 0.
     """
-    counts = _counts(graph, micro_batches)
-    return [op_ns(op, card) * count for op, count in zip(graph.ops, counts, strict=True)]
+    counts, period = _counts(graph, micro_batches), graph.schedule.period
+    return [op_ns(op, card) * count // period for op, count in zip(graph.ops, counts, strict=True)]
 
 
 def step_ns(graph: StepGraph, card: DeviceProfile, micro_batches: int) -> int:
@@ -73,18 +73,19 @@ def step_ns(graph: StepGraph, card: DeviceProfile, micro_batches: int) -> int:
 
 def step_flops(graph: StepGraph, micro_batches: int) -> int:
     """Returns the number of floating point operations of one training step, recomputation included."""
-    return sum(op.flops * count for op, count in zip(graph.ops, _counts(graph, micro_batches), strict=True))
+    counts = _counts(graph, micro_batches)
+    return sum(op.flops * count for op, count in zip(graph.ops, counts, strict=True)) // graph.schedule.period
 
 
 def _counts(graph: StepGraph, micro_batches: int) -> list[int]:
-    """Returns, for each op of the graph, how often it runs in one training step.
+    """Returns, for each op of the graph, how often it runs in one training step, or in the steps that repeat.
 
-    The count is taken from the last step that was recorded: an op of its forward or backward runs once for every
-    micro-batch that it stands for, an op of its optimizer once. Ops before the last step get 0.
+    The count is taken from the last step that was recorded, or from the last ones that repeat: an op of a forward or
+    backward runs once for every micro-batch that it stands for, an op of an optimizer once. Earlier ops get 0.
     """
-    repeats, last = repetitions(graph, micro_batches), graph.steps - 1
+    repeats, first = repetitions(graph, micro_batches), graph.steps - graph.schedule.period
     return [
-        0 if op.phase is Phase.SETUP or op.step != last
+        0 if op.phase is Phase.SETUP or not first <= op.step < graph.steps
         else 1 if op.phase is Phase.OPTIMIZER
         else repeats[min(op.micro_batch, len(repeats) - 1)]
         for op in graph.ops

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from typing import ClassVar, Protocol
 
 from planner.errors import DecisionError
@@ -39,6 +40,8 @@ class Fidelity(enum.IntEnum):
 
 ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
 """The environment variable from which PyTorch reads the options of its caching allocator."""
+FORMER_ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
+"""The former name of the variable. If it is set, even to an empty text, PyTorch does not read `ALLOCATOR_VARIABLE`."""
 
 
 class Role(enum.Enum):
@@ -131,7 +134,7 @@ class Decision:
         return ()
 
     @property
-    def allocator_options(self) -> dict[str, bool | int]:
+    def allocator_options(self) -> dict[str, str]:
         """Options of the caching allocator by their names in PYTORCH_ALLOC_CONF; empty for its defaults."""
         return {}
 
@@ -239,14 +242,48 @@ def cards_of(decisions: Iterable[Decision]) -> int:
     return max((decision.cards for decision in decisions), default=1)
 
 
-def allocator_options_of(decisions: Iterable[Decision]) -> dict[str, bool | int]:
+def allocator_options_of(decisions: Iterable[Decision]) -> dict[str, str]:
     """Options of the caching allocator by their names in PYTORCH_ALLOC_CONF; empty for its defaults."""
     return {name: value for decision in decisions for name, value in decision.allocator_options.items()}
 
 
-def allocator_conf(decisions: Iterable[Decision]) -> str:
-    """The value of `ALLOCATOR_VARIABLE`, such as 'expandable_segments:True'; empty for the defaults of PyTorch."""
-    return ",".join(f"{name}:{value}" for name, value in allocator_options_of(decisions).items())
+def allocator_conf(decisions: Iterable[Decision], given: str = "") -> str:
+    """The value of `ALLOCATOR_VARIABLE`, such as 'expandable_segments:True'; empty for the defaults of PyTorch.
+
+    Args:
+        given: the value that the user has set. Its options stay, except for those that a decision changes.
+    """
+    options = options_in(given) | allocator_options_of(decisions)
+    return ",".join(f"{name}:{value}" for name, value in options.items())
+
+
+def changed_options(decisions: Iterable[Decision], given: str) -> dict[str, str]:
+    """The options of the allocator that the user has set to another value than these decisions."""
+    present = options_in(given)
+    return {name: value for name, value in allocator_options_of(decisions).items() if present.get(name, value) != value}
+
+
+def allocator_variable_in(environment: Mapping[str, str]) -> tuple[str, str]:
+    """The variable from which PyTorch reads the options in this environment, and its value; empty if it is not set.
+
+    The first variable that is set counts, even if it is empty (torch 2.11 to 2.14).
+    """
+    variables = (FORMER_ALLOCATOR_VARIABLE, "PYTORCH_HIP_ALLOC_CONF", ALLOCATOR_VARIABLE)
+    name = next((name for name in variables if name in environment), ALLOCATOR_VARIABLE)
+    return name, environment.get(name, "")
+
+
+def options_in(conf: str) -> dict[str, str]:
+    """The options in a value of `ALLOCATOR_VARIABLE` by their names. As in PyTorch, the last value of a name counts.
+
+    White space does not count, and a value may be a list in brackets. Neither names nor values are checked.
+    """
+    options: dict[str, str] = {}
+    for part in re.findall(r"(?:\[[^\]]*\]?|[^,\[])+", "".join(conf.split())):
+        name, _, value = part.partition(":")
+        options.pop(name, None)
+        options[name] = value
+    return options
 
 
 def of_optimizers(names: tuple[str, ...]) -> str:

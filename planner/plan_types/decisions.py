@@ -375,9 +375,9 @@ class Allocator(Decision):
             )
 
     @property
-    def allocator_options(self) -> dict[str, bool | int]:
+    def allocator_options(self) -> dict[str, str]:
         options = {"expandable_segments": self.expandable_segments, "max_split_size_mb": self.max_split_size_mb}
-        return {name: value for name, value in options.items() if value}
+        return {name: str(value) for name, value in options.items() if value}
 
     def describe(self) -> str:
         return f"allocator options, to be set before CUDA starts: {ALLOCATOR_VARIABLE}={allocator_conf([self])}"

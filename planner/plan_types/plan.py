@@ -22,14 +22,14 @@ from planner.plan_types.plan_parts import (
     RunChange,
     RunFacts,
     RunMoment,
+    RunSource,
     Shortfall,
     SolverFacts,
     TrainingProgram,
     WorkloadFacts,
-    as_tuple,
     check_field_types,
 )
-from planner.plan_types.techniques import canonical_kind, decision_from_json
+from planner.plan_types.techniques import as_tuples, canonical_kind, decision_from_json
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -43,6 +43,7 @@ __all__ = [
     "RunChange",
     "RunFacts",
     "RunMoment",
+    "RunSource",
     "Shortfall",
     "SolverFacts",
     "TrainingProgram",
@@ -98,6 +99,9 @@ class Plan:
     """The maximum `slowdown` that the user allowed; None for no limit."""
     run: RunFacts | None = None
     """The memory of the whole run; None if only one step was planned, and in plans of older versions."""
+    alloc_conf: str = ""
+    """Options of the caching allocator that the user has set, with which baseline and plan were simulated, in the
+    notation of PYTORCH_ALLOC_CONF. Empty for PyTorch's defaults, and in plans of older versions."""
     seconds: float | None = dataclasses.field(default=None, compare=False)
     """Time in seconds that planning took; None in a plan that was read from a file, which holds no times."""
 
@@ -184,9 +188,10 @@ class Plan:
                 shortfall=None if shortfall is None else _shortfall_from_json(shortfall),
                 forced=tuple(map(canonical_kind, data["forced"])),
                 forbidden=tuple(map(canonical_kind, data["forbidden"])),
-                notes=as_tuple(data["notes"]),
+                notes=as_tuples(data["notes"]),
                 tensors=tuple(LiveTensor(**{**t, "shape": tuple(t["shape"])}) for t in data["tensors"]),
                 run=_run_from_json(data.get("run")),
+                alloc_conf=data.get("alloc_conf", ""),
                 **{name: data[name] for name in _PLAIN_FIELDS},
             )
             return _checked(plan)
@@ -270,7 +275,7 @@ def _workload_from_json(data: dict[str, Any]) -> WorkloadFacts:
     batch, own_loss = tuple((p, tuple(s), d) for p, s, d in data["batch"]), data["own_loss"]
     own_loss = None if own_loss is None else OwnLoss(**own_loss)
     return WorkloadFacts(
-        **{**data, "batch": batch, "own_loss": own_loss, "not_by_sample": as_tuple(data.get("not_by_sample", ()))}
+        **{**data, "batch": batch, "own_loss": own_loss, "not_by_sample": as_tuples(data.get("not_by_sample", ()))}
     )
 
 
@@ -291,8 +296,12 @@ def _run_from_json(data: dict[str, Any] | None) -> RunFacts | None:
     moments, changes = (
         tuple(kind(**item) for item in data[name]) for name, kind in (("moments", RunMoment), ("changes", RunChange))
     )
-    sizes = {name: as_tuple(data[name]) for name in ("lengths", "samples")}
-    return RunFacts(**{**data, **sizes, "moments": moments, "changes": changes})
+    sizes = {name: as_tuples(data[name]) for name in ("lengths", "samples")}
+    source = data.get("source")
+    if source is not None:
+        lengths = as_tuples(source["lengths"])
+        source = RunSource(**{**source, "lengths": lengths, "between": as_tuples(source["between"])})
+    return RunFacts(**{**data, **sizes, "moments": moments, "changes": changes, "source": source})
 
 
 def _next_step_from_json(data: dict[str, Any] | None) -> NextStep | None:

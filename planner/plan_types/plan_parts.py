@@ -15,6 +15,7 @@ from typing import Any
 from planner.plan_types.adapter import Adapter
 from planner.plan_types.categories import Category
 from planner.plan_types.decisions import Decision
+from planner.plan_types.techniques import as_tuples
 from planner.plan_types.words import ProgramName
 
 
@@ -147,11 +148,11 @@ class ModelFacts:
         """Returns the facts from their JSON form."""
         adapter = data.get("adapter")
         if adapter is not None:
-            adapter = Adapter(**{**adapter, "targets": as_tuple(adapter["targets"])})
+            adapter = Adapter(**{**adapter, "targets": as_tuples(adapter["targets"])})
         program = data.get("program")
         if program is not None:
-            program = TrainingProgram(**{**program, "targets": as_tuple(program["targets"])})
-        arguments = as_tuple(data.get("arguments", ()))
+            program = TrainingProgram(**{**program, "targets": as_tuples(program["targets"])})
+        arguments = as_tuples(data.get("arguments", ()))
         return cls(**{**data, "adapter": adapter, "program": program, "arguments": arguments})
 
 
@@ -292,6 +293,21 @@ class RunChange:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSource:
+    """The user's description of a run, from which it can be simulated again, and which a training loop has to follow.
+
+    `lengths` has pairs of a length and its number of samples, and is empty if all batches are alike. Batches are padded
+    to a `multiple`. `eval_batch_size` is None without an evaluation, which keeps the logits of `eval_samples` samples.
+    """
+
+    lengths: tuple[tuple[int, int], ...]
+    multiple: int
+    eval_batch_size: int | None
+    eval_samples: int
+    between: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """The memory of a whole run in the simulated allocator: the steps, and what happens between them."""
 
@@ -319,14 +335,11 @@ class RunFacts:
     """Name of the moment in which the memory of the process reaches its maximum, or runs out."""
     moments: tuple[RunMoment, ...]
     changes: tuple[RunChange, ...]
+    source: RunSource | None = None
+    """None if the batches or activities are the user's own, which no file holds, and in plans of older versions."""
 
 
 # ---- types of fields -------------------------------------------------------------------------------------------------
-
-
-def as_tuple(value: Any) -> Any:
-    """Converts a list of JSON to a tuple. Returns other values, such as a text, for `check_field_types` to refuse."""
-    return tuple(value) if isinstance(value, (list, tuple)) else value
 
 
 def check_field_types(record: Any, path: str = "") -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from planner.errors import DecisionError
 from planner.plan_types import decisions, recompute_decisions
@@ -44,8 +45,9 @@ def decision_from_json(data: dict[str, object]) -> Decision:
     known = {field.name for field in dataclasses.fields(decision)}
     if unknown := sorted(set(fields) - known):
         raise DecisionError(f"decision {kind!r} has no field {unknown[0]!r}: its fields are {', '.join(sorted(known))}")
-    return decision(**{name: _as_tuples(value) for name, value in fields.items()})
+    return decision(**{name: as_tuples(value) for name, value in fields.items()})
 
 
-def _as_tuples(value: object) -> object:
-    return tuple(_as_tuples(item) for item in value) if isinstance(value, list) else value
+def as_tuples(value: Any) -> Any:
+    """Converts lists of JSON to tuples. Returns other values, such as a text, for `check_field_types` to refuse."""
+    return tuple(as_tuples(item) for item in value) if isinstance(value, list) else value

@@ -25,8 +25,14 @@ _BUFFERS: dict[str, tuple[tuple[int | str, Category], ...]] = {
 """For each op: the arguments (position or name) whose storages have a category. An earlier category stays."""
 
 
+def ranks(table: StorageTable, pause: Callable[[], AbstractContextManager[None]]) -> Ranks | None:
+    """Returns what a recorder needs in a process that is one rank of several; None in any other process."""
+    is_rank = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return Ranks(table, pause) if is_rank and torch.distributed.get_world_size() > 1 else None
+
+
 class Ranks:
-    """Notes what a rank does, for a recorder. Made only if the process is one rank of several.
+    """Notes what a rank does, for a recorder.
 
     Attributes:
         wrappers: tensor types that stand for local tensors. An op on them runs again on the local tensors, and is

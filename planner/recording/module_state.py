@@ -72,9 +72,22 @@ def _plain_content_of(function: object) -> object:
     """Returns the numbers and text that a function or callable object holds."""
     if isinstance(function, torch.nn.Module):
         return tuple(plain_state(function).items())
-    variables = _variables_of(getattr(function, "__func__", function), _no_identity)
-    defaults = _content(getattr(function, "__defaults__", None) or (), _MOST_LEVELS, _no_identity)
-    return tuple(variables.items()), defaults, _content_of_hook(function, _no_identity)
+    functions = _functions_of(getattr(function, "__func__", function))
+    variables = tuple(tuple(_variables_of(each, _no_identity).items()) for each in functions)
+    defaults = tuple(_content(each.__defaults__ or (), _MOST_LEVELS, _no_identity) for each in functions)
+    return variables, defaults, _content_of_hook(function, _no_identity)
+
+
+def _functions_of(function: object) -> list[types.FunctionType]:
+    """Returns a function and the functions of the user's that it calls by name, and those that these call."""
+    found: dict[types.FunctionType, None] = {}
+    waiting = [function]
+    while waiting and len(found) < _MOST_ENTRIES:
+        each = waiting.pop()
+        if isinstance(each, types.FunctionType) and each not in found and not _is_of_library(each):
+            found[each] = None
+            waiting += _outer_variables(each).values()
+    return list(found)
 
 
 def _no_identity(value: object) -> None:
@@ -123,12 +136,23 @@ def _content_of_owner(value: object, identity: Identity) -> object:
 
 def _variables_of(forward: object, identity: Identity) -> dict[str, object]:
     """Returns the contents of the variables outside of a function that it reads, by a description of each."""
-    if not isinstance(forward, types.FunctionType) or forward.__module__.startswith(_LIBRARIES):
+    if not isinstance(forward, types.FunctionType) or _is_of_library(forward):
         return {}
-    cells = zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True)
+    outer = _outer_variables(forward).items()
+    return {f"the variable '{name}'": _content(value, _MOST_LEVELS, identity) for name, value in outer}
+
+
+def _is_of_library(function: types.FunctionType) -> bool:
+    return (function.__module__ or "").startswith(_LIBRARIES)
+
+
+def _outer_variables(function: types.FunctionType) -> dict[str, object]:
+    """Returns the variables outside of a function that it reads, by name."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     outer = {name: cell.cell_contents for name, cell in cells if not _is_empty(cell)}
-    outer |= {name: forward.__globals__[name] for name in forward.__code__.co_names if name in forward.__globals__}
-    return {f"the variable '{name}'": _content(value, _MOST_LEVELS, identity) for name, value in outer.items()}
+    return outer | {
+        name: function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__
+    }
 
 
 def _is_empty(cell: types.CellType) -> bool:

@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.recording.categories import classify, note_obstacles
-from planner.recording.collectives import Ranks
+from planner.recording.collectives import ranks
 from planner.recording.flops import flops_of
 from planner.recording.gradients import Backwards, Updates
 from planner.recording.module_calls import OWN_GENERATOR, ModuleCalls
@@ -52,6 +52,7 @@ from planner.recording.step_graph import Category, Op, Phase, StepGraph
 from planner.recording.storage_table import StorageTable, local_part
 from planner.virtual_gpu import sparse_tensors
 from planner.virtual_gpu.in_place import InPlaceRule
+from planner.virtual_gpu.inference_mode import composite_kernel
 from planner.virtual_gpu.kernels import kernels_of
 from planner.virtual_gpu.source_lines import source_line
 from planner.virtual_gpu.values.data_dependence import DataDependence
@@ -72,17 +73,10 @@ class Recorder(TorchDispatchMode):
         what_if: True to also record what every module saves, from which candidates for recomputing are derived.
         in_place: decides which ops are recorded as in-place, because they would run in place on real tensors although
             they return a new tensor for fake tensors. If it is None, ops are recorded as they run.
-        is_rank: True if the process is one rank of several.
     """
 
     def __init__(
-        self,
-        device: str,
-        *,
-        virtual: bool = True,
-        what_if: bool,
-        in_place: InPlaceRule | None = None,
-        is_rank: bool = False,
+        self, device: str, *, virtual: bool = True, what_if: bool, in_place: InPlaceRule | None = None
     ) -> None:
         super().__init__()
         self.virtual = virtual
@@ -99,7 +93,7 @@ class Recorder(TorchDispatchMode):
         self.sequence = -1
         """Number of nodes that autograd had created when the last op that made or changed a storage had run."""
         self._paused = False
-        self._ranks = Ranks(self.table, self.pause) if is_rank else None
+        self._ranks = ranks(self.table, self.pause)
         self._kernels = kernels_of(device)
         self._saved = SavedTensors(self, self.table, self.calls, self.data_dependence.known)
         self._own_step = False
@@ -127,16 +121,22 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._ranks is not None and any(issubclass(kind, self._ranks.wrappers) for kind in types):
             return NotImplemented
-        if self._paused or op.namespace in _IGNORED_NAMESPACES:
+        if torch.is_inference_mode_enabled() and (kernel := composite_kernel(op, self.table.device)) is not None:
+            with self:
+                return kernel(*args, **kwargs)
+        asks_number = op is torch.ops.aten._local_scalar_dense.default
+        if self._paused or op.namespace in _IGNORED_NAMESPACES or (asks_number and not self.virtual):
             return op(*args, **kwargs)
         if kwargs.get("generator") is not None:
             self.calls.note_obstacle(self.calls.innermost[1], OWN_GENERATOR)
-        if not self.virtual:
-            return self._run_really(op, args, kwargs)
-        if op is torch.ops.aten._local_scalar_dense.default and (value := self._scalar(args[0])) is not None:
+        if asks_number and (value := self._scalar(args[0])) is not None:
             return value
         tick = self.table.next_tick()
         traits = op_traits(op)
+        if not self.virtual:
+            out = op(*args, **kwargs)
+            self._note_op(op, traits, args, kwargs, out, tick)
+            return out
         # 1. Ops that the real device runs in place: fakes return a copy, so the result is the argument itself.
         if self.in_place is not None and self.in_place(op, args, self._maker):
             self._note_op(op, traits, args, kwargs, args[0], tick)
@@ -175,15 +175,6 @@ class Recorder(TorchDispatchMode):
         if self.table.device != "cpu":  # the scratch tensors are those that CUDA's kernels allocate
             for tensor in scratch:
                 self.table.storage_of(tensor)
-        return out
-
-    def _run_really(self, op, args, kwargs):
-        """Runs an op on real tensors, records it, and returns its result."""
-        if op is torch.ops.aten._local_scalar_dense.default:
-            return op(*args, **kwargs)
-        tick = self.table.next_tick()
-        out = op(*args, **kwargs)
-        self._note_op(op, op_traits(op), args, kwargs, out, tick)
         return out
 
     def _scalar(self, tensor: torch.Tensor) -> float | bool | None:
@@ -336,13 +327,12 @@ class Recorder(TorchDispatchMode):
         for name, module in model.named_modules(remove_duplicate=True):
             handles += self.calls.hooks(name, module)
         handles += self.updates.hooks(model, optimizers, own_step=own_step)
-        hooks = (
-            torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._saved.unpack)
-            if self.what_if
-            else contextlib.nullcontext()
-        )
+        saving = torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._saved.unpack)
         try:
-            with hooks, self._backwards.watching(), self._ranks.watching() if self._ranks else contextlib.nullcontext():
+            with contextlib.ExitStack() as contexts:
+                for context in (saving if self.what_if else None, self._ranks and self._ranks.watching()):
+                    contexts.enter_context(context or contextlib.nullcontext())
+                contexts.enter_context(self._backwards.watching())
                 yield
         finally:
             for handle in handles:
@@ -357,7 +347,7 @@ class Recorder(TorchDispatchMode):
                     self._buffers[storage] = (name, is_norm)
 
     def setup_ends(self) -> None:
-        """Ends the setup: all later events belong to the recorded steps. The setup may have been a whole step."""
+        """Ends the setup, which may have been a whole step. All later events belong to the recorded steps."""
         self.calls.all.clear()
         self._saved.all.clear()
         self._in_setup, self._setup_tick = False, self.table.tick

@@ -16,11 +16,12 @@ from planner.errors import PlannerError, WorkloadError
 from planner.plan_types.answers import NOTHING_STATED, Answers
 from planner.plan_types.quantized import is_quantized
 from planner.recording.hook_errors import HookErrors, failure, failure_in_backward
-from planner.recording.module_state import changed_state, host_random_state, plain_state
+from planner.recording.module_state import host_random_state, plain_state
 from planner.recording.recorder import Recorder
-from planner.recording.step_graph import Category, StepGraph
+from planner.recording.repetition import MOST_CALLS, Repetition
+from planner.recording.step_graph import TWO_STEPS, Category, Schedule, StepGraph, first_steps
 from planner.recording.virtual_batch import learn_values, virtual_batch
-from planner.virtual_gpu import backend, fake_tensor_cache, kernels, quantized_weights, ranks, rnn
+from planner.virtual_gpu import backend, fake_tensor_cache, kernels, library_patches, quantized_weights, ranks, rnn
 from planner.virtual_gpu.cuda_functions import empty_cache
 from planner.virtual_gpu.forked_process import Child, Refuse
 from planner.virtual_gpu.in_place import InPlaceRule
@@ -36,6 +37,9 @@ Prepare = Callable[[torch.nn.Module], tuple[Callable[[Any], Any], Sequence[torch
 It is called in the child process, with the virtual model.
 """
 
+
+Program = Callable[[torch.device], object]
+"""A function that runs a program on the device that it gets. Memory on other devices is not counted."""
 
 MakeBatch = Callable[[int], Any]
 """Returns a virtual batch of a number of samples, with the values that a rehearsal knows or assumes."""
@@ -67,8 +71,10 @@ class Rehearsal:
     micro_batch_sizes: tuple[int, ...]
     """Number of samples in each rehearsed micro-batch. The rehearsed batch has as many samples as all of them together;
     the training step splits it."""
-    steps: int
-    """Number of training steps to record."""
+    steps: int | None
+    """Number of training steps to record. None to watch the calls of a step of the user's own until they repeat."""
+    schedule: Schedule = TWO_STEPS
+    """How the steps continue after the recorded ones, if `steps` is a number."""
     primed: bool
     """True if the optimizer's state exists before the first recorded step."""
     what_if: bool
@@ -107,7 +113,7 @@ def on_virtual_gpu(target: backend.Target, refuse: Refuse, *, what_if: bool) -> 
     gc.disable()
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # errors are reported in one line
     autocast = None if target.device == "cpu" else backend.install(target)
-    backend.let_libraries_take_fakes_for_real(target.device)
+    library_patches.let_libraries_take_fakes_for_real(target.device)
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -116,9 +122,7 @@ def on_virtual_gpu(target: backend.Target, refuse: Refuse, *, what_if: bool) -> 
     ):
         if target.cards > 1:
             ranks.join(target.device, cards=target.cards, rank=target.rank)
-        recorder = Recorder(
-            target.device, what_if=what_if, in_place=InPlaceRule(target.device), is_rank=target.cards > 1
-        )
+        recorder = Recorder(target.device, what_if=what_if, in_place=InPlaceRule(target.device))
         empty_cache.on_call = recorder.table.note_cache_release
         recorder.data_dependence.on_refusal_in_backward = refuse
         recorder.data_dependence.install(target.autograd_key)
@@ -160,6 +164,7 @@ def _rehearse(rehearsal: Rehearsal, refuse: Refuse) -> tuple[StepGraph, bytes]:
             batch,
             rehearsal.prepare,
             steps=rehearsal.steps,
+            schedule=rehearsal.schedule,
             primed=rehearsal.primed,
             micro_batch_sizes=rehearsal.micro_batch_sizes,
             trained=rehearsal.trained,
@@ -177,9 +182,10 @@ def record_steps(
     batch: Any,
     prepare: Prepare,
     *,
-    steps: int,
+    steps: int | None,
     primed: bool,
     micro_batch_sizes: tuple[int, ...],
+    schedule: Schedule = TWO_STEPS,
     trained: tuple[str, ...] | None = None,
     loss_fn: Callable | None = None,
     own_step: Callable | None = None,
@@ -193,13 +199,14 @@ def record_steps(
     Args:
         recorder: a recorder for the virtual GPU or for a real device.
         model, batch: the model and its batch, on the recorder's device.
-        prepare, steps, primed, micro_batch_sizes, trained, loss_fn, own_step, between: as in `Rehearsal`.
+        prepare, steps, primed, micro_batch_sizes, schedule, trained, loss_fn, own_step, between: as in `Rehearsal`.
         make_batch: makes the batches of `between`; needed if there are any.
 
     Raises:
         WorkloadError: the training step raised an error, or exits; the message names the module and the line.
         RehearsalError: the virtual GPU cannot run an op of the step.
     """
+    steps_given = steps is not None
     hook_errors = HookErrors(
         lambda error: recorder.data_dependence.on_refusal_in_backward(failure_in_backward(error, model))
     )
@@ -219,29 +226,36 @@ def record_steps(
                 _run_step(priming, batch, model, hook_errors)
             recorder.setup_ends()
             function = (loss_fn, "loss function") if own_step is None else (own_step, "step function")
-            before: dict[str, object] = {}
+            repetition = Repetition(recorder.table)
             random_before = host_random_state()
-            for number in range(steps):
-                if number and number == steps - 1:
-                    before = plain_state(model, *function)
+            for number in range(MOST_CALLS if steps is None else steps):
                 recorder.starts_step(number)
+                repetition.starts()
                 _run_step(step, batch, model, hook_errors)
                 gc.collect()
+                if steps is None or 1 < steps <= number + 2:
+                    repetition.ends(plain_state(model, *function))
+                if steps is None and repetition.is_certain:
+                    break
             if not recorder.ops:
                 raise WorkloadError(
                     "the step runs no op on the model's parameters or the batch: nothing can be planned"
                 )
-            after = plain_state(model, *function) if before else {}
+            steps, changed = number + 1, repetition.changed_state
+            schedule = schedule if steps_given else repetition.schedule()
             for number, activity in enumerate((activity for activity in between for _ in range(2)), start=steps):
                 recorder.starts_step(number)
                 recorder.data_dependence.numbers_are_for_logging = True
                 _run_step(activity.run, make_batch, model, hook_errors, what=activity.name)
                 gc.collect()
         graph = recorder.finish(steps=steps, primed=primed, micro_batch_sizes=micro_batch_sizes)
+        if not steps_given and not between:
+            graph = first_steps(graph, schedule.calls)
         drew_on_host = host_random_state() != random_before  # the forwards may differ for this reason only
         return dataclasses.replace(
             graph,
-            changed_state=changed_state(before, after),
+            changed_state=changed,
+            schedule=schedule,
             forwards_differ=graph.forwards_differ and not drew_on_host,
         )
 
@@ -345,3 +359,22 @@ def learn_buffer(known: ShadowValues, fake: torch.Tensor, real: torch.Tensor) ->
     """Sets the values of a fake buffer to those of `real`, if `real` is small, on the CPU, and integer or boolean."""
     if real.device.type == "cpu" and not real.is_floating_point() and not real.is_complex() and is_tracked(real):
         known.learn(fake, real)
+
+
+def rehearse_program(program: Program, target: backend.Target) -> StepGraph:
+    """Rehearses any program, such as the creation of a model and a loop, and returns a plain recording as one step.
+
+    It starts with an empty card. Only the ops and the storages that the program allocates are recorded.
+
+    Raises:
+        RehearsalError: the virtual GPU cannot run an op of the program; the message names the op and the source line.
+        RehearsalProcessError: the program raised another error, or the child process ended without a result.
+    """
+
+    def run(refuse: Refuse) -> StepGraph:
+        with on_virtual_gpu(target, refuse, what_if=False) as recorder, recorder:
+            recorder.setup_ends()
+            program(torch.device(backend.NAME))
+            return recorder.finish(steps=1, primed=False, micro_batch_sizes=())
+
+    return Child(run).result()

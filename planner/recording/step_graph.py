@@ -171,6 +171,29 @@ class Call:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The calls of a training step that a recording has, and how the calls after them continue."""
+
+    calls: int = 2
+    """Number of recorded calls. They take every course that was seen."""
+    period: int = 1
+    """Number of calls, at the end of the recorded ones, that all later calls repeat."""
+    watched: int = 2
+    """Number of calls that were run to find this out."""
+    is_certain: bool = True
+    """True if the state of Python objects shows that later calls repeat these. False if a number changed in each call,
+    such as a counter, so that a call after the watched ones may do something else."""
+    repeats: bool = True
+    """False if the calls did not repeat. `period` is then 1."""
+    growth_bytes: int = 0
+    """Bytes by which the memory that calls hold grows in each call, if they do not repeat."""
+
+
+TWO_STEPS = Schedule()
+"""The schedule of a step of which each call after the first does the same."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepGraph:
     """One or more recorded training steps."""
 
@@ -206,6 +229,8 @@ class StepGraph:
     assumptions: tuple[str, ...] = ()
     """Assumptions about tensor values that the step reads and a rehearsal does not have, each with module and line."""
 
+    schedule: Schedule = TWO_STEPS
+    """How the steps after the recorded ones continue. It is known for plain recordings of two steps or more."""
     changed_state: str | None = None
     """Python state of the model or the loss function that the last step changed; None if it changed none, or if only
     one step was recorded."""
@@ -265,6 +290,29 @@ class StepGraph:
         """Returns the op that was running at this tick, or else the last one before; None before the first op."""
         position = int(np.searchsorted(np.fromiter((op.tick for op in self.ops), np.int64), tick, side="right")) - 1
         return self.ops[position] if position >= 0 else None
+
+
+def first_steps(graph: StepGraph, steps: int) -> StepGraph:
+    """Returns the recording as if it had ended after a number of steps."""
+    if steps >= len(graph.step_starts):
+        return graph
+    last = graph.step_starts[steps]
+    ticks = last + 1
+    storages = [
+        dataclasses.replace(storage, lives=lives)
+        for storage in graph.storages
+        if (lives := [(start, min(stop, ticks)) for start, stop in storage.lives if start <= last]) or not storage.lives
+    ]
+    return dataclasses.replace(
+        graph,
+        ops=[op for op in graph.ops if op.step < steps],
+        storages=storages,
+        calls=[call for call in graph.calls if call.start <= last],
+        ticks=ticks,
+        steps=steps,
+        step_starts=graph.step_starts[:steps],
+        cache_releases=tuple(tick for tick in graph.cache_releases if tick <= last),
+    )
 
 
 def round_up(size_bytes: int, granularity_bytes: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Iterator
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -121,6 +122,16 @@ class StorageTable:
         entry = self._alive.pop(pointer)
         self.storages[entry[0]].lives.append((entry[1], self.next_tick()))
         return entry
+
+    def held_bytes(self) -> int:
+        """Returns the bytes of all storages that are alive now."""
+        return sum(self.storages[index].size_bytes for index, _, _ in self._alive.values())
+
+    def lives(self) -> Iterator[tuple[int, int, int | None]]:
+        """Yields the index, birth and death of each life of the storages so far. The death is None if it is alive."""
+        for index, storage in enumerate(self.storages):
+            yield from ((index, birth, death) for birth, death in storage.lives)
+        yield from ((index, birth, None) for index, birth, _ in self._alive.values())
 
     def mark(self, tensor: torch.Tensor | None, category: Category, *, name: str = "") -> None:
         """Sets category and name of a tensor's storage. A sparse tensor has storages for its indices and its values."""

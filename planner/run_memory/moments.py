@@ -1,5 +1,7 @@
 """Converts recordings to moments: what the allocator receives in one training step, or in one activity between steps.
 
+If a step of the user's own repeats only after several calls, a moment is such a round of calls (`in_rounds`).
+
 A run is a sequence of moments. Storages that are born in one moment and die in a later one, such as a loss that a
 variable holds until the next step replaces it, connect them. Each such storage is in a *slot*. A slot is recognized in
 all recordings by the kind of its storage: category, name, op, dtype, and number among those that are alike.
@@ -104,6 +106,16 @@ def moments_of(
         peak_bytes = max(int(live[start : stop + 1].max()) for start, stop in map(windows.bounds, numbers))
         moments[name] = Moment(name, first, again, peak_bytes)
     return (windows.events(0),), moments
+
+
+def in_rounds(graph: StepGraph) -> StepGraph:
+    """Returns a recording whose calls of the training step are two moments: those before they repeat, and one round.
+
+    A step of the user's own may repeat only after several calls. A round is as many calls as later calls repeat.
+    """
+    steps, starts = graph.steps, graph.step_starts
+    first, again = starts[0], starts[steps - graph.schedule.period]
+    return dataclasses.replace(graph, step_starts=(first, again, *starts[steps:]))
 
 
 def _is_batch(storage: Storage, graph: StepGraph) -> bool:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from planner.allocator.blocks import Segment, SegmentBlock
+from planner.allocator.options import settings_of
 from planner.allocator.settings import AllocatorSettings
-from planner.errors import SnapshotError
-from planner.plan_types.sizes import MIB
+from planner.errors import SnapshotError, WorkloadError
+from planner.plan_types.decision_base import options_in
 from planner.snapshot.history import Action, Event, Frame, History, Sources
 
 GIVE = "give a file that torch.cuda.memory._dump_snapshot wrote"
@@ -297,8 +297,8 @@ def _is_expandable(options: Mapping[str, Any], events: Sequence[Event], segments
 
 def _settings(options: Mapping[str, Any], *, is_expandable: bool) -> tuple[AllocatorSettings, list[str]]:
     """Returns the settings of the allocator, and notes for the user about options that cannot be simulated."""
-    written = str(options.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-    if "backend:cudaMallocAsync" in written.replace(" ", ""):
+    written = options_in(str(options.get("PYTORCH_CUDA_ALLOC_CONF") or ""))
+    if written.get("backend") == "cudaMallocAsync":
         raise SnapshotError(
             "the program used backend:cudaMallocAsync, which is not simulated: record it with backend:native"
         )
@@ -306,14 +306,16 @@ def _settings(options: Mapping[str, Any], *, is_expandable: bool) -> tuple[Alloc
         steps for _, steps in sorted((int(k), v) for k, v in options.get("roundup_power2_divisions", {}).items())
     )
     split_bytes, threshold = options.get("max_split_size", -1), float(options.get("garbage_collection_threshold", 0.0))
-    defaults = AllocatorSettings()
+    text_only = ("max_non_split_rounding_mb", "large_segment_size_mb")
+    try:
+        defaults = settings_of(",".join(f"{name}:{written[name]}" for name in text_only if name in written))
+    except WorkloadError as error:
+        raise SnapshotError(f"the recorded options of the allocator cannot be read: {error}") from error
     settings = AllocatorSettings(
         expandable_segments=is_expandable,
         max_split_size_bytes=split_bytes if split_bytes >= 0 else None,
-        max_non_split_rounding_bytes=_option(
-            written, "max_non_split_rounding_mb", defaults.max_non_split_rounding_bytes
-        ),
-        large_segment_bytes=_option(written, "large_segment_size_mb", defaults.large_segment_bytes),
+        max_non_split_rounding_bytes=defaults.max_non_split_rounding_bytes,
+        large_segment_bytes=defaults.large_segment_bytes,
         roundup_power2_divisions=divisions if any(steps > 1 for steps in divisions) else (),
         garbage_collection_threshold=threshold,
     )
@@ -328,9 +330,3 @@ def _settings(options: Mapping[str, Any], *, is_expandable: bool) -> tuple[Alloc
             "per_process_memory_fraction is not simulated: give the memory that this fraction allows with --capacity"
         )
     return settings, notes
-
-
-def _option(written: str, name: str, default_bytes: int) -> int:
-    """Reads an option that is given in MiB from the text of PYTORCH_CUDA_ALLOC_CONF, and returns its value in bytes."""
-    match = re.search(rf"\b{name}\s*:\s*(\d+)", written)
-    return int(match[1]) * MIB if match else default_bytes

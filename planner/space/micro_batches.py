@@ -11,7 +11,7 @@ from planner.errors import DecisionError
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.decision_base import Decision
 from planner.plan_types.decisions import Accumulation
-from planner.workload.workload import Workload, has_mapping_for_each_sample
+from planner.workload.workload import Workload, batch_size_of, map_batch
 
 _MICRO_BATCH_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14)
 """Numbers of micro-batches up to 14 that are tried. Above 14, four are tried for each doubling: 16, 20, 24, 28 ..."""
@@ -79,7 +79,7 @@ def batch_splits(
             "the model balances its experts over all tokens of a batch (output_router_logits), and would do so for "
             "each micro-batch separately"
         )
-    elif workload.loss_fn is None and has_mapping_for_each_sample(workload.batch):
+    elif workload.loss_fn is None and _has_mapping_for_each_sample(workload.batch):
         why_not = "the model's own loss is not a mean over samples, each of which has a mapping of its own in the batch"
     single, several = MicroBatching(micro_batches=1, size=workload.batch_size), tuple(splits_of(workload.batch_size))
     if constraints.force(Accumulation):
@@ -131,3 +131,15 @@ def splits_of(batch_size: int) -> Iterator[MicroBatching]:
             sizes_seen.add(size)
             parts, last = -(-batch_size // size), batch_size - size
             yield MicroBatching(micro_batches=parts, size=size, last=last if parts == 2 and last < size else None)
+
+
+def _has_mapping_for_each_sample(batch: Any) -> bool:
+    """True if the batch contains a list with one mapping for each sample, as detection targets often are."""
+    samples, lengths = batch_size_of(batch), []
+
+    def note(mappings: list[Any]) -> list[Any]:
+        lengths.append(len(mappings))
+        return mappings
+
+    map_batch(lambda tensor: tensor, batch, of_mappings=note)
+    return samples in lengths

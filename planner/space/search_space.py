@@ -14,9 +14,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from planner.errors import DecisionError
+from planner.allocator.options import settings_of
+from planner.errors import DecisionError, WorkloadError
 from planner.plan_types.constraints import Constraints
-from planner.plan_types.decision_base import Decision, Role, conflict
+from planner.plan_types.decision_base import Decision, Role, allocator_conf, changed_options, conflict, options_in
 from planner.plan_types.decisions import (
     Accumulation,
     Allocator,
@@ -277,16 +278,34 @@ _SPLIT_MB = (512, 128)
 
 
 def allocator_alternatives(card: DeviceProfile, constraints: Constraints) -> Alternatives:
-    """Returns the alternatives for the options of the allocator: PyTorch's defaults first.
+    """Returns the alternatives for the options of the allocator: those that the user has set first.
+
+    Options that the user has set to the same value are left out. Those that the user has set to another value come
+    last (`changed_options`), and those that PyTorch would refuse together with the user's are left out.
 
     Expandable segments need a driver interface that PyTorch does not use on Windows, and that WSL lacks.
     """
     kinds = [Allocator(max_split_size_mb=size) for size in _SPLIT_MB]
     if platform.system() != "Windows" and "microsoft" not in platform.release().lower():
         kinds.insert(0, Allocator(expandable_segments=True))
+    kinds = [option for option in kinds if _adds_to(option, card.alloc_conf)]
+    kinds.sort(key=lambda option: bool(changed_options([option], card.alloc_conf)))
     why_not = None if card.allocator else f"{card.title} has no caching allocator"
+    if not kinds:
+        return _alternatives(constraints, Allocator, None, "its options are set already, or PyTorch refuses them")
     alternatives = [_alternatives(constraints, Allocator, None if why_not else (option,), why_not) for option in kinds]
     return tuple(dict.fromkeys(itertools.chain.from_iterable(alternatives)))
+
+
+def _adds_to(option: Allocator, given: str) -> bool:
+    """True if an option is not among those that the user has set, and PyTorch accepts it together with them."""
+    if options_in(allocator_conf([option], given)) == options_in(given):
+        return False
+    try:
+        settings_of(allocator_conf([option], given))
+    except WorkloadError:
+        return False
+    return True
 
 
 def _recompute(constraints: Constraints) -> tuple[type[Decision], ...]:

@@ -245,4 +245,4 @@ def register_routes(dependence: DataDependence, autograd_key: str) -> None:
             return (losses / counts).mean()
         return losses.sum() if reduction == 2 else losses
 
-    backend.library("aten").impl("ctc_loss.Tensor", ctc_loss, autograd_key)
+    backend.route("aten::ctc_loss.Tensor", ctc_loss, autograd_key)

@@ -125,24 +125,24 @@ def _quantized_to_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return values, scales
 
 
-def register(capability: tuple[int, int], sm_count: int, library: Callable[[str], torch.library.Library]) -> None:
+def register(capability: tuple[int, int], sm_count: int, route: Callable[[str, Callable], None]) -> None:
     """Makes products with quantized weights run the ops that they run on a card, until this process ends.
 
     Does nothing if bitsandbytes is not imported, or if its version has no such ops.
 
     Args:
         capability, sm_count: compute capability and number of multiprocessors of the card.
-        library: returns the library of a namespace, whose registrations last until the process ends.
+        route: registers a function that runs instead of an op (`backend.route`).
     """
     if "bitsandbytes" not in sys.modules:
         return
     ops = torch.ops.bitsandbytes
     if hasattr(ops, "gemm_4bit"):
         chosen = functools.partial(_gemm_4bit, _runs_one_kernel(capability, sm_count))
-        library("bitsandbytes").impl("gemm_4bit", chosen, "AutogradPrivateUse1")
+        route("bitsandbytes::gemm_4bit", chosen)
     if hasattr(ops, "int8_scaled_mm") and hasattr(ops, "int8_linear_matmul"):
-        library("bitsandbytes").impl("int8_scaled_mm", _int8_scaled_mm, "AutogradPrivateUse1")
-        library("bitsandbytes").impl("int8_mixed_scaled_mm", _int8_mixed_scaled_mm, "AutogradPrivateUse1")
+        route("bitsandbytes::int8_scaled_mm", _int8_scaled_mm)
+        route("bitsandbytes::int8_mixed_scaled_mm", _int8_mixed_scaled_mm)
 
 
 def _runs_one_kernel(capability: tuple[int, int], sm_count: int) -> Callable[..., bool]:

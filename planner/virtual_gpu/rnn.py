@@ -55,14 +55,13 @@ def register(dependence: DataDependence) -> None:
     Args:
         dependence: gives the lengths of packed sequences.
     """
-    aten = backend.library("aten")
     for name, mode in _MODES.items():
         packet = getattr(_aten, name)
-        aten.impl(f"{name}.input", _route(packet.input, mode), "AutogradPrivateUse1")
-        aten.impl(f"{name}.data", _packed_route(packet.input, mode, dependence), "AutogradPrivateUse1")
-    aten.impl("_pad_packed_sequence", functools.partial(_pad, dependence), "AutogradPrivateUse1")
-    aten.impl("_pack_padded_sequence_backward", functools.partial(_pack_backward, dependence), "AutogradPrivateUse1")
-    aten.impl("_cudnn_rnn", _in_half_precision, "AutocastPrivateUse1")
+        backend.route(f"aten::{name}.input", _route(packet.input, mode))
+        backend.route(f"aten::{name}.data", _packed_route(packet.input, mode, dependence))
+    backend.route("aten::_pad_packed_sequence", functools.partial(_pad, dependence))
+    backend.route("aten::_pack_padded_sequence_backward", functools.partial(_pack_backward, dependence))
+    backend.library("aten").impl("_cudnn_rnn", _in_half_precision, "AutocastPrivateUse1")
     if _aten._cudnn_rnn not in flop_registry:
         register_flop_formula(_aten._cudnn_rnn, get_raw=True)(_forward_flops)
         register_flop_formula(_aten._cudnn_rnn_backward, get_raw=True)(_backward_flops)

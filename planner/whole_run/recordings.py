@@ -15,10 +15,10 @@ from planner.plan_types.decision_base import Decision, micro_batches_of
 from planner.plan_types.plan_parts import TRAINING_STEP
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
-from planner.recording.step_graph import StepGraph
+from planner.recording.step_graph import Schedule, StepGraph
 from planner.run_memory.batches import BatchShape
 from planner.run_memory.interpolation import Interpolation, shapes_to_record
-from planner.run_memory.moments import Events, Moment, Slots, moments_of
+from planner.run_memory.moments import Events, Moment, Slots, in_rounds, moments_of
 from planner.virtual_gpu.forked_process import Child
 from planner.whole_run.activities import Activity
 from planner.workload.workload import Workload
@@ -98,8 +98,8 @@ class RunRecordings:
             return []
         workload = self._at(shape)
         self._watch.stage(f"rehearsing {activities[0].name}" if len(activities) == 1 else "rehearsing the activities")
-        child = pipeline.start_steps(workload, self._card, self._decisions, activities)
-        graph = self._with_workspaces(child.timed_by(self._watch).result(), workload.batch_bytes)
+        child = pipeline.start_steps(workload, self._card, self._decisions, activities, self._schedule)
+        graph = in_rounds(self._with_workspaces(child.timed_by(self._watch).result(), workload.batch_bytes))
         self.assumptions = graph.assumptions
         # Two activities of the same name are two moments.
         labels = [f"{number} {activity.name}" for number, activity in enumerate(activities)]
@@ -123,7 +123,9 @@ class RunRecordings:
                     shape = waiting.pop(0)
                     workload = self._at(shape)
                     self._batch_bytes[shape] = workload.batch_bytes
-                    child = pipeline.start_steps(workload, self._card, self._decisions).timed_by(self._watch)
+                    child = pipeline.start_steps(
+                        workload, self._card, self._decisions, schedule=self._schedule
+                    ).timed_by(self._watch)
                     running.append((shape, child))
                 shape, child = running.pop(0)
                 self._recorded[shape] = child.result()
@@ -131,11 +133,16 @@ class RunRecordings:
             for _, child in running:
                 child.end()
 
+    @property
+    def _schedule(self) -> Schedule | None:
+        """The calls of the training step that every recording has; None before the first one."""
+        return next((graph.schedule for graph in self._recorded.values()), None)
+
     def _with_workspaces(self, graph: StepGraph, batch_bytes: int) -> StepGraph:
         return with_workspaces(with_whole_batch(graph, batch_bytes), self._card, torch.__version__)
 
     def _step(self, graph: StepGraph, batch_bytes: int, *, is_predicted: bool) -> RecordedStep:
-        graph = self._with_workspaces(graph, batch_bytes)
+        graph = in_rounds(self._with_workspaces(graph, batch_bytes))
         setup, moments = moments_of(
             graph, (TRAINING_STEP, TRAINING_STEP), self._slots, granularity_bytes=granularity_bytes(self._card)
         )

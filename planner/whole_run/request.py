@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from planner.adapted import plan_or_adapt
 from planner.errors import WorkloadError
 from planner.plan_types.constraints import Constraints
-from planner.plan_types.plan import Plan
+from planner.plan_types.plan import Plan, RunSource
 from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
 from planner.run_memory.batches import BatchShape, padded
 from planner.whole_run.activities import Activity, activity, evaluation
 from planner.whole_run.orders import constant, given_order, random_orders
-from planner.whole_run.planning import MOST_REHEARSED, Run, plan_run
+from planner.whole_run.planning import plan_run, verify_run
+from planner.whole_run.simulated_run import MOST_REHEARSED, Run
 from planner.workload.batch_source import BatchStream, elements
 from planner.workload.workload import Workload, batch_size_of, described
 
@@ -28,13 +30,38 @@ class RunRequest:
     """The user's description of the run."""
 
     samples: tuple[int, ...] = ()
-    """Lengths of the samples; empty if they are not stated."""
+    """Lengths of the samples; empty if they are not stated. Their order does not count."""
     multiple: int = 1
     """Batches are padded to a multiple of this length."""
     eval_batch_size: int | None = None
     eval_samples: int = 0
     """Number of samples whose logits an evaluation keeps on the card."""
     between: Between = ()
+
+    @property
+    def source(self) -> RunSource | None:
+        """The description that a plan file holds; None if functions of the user's own are part of the run."""
+        given = (self.between,) if isinstance(self.between, str) else self.between
+        if callable(given) or isinstance(given, Mapping) or any(callable(each) for each in given):
+            return None
+        return RunSource(
+            lengths=tuple(sorted(Counter(self.samples).items())),
+            multiple=self.multiple,
+            eval_batch_size=self.eval_batch_size,
+            eval_samples=self.eval_samples,
+            between=tuple(str(name) for name in given),
+        )
+
+    @classmethod
+    def of(cls, source: RunSource) -> RunRequest:
+        """Returns the request from the description that a saved plan holds."""
+        return cls(
+            samples=tuple(length for length, count in source.lengths for _ in range(count)),
+            multiple=source.multiple,
+            eval_batch_size=source.eval_batch_size,
+            eval_samples=source.eval_samples,
+            between=source.between,
+        )
 
     def longest(self, seq_len: int | None) -> int | None:
         """Returns the length of the longest batch; None if no lengths were stated.
@@ -84,6 +111,35 @@ def plan_step_or_run(
     return plan_run(run, card, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
 
 
+def verify_planned_run(
+    plan: Plan,
+    workload: Workload,
+    card: DeviceProfile,
+    *,
+    constraints: Constraints,
+    source: RunSource | None,
+    at: Callable[[BatchShape], Workload],
+    watch: Watch | None = None,
+) -> Plan:
+    """Return a plan of one step, which was rehearsed again, with the verdict for its run.
+
+    Args:
+        workload: the training step of the longest batch.
+        source: the description that the saved plan holds; None if the run cannot be simulated again.
+        at: returns the workload of the step for a batch of another shape.
+    """
+    if source is None:
+        note = (
+            "the run was not simulated again, because its batches or what happens between its steps are your own, and "
+            "a plan file does not hold them: this is the verdict for the longest step"
+        )
+        return dataclasses.replace(plan, notes=(note, *plan.notes))
+    run, notes = _run_of(workload, RunRequest.of(source), at)
+    assert run is not None, "a saved run has several lengths, or something between its steps"
+    plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
+    return verify_run(run, plan, card, constraints=constraints, watch=watch)
+
+
 def _run_of(
     workload: Workload, request: RunRequest, at: Callable[[BatchShape], Workload] | None
 ) -> tuple[Run | None, tuple[str, ...]]:
@@ -96,16 +152,17 @@ def _run_of(
                 "give a transformers model, a function with an argument seq_len, or a data loader"
             )
         batches = random_orders(
-            request.samples, batch_size=workload.batch_size, multiple=request.multiple, longest=workload.seq_len
+            sorted(request.samples), batch_size=workload.batch_size, multiple=request.multiple, longest=workload.seq_len
         )
         largest = BatchShape(workload.batch_size, workload.seq_len)
         by_shape = functools.cache(lambda shape: workload if shape == largest else at(shape))
-        return Run(at=by_shape, batches=batches, activities=activities), ()
+        return Run(at=by_shape, batches=batches, activities=activities, source=request.source), ()
     if workload.stream is not None and len(workload.stream.different) > 1:
         return _of_stream(workload, workload.stream, activities)
     if activities:
         only = BatchShape(workload.batch_size, workload.seq_len or 1)
-        return Run(at=lambda _: workload, batches=constant(only), activities=activities), ()
+        run = Run(at=lambda _: workload, batches=constant(only), activities=activities, source=request.source)
+        return run, ()
     return None, ()
 
 

@@ -7,6 +7,7 @@ import itertools
 
 import torch
 
+from planner.allocator.options import settings_of
 from planner.errors import BudgetError, SizeError
 from planner.plan_types.quantized import stored_bytes
 from planner.plan_types.sizes import GIB, SMALLEST_PLAIN_BYTES, format_size, margin_bytes, parse_size
@@ -51,10 +52,17 @@ class Budget:
             SizeError: the margin cannot be read, or leaves nothing.
         """
         card_bytes = card.vram_bytes if card.allocator and card.name != GENERIC else None
+        allowed_bytes = (
+            settings_of(card.alloc_conf, card_bytes=card.vram_bytes).allowed_bytes if card.allocator else None
+        )
         if margin is None and card_bytes is None:
             margin = 0
         free_bytes = margin_bytes(margin, card_bytes=card_bytes or asked_bytes)
         usable_bytes = min(asked_bytes, (card_bytes or asked_bytes) - free_bytes)
+        if allowed_bytes is not None and allowed_bytes + card.context_bytes < usable_bytes:
+            # As if the card were smaller, so that the plan and its file say so.
+            usable_bytes = allowed_bytes + card.context_bytes
+            card_bytes, free_bytes = usable_bytes, 0
         return dataclasses.replace(
             cls.of_total(card, usable_bytes), asked_bytes=asked_bytes, card_bytes=card_bytes, margin_bytes=free_bytes
         )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import torch
 
 from planner import profiles
+from planner.allocator.options import given_options
 from planner.errors import DeviceProfileError
 from planner.profiles.device import DeviceProfile, ProfileError
 from planner.profiles.finding import UNLISTED, CardFacts
@@ -39,6 +41,22 @@ def resolve_card(gpu: str | None, vram_bytes: int | None) -> DeviceProfile:
             "--gpu"
         )
     return profiles.generic(vram_bytes or 8 << 30)
+
+
+def with_allocator_options(card: DeviceProfile, explicit: str | None) -> tuple[DeviceProfile, tuple[str, ...]]:
+    """Returns the card with the options of the allocator that the user has set, and notes about them.
+
+    Args:
+        explicit: options in the notation of PYTORCH_ALLOC_CONF, '' for PyTorch's defaults; None for the environment of
+            this process.
+
+    Raises:
+        WorkloadError: PyTorch refuses an option or its value, or cannot be simulated with it.
+    """
+    if not card.allocator:
+        return card, ()
+    conf, notes = given_options(explicit, os.environ, torch.__version__)
+    return dataclasses.replace(card, alloc_conf=conf), notes
 
 
 GENERIC = "generic"

@@ -295,18 +295,6 @@ def batch_size_of(batch: Any) -> int:
     return sizes.most_common(1)[0][0]
 
 
-def has_mapping_for_each_sample(batch: Any) -> bool:
-    """True if the batch contains a list with one mapping for each sample, as detection targets often are."""
-    samples, lengths = batch_size_of(batch), []
-
-    def note(mappings: list[Any]) -> list[Any]:
-        lengths.append(len(mappings))
-        return mappings
-
-    map_batch(lambda tensor: tensor, batch, of_mappings=note)
-    return samples in lengths
-
-
 def resized(
     batch: Any,
     batch_size: int,

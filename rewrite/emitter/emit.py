@@ -14,14 +14,16 @@ from collections.abc import Iterable
 from planner.errors import PlanFileError
 from planner.plan_types.plan import Plan, write_atomically
 from planner.rewrite.application import one_of_each_kind, turns_cache_off
-from planner.rewrite.emitted_code import WIDTH, EmittedCode, literal
+from planner.rewrite.emitted_code import WIDTH, EmittedCode, environment_source
 from planner.rewrite.emitter import own_step_source
 from planner.rewrite.emitter.check_source import CheckSource, check_source
 from planner.rewrite.emitter.header import header
 from planner.rewrite.emitter.main_of_rank import main_of_rank
 from planner.rewrite.emitter.model_source import ModelSource, batch_source, model_source
+from planner.rewrite.emitter.optimizer_source import optimizer_source
 from planner.rewrite.portable.loss_and_clipping import clip_gradients
 from planner.rewrite.rules import SOURCES
+from planner.rewrite.rules.allocator import environment_of
 from planner.workload.call_convention import Calling
 from planner.workload.optimizer_choice import OPTIMIZERS
 from planner.workload.torch_optimizers import may_take_sparse
@@ -90,7 +92,7 @@ def source(plan: Plan, *, file_name: str = "train_step.py", folder: pathlib.Path
             (*check.imports, *(line for fragment in fragments for line in fragment.imports)),
             model,
             plan,
-            [variable for fragment in fragments for variable in fragment.environment],
+            dict((*environment_of(plan), *(pair for fragment in fragments for pair in fragment.environment))),
         )
         + ("\n\n" + "\n\n".join(constants) if constants else ""),
         *([model.build] if model.build else []),
@@ -116,7 +118,7 @@ def source(plan: Plan, *, file_name: str = "train_step.py", folder: pathlib.Path
 def _planners_step(plan: Plan, fragments: list[EmittedCode], model: ModelSource) -> list[str]:
     """Return the sources of `make_optimizer`, of defaults of the step's parameters, and of `training_step`."""
     return [
-        next((fragment.optimizer for fragment in fragments if fragment.optimizer), _optimizer(plan, fragments)),
+        next((fragment.optimizer for fragment in fragments if fragment.optimizer), optimizer_source(plan, fragments)),
         *dict.fromkeys(function for fragment in fragments for function in fragment.defaults),
         _training_step(plan, fragments, model),
     ]
@@ -136,7 +138,7 @@ _HELPERS = "# ---- Functions and classes that the functions above use."
 _LIBRARIES = ("torch", "transformers", "bitsandbytes", "peft")
 
 
-def _imports(needed: tuple[str, ...], model: ModelSource, plan: Plan, environment: list[tuple[str, str]]) -> str:
+def _imports(needed: tuple[str, ...], model: ModelSource, plan: Plan, environment: dict[str, str | None]) -> str:
     """Return the import statements of the file, in the order of isort, given those that its functions need.
 
     The standard library comes first, then libraries, then the user's own modules. In each block `import` statements
@@ -157,7 +159,7 @@ def _imports(needed: tuple[str, ...], model: ModelSource, plan: Plan, environmen
         if block:
             blocks.append("\n".join(sorted(block, key=lambda line: (line.startswith("from"), line.split()[1]))))
         if environment and "import os" in block:
-            blocks.append("\n".join(f'os.environ["{name}"] = "{value}"' for name, value in environment))
+            blocks.append(environment_source(environment.items()))
     return "\n\n".join(blocks)
 
 
@@ -210,58 +212,6 @@ for module in model.modules():
     if getattr(getattr(module, "config", None), "use_cache", False):
         module.config.use_cache = False  # training does not read the key-value cache
 """
-
-
-def _optimizer(plan: Plan, fragments: list[EmittedCode]) -> str:
-    """Return the source of `make_optimizer(model)` for a plan that does not replace the optimizer.
-
-    If the class of the optimizer is not known, the function raises NotImplementedError, and the user must write it.
-    """
-    name = plan.workload.optimizer
-    options = [option for fragment in fragments for option in fragment.optimizer_options]
-    parameters = "[parameter for parameter in model.parameters() if parameter.requires_grad]"
-    if name.startswith("torch.optim."):
-        return (
-            "def make_optimizer(model):\n"
-            '    """These are torch\'s default hyperparameters: set the ones that you train with."""\n'
-            f"    parameters = {parameters}\n"
-            + _returned(f"torch.optim.{name.rpartition('.')[2]}({', '.join(['parameters', *options])})", fragments)
-        )
-    if name not in OPTIMIZERS:
-        return (
-            "def make_optimizer(model):\n"
-            f'    """The plan was made with {name}: construct it over the parameters that require a gradient."""\n'
-            f'    raise NotImplementedError("make_optimizer must return the {name} that the plan was made with")\n'
-        )
-    choice = OPTIMIZERS[name]
-    hyperparameters = [f"{key}={literal(value)}" for key, value in choice.hyperparameters.items()]
-    dividing = next((fragment.optimizer_class for fragment in fragments if fragment.optimizer_class), "")
-    kind = [f"optimizer_class={choice.path}"] if dividing else []
-    arguments = ", ".join(["parameters", *kind, *hyperparameters, *options])
-    made = f"{dividing or choice.path}({arguments})"
-    if len(made) > WIDTH - len("    return "):
-        made = f"{dividing or choice.path}(\n        {arguments}\n    )"
-    return (
-        "def make_optimizer(model):\n"
-        '    """Set the hyperparameters that you train with here: the plan does not depend on them."""\n'
-        f"    parameters = {parameters}\n" + _returned(made, fragments)
-    )
-
-
-def _returned(optimizer: str, fragments: list[EmittedCode]) -> str:
-    """Return the statements that return an optimizer, given the expression that makes it.
-
-    With a gradient scaler, torch's fused kernels would handle skipped steps themselves, and momentum of SGD would start
-    from memory that was never written if the first step is skipped. The scaler skips such steps instead.
-    """
-    is_fused = any("fused=True" in fragment.optimizer_options for fragment in fragments)
-    if not (is_fused and any(fragment.scaled for fragment in fragments)):
-        return f"    return {optimizer}\n"
-    return (
-        f"    optimizer = {optimizer}\n"
-        "    optimizer._step_supports_amp_scaling = False  # the scaler skips steps that are not finite\n"
-        "    return optimizer\n"
-    )
 
 
 def _training_step(plan: Plan, fragments: list[EmittedCode], model: ModelSource) -> str:

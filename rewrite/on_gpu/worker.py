@@ -109,7 +109,7 @@ def run(plan: Plan, device: Device, *, cap_bytes: int | None, find_op: bool = Fa
         PlannerError: if the model cannot be built, or the plan cannot be applied to it.
     """
     workload = workload_of(plan)
-    set_options(plan.decisions)
+    set_options(plan.decisions, plan.alloc_conf)
     try:
         device.begin(cap_bytes)
         return _trained(plan, workload, device, find_op=find_op)

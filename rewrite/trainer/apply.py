@@ -52,6 +52,7 @@ from planner.rewrite.application import (
 )
 from planner.rewrite.first_step_check import FirstStepCheck
 from planner.rewrite.rewriting import Rewriting
+from planner.rewrite.rules.allocator import set_options
 from planner.rewrite.rules.optimizer_kernel import OPTIONS, optimizer_kernel
 from planner.rewrite.trainer.arguments import refuse_what_trainers_cannot_do
 from planner.rewrite.trainer.loss_weighting import LossWeighting, full_precision_loss
@@ -155,6 +156,8 @@ def apply_for_trainer(
         )
     if not plan.fits:
         warnings.warn(DOES_NOT_FIT, stacklevel=2)
+    if plan.alloc_conf and torch.cuda.is_available():
+        set_options(plan.decisions, plan.alloc_conf)
     by_kind = one_of_each_kind(plan.decisions)
     rewriting = Rewriting(
         model, optimizer=plan.workload.optimizer, calling=Calling.KEYWORDS, batch_size=plan.workload.batch_size,

@@ -79,6 +79,9 @@ def training_arguments(plan: Plan, *, kind: type | None = None, **overrides: Any
         )
     refuse_contradictions(plan, renamed)
     arguments = {**planned_arguments(plan), **renamed}
+    if "train_sampling_strategy" not in names and "train_sampling_strategy" not in renamed:
+        # Versions without this argument have `group_by_length`, and draw samples at random unless it is set.
+        arguments.pop("train_sampling_strategy", None)
     return {_installed_name(name, names): value for name, value in arguments.items()}
 
 
@@ -96,7 +99,27 @@ def planned_arguments(plan: Plan) -> dict[str, Any]:
         **({"optim_args": "momentum=0.9"} if plan.workload.optimizer == "sgd-momentum" else {}),
         **({"weight_decay": 0.0} if plan.workload.optimizer == "adam" else {}),
         "activation_checkpointing": False,
+        **_arguments_of_run(plan),
     }
+
+
+def _arguments_of_run(plan: Plan) -> dict[str, Any]:
+    """The arguments with which the Trainer's run is the planned one, by their present names; empty for a single step.
+
+    The planned evaluation drops the logits of each batch, or keeps those of some samples on the card. With
+    `prediction_loss_only` the Trainer drops them even if it has a function `compute_metrics`, and without
+    `eval_accumulation_steps` it keeps them on the card.
+    """
+    source = None if plan.run is None else plan.run.source
+    if source is None:
+        return {}
+    arguments: dict[str, Any] = {"train_sampling_strategy": "random"} if source.lengths else {}
+    if source.eval_batch_size is not None:
+        arguments["per_device_eval_batch_size"] = source.eval_batch_size
+        arguments["prediction_loss_only"] = not source.eval_samples
+        if source.eval_samples:
+            arguments["eval_accumulation_steps"] = None
+    return arguments
 
 
 def planned_optim(plan: Plan) -> str | None:

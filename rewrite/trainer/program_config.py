@@ -55,10 +55,10 @@ def _header(plan: Plan, program: TrainingProgram, missing: str) -> str:
 
 def _environment(plan: Plan, program: TrainingProgram) -> list[str]:
     """Returns how to set the planned options of the allocator. axolotl chooses others unless its variable is set."""
-    planned = allocator_conf(plan.decisions)
+    planned = allocator_conf(plan.decisions, plan.alloc_conf)
     if program.name == "axolotl":
         conf = planned or "expandable_segments:False"
-        return [f"Start it with PYTORCH_ALLOC_CONF={conf}, because axolotl otherwise sets expandable_segments:True."]
+        return [f"Start it with {ALLOCATOR_VARIABLE}={conf}, because axolotl otherwise sets expandable_segments:True."]
     return [f"Start it with {ALLOCATOR_VARIABLE}={planned}."] if planned else []
 
 

@@ -76,7 +76,7 @@ def test_power_of_two_divisions_round_to_steps_between_powers() -> None:
     [
         {"roundup_power2_divisions": (4,)},
         {"roundup_power2_divisions": (3,) * 16},
-        {"max_split_size_bytes": 20 * MIB},
+        {"max_split_size_bytes": 20 * MIB - 1},
     ],
 )
 def test_settings_that_pytorch_refuses_are_refused(options: dict) -> None:

@@ -1,5 +1,6 @@
 """Options of the allocator are chosen by the certificate: only if the plan needs them, and never against the user."""
 
+import dataclasses
 import platform
 
 import pytest
@@ -7,7 +8,6 @@ import pytest
 import planner
 from examples import convnet
 from planner import pipeline
-from planner.allocator.settings import settings_of
 from planner.errors import DecisionError
 from planner.estimate.footprint import measure, smallest_capacity_bytes
 from planner.plan_types.constraints import parse_constraints
@@ -58,6 +58,57 @@ def test_other_options_come_before_releasing_the_cache_in_the_middle_of_a_step(g
     assert plan(least, only=[]).decisions == ()
 
 
+def test_the_step_is_simulated_with_the_options_of_the_user(graph, monkeypatch):
+    plain = measure(graph, CARD, vram_bytes=None).footprint.total_bytes
+    expandable = measure(graph, CARD, vram_bytes=None, decisions=EXPANDABLE).footprint.total_bytes
+    assert expandable < plain
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    found = plan(expandable, only="allocator")
+    assert found.baseline.total_bytes == expandable and found.decisions == () and found.fits
+    assert found.alloc_conf == "expandable_segments:True"
+    assert "allocator options of this process (PYTORCH_CUDA_ALLOC_CONF): expandable_segments:True" in found.notes
+    assert plan(plain, alloc_conf="").baseline.total_bytes == plain
+
+
+def test_what_the_user_has_set_is_changed_only_if_the_step_does_not_fit(graph):
+    kept = plan(10**10, only="allocator", alloc_conf="expandable_segments:False")
+    assert kept.decisions == () and not any("changes options" in note for note in kept.notes)
+    # With the user's options the step fits if the cache is released, which comes before a change of them.
+    least = smallest_capacity_bytes(graph, CARD)
+    assert plan(least, only="allocator", alloc_conf="expandable_segments:False,max_split_size_mb:512").decisions == ()
+    between = (least + smallest_capacity_bytes(graph, CARD, EXPANDABLE)) // 2
+    found = plan(between, only="allocator", alloc_conf="expandable_segments:False")
+    assert found.decisions == EXPANDABLE and found.fits
+    assert any("you have set: expandable_segments from False to True" in note for note in found.notes)
+
+
+def test_a_plan_that_fits_only_with_the_defaults_says_so(graph):
+    enough = measure(graph, CARD, vram_bytes=None).footprint.total_bytes
+    found = plan(enough, only=[], alloc_conf="roundup_power2_divisions:1,large_segment_size_mb:512")
+    assert not found.fits
+    assert any("would fit with PyTorch's default options" in note for note in found.notes)
+
+
+def test_a_fraction_of_the_memory_is_a_smaller_budget(graph):
+    enough = measure(graph, CARD, vram_bytes=None).footprint.total_bytes
+    found = plan(enough, only=[], alloc_conf="per_process_memory_fraction:0.02")
+    assert not found.fits and found.usable_bytes == int(0.02 * CARD.vram_bytes) + CARD.context_bytes
+    assert plan(enough, only=[], alloc_conf="per_process_memory_fraction:0.9").fits
+
+
+def test_only_options_that_the_user_has_not_set_are_proposed():
+    def with_conf(conf, **options):
+        return alternatives(dataclasses.replace(CARD, alloc_conf=conf), **options)
+
+    assert EXPANDABLE not in with_conf("expandable_segments:True")
+    split = [(Allocator(max_split_size_mb=size),) for size in (512, 128)]
+    assert with_conf("max_split_size_mb:512") == ((), EXPANDABLE, split[1])
+    assert with_conf("expandable_segments:False") == ((), *split, EXPANDABLE)
+    assert with_conf("large_segment_size_mb:600,expandable_segments:True") == ((),)
+    with pytest.raises(DecisionError, match="allocator is forced, but its options are set already"):
+        with_conf("large_segment_size_mb:600,expandable_segments:True", force="allocator")
+
+
 def test_forced_options_are_used_where_they_are_not_needed(graph):
     enough = measure(graph, CARD, vram_bytes=None).footprint.total_bytes
     assert plan(enough, only="allocator", force="expandable-segments").decisions == EXPANDABLE
@@ -78,10 +129,3 @@ def test_where_a_technique_cannot_be_used_it_is_not_offered(monkeypatch):
         monkeypatch.setattr(platform, "system", lambda system=system: system)
         monkeypatch.setattr(platform, "release", lambda release=release: release)
         assert EXPANDABLE not in alternatives() and len(alternatives()) > 1
-
-
-def test_options_of_the_simulator_are_those_of_the_variable():
-    assert settings_of({"expandable_segments": True}).expandable_segments
-    assert settings_of({"max_split_size_mb": 64}).max_split_size_bytes == 64 * MIB
-    with pytest.raises(ValueError, match="'backend' cannot be set"):
-        settings_of({"backend": "native"})

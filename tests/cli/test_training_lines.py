@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
+import tokenizers
 import torch
 import transformers
 
@@ -10,6 +15,7 @@ import planner
 import planner.rewrite
 from planner.cli.command import main
 from planner.cli.training_lines import LOOPS, training_lines
+from planner.errors import DecisionError
 from planner.plan_types.plan import Plan
 from planner.workload.programs import PROGRAMS
 
@@ -74,8 +80,70 @@ def test_options_of_the_allocator_come_first(folder, tmp_path, monkeypatch, caps
     assert "The baseline already fits" in report and "makes the step faster" not in report
     assert lines.strip().split("\n\n")[:2] == [
         "import os",
+        'os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)\n'
         'os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # before CUDA starts',
     ]
+
+
+def test_the_lines_set_all_options_whatever_the_process_has(folder, tmp_path, monkeypatch, capsys):
+    """The lines are run where both variables have other values: PyTorch then reads the options of the plan."""
+    monkeypatch.chdir(tmp_path)
+    options = ["--gpu", "rtx-2060", "--vram", "2GiB", "--for", "trainer", "--force", "allocator", "--only", "allocator"]
+    given = "roundup_power2_divisions:[256:1,512:2,>:4],max_split_size_mb:64"
+    lines = planned(folder, tmp_path, capsys, *options, "--alloc-conf", given).partition("paste into your script:\n")[2]
+    assert Plan.load("plan.json").alloc_conf == given
+    head = lines.split("import planner")[0]
+    code = f"{head}\nimport torch\nprint(torch._C._accelerator_getAllocatorSettings())"
+    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:32", "PYTORCH_ALLOC_CONF": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"{given},expandable_segments:True"
+
+
+@pytest.mark.parametrize("kept", [0, 6])
+def test_the_lines_of_a_run_train_as_it_was_planned(kept, folder, tmp_path, monkeypatch, capsys):
+    """Batches are padded as planned, in training and in the evaluation, which keeps as many logits as planned."""
+    monkeypatch.chdir(tmp_path)
+    vocabulary = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[PAD]": 0, "a": 1}, unk_token="[PAD]"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=vocabulary, pad_token="[PAD]").save_pretrained(folder)
+    (tmp_path / "lengths.txt").write_text("5 4\n12 4\n19 4\n21 4\n")
+    options = ["--batch-size", "4", "--lengths", "lengths.txt", "--pad-to-multiple-of", "8", "--eval-batch-size", "3"]
+    options += ["--eval-samples", str(kept)] if kept else []
+    command = [str(folder), *options, "--gpu", "rtx-3060", "--vram", "2GiB", "--for", "trainer", "--save", "plan.json"]
+    assert main(command) == 0
+    lines = capsys.readouterr().out.partition("paste into your script:\n")[2]
+    lines = lines.replace("output_dir='out'", "output_dir='out', use_cpu=True, max_steps=4, report_to='none'")
+    samples = [{"input_ids": [1] * length, "labels": [1] * length} for length in (5, 12, 19, 21) for _ in range(4)]
+    seen = {True: set(), False: set()}
+
+    def see(module, arguments, options):
+        seen[module.training].add(tuple(options["input_ids"].shape))
+
+    def metrics(prediction):
+        seen["kept"] = prediction.predictions.shape
+        return {}
+
+    text = lines.replace(
+        "trainer = transformers", "model.register_forward_pre_hook(see, with_kwargs=True)\ntrainer = transformers"
+    )
+    names = {"dataset": samples, "eval_dataset": samples[:6], "compute_metrics": metrics, "see": see}
+    exec(text, names)
+    arguments = names["arguments"]
+    assert arguments.per_device_eval_batch_size == 3 and arguments.train_sampling_strategy == "random"
+    assert arguments.prediction_loss_only == (not kept) and arguments.eval_accumulation_steps is None
+    plan = Plan.load("plan.json")
+    possible = {(4, length) for length in (8, 16, 24)}
+    assert seen[True] and {(4, length) for _, length in seen[True]} <= possible
+    assert plan.run.lengths[1] == 24 and seen[False] == {(3, 8), (3, 16)}
+    assert seen.get("kept", (0,))[0] == kept
+
+
+def test_another_evaluation_than_the_planned_one_is_refused(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    planned(folder, tmp_path, capsys, "--eval-batch-size", "3", "--for", "trainer", "--vram", "1GiB")
+    plan = Plan.load("plan.json")
+    assert planner.rewrite.training_arguments(plan, output_dir="out")["per_device_eval_batch_size"] == 3
+    with pytest.raises(DecisionError, match="per_device_eval_batch_size=16 contradicts the plan, which has 3"):
+        planner.rewrite.training_arguments(plan, output_dir="out", per_device_eval_batch_size=16)
 
 
 def test_techniques_that_the_loop_cannot_do_are_not_used(folder, tmp_path, monkeypatch, capsys):

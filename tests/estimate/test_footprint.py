@@ -13,7 +13,7 @@ from planner.estimate.allocation_stream import allocation_stream
 from planner.estimate.footprint import measure, smallest_capacity_bytes
 from planner.estimate.largest_tensors import MOST_LISTED, largest_tensors
 from planner.plan_types.sizes import MIB
-from planner.recording.program import rehearse_program
+from planner.recording.rehearsal import rehearse_program
 from planner.recording.step_graph import Category, Phase, Storage
 from planner.virtual_gpu.backend import Target
 from planner.workload.workload import Workload, workload

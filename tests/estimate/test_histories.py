@@ -17,7 +17,7 @@ from planner.allocator.replay import replay
 from planner.allocator.settings import AllocatorSettings
 from planner.estimate.add_workspaces import with_workspaces
 from planner.estimate.allocation_stream import allocation_stream, signed_sizes
-from planner.recording.program import rehearse_program
+from planner.recording.rehearsal import rehearse_program
 from planner.snapshot import load, recorded_stream
 from planner.virtual_gpu.backend import Target
 from tests.support.history_programs import program

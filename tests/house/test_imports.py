@@ -53,9 +53,10 @@ FLOORS = (
     # where planner and rewriter meet, and what people call
     ("planner.assemble",),
     ("planner.pipeline",),
-    ("planner.replan", "planner.questions"),
+    ("planner.questions",),
     ("planner.adapted", "planner.default_batch"),
     ("planner.whole_run",),
+    ("planner.replan",),
     ("planner.ask",),
     ("planner",),
     ("planner.cli",),

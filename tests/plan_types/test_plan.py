@@ -33,6 +33,10 @@ from planner.plan_types.plan import (
     OwnLoss,
     Plan,
     Relaxation,
+    RunChange,
+    RunFacts,
+    RunMoment,
+    RunSource,
     Shortfall,
     SolverFacts,
     WorkloadFacts,
@@ -200,11 +204,42 @@ def full_example() -> Plan:
         card_bytes=6,
         margin_bytes=1,
         tensors=(tensor,),
+        alloc_conf="max_split_size_mb:32",
+        run=_run_example(),
     )
     own_loss = OwnLoss(shifted=True, ignored=0, divides=True)
     return dataclasses.replace(
         plan, workload=dataclasses.replace(plan.workload, gradients_alive=True, own_loss=own_loss, seq_len=3)
     )
+
+
+def _run_example() -> RunFacts:
+    source = RunSource(
+        lengths=((16, 3), (40, 1)), multiple=8, eval_batch_size=2, eval_samples=4, between=("save", "average")
+    )
+    return RunFacts(
+        steps=9,
+        shapes=2,
+        lengths=(16, 40),
+        samples=(2, 2),
+        order="random",
+        predicted_shapes=0,
+        total_bytes=7,
+        settled=3,
+        retries=0,
+        fits=True,
+        binding="training step",
+        moments=(RunMoment(name="training step", tensor_bytes=4, new_bytes=5),),
+        changes=(RunChange(change="other batches", total_bytes=6, relative_time=0.5),),
+        source=source,
+    )
+
+
+def test_a_plan_of_an_older_version_has_neither_options_nor_the_description_of_its_run():
+    data = json.loads(json.dumps(full_example().to_json()))
+    del data["alloc_conf"], data["run"]["source"]
+    read = Plan.from_json(data)
+    assert read.alloc_conf == "" and read.run.source is None
 
 
 def test_every_kind_of_decision_and_every_optional_field_is_read_back():
@@ -286,7 +321,8 @@ def test_json_that_is_not_a_plan_is_refused(data):
 
 
 @pytest.mark.parametrize(
-    "field", [*(f.name for f in dataclasses.fields(Plan) if f.name not in ("peak", "seconds", "run")), "plan"]
+    "field",
+    [*(f.name for f in dataclasses.fields(Plan) if f.name not in ("peak", "seconds", "run", "alloc_conf")), "plan"],
 )
 def test_a_missing_field_is_named(field):
     data = example().to_json()

@@ -19,7 +19,7 @@ from planner.recording.rehearsal import make_virtual, on_virtual_gpu, record_ste
 from planner.recording.step_graph import Category, Phase, StepGraph, Storage
 from planner.recording.virtual_batch import virtual_batch
 from planner.rewrite.application import apply_decisions
-from planner.virtual_gpu import backend
+from planner.virtual_gpu import backend, library_patches
 from planner.virtual_gpu.forked_process import run_in_child
 from planner.workload.workload import Workload, tensors_of
 from tests.support.truth import (
@@ -105,7 +105,7 @@ def tracked(case: Case, work: Workload) -> Counter[str]:
         gc.disable()
         backend.install(backend.Target(compute_capability=CARD.compute_capability))
         mode = backend.VirtualGpuMode()
-        backend.let_libraries_take_fakes_for_real()
+        library_patches.let_libraries_take_fakes_for_real()
         with torch.autograd.set_multithreading_enabled(False), mode:
             make_virtual(work.model, backend.NAME)
             batch = virtual_batch(work.batch, work.batch_size, work.batch_size, backend.NAME)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import random
@@ -13,18 +14,19 @@ from torch import nn
 from planner import profiles
 from planner.allocator.blocks import Placement
 from planner.allocator.caching_allocator import CachingAllocator, OutOfMemory
-from planner.allocator.settings import PYTORCH_DEFAULTS, settings_of
+from planner.allocator.options import settings_of
+from planner.allocator.settings import PYTORCH_DEFAULTS
 from planner.estimate.allocation_stream import allocation_stream
 from planner.plan_types.sizes import MIB
 from planner.recording.step_graph import StepGraph
 from planner.rewrite import rehearse
-from planner.run_memory.moments import FIRST_LOCAL, RELEASE, Events, Slots, moments_of
+from planner.run_memory.moments import FIRST_LOCAL, RELEASE, Events, Slots, in_rounds, moments_of
 from planner.run_memory.simulation import RunOutcome, simulate
 from planner.workload.workload import Workload, workload
 from tests.support.tagger import Tagger
 
 CARD = dataclasses.replace(profiles.load("rtx-2060"), segment_addresses="descending")
-SETTINGS = [PYTORCH_DEFAULTS, settings_of({"expandable_segments": True}), settings_of({"max_split_size_mb": 128})]
+SETTINGS = [PYTORCH_DEFAULTS, settings_of("expandable_segments:True"), settings_of("max_split_size_mb:128")]
 LENGTHS = (50, 100, 130, 222, 400)
 
 
@@ -77,25 +79,61 @@ def run(request) -> tuple[list[int], bool, list[tuple[Events, ...]]]:
 def test_a_run_that_is_put_together_reserves_what_one_recording_of_all_steps_reserves(run):
     order, holds, moments = run
     graph = recorded(order, holds=holds)
-    requests = [*zip(*(column.tolist() for column in allocation_stream(graph)), strict=True)]
-    events = sorted([*requests, *((RELEASE, 0, tick) for tick in graph.cache_releases)], key=lambda event: event[2])
     assert len(graph.cache_releases) == (len(order) if holds else 0)
     for settings in SETTINGS[:2]:
-        allocator = CachingAllocator(settings, None, place=Placement(descending=True), card_bytes=CARD.vram_bytes)
-        alive, peaks, starts = {}, [], itertools.chain(graph.step_starts, [graph.ticks])
-        start = next(starts)
-        for block, size_bytes, tick in events:
-            while tick > start:
-                peaks.append(allocator.peak_reserved_bytes)
-                allocator.driver.peak_reserved_bytes = allocator.reserved_bytes
-                start = next(starts)
-            if size_bytes:
-                alive[block] = allocator.malloc(size_bytes)
-            elif block == RELEASE:
-                allocator.empty_cache()
-            else:
-                allocator.free(alive.pop(block))
-        assert simulate(moments, settings, CARD, None).peaks == (*peaks, allocator.peak_reserved_bytes)
+        assert simulate(moments, settings, CARD, None).peaks == peaks_of(graph, settings)
+
+
+def peaks_of(graph: StepGraph, settings) -> tuple[int, ...]:
+    """The reserved bytes of the setup and of each step of a recording, whose requests are sent to one allocator."""
+    requests = [*zip(*(column.tolist() for column in allocation_stream(graph)), strict=True)]
+    events = sorted([*requests, *((RELEASE, 0, tick) for tick in graph.cache_releases)], key=lambda event: event[2])
+    allocator = CachingAllocator(settings, None, place=Placement(descending=True), card_bytes=CARD.vram_bytes)
+    alive, peaks, starts = {}, [], itertools.chain(graph.step_starts, [graph.ticks])
+    start = next(starts)
+    for block, size_bytes, tick in events:
+        while tick > start:
+            peaks.append(allocator.peak_reserved_bytes)
+            allocator.driver.peak_reserved_bytes = allocator.reserved_bytes
+            start = next(starts)
+        if size_bytes:
+            alive[block] = allocator.malloc(size_bytes)
+        elif block == RELEASE:
+            allocator.empty_cache()
+        else:
+            allocator.free(alive.pop(block))
+    return (*peaks, allocator.peak_reserved_bytes)
+
+
+def differing(*, updates_every: int = 1, keeps: int = 1) -> Workload:
+    """A step that updates in every n-th call, and keeps its last outputs."""
+    kept, calls, model = collections.deque(maxlen=keeps), [0], Tagger()
+
+    def step(model, optimizer, _):
+        output = model(torch.zeros(4, 200, dtype=torch.long, device=model.head.weight.device))
+        output.square().mean().backward()
+        calls[0] = (calls[0] + 1) % updates_every
+        if not calls[0]:
+            optimizer.step()
+            optimizer.zero_grad()
+        kept.append(output.detach())
+
+    return workload(model, None, step=step, optimizer=torch.optim.AdamW(model.parameters()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"updates_every": 3}, {"keeps": 4}, {"updates_every": 2, "keeps": 3}], ids=str)
+def test_a_run_of_calls_that_differ_reserves_what_one_recording_of_all_calls_reserves(options):
+    known = rehearse.certifying_graph(differing(**options), (), CARD)
+    assert (known.schedule.period, known.schedule.is_certain) == (options.get("updates_every", 1), True)
+    setup, moments = moments_of(in_rounds(known), ("step", "step"), Slots(), granularity_bytes=512)
+    step, rounds = moments["step"], 12
+    run = [setup, step.first, *[step.again] * rounds]
+    calls, work = known.steps + (rounds - 1) * known.schedule.period, differing(**options)
+    child = rehearse.start_rehearsal(work, (), CARD, sizes=(1,), steps=calls, primed=False, what_if=False)
+    graph = rehearse.finish_certificate(child.result(), work, CARD)
+    for settings in SETTINGS[:2]:
+        assert simulate(run, settings, CARD, None).peak_bytes == max(peaks_of(graph, settings))
 
 
 def plain(moments: list[tuple[Events, ...]], settings, capacity_bytes: int | None) -> RunOutcome:

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 import planner
 from planner.allocator.caching_allocator import CachingAllocator, OutOfMemory
 from planner.allocator.expandable_segments import UNKNOWN_CARD_BYTES
-from planner.allocator.settings import AllocatorSettings, settings_of
+from planner.allocator.options import settings_of
+from planner.allocator.settings import AllocatorSettings
 from planner.cli import main
 from planner.plan_types.categories import Category
 from planner.plan_types.decisions import Allocator
@@ -244,7 +245,7 @@ def test_every_advised_option_passes_on_a_fresh_card_with_what_is_spared_less(se
     for advice in found.advice:
         option, _, value = advice.name.removeprefix("PYTORCH_ALLOC_CONF=").partition(":")
         if option in ("expandable_segments", "max_split_size_mb"):
-            settings = settings_of({option: value == "True" if option == "expandable_segments" else int(value)})
+            settings = settings_of(f"{option}:{value}")
             assert runs_again(card.trace, settings, limit_mb * MIB - advice.spare_bytes), advice
     assert runs_again(card.trace, NATIVE, limit_mb * MIB + found.more_memory_bytes)
 

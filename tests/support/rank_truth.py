@@ -18,8 +18,9 @@ from planner.recording.step_graph import StepGraph
 from planner.recording.virtual_batch import learn_batch, virtual_batch
 from planner.rewrite.application import apply_decisions
 from planner.virtual_gpu import backend, ranks
-from planner.virtual_gpu.backend import VirtualGpuMode, let_libraries_take_fakes_for_real
+from planner.virtual_gpu.backend import VirtualGpuMode
 from planner.virtual_gpu.forked_process import Child, run_in_child
+from planner.virtual_gpu.library_patches import let_libraries_take_fakes_for_real
 from planner.workload.optimizer_choice import Optimizers, for_copies
 from planner.workload.workload import Workload, tensors_of
 from tests.support.truth import STEPS, Case
@@ -107,7 +108,7 @@ def _recorded(
         rewritten.step.observers = ()
         return rewritten.step, rewritten.optimizers
 
-    recorder = Recorder(device or "cpu", virtual=device is not None, what_if=False, in_place=None, is_rank=True)
+    recorder = Recorder(device or "cpu", virtual=device is not None, what_if=False, in_place=None)
     if device is not None:
         recorder.data_dependence.install("AutogradCPU" if device == "cpu" else "AutogradPrivateUse1")
         for (path, fake), (_, given) in zip(tensors_of(batch), tensors_of(work.batch), strict=True):

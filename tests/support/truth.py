@@ -13,12 +13,13 @@ from torch.utils.checkpoint import checkpoint
 from planner.plan_types.decisions import Accumulation, Decision, Precision
 from planner.plan_types.recompute_decisions import Checkpoint
 from planner.recording.recorder import Recorder
-from planner.recording.rehearsal import make_virtual, record_steps
+from planner.recording.rehearsal import Between, make_virtual, record_steps
 from planner.recording.step_graph import StepGraph
 from planner.recording.virtual_batch import learn_batch, virtual_batch
 from planner.rewrite.application import apply_decisions
-from planner.virtual_gpu.backend import VirtualGpuMode, let_libraries_take_fakes_for_real
+from planner.virtual_gpu.backend import VirtualGpuMode
 from planner.virtual_gpu.forked_process import run_in_child
+from planner.virtual_gpu.library_patches import let_libraries_take_fakes_for_real
 from planner.workload.call_convention import LossFn, StepFn
 from planner.workload.optimizer_choice import Optimizers, for_copies
 from planner.workload.workload import Workload, tensors_of, workload
@@ -37,6 +38,8 @@ class Case:
     decisions: tuple[Decision, ...] = ()
     max_grad_norm: float | None = None
     step: StepFn | None = None
+    between: tuple[Callable[[torch.nn.Module], object], ...] = ()
+    """Functions of the model that run after the steps, each of them twice."""
 
     def workload(self) -> Workload:
         model, batch, loss_fn = self.build()
@@ -75,7 +78,10 @@ def rehearsal(case: Case) -> StepGraph:
 def _recorded(
     case: Case, work: Workload, batch: object, optimizers: Callable[[torch.nn.Module], Optimizers], *, virtual: bool
 ) -> StepGraph:
+    made: list[torch.nn.Module] = []
+
     def prepare(model: torch.nn.Module):
+        made.append(model)
         rewritten = apply_decisions(
             case.decisions,
             model,
@@ -104,6 +110,8 @@ def _recorded(
         primed=False,
         micro_batch_sizes=(work.batch_size,),
         own_step=work.step,
+        between=[Between(name=each.__name__, run=lambda _, each=each: each(made[0])) for each in case.between],
+        make_batch=lambda samples: batch,
     )
 
 

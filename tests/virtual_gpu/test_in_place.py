@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from planner.recording.program import rehearse_program
+from planner.recording.rehearsal import rehearse_program
 from planner.recording.step_graph import StepGraph
 from planner.virtual_gpu.backend import Target
 

@@ -18,8 +18,9 @@ from planner.errors import WorkloadError
 from planner.plan_types.sizes import MIB
 from planner.profiles import load
 from planner.progress import TimeIsUp
+from planner.replan import replan
 from planner.run_memory.batches import BatchShape
-from planner.whole_run import planning
+from planner.whole_run import planning, simulated_run
 from planner.whole_run.orders import given_order, random_orders
 from planner.whole_run.request import RunRequest
 from tests.support.tagger import Tagger
@@ -216,14 +217,14 @@ def test_if_time_is_up_the_plan_of_the_step_says_so(monkeypatch):
     def ended(*_):
         raise TimeIsUp
 
-    monkeypatch.setattr(planning.RunRecordings, "add", ended)
+    monkeypatch.setattr(simulated_run.RunRecordings, "add", ended)
     plan = planned(mixed())
     assert plan.run is None
     assert "the whole run was not simulated" in plan.notes[0]
 
 
 def test_if_time_is_up_after_a_run_did_not_fit_the_plan_does_not_fit(monkeypatch):
-    real, tries = planning._Simulated.with_best_allocator, []
+    real, tries = planning.SimulatedRun.with_best_allocator, []
 
     def ended(*arguments):
         tries.append(arguments)
@@ -233,7 +234,7 @@ def test_if_time_is_up_after_a_run_did_not_fit_the_plan_does_not_fit(monkeypatch
         needed = plan.usable_bytes + 10 * MIB
         return dataclasses.replace(plan, run=dataclasses.replace(plan.run, fits=False, total_bytes=needed))
 
-    monkeypatch.setattr(planning._Simulated, "with_best_allocator", ended)
+    monkeypatch.setattr(planning.SimulatedRun, "with_best_allocator", ended)
     plan = planned([tokens(50), tokens(100)] * 3)
     assert len(tries) == 2
     assert not plan.fits
@@ -276,6 +277,34 @@ def test_the_command_plans_the_run_over_lengths_of_samples(folder, capsys):
     by_tokens = next(change for change in plan.run.changes if "tokens" in change.change)
     assert 0.82 < by_tokens.relative_time < 0.95
     assert by_tokens.total_bytes < plan.run.total_bytes
+
+
+@pytest.mark.slow
+def test_a_saved_run_is_simulated_again(folder):
+    """The same verdict, down to the byte; and a budget between the longest step and the run does not fit."""
+    saved, again = folder / "plan.json", folder / "again.json"
+    run = ["--lengths", str(folder / "lengths.txt"), "--eval-batch-size", "8", "--between", "average"]
+    arguments = [str(folder), "--gpu", "rtx-3060", "--batch-size", "4", "--pad-to-multiple-of", "48", *run]
+    assert main([*arguments, "--vram", "1GiB", "--only", "", "--fidelity", "exact", "--save", str(saved)]) == 0
+    assert main([str(saved), "--save", str(again)]) == 0
+    plan, found = Plan.load(saved), Plan.load(again)
+    assert found.run == plan.run and found.fits
+    assert plan.run.source.lengths[:2] == ((16, 1), (19, 1)) and plan.run.source.between == ("average",)
+    between = (plan.peak.total_bytes + plan.run.total_bytes) // 2
+    assert plan.peak.total_bytes + 2 * MIB < plan.run.total_bytes
+    tight = replan(plan, vram=f"{between // MIB}MiB", gpu=None)
+    assert not tight.fits if tight.run.retries == 0 else tight.run.total_bytes <= between
+    unknown = dataclasses.replace(plan, run=dataclasses.replace(plan.run, source=None))
+    found = replan(unknown, vram=None, gpu=None)
+    assert found.run is None and found.fits and "verdict for the longest step" in found.notes[0]
+
+
+@pytest.mark.slow
+def test_a_run_of_functions_of_your_own_is_not_stored():
+    request = RunRequest(samples=(3, 5, 3), multiple=2, eval_batch_size=4, between=("save",))
+    assert RunRequest.of(request.source) == dataclasses.replace(request, samples=(3, 3, 5))
+    for between in (print, {"own": print}, ("save", print)):
+        assert RunRequest(samples=(3, 5), between=between).source is None
 
 
 @pytest.mark.parametrize(

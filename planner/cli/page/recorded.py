@@ -104,6 +104,7 @@ def rehearse_plan(plan: Plan, *, gpu: str | None) -> PlanRecordings:
         PlannerError: the model cannot be loaded or rehearsed.
     """
     workload, card = load_planned(plan), resolve_card(gpu or plan.card, plan.vram_bytes)
+    card = dataclasses.replace(card, alloc_conf=plan.alloc_conf)
     baseline = Recorded(pipeline.record_step(workload, card), card, plan.baseline, ())
     planned = None
     if plan.decisions:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planner.allocator.settings import LARGEST_SMALL_BYTES, AllocatorSettings, settings_of
+from planner.allocator.options import settings_of
+from planner.allocator.settings import LARGEST_SMALL_BYTES, AllocatorSettings
 from planner.plan_types.categories import Category
-from planner.plan_types.decision_base import ALLOCATOR_VARIABLE, allocator_conf, allocator_options_of
+from planner.plan_types.decision_base import ALLOCATOR_VARIABLE, allocator_conf
 from planner.plan_types.decisions import Precision
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import MIB, format_size
@@ -159,14 +160,14 @@ class Comparison:
     def _options(self) -> Iterator[str]:
         """Yields a sentence if the run did not have the plan's options of the allocator."""
         assert self._plan is not None
-        options = allocator_options_of(self._plan.decisions)
+        options = allocator_conf(self._plan.decisions, self._plan.alloc_conf)
         wanted = settings_of(options)
         if options and (wanted.expandable_segments, wanted.max_split_size_bytes) != (
             self._settings.expandable_segments,
             self._settings.max_split_size_bytes,
         ):
             yield (
-                f"the plan sets {ALLOCATOR_VARIABLE}={allocator_conf(self._plan.decisions)}, but the run was recorded "
+                f"the plan sets {ALLOCATOR_VARIABLE}={options}, but the run was recorded "
                 "without it: set it before CUDA starts"
             )
 

@@ -22,6 +22,7 @@ from planner.errors import PlannerError, RehearsalError
 from planner.plan_types.answers import Answers
 from planner.virtual_gpu import backend
 from planner.virtual_gpu.source_lines import frames, optimizer_in, source_line
+from planner.virtual_gpu.values import transformers_patches
 from planner.virtual_gpu.values.assertion_checks import assertion_outcome
 from planner.virtual_gpu.values.shadow_ops import ASSUMED_FINITE, ASSUMED_VALUES
 from planner.virtual_gpu.values.shadow_values import ShadowValues
@@ -290,7 +291,7 @@ class DataDependence:
         self._let_matching_answer()
         self._let_finite_checks_pass(autograd_key)
         self._let_istft_pass()
-        _let_transformers_skip_what_a_real_run_skips()
+        transformers_patches.install(self.known)
 
     def _let_matching_answer(self) -> None:
         """Patches scipy's `linear_sum_assignment`, with which detection models match predictions to targets by cost.
@@ -341,7 +342,7 @@ class DataDependence:
                 self.known.assume(finite, True, ASSUMED_FINITE)
             return finite
 
-        backend.library("aten").impl("isfinite", isfinite, autograd_key)
+        backend.route("aten::isfinite", isfinite, autograd_key)
 
 
 class UnknownNumber(float):
@@ -388,13 +389,3 @@ def _may_ask(filename: str) -> bool:
     """
     ours = filename.startswith(_OURS) and not filename.startswith(_REWRITE)
     return not ours and not filename.endswith(_DISPATCH_WRAPPERS)
-
-
-def _let_transformers_skip_what_a_real_run_skips() -> None:
-    """Makes transformers treat fake tensors like real ones.
-
-    For fake tensors it would build full attention masks, even if the kernel does not need them.
-    """
-    module: Any = sys.modules.get("transformers.utils.import_utils")
-    if module is not None and hasattr(module, "is_fake_tensor"):
-        module.is_fake_tensor = lambda tensor: False

@@ -1,6 +1,8 @@
 """Allocator: the options are in the environment before PyTorch reads them, and a warning says when it is too late."""
 
 import os
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -48,9 +50,28 @@ def test_options_that_are_set_already_stay(environment, name):
         warnings.simplefilter("error")
         apply()
     environment.setenv(name, "max_split_size_mb:64")
-    with pytest.warns(UserWarning, match="certified with .*expandable_segments:True, but it is 'max_split_size_mb:64'"):
+    with pytest.warns(
+        UserWarning, match=f"certified with .*expandable_segments:True, but {name} is 'max_split_size_mb:64'"
+    ):
         apply()
     assert os.environ[name] == "max_split_size_mb:64"
+
+
+@pytest.mark.parametrize("former", [None, ""])
+def test_the_variable_that_pytorch_reads_is_set(environment, former):
+    """PyTorch does not read PYTORCH_ALLOC_CONF if the variable with the former name is set, even to nothing."""
+    if former is not None:
+        environment.setenv("PYTORCH_CUDA_ALLOC_CONF", former)
+    apply()
+    assert settings_in_a_new_process(dict(os.environ)) == "expandable_segments:True"
+
+
+def settings_in_a_new_process(environment):
+    """Returns the options that PyTorch reads from an environment."""
+    code = "import torch; print(torch._C._accelerator_getAllocatorSettings())"
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def test_it_is_too_late_once_cuda_has_started(environment):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from planner.choose.graft_optimizer import can_be_grafted, graft_update
 from planner.plan_types.decisions import Accumulation, Freeze, Optimizer, OptimizerKernel, Precision
-from planner.recording.graft_optimizer import can_be_grafted, graft_update
 from planner.recording.step_graph import Category, Phase, StepGraph
 from planner.rewrite.rehearse import start_update
 from planner.workload.workload import workload
