@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from planner.plan_types.plan import Footprint, Plan
     from planner.plan_types.tradeoff import Tradeoff
-    from planner.plan_types.words import FidelityName, Techniques
+    from planner.plan_types.words import FidelityName, Sharding, Techniques
     from planner.progress import Progress, Report
     from planner.snapshot.explain import explain
     from planner.whole_run.request import Between
@@ -74,6 +74,10 @@ def plan(
     alloc_conf: str | None = None,
     eval_batch_size: int | None = None,
     between: Between = (),
+    cards: int | None = None,
+    mesh: tuple[int, int] | None = None,
+    sharding: Sharding | None = None,
+    link: str | None = None,
     time_limit: str | float | None = None,
     progress: bool | Report | None = None,
 ) -> Plan:
@@ -124,6 +128,14 @@ def plan(
         between: what else happens between steps: functions of your own, called as `function(model, optimizer)` or
             `function(model)`, in a list or in a dict with names; or "average" (a moving average of the weights),
             "save" (saving a checkpoint), "resume" (loading a checkpoint onto the card).
+        cards: number of cards that train the model together, each with its part of `batch`; None for one. `vram` is
+            then the budget of each card.
+        mesh: with `cards`: the number of copies of the model, and of the cards that hold one copy together (hybrid
+            sharding); None to shard it over all cards.
+        sharding: with `cards`: "ddp" (a copy on each card), "zero1" (the same, with divided optimizer state), "fsdp"
+            (FSDP2: parameters, gradients and state are divided) or "zero2" (FSDP2 whose parameters stay gathered
+            between forward and backward); None to choose the fastest one that fits.
+        link: with `cards`: the link between them, such as "nvlink-4" or "pcie"; None for the fastest one of the card.
         time_limit: maximum time for planning, such as "30s" or a number of seconds; None for no limit. When it is over,
             the best plan that has been certified is returned, and its first note says what was not tried.
         progress: True to show the present stage, the time and the best plan so far: in a live line on a terminal, in
@@ -141,6 +153,7 @@ def plan(
     """
     from planner.ask import LiveWorkload, Question, ask
     from planner.plan_types.constraints import parse_constraints
+    from planner.space.sharding import several_cards
     from planner.whole_run.request import RunRequest
 
     constraints = parse_constraints(
@@ -158,7 +171,10 @@ def plan(
         worst_case=worst_case,
     )
     run = RunRequest(eval_batch_size=eval_batch_size, between=between)
-    question = Question(work=work, gpu=gpu, vram=vram, constraints=constraints, alloc_conf=alloc_conf, run=run)
+    together = several_cards(cards, mesh=mesh, way=sharding, link=link)
+    question = Question(
+        work=work, gpu=gpu, vram=vram, constraints=constraints, alloc_conf=alloc_conf, run=run, cards=together
+    )
     return ask(question, progress=progress, time_limit=time_limit)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from planner import pipeline
+from planner.errors import WorkloadError
 from planner.plan_types.answers import Answers
 from planner.plan_types.constraints import Constraints
 from planner.plan_types.plan import Plan
@@ -20,6 +21,8 @@ from planner.progress.display import shown
 from planner.progress.durations import parse_duration
 from planner.recording.step_graph import StepGraph
 from planner.safe_process import in_safe_process
+from planner.sharded import plan_sharded
+from planner.space.sharding import Cards
 from planner.whole_run.request import RunRequest, plan_step_or_run
 from planner.workload.batch_source import candidate_batches
 from planner.workload.budget import card_and_budget
@@ -74,6 +77,8 @@ class Question:
     """Options of the caching allocator; None for those in the environment of this process."""
     is_tradeoff: bool = False
     run: RunRequest = dataclasses.field(default_factory=RunRequest)
+    cards: Cards | None = None
+    """The cards that train together; None for one card."""
 
     def answer(self, watch: Watch) -> Plan | Tradeoff | StepGraph:
         """Plans in this process. Raises `PlannerError` if an argument cannot be used."""
@@ -91,6 +96,15 @@ class Question:
         )
         work = self.work.resolve(card, watch)
         work = dataclasses.replace(work, notes=(*work.notes, *notes))
+        if self.cards is not None:
+            if self.run.activities(work) or (work.stream is not None and len(work.stream.different) > 1):
+                raise WorkloadError(
+                    "a whole run cannot be planned for several cards: give one batch, the largest one, and leave out "
+                    "eval_batch_size and between"
+                )
+            return plan_sharded(
+                work, card, self.cards, vram_bytes=vram_bytes, constraints=self.constraints, watch=watch
+            )
         return compute(work, card, vram_bytes=vram_bytes, constraints=self.constraints, watch=watch)
 
 

@@ -12,8 +12,16 @@ from planner.choose.choice import Choice
 from planner.errors import PlanFileError
 from planner.plan_types.answers import Answers
 from planner.plan_types.constraints import Constraints
-from planner.plan_types.decision_base import Fidelity, Role, micro_batch_size_of, micro_batches_of, with_roles
+from planner.plan_types.decision_base import (
+    Fidelity,
+    Role,
+    micro_batch_size_of,
+    micro_batches_of,
+    with_roles,
+    without_roles,
+)
 from planner.plan_types.plan import Plan
+from planner.profiles.links import with_links
 from planner.progress import Watch
 from planner.run_memory.batches import BatchShape
 from planner.whole_run.request import verify_planned_run
@@ -46,11 +54,13 @@ def replan(
         TimeLimitError: the time was up before the plan was certified.
     """
     workload = load_planned(saved)
+    workload = dataclasses.replace(workload, sharding=with_roles(saved.decisions, Role.SHARDING))
     began = time.perf_counter()
     if vram is None:
         card, vram_bytes = resolve_card(gpu or saved.card, saved.vram_bytes), saved.vram_bytes
     else:
         card, vram_bytes = card_and_budget(gpu or saved.card, vram)
+    card = with_links(card) if workload.sharding else card
     card, given = with_allocator_options(card, saved.alloc_conf if alloc_conf is None else alloc_conf)
     constraints = Constraints(
         fidelity=Fidelity.parse(saved.fidelity),
@@ -63,7 +73,7 @@ def replan(
     notes = given if budget is None else (*given, *budget.notes(card))
     with pipeline.open_session(workload, card, budget, watch) as session:
         choice = Choice(
-            decisions=saved.decisions,
+            decisions=without_roles(saved.decisions, Role.SHARDING),
             peak_bytes=0,
             step_ns=0,
             status="not needed",

@@ -17,7 +17,7 @@ from planner.plan_types.decision_base import Decision
 from planner.plan_types.plan import Plan
 from planner.plan_types.sizes import format_size
 from planner.profiles.device import DeviceProfile
-from planner.profiles.links import known, links
+from planner.profiles.links import known, with_links
 from planner.progress import Watch
 from planner.space.sharding import Cards, shardings
 from planner.workload.workload import Workload, resized
@@ -46,7 +46,7 @@ def plan_sharded(
     """
     began = time.perf_counter()
     try:
-        card = dataclasses.replace(card, links=links(card, within=cards.link, cards_per_node=cards.per_node))
+        card = with_links(card, within=cards.link, cards_per_node=cards.per_node)
     except KeyError:
         raise WorkloadError(f"link '{cards.link}' is unknown: choose from {', '.join(known())}") from None
     ways = shardings(workload.model, cards)

@@ -90,7 +90,7 @@ class DeviceProfile:
     PYTORCH_ALLOC_CONF. No profile file has them; empty for PyTorch's defaults."""
 
     links: Links | None = None
-    """The links to other cards; None if the card trains alone. Profile files do not have them (`links.links`)."""
+    """The links to other cards; None if the card trains alone. Profile files do not have them (`links.with_links`)."""
 
     def __post_init__(self) -> None:
         """Raises `ProfileError` if a field has a wrong value."""

@@ -53,8 +53,10 @@ class Links:
         return self.within if span <= self.cards_per_node else self.between
 
 
-def links(card: DeviceProfile, *, within: str | None = None, cards_per_node: int = CARDS_PER_NODE) -> Links:
-    """Returns the links of a card.
+def with_links(
+    card: DeviceProfile, *, within: str | None = None, cards_per_node: int = CARDS_PER_NODE
+) -> DeviceProfile:
+    """Returns the profile of a card that trains together with others.
 
     Args:
         within: a name of `known`, 'pcie', or None for the fastest link that the card has.
@@ -68,7 +70,8 @@ def links(card: DeviceProfile, *, within: str | None = None, cards_per_node: int
         patterns = ((name, pattern) for name, row in table.items() for pattern in row["cards"])
         within = next((name for name, pattern in patterns if fnmatch.fnmatch(card.name, pattern)), "pcie")
     chosen = pcie if within == "pcie" else _link(table[within])
-    return Links(within=chosen, between=_link(table["network"]), cards_per_node=cards_per_node)
+    links = Links(within=chosen, between=_link(table["network"]), cards_per_node=cards_per_node)
+    return dataclasses.replace(card, links=links)
 
 
 def known() -> tuple[str, ...]:

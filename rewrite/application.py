@@ -141,16 +141,15 @@ def apply(
         step=step,
         not_by_sample=plan.workload.not_by_sample,
     )
-    if isinstance(rewritten.step, TrainingStep):
-        if not has_role(plan.decisions, Role.SHARDING):
-            rewritten.step.require_wrapper()
-            rewritten.step.observers += _checks(plan, rewritten._rewriting)
-        else:
-            logger.warning("the first step is not compared with the original model, which is on several cards now")
+    is_sharded = has_role(plan.decisions, Role.SHARDING)
+    if isinstance(rewritten.step, TrainingStep) and not is_sharded:
+        rewritten.step.require_wrapper()
+        rewritten.step.observers += _checks(plan, rewritten._rewriting)
     elif makes_checks and has_role(plan.decisions, *REPLACE_FORWARDS):
         logger.warning(
-            "the first step is not compared with the original modules, because only the step function knows the loss; "
-            "what backward recomputes is compared with the forward in steps 1, 2, 4, 8 and 16"
+            "the first step is not compared with the original modules, because %s; what backward recomputes is "
+            "compared with the forward in steps 1, 2, 4, 8 and 16",
+            "the model is on several cards" if is_sharded else "only the step function knows the loss",
         )
     if not makes_checks:
         rewritten.step.observers = ()
@@ -379,7 +378,7 @@ def refuse_another_model(plan: Plan, model: torch.nn.Module) -> None:
         _warn_of_another_scale(plan, model)
         return
     name = type(model).__name__
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters = sum(p.numel() for p in model.parameters())
     if name != plan.model.name:
         difference = f"it is a {name}, the plan is for a {plan.model.name}"
     elif parameters != plan.model.parameters:

@@ -1,13 +1,16 @@
-"""Finds out which terms the loss of a rewritten step is a mean over."""
+"""Finds out which terms the loss of a rewritten step is a mean over, and writes the code that counts them."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from planner.plan_types.plan import Plan
+from planner.rewrite.emitted_code import EmittedCode, assignment
 from planner.rewrite.portable.loss_terms import counted_labels, samples_only
 from planner.rewrite.rewriting import LossWeight, Rewriting
 from planner.workload.model_loss import own_loss
@@ -33,3 +36,42 @@ def _stated_terms(batch: Any, samples: int, *, loss_weight: LossWeight) -> float
     could only be skipped after a synchronization.
     """
     return float(loss_weight(batch))
+
+
+def terms_source(plan: Plan) -> EmittedCode:
+    """Return the code that defines `loss_terms(batch, samples)` in an emitted file.
+
+    If the plan knows how the model's own loss counts labels, the emitted code counts them in the same way. Otherwise
+    the emitted training step has an argument `loss_terms`, a function that the user passes.
+    """
+    labels = next((entry for entry in plan.workload.batch if entry[0] == "labels"), None)
+    own = plan.workload.own_loss
+    by_labels = labels is not None and len(labels[1]) > 0 and "int" in labels[2] and own is not None and own.certain
+    constants = [assignment("BATCH_SIZE", plan.workload.batch_size)]
+    if plan.workload.not_by_sample:
+        constants.append(assignment("NOT_BY_SAMPLE", plan.workload.not_by_sample) + _NOT_BY_SAMPLE_COMMENT)
+    if by_labels and own is not None:
+        constants.append(assignment("LABELS_SHIFTED", own.shifted) + _SHIFTED_COMMENT)
+        constants.append(assignment("IGNORED_LABEL", own.ignored))
+        constants.append(assignment("LOSS_DIVIDES", own.divides) + _DIVIDES_COMMENT)
+    return EmittedCode(
+        imports=("import copy", "import dataclasses", "from collections.abc import Mapping"),
+        constants=tuple(constants),
+        functions=(inspect.getsource(counted_labels if by_labels else samples_only),),
+        defaults=(_LOSS_TERMS,) if by_labels else (),
+        options=("loss_terms=loss_terms",) if by_labels else ("loss_terms",),
+        main_arguments=() if by_labels else ("loss_terms=samples_only",),
+    )
+
+
+_LOSS_TERMS = '''\
+def loss_terms(batch, samples):
+    """Count the terms that this model's loss is a mean over."""
+    return counted_labels(batch, samples, shifted=LABELS_SHIFTED, ignored=IGNORED_LABEL, divides=LOSS_DIVIDES)
+'''
+
+_NOT_BY_SAMPLE_COMMENT = "  # paths of tensors that each micro-batch gets whole"
+
+_SHIFTED_COMMENT = "  # True if the loss leaves out each sample's first label, as next-token losses do"
+
+_DIVIDES_COMMENT = "  # True if the loss is a sum divided by num_items_in_batch, for batches that have it"

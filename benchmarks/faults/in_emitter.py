@@ -40,7 +40,7 @@ FAULTS = (
     ),
     Fault(
         name="emitter-label-shift",
-        path="rewrite/rules/accumulation.py",
+        path="rewrite/loss_terms.py",
         old='        constants.append(assignment("LABELS_SHIFTED", own.shifted) + _SHIFTED_COMMENT)',
         new='        constants.append(assignment("LABELS_SHIFTED", False) + _SHIFTED_COMMENT)',
         tests=("tests/rewrite/emitter/test_emit.py::test_a_causal_model_is_counted_without_its_first_labels",),
@@ -48,7 +48,7 @@ FAULTS = (
     ),
     Fault(
         name="emitter-ignored-label",
-        path="rewrite/rules/accumulation.py",
+        path="rewrite/loss_terms.py",
         old='assignment("IGNORED_LABEL", own.ignored)',
         new='assignment("IGNORED_LABEL", -100)',
         tests=(
@@ -59,7 +59,7 @@ FAULTS = (
     ),
     Fault(
         name="emitter-loss-divides",
-        path="rewrite/rules/accumulation.py",
+        path="rewrite/loss_terms.py",
         old='assignment("LOSS_DIVIDES", own.divides)',
         new='assignment("LOSS_DIVIDES", False)',
         tests=(
@@ -103,8 +103,8 @@ FAULTS = (
     Fault(
         name="emitter-unweighted-parts",
         path=_EMIT,
-        old='share = "if weight is not None:\\n    loss = weighted(loss, weight)\\n"',
-        new='share = "if weight is not None:\\n    loss = loss / 2\\n"',
+        old='weigh = "if weight is not None:\\n    loss = weighted(loss, weight)\\n"',
+        new='weigh = "if weight is not None:\\n    loss = loss / 2\\n"',
         tests=(
             "tests/rewrite/emitter/test_emit.py::test_a_file_trains_to_the_same_bits_as_the_live_objects[accumulation]",
         ),
@@ -144,7 +144,7 @@ FAULTS = (
     ),
     Fault(
         name="emitter-default-hyperparameters",
-        path=_EMIT,
+        path="rewrite/emitter/optimizer_source.py",
         old='    hyperparameters = [f"{key}={literal(value)}" for key, value in choice.hyperparameters.items()]',
         new="    hyperparameters = [f\"lr={literal(choice.hyperparameters['lr'])}\"]",
         tests=("tests/rewrite/emitter/test_emitted_fixtures.py::test_a_plan_is_emitted_as_this_text",),

@@ -293,14 +293,8 @@ FAULTS = (
     Fault(
         name="recording-counts-state-of-unused-parameters",
         path="planner/recording/recorder.py",
-        old=(
-            "            for index, storage in enumerate(storages):\n"
-            "                storage.lives = [] if index in idle else"
-        ),
-        new=(
-            "            for index, storage in enumerate(storages):\n"
-            "                storage.lives = [] if index in () else"
-        ),
+        old=("                storage.lives = [] if index in idle else"),
+        new=("                storage.lives = [] if index in () else"),
         tests=("tests/recording/test_unused.py::test_parameters_without_a_gradient_cost_no_state[force0]",),
         why="optimizer state is counted for parameters without a gradient, for which a real step creates none",
     ),
@@ -317,7 +311,7 @@ FAULTS = (
     Fault(
         name="recording-gradients-as-temporaries",
         path="planner/recording/gradients.py",
-        old="                    self._table.mark(parameter.grad, Category.GRADIENT)\n",
+        old="                    self._table.mark(parameter.grad, Category.GRADIENT, name=name)\n",
         new="",
         tests=("tests/system/test_own_step.py::test_gradients_that_the_step_sets_itself_count_as_gradients",),
         why="gradients that a step sets itself do not appear in the breakdown",
@@ -356,7 +350,7 @@ FAULTS = (
     ),
     Fault(
         name="graft-state-from-the-update-on",
-        path="planner.choose.graft_optimizer.py",
+        path="planner/choose/graft_optimizer.py",
         old="        return [(0, end + shift)] if storage.lives else []",
         new="        return [(begin + shift, end + shift)] if storage.lives else []",
         tests=(
@@ -367,7 +361,7 @@ FAULTS = (
     ),
     Fault(
         name="graft-keeps-the-old-state",
-        path="planner.choose.graft_optimizer.py",
+        path="planner/choose/graft_optimizer.py",
         old=(
             "    if storage.category is Category.OPTIMIZER_STATE:\n"
             "        return dataclasses.replace(storage, lives=[])\n"

@@ -137,7 +137,7 @@ FAULTS = (
     ),
     Fault(
         name="emitted-terms-are-guessed",
-        path="rewrite/rules/accumulation.py",
+        path="rewrite/loss_terms.py",
         old="and own is not None and own.certain\n",
         new="and own is not None\n",
         tests=(

@@ -8,9 +8,9 @@ FAULTS = (
     # ---- accumulation
     Fault(
         name="accumulation-weighs-labels-as-samples",
-        path="rewrite/rules/accumulation.py",
-        old="            if own is None\n",
-        new="            if own is not None\n",
+        path="rewrite/loss_terms.py",
+        old="    if own is None:\n",
+        new="    if own is not None:\n",
         tests=("tests/rewrite/rules/test_accumulation.py::test_token_means_over_uneven_padding_equal_the_full_batch",),
         why="micro-batches with few labels weigh as much as those with many",
     ),
@@ -35,7 +35,7 @@ FAULTS = (
     ),
     Fault(
         name="accumulation-counts-the-first-label",
-        path="rewrite/rules/accumulation.py",
+        path="rewrite/portable/loss_terms.py",
         old="(labels[..., 1:] if shifted and labels.dim() > 1 else labels)",
         new="(labels if shifted and labels.dim() > 1 else labels)",
         tests=(
@@ -46,7 +46,7 @@ FAULTS = (
     ),
     Fault(
         name="accumulation-counts-ignored-labels",
-        path="rewrite/rules/accumulation.py",
+        path="rewrite/portable/loss_terms.py",
         old=".ne(ignored).sum(dtype=torch.float64)",
         new=".ne(0).sum(dtype=torch.float64)",
         tests=(
@@ -57,7 +57,7 @@ FAULTS = (
     ),
     Fault(
         name="accumulation-divides-twice",
-        path="rewrite/rules/accumulation.py",
+        path="rewrite/portable/loss_terms.py",
         old='    if divides and batch.get("num_items_in_batch") is not None:\n        return 1.0\n',
         new="",
         tests=(

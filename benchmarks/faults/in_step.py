@@ -87,9 +87,8 @@ FAULTS = (
     Fault(
         name="step-keeps-autocast-over-micro-batches",
         path="rewrite/step.py",
-        old="        total = None\n        for part, weight, no_sync in self._micro_batches(batch):",
-        new="        total = None\n        self.autocast().__enter__()\n"
-        "        for part, weight, no_sync in self._micro_batches(batch):",
+        old="        for part, weight, no_sync in self._micro_batches(batch):",
+        new="        self.autocast().__enter__()\n        for part, weight, no_sync in self._micro_batches(batch):",
         tests=("tests/rewrite/rules/test_mixed_precision_and_freeze.py::test_the_loss_falls_and_weights_stay_fp32",),
         why="casts of the weights stay in autocast's cache and are used by the next step",
     ),

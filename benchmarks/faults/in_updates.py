@@ -175,7 +175,7 @@ FAULTS = (
     ),
     Fault(
         name="paged-state-counts-on-the-card",
-        path="planner/virtual_gpu/backend.py",
+        path="planner/virtual_gpu/library_patches.py",
         old='        state = torch.empty(shape, dtype=dtype, device="cpu")',
         new="        state = torch.empty(shape, dtype=dtype, device=device)",
         tests=("tests/workload/test_optimizer_steps.py::test_paged_state_of_large_matrices_is_not_counted",),

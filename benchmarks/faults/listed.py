@@ -10,6 +10,7 @@ from benchmarks.faults import (
     in_first_step,
     in_losses,
     in_page,
+    in_ranks,
     in_recompute,
     in_runs,
     in_search,
@@ -29,6 +30,7 @@ _LISTS = (
     in_first_step,
     in_estimates,
     in_runs,
+    in_ranks,
     in_search,
     in_command,
 )

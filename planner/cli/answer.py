@@ -26,6 +26,8 @@ from planner.profiles.device import DeviceProfile
 from planner.progress import Watch
 from planner.replan import replan
 from planner.run_memory.lengths import read_lengths
+from planner.sharded import plan_sharded
+from planner.space.sharding import Cards, several_cards
 from planner.whole_run.request import RunRequest, plan_step_or_run
 from planner.workload.batch_source import read_shapes
 from planner.workload.budget import Budget, card_and_budget
@@ -37,7 +39,8 @@ from planner.workload.workload import Workload
 _FIXED_BY_A_PLAN = (
     "batch_size seq_len dtype lora qlora dora optimizer fidelity force forbid only max_slowdown gradients_alive "
     "by_sample arguments input_shapes value batch_values tradeoff largest_batch smallest_card lengths "
-    "pad_to_multiple_of eval_batch_size eval_samples between".split()
+    "pad_to_multiple_of eval_batch_size eval_samples between cards sharding mesh cards_per_node link "
+    "offload_shards".split()
 )
 """Options that cannot be combined with a saved plan, because the plan already fixes their values."""
 _TRAINER_OPTIMIZERS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -97,6 +100,9 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
             refuse_hopeless(workload, card, budget, constraints)
         return workload
 
+    if (cards := _cards(options)) is not None:
+        workload = load(batch_size=options.batch_size or cards.count, seq_len=options.seq_len)
+        return plan_sharded(workload, card, cards, vram_bytes=vram_bytes, constraints=constraints, watch=watch)
     if options.largest_batch:
         assert vram_bytes is not None, "checked with the options"
         return questions.largest_batch(
@@ -127,6 +133,18 @@ def answer(options: argparse.Namespace, watch: Watch) -> Plan | Tradeoff:
     if plan.run is not None:
         return plan  # what would help the run is part of the plan
     return advised(plan, workload, card, constraints=constraints, load=load, watch=watch)
+
+
+def _cards(options: argparse.Namespace) -> Cards | None:
+    """Returns the cards that train together; None for one card."""
+    return several_cards(
+        options.cards,
+        mesh=options.mesh,
+        way=options.sharding,
+        offload=options.offload_shards,
+        per_node=options.cards_per_node,
+        link=options.link,
+    )
 
 
 def _card_and_budget(options: argparse.Namespace) -> tuple[DeviceProfile, int | None]:

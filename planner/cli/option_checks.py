@@ -31,6 +31,9 @@ def refuse_what_does_not_go_together(options: argparse.Namespace) -> None:
         if question is not None and name in _QUESTIONS[question]:
             reason = _QUESTIONS[question][name]
             raise WorkloadError(f"{option(name)} cannot be combined with {option(question)}: {reason}")
+    if "cards" in used and options.cards > 1:
+        for name in sorted(used & _NOT_FOR_CARDS.keys()):
+            raise WorkloadError(f"{option(name)} cannot be combined with --cards: {_NOT_FOR_CARDS[name]}")
     for name, other in _NEEDS.items():
         if name in used and other not in used:
             raise WorkloadError(f"{option(name)} works only with {option(other)}: add it, or leave {option(name)} out")
@@ -123,6 +126,16 @@ _NOT_FOR_PROGRAMS = {
     **dict.fromkeys(_OF_RUN, "its loop is planned one step at a time"),
 }
 """Options that cannot be combined with a program that trains by its own loop, each with the reason."""
+_NOT_FOR_CARDS = {
+    **dict.fromkeys(_OF_RUN, "one step is planned for several cards, not the whole run; leave it out"),
+    **dict.fromkeys(("tradeoff", "largest_batch", "smallest_card"), "ask it for one card"),
+    **dict.fromkeys(("report", "snapshot"), "the page and the snapshots show the step of one card; leave it out"),
+    "verify": "run the file that --emit writes with torchrun",
+    "loop": "--emit writes a training step that torchrun starts",
+    "gradients_alive": "accumulation is part of the plan",
+    "qlora": "FSDP2 does not divide 4-bit weights; give --lora",
+}
+"""Options that cannot be combined with several cards, each with the reason."""
 _STAND_INS = ("generic", "unlisted")
 """Cards that a plan may name although they have no profile file."""
 _MANY_PLANS = "--tradeoff returns several plans; choose one, and plan again with its memory as --vram"
@@ -142,7 +155,9 @@ _QUESTIONS = {
 }
 """For each option of the group 'questions': the options that cannot be combined with it, each with the reason."""
 _BELONGS_TO = {"svg": "tradeoff", "seconds": "tradeoff"}
-_NEEDS = {"pad_to_multiple_of": "lengths", "eval_samples": "eval_batch_size"}
+_OF_CARDS = ("sharding", "mesh", "cards_per_node", "link", "offload_shards")
+"""Options that describe several cards."""
+_NEEDS = {"pad_to_multiple_of": "lengths", "eval_samples": "eval_batch_size", **dict.fromkeys(_OF_CARDS, "cards")}
 """Options that work only together with another option that is not a question."""
 """Options that work only together with another option, and that other option."""
 _SPELLINGS = {"gradients_alive": "--accumulating-loop (--gradients-alive)", "loop": "--for", "arguments": "--"}

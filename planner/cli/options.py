@@ -11,6 +11,7 @@ from typing import NoReturn, get_args
 
 from planner import profiles
 from planner.cli.glossary import explain
+from planner.cli.run_options import add_cards, add_run, positive
 from planner.errors import WorkloadError
 from planner.plan_types.sizes import format_size
 from planner.plan_types.techniques import KINDS
@@ -89,8 +90,9 @@ def parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     _add_model(arguments.add_argument_group("model"))
-    _add_run(arguments.add_argument_group("the whole run"))
+    add_run(arguments.add_argument_group("the whole run"))
     _add_budget(arguments.add_argument_group("budget and card"))
+    add_cards(arguments.add_argument_group("several cards"))
     _add_techniques(arguments.add_argument_group("techniques"))
     _add_questions(arguments.add_argument_group("questions (at most one; default: the fastest plan inside --vram)"))
     _add_outputs(arguments.add_argument_group("outputs"))
@@ -110,7 +112,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--batch-size",
-        type=_positive,
+        type=positive,
         metavar="N",
         help=(
             "samples in one optimizer step (default: for a transformers model with --vram, the largest power of two up "
@@ -119,7 +121,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--seq-len",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="tokens in one sample of a transformers model (default: 512, or the model's limit if that is lower)",
     )
@@ -214,44 +216,6 @@ def _add_budget(group: argparse._ArgumentGroup) -> None:
         type=_ratio,
         metavar="X",
         help="refuse plans whose step takes more than X times as long as the baseline's (default: no limit)",
-    )
-
-
-def _add_run(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--lengths",
-        type=pathlib.Path,
-        metavar="FILE",
-        help="plan for the whole run over samples of these lengths, in tokens: one length per line, or a length and a "
-        "count per line, or JSON; batches of --batch-size samples are padded to their longest sample, and cut at "
-        "--seq-len",
-    )
-    group.add_argument(
-        "--pad-to-multiple-of",
-        type=_positive,
-        metavar="N",
-        help="with --lengths: batches are padded to a multiple of N tokens (default: 1)",
-    )
-    group.add_argument(
-        "--eval-batch-size",
-        type=_positive,
-        metavar="N",
-        help="plan for evaluations between the steps, with batches of N samples (default: no evaluation)",
-    )
-    group.add_argument(
-        "--eval-samples",
-        type=_positive,
-        metavar="N",
-        help="with --eval-batch-size: the evaluation keeps the logits of N samples on the card, as the Trainer does "
-        "with compute_metrics and without eval_accumulation_steps (default: it keeps none)",
-    )
-    group.add_argument(
-        "--between",
-        action="append",
-        default=[],
-        metavar="NAMES",
-        help="what else happens between the steps: average (a moving average of the weights, EMA), save (saving a "
-        "checkpoint), resume (loading a checkpoint onto the card)",
     )
 
 
@@ -356,14 +320,6 @@ def _version() -> str:
         return importlib.metadata.version("torch-planner")
     except importlib.metadata.PackageNotFoundError:
         return "(run from its sources, not installed)"
-
-
-def _positive(text: str) -> int:
-    """Parses a whole number above 0."""
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number above 0")
-    return number
 
 
 def _ratio(text: str) -> float:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from planner.cli.run_report import run_advice, run_parts
 from planner.estimate.largest_tensors import shape_text
+from planner.plan_types.decision_base import cards_of
 from planner.plan_types.plan import Footprint, ModelFacts, Plan, Shortfall
 from planner.plan_types.plan_parts import TRAINING_STEP
 from planner.plan_types.plan_summary import in_time, speed_text
@@ -56,7 +57,9 @@ def headline(plan: Plan) -> Text:
     workload = plan.workload
     tokens = f" x {workload.seq_len} tokens" if workload.seq_len else ""
     text = Text.assemble((plan.model.name, "bold"), f", {_parameters(plan.model)}, ")
-    text.append(f"batch {workload.batch_size}{tokens}, {workload.optimizer}\n")
+    cards = cards_of(plan.decisions)
+    where = f" on each of {cards} cards" if cards > 1 else ""
+    text.append(f"batch {workload.batch_size}{tokens}{where}, {workload.optimizer}\n")
     if workload.gradients_alive:
         text.append(
             "accumulating loop: gradients of earlier batches are in memory before the step, which adds to them\n"

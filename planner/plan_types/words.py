@@ -11,6 +11,8 @@ FidelityName = Literal["exact", "rounded", "adapted", "partial"]
 Technique = Literal[
     "freeze",
     "mixed-precision",
+    "sharded-precision",
+    "shard",
     "8bit-optimizer",
     "optimizer-kernel",
     "chunked-loss",
@@ -25,6 +27,9 @@ Technique = Literal[
 
 Techniques = Technique | Sequence[Technique]
 """One technique or several."""
+
+Sharding = Literal["ddp", "zero1", "zero2", "fsdp"]
+"""A way in which several cards train one model."""
 
 OptimizerName = Literal[
     "adamw",

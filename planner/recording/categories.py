@@ -25,6 +25,8 @@ def note_obstacles(
     """
     born = [min((birth for birth, _ in storage.lives), default=0) for storage in storages]
     for tick, storage, call in writes:
+        if storages[storage].category in (Category.UNSHARDED, Category.COMMUNICATION):
+            continue  # FSDP2 gathers parameters into them; a recompute finds them gathered
         owner, is_norm = buffers.get(storage, ("", False))
         while call is not None and not is_norm:  # a recompute does not update the running statistics of a norm
             if born[storage] < calls[call].start and calls[call].obstacle is None:

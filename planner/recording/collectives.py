@@ -1,4 +1,4 @@
-"""What FSDP2, DTensor and DistributedDataParallel do in a step of one rank: their buffers, and the bytes they send."""
+"""Records the buffers of FSDP2 and DistributedDataParallel in a step of one rank, and the collectives that it runs."""
 
 from __future__ import annotations
 

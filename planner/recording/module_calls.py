@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from planner.recording.module_state import attributes_of, changed_state, is_compiled, module_state
 from planner.recording.step_graph import Call
-from planner.recording.storage_table import StorageTable
+from planner.recording.storage_table import StorageTable, local_part
 
 # Obstacles: reasons why a call must not be run twice. "It" is the module.
 COMPILED = "it runs compiled, or inside of a compiled module"
@@ -41,7 +41,8 @@ class ModuleCalls:
         self._enters_model = enters_model
         self._stack: list[tuple[str, int | None]] = []
         self._parameters: dict[torch.nn.Module, list[int]] = {}
-        """Identities of the parameters that each module has itself, when its hooks were set."""
+        """Identities of the parameters that each module has itself, when its hooks were set. Modules with shards are
+        left out: FSDP2 replaces these for each call."""
         self._states: list[dict[str, object]] = []
         self._before: list[tuple[int, torch.nn.Module, dict[str, object]]] = []
         """Calls in the running forward of the model: index of the call, module, and its attributes before the call."""
@@ -71,11 +72,15 @@ class ModuleCalls:
         """Registers the hooks on one module and returns their handles.
 
         They are functions: a step may deep-copy the module, and a copied bound method would have its own `ModuleCalls`.
+        A call of a unit of FSDP2 begins when its parameters are gathered, and ends before they are freed: a second run
+        of its forward does neither.
         """
-        self._parameters[module] = [id(parameter) for parameter in module._parameters.values()]
+        is_unit = _is_unit(module)
+        if all(local_part(parameter) is parameter for parameter in module._parameters.values()):
+            self._parameters[module] = [id(parameter) for parameter in module._parameters.values()]
         return [
-            module.register_forward_pre_hook(self._entering(name), with_kwargs=True, prepend=True),
-            module.register_forward_hook(self._leaving(), always_call=True),
+            module.register_forward_pre_hook(self._entering(name), with_kwargs=True, prepend=not is_unit),
+            module.register_forward_hook(self._leaving(), always_call=True, prepend=is_unit),
         ]
 
     def note_obstacle(self, call: int | None, obstacle: str) -> None:
@@ -112,7 +117,7 @@ class ModuleCalls:
                 inputs=tuple(sorted(inputs)),
                 made_inputs=tuple(sorted(made_inputs)),
                 obstacle=self._obstacle(module, parent),
-                has_hooks=max(len(module._forward_pre_hooks), len(module._forward_hooks)) > 1,  # one is this recorder's
+                has_hooks=max(len(module._forward_pre_hooks), len(module._forward_hooks)) > 1 + _is_unit(module),
             )
             self._stack.append((name, len(self.all)))
             self._states.append(module_state(module))
@@ -171,3 +176,8 @@ class ModuleCalls:
             now = attributes_of(module)
             if (changed := changed_state(before, now) or changed_state(now, before)) is not None:
                 self.note_obstacle(call, f"{changed} changes after it has run")
+
+
+def _is_unit(module: torch.nn.Module) -> bool:
+    """True if FSDP2 gathers the parameters of the module before each forward, by one hook before and one after it."""
+    return hasattr(module, "_get_fsdp_state")

@@ -182,11 +182,8 @@ class Recorder(TorchDispatchMode):
 
         None is for a tensor on the host: the fake mode then answers, which knows the values of constants.
         """
-        return (
-            self.data_dependence.scalar_or_refuse(tensor)
-            if self.table.watches(tensor)
-            else self.data_dependence.scalar(tensor)
-        )
+        answers = self.data_dependence
+        return answers.scalar_or_refuse(tensor) if self.table.watches(tensor) else answers.scalar(tensor)
 
     def _note_op(self, op, traits: OpTraits, args, kwargs, out, tick: int) -> None:
         """Appends the op to the recording, and registers the storages that it made. `tick` is when the op began."""

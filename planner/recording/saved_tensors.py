@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from planner.recording.module_calls import TAKES_GRADIENTS, TRANSFORMED, ModuleCalls
-from planner.recording.step_graph import Save
+from planner.recording.step_graph import Category, Save
 from planner.recording.storage_table import StorageTable
 from planner.virtual_gpu import sparse_tensors
 from planner.virtual_gpu.values.shadow_values import ShadowValues
@@ -99,7 +99,9 @@ class SavedTensors:
     def pack(self, tensor: torch.Tensor) -> _SavedPlaceholder | _KeptTensor:
         """Called by autograd when it saves a tensor. Returns the object that autograd saves instead."""
         storage = self._table.storage_of(tensor) if not tensor.is_sparse else None
-        is_permanent = storage is None or self._table.storages[storage].op is None
+        known = None if storage is None else self._table.storages[storage]
+        # FSDP2 frees and gathers unsharded parameters whatever autograd keeps.
+        is_permanent = known is None or known.op is None or known.category is Category.UNSHARDED
         save = Save(
             storage=None if is_permanent else storage,
             pack=self._table.next_tick(),

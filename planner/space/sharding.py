@@ -55,6 +55,27 @@ class Cards:
             raise WorkloadError(f"offloading is for sharded models, and '{self.way}' does not shard: use fsdp")
 
 
+def several_cards(
+    count: int | None,
+    *,
+    mesh: tuple[int, ...] | None = None,
+    way: str | None = None,
+    offload: bool = False,
+    per_node: int | None = None,
+    link: str | None = None,
+) -> Cards | None:
+    """Returns the cards that the user describes; None for one card.
+
+    Raises:
+        WorkloadError: the description contradicts itself, or says more about a single card.
+    """
+    if count is None or count == 1:
+        if mesh or way or offload or link or per_node:
+            raise WorkloadError("mesh, sharding and link describe several cards: give their number with cards=...")
+        return None
+    return Cards(count=count, mesh=mesh, way=way, offload=offload, per_node=per_node or CARDS_PER_NODE, link=link)
+
+
 def shardings(model: torch.nn.Module, cards: Cards) -> tuple[Shard, ...]:
     """Returns the ways to train on these cards, from the one that divides least to the one that divides most."""
     units, shard_mesh = repeated_blocks(model), cards.mesh or (cards.count,)

@@ -22,8 +22,7 @@ from planner.errors import DecisionError
 from planner.plan_types.decisions import Accumulation
 from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import EmittedCode, assignment
-from planner.rewrite.emitted_terms import terms_source
-from planner.rewrite.loss_terms import loss_terms_of
+from planner.rewrite.loss_terms import loss_terms_of, terms_source
 from planner.rewrite.portable.batch_slicing import count_samples, map_tensors, samples_between
 from planner.rewrite.portable.loss_and_clipping import weighted
 from planner.rewrite.rewriting import Rewriting

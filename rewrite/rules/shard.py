@@ -24,12 +24,11 @@ from planner.errors import DecisionError
 from planner.plan_types.decisions import Shard, ShardedPrecision
 from planner.plan_types.plan import Plan
 from planner.rewrite.emitted_code import EmittedCode, assignment, literal
-from planner.rewrite.emitted_terms import terms_source
-from planner.rewrite.loss_terms import loss_terms_of
+from planner.rewrite.loss_terms import loss_terms_of, terms_source
 from planner.rewrite.portable.batch_slicing import count_samples, map_tensors
 from planner.rewrite.portable.loss_and_clipping import weighted
 from planner.rewrite.portable.loss_terms import share_of_rank
-from planner.rewrite.rewriting import Rewriting
+from planner.rewrite.rewriting import Change, Rewriting
 
 
 def shard(rewriting: Rewriting, decision: Shard) -> None:
@@ -46,6 +45,7 @@ def shard(rewriting: Rewriting, decision: Shard) -> None:
             f"--nproc-per-node {decision.cards}, and call torch.distributed.init_process_group() before the plan is "
             "applied"
         )
+    rewriting.changes.append(Change(place="the model", intact=_refuse_to_undo, restore=lambda: None))
     rewriting.rank_share = functools.partial(
         share_of_rank,
         batch_size=rewriting.batch_size,
@@ -56,6 +56,13 @@ def shard(rewriting: Rewriting, decision: Shard) -> None:
         _fully_shard(rewriting, decision)
     else:
         _replicate(rewriting, decision)
+
+
+def _refuse_to_undo() -> bool:
+    raise DecisionError(
+        "a model on several cards cannot be put together again: save it with torch.distributed.checkpoint, and load it "
+        "into a new model"
+    )
 
 
 def _fully_shard(rewriting: Rewriting, decision: Shard) -> None:

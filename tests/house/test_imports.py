@@ -35,6 +35,7 @@ FLOORS = (
     ),
     ("planner.rewrite.rewriting", "planner.rewrite.step_state", "planner.rewrite.accumulation_check"),
     (
+        "planner.rewrite.loss_terms",
         "planner.rewrite.step",
         "planner.rewrite.own_step",
         "planner.rewrite.recomputed_modules",
@@ -54,7 +55,7 @@ FLOORS = (
     ("planner.assemble",),
     ("planner.pipeline",),
     ("planner.questions",),
-    ("planner.adapted", "planner.default_batch"),
+    ("planner.adapted", "planner.default_batch", "planner.sharded"),
     ("planner.whole_run",),
     ("planner.replan",),
     ("planner.ask",),

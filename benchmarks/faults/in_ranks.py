@@ -1,0 +1,75 @@
+"""Faults in the training on several cards."""
+
+from __future__ import annotations
+
+from benchmarks.faults.fault import Fault
+
+_TRUTH = "tests/ranks/test_rank_truth.py::test_each_storage_is_born_and_dies_as_in_real_processes"
+_PARITY = "tests/ranks/test_rank_parity.py::test_several_cards_train_as_one_does"
+
+FAULTS = [
+    Fault(
+        name="rank-keeps-unsharded-parameters",
+        path="planner/recording/collectives.py",
+        old="                self._table.resized(storage)\n",
+        new="                pass\n",
+        tests=(f"{_TRUTH}[FSDP2]",),
+        why="the gathered parameters of each unit seem to live for ever",
+    ),
+    Fault(
+        name="rank-counts-global-shapes",
+        path="planner/recording/collectives.py",
+        old="            with self._pause():\n                return propagate(",
+        new="            if True:\n                return propagate(",
+        tests=(f"{_TRUTH}[FSDP2]",),
+        why="fakes of whole parameters, by which DTensor finds shapes, count as memory of the optimizer",
+    ),
+    Fault(
+        name="rank-pads-shards-twice",
+        path="planner/virtual_gpu/ranks.py",
+        old="    _let_shards_stay()\n",
+        new="",
+        tests=(f"{_TRUTH}[FSDP2, uneven shards]",),
+        why="uneven shards are allocated a second time in the first forward",
+    ),
+    Fault(
+        name="rank-on-one-stream",
+        path="planner/estimate/allocation_stream.py",
+        old="    return {block: stream for block, stream in enumerate(of_lives) if stream}\n",
+        new="    return {}\n",
+        tests=("tests/ranks/test_rank_plans.py::test_the_allocator_keeps_the_blocks_of_streams_apart",),
+        why="a free block of the communication stream serves the computation, so that less memory is reserved",
+    ),
+    Fault(
+        name="rank-weighs-ranks-alike",
+        path="rewrite/step.py",
+        old="share = None if self._rank_share is None else self._rank_share(batch)",
+        new="share = None",
+        tests=(f"{_PARITY}[llama, FSDP2]",),
+        why="a rank with few labels weighs as much as one with many",
+    ),
+    Fault(
+        name="rank-optimizer-holds-old-parameters",
+        path="rewrite/rules/shard.py",
+        old="    rewriting.replace_in_optimizers({id(before[name]): after[name] for name in before})\n",
+        new="",
+        tests=("tests/ranks/test_rank_plans.py::test_an_optimizer_that_was_made_before_trains_the_shards",),
+        why="the optimizer updates tensors that the model does not use, and nothing is trained",
+    ),
+    Fault(
+        name="rank-divides-parameters-of-copies",
+        path="planner/plan_types/decisions.py",
+        old='        return self.mesh[-1] if self.way == "fsdp" else 1\n',
+        new="        return self.mesh[-1]\n",
+        tests=("tests/ranks/test_rank_plans.py::test_copies_of_the_model_hold_all_parameters",),
+        why="DistributedDataParallel seems to divide the parameters among the cards",
+    ),
+    Fault(
+        name="rank-all-reduce-sends-once",
+        path="planner/estimate/lanes.py",
+        old='    rounds = 2 if "all_reduce" in collective.kind or "allreduce" in collective.kind else 1\n',
+        new="    rounds = 1\n",
+        tests=("tests/estimate/test_lanes.py::test_a_collective_takes_its_latency_and_the_bytes_that_it_sends",),
+        why="an all-reduce seems to take half of its time, so that copies of the model look faster than they are",
+    ),
+]

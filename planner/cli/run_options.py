@@ -1,0 +1,102 @@
+"""The options of the `plan` command about the whole run and about several cards."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+from typing import get_args
+
+from planner.plan_types.words import Sharding
+from planner.profiles.links import known
+
+
+def add_run(group: argparse._ArgumentGroup) -> None:
+    """Adds the options that describe the whole run."""
+    group.add_argument(
+        "--lengths",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="plan for the whole run over samples of these lengths, in tokens: one length per line, or a length and a "
+        "count per line, or JSON; batches of --batch-size samples are padded to their longest sample, and cut at "
+        "--seq-len",
+    )
+    group.add_argument(
+        "--pad-to-multiple-of",
+        type=positive,
+        metavar="N",
+        help="with --lengths: batches are padded to a multiple of N tokens (default: 1)",
+    )
+    group.add_argument(
+        "--eval-batch-size",
+        type=positive,
+        metavar="N",
+        help="plan for evaluations between the steps, with batches of N samples (default: no evaluation)",
+    )
+    group.add_argument(
+        "--eval-samples",
+        type=positive,
+        metavar="N",
+        help="with --eval-batch-size: the evaluation keeps the logits of N samples on the card, as the Trainer does "
+        "with compute_metrics and without eval_accumulation_steps (default: it keeps none)",
+    )
+    group.add_argument(
+        "--between",
+        action="append",
+        default=[],
+        metavar="NAMES",
+        help="what else happens between the steps: average (a moving average of the weights, EMA), save (saving a "
+        "checkpoint), resume (loading a checkpoint onto the card)",
+    )
+
+
+def add_cards(group: argparse._ArgumentGroup) -> None:
+    """Adds the options that describe several cards."""
+    group.add_argument(
+        "--cards",
+        type=positive,
+        metavar="N",
+        help="train on N cards, each with its part of the batch; --vram is then the budget of each card (default: 1)",
+    )
+    group.add_argument(
+        "--sharding",
+        choices=get_args(Sharding),
+        help="with --cards: ddp (a copy of the model on each card), zero1 (the same, with divided optimizer state), "
+        "fsdp (FSDP2: parameters, gradients and state are divided), or zero2 (FSDP2 whose parameters stay gathered "
+        "between forward and backward); default: the fastest of them that fits",
+    )
+    group.add_argument(
+        "--mesh",
+        type=_mesh,
+        metavar="CxN",
+        help="with --cards: C copies of the model, each sharded over N cards, such as 2x4 (default: one copy)",
+    )
+    group.add_argument(
+        "--cards-per-node", type=positive, metavar="N", help="with --cards: cards in a machine (default: 8)"
+    )
+    group.add_argument(
+        "--link",
+        choices=known(),
+        help="with --cards: the link between the cards of a machine (default: the fastest one of the card)",
+    )
+    group.add_argument(
+        "--offload-shards",
+        action="store_true",
+        help="with --cards: keep shards and optimizer state in host memory, where the optimizer runs",
+    )
+
+
+def _mesh(text: str) -> tuple[int, int]:
+    """Parses two whole numbers above 0, such as '2x4'."""
+    first, _, second = text.lower().partition("x")
+    try:
+        return positive(first), positive(second)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"'{text}' is no mesh: give two numbers of cards, such as 2x4") from None
+
+
+def positive(text: str) -> int:
+    """Parses a whole number above 0."""
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number above 0")
+    return number
