@@ -358,18 +358,14 @@ def one_of_each_kind(decisions: Sequence[Decision]) -> dict[type[Decision], Deci
     return by_kind
 
 
-def _has_gradient_checkpointing(model: torch.nn.Module) -> bool:
-    """True if transformers' own gradient checkpointing is enabled for a part of the model."""
-    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-
-
 def refuse_another_model(plan: Plan, model: torch.nn.Module) -> None:
     """Raise `PlanFileError` unless the plan was made for this model. The message says what differs.
 
     A warning is given if only the scale of the adapters (`lora_alpha`) differs, which takes no memory.
     """
     program = plan.model.program
-    if program is not None and program.gradient_checkpointing and not _has_gradient_checkpointing(model):
+    is_checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    if program is not None and program.gradient_checkpointing and not is_checkpointed:
         raise PlanFileError(
             f"the plan was made for {program.name} with gradient checkpointing, which this model does not have: train "
             "by the config that --emit config.yaml writes"

@@ -22,6 +22,8 @@ from planner.plan_types.decisions import (
     Optimizer,
     OptimizerKernel,
     Precision,
+    Shard,
+    ShardedPrecision,
     StepInBackward,
 )
 from planner.plan_types.plan import (
@@ -171,6 +173,8 @@ def full_example() -> Plan:
         Freeze(modules=("a",)), Precision(dtype="fp16"), Optimizer(), OptimizerKernel(kernel="fused"),
         ChunkedLoss(module="head", chunks=3), Accumulation(micro_batch_size=2, micro_batches=4), StepInBackward(),
         Allocator(expandable_segments=True, max_split_size_mb=64),
+        ShardedPrecision(reduce_dtype="bf16"),
+        Shard(way="fsdp", mesh=(2, 4), units=("b", "c"), kept=("c",), offload=True),
         Checkpoint(modules=("b", "c"), kept=((), (0, 2))),
         Replay(modules=("d",), stretches=((1, 9),), kept=((3,),), stops=((4, 6),)),
         Offload(modules=("e", "f"), inputs_of=("f",), from_bytes=4096),

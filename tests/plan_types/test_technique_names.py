@@ -20,6 +20,8 @@ from planner.plan_types.decisions import (
     Optimizer,
     OptimizerKernel,
     Precision,
+    Shard,
+    ShardedPrecision,
     StepInBackward,
 )
 from planner.plan_types.fingerprint import plan_fingerprint
@@ -31,9 +33,13 @@ FORMER = pathlib.Path(__file__).parents[1] / "fixtures/plans/former_kinds.json"
 """A plan with every technique, written when three of them had other kinds."""
 FORMER_FINGERPRINT = "1975693ec6e8ba309b3a3b3a1688dabd8240a7089439530cc6b11109ba5d29e1"
 """Fingerprint of that plan for `torch.nn.Linear(2, 3)`, computed at that time."""
+LATER = ("allocator", "shard", "sharded-precision")
+"""Techniques that are younger than that plan."""
 DECISIONS = (
     Freeze(modules=("a",)),
     Precision(dtype="fp16"),
+    ShardedPrecision(),
+    Shard(way="fsdp", mesh=(2, 4), units=("b.0", "b.1"), kept=("b.1",)),
     Optimizer(),
     OptimizerKernel(kernel="fused"),
     ChunkedLoss(module="head", chunks=8),
@@ -47,6 +53,8 @@ DECISIONS = (
 DESCRIPTIONS = (
     "freeze 1 module: a",
     "mixed precision: fp16 autocast with a gradient scaler, trained weights in fp32",
+    "mixed precision: bf16 autocast, parameters are gathered in bf16, gradients added up in fp32",
+    "2 copies, each sharded over 4 cards (FSDP2), in units b.{0-1}; gathered once in a step: b.1",
     "8-bit optimizer state (bitsandbytes AdamW); embeddings and small tensors keep 32-bit state",
     "fused optimizer kernel: updates parameters in place, without temporaries",
     "loss in 8 chunks (head): the full logits are never materialized",
@@ -65,7 +73,7 @@ def constraints(**names) -> Constraints:
 
 def test_a_plan_with_former_kinds_is_read_and_written_with_todays(tmp_path):
     plan = Plan.load(FORMER)
-    assert plan.decisions == tuple(decision for decision in DECISIONS if decision.kind != "allocator")
+    assert plan.decisions == tuple(decision for decision in DECISIONS if decision.kind not in LATER)
     assert plan.forced == ("mixed-precision", "8bit-optimizer")
     assert plan.forbidden == ("segment-checkpoint", "step-in-backward")
     plan.save(tmp_path / "plan.json")

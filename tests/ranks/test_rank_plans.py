@@ -1,0 +1,267 @@
+"""Plans for several cards: what is chosen, what is promised, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import planner
+from planner import pipeline, profiles
+from planner.errors import DecisionError, WorkloadError
+from planner.estimate.allocation_stream import streams_of_blocks
+from planner.estimate.footprint import measure
+from planner.plan_types.decisions import Shard
+from planner.plan_types.techniques import decision_from_json
+from planner.profiles.links import with_links
+from planner.rewrite.application import apply_decisions
+from planner.space.lower_bounds import TrainedParameters, lower_bound_bytes
+from planner.space.sharding import Cards, repeated_blocks, shardings
+from planner.virtual_gpu.forked_process import Child
+from planner.workload.call_convention import Calling
+from planner.workload.workload import workload
+from tests.support.workloads import CARD, example
+
+BARE = profiles.bare()
+
+
+def llama(layers: int = 4) -> torch.nn.Module:
+    with torch.device("meta"):
+        config = LlamaConfig(
+            vocab_size=2000, hidden_size=128, intermediate_size=352, num_hidden_layers=layers, num_attention_heads=4,
+            num_key_value_heads=4, tie_word_embeddings=False, use_cache=False,
+        )  # fmt: skip
+        return LlamaForCausalLM(config).train()
+
+
+def batch(samples: int = 16, tokens: int = 64) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(samples, tokens, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids}
+
+
+# ---- what is chosen -----------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_the_outermost_modules_of_one_class_in_a_container():
+    assert repeated_blocks(llama(3)) == ("model.layers.0", "model.layers.1", "model.layers.2")
+    assert repeated_blocks(example("unet.py:build").model) != ()
+    assert repeated_blocks(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))) == ()
+
+
+def test_a_block_that_shares_a_parameter_with_another_module_is_no_unit():
+    model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList(), "out": torch.nn.Linear(8, 8)})
+    for _ in range(3):
+        model["blocks"].append(torch.nn.Sequential(torch.nn.Linear(8, 8)))
+    model["out"].weight = model["blocks"][1][0].weight
+    assert repeated_blocks(model) == ("blocks.0", "blocks.2")
+
+
+def test_the_ways_are_those_that_the_user_allows():
+    model = llama()
+    assert [shard.way for shard in shardings(model, Cards(count=8))] == ["ddp", "zero1", "fsdp", "fsdp"]
+    assert [shard.mesh for shard in shardings(model, Cards(count=8, mesh=(2, 4)))] == [(2, 4), (2, 4)]
+    (kept,) = shardings(model, Cards(count=8, way="zero2"))
+    assert kept.kept == kept.units == repeated_blocks(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    {
+        "no number": ({"count": 1}, "cards=1: give the number of cards, at least 2"),
+        "another mesh": ({"count": 8, "mesh": (2, 2)}, "a mesh of 2 x 2 does not have 8 cards"),
+        "copies in a mesh": ({"count": 8, "mesh": (2, 4), "way": "ddp"}, "a mesh is for sharded models"),
+        "offloaded copies": ({"count": 8, "way": "zero1", "offload": True}, "offloading is for sharded models"),
+    }.values(),
+)
+def test_a_description_that_contradicts_itself_is_refused(arguments, message):
+    with pytest.raises(WorkloadError, match=message):
+        Cards(**arguments)
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        Shard(way="fsdp", mesh=(2, 4), units=("a", "b"), kept=("b",), offload=True),
+        Shard(way="ddp", mesh=(8,)),
+    ],
+)
+def test_a_decision_is_read_back(shard):
+    assert decision_from_json(json.loads(json.dumps(shard.to_json()))) == shard
+    assert shard.cards == 8
+
+
+def test_copies_of_the_model_hold_all_parameters():
+    model = llama()
+    work = workload(model, batch())
+    trained = TrainedParameters.of(work, [name for name, _ in model.named_parameters()])
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+
+    def bound(shard: Shard) -> int:
+        divided = dataclasses.replace(work, sharding=(shard,))
+        kernel = decision_from_json({"kind": "optimizer-kernel", "kernel": "fused"})
+        return lower_bound_bytes(divided, trained, optimizer_peak_bytes=0, state_bytes=0, config=(kernel,))
+
+    assert bound(Shard(way="ddp", mesh=(4,))) == 2 * whole
+    assert bound(Shard(way="fsdp", mesh=(4,))) == 2 * (whole // 4)
+
+
+# ---- plans --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tight() -> planner.Plan:
+    return planner.plan(
+        llama(), batch(), vram="14MiB", gpu="bare", fidelity="exact", cards=4, sharding="fsdp", only="checkpoint"
+    )
+
+
+@pytest.mark.slow
+def test_the_promise_is_what_the_rehearsal_of_the_sharded_and_checkpointed_step_gives(tight):
+    assert tight.fits
+    assert tight.solver.promised_bytes == tight.solver.certified_bytes <= 14 << 20 < tight.baseline.total_bytes
+    assert [decision.kind for decision in tight.decisions] == ["shard", "checkpoint"]
+    assert tight.workload.batch_size == 4
+
+
+@pytest.mark.slow
+def test_a_saved_plan_for_several_cards_is_certified_again(tmp_path):
+    path = tmp_path / "plan.json"
+    command = [sys.executable, "-m", "planner.cli"]
+    options = ["--cards", "4", "--sharding", "fsdp", "--batch-size", "8", "--seq-len", "32", "--save", str(path)]
+    asked = ["tests/fixtures/roberta", "--vram", "2GiB", "--gpu", "h100", "--json", *options]
+    first = json.loads(subprocess.run([*command, *asked], capture_output=True, text=True, timeout=300).stdout)
+    again = json.loads(
+        subprocess.run([*command, str(path), "--json"], capture_output=True, text=True, timeout=300).stdout
+    )
+    assert first["fits"] and again["fits"]
+    assert first["decisions"] == again["decisions"]
+    for key in ("total_bytes", "allocated_bytes", "step_seconds"):
+        assert first["plan"][key] == again["plan"][key]
+
+
+@pytest.mark.slow
+def test_more_cards_leave_less_on_each():
+    plans = [
+        planner.plan(llama(), batch(), vram=None, gpu="bare", cards=cards, sharding="fsdp") for cards in (2, 4, 16)
+    ]
+    totals = [plan.peak.total_bytes for plan in plans]
+    assert totals == sorted(totals, reverse=True)
+    states = [plan.peak.breakdown["optimizer state"] for plan in plans]
+    whole = 8 * sum(parameter.numel() for parameter in llama().parameters())
+    assert [round(whole / state) for state in states] == [2, 4, 16]
+
+
+@pytest.mark.slow
+def test_shards_are_chosen_where_copies_do_not_fit_and_the_notes_compare_the_ways():
+    roomy, scarce = (
+        planner.plan(llama(), batch(), vram=vram, gpu="bare", cards=4, forbid="accumulation", fidelity="exact")
+        for vram in ("1GiB", "14MiB")
+    )
+    assert roomy.fits and scarce.fits
+    assert roomy.peak.step_ns <= scarce.peak.step_ns
+    assert next(d for d in scarce.decisions if d.kind == "shard").way == "fsdp"
+    compared = [note for note in scarce.notes if note.startswith("not chosen: ")]
+    assert len(compared) == 3
+    assert sum("its smallest plan needs" in note for note in compared) >= 2
+
+
+@pytest.mark.slow
+def test_the_allocator_keeps_the_blocks_of_streams_apart():
+    shard = shardings(llama(), Cards(count=4, way="fsdp"))
+    work = dataclasses.replace(workload(llama(), batch(4)), sharding=shard)
+    graph = pipeline.record_step(work, CARD)
+    assert len(set(streams_of_blocks(graph).values())) == 2  # copy-in of gathers, and reduce-scatters
+    on_one = dataclasses.replace(graph, storages=[dataclasses.replace(storage, stream=0) for storage in graph.storages])
+    reserved = [measure(each, CARD, vram_bytes=None).footprint.reserved_bytes for each in (graph, on_one)]
+    assert reserved[0] > reserved[1]
+
+
+@pytest.mark.slow
+def test_a_slower_link_makes_the_step_slower_and_changes_no_byte():
+    shard = shardings(llama(), Cards(count=4, way="fsdp"))
+    work = dataclasses.replace(workload(llama(), batch(4)), sharding=shard)
+    card = profiles.load("h100")
+    graph = pipeline.record_step(work, card)
+    fast, slow = (
+        measure(graph, with_links(card, within=name), vram_bytes=None).footprint for name in ("nvlink-4", "pcie")
+    )
+    alone = measure(graph, card, vram_bytes=None).footprint
+    assert alone.step_ns < fast.step_ns < slow.step_ns
+    assert alone.total_bytes == fast.total_bytes == slow.total_bytes
+
+
+# ---- what is refused ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    {
+        "an odd batch": ({"cards": 3}, "a batch of 16 samples cannot be divided evenly among 3 cards"),
+        "one card": ({"sharding": "fsdp"}, "describe several cards: give their number with cards"),
+        "an unknown way": ({"cards": 2, "sharding": "tp"}, "'tp' is no known way to train on several cards"),
+        "an unknown link": ({"cards": 2, "link": "nvlink-9"}, "link 'nvlink-9' is unknown: choose from nvlink-2"),
+        "a run": ({"cards": 2, "between": "save"}, "a whole run cannot be planned for several cards"),
+    }.values(),
+)
+def test_what_cannot_be_planned_is_refused_by_name(options, message):
+    with pytest.raises(WorkloadError, match=message):
+        planner.plan(llama(1), batch(), vram="1GiB", gpu="bare", **options)
+
+
+def test_a_step_of_the_users_own_is_refused():
+    with pytest.raises(WorkloadError, match="a training step of your own cannot be planned for several cards"):
+        planner.plan(llama(1), batch(), vram="1GiB", gpu="bare", cards=2, step=lambda model, optimizer, batch: None)
+
+
+def in_process(function):
+    """Returns what a function gives in a process group of one process."""
+
+    def run(folder: str):
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
+        return function()
+
+    with tempfile.TemporaryDirectory() as folder:
+        return Child(lambda _: run(folder)).result()
+
+
+def applied_alone(optimizer):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    made = optimizer(model.parameters())
+    values = torch.randn(4, 8)
+    return model, apply_decisions(
+        (Shard(way="fsdp", mesh=(1,)),), model, optimizer=made, calling=Calling.of((values, values), squares),
+        batch_size=4, loss_fn=squares,
+    )  # fmt: skip
+
+
+def squares(output: torch.Tensor, batch: tuple) -> torch.Tensor:
+    return (output - batch[-1]).square().mean()
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_was_made_before_trains_the_shards():
+    def run() -> bool:
+        model, rewritten = applied_alone(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        before = model[0].weight.full_tensor().clone()
+        rewritten.step((torch.randn(4, 8), torch.randn(4, 8)))
+        return not torch.equal(before, model[0].weight.full_tensor())
+
+    assert in_process(run)
+
+
+@pytest.mark.slow
+def test_sharding_cannot_be_undone():
+    def run() -> str:
+        _, rewritten = applied_alone(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        with pytest.raises(DecisionError) as refused:
+            rewritten.undo()
+        return str(refused.value)
+
+    assert in_process(run).startswith("a model on several cards cannot be put together again: save it with torch")
