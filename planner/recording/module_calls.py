@@ -76,7 +76,7 @@ class ModuleCalls:
         of its forward does neither.
         """
         is_unit = _is_unit(module)
-        if all(local_part(parameter) is parameter for parameter in module._parameters.values()):
+        if all(p is None or local_part(p) is p for p in module._parameters.values()):
             self._parameters[module] = [id(parameter) for parameter in module._parameters.values()]
         return [
             module.register_forward_pre_hook(self._entering(name), with_kwargs=True, prepend=not is_unit),

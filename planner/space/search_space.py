@@ -202,6 +202,8 @@ def _precisions(workload: Workload, card: DeviceProfile, constraints: Constraint
         why_not = f"trained parameters are {odd[0]}, and autocast needs fp32 master weights"
     is_sharded = any(decision.divides_parameters_by > 1 for decision in workload.sharding)
     if is_sharded and "bf16" in card.native_dtypes and not constraints.force(Precision):
+        if not constraints.allow(Precision) and not constraints.force(ShardedPrecision):
+            return ((),)  # who forbids autocast does not expect it under another name
         return _alternatives(constraints, ShardedPrecision, None if why_not else (ShardedPrecision(),), why_not)
     if constraints.force(ShardedPrecision):
         raise DecisionError(

@@ -113,7 +113,7 @@ def test_a_decision_says_what_it_does(decision, text):
 
 
 def test_constraints_are_asked_by_role():
-    rules = constraints(force=("step-in-backward",), forbid=("precision", "checkpoint"))
+    rules = constraints(force=("step-in-backward",), forbid=("precision", "sharded-precision", "checkpoint"))
     assert rules.force(Role.UPDATE_TIME) and not rules.force(Role.RECOMPUTE)
     assert not rules.allow(Role.PRECISION) and rules.allow(Role.RECOMPUTE)
     assert not rules.allow(Role.FREEZING)

@@ -147,6 +147,16 @@ def test_a_saved_plan_for_several_cards_is_certified_again(tmp_path):
 
 
 @pytest.mark.slow
+def test_who_forbids_mixed_precision_gets_no_sharded_precision():
+    plan, forced = (
+        planner.plan(llama(2), batch(), vram="1GiB", gpu="h100", cards=2, sharding="fsdp", **options)
+        for options in ({"forbid": "mixed-precision"}, {"force": "mixed-precision"})
+    )
+    assert not {"mixed-precision", "sharded-precision"} & {decision.kind for decision in plan.decisions}
+    assert "mixed-precision" in {decision.kind for decision in forced.decisions}
+
+
+@pytest.mark.slow
 def test_more_cards_leave_less_on_each():
     plans = [
         planner.plan(llama(), batch(), vram=None, gpu="bare", cards=cards, sharding="fsdp") for cards in (2, 4, 16)
