@@ -309,6 +309,14 @@ FAULTS = (
         why="the second moment of Adam counts as a temporary",
     ),
     Fault(
+        name="attention-ignores-disabled-kernels",
+        path="planner/virtual_gpu/sdpa.py",
+        old="    if enabled.cudnn_sdp_enabled() and _cudnn_takes(call, capability):\n",
+        new="    if _cudnn_takes(call, capability):\n",
+        tests=("tests/virtual_gpu/test_sdpa.py::test_a_disabled_kernel_is_not_chosen",),
+        why="a model that asks for the flash kernel is rehearsed with cuDNN's, which saves other tensors",
+    ),
+    Fault(
         name="recording-gradients-as-temporaries",
         path="planner/recording/gradients.py",
         old="                    self._table.mark(parameter.grad, Category.GRADIENT, name=name)\n",

@@ -113,8 +113,6 @@ class Recorder(TorchDispatchMode):
         """Sets the category and the name of a tensor's storage."""
         self.table.mark(tensor, category, name=name)
 
-    # ---- ops --------------------------------------------------------------------------------------------------
-
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op is torch.ops.prim.device.default:  # two thirds of all calls: C++ asks a fake for its device
             return args[0].fake_device
@@ -304,8 +302,6 @@ class Recorder(TorchDispatchMode):
         finally:
             self._paused = before
 
-    # ---- modules and phases -----------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def watching(
         self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, own_step: bool = False
@@ -326,14 +322,19 @@ class Recorder(TorchDispatchMode):
         handles += self.updates.hooks(model, optimizers, own_step=own_step)
         saving = torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._saved.unpack)
         try:
-            with contextlib.ExitStack() as contexts:
-                for context in (saving if self.what_if else None, self._ranks and self._ranks.watching()):
-                    contexts.enter_context(context or contextlib.nullcontext())
-                contexts.enter_context(self._backwards.watching())
+            with (
+                saving if self.what_if else contextlib.nullcontext(),
+                self._backwards.watching(),
+                self.watching_ranks(),
+            ):
                 yield
         finally:
             for handle in handles:
                 handle.remove()
+
+    def watching_ranks(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which FSDP2 and DTensors are recorded if the process is one rank of several."""
+        return contextlib.nullcontext() if self._ranks is None else self._ranks.watching()
 
     def _note_buffers(self, model: torch.nn.Module) -> None:
         """Notes which storages are buffers of which modules. It keeps no buffer alive: a forward may replace it."""

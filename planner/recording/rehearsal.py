@@ -372,7 +372,7 @@ def rehearse_program(program: Program, target: backend.Target) -> StepGraph:
     """
 
     def run(refuse: Refuse) -> StepGraph:
-        with on_virtual_gpu(target, refuse, what_if=False) as recorder, recorder:
+        with on_virtual_gpu(target, refuse, what_if=False) as recorder, recorder, recorder.watching_ranks():
             recorder.setup_ends()
             program(torch.device(backend.NAME))
             return recorder.finish(steps=1, primed=False, micro_batch_sizes=())

@@ -53,8 +53,13 @@ def _let_modules_convert_as_real_tensors_do() -> None:
     the parameter.
     """
 
-    def swap_tensors(parameter: torch.Tensor, applied: torch.Tensor) -> None:
-        parameter.data = applied.data
+    swap = torch.utils.swap_tensors
+
+    def swap_tensors(parameter: Any, applied: Any) -> None:
+        if hasattr(parameter, "_local_tensor"):  # a DTensor, whose device cannot be changed otherwise
+            swap(parameter, applied)
+        else:
+            parameter.data = applied.data
 
     torch.utils.swap_tensors = swap_tensors
 

@@ -45,12 +45,16 @@ class AttentionCall:
 
 
 def choose_backend(call: AttentionCall, capability: tuple[int, int]) -> AttentionBackend:
-    """Returns the kernel that PyTorch chooses on a card of this compute capability."""
-    if _cudnn_takes(call, capability):
+    """Returns the kernel that PyTorch chooses on a card of this compute capability, among those that are enabled.
+
+    `torch.nn.attention.sdpa_kernel` and the functions of `torch.backends.cuda` enable and disable kernels.
+    """
+    enabled = torch.backends.cuda
+    if enabled.cudnn_sdp_enabled() and _cudnn_takes(call, capability):
         return AttentionBackend.CUDNN
-    if _flash_takes(call, capability):
+    if enabled.flash_sdp_enabled() and _flash_takes(call, capability):
         return AttentionBackend.FLASH
-    if _efficient_takes(call, capability):
+    if enabled.mem_efficient_sdp_enabled() and _efficient_takes(call, capability):
         return AttentionBackend.EFFICIENT
     return AttentionBackend.MATH
 
