@@ -13,7 +13,7 @@ KERNELS = {
     SDPBackend.CUDNN_ATTENTION: "_scaled_dot_product_cudnn_attention",
     SDPBackend.FLASH_ATTENTION: "_scaled_dot_product_flash_attention",
     SDPBackend.EFFICIENT_ATTENTION: "_scaled_dot_product_efficient_attention",
-    SDPBackend.MATH: "_softmax",
+    SDPBackend.MATH: "bmm",
 }
 
 
